@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
+from .argument_values import truth_value, whole_number, with_defaults
 from .blended import BlendedDataset
 from .indexed import IndexedDataset
 from .order import SPLITS, parse_split, samples_of_blend
@@ -81,22 +82,17 @@ def datasets_from_megatron_args(
     Raises:
         DataError: an argument that is none, that is missing, or that excludes another one.
     """
-    given = dict(_DEFAULTS)
-    for name, value in arguments.items():
-        key = name.lstrip("-").replace("-", "_")
-        if key not in given:
-            raise DataError(f"Megatron argument {name!r} (value {value!r}) is none of data: {', '.join(given)}.")
-        given[key] = value
+    given = with_defaults(arguments, _DEFAULTS, "data")
     for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
-        given[name] = _truth(given, name)
+        given[name] = truth_value(given, name)
     if given["reset_position_ids"] != given["reset_attention_mask"]:
         raise DataError(
             "reset_position_ids and reset_attention_mask: expected both or neither; models of transformers attend "
             "within documents where positions begin again."
         )
     made = {
-        "sequence_length": _number(given, "seq_length"),
-        "seed": _number(given, "seed"),
+        "sequence_length": whole_number(given, "seq_length"),
+        "seed": whole_number(given, "seed"),
         "pad_token": pad_token,
         "eod_token": eod_token,
         "eod_mask_loss": given["eod_mask_loss"],
@@ -119,23 +115,6 @@ def datasets_from_megatron_args(
     return PretrainingSplits(found[0], found[1], found[2], wanted["test"])
 
 
-def _number(given: Mapping[str, Any], name: str, least: int = 0) -> int:
-    try:
-        number = int(given[name])
-    except (TypeError, ValueError):
-        raise DataError(f"{name} = {given[name]!r}: expected a whole number.") from None
-    if number < least:
-        raise DataError(f"{name} = {number}: expected {least} or more.")
-    return number
-
-
-def _truth(given: Mapping[str, Any], name: str) -> bool:
-    text = str(given[name]).lower()
-    if text not in ("true", "false"):
-        raise DataError(f"{name} = {given[name]!r}: expected True or False.")
-    return text == "true"
-
-
 def _content(file: Any, name: str) -> str:
     try:
         return Path(file).read_text(encoding="utf-8")
@@ -152,14 +131,14 @@ def _samples(given: Mapping[str, Any]) -> dict[str, int]:
     """Counts the samples of each split as Megatron's trainer does."""
     if (given["train_iters"] is None) == (given["train_samples"] is None):
         raise DataError("expected either train_iters or train_samples.")
-    batch = _number(given, "global_batch_size", 1)
+    batch = whole_number(given, "global_batch_size", 1)
     if given["train_samples"] is not None:
-        train = _number(given, "train_samples")
+        train = whole_number(given, "train_samples")
         iterations = train // batch
     else:
-        iterations = _number(given, "train_iters")
+        iterations = whole_number(given, "train_iters")
         train = iterations * batch
-    interval, rounds = _number(given, "eval_interval", 1), _number(given, "eval_iters")
+    interval, rounds = whole_number(given, "eval_interval", 1), whole_number(given, "eval_iters")
     return {
         "train": train,
         "valid": (iterations // interval + 1) * rounds * batch if rounds else 0,

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import DataError
+from .argument_values import real_number, whole_number, with_defaults
 
 
 def _linear(passed: float) -> float:
@@ -200,30 +201,27 @@ def schedule_from_megatron_args(arguments: Mapping[str, Any]) -> MegatronSchedul
     Raises:
         DataError: an argument that is none of a schedule, or that is missing.
     """
-    given = dict(_DEFAULTS)
-    for name, value in arguments.items():
-        key = name.lstrip("-").replace("-", "_")
-        if key not in given:
-            raise DataError(f"Megatron argument {name!r} (value {value!r}) is none of a schedule: {', '.join(given)}.")
-        given[key] = value
+    given = with_defaults(arguments, _DEFAULTS, "a schedule")
     if (given["train_iters"] is None) == (given["train_samples"] is None):
         raise DataError("expected either train_iters or train_samples.")
-    unit, batch = ("samples", 1) if given["train_iters"] is None else ("iters", _number(given, "global_batch_size"))
-    total = _number(given, f"train_{unit}") * batch
-    decay = total if given[f"lr_decay_{unit}"] is None else _number(given, f"lr_decay_{unit}") * batch
+    unit, batch = (
+        ("samples", 1) if given["train_iters"] is None else ("iters", whole_number(given, "global_batch_size"))
+    )
+    total = whole_number(given, f"train_{unit}") * batch
+    decay = total if given[f"lr_decay_{unit}"] is None else whole_number(given, f"lr_decay_{unit}") * batch
     if given["lr_warmup_fraction"] is not None:
         warmup = float(given["lr_warmup_fraction"]) * decay
     else:
-        warmup = _number(given, f"lr_warmup_{unit}") * batch
+        warmup = whole_number(given, f"lr_warmup_{unit}") * batch
     wsd = given[f"lr_wsd_decay_{unit}"]
     style, end = given["weight_decay_incr_style"], float(given["weight_decay"])
     start = end
     if style != "constant":
-        start, end = (_float(given, name) for name in ("start_weight_decay", "end_weight_decay"))
+        start, end = (real_number(given, name) for name in ("start_weight_decay", "end_weight_decay"))
     return MegatronSchedule(
-        max_lr=_float(given, "lr"),
-        min_lr=_float(given, "min_lr"),
-        init_lr=_float(given, "lr_warmup_init"),
+        max_lr=real_number(given, "lr"),
+        min_lr=real_number(given, "min_lr"),
+        init_lr=real_number(given, "lr_warmup_init"),
         warmup=warmup,
         decay=decay,
         style=given["lr_decay_style"],
@@ -234,17 +232,3 @@ def schedule_from_megatron_args(arguments: Mapping[str, Any]) -> MegatronSchedul
         weight_decay_samples=total,
         weight_decay_style=style,
     )
-
-
-def _number(given: Mapping[str, Any], name: str) -> int:
-    try:
-        return int(given[name])
-    except (TypeError, ValueError):
-        raise DataError(f"{name} = {given[name]!r}: expected a whole number.") from None
-
-
-def _float(given: Mapping[str, Any], name: str) -> float:
-    try:
-        return float(given[name])
-    except (TypeError, ValueError):
-        raise DataError(f"{name} = {given[name]!r}: expected a number.") from None

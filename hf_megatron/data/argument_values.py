@@ -1,0 +1,48 @@
+"""Megatron-LM's arguments, as a mapping gives them: their names and the types of their values."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import DataError
+
+
+def with_defaults(arguments: Mapping[str, Any], defaults: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Returns arguments by their names without dashes, with defaults for those that are not given.
+
+    Raises:
+        DataError: an argument that has no default: it is none of this kind.
+    """
+    given = dict(defaults)
+    for name, value in arguments.items():
+        key = name.lstrip("-").replace("-", "_")
+        if key not in given:
+            raise DataError(f"Megatron argument {name!r} (value {value!r}) is none of {kind}: {', '.join(given)}.")
+        given[key] = value
+    return given
+
+
+def whole_number(given: Mapping[str, Any], name: str, least: int = 0) -> int:
+    """Returns an argument as a whole number of `least` or more."""
+    try:
+        number = int(given[name])
+    except (TypeError, ValueError):
+        raise DataError(f"{name} = {given[name]!r}: expected a whole number.") from None
+    if number < least:
+        raise DataError(f"{name} = {number}: expected {least} or more.")
+    return number
+
+
+def real_number(given: Mapping[str, Any], name: str) -> float:
+    """Returns an argument as a number."""
+    try:
+        return float(given[name])
+    except (TypeError, ValueError):
+        raise DataError(f"{name} = {given[name]!r}: expected a number.") from None
+
+
+def truth_value(given: Mapping[str, Any], name: str) -> bool:
+    """Returns an argument as true or false."""
+    text = str(given[name]).lower()
+    if text not in ("true", "false"):
+        raise DataError(f"{name} = {given[name]!r}: expected True or False.")
+    return text == "true"
