@@ -39,10 +39,11 @@ class BlendedDataset(OrderedDataset):
         sizes = [len(dataset) for dataset in self.datasets]
         if not sizes or (weights is not None and len(weights) != len(sizes)):
             raise DataError(f"a blend of {len(sizes)} datasets with {len(weights or ())} weights.")
-        if any(isinstance(dataset, WithoutSamples) or dataset.seen for dataset in self.datasets):
+        if any(isinstance(one, WithoutSamples) or one.seen or one.ramp_up for one in self.datasets):
             raise DataError(
-                "a blend of datasets of which samples are left out or were seen: a run that goes on counts those of "
-                "the blend. Leave them out of it, WithoutSamples(BlendedDataset(...), ...), or set its seen."
+                "a blend of datasets of which samples are left out or were seen, or that say how large a step is: a run "
+                "counts those of the blend. Leave them out of it, WithoutSamples(BlendedDataset(...), ...), or set its "
+                "seen and its ramp_up."
             )
         if weights is not None and (samples is None or min(weights) <= 0):
             raise DataError(f"weights = {list(weights)}, samples = {samples}: expected weights above 0, and samples.")

@@ -15,6 +15,7 @@ from .indexed import IndexedDataset
 from .order import SPLITS, parse_split, samples_of_blend
 from .ordered import OrderedDataset, WithoutSamples
 from .pretraining import PretrainingDataset
+from .ramp_up import BatchRampUp
 
 # Argument -> its default in Megatron-LM (`megatron/training/arguments.py`).
 _DEFAULTS: dict[str, Any] = {
@@ -31,6 +32,7 @@ _DEFAULTS: dict[str, Any] = {
     "train_iters": None,
     "train_samples": None,
     "global_batch_size": None,
+    "rampup_batch_size": None,
     "eval_interval": 1000,
     "eval_iters": 100,
     "eod_mask_loss": False,
@@ -71,7 +73,7 @@ def datasets_from_megatron_args(
     `--data-path` or `--data-args-path` with `--split`, or `--train-data-path`, `--valid-data-path` and
     `--test-data-path`, or `--per-split-data-args-path`: one prefix, prefixes, or weights and prefixes in turns.
     `--train-iters` or `--train-samples`, `--global-batch-size`, `--eval-interval` and `--eval-iters` say how many
-    samples there are. `--seq-length`, `--seed`, `--data-cache-path` and `--eod-mask-loss`; `--reset-position-ids` with
+    samples there are; with `--rampup-batch-size` the train samples say how large steps are. `--seq-length`, `--seed`, `--data-cache-path` and `--eod-mask-loss`; `--reset-position-ids` with
     `--reset-attention-mask`.
 
     Args:
@@ -99,7 +101,8 @@ def datasets_from_megatron_args(
         "restart": "eod" if given["reset_position_ids"] else None,
         "cache": given["data_cache_path"],
     }
-    wanted, whole = _samples(given), _blend(given, "data_path", "data_args_path")
+    ramp_up = _ramp_up(given)
+    wanted, whole = _samples(given, ramp_up), _blend(given, "data_path", "data_args_path")
     own = _blends_of_splits(given)
     if (whole is None) == (own is None):
         raise DataError("expected data_path (or data_args_path), or paths of each split; " + _present(given))
@@ -112,6 +115,8 @@ def datasets_from_megatron_args(
     else:
         shares = parse_split(given["split"] or _SPLIT)
         found = [_dataset(whole, share, wanted[split], made) for split, share in zip(SPLITS, shares, strict=True)]
+    if found[0] is not None:
+        found[0].ramp_up = ramp_up
     return PretrainingSplits(found[0], found[1], found[2], wanted["test"])
 
 
@@ -127,14 +132,27 @@ def _present(given: Mapping[str, Any]) -> str:
     return f"given are {', '.join(named)}." if named else "none of them is given."
 
 
-def _samples(given: Mapping[str, Any]) -> dict[str, int]:
+def _ramp_up(given: Mapping[str, Any]) -> BatchRampUp | None:
+    said = given["rampup_batch_size"]
+    if said is None:
+        return None
+    words = said.split() if isinstance(said, str) else said
+    if not isinstance(words, Sequence) or len(words) != 3:
+        raise DataError(f"rampup_batch_size = {said!r}: expected the first batch, its increment, and samples.")
+    if given["train_samples"] is None:
+        raise DataError("rampup_batch_size: Megatron-LM has it with train_samples alone, not with train_iters.")
+    numbers = [whole_number({"rampup_batch_size": word}, "rampup_batch_size", 1) for word in words]
+    return BatchRampUp(whole_number(given, "global_batch_size", 1), *numbers)
+
+
+def _samples(given: Mapping[str, Any], ramp_up: BatchRampUp | None) -> dict[str, int]:
     """Counts the samples of each split as Megatron's trainer does."""
     if (given["train_iters"] is None) == (given["train_samples"] is None):
         raise DataError("expected either train_iters or train_samples.")
     batch = whole_number(given, "global_batch_size", 1)
     if given["train_samples"] is not None:
         train = whole_number(given, "train_samples")
-        iterations = train // batch
+        iterations = train // batch if ramp_up is None else ramp_up.steps(train)
     else:
         iterations = whole_number(given, "train_iters")
         train = iterations * batch

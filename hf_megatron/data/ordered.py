@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from ..errors import DataError
+from .ramp_up import BatchRampUp
 
 
 class OrderedDataset(Dataset):
@@ -16,10 +17,12 @@ class OrderedDataset(Dataset):
         order_key (`dict`): what the order is made of; two datasets with the same one have the same samples in the same
             order.
         seen (`int`, defaults to 0): samples that an earlier run had, as of Megatron-LM: Trainer begins with the next.
+        ramp_up (`BatchRampUp`, *optional*): how many samples Trainer takes for a step; always as many by default.
     """
 
     order_key: dict[str, Any]
     seen: int = 0
+    ramp_up: BatchRampUp | None = None
 
     def place_of(self, sample: int) -> int:
         """Returns where a sample is when none is left out."""
@@ -66,6 +69,15 @@ class WithoutSamples(OrderedDataset):
     @seen.setter
     def seen(self, samples: int) -> None:
         self.dataset.seen = samples
+
+    @property
+    def ramp_up(self) -> BatchRampUp | None:  # type: ignore[override]
+        """How many samples a step has."""
+        return self.dataset.ramp_up
+
+    @ramp_up.setter
+    def ramp_up(self, sizes: BatchRampUp | None) -> None:
+        self.dataset.ramp_up = sizes
 
     def __len__(self) -> int:
         return len(self.dataset) - sum(stop - first for first, stop in self.ranges)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ class PretrainingDataset(OrderedDataset):
         restart: str | None = None,
         cache: str | os.PathLike[str] | None = None,
     ):
+        _require_types(source, share, {"sequence_length": sequence_length, "samples": samples, "seed": seed})
         self.source = source if isinstance(source, IndexedDataset) else IndexedDataset(source)
         if self.source.dtype.kind not in "iu":
             raise DataError(f"{self.source.data_path}: has {self.source.dtype}, which are no tokens.")
@@ -76,9 +78,9 @@ class PretrainingDataset(OrderedDataset):
         self.sequence_length, self.pad_token, self.eod_token = sequence_length, pad_token, eod_token
         self.eod_mask_loss, self.restart = eod_mask_loss, restart
         self._asked: dict[str, Any] = {
-            "sequence_length": sequence_length,
-            "samples": samples,
-            "seed": seed,
+            "sequence_length": int(sequence_length),
+            "samples": None if samples is None else int(samples),
+            "seed": int(seed),
             "extra_token": extra_token,
             "drop_last_partial": drop_last_partial,
         }
@@ -169,3 +171,13 @@ class PretrainingDataset(OrderedDataset):
         starts = np.zeros(len(inputs), dtype=np.int64)
         starts[begins] = begins
         return places - np.maximum.accumulate(starts)
+
+
+def _require_types(source: Any, share: Any, numbers: Mapping[str, Any]) -> None:
+    if not isinstance(source, IndexedDataset | str | os.PathLike):
+        raise DataError(f"source = {source!r}: expected a path without .bin and .idx, or an IndexedDataset.")
+    for name, number in numbers.items():
+        if not isinstance(number, Integral) and not (number is None and name == "samples"):
+            raise DataError(f"{name} = {number!r}: expected a whole number.")
+    if not isinstance(share, Sequence) or [isinstance(end, Real) for end in share] != [True, True]:
+        raise DataError(f"share = {share!r}: expected two numbers, as parse_split gives them.")

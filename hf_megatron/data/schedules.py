@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import DataError
 from .argument_values import real_number, whole_number, with_defaults
+from .ramp_up import BatchRampUp
 
 
 def _linear(passed: float) -> float:
@@ -123,14 +124,17 @@ class MegatronScheduler(LRScheduler):
     Args:
         optimizer: its groups' learning rates are replaced.
         schedule: what they are after so many samples.
-        samples_per_step (`int`): rows of all replicas and of all calls in a step.
+        samples_per_step (`int` or `BatchRampUp`): rows of all replicas and of all calls in a step.
         samples (`int`, defaults to 0): seen before, as of a run of Megatron-LM that is taken over.
     """
 
-    def __init__(self, optimizer: Optimizer, schedule: MegatronSchedule, samples_per_step: int, samples: int = 0):
-        if samples_per_step < 1 or samples < 0:
+    def __init__(
+        self, optimizer: Optimizer, schedule: MegatronSchedule, samples_per_step: int | BatchRampUp, samples: int = 0
+    ):
+        if (not isinstance(samples_per_step, BatchRampUp) and samples_per_step < 1) or samples < 0:
             raise DataError(f"samples_per_step = {samples_per_step}, samples = {samples}: expected 1 or more, and 0.")
-        self.schedule, self.samples_per_step, self.samples = schedule, samples_per_step, samples - samples_per_step
+        self.schedule, self.samples_per_step, self.samples = schedule, samples_per_step, samples
+        self._has_begun = False
         self._decays = [group.get("weight_decay", 0.0) != 0 for group in optimizer.param_groups]
         if schedule.end_weight_decay and not any(self._decays):
             raise DataError(
@@ -139,10 +143,13 @@ class MegatronScheduler(LRScheduler):
             )
         # It takes a step itself.
         super().__init__(optimizer)
+        self._has_begun = True
 
     def step(self, epoch: int | None = None) -> None:
         """Counts the samples of a step, and sets what follows."""
-        self.samples += self.samples_per_step
+        if self._has_begun:
+            sizes = self.samples_per_step
+            self.samples += sizes.batch_size(self.samples) if isinstance(sizes, BatchRampUp) else sizes
         super().step()
         for group, has_decay in zip(self.optimizer.param_groups, self._decays, strict=True):
             if has_decay:

@@ -13,6 +13,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
 
 from ..data.ordered import OrderedDataset, has_own_order
+from ..data.ramp_up import BatchRampUp
 from ..data.schedules import MegatronScheduler
 from ..errors import DataError
 from . import length_samplers
@@ -33,12 +34,14 @@ class OwnOrder(Sampler[int]):
             than its steps say; 0 for an ordinary one.
 
     Attributes:
+        sizes (`BatchRampUp`): how many samples each step has.
         begin (`int`): the first, those that are skipped batch by batch included; below 0 where more is skipped than was
             seen.
     """
 
     def __init__(self, dataset: OrderedDataset, batch: int, updates: int = 0):
         self.dataset, self.batch, self.updates = dataset, batch, updates
+        self.sizes = dataset.ramp_up or BatchRampUp(batch, batch, 1, 1)
         self.begin = 0
 
     def __len__(self) -> int:
@@ -76,11 +79,25 @@ def get_train_sampler(original: Callable, self: Any, train_dataset: Any = None) 
     # Before those that save at the end of a step.
     self.callback_handler.callbacks.insert(0, SamplesCallback())
     batch = self.get_total_train_batch_size(args)
+    _require_whole_calls(dataset.ramp_up, batch, batch // args.gradient_accumulation_steps)
     step, consumed = _told(vars(self).get("_hf_megatron_resumed"))
     if args.ignore_data_skip or consumed is None:
         consumed = dataset.seen
-    is_elsewhere = dataset.sample_at(consumed) != step * batch
+    is_elsewhere = dataset.ramp_up is not None or dataset.sample_at(consumed) != step * batch
     return OwnOrder(dataset, batch, max(0, args.max_steps) if is_elsewhere else 0)
+
+
+def _require_whole_calls(sizes: BatchRampUp | None, batch: int, call: int) -> None:
+    if sizes is None:
+        return
+    if sizes.global_batch_size != batch:
+        raise DataError(f"{sizes}: a step has {batch} samples, of all replicas and gradient_accumulation_steps.")
+    wrong = [size for size in sizes.batch_sizes() if size % call]
+    if wrong:
+        raise DataError(
+            f"{sizes}: steps have to be whole calls of {call} samples, of all replicas, and {wrong[0]} are none. Set "
+            "per_device_train_batch_size lower and gradient_accumulation_steps higher."
+        )
 
 
 def get_eval_sampler(original: Callable, self: Any, eval_dataset: Any) -> Any:
@@ -150,19 +167,23 @@ class SamplesCallback(TrainerCallback, ExportableState):
         # Of a checkpoint that had none; Trainer looks for it when it saves.
         callbacks.setdefault(name, {})
         self._require_schedule(kwargs.get("lr_scheduler"), step)
-        is_elsewhere = self.consumed != step * batch
-        whole, rest = divmod(size - self.consumed, batch)
-        last = step + whole + bool(rest and not is_elsewhere and not args.dataloader_drop_last)
+        sizes, grows = sampler.sizes, sampler.dataset.ramp_up is not None
+        is_elsewhere = grows or self.consumed != step * batch
+        last = step + sizes.whole_steps(self.consumed, size)
+        has_more = sizes.after(last - step, self.consumed) < size
+        last += has_more and not is_elsewhere and not args.dataloader_drop_last
         if args.max_steps <= 0 and is_elsewhere:
+            steps = "steps that grow" if grows else f"steps of {batch}"
             raise DataError(
-                f"{self.consumed} samples were seen in {step} steps of {batch}, of which epochs know nothing: train "
-                f"for max_steps={last}."
+                f"{self.consumed} samples were seen in {step} {steps}, of which epochs know nothing: train for "
+                f"max_steps={last}."
             )
         if state.max_steps > last:
+            most = "up to " if grows else ""
             raise DataError(
-                f"{state.max_steps} steps of {batch} samples need more than the {size} of the dataset, of which "
+                f"{state.max_steps} steps of {most}{batch} samples need more than the {size} of the dataset, of which "
                 f"{self.consumed} were seen in {step} steps: it ends with step {last}. Build it with "
-                f"samples={self.consumed + (state.max_steps - step) * batch}, or train for max_steps={last}."
+                f"samples={sizes.after(state.max_steps - step, self.consumed)}, or train for max_steps={last}."
             )
         self._skipped = 0
         if step and not args.ignore_data_skip:
@@ -172,10 +193,11 @@ class SamplesCallback(TrainerCallback, ExportableState):
     def _require_schedule(self, scheduler: Any, step: int) -> None:
         if not isinstance(scheduler, MegatronScheduler) or self._sampler is None:
             return
-        if scheduler.samples_per_step != self._sampler.batch:
+        has = self._sampler.dataset.ramp_up or self._sampler.batch
+        if scheduler.samples_per_step != has:
             raise DataError(
-                f"MegatronScheduler(samples_per_step={scheduler.samples_per_step}): a step has {self._sampler.batch} "
-                "samples, of all replicas and calls."
+                f"MegatronScheduler(samples_per_step={scheduler.samples_per_step}): a step has {has} samples, of all "
+                "replicas and calls."
             )
         if step == 0 and scheduler.samples != self._sampler.dataset.seen:
             raise DataError(
@@ -212,8 +234,15 @@ class SamplesCallback(TrainerCallback, ExportableState):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # What is saved within a step does not have its samples.
         if self._sampler is not None:
-            rows = self._sampler.batch // args.gradient_accumulation_steps * (self._in_step + 1)
+            left_out = args.gradient_accumulation_steps - self.calls(args.gradient_accumulation_steps)
+            rows = self._sampler.batch // args.gradient_accumulation_steps * (self._in_step + 1 - left_out)
             self.consumed = min(self.consumed + rows, len(self._sampler.dataset))
+
+    def calls(self, most: int) -> int:
+        """Returns how many calls the next step has, where the largest one has `most`."""
+        if self._sampler is None:
+            return most
+        return self._sampler.sizes.batch_size(self.consumed) * most // self._sampler.batch
 
 
 def _changes(before: Any, now: Any, name: str = "") -> list[str]:

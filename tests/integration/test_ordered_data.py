@@ -1,5 +1,6 @@
 """Trainer takes Megatron's samples in Megatron's order, on all layouts, and goes on with the next after a resume."""
 
+import itertools
 import json
 import random
 import shutil
@@ -22,6 +23,7 @@ from hf_megatron.data.blended import BlendedDataset
 from hf_megatron.data.indexed_writer import IndexedWriter
 from hf_megatron.data.ordered import WithoutSamples
 from hf_megatron.data.pretraining import PretrainingDataset
+from hf_megatron.data.ramp_up import BatchRampUp
 from hf_megatron.data.schedules import MegatronSchedule, MegatronScheduler
 from hf_megatron.errors import DataError
 from hf_megatron.integrations.ordered_data import SamplesCallback
@@ -95,7 +97,20 @@ class Seen(TrainerCallback):
             control.should_training_stop = True
 
 
-def train(prefix, output, sizes, *, rows, steps, accumulate=1, stop=None, resume=None, samples=SAMPLES, **options):
+def train(
+    prefix,
+    output,
+    sizes,
+    *,
+    rows,
+    steps,
+    accumulate=1,
+    stop=None,
+    resume=None,
+    samples=SAMPLES,
+    ramp_up=None,
+    **options,
+):
     """Returns what each step of this rank's replica was given, its dp rank, and the losses and weights."""
     layout = {} if sizes is None else {"megatron_config": MegatronConfig(**sizes)}
     model = AutoModelForCausalLM.from_pretrained(Path(prefix).parent / "model", **layout)
@@ -113,7 +128,10 @@ def train(prefix, output, sizes, *, rows, steps, accumulate=1, stop=None, resume
         use_cpu=True,
         **options,
     )
-    trainer = Trainer(model, arguments, default_data_collator, dataset_of(prefix, samples), callbacks=[seen])
+    dataset = dataset_of(prefix, samples)
+    if ramp_up is not None:
+        dataset.ramp_up = ramp_up
+    trainer = Trainer(model, arguments, default_data_collator, dataset, callbacks=[seen])
     seen.watch(trainer)
     trainer.train(resume_from_checkpoint=resume)
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
@@ -409,3 +427,60 @@ def test_what_is_left_out_or_seen_is_so_of_the_whole(prefix):
     assert left.seen == 10
     with pytest.raises(DataError, match="a run that goes on counts those of the blend"):
         BlendedDataset([dataset])
+
+
+RAMP_UP = BatchRampUp(8, start=2, increment=2, samples=12)
+# Layout -> rows of a replica's call, and where it goes on; checkpoints of stock in one process do so there alone.
+GROWING = {"one process": (2, "one process"), "dp2": (1, "tp2+dp2"), "cp2": (1, "dp2"), "pp2+dp2": (2, "dp4")}
+
+
+def by_hand(prefix, ends):
+    """Losses of steps of growing batches in a loop in one process."""
+    model = AutoModelForCausalLM.from_pretrained(Path(prefix).parent / "model")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0)
+    dataset, losses = dataset_of(prefix), []
+    for first, stop in itertools.pairwise([0, *ends]):
+        loss = model(**default_data_collator([dataset[sample] for sample in range(first, stop)])).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("layout", GROWING)
+def test_batches_grow(prefix, tmp_path, layout):
+    """As those of a loop in one process, also where another layout goes on within the growth."""
+    rows, other = GROWING[layout]
+    sizes = RAMP_UP if layout != "pp2+dp2" else BatchRampUp(8, start=4, increment=4, samples=12)
+    ends = [sizes.after(steps) for steps in range(1, 7)]
+    options = {"ramp_up": sizes, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+
+    def run(name, rows, **given):
+        calls = 8 // rows // (LAYOUTS[name] or {}).get("dp_size", 1)
+        ranks = ranks_of(LAYOUTS[name])
+        return run_ranks(train, ranks, prefix, tmp_path, LAYOUTS[name], rows=rows, accumulate=calls, **given, **options)
+
+    begun = run(layout, rows, steps=6, stop=3)
+    went_on = run(other, 1, steps=6, resume=str(tmp_path / "checkpoint-3"))
+    taken = {**given(begun), **given(went_on)}
+    dataset = dataset_of(prefix)
+    for step, (first, stop) in enumerate(itertools.pairwise([0, *ends]), 1):
+        whole = [row for replica in taken[step] for row in replica]
+        assert sorted(whole) == sorted(dataset[sample]["input_ids"].tolist() for sample in range(first, stop))
+    # The last of the logs of a stopped run is a summary.
+    assert begun[0][2][:3] + went_on[0][2][3:] == pytest.approx(by_hand(prefix, ends), abs=2e-4)
+
+
+def test_batches_that_do_not_grow_by_calls_are_refused(prefix, tmp_path):
+    grow = {"steps": 6, "ramp_up": RAMP_UP}
+    with pytest.raises(DataError, match="whole calls of 4 samples, of all replicas, and 2 are none"):
+        train(prefix, tmp_path, None, rows=4, accumulate=2, **grow)
+    with pytest.raises(DataError, match="a step has 16 samples"):
+        train(prefix, tmp_path, None, rows=2, accumulate=8, **grow)
+    with pytest.raises(DataError, match="steps that grow, of which epochs know nothing"):
+        train(prefix, tmp_path, None, rows=2, accumulate=4, **{**grow, "steps": -1})
+    size = len(dataset_of(prefix, None))
+    last = RAMP_UP.whole_steps(0, size)
+    with pytest.raises(DataError, match=f"it ends with step {last}"):
+        train(prefix, tmp_path, None, rows=2, accumulate=4, samples=None, **{**grow, "steps": last + 1})

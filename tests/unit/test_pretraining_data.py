@@ -23,6 +23,7 @@ from hf_megatron.data.megatron_arguments import datasets_from_megatron_args
 from hf_megatron.data.order import sample_order
 from hf_megatron.data.order_cache import cached_arrays
 from hf_megatron.data.pretraining import PretrainingDataset
+from hf_megatron.data.ramp_up import BatchRampUp
 from hf_megatron.errors import DataError
 
 DATA = Path(__file__).parents[1] / "data" / "megatron_indexed"
@@ -352,6 +353,9 @@ def test_runs_of_as_many_epochs_share_a_folder(tmp_path):
         ({"data-path": None, "data-args-path": "nowhere"}, "data_args_path = 'nowhere': No such file"),
         ({"data-path": NAMES[0] + ".bin"}, "Leave .bin and .idx out"),
         ({"data-path": "nowhere"}, "no such file"),
+        ({"rampup-batch-size": "1 1 4"}, "with train_samples alone"),
+        ({"rampup-batch-size": "1 1", "train-samples": 4, "train-iters": None}, "expected the first batch"),
+        ({"rampup-batch-size": [1, "x", 4], "train-samples": 4, "train-iters": None}, "'x': expected a whole number"),
     ],
 )
 def test_arguments_that_are_wrong_say_so(tmp_path, change, message):
@@ -369,6 +373,33 @@ def test_one_prefix_with_a_weight(tmp_path):
     whole = datasets_from_megatron_args({**given, "data-path": ["1.0", NAMES[0]], "split": "80,10,10"})
     assert isinstance(whole.train, BlendedDataset)
     assert len(whole.evaluation) == 2 and whole.evaluation[1]["labels"].tolist() == whole.valid[1]["labels"].tolist()
+
+
+def test_batches_that_grow_are_those_of_arguments():
+    """More iterations than with batches of full size, and so more evaluations."""
+    given = {"data-path": NAMES[0], "seq-length": 8, "train-samples": 40, "eval-interval": 4, "eval-iters": 1}
+    grow = {"global-batch-size": 8, "rampup-batch-size": "2 2 12", "split": "60,40,0"}
+    found = datasets_from_megatron_args({**given, **grow})
+    assert found.train.ramp_up == BatchRampUp(8, start=2, increment=2, samples=12)
+    assert found.valid.ramp_up is None and found.train.ramp_up.steps(40) == 7
+    plain = datasets_from_megatron_args({**given, **grow, "rampup-batch-size": None})
+    assert plain.train.ramp_up is None and plain.train.order_key == found.train.order_key
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"sequence_length": "32"}, "sequence_length = '32': expected a whole number"),
+        ({"samples": 2.5}, "samples = 2.5: expected a whole number"),
+        ({"seed": "1"}, "seed = '1': expected a whole number"),
+        ({"share": "969,30,1"}, "share = '969,30,1': expected two numbers, as parse_split gives them"),
+        ({"share": None}, "share = None: expected two numbers"),
+        ({"source": 4}, "source = 4: expected"),
+    ],
+)
+def test_values_of_other_types_are_named(wrong, message):
+    with pytest.raises(DataError, match=message):
+        PretrainingDataset(**{"source": NAMES[0], "sequence_length": 8, **wrong})
 
 
 def test_longer_blends_begin_as_shorter_ones(tmp_path):
