@@ -41,8 +41,8 @@ class BlendedDataset(OrderedDataset):
             raise DataError(f"a blend of {len(sizes)} datasets with {len(weights or ())} weights.")
         if any(isinstance(one, WithoutSamples) or one.seen or one.ramp_up for one in self.datasets):
             raise DataError(
-                "a blend of datasets of which samples are left out or were seen, or that say how large a step is: a run "
-                "counts those of the blend. Leave them out of it, WithoutSamples(BlendedDataset(...), ...), or set its "
+                "a blend of datasets of which samples are left out or were seen, or that say how large a step is: a "
+                "run counts those of the blend. Leave them out of it, WithoutSamples(BlendedDataset(...), ...), or set its "
                 "seen and its ramp_up."
             )
         if weights is not None and (samples is None or min(weights) <= 0):

@@ -73,8 +73,8 @@ def datasets_from_megatron_args(
     `--data-path` or `--data-args-path` with `--split`, or `--train-data-path`, `--valid-data-path` and
     `--test-data-path`, or `--per-split-data-args-path`: one prefix, prefixes, or weights and prefixes in turns.
     `--train-iters` or `--train-samples`, `--global-batch-size`, `--eval-interval` and `--eval-iters` say how many
-    samples there are; with `--rampup-batch-size` the train samples say how large steps are. `--seq-length`, `--seed`, `--data-cache-path` and `--eod-mask-loss`; `--reset-position-ids` with
-    `--reset-attention-mask`.
+    samples there are; with `--rampup-batch-size` the train samples say how large steps are. `--seq-length`, `--seed`,
+    `--data-cache-path` and `--eod-mask-loss`; `--reset-position-ids` with `--reset-attention-mask`.
 
     Args:
         arguments: by name, with or without leading dashes; numbers may be text.

@@ -17,7 +17,7 @@ class NoCall(dict):
     """Inputs of a call that a step does not have."""
 
 
-def get_batch_samples(
+def batches_of_step(
     original: Callable, self: Any, epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any
 ) -> tuple[list, Any]:
     """Returns the batches of one step, behind those that it does not have, and the number of their targets, `()`."""
@@ -27,7 +27,7 @@ def get_batch_samples(
     return [NoCall() for _ in range(num_batches - calls)] + batches, count
 
 
-def training_step(original: Callable, self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+def step_of_call(original: Callable, self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns no loss, `()`, of a call that the step does not have."""
     if isinstance(inputs, NoCall):
         # Stock takes a mean over all that it collected, where a loss is none over targets.
@@ -36,12 +36,12 @@ def training_step(original: Callable, self: Any, model: Any, inputs: Any, *args:
     return trainer_pipeline.training_step(original, self, model, inputs, *args, **kwargs)
 
 
-def track_num_input_tokens(original: Callable, self: Any, inputs: Any) -> None:
+def tokens_of_call(original: Callable, self: Any, inputs: Any) -> None:
     """Counts no token of a call that the step does not have."""
     if not isinstance(inputs, NoCall):
         repeated_rows.track_num_input_tokens(original, self, inputs)
 
 
-def floating_point_ops(original: Callable, self: Any, inputs: Any) -> float:
+def operations_of_call(original: Callable, self: Any, inputs: Any) -> float:
     """Counts no operation of a call that the step does not have."""
     return 0.0 if isinstance(inputs, NoCall) else trainer.floating_point_ops(original, self, inputs)
