@@ -42,8 +42,8 @@ class BlendedDataset(OrderedDataset):
         if any(isinstance(one, WithoutSamples) or one.seen or one.ramp_up for one in self.datasets):
             raise DataError(
                 "a blend of datasets of which samples are left out or were seen, or that say how large a step is: a "
-                "run counts those of the blend. Leave them out of it, WithoutSamples(BlendedDataset(...), ...), or set its "
-                "seen and its ramp_up."
+                "run counts those of the blend. Leave them out of it, WithoutSamples(BlendedDataset(...), ...), or set "
+                "its seen and its ramp_up."
             )
         if weights is not None and (samples is None or min(weights) <= 0):
             raise DataError(f"weights = {list(weights)}, samples = {samples}: expected weights above 0, and samples.")

@@ -61,7 +61,7 @@ class BatchRampUp:
         return steps + (max(0, samples - seen) // self.global_batch_size if seen > self.samples else 0)
 
     def steps(self, samples: int) -> int:
-        """Returns the steps of a run of so many samples, `--train-samples`; a last one that they do not fill is none."""
+        """Returns the steps of a run of so many samples, `--train-samples`; a last one that is not full is none."""
         steps = seen = 0
         # Megatron counts a step that only begins within them.
         while seen <= min(self.samples, samples):

@@ -420,12 +420,12 @@ def test_files_of_the_same_lengths_are_others(prefix, tmp_path):
 
 def test_what_is_left_out_or_seen_is_so_of_the_whole(prefix):
     dataset = dataset_of(prefix)
-    with pytest.raises(DataError, match="a run that goes on counts those of the blend"):
+    with pytest.raises(DataError, match="a run counts those of the blend"):
         BlendedDataset([WithoutSamples(dataset, [(1, 3)]), dataset])
     left = WithoutSamples(dataset, [(1, 3)])
     dataset.seen = 10
     assert left.seen == 10
-    with pytest.raises(DataError, match="a run that goes on counts those of the blend"):
+    with pytest.raises(DataError, match="a run counts those of the blend"):
         BlendedDataset([dataset])
 
 
