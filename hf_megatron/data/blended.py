@@ -45,6 +45,9 @@ class BlendedDataset(OrderedDataset):
                 "run counts those of the blend. Leave them out of it, WithoutSamples(BlendedDataset(...), ...), or set "
                 "its seen and its ramp_up."
             )
+        if len({one.is_shifted for one in self.datasets}) > 1:
+            raise DataError("a blend of datasets of which some have labels of the next tokens, and some have not.")
+        self.is_shifted = self.datasets[0].is_shifted
         if weights is not None and (samples is None or min(weights) <= 0):
             raise DataError(f"weights = {list(weights)}, samples = {samples}: expected weights above 0, and samples.")
         if samples is not None and samples < 1:

@@ -1,9 +1,10 @@
 """The datasets of a run of Megatron-LM, from its arguments: the same files, blends, splits and seeds."""
 
+import functools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,11 @@ class PretrainingSplits:
 
 
 def datasets_from_megatron_args(
-    arguments: Mapping[str, Any], *, pad_token: int | None = None, eod_token: int | None = None
+    arguments: Mapping[str, Any],
+    *,
+    pad_token: int | None = None,
+    eod_token: int | None = None,
+    dataset: Callable[..., OrderedDataset] | None = None,
 ) -> PretrainingSplits:
     """Builds the datasets that Megatron-LM builds of its arguments, whole epochs of which its run needs the beginning.
 
@@ -80,6 +85,8 @@ def datasets_from_megatron_args(
         arguments: by name, with or without leading dashes; numbers may be text.
         pad_token (`int`, *optional*): as of `PretrainingDataset`.
         eod_token (`int`, *optional*): as of `PretrainingDataset`.
+        dataset (*optional*): makes the dataset of a file and a split, of `sequence_length`, `samples`, `seed`, `share`
+            and `cache`, as `functools.partial(BertDataset, tokenizer=tokenizer)` does; `PretrainingDataset` by default.
 
     Raises:
         DataError: an argument that is none, that is missing, or that excludes another one.
@@ -92,15 +99,20 @@ def datasets_from_megatron_args(
             "reset_position_ids and reset_attention_mask: expected both or neither; models of transformers attend "
             "within documents where positions begin again."
         )
-    made = {
-        "sequence_length": whole_number(given, "seq_length"),
-        "seed": whole_number(given, "seed"),
+    of_causal_models = {
         "pad_token": pad_token,
         "eod_token": eod_token,
         "eod_mask_loss": given["eod_mask_loss"],
         "restart": "eod" if given["reset_position_ids"] else None,
-        "cache": given["data_cache_path"],
     }
+    if dataset is not None and (said := [name for name, value in of_causal_models.items() if value]):
+        raise DataError(f"{', '.join(said)}: are of PretrainingDataset, and dataset= makes another one.")
+    make = functools.partial(
+        functools.partial(PretrainingDataset, **of_causal_models) if dataset is None else dataset,
+        sequence_length=whole_number(given, "seq_length"),
+        seed=whole_number(given, "seed"),
+        cache=given["data_cache_path"],
+    )
     ramp_up = _ramp_up(given)
     wanted, whole = _samples(given, ramp_up), _blend(given, "data_path", "data_args_path")
     own = _blends_of_splits(given)
@@ -111,10 +123,10 @@ def datasets_from_megatron_args(
             raise DataError(f"split = {given['split']!r} goes with data_path; each split has files of its own here.")
         # Of one prefix the weight is none there.
         alone = {split: (blend[0], None) if blend and len(blend[0]) == 1 else blend for split, blend in own.items()}
-        found = [_dataset(alone[split], (0.0, 1.0), wanted[split], made) for split in SPLITS]
+        found = [_dataset(alone[split], (0.0, 1.0), wanted[split], make) for split in SPLITS]
     else:
         shares = parse_split(given["split"] or _SPLIT)
-        found = [_dataset(whole, share, wanted[split], made) for split, share in zip(SPLITS, shares, strict=True)]
+        found = [_dataset(whole, share, wanted[split], make) for split, share in zip(SPLITS, shares, strict=True)]
     if found[0] is not None:
         found[0].ramp_up = ramp_up
     return PretrainingSplits(found[0], found[1], found[2], wanted["test"])
@@ -213,21 +225,20 @@ def _blends_of_splits(given: Mapping[str, Any]) -> dict[str, Blend | None] | Non
 
 
 def _dataset(
-    blend: Blend | None, share: tuple[float, float] | None, samples: int, made: Mapping[str, Any]
+    blend: Blend | None, share: tuple[float, float] | None, samples: int, make: "functools.partial[OrderedDataset]"
 ) -> OrderedDataset | None:
     """Builds what `BlendedMegatronDatasetBuilder` builds of one split."""
     if blend is None or share is None or samples == 0:
         return None
     prefixes, weights = blend
     if weights is None and len(prefixes) == 1:
-        return PretrainingDataset(IndexedDataset(prefixes[0]), samples=samples, share=share, **made)
+        return make(IndexedDataset(prefixes[0]), samples=samples, share=share)
     sizes: list[int | None] = [None] * len(prefixes)
     if weights is not None:
         if not all(math.isfinite(weight) and weight > 0 for weight in weights):
             raise DataError(f"weights {weights} of a blend: expected numbers above 0.")
         sizes = [*samples_of_blend(weights, samples)[1]]
     datasets = [
-        PretrainingDataset(IndexedDataset(prefix), samples=size, share=share, **made)
-        for prefix, size in zip(prefixes, sizes, strict=True)
+        make(IndexedDataset(prefix), samples=size, share=share) for prefix, size in zip(prefixes, sizes, strict=True)
     ]
-    return BlendedDataset(datasets, weights, samples, cache=made["cache"])
+    return BlendedDataset(datasets, weights, samples, cache=make.keywords["cache"])

@@ -17,11 +17,13 @@ class OrderedDataset(Dataset):
         order_key (`dict`): what the order is made of; two datasets with the same one have the same samples in the same
             order.
         seen (`int`, defaults to 0): samples that an earlier run had, as of Megatron-LM: Trainer begins with the next.
+        is_shifted (`bool`): whether labels are those of the next tokens, which models of transformers shift otherwise.
         ramp_up (`BatchRampUp`, *optional*): how many samples Trainer takes for a step; always as many by default.
     """
 
     order_key: dict[str, Any]
     seen: int = 0
+    is_shifted: bool = True
     ramp_up: BatchRampUp | None = None
 
     def place_of(self, sample: int) -> int:
@@ -59,7 +61,7 @@ class WithoutSamples(OrderedDataset):
         ends = [0, *(end for pair in self.ranges for end in pair), len(dataset)]
         if ends != sorted(ends) or any(first == stop for first, stop in self.ranges):
             raise DataError(f"ranges {self.ranges} of {len(dataset)} samples: expected [first, stop) in their order.")
-        self.order_key = dataset.order_key
+        self.order_key, self.is_shifted = dataset.order_key, dataset.is_shifted
 
     @property
     def seen(self) -> int:  # type: ignore[override]
@@ -108,3 +110,12 @@ def has_own_order(dataset: Any) -> bool:
     if isinstance(dataset, ConcatDataset):
         return any(map(has_own_order, dataset.datasets))
     return isinstance(dataset, OrderedDataset)
+
+
+def is_shifted(dataset: Any) -> bool:
+    """Tells whether a dataset with an order of its own, or a part or a chain of such, has labels of the next tokens."""
+    if isinstance(dataset, Subset):
+        return is_shifted(dataset.dataset)
+    if isinstance(dataset, ConcatDataset):
+        return any(map(is_shifted, dataset.datasets))
+    return isinstance(dataset, OrderedDataset) and dataset.is_shifted

@@ -67,7 +67,7 @@ class PretrainingDataset(OrderedDataset):
         restart: str | None = None,
         cache: str | os.PathLike[str] | None = None,
     ):
-        _require_types(source, share, {"sequence_length": sequence_length, "samples": samples, "seed": seed})
+        require_values(source, share, {"sequence_length": sequence_length, "samples": samples, "seed": seed})
         self.source = source if isinstance(source, IndexedDataset) else IndexedDataset(source)
         if self.source.dtype.kind not in "iu":
             raise DataError(f"{self.source.data_path}: has {self.source.dtype}, which are no tokens.")
@@ -173,7 +173,12 @@ class PretrainingDataset(OrderedDataset):
         return places - np.maximum.accumulate(starts)
 
 
-def _require_types(source: Any, share: Any, numbers: Mapping[str, Any]) -> None:
+def require_values(source: Any, share: Any, numbers: Mapping[str, Any]) -> None:
+    """Checks the types of what a dataset is made of.
+
+    Raises:
+        DataError: one is none that is expected.
+    """
     if not isinstance(source, IndexedDataset | str | os.PathLike):
         raise DataError(f"source = {source!r}: expected a path without .bin and .idx, or an IndexedDataset.")
     for name, number in numbers.items():

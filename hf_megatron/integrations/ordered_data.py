@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
 
-from ..data.ordered import OrderedDataset, has_own_order
+from ..data.ordered import OrderedDataset, has_own_order, is_shifted
 from ..data.ramp_up import BatchRampUp
 from ..data.schedules import MegatronScheduler
 from ..errors import DataError
@@ -62,13 +62,14 @@ def get_train_sampler(original: Callable, self: Any, train_dataset: Any = None) 
             f"{type(dataset).__name__} around a dataset with an order of its own would be shuffled: pass that one; "
             "WithoutSamples leaves some of it out."
         )
-    _require_shifted(self)
-    collated = self.data_collator([dataset[0]])
-    if isinstance(collated, Mapping) and "labels" in collated and _SHIFTED not in collated:
-        raise DataError(
-            f"the data collator leaves {_SHIFTED} out, and the model would shift labels that are shifted already: "
-            "default_data_collator keeps them."
-        )
+    if dataset.is_shifted:
+        _require_shifted(self)
+        collated = self.data_collator([dataset[0]])
+        if isinstance(collated, Mapping) and "labels" in collated and _SHIFTED not in collated:
+            raise DataError(
+                f"the data collator leaves {_SHIFTED} out, and the model would shift labels that are shifted already: "
+                "default_data_collator keeps them."
+            )
     args = self.args
     if args.train_sampling_strategy not in _OWN_ORDER:
         strategy = f"train_sampling_strategy={args.train_sampling_strategy!r}"
@@ -102,7 +103,7 @@ def _require_whole_calls(sizes: BatchRampUp | None, batch: int, call: int) -> No
 
 def get_eval_sampler(original: Callable, self: Any, eval_dataset: Any) -> Any:
     """Returns stock's sampler, of data whose labels the model does not shift again."""
-    if has_own_order(eval_dataset):
+    if is_shifted(eval_dataset):
         _require_shifted(self)
     return length_samplers.get_sampler(original, self, eval_dataset)
 

@@ -11,7 +11,12 @@ import torch
 from torch.utils.data import DataLoader, Subset
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    BertConfig,
+    BertTokenizer,
     LlamaConfig,
+    T5Config,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -21,6 +26,7 @@ from transformers import (
 from hf_megatron import MegatronConfig
 from hf_megatron.data.blended import BlendedDataset
 from hf_megatron.data.indexed_writer import IndexedWriter
+from hf_megatron.data.masked import BertDataset, T5Dataset
 from hf_megatron.data.ordered import WithoutSamples
 from hf_megatron.data.pretraining import PretrainingDataset
 from hf_megatron.data.ramp_up import BatchRampUp
@@ -484,3 +490,76 @@ def test_batches_that_do_not_grow_by_calls_are_refused(prefix, tmp_path):
     last = RAMP_UP.whole_steps(0, size)
     with pytest.raises(DataError, match=f"it ends with step {last}"):
         train(prefix, tmp_path, None, rows=2, accumulate=4, samples=None, **{**grow, "steps": last + 1})
+
+
+SPECIAL_TOKENS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "[EOS]",
+    *(f"<extra_id_{number}>" for number in range(9)),
+]
+
+
+MASKED_MODELS = {"bert": AutoModelForMaskedLM, "t5": AutoModelForSeq2SeqLM}
+
+
+def masked(prefix, kind):
+    """A model, and sentences with masked words for it."""
+    words = [*SPECIAL_TOKENS, *(f"word{number}" for number in range(96 - len(SPECIAL_TOKENS)))]
+    tokenizer = BertTokenizer({word: number for number, word in enumerate(words)}, eos_token="[EOS]")
+    if kind == "t5":
+        config = T5Config(
+            vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )  # fmt: skip
+        return config, T5Dataset(prefix, 32, 24, 32, tokenizer=tokenizer)
+    config = BertConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return config, BertDataset(prefix, 32, 32, tokenizer=tokenizer, pairs=False)
+
+
+def train_masked(prefix, output, sizes, kind):
+    _, dataset = masked(prefix, kind)
+    layout = {} if sizes is None else {"megatron_config": MegatronConfig(**sizes)}
+    model = MASKED_MODELS[kind].from_pretrained(output / "model", **layout)
+    arguments = TrainingArguments(
+        str(output), per_device_train_batch_size=4 // (sizes or {}).get("dp_size", 1), gradient_accumulation_steps=2,
+        max_steps=4, logging_steps=1, learning_rate=1e-2, report_to=[], use_cpu=True, save_strategy="no",
+    )  # fmt: skip
+    trainer, seen = Trainer(model, arguments, default_data_collator, dataset), Seen()
+    original = trainer.compute_loss
+
+    def compute_loss(model, inputs, *args, **kwargs):
+        seen._ids += inputs["input_ids"].tolist()
+        return original(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = compute_loss
+    trainer.train()
+    return seen._ids, [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_masked_sentences_train_alike(tmp_path, kind):
+    """Samples with as many masked tokens as they happen to have, over replicas that have other ones."""
+    drawn, prefix = random.Random(0), tmp_path / "text_sentence"
+    with IndexedWriter(prefix, "uint16") as writer:
+        for _ in range(30):
+            count = drawn.randrange(1, 5)
+            writer.add_document(
+                [[drawn.randrange(15, 96) for _ in range(drawn.randrange(1, 20))] for _ in range(count)]
+            )
+    config, dataset = masked(prefix, kind)
+    torch.manual_seed(0)
+    MASKED_MODELS[kind].from_config(config).save_pretrained(tmp_path / "model")
+    [(whole, losses)] = run_ranks(train_masked, 1, prefix, tmp_path, None, kind)
+    assert whole == [dataset[sample]["input_ids"].tolist() for sample in range(32)]
+    assert len(losses) == 4
+    for layout in ("dp2", "tp2+dp2"):
+        ranks = run_ranks(train_masked, ranks_of(LAYOUTS[layout]), prefix, tmp_path, LAYOUTS[layout], kind)
+        assert sorted(ranks[0][0] + ranks[-1][0]) == sorted(whole)
+        assert ranks[0][1] == pytest.approx(losses, abs=2e-4)

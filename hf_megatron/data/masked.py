@@ -1,0 +1,297 @@
+"""Samples of sentences with masked words, for BERT and T5, as Megatron-Core makes them."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+from .indexed import IndexedDataset
+from .masking import Masking, Vocabulary, masked_spans
+from .order import bounds_of_split
+from .order_cache import cached_arrays
+from .ordered import OrderedDataset
+from .pretraining import require_values
+from .sentence_order import sentence_order
+
+_IGNORED = -100
+
+
+class SentencesDataset(OrderedDataset):
+    """What BERT's and T5's datasets have in common: `MaskedWordPieceDataset` of Megatron-Core.
+
+    Sequences of the pair are sentences, and samples lie within a document.
+    """
+
+    is_shifted = False
+    kind: ClassVar[str]
+    # Tokens of a sample that are none of its sentences.
+    _added: ClassVar[int]
+    _needs: ClassVar[tuple[str, ...]]
+
+    def _build(
+        self,
+        source: IndexedDataset | str | os.PathLike[str],
+        sequence_length: int,
+        samples: int | None,
+        tokenizer: Any,
+        masking: Masking,
+        least_sentences: int,
+        seed: int,
+        share: tuple[float, float],
+        cache: str | os.PathLike[str] | None,
+    ) -> None:
+        require_values(source, share, {"sequence_length": sequence_length, "samples": samples, "seed": seed})
+        if sequence_length < self._added + 2 or seed < 1 or (samples is not None and samples < 1):
+            raise DataError(
+                f"sequence_length = {sequence_length}, samples = {samples}, seed = {seed}: expected "
+                f"{self._added + 2} or more, and 1 or more."
+            )
+        if not isinstance(masking, Masking):
+            raise DataError(f"masking = {masking!r}: expected a Masking.")
+        self.source = source if isinstance(source, IndexedDataset) else IndexedDataset(source)
+        self.sequence_length, self.masking, self.seed = int(sequence_length), masking, int(seed)
+        self.vocabulary = Vocabulary(tokenizer)
+        self.vocabulary.require(*self._needs)
+        documents = len(self.source.documents) - 1
+        first, stop = bounds_of_split(share, documents)
+        if not 0 <= first < stop <= documents:
+            raise DataError(f"{self.source.prefix}: nothing of {documents} documents lies in {share}.")
+        asked: dict[str, Any] = {
+            "split": [first, stop],
+            "target_length": self.sequence_length - self._added,
+            "samples": None if samples is None else int(samples),
+            "seed": self.seed,
+            "short_probability": masking.short_sequence_probability,
+            "least_sentences": least_sentences,
+        }
+
+        def make() -> Mapping[str, np.ndarray]:
+            given = {name: value for name, value in asked.items() if name != "split"}
+            order, epochs = sentence_order(
+                self.source.lengths, np.asarray(self.source.documents[first : stop + 1]), **given
+            )
+            return {"order": order, "epochs": np.asarray(epochs)}
+
+        written = self.source.index_path.stat().st_mtime_ns
+        key = {"of": "sentences", "files": self.source.facts(), "written": written, **asked}
+        arrays = cached_arrays(key, None if cache is None else Path(cache), make)
+        self.order = arrays["order"]
+        self.order_key = {
+            "kind": self.kind,
+            "files": self.source.facts(),
+            **{name: value for name, value in asked.items() if name != "samples"},
+            "epochs": int(arrays["epochs"]),
+            "masking": asdict(masking),
+            "vocabulary": self.vocabulary.size,
+        }
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def _sentences(self, sample: int) -> tuple[list[list[int]], int, np.random.RandomState]:
+        """Returns the sentences of a sample, how many tokens it is to have, and its random stream."""
+        if not 0 <= sample < len(self):
+            raise IndexError(f"sample {sample} of {len(self)}")
+        first, stop, target = self.order[sample].tolist()
+        sentences = [self.source[sentence].tolist() for sentence in range(first, stop)]
+        most = max(map(max, filter(None, sentences)), default=0)
+        if most >= self.vocabulary.size:
+            raise DataError(f"{self.source.data_path}: has token {most}, and the tokenizer {self.vocabulary.size}.")
+        return sentences, target, np.random.RandomState((self.seed + sample) % 2**32)
+
+
+class BertDataset(SentencesDataset):
+    """Samples of masked sentences from a pair of `.bin` and `.idx`: `BERTMaskedWordPieceDataset` of Megatron-Core.
+
+    A sample has `input_ids`, `token_type_ids`, `attention_mask` and `labels` `[sequence_length]`, these -100 where
+    nothing is masked, and with pairs of sentences `next_sentence_label` `()`, 1 where they were swapped. Models are
+    `BertForPreTraining`, or `BertForMaskedLM` without pairs.
+
+        BertDataset("corpus_text_sentence", 512, samples, tokenizer=tokenizer)
+
+    Args:
+        source: as of `PretrainingDataset`; its sequences are sentences.
+        sequence_length (`int`): tokens of a sample, `[CLS]` and `[SEP]` included.
+        samples (`int`, *optional*): epochs are added until there are as many; one by default.
+        tokenizer: of transformers, with `[CLS]`, `[SEP]`, `[MASK]` and `[PAD]`.
+        masking (`Masking`, *optional*): how tokens are masked.
+        pairs (`bool`, defaults to `True`): whether samples are of two parts, of which it is to be told if they are
+            swapped (`--bert-no-binary-head` without).
+        seed (`int`, defaults to 1234): Megatron's `--seed`.
+        share: as of `PretrainingDataset`, of documents.
+        cache: as of `PretrainingDataset`.
+
+    Raises:
+        DataError: as of `PretrainingDataset`, a tokenizer without these tokens, or documents that make no sample.
+    """
+
+    kind = "bert"
+    _added = 3
+    _needs = ("cls", "sep", "mask", "pad")
+
+    def __init__(
+        self,
+        source: IndexedDataset | str | os.PathLike[str],
+        sequence_length: int,
+        samples: int | None = None,
+        *,
+        tokenizer: Any,
+        masking: Masking | None = None,
+        pairs: bool = True,
+        seed: int = 1234,
+        share: tuple[float, float] = (0.0, 1.0),
+        cache: str | os.PathLike[str] | None = None,
+    ):
+        self.pairs = pairs
+        least = 2 if pairs else 1
+        masking = Masking() if masking is None else masking
+        self._build(source, sequence_length, samples, tokenizer, masking, least, seed, share, cache)
+
+    def __getitem__(self, sample: int) -> dict[str, Tensor]:
+        sentences, target, stream = self._sentences(sample)
+        pivot, is_swapped = len(sentences), False
+        if self.pairs:
+            pivot = 1 if len(sentences) < 3 else int(stream.randint(low=1, high=len(sentences)))
+            is_swapped = bool(stream.random_sample() < 0.5)
+        one, other = (list(chain.from_iterable(part)) for part in (sentences[:pivot], sentences[pivot:]))
+        if is_swapped:
+            one, other = other, one
+        _shorten(one, other, target, stream)
+        words, length = self.vocabulary, self.sequence_length
+        tokens, types = [words.cls, *one, words.sep], [0] * (len(one) + 2)
+        if other:
+            tokens, types = [*tokens, *other, words.sep], types + [1] * (len(other) + 1)
+        masked, spans = masked_spans(tokens, target, self.masking, words, stream, self._replaced)
+        labels = np.full(length, _IGNORED, dtype=np.int64)
+        places = list(chain.from_iterable(spans))
+        labels[places] = [tokens[place] for place in places]
+        found = {
+            "input_ids": _filled(masked, length, words.pad),
+            "token_type_ids": _filled(types, length, 0),
+            "attention_mask": _filled([int(token != words.pad) for token in masked], length, 0),
+            "labels": torch.from_numpy(labels),
+        }
+        if self.pairs:
+            found["next_sentence_label"] = torch.tensor(int(is_swapped))
+        return found
+
+    def _replaced(self, token: int, stream: np.random.RandomState) -> int:
+        """Returns the mask, of one in five another token or the same."""
+        if stream.random_sample() < 0.8:
+            return int(self.vocabulary.mask)
+        if stream.random_sample() >= 0.5:
+            return self.vocabulary.ids[stream.randint(0, len(self.vocabulary.ids))]
+        return token
+
+
+class T5Dataset(SentencesDataset):
+    """Samples whose masked spans are told, from a pair of `.bin` and `.idx`: `T5MaskedWordPieceDataset`.
+
+    A sample has `input_ids` and `attention_mask` `[sequence_length]`, and `labels`, `decoder_input_ids` and
+    `decoder_attention_mask` `[target_length]`; labels that fill it up are -100.
+
+        T5Dataset("corpus_text_sentence", 512, 128, samples, tokenizer=tokenizer)
+
+    Args:
+        source: as of `BertDataset`.
+        sequence_length (`int`): tokens of the encoder.
+        target_length (`int`): tokens of the decoder.
+        samples (`int`, *optional*): as of `BertDataset`.
+        tokenizer: of transformers, with an `eos_token`. Megatron's own is BERT's, with sentinels.
+        sentinels (*optional*): ids that stand for spans, the first for the first; by default `<extra_id_0>` and so on.
+        begin (`int`, *optional*): with which decoders begin; by default the `bos_token`, else the `pad_token`, as of
+            T5 in transformers.
+        masking (`Masking`, *optional*): by default as Megatron-LM masks for T5.
+        seed, share, cache: as of `BertDataset`.
+
+    Raises:
+        DataError: as of `BertDataset`; a sample that has more spans than there are sentinels, or more tokens.
+    """
+
+    kind = "t5"
+    _added = 2
+    _needs = ("pad", "eos")
+
+    def __init__(
+        self,
+        source: IndexedDataset | str | os.PathLike[str],
+        sequence_length: int,
+        target_length: int,
+        samples: int | None = None,
+        *,
+        tokenizer: Any,
+        sentinels: Sequence[int] | None = None,
+        begin: int | None = None,
+        masking: Masking | None = None,
+        seed: int = 1234,
+        share: tuple[float, float] = (0.0, 1.0),
+        cache: str | os.PathLike[str] | None = None,
+    ):
+        require_values(source, share, {"target_length": target_length})
+        if target_length < 2:
+            raise DataError(f"target_length = {target_length}: expected 2 or more.")
+        masking = Masking(max_ngram=10, geometric=True) if masking is None else masking
+        self._build(source, sequence_length, samples, tokenizer, masking, 1, seed, share, cache)
+        self.target_length = int(target_length)
+        self.sentinels = _sentinels(tokenizer) if sentinels is None else list(sentinels)
+        if not self.sentinels:
+            raise DataError("the tokenizer has no <extra_id_0>: name sentinels=, the ids that stand for spans.")
+        known = [token for token in (begin, self.vocabulary.bos, self.vocabulary.pad) if token is not None]
+        self.begin = known[0]
+        self.order_key["target_length"] = self.target_length
+
+    def __getitem__(self, sample: int) -> dict[str, Tensor]:
+        sentences, target, stream = self._sentences(sample)
+        tokens = list(chain.from_iterable(sentences))[:target]
+        words = self.vocabulary
+        _, spans = masked_spans(tokens, target, self.masking, words, stream, lambda token, stream: token)
+        if len(spans) > len(self.sentinels):
+            raise DataError(
+                f"sample {sample} has {len(spans)} masked spans, and there are {len(self.sentinels)} sentinels."
+            )
+        encoder, decoder, done = [], [self.begin], 0
+        for sentinel, span in zip(self.sentinels, spans, strict=False):
+            encoder += [*tokens[done : span[0]], sentinel]
+            decoder += [sentinel, *(tokens[place] for place in span)]
+            done = span[-1] + 1
+        encoder += tokens[done:]
+        if len(decoder) > self.target_length:
+            raise DataError(
+                f"target_length = {self.target_length}: sample {sample} has {len(decoder)} tokens for the decoder."
+            )
+        length, labels = self.sequence_length, [*decoder[1:], words.eos]
+        return {
+            "input_ids": _filled(encoder, length, words.pad),
+            "attention_mask": _filled([int(token != words.pad) for token in encoder], length, 0),
+            "decoder_input_ids": _filled(decoder, self.target_length, words.pad),
+            "decoder_attention_mask": _filled([1] * len(decoder), self.target_length, 0),
+            "labels": _filled(labels, self.target_length, _IGNORED),
+        }
+
+
+def _sentinels(tokenizer: Any) -> list[int]:
+    tokens: dict[str, int] = tokenizer.get_vocab()
+    found: list[int] = []
+    while (name := f"<extra_id_{len(found)}>") in tokens:
+        found.append(tokens[name])
+    return found
+
+
+def _filled(values: Sequence[int], length: int, value: int) -> Tensor:
+    found = torch.full((length,), value, dtype=torch.int64)
+    found[: len(values)] = torch.tensor(values, dtype=torch.int64)
+    return found
+
+
+def _shorten(one: list[int], other: list[int], target: int, stream: np.random.RandomState) -> None:
+    """Takes tokens from either end of the longer part, until both have as many as are wanted."""
+    while len(one) + len(other) > target:
+        longer = one if len(one) > len(other) else other
+        del longer[0 if stream.random_sample() < 0.5 else -1]

@@ -1,0 +1,129 @@
+"""Which sentences make which sample of BERT's and T5's datasets: `build_mapping` of Megatron-Core's `helpers.cpp`.
+
+Lengths of samples come from the 32-bit Mersenne Twister of a seed, their order from the 64-bit one of the next seed.
+"""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..errors import DataError
+
+# Documents with a longer sentence beside others are left out.
+_LONG_SENTENCE = 512
+_DRAWN = 4096
+
+
+def sentence_order(
+    lengths: np.ndarray,
+    ends: np.ndarray,
+    target_length: int,
+    samples: int | None,
+    seed: int,
+    *,
+    short_probability: float,
+    least_sentences: int,
+) -> tuple[np.ndarray, int]:
+    """Returns the samples in their order `[samples, 3]`, and the epochs.
+
+    A sample is its first sentence, the one behind its last, and how many tokens it is to have.
+
+    Args:
+        lengths: tokens of each sentence of the dataset.
+        ends: `[documents + 1]`: with which sentence documents begin, and the one behind the last.
+        target_length (`int`): tokens at which a sample ends, where sentences do.
+        samples (`int`, *optional*): epochs are added until there are as many; one by default.
+        seed (`int`): above 0.
+        short_probability (`float`): of samples that are shorter.
+        least_sentences (`int`): of a sample; 1 or 2.
+
+    Raises:
+        DataError: no document makes a sample.
+    """
+    drawn = _lengths_of_samples(target_length, short_probability, seed)
+    sizes, epochs = lengths[int(ends[0]) : int(ends[-1])].tolist(), 0
+    found: list[tuple[int, int, int]] = []
+    borders = (ends - ends[0]).tolist()
+    while epochs == 0 or (samples is not None and len(found) < samples):
+        before = len(found)
+        for first, stop in zip(borders, borders[1:], strict=False):
+            found += _samples_of_document(sizes, first, stop, least_sentences, drawn)
+        if len(found) == before:
+            raise DataError(
+                f"{len(borders) - 1} documents make no sample of {least_sentences} sentences or more: those with one "
+                f"of more than {_LONG_SENTENCE} tokens beside others are left out."
+            )
+        epochs += 1
+    order = np.asarray(found, dtype=np.int64)
+    order[:, :2] += int(ends[0])
+    dtype = np.uint64 if len(lengths) > np.iinfo(np.uint32).max else np.uint32
+    return order[_shuffled(len(order), seed + 1)].astype(dtype), epochs
+
+
+def _samples_of_document(
+    sizes: list[int], first: int, stop: int, least: int, drawn: Iterator[int]
+) -> list[tuple[int, int, int]]:
+    left = stop - first
+    if left < least or (left > 1 and max(sizes[first:stop]) > _LONG_SENTENCE):
+        return []
+    found, target, tokens, sentences = [], next(drawn), 0, 0
+    begin = first
+    for sentence in range(first, stop):
+        tokens, sentences, left = tokens + sizes[sentence], sentences + 1, left - 1
+        # A single sentence is not left over.
+        if left == 0 or (tokens >= target and left > 1 and sentences >= least):
+            found.append((begin, sentence + 1, target))
+            begin, target, tokens, sentences = sentence + 1, next(drawn), 0, 0
+    return found
+
+
+def _lengths_of_samples(target: int, short_probability: float, seed: int) -> Iterator[int]:
+    # Rounded as C does.
+    ratio = math.floor(1.0 / short_probability + 0.5) if short_probability > 0 else 0
+    if ratio == 0:
+        while True:
+            yield target
+    stream = np.random.RandomState(seed)
+    while True:
+        # Words of the stream as they are.
+        for word in np.frombuffer(stream.bytes(4 * _DRAWN), dtype="<u4").tolist():
+            yield 2 + word % (target - 1) if word % ratio == 0 else target
+
+
+def _shuffled(count: int, seed: int) -> np.ndarray:
+    """Returns a permutation `[count]` of the 64-bit twister."""
+    order, twister, last = list(range(count)), _Twister(seed), count - 1
+    while last > 0:
+        words = twister.words()[:last]
+        places = words % np.arange(last + 1, last + 1 - len(words), -1, dtype=np.uint64)
+        for place in places.tolist():
+            order[last], order[place] = order[place], order[last]
+            last -= 1
+    return np.asarray(order, dtype=np.int64)
+
+
+class _Twister:
+    """The 64-bit Mersenne Twister (Nishimura, 2000), which numpy does not have."""
+
+    def __init__(self, seed: int):
+        state = [seed % 2**64]
+        for place in range(1, 312):
+            state.append((6364136223846793005 * (state[-1] ^ (state[-1] >> 62)) + place) % 2**64)
+        self._state = np.asarray(state, dtype=np.uint64)
+
+    def words(self) -> np.ndarray:
+        """Returns the next words `[312]`."""
+        state, half = self._state, 156
+        for start, stop in ((0, half), (half, 311), (311, 312)):
+            places = np.arange(start, stop)
+            mixed = (state[places] & np.uint64(0xFFFFFFFF80000000)) | (
+                state[(places + 1) % 312] & np.uint64(0x7FFFFFFF)
+            )
+            odd = np.where(mixed & np.uint64(1), np.uint64(0xB5026F5AA96619E9), np.uint64(0))
+            state[places] = state[(places + half) % 312] ^ (mixed >> np.uint64(1)) ^ odd
+        words = state.copy()
+        words ^= (words >> np.uint64(29)) & np.uint64(0x5555555555555555)
+        words ^= (words << np.uint64(17)) & np.uint64(0x71D67FFFEDA60000)
+        words ^= (words << np.uint64(37)) & np.uint64(0xFFF7EEE000000000)
+        return words ^ (words >> np.uint64(43))
