@@ -8,20 +8,25 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Sampler
+from accelerate.data_loader import IterableDatasetShard
+from torch.utils.data import IterableDataset, Sampler
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
 
 from ..data.ordered import OrderedDataset, has_own_order, is_shifted
 from ..data.ramp_up import BatchRampUp
 from ..data.schedules import MegatronScheduler
+from ..data.streams import Stream
 from ..errors import DataError
+from ..parallel_state import parallel_state
 from . import length_samplers
 from .batch_shards import sampler_of
 
 _OWN_ORDER = ("random", "sequential")
 # Columns that stock loss functions take, and no model's forward names.
 _SHIFTED = "shift_labels"
+# Streams whose steps stock counts.
+_PLAIN = "rows that steps count"
 
 
 class OwnOrder(Sampler[int]):
@@ -35,8 +40,7 @@ class OwnOrder(Sampler[int]):
 
     Attributes:
         sizes (`BatchRampUp`): how many samples each step has.
-        begin (`int`): the first, those that are skipped batch by batch included; below 0 where more is skipped than was
-            seen.
+        begin (`int`): the first.
     """
 
     def __init__(self, dataset: OrderedDataset, batch: int, updates: int = 0):
@@ -48,8 +52,71 @@ class OwnOrder(Sampler[int]):
         return self.batch * self.updates or len(self.dataset)
 
     def __iter__(self) -> Iterator[int]:
-        # Those that are skipped are not read.
-        return (max(sample, 0) for sample in range(self.begin, len(self.dataset)))
+        return iter(range(self.begin, len(self.dataset)))
+
+
+class StreamOrder:
+    """How the rows of a stream are taken, with what `OwnOrder` says of a dataset's."""
+
+    def __init__(self, dataset: Stream):
+        self.dataset, self.batch = dataset, dataset.batch
+        self.sizes = dataset.ramp_up or BatchRampUp(dataset.batch, dataset.batch, 1, 1)
+
+    @property
+    def begin(self) -> int:
+        """The first row."""
+        return self.dataset.begin
+
+    @begin.setter
+    def begin(self, row: int) -> None:
+        self.dataset.begin = row
+
+
+def count_rows(trainer: Any) -> None:
+    """Has a callback count the rows of a stream that a trainer takes for its steps.
+
+    Raises:
+        DataError: a stream that several workers would read, or steps that are no whole calls.
+    """
+    rows, args = trainer.train_dataset, trainer.args
+    if not isinstance(rows, IterableDataset):
+        return
+    batch = trainer.get_total_train_batch_size(args)
+    counting = SamplesCallback()
+    if isinstance(rows, Stream):
+        if args.dataloader_num_workers > 1:
+            workers = f"dataloader_num_workers={args.dataloader_num_workers}"
+            raise DataError(f"{workers}: each would read a part of the stream. Expected 1 or 0.")
+        _require_countable(args, rows.ramp_up, batch)
+        if rows.is_mosaic and args.world_size > 1 and trainer.accelerator.dispatch_batches is not False:
+            raise DataError(
+                "accelerator_config={'dispatch_batches': False} is missing: one process would read for all, and those "
+                "of a host read a set of MosaicML's together."
+            )
+        rows.batch = batch
+        # Shuffled streams of `datasets` have another order in a worker than without one.
+        rows.order_key["workers"] = args.dataloader_num_workers
+    elif parallel_state(trainer.model) is None:
+        return
+    else:
+        counting.order_key = {"kind": _PLAIN, "batch": batch}
+    trainer.remove_callback(SamplesCallback)
+    trainer.callback_handler.callbacks.insert(0, counting)
+
+
+def skip_first_batches(original: Callable, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+    """Skips nothing of what begins where it is to go on."""
+    return dataloader if _order_of(dataloader) is not None else original(dataloader, *args, **kwargs)
+
+
+def _order_of(loader: Any) -> OwnOrder | StreamOrder | None:
+    dataset = loader.dataset
+    while isinstance(dataset, IterableDatasetShard):
+        dataset = dataset.dataset
+    if isinstance(dataset, Stream):
+        return StreamOrder(dataset) if dataset.batch else None
+    sampler = None if isinstance(dataset, IterableDataset) else sampler_of(loader)
+    return sampler if isinstance(sampler, OwnOrder) else None
 
 
 def get_train_sampler(original: Callable, self: Any, train_dataset: Any = None) -> Any:
@@ -74,13 +141,11 @@ def get_train_sampler(original: Callable, self: Any, train_dataset: Any = None) 
     if args.train_sampling_strategy not in _OWN_ORDER:
         strategy = f"train_sampling_strategy={args.train_sampling_strategy!r}"
         raise DataError(f"{strategy}: {type(dataset).__name__} has an order of its own.")
-    if args.accelerator_config.split_batches:
-        raise DataError("split_batches=True: how many samples a step has is counted for batches of each replica.")
+    batch = self.get_total_train_batch_size(args)
+    _require_countable(args, dataset.ramp_up, batch)
     self.remove_callback(SamplesCallback)
     # Before those that save at the end of a step.
     self.callback_handler.callbacks.insert(0, SamplesCallback())
-    batch = self.get_total_train_batch_size(args)
-    _require_whole_calls(dataset.ramp_up, batch, batch // args.gradient_accumulation_steps)
     step, consumed = _told(vars(self).get("_hf_megatron_resumed"))
     if args.ignore_data_skip or consumed is None:
         consumed = dataset.seen
@@ -88,9 +153,12 @@ def get_train_sampler(original: Callable, self: Any, train_dataset: Any = None) 
     return OwnOrder(dataset, batch, max(0, args.max_steps) if is_elsewhere else 0)
 
 
-def _require_whole_calls(sizes: BatchRampUp | None, batch: int, call: int) -> None:
+def _require_countable(args: Any, sizes: BatchRampUp | None, batch: int) -> None:
+    if args.accelerator_config.split_batches:
+        raise DataError("split_batches=True: how many samples a step has is counted for batches of each replica.")
     if sizes is None:
         return
+    call = batch // args.gradient_accumulation_steps
     if sizes.global_batch_size != batch:
         raise DataError(f"{sizes}: a step has {batch} samples, of all replicas and gradient_accumulation_steps.")
     wrong = [size for size in sizes.batch_sizes() if size % call]
@@ -141,34 +209,40 @@ class SamplesCallback(TrainerCallback, ExportableState):
     """Counts the samples that training has seen, which its checkpoints say, with the order that they are of."""
 
     def __init__(self) -> None:
-        self.consumed = self._skipped = self._in_step = 0
+        self.consumed = self._in_step = 0
         self.order_key: dict[str, Any] = {}
-        self._sampler: OwnOrder | None = None
+        self._order: OwnOrder | StreamOrder | None = None
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint says."""
         # Where nothing is left out: what is left out later does not move it.
-        place = self.consumed if self._sampler is None else self._sampler.dataset.place_of(self.consumed)
+        place = self.consumed if self._order is None else self._order.dataset.place_of(self.consumed)
         return {"args": {}, "attributes": {"consumed": place, "order_key": self.order_key}}
 
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, train_dataloader: Any = None, **kwargs: Any
     ) -> None:
         # Trainer may have made another callback of this class, of what a checkpoint says.
-        sampler = sampler_of(train_dataloader)
-        if not isinstance(sampler, OwnOrder):
-            self._sampler = None
-            return
-        self._sampler, self.order_key = sampler, sampler.dataset.order_key
-        self.consumed = sampler.dataset.sample_at(sampler.dataset.seen)
-        size, batch, step, name = len(sampler.dataset), sampler.batch, state.global_step, type(self).__name__
+        self._order = order = _order_of(train_dataloader)
         callbacks: Any = state.stateful_callbacks
-        if step and not args.ignore_data_skip:
-            self._go_on(callbacks.get(name), sampler.dataset)
+        said, goes_on = callbacks.get(type(self).__name__), bool(state.global_step and not args.ignore_data_skip)
         # Of a checkpoint that had none; Trainer looks for it when it saves.
-        callbacks.setdefault(name, {})
-        self._require_schedule(kwargs.get("lr_scheduler"), step)
-        sizes, grows = sampler.sizes, sampler.dataset.ramp_up is not None
+        callbacks.setdefault(type(self).__name__, {})
+        if order is None:
+            if goes_on:
+                _require_same_steps(said, self.order_key)
+            return
+        self.order_key = order.dataset.order_key
+        self.consumed = order.dataset.sample_at(order.dataset.seen)
+        if goes_on:
+            self._go_on(said, order.dataset)
+        self._require_schedule(kwargs.get("lr_scheduler"), state.global_step)
+        if isinstance(order, OwnOrder):
+            self._require_enough(order, args, state)
+
+    def _require_enough(self, order: OwnOrder, args: Any, state: TrainerState) -> None:
+        size, batch, step = len(order.dataset), order.batch, state.global_step
+        sizes, grows = order.sizes, order.dataset.ramp_up is not None
         is_elsewhere = grows or self.consumed != step * batch
         last = step + sizes.whole_steps(self.consumed, size)
         has_more = sizes.after(last - step, self.consumed) < size
@@ -186,27 +260,23 @@ class SamplesCallback(TrainerCallback, ExportableState):
                 f"{self.consumed} were seen in {step} steps: it ends with step {last}. Build it with "
                 f"samples={sizes.after(state.max_steps - step, self.consumed)}, or train for max_steps={last}."
             )
-        self._skipped = 0
-        if step and not args.ignore_data_skip:
-            updates = max(1, -(-len(train_dataloader) // args.gradient_accumulation_steps))
-            self._skipped = step % updates * batch
 
     def _require_schedule(self, scheduler: Any, step: int) -> None:
-        if not isinstance(scheduler, MegatronScheduler) or self._sampler is None:
+        if not isinstance(scheduler, MegatronScheduler) or self._order is None:
             return
-        has = self._sampler.dataset.ramp_up or self._sampler.batch
+        has = self._order.dataset.ramp_up or self._order.batch
         if scheduler.samples_per_step != has:
             raise DataError(
                 f"MegatronScheduler(samples_per_step={scheduler.samples_per_step}): a step has {has} samples, of all "
                 "replicas and calls."
             )
-        if step == 0 and scheduler.samples != self._sampler.dataset.seen:
+        if step == 0 and scheduler.samples != self._order.dataset.seen:
             raise DataError(
-                f"MegatronScheduler(samples={scheduler.samples}): the dataset's first {self._sampler.dataset.seen} "
+                f"MegatronScheduler(samples={scheduler.samples}): the dataset's first {self._order.dataset.seen} "
                 "samples were seen."
             )
 
-    def _go_on(self, said: Any, dataset: OrderedDataset) -> None:
+    def _go_on(self, said: Any, dataset: OrderedDataset | Stream) -> None:
         if not isinstance(said, Mapping):
             raise DataError(
                 "the checkpoint does not say which samples it has seen: its run had other data. Pass "
@@ -221,10 +291,13 @@ class SamplesCallback(TrainerCallback, ExportableState):
         self.consumed = dataset.sample_at(int(found["consumed"]))
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._sampler is not None:
-            # Stock skips steps of the batch size that there is now.
-            self._sampler.begin = self.consumed - self._skipped
-            self._skipped = 0
+        if self._order is not None:
+            self._order.begin = self.consumed
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # The passes over it have ended; stock would begin another.
+        if isinstance(self._order, StreamOrder):
+            control.should_training_stop = True
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._in_step = 0
@@ -234,16 +307,27 @@ class SamplesCallback(TrainerCallback, ExportableState):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # What is saved within a step does not have its samples.
-        if self._sampler is not None:
+        if self._order is not None:
             left_out = args.gradient_accumulation_steps - self.calls(args.gradient_accumulation_steps)
-            rows = self._sampler.batch // args.gradient_accumulation_steps * (self._in_step + 1 - left_out)
-            self.consumed = min(self.consumed + rows, len(self._sampler.dataset))
+            self.consumed += self._order.batch // args.gradient_accumulation_steps * (self._in_step + 1 - left_out)
+            if isinstance(self._order, OwnOrder):
+                self.consumed = min(self.consumed, len(self._order.dataset))
 
     def calls(self, most: int) -> int:
         """Returns how many calls the next step has, where the largest one has `most`."""
-        if self._sampler is None:
+        if self._order is None:
             return most
-        return self._sampler.sizes.batch_size(self.consumed) * most // self._sampler.batch
+        return self._order.sizes.batch_size(self.consumed) * most // self._order.batch
+
+
+def _require_same_steps(said: Any, now: Mapping[str, Any]) -> None:
+    """Checks that steps of a stream have as many rows as those of a checkpoint, by which stock counts them."""
+    before = said.get("attributes", {}).get("order_key", {}) if isinstance(said, Mapping) else {}
+    if now.get("kind") == before.get("kind") == _PLAIN and now["batch"] != before["batch"]:
+        raise DataError(
+            f"a step has {now['batch']} rows of the stream, and had {before['batch']}: other rows than were seen would "
+            "be skipped. Give Trainer a Stream of it (hf_megatron.data.streams), which counts rows."
+        )
 
 
 def _changes(before: Any, now: Any, name: str = "") -> list[str]:

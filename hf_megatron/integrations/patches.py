@@ -162,6 +162,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
             ("_load_best_model", "reads whole weights"),
         )
     ),
+    ("transformers.trainer:skip_first_batches", "ordered_data:skip_first_batches",
+     "skips as many steps as there were, of the batch size that there is now", "Trainer goes on by samples"),
     ("transformers.trainer:compare_trainer_and_checkpoint_args", "trainer_checkpoints:compare_arguments",
      "warns of batch sizes that another layout has to have", _CHECKPOINTS),
     (f"{_TRAINER}.init_hf_repo", "hub:init_hf_repo", "every rank makes the repository", _HUB),

@@ -21,8 +21,12 @@ def batches_of_step(
     original: Callable, self: Any, epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any
 ) -> tuple[list, Any]:
     """Returns the batches of one step, behind those that it does not have, and the number of their targets, `()`."""
-    counting = [one for one in self.callback_handler.callbacks if isinstance(one, SamplesCallback)]
-    calls = counting[0].calls(num_batches) if counting else num_batches
+    callbacks, calls = self.callback_handler.callbacks, num_batches
+    for counting in [one for one in callbacks if isinstance(one, SamplesCallback)]:
+        calls = counting.calls(num_batches)
+        # Before those that save at the end of a step, also where Trainer has made it anew of a checkpoint.
+        callbacks.remove(counting)
+        callbacks.insert(0, counting)
     batches, count = repeated_rows.get_batch_samples(original, self, epoch_iterator, calls, *args, **kwargs)
     return [NoCall() for _ in range(num_batches - calls)] + batches, count
 

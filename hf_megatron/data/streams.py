@@ -1,0 +1,97 @@
+"""Rows that come one after the other and cannot be asked for by number, in their order, from any of them on."""
+
+import itertools
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from ..errors import DataError
+from .ramp_up import BatchRampUp
+
+
+class Stream(IterableDataset):
+    """Rows of a stream, pass after pass, which Trainer takes from where a checkpoint had ended.
+
+        Stream(load_dataset("parquet", data_files="s3://bucket/*.parquet", streaming=True)["train"])
+        Stream(StreamingDataset(remote="s3://bucket/set", replication=world_size, batch_size=1, num_canonical_nodes=1))
+
+    All processes that read it read all of it; those of a replica are given the same rows, other replicas others. Rows
+    that a run has seen are read again before it goes on; of MosaicML's sets they are not.
+
+    Args:
+        rows: `IterableDataset` of `datasets`, `StreamingDataset` of MosaicML's streaming, or what begins anew whenever
+            it is iterated over. It has to give the same rows in the same order each time; what has `set_epoch` is told
+            which pass it is.
+        passes (`int`, *optional*): how often rows are read; without an end by default.
+        name (`str`, *optional*): a checkpoint says it, and a run whose stream has another one does not go on.
+
+    Attributes:
+        seen (`int`, defaults to 0): rows that an earlier run had: Trainer begins with the next.
+        begin (`int`, defaults to 0): with which row an iteration begins.
+        batch (`int`): rows of a step, where something counts them.
+        is_mosaic (`bool`): whether rows are a set of MosaicML's; Trainer needs
+            `accelerator_config={"dispatch_batches": False}` for them.
+        ramp_up (`BatchRampUp`, *optional*): as of `OrderedDataset`.
+
+    Raises:
+        DataError: no passes; while it is read: no rows, or several workers that read it.
+    """
+
+    def __init__(self, rows: Iterable[Any], *, passes: int | None = None, name: str | None = None):
+        if passes is not None and passes < 1:
+            raise DataError(f"passes = {passes}: expected 1 or more.")
+        self.rows, self.passes = rows, passes
+        self.seen = self.begin = self.batch = 0
+        self.ramp_up: BatchRampUp | None = None
+        self.order_key: dict[str, Any] = {"kind": "stream", "name": name}
+        self.is_mosaic = _is_mosaic(rows)
+        if self.is_mosaic:
+            mosaic: Any = rows
+            self.order_key |= {"rows": len(mosaic), "seed": mosaic.shuffle_seed, "shuffled": mosaic.shuffle}
+
+    def place_of(self, sample: int) -> int:
+        """Returns where a row is, of all."""
+        return sample
+
+    def sample_at(self, place: int) -> int:
+        """Returns which row is at a place."""
+        return place
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise DataError(
+                f"a stream that {worker.num_workers} workers read: each would read a part. Expected 1 or 0."
+            )
+        left = self.begin
+        for number in itertools.count() if self.passes is None else range(self.passes):
+            size = 0
+            for size, row in enumerate(_pass(self.rows, number, left), 1):
+                if size > left:
+                    yield row
+            if size == 0:
+                raise DataError(f"pass {number} over the stream has no row.")
+            left = max(0, left - size)
+
+
+def _pass(rows: Any, number: int, left_out: int) -> Iterator[Any]:
+    """Yields the rows of a pass; those that are left out may be anything."""
+    if _is_mosaic(rows):
+        size = len(rows)
+        place = min(left_out, size - 1)
+        # Told in its own words where to go on.
+        rows.load_state_dict({**rows.state_dict(place, True), "epoch": number, "sample_in_epoch": place})
+        yield from itertools.chain(itertools.repeat(None, place), rows)
+        return
+    set_epoch = getattr(rows, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(number)
+    yield from rows
+
+
+def _is_mosaic(rows: Any) -> bool:
+    """Tells whether rows are a set of MosaicML's, without importing it."""
+    mosaic = sys.modules.get("streaming")
+    return mosaic is not None and isinstance(rows, mosaic.StreamingDataset)

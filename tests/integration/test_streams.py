@@ -1,0 +1,260 @@
+"""Streams are shared over data parallel ranks alone, and go on with the next row after a resume, on any layout."""
+
+import itertools
+import json
+import random
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, default_data_collator
+
+from hf_megatron import MegatronConfig
+from hf_megatron.data.ramp_up import BatchRampUp
+from hf_megatron.data.streams import Stream
+from hf_megatron.errors import DataError, RankError
+from hf_megatron.parallel_state import parallel_state
+from hf_megatron.verify.ranks import run_ranks
+
+datasets = pytest.importorskip("datasets")
+
+ROWS, LENGTH = 23, 8
+LLAMA = LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, tie_word_embeddings=False,
+)  # fmt: skip
+LAYOUTS = {
+    "tp2": {"tp_size": 2},
+    "dp2": {"dp_size": 2},
+    "cp2": {"cp_size": 2},
+    "tp2+dp2": {"tp_size": 2, "dp_size": 2},
+    "pp2+dp2": {"pp_size": 2, "dp_size": 2, "num_microbatches": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Rows in three files, and a model."""
+    folder = tmp_path_factory.mktemp("stream")
+    drawn = random.Random(0)
+    rows = [[number, *(drawn.randrange(64) for _ in range(LENGTH - 1))] for number in range(ROWS)]
+    for number, size in enumerate((9, 8, 6)):
+        part, rows = rows[:size], rows[size:]
+        lines = "".join(json.dumps({"input_ids": row, "labels": row}) + "\n" for row in part)
+        (folder / f"{number}.jsonl").write_text(lines)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(LLAMA).save_pretrained(folder / "model")
+    return folder
+
+
+def stream_of(folder, passes=None):
+    """Shuffled anew in each pass."""
+    files = sorted(map(str, folder.glob("*.jsonl")))
+    rows = datasets.IterableDataset.from_generator(read, gen_kwargs={"files": files})
+    return Stream(rows.shuffle(seed=1, buffer_size=5), passes=passes)
+
+
+def read(files):
+    for file in files:
+        with open(file) as lines:
+            yield from map(json.loads, lines)
+
+
+def taken(folder, first, stop, workers=0):
+    """The rows of the whole stream; in a worker `datasets` shuffles in another order."""
+    rows = stream_of(folder)
+    if workers:
+        rows = DataLoader(rows, None, num_workers=1)
+    return [torch.as_tensor(row["input_ids"]).tolist() for row in itertools.islice(rows, first, stop)]
+
+
+def train(
+    folder, output, sizes, *, rows, accumulate=1, steps, stop=None, resume=None, data=None, change=None, **options
+):
+    """Returns the rows of each step that this rank's replica was given, its dp rank, and losses."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", megatron_config=MegatronConfig(**sizes))
+    state, found, ids = parallel_state(model), {}, []
+    arguments = TrainingArguments(
+        str(output), per_device_train_batch_size=rows, gradient_accumulation_steps=accumulate, max_steps=steps,
+        save_strategy="no" if stop is None else "steps", save_steps=1, logging_steps=1, learning_rate=1e-2,
+        lr_scheduler_type="constant", max_grad_norm=0.0, report_to=[], use_cpu=True, **options,
+    )  # fmt: skip
+    stream = stream_of(folder) if data is None else data()
+    if change is not None:
+        change(stream)
+    trainer = Trainer(model, arguments, default_data_collator, stream)
+    original = trainer.compute_loss
+
+    def compute_loss(model, inputs, *args, **kwargs):
+        ids.extend(inputs["input_ids"].tolist())
+        return original(model, inputs, *args, **kwargs)
+
+    def on_save(args, state, control, **kwargs):
+        found[state.global_step] = list(ids)
+        ids.clear()
+        control.should_training_stop = state.global_step == stop
+
+    trainer.compute_loss = compute_loss
+    [flow] = [one for one in trainer.callback_handler.callbacks if type(one).__name__ == "DefaultFlowCallback"]
+    flow.on_save = on_save
+    trainer.train(resume_from_checkpoint=resume)
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return found, 0 if state is None else state.mesh.dp_rank, losses
+
+
+def joined(ranks):
+    """Returns the rows of each step, in the order of the stream, of which ranks of a replica had the same."""
+    replicas = {}
+    for steps, rank, _ in ranks:
+        assert replicas.setdefault(rank, steps) == steps
+    return {step: [replicas[rank][step] for rank in sorted(replicas)] for step in replicas[0]}
+
+
+def dealt(rows, replicas, of_a_call):
+    """What each replica has of a step's rows: whole blocks, call by call."""
+    blocks = [rows[start : start + of_a_call] for start in range(0, len(rows), of_a_call)]
+    return [sum(blocks[replica::replicas], []) for replica in range(replicas)]
+
+
+def draws():
+    drawn = random.Random(4)
+    for number in range(12):
+        yield (
+            number,
+            [
+                (layout := drawn.choice([*LAYOUTS]), (2 if layout == "pp2+dp2" else 1) * drawn.choice([1, 2]),
+                 drawn.choice([1, 2]), drawn.choice([1, 2, 3]))
+                for _ in range(3)
+            ],
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(("number", "parts"), draws(), ids=lambda value: str(value) if isinstance(value, int) else "")
+def test_stopped_runs_take_every_row_once(folder, tmp_path, number, parts):
+    """Three parts of one run, of other layouts and batches, over more passes than one; read here or by a worker."""
+    done, resume, first, workers = 0, None, 0, number % 3 // 2
+    for layout, rows, accumulate, steps in parts:
+        sizes, done = LAYOUTS[layout], done + steps
+        replicas = sizes.get("dp_size", 1)
+        ranks = run_ranks(
+            train, MegatronConfig(**sizes).ranks_per_replica * replicas, folder, tmp_path, sizes, rows=rows,
+            accumulate=accumulate, steps=done + 1, stop=done, resume=resume,
+            dataloader_num_workers=workers,
+        )  # fmt: skip
+        found = joined(ranks)
+        assert list(found) == list(range(done - steps + 1, done + 1))
+        for step in found:
+            of_step = replicas * rows * accumulate
+            assert found[step] == dealt(taken(folder, first, first + of_step, workers), replicas, rows)
+            first += of_step
+        resume = str(tmp_path / f"checkpoint-{done}")
+
+
+def by_hand(folder, ends):
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0), []
+    for first, stop in itertools.pairwise([0, *ends]):
+        ids = torch.tensor(taken(folder, first, stop))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def grow(stream):
+    stream.ramp_up = BatchRampUp(8, start=4, increment=4, samples=8)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_are_those_of_a_loop(folder, tmp_path, layout):
+    """With steps that grow, in one process and over replicas."""
+    sizes = LAYOUTS[layout]
+    replicas = sizes.get("dp_size", 1)
+    ranks = run_ranks(
+        train, MegatronConfig(**sizes).ranks_per_replica * replicas, folder, tmp_path, sizes, rows=2,
+        accumulate=4 // replicas, steps=4, change=grow,
+    )  # fmt: skip
+    assert ranks[0][2] == pytest.approx(by_hand(folder, [4, 8, 16, 24]), abs=2e-4)
+
+
+def begin_late(stream):
+    stream.seen = 30
+
+
+def test_streams_begin_where_another_program_ended(folder, tmp_path):
+    [(steps, *_)] = run_ranks(train, 1, folder, tmp_path, {"tp_size": 1}, rows=4, steps=3, stop=2, change=begin_late)
+    assert steps == {1: taken(folder, 30, 34), 2: taken(folder, 34, 38)}
+
+
+def test_streams_end_after_their_passes(folder, tmp_path):
+    data = lambda: stream_of(folder, passes=1)  # noqa: E731
+    [(_, _, losses)] = run_ranks(train, 1, folder, tmp_path, {"tp_size": 1}, rows=4, steps=9, data=data)
+    assert len(losses) == ROWS // 4 + 1
+    assert len(list(data())) == ROWS
+
+
+class Numbers(IterableDataset):
+    """A stream of torch's, whose rows only stock counts."""
+
+    def __iter__(self):
+        for number in range(40):
+            yield {"input_ids": torch.full((4,), number), "labels": torch.full((4,), number)}
+
+
+def test_steps_that_stock_would_count_wrong_are_refused(folder, tmp_path):
+    run = {"rows": 2, "data": Numbers}
+    ranks = run_ranks(train, 2, folder, tmp_path, {"dp_size": 2}, steps=3, stop=2, **run)
+    assert [[row[0] for row in steps[2]] for steps, *_ in ranks] == [[4, 5], [6, 7]]
+    go_on = {"steps": 4, "stop": 4, "resume": str(tmp_path / "checkpoint-2")}
+    ranks = run_ranks(train, 2, folder, tmp_path, {"dp_size": 2}, **run, **go_on)
+    assert [[row[0] for row in steps[3]] for steps, *_ in ranks] == [[8, 9], [10, 11]]
+    with pytest.raises(RankError, match="a step has 2 rows of the stream, and had 4"):
+        run_ranks(train, 2, folder, tmp_path, {"tp_size": 2}, **run, **go_on)
+
+
+def test_another_stream_is_refused(folder, tmp_path):
+    run_ranks(train, 1, folder, tmp_path, {"tp_size": 1}, rows=2, steps=3, stop=2)
+    go_on = {"rows": 2, "steps": 4, "resume": str(tmp_path / "checkpoint-2")}
+    with pytest.raises(RankError, match="workers was 0 and is 1"):
+        run_ranks(train, 1, folder, tmp_path, {"tp_size": 1}, dataloader_num_workers=1, **go_on)
+    with pytest.raises(RankError, match="name was None and is other"):
+        run_ranks(train, 1, folder, tmp_path, {"tp_size": 1}, change=named, **go_on)
+
+
+def named(stream):
+    stream.order_key["name"] = "other"
+
+
+def test_what_would_not_keep_the_order_is_refused(folder, tmp_path):
+    [one] = run_ranks(refusals, 1, folder, tmp_path)
+    assert [message for message in one if "Expected 1 or 0" in message] == one[:2]
+    assert "whole calls of 8 samples" in one[2] and "pass 0 over the stream has no row" in one[3]
+    with pytest.raises(DataError, match="passes = 0"):
+        Stream([], passes=0)
+
+
+def refusals(folder, output):
+    found = []
+    for options in ({"dataloader_num_workers": 2}, {"change": grow, "rows": 8}):
+        with pytest.raises(DataError) as error:
+            train(folder, output, {"tp_size": 1}, steps=2, **{"rows": 2, **options})
+        found.append(str(error.value))
+    with pytest.raises(DataError) as error:
+        next(iter(DataLoader(stream_of(folder), 2, num_workers=2)))
+    with pytest.raises(DataError) as nothing:
+        next(iter(Stream([])))
+    return [found[0], str(error.value), found[1], str(nothing.value)]
+
+
+def read_by_accelerate(folder):
+    model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=MegatronConfig(tp_size=2, dp_size=2))
+    _, loader = Accelerator(cpu=True).prepare(model, DataLoader(stream_of(folder), 3, collate_fn=default_data_collator))
+    return parallel_state(model).mesh.dp_rank, next(iter(loader))["input_ids"].tolist()
+
+
+def test_loops_of_accelerate_share_a_stream(folder):
+    for rank, rows in run_ranks(read_by_accelerate, 4, folder):
+        assert rows == taken(folder, 3 * rank, 3 * rank + 3)
