@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import Dataset
 
 from ..errors import DataError
 from .ramp_up import BatchRampUp
@@ -101,21 +101,3 @@ class WithoutSamples(OrderedDataset):
             if sample >= first:
                 sample += stop - first
         return self.dataset[sample]
-
-
-def has_own_order(dataset: Any) -> bool:
-    """Tells whether a dataset is one with an order of its own, or a part or a chain of such."""
-    if isinstance(dataset, Subset):
-        return has_own_order(dataset.dataset)
-    if isinstance(dataset, ConcatDataset):
-        return any(map(has_own_order, dataset.datasets))
-    return isinstance(dataset, OrderedDataset)
-
-
-def is_shifted(dataset: Any) -> bool:
-    """Tells whether a dataset with an order of its own, or a part or a chain of such, has labels of the next tokens."""
-    if isinstance(dataset, Subset):
-        return is_shifted(dataset.dataset)
-    if isinstance(dataset, ConcatDataset):
-        return any(map(is_shifted, dataset.datasets))
-    return isinstance(dataset, OrderedDataset) and dataset.is_shifted

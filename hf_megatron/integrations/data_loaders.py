@@ -45,7 +45,7 @@ def iterate(original: Callable, self: Any) -> Iterator[Any]:
 def _require_own_order(loader: Any) -> None:
     from torch.utils.data import RandomSampler
 
-    from ..data.ordered import has_own_order
+    from ..data.own_order import has_own_order
 
     if has_own_order(loader.dataset) and isinstance(sampler_of(loader), RandomSampler):
         raise DataError(

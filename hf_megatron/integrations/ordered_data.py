@@ -13,7 +13,8 @@ from torch.utils.data import IterableDataset, Sampler
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
 
-from ..data.ordered import OrderedDataset, has_own_order, is_shifted
+from ..data.ordered import OrderedDataset
+from ..data.own_order import has_own_order, is_shifted, ordered_of, require_whole
 from ..data.ramp_up import BatchRampUp
 from ..data.schedules import MegatronScheduler
 from ..data.streams import Stream
@@ -121,17 +122,19 @@ def _order_of(loader: Any) -> OwnOrder | StreamOrder | None:
 
 def get_train_sampler(original: Callable, self: Any, train_dataset: Any = None) -> Any:
     """Returns a sampler that keeps a dataset's own order, and has a callback count its samples."""
-    dataset = self.train_dataset if train_dataset is None else train_dataset
-    if not has_own_order(dataset):
+    given = self.train_dataset if train_dataset is None else train_dataset
+    if not has_own_order(given):
         return length_samplers.get_sampler(original, self, train_dataset)
-    if not isinstance(dataset, OrderedDataset):
+    dataset = ordered_of(given)
+    if dataset is None:
         raise DataError(
-            f"{type(dataset).__name__} around a dataset with an order of its own would be shuffled: pass that one; "
+            f"{type(given).__name__} around a dataset with an order of its own would be shuffled: pass that one; "
             "WithoutSamples leaves some of it out."
         )
-    if dataset.is_shifted:
+    require_whole(given)
+    if is_shifted(given):
         _require_shifted(self)
-        collated = self.data_collator([dataset[0]])
+        collated = self.data_collator([given[0]])
         if isinstance(collated, Mapping) and "labels" in collated and _SHIFTED not in collated:
             raise DataError(
                 f"the data collator leaves {_SHIFTED} out, and the model would shift labels that are shifted already: "

@@ -1,0 +1,108 @@
+"""TRL's trainers take Megatron's samples in Megatron's order, as tables, and go on with the next."""
+
+import random
+
+import pytest
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+from trl import SFTConfig, SFTTrainer
+
+from hf_megatron import MegatronConfig
+from hf_megatron.data.indexed_writer import IndexedWriter
+from hf_megatron.data.ordered import WithoutSamples
+from hf_megatron.data.own_order import has_own_order
+from hf_megatron.data.pretraining import PretrainingDataset
+from hf_megatron.data.tables import table_of
+from hf_megatron.errors import DataError
+from hf_megatron.parallel_state import parallel_state
+from hf_megatron.verify.ranks import run_ranks
+
+LENGTH, SAMPLES = 16, 40
+OPTIONS = {"logging_steps": 1, "learning_rate": 1e-3, "report_to": [], "use_cpu": True, "bf16": False}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    prefix, drawn = tmp_path_factory.mktemp("data") / "corpus_text_document", random.Random(0)
+    with IndexedWriter(prefix, "uint16") as writer:
+        for _ in range(40):
+            writer.add_document([[drawn.randrange(5, 500) for _ in range(drawn.randrange(40))] + [2]])
+    return str(prefix)
+
+
+def dataset_of(prefix, **options):
+    return PretrainingDataset(prefix, LENGTH, SAMPLES, eod_token=2, eod_mask_loss=True, **options)
+
+
+def train(stories, prefix, output, sizes, *, rows, steps, stop=None, resume=None, table=True, edit=lambda rows: rows):
+    """Returns the rows of each call of this rank's replica, its dp rank, and losses."""
+    layout = {} if sizes is None else {"megatron_config": MegatronConfig(**sizes)}
+    model, dataset, ids = AutoModelForCausalLM.from_pretrained(stories, **layout), dataset_of(prefix), []
+    given = {
+        "per_device_train_batch_size": rows, "max_steps": steps, "gradient_accumulation_steps": 2,
+        "save_strategy": "no" if stop is None else "steps", "save_steps": stop or 1, **OPTIONS,
+    }  # fmt: skip
+    if table:
+        arguments = SFTConfig(str(output), dataset_kwargs={"skip_prepare_dataset": True}, **given)
+        trainer = SFTTrainer(model, arguments, train_dataset=edit(table_of(dataset)))
+    else:
+        trainer = Trainer(model, TrainingArguments(str(output), **given), default_data_collator, dataset)
+    original = trainer.compute_loss
+
+    def compute_loss(model, inputs, *args, **kwargs):
+        ids.append(inputs["input_ids"][:, :LENGTH].tolist())
+        return original(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = compute_loss
+    if stop is not None:
+        trainer.state.max_steps = trainer.args.max_steps = stop + 1
+    trainer.train(resume_from_checkpoint=resume)
+    state = parallel_state(model)
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return ids, 0 if state is None else state.mesh.dp_rank, losses
+
+
+def test_losses_and_rows_are_those_of_trainer(stories, prefix, tmp_path):
+    whole = [dataset_of(prefix)[sample]["input_ids"].tolist() for sample in range(SAMPLES)]
+    [(_, _, losses)] = run_ranks(train, 1, stories, prefix, tmp_path, None, rows=4, steps=3, table=False)
+    for sizes, ranks in ((None, 1), ({"tp_size": 2}, 2), ({"dp_size": 2}, 2)):
+        replicas = (sizes or {}).get("dp_size", 1)
+        found = run_ranks(train, ranks, stories, prefix, tmp_path, sizes, rows=4 // replicas, steps=3)
+        assert found[0][2] == pytest.approx(losses, abs=2e-4)
+        for ids, rank, _ in found:
+            each = 4 // replicas
+            assert ids == [whole[4 * call + each * rank :][:each] for call in range(6)]
+
+
+def test_they_go_on_with_the_next(stories, prefix, tmp_path):
+    whole = [dataset_of(prefix)[sample]["input_ids"].tolist() for sample in range(SAMPLES)]
+    run_ranks(train, 2, stories, prefix, tmp_path, {"tp_size": 2}, rows=2, steps=3, stop=2)
+    resume = str(tmp_path / "checkpoint-2")
+    for ids, rank, _ in run_ranks(train, 2, stories, prefix, tmp_path, {"dp_size": 2}, rows=3, steps=4, resume=resume):
+        assert ids == [whole[8 + 6 * call + 3 * rank :][:3] for call in range(4)]
+
+
+def shuffled(table):
+    return table.shuffle(seed=1)
+
+
+def part(table):
+    return table.select(range(8))
+
+
+@pytest.mark.parametrize("edit", [shuffled, part])
+def test_tables_that_were_changed_are_refused(stories, prefix, tmp_path, edit):
+    with pytest.raises(DataError, match="they were moved or left out"):
+        train(stories, prefix, tmp_path, None, rows=4, steps=2, edit=edit)
+
+
+def test_rows_have_labels_that_models_shift(prefix):
+    dataset = dataset_of(prefix)
+    table = table_of(WithoutSamples(dataset, [(1, 3)]))
+    assert has_own_order(table) and len(table) == len(dataset) - 2
+    for number, sample in ((0, 0), (1, 3)):
+        assert table[number]["input_ids"][:LENGTH] == dataset[sample]["input_ids"].tolist()
+        assert table[number]["labels"] == [-100, *dataset[sample]["labels"].tolist()]
+    with pytest.raises(DataError, match="TRL leaves positions out"):
+        table_of(dataset_of(prefix, restart="eod"))
+    with pytest.raises(DataError, match="list: expected a dataset"):
+        table_of([])
