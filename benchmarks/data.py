@@ -1,12 +1,13 @@
 """Indexed datasets: opening, ordering, tokenising and reading, beside what megatron-core and tokenizers do themselves.
 
     python benchmarks/data.py --out benchmarks/results/data_cpu.json
-    python benchmarks/data.py --documents 1000000 --rounds 1
+    python benchmarks/data.py --documents 1000000 --rounds 1 --tokenizer gpt2
 
 Seconds are CPU seconds of one process with one thread, but for opening; each case runs in a process of its own, in
 turns with its peer, medians over the rounds. The pair that is opened is 100 GB of a sparse file in a million documents.
 Megatron's encoder is the one of its `tools/preprocess_data.py`: a document a call, text to tokens to numbers. Tokenised
-is CPython's own documentation, by a byte level BPE that is trained on it.
+is CPython's own documentation and library, by a byte level BPE that is trained on it, and by the one of `--tokenizer`
+as well.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import os
 import pydoc_data.topics
 import resource
 import statistics
+import sysconfig
 import tempfile
 import time
 from pathlib import Path
@@ -29,7 +31,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from train_step import versions, write_report
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_megatron.data.build import build_pair
 from hf_megatron.data.indexed import IndexedDataset
@@ -121,9 +123,17 @@ def blended(samples):
     return time.process_time() - began
 
 
-def make_texts(folder, copies=8, size=1500):
+def make_texts(folder, characters=12_000_000, size=1500):
     """Documents of 1,500 characters, and a tokenizer of the same texts."""
-    text = "\n".join(pydoc_data.topics.topics.values()) * copies
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = (path for path in sorted(library.rglob("*.py")) if "site-packages" not in path.parts)
+    parts, length = [*pydoc_data.topics.topics.values()], 0
+    for path in files:
+        parts.append(path.read_text("utf-8", errors="replace"))
+        length += len(parts[-1])
+        if length > characters:
+            break
+    text = "\n".join(parts)
     texts = [text[start : start + size] for start in range(0, len(text), size)]
     with open(folder / "texts.jsonl", "w", encoding="utf-8") as file:
         file.writelines(json.dumps({"text": one}) + "\n" for one in texts)
@@ -132,7 +142,7 @@ def make_texts(folder, copies=8, size=1500):
     trainer = trainers.BpeTrainer(
         vocab_size=8000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<eos>"]
     )
-    tokenizer.train_from_iterator(texts[: len(texts) // copies], trainer)
+    tokenizer.train_from_iterator(texts[::8], trainer)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder / "tokenizer")
 
 
@@ -170,6 +180,21 @@ def encoded_by_megatron(folder):
     return (time.process_time() - began) / tokens
 
 
+def tokenised(folder, rounds):
+    """Tokens per CPU second of each way, and ratios of ours in the same round."""
+    cases = {"build_pair": built, "encode_batch_fast": encoded_alone, "megatron_encoder": encoded_by_megatron}
+    taken = {name: [] for name in cases}
+    for _ in range(rounds):
+        for name, case in cases.items():
+            taken[name].append(in_own_process(case, folder))
+    found = {"tokens_per_cpu_second": {name: round(1 / statistics.median(values)) for name, values in taken.items()}}
+    ratios = {
+        name: statistics.median(other / one for one, other in zip(taken["build_pair"], taken[name], strict=True))
+        for name in ("encode_batch_fast", "megatron_encoder")
+    }
+    return found | {"build_pair_times_as_fast_as": {name: round(ratio, 3) for name, ratio in ratios.items()}}
+
+
 def read(prefix, samples=2000):
     """Tokens per CPU second of samples in their order, anywhere in the file: as arrays, and as Trainer's rows."""
     dataset = PretrainingDataset(prefix, SAMPLE)
@@ -197,6 +222,7 @@ def main():
     parser.add_argument("--documents", type=int, default=100_000_000)
     parser.add_argument("--blended", type=int, default=10_000_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokenizer", help="of the Hub, or a folder")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -211,20 +237,12 @@ def main():
         results["open_100_gb"] = dict(zip(names, medians, strict=True))
         print(results, flush=True)
         make_texts(folder)
-        cases = {"build_pair": built, "encode_batch_fast": encoded_alone, "megatron_encoder": encoded_by_megatron}
-        taken = {name: [] for name in cases}
-        for _ in range(given.rounds):
-            for name, case in cases.items():
-                taken[name].append(in_own_process(case, folder))
-        results["tokens_per_cpu_second"] = {
-            name: round(1 / statistics.median(values)) for name, values in taken.items()
-        }
-        ratios = {
-            name: statistics.median(other / one for one, other in zip(taken["build_pair"], taken[name], strict=True))
-            for name in ("encode_batch_fast", "megatron_encoder")
-        }
-        results["build_pair_times_as_fast_as"] = {name: round(ratio, 3) for name, ratio in ratios.items()}
-        print(results["tokens_per_cpu_second"], ratios, flush=True)
+        results["tokenising"] = {"trained": tokenised(folder, given.rounds)}
+        if given.tokenizer is not None:
+            tokenizer = AutoTokenizer.from_pretrained(given.tokenizer)
+            tokenizer.save_pretrained(folder / "tokenizer")
+            results["tokenising"][f"{len(tokenizer)} tokens"] = tokenised(folder, given.rounds)
+        print(results["tokenising"], flush=True)
         make_read(folder / "read")
         reads = [in_own_process(read, folder / "read") for _ in range(given.rounds)]
         arrays, rows = (round(statistics.median(values)) for values in zip(*reads, strict=True))

@@ -1551,3 +1551,10 @@ def without_dispatch_modes() -> AbstractContextManager[Any]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     return cast(AbstractContextManager[Any], _disable_current_modes())
+
+
+def enlarge_word_cache(tokenizer: Any, words: int) -> None:
+    """Has a tokenizer of `tokenizers` remember the tokens of so many words, where its model does (private in 0.22)."""
+    resize = getattr(tokenizer.model, "_resize_cache", None)
+    if resize is not None:
+        resize(words)

@@ -8,9 +8,11 @@ import numpy as np
 from torch import Tensor
 
 from ..errors import DataError
+from .megatron_cache import megatron_blend
 from .order import BlendOrder, blend_order, exhaustive_order, samples_of_blend
 from .order_cache import cached_arrays
 from .ordered import OrderedDataset, WithoutSamples
+from .pretraining import PretrainingDataset
 
 
 class BlendedDataset(OrderedDataset):
@@ -64,12 +66,14 @@ class BlendedDataset(OrderedDataset):
             "to the end": samples is None,
         }
 
+        # Weights that are given are divided by their sum before `BlendedDataset` does it, which is not the same.
+        shares: Sequence[float] = sizes if weights is None else (weights / np.sum(weights)).tolist()
+
         def make() -> Mapping[str, np.ndarray]:
-            if samples is None:
-                return _with_taken(exhaustive_order(sizes), len(sizes))
-            # Weights that are given are divided by their sum before `BlendedDataset` does it, which is not the same.
-            shares = np.asarray(sizes if weights is None else weights / np.sum(weights))
-            return _with_taken(blend_order(shares.tolist(), samples), len(sizes))
+            order = self._kept(cache, shares, samples)
+            if order is None:
+                order = exhaustive_order(sizes) if samples is None else blend_order(shares, samples)
+            return _with_taken(order, len(sizes))
 
         key = {"of": "blend", "weights": self.order_key["weights"], "samples": samples}
         arrays = cached_arrays(key, None if cache is None else Path(cache), make)
@@ -77,6 +81,15 @@ class BlendedDataset(OrderedDataset):
         for number, (size, taken) in enumerate(zip(sizes, arrays["taken"].tolist(), strict=True)):
             if taken > size:
                 raise DataError(f"dataset {number} of the blend has {size} samples, of which {taken} are taken.")
+
+    def _kept(
+        self, cache: str | os.PathLike[str] | None, shares: Sequence[float], samples: int | None
+    ) -> BlendOrder | None:
+        """Returns what Megatron-LM left of the same blend."""
+        described = [one.described() for one in self.datasets if isinstance(one, PretrainingDataset)]
+        if cache is None or len(described) != len(self.datasets):
+            return None
+        return megatron_blend(Path(cache), described, shares, samples)
 
     def __len__(self) -> int:
         return len(self.order)

@@ -22,12 +22,15 @@ import numpy as np
 
 from ..errors import DataError
 from ..files.paths import replace_file, sync_directory
+from ..upstream import enlarge_word_cache
 from .indexed import token_dtype
 from .indexed_writer import write_index
 from .text_sources import texts_of
 
 # Documents that the tokenizer is given at a time, over which it spreads its threads.
 _BATCH = 256
+# That a tokenizer remembers the tokens of, some 100 bytes each: texts have more than its own 10,000.
+_WORDS = 1_000_000
 # Seconds of work that a kill may cost.
 _KEPT_EVERY = 10.0
 
@@ -249,6 +252,7 @@ class _Encoder:
             self._fast = copy.deepcopy(tokenizer.backend_tokenizer)
             self._fast.no_truncation()
             self._fast.no_padding()
+            enlarge_word_cache(self._fast, _WORDS)
 
     def __call__(self, texts: list[str]) -> list[Any]:
         if self._fast is None:

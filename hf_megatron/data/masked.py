@@ -15,7 +15,7 @@ from ..errors import DataError
 from .indexed import IndexedDataset
 from .masking import Masking, Vocabulary, masked_spans
 from .order import bounds_of_split
-from .order_cache import cached_arrays
+from .order_cache import MappedArrays, cached_arrays
 from .ordered import OrderedDataset
 from .pretraining import require_values
 from .sentence_order import sentence_order
@@ -23,7 +23,7 @@ from .sentence_order import sentence_order
 _IGNORED = -100
 
 
-class SentencesDataset(OrderedDataset):
+class SentencesDataset(MappedArrays, OrderedDataset):
     """What BERT's and T5's datasets have in common: `MaskedWordPieceDataset` of Megatron-Core.
 
     Sequences of the pair are sentences, and samples lie within a document.

@@ -1,18 +1,18 @@
 """Indices that Megatron-LM left in its own cache, read where they are of the same samples.
 
-`GPTDataset` leaves a description beside its three arrays. It does not say whether samples have one token more, nor how
-large the files were: the arrays are compared with what their first documents give.
+`GPTDataset` leaves a description beside its three arrays, and `BlendedDataset` beside its two. It does not say whether
+samples have one token more, nor how large the files were: the arrays are compared with what their first documents give.
 """
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .order import SPLITS, count_of_samples, starts_of_samples
+from .order import SPLITS, BlendOrder, blend_order, count_of_samples, starts_of_samples
 
 _DESCRIPTION = "-description.txt"
 # Megatron's file -> the array's name here.
@@ -67,6 +67,51 @@ def megatron_arrays(
         ):
             return arrays
     return None
+
+
+def megatron_blend(
+    folder: Path,
+    datasets: Sequence[tuple[str, tuple[float, float], Mapping[str, Any]]],
+    weights: Sequence[float],
+    size: int | None,
+) -> BlendOrder | None:
+    """Returns the kept order of a blend whose description and first samples are those that are asked for; else `None`.
+
+    Args:
+        datasets: of each its prefix, its split's share, and what is asked of it.
+        weights: that samples are taken by, or the sizes of datasets that are taken to their ends.
+        size (`int`, *optional*): samples of the blend; without one datasets are taken to their ends.
+    """
+    total = int(sum(weights)) if size is None else size
+    shares = np.asarray(weights, dtype=np.float64)
+    described = list(weights) if size is None else (shares / np.sum(shares)).tolist()
+    for path in sorted(folder.glob(f"*-BlendedDataset-*{_DESCRIPTION}")) if folder.is_dir() else ():
+        said = _described(path)
+        if said is None or said.get("size") != size or said.get("weights") != described:
+            continue
+        parts = said.get("datasets")
+        if not isinstance(parts, list) or len(parts) != len(datasets):
+            continue
+        if not all(_is_asked_for(part, *one) for part, one in zip(parts, datasets, strict=True)):
+            continue
+        base = str(path).removesuffix(_DESCRIPTION)
+        try:
+            dataset, sample = (
+                np.load(f"{base}-{name}.npy", mmap_mode="r", allow_pickle=False)
+                for name in ("dataset_index", "dataset_sample_index")
+            )
+        except (OSError, ValueError, EOFError):
+            continue
+        if dataset.shape == sample.shape == (total,) and _begins_as(dataset, sample, weights, size):
+            return BlendOrder(dataset, sample)
+    return None
+
+
+def _begins_as(dataset: np.ndarray, sample: np.ndarray, weights: Sequence[float], size: int | None) -> bool:
+    """Says whether the first samples are those that the rule gives; without a size none may be used up before."""
+    compared = min(len(dataset), _COMPARED if size is not None else int(min(weights)))
+    wanted = blend_order([float(weight) for weight in weights], compared)
+    return np.array_equal(dataset[:compared], wanted.dataset) and np.array_equal(sample[:compared], wanted.sample)
 
 
 def _described(path: Path) -> dict[str, Any] | None:

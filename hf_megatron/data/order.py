@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import DataError
+from .order_cache import MappedArrays
 
 # Of a whole epoch's samples: with fewer of the last one, that epoch is shuffled apart.
 _SEPARATE = 0.80
@@ -23,7 +24,7 @@ _SURPLUS = 0.005
 
 
 @dataclass(frozen=True)
-class SampleOrder:
+class SampleOrder(MappedArrays):
     """The samples of some documents.
 
     Attributes:
@@ -221,7 +222,7 @@ def starts_of_samples(
 
 
 @dataclass(frozen=True)
-class BlendOrder:
+class BlendOrder(MappedArrays):
     """Which sample of which dataset comes when.
 
     Attributes:

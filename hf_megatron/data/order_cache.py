@@ -54,6 +54,36 @@ def cached_arrays(key: Mapping[str, Any], directory: Path | None, make: Callable
         return make()
 
 
+class MappedArrays:
+    """What has arrays as attributes, of which other processes are told the files of those that are mapped."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: _File.of(value) for name, value in vars(self).items()}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        read = {name: value.map() if isinstance(value, _File) else value for name, value in state.items()}
+        vars(self).update(read)
+
+
+class _File:
+    """A file of one array."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """Returns the file of a mapped array, and any other value as it is."""
+        # A view of one says its file too, and is not all of it.
+        is_whole = isinstance(value, np.memmap) and not isinstance(value.base, np.ndarray)
+        return cls(str(value.filename)) if is_whole and value.filename is not None else value
+
+    def map(self) -> np.ndarray:
+        """Maps the array."""
+        found: np.ndarray = np.load(self.path, mmap_mode="r", allow_pickle=False)
+        return found
+
+
 class _NotWritten(Exception):
     """Has the arrays of a folder that could not be written."""
 

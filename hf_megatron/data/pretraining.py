@@ -126,6 +126,10 @@ class PretrainingDataset(OrderedDataset):
     def _made(self, first: int, stop: int) -> SampleOrder:
         return sample_order(self.source.lengths, np.arange(first, stop, dtype=np.int32), **self._asked)
 
+    def described(self) -> tuple[str, tuple[float, float], dict[str, Any]]:
+        """Returns what Megatron-LM describes a dataset by: its prefix, its split's share, and what is asked of it."""
+        return self.source.prefix, self._share, self._asked
+
     def __len__(self) -> int:
         return len(self.order)
 

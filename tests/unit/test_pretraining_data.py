@@ -4,6 +4,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import re
 import shutil
@@ -20,7 +21,7 @@ from hf_megatron.data.blended import BlendedDataset
 from hf_megatron.data.indexed import IndexedDataset
 from hf_megatron.data.indexed_writer import IndexedWriter
 from hf_megatron.data.megatron_arguments import datasets_from_megatron_args
-from hf_megatron.data.order import sample_order
+from hf_megatron.data.order import blend_order, sample_order
 from hf_megatron.data.order_cache import cached_arrays
 from hf_megatron.data.pretraining import PretrainingDataset
 from hf_megatron.data.ramp_up import BatchRampUp
@@ -229,6 +230,40 @@ def test_what_megatron_core_kept_is_read(tmp_path, one_process, monkeypatch, sam
     assert len(made) == 6
 
 
+@pytest.mark.parametrize("weights", [[0.3, 0.7], [3.0, 1.0, 2.0], None])
+def test_blends_that_megatron_core_kept_are_read(tmp_path, one_process, monkeypatch, weights):
+    prefixes = [_pair(tmp_path / f"pair{number}", number, 60) for number in range(3 if weights and weights[2:] else 2)]
+    cache, samples = tmp_path / "cache", 80
+    train, *_ = _peer(prefixes, weights, "90,10,0", 8, [samples, 10, 10], 5, cache)
+    given = {"data-path": [word for pair in zip(weights or prefixes, prefixes, strict=True) for word in pair]}
+    given["data-path"] = given["data-path"] if weights else prefixes
+    given |= {"seq-length": 8, "train-samples": samples, "global-batch-size": 10, "eval-iters": 1, "seed": 5}
+    given |= {"split": "90,10,0", "eval-interval": 1000}
+    made, plain = [], datasets_from_megatron_args(given).train
+
+    def order(*args):
+        made.append(args)
+        return blend_order(*args)
+
+    monkeypatch.setattr("hf_megatron.data.blended.blend_order", order)
+    # What is read is kept in a folder of its own, and then read from there.
+    for _ in range(2):
+        found = datasets_from_megatron_args({**given, "data-cache-path": cache}).train
+        assert len(found) == len(plain) == len(train) and not made
+        assert np.array_equal(found.order.dataset, plain.order.dataset)
+        assert np.array_equal(found.order.sample, plain.order.sample)
+    datasets_from_megatron_args({**given, "data-cache-path": cache, "train-samples": 81})
+    assert made
+    [damaged] = cache.glob("*BlendedDataset-train-dataset_index.npy")
+    np.save(damaged, np.zeros(len(train), np.int16))
+    for folder in cache.iterdir():
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    made.clear()
+    again = datasets_from_megatron_args({**given, "data-cache-path": cache}).train
+    assert made and np.array_equal(again.order.dataset, plain.order.dataset)
+
+
 # Kept indices
 
 
@@ -329,6 +364,19 @@ def test_runs_of_as_many_epochs_share_a_folder(tmp_path):
     os.utime(f"{prefix}.idx", ns=(1, 1))
     PretrainingDataset(prefix, 8, 20, cache=cache)
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 2
+
+
+def test_other_processes_map_kept_indices_themselves(tmp_path):
+    prefix = _pair(tmp_path / "pair", documents=2000)
+    for options in ({"cache": tmp_path / "cache"}, {}):
+        datasets = [PretrainingDataset(prefix, 8, **options), PretrainingDataset(prefix, 8, seed=2, **options)]
+        blend = BlendedDataset(datasets, [0.5, 0.5], 1000, **options)
+        held = pickle.dumps(blend)
+        assert (len(held) < 8000) == bool(options)
+        again = pickle.loads(held)
+        assert len(again) == len(blend) and again.order_key == blend.order_key
+        for sample in (0, 500, 999):
+            assert again[sample]["input_ids"].tolist() == blend[sample]["input_ids"].tolist()
 
 
 # Arguments
