@@ -4,6 +4,7 @@ How many samples a run has seen is what it goes on from, on any layout, with any
 batch size that a run has now, shuffles, and leaves out columns that a model's forward does not name.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,14 @@ def _require_shifted(trainer: Any) -> None:
             f"{type(trainer.model).__name__}: its forward takes no shift_labels, and would shift labels that are "
             "shifted already."
         )
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(trainer.model, peft.PeftModel):
+        adapter = trainer.model.active_peft_config
+        if adapter.is_prompt_learning and adapter.peft_type != "PREFIX_TUNING":
+            raise DataError(
+                f"{adapter.peft_type.value}: PEFT puts its prompt before the labels, and not before labels that are "
+                "shifted already. Use another adapter, as LoRA or prefix tuning."
+            )
     if trainer.compute_loss_func is not None:
         raise DataError(
             "compute_loss_func: it gets labels that are shifted already. Override Trainer.compute_loss with a loss "

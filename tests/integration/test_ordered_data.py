@@ -6,6 +6,7 @@ import random
 import shutil
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
@@ -303,6 +304,19 @@ def test_what_would_shift_again_is_refused(prefix, tmp_path):
         trainer.train()
     with pytest.raises(DataError, match="Subset around a dataset with an order of its own"):
         stock(prefix, tmp_path, Subset(dataset_of(prefix), range(8))).train()
+
+
+def test_prompts_that_peft_puts_before_labels_are_refused(prefix, tmp_path):
+    trainer = stock(prefix, tmp_path, dataset_of(prefix))
+    adapter = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, adapter)
+    with pytest.raises(DataError, match="PROMPT_TUNING: PEFT puts its prompt before the labels"):
+        trainer.train()
+    trainer = stock(prefix, tmp_path, dataset_of(prefix))
+    adapter = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, adapter)
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 @pytest.mark.parametrize("part", [None, 6])
