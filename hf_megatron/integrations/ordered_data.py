@@ -5,73 +5,25 @@ batch size that a run has now, shuffles, and leaves out columns that a model's f
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate.data_loader import IterableDatasetShard
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import IterableDataset
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import TrainerState
 
-from ..data.ordered import OrderedDataset
 from ..data.own_order import has_own_order, is_shifted, ordered_of, require_whole
 from ..data.ramp_up import BatchRampUp
-from ..data.schedules import MegatronScheduler
-from ..data.streams import Stream
+from ..data.streams import RowStream
 from ..errors import DataError
 from ..parallel_state import parallel_state
 from . import length_samplers
-from .batch_shards import sampler_of
+from .counted_samples import PLAIN, OwnOrder, SamplesCallback, order_of
 
 _OWN_ORDER = ("random", "sequential")
 # Columns that stock loss functions take, and no model's forward names.
 _SHIFTED = "shift_labels"
-# Streams whose steps stock counts.
-_PLAIN = "rows that steps count"
-
-
-class OwnOrder(Sampler[int]):
-    """Yields the samples of a dataset in their order.
-
-    Args:
-        dataset: in an order of its own.
-        batch (`int`): samples of a step.
-        updates (`int`, defaults to 0): of an epoch that is no pass over the dataset, as of a run that goes on elsewhere
-            than its steps say; 0 for an ordinary one.
-
-    Attributes:
-        sizes (`BatchRampUp`): how many samples each step has.
-        begin (`int`): the first.
-    """
-
-    def __init__(self, dataset: OrderedDataset, batch: int, updates: int = 0):
-        self.dataset, self.batch, self.updates = dataset, batch, updates
-        self.sizes = dataset.ramp_up or BatchRampUp(batch, batch, 1, 1)
-        self.begin = 0
-
-    def __len__(self) -> int:
-        return self.batch * self.updates or len(self.dataset)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.begin, len(self.dataset)))
-
-
-class StreamOrder:
-    """How the rows of a stream are taken, with what `OwnOrder` says of a dataset's."""
-
-    def __init__(self, dataset: Stream):
-        self.dataset, self.batch = dataset, dataset.batch
-        self.sizes = dataset.ramp_up or BatchRampUp(dataset.batch, dataset.batch, 1, 1)
-
-    @property
-    def begin(self) -> int:
-        """The first row."""
-        return self.dataset.begin
-
-    @begin.setter
-    def begin(self, row: int) -> None:
-        self.dataset.begin = row
 
 
 def count_rows(trainer: Any) -> None:
@@ -85,7 +37,7 @@ def count_rows(trainer: Any) -> None:
         return
     batch = trainer.get_total_train_batch_size(args)
     counting = SamplesCallback()
-    if isinstance(rows, Stream):
+    if isinstance(rows, RowStream):
         if args.dataloader_num_workers > 1:
             workers = f"dataloader_num_workers={args.dataloader_num_workers}"
             raise DataError(f"{workers}: each would read a part of the stream. Expected 1 or 0.")
@@ -101,24 +53,14 @@ def count_rows(trainer: Any) -> None:
     elif parallel_state(trainer.model) is None:
         return
     else:
-        counting.order_key = {"kind": _PLAIN, "batch": batch}
+        counting.order_key = {"kind": PLAIN, "batch": batch}
     trainer.remove_callback(SamplesCallback)
     trainer.callback_handler.callbacks.insert(0, counting)
 
 
 def skip_first_batches(original: Callable, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
     """Skips nothing of what begins where it is to go on."""
-    return dataloader if _order_of(dataloader) is not None else original(dataloader, *args, **kwargs)
-
-
-def _order_of(loader: Any) -> OwnOrder | StreamOrder | None:
-    dataset = loader.dataset
-    while isinstance(dataset, IterableDatasetShard):
-        dataset = dataset.dataset
-    if isinstance(dataset, Stream):
-        return StreamOrder(dataset) if dataset.batch else None
-    sampler = None if isinstance(dataset, IterableDataset) else sampler_of(loader)
-    return sampler if isinstance(sampler, OwnOrder) else None
+    return dataloader if order_of(dataloader) is not None else original(dataloader, *args, **kwargs)
 
 
 def get_train_sampler(original: Callable, self: Any, train_dataset: Any = None) -> Any:
@@ -215,142 +157,6 @@ def _told(checkpoint: Any) -> tuple[int, int | None]:
     said: Any = state.stateful_callbacks
     found = said.get(SamplesCallback.__name__) or {}
     return state.global_step, found.get("attributes", {}).get("consumed")
-
-
-class SamplesCallback(TrainerCallback, ExportableState):
-    """Counts the samples that training has seen, which its checkpoints say, with the order that they are of."""
-
-    def __init__(self) -> None:
-        self.consumed = self._in_step = 0
-        self.order_key: dict[str, Any] = {}
-        self._order: OwnOrder | StreamOrder | None = None
-
-    def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint says."""
-        # Where nothing is left out: what is left out later does not move it.
-        place = self.consumed if self._order is None else self._order.dataset.place_of(self.consumed)
-        return {"args": {}, "attributes": {"consumed": place, "order_key": self.order_key}}
-
-    def on_train_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, train_dataloader: Any = None, **kwargs: Any
-    ) -> None:
-        # Trainer may have made another callback of this class, of what a checkpoint says.
-        self._order = order = _order_of(train_dataloader)
-        callbacks: Any = state.stateful_callbacks
-        said, goes_on = callbacks.get(type(self).__name__), bool(state.global_step and not args.ignore_data_skip)
-        # Of a checkpoint that had none; Trainer looks for it when it saves.
-        callbacks.setdefault(type(self).__name__, {})
-        if order is None:
-            if goes_on:
-                _require_same_steps(said, self.order_key)
-            return
-        self.order_key = order.dataset.order_key
-        self.consumed = order.dataset.sample_at(order.dataset.seen)
-        if goes_on:
-            self._go_on(said, order.dataset)
-        self._require_schedule(kwargs.get("lr_scheduler"), state.global_step)
-        if isinstance(order, OwnOrder):
-            self._require_enough(order, args, state)
-
-    def _require_enough(self, order: OwnOrder, args: Any, state: TrainerState) -> None:
-        size, batch, step = len(order.dataset), order.batch, state.global_step
-        sizes, grows = order.sizes, order.dataset.ramp_up is not None
-        is_elsewhere = grows or self.consumed != step * batch
-        last = step + sizes.whole_steps(self.consumed, size)
-        has_more = sizes.after(last - step, self.consumed) < size
-        last += has_more and not is_elsewhere and not args.dataloader_drop_last
-        if args.max_steps <= 0 and is_elsewhere:
-            steps = "steps that grow" if grows else f"steps of {batch}"
-            raise DataError(
-                f"{self.consumed} samples were seen in {step} {steps}, of which epochs know nothing: train for "
-                f"max_steps={last}."
-            )
-        if state.max_steps > last:
-            most = "up to " if grows else ""
-            raise DataError(
-                f"{state.max_steps} steps of {most}{batch} samples need more than the {size} of the dataset, of which "
-                f"{self.consumed} were seen in {step} steps: it ends with step {last}. Build it with "
-                f"samples={sizes.after(state.max_steps - step, self.consumed)}, or train for max_steps={last}."
-            )
-
-    def _require_schedule(self, scheduler: Any, step: int) -> None:
-        if not isinstance(scheduler, MegatronScheduler) or self._order is None:
-            return
-        has = self._order.dataset.ramp_up or self._order.batch
-        if scheduler.samples_per_step != has:
-            raise DataError(
-                f"MegatronScheduler(samples_per_step={scheduler.samples_per_step}): a step has {has} samples, of all "
-                "replicas and calls."
-            )
-        if step == 0 and scheduler.samples != self._order.dataset.seen:
-            raise DataError(
-                f"MegatronScheduler(samples={scheduler.samples}): the dataset's first {self._order.dataset.seen} "
-                "samples were seen."
-            )
-
-    def _go_on(self, said: Any, dataset: OrderedDataset | Stream) -> None:
-        if not isinstance(said, Mapping):
-            raise DataError(
-                "the checkpoint does not say which samples it has seen: its run had other data. Pass "
-                "ignore_data_skip=True to begin with the first one."
-            )
-        found = said["attributes"]
-        if changed := _changes(found["order_key"], self.order_key):
-            raise DataError(
-                "the samples are not those of the checkpoint, in its order: " + "; ".join(changed) + ". Pass "
-                "ignore_data_skip=True to begin with the first one."
-            )
-        self.consumed = dataset.sample_at(int(found["consumed"]))
-
-    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._order is not None:
-            self._order.begin = self.consumed
-
-    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # The passes over it have ended; stock would begin another.
-        if isinstance(self._order, StreamOrder):
-            control.should_training_stop = True
-
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._in_step = 0
-
-    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._in_step += 1
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # What is saved within a step does not have its samples.
-        if self._order is not None:
-            left_out = args.gradient_accumulation_steps - self.calls(args.gradient_accumulation_steps)
-            self.consumed += self._order.batch // args.gradient_accumulation_steps * (self._in_step + 1 - left_out)
-            if isinstance(self._order, OwnOrder):
-                self.consumed = min(self.consumed, len(self._order.dataset))
-
-    def calls(self, most: int) -> int:
-        """Returns how many calls the next step has, where the largest one has `most`."""
-        if self._order is None:
-            return most
-        return self._order.sizes.batch_size(self.consumed) * most // self._order.batch
-
-
-def _require_same_steps(said: Any, now: Mapping[str, Any]) -> None:
-    """Checks that steps of a stream have as many rows as those of a checkpoint, by which stock counts them."""
-    before = said.get("attributes", {}).get("order_key", {}) if isinstance(said, Mapping) else {}
-    if now.get("kind") == before.get("kind") == _PLAIN and now["batch"] != before["batch"]:
-        raise DataError(
-            f"a step has {now['batch']} rows of the stream, and had {before['batch']}: other rows than were seen would "
-            "be skipped. Give Trainer a Stream of it (hf_megatron.data.streams), which counts rows."
-        )
-
-
-def _changes(before: Any, now: Any, name: str = "") -> list[str]:
-    """Names what of a key is another one now."""
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        names = dict.fromkeys((*before, *now))
-        return [text for one in names for text in _changes(before.get(one), now.get(one), f"{name}.{one}".strip("."))]
-    if isinstance(before, list) and isinstance(now, list | tuple) and len(before) == len(now):
-        pairs = enumerate(zip(before, now, strict=True))
-        return [text for place, (one, other) in pairs for text in _changes(one, other, f"{name}[{place}]")]
-    return [] if before == now else [f"{name} was {before} and is {now}"]
 
 
 def set_signature_columns(original: Callable, self: Any) -> None:

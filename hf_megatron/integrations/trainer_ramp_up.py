@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import repeated_rows, trainer, trainer_pipeline
-from .ordered_data import SamplesCallback
+from .counted_samples import SamplesCallback
 
 
 class NoCall(dict):

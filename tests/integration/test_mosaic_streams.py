@@ -18,9 +18,9 @@ streaming = pytest.importorskip("streaming")
 
 
 def stream_of(folder, ranks):
-    from hf_megatron.data.streams import Stream
+    from hf_megatron.data.streams import RowStream
 
-    return Stream(
+    return RowStream(
         streaming.StreamingDataset(
             local=str(folder / "set"), shuffle=True, shuffle_seed=3, batch_size=1, num_canonical_nodes=1,
             replication=ranks,

@@ -33,7 +33,7 @@ from hf_megatron.data.pretraining import PretrainingDataset
 from hf_megatron.data.ramp_up import BatchRampUp
 from hf_megatron.data.schedules import MegatronSchedule, MegatronScheduler
 from hf_megatron.errors import DataError
-from hf_megatron.integrations.ordered_data import SamplesCallback
+from hf_megatron.integrations.counted_samples import SamplesCallback
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.verify.ranks import run_ranks
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArg
 
 from hf_megatron import MegatronConfig
 from hf_megatron.data.ramp_up import BatchRampUp
-from hf_megatron.data.streams import Stream
+from hf_megatron.data.streams import RowStream
 from hf_megatron.errors import DataError, RankError
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.verify.ranks import run_ranks
@@ -52,7 +52,7 @@ def stream_of(folder, passes=None):
     """Shuffled anew in each pass."""
     files = sorted(map(str, folder.glob("*.jsonl")))
     rows = datasets.IterableDataset.from_generator(read, gen_kwargs={"files": files})
-    return Stream(rows.shuffle(seed=1, buffer_size=5), passes=passes)
+    return RowStream(rows.shuffle(seed=1, buffer_size=5), passes=passes)
 
 
 def read(files):
@@ -233,7 +233,7 @@ def test_what_would_not_keep_the_order_is_refused(folder, tmp_path):
     assert [message for message in one if "Expected 1 or 0" in message] == one[:2]
     assert "whole calls of 8 samples" in one[2] and "pass 0 over the stream has no row" in one[3]
     with pytest.raises(DataError, match="passes = 0"):
-        Stream([], passes=0)
+        RowStream([], passes=0)
 
 
 def refusals(folder, output):
@@ -245,7 +245,7 @@ def refusals(folder, output):
     with pytest.raises(DataError) as error:
         next(iter(DataLoader(stream_of(folder), 2, num_workers=2)))
     with pytest.raises(DataError) as nothing:
-        next(iter(Stream([])))
+        next(iter(RowStream([])))
     return [found[0], str(error.value), found[1], str(nothing.value)]
 
 
