@@ -11,14 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from .test_streams import LAYOUTS, LENGTH, LLAMA, ROWS, dealt, joined, train
+from hf_megatron.data.streams import RowStream
 
-# What it asks for excludes transformers 5: it is installed without that (`pip install --no-deps`).
-streaming = pytest.importorskip("streaming")
+from .test_streams import LAYOUTS, LENGTH, LLAMA, ROWS, dealt, joined, train
 
 
 def stream_of(folder, ranks):
-    from hf_megatron.data.streams import RowStream
+    import streaming
 
     return RowStream(
         streaming.StreamingDataset(
@@ -30,6 +29,8 @@ def stream_of(folder, ranks):
 
 def test_stopped_runs_take_every_row_once(tmp_path):
     """Its shared memory is of jobs, not of forks of one process."""
+    # What it asks for excludes transformers 5: it is installed without that (`pip install --no-deps`).
+    streaming = pytest.importorskip("streaming")
     drawn = np.random.default_rng(0)
     columns = {"input_ids": "ndarray:int64", "labels": "ndarray:int64"}
     with streaming.MDSWriter(out=str(tmp_path / "set"), columns=columns, size_limit=600) as writer:
