@@ -63,13 +63,31 @@ class StreamOrder:
 
 def order_of(loader: Any) -> OwnOrder | StreamOrder | None:
     """Returns the order of what a loader reads, where it is the data's own."""
+    if (stream := _stream_of(loader)) is not None:
+        return StreamOrder(stream) if stream.batch else None
+    sampler = None if isinstance(loader.dataset, IterableDataset) else sampler_of(loader)
+    return sampler if isinstance(sampler, OwnOrder) else None
+
+
+def _stream_of(loader: Any) -> RowStream | None:
     dataset = loader.dataset
     while isinstance(dataset, IterableDatasetShard):
         dataset = dataset.dataset
-    if isinstance(dataset, RowStream):
-        return StreamOrder(dataset) if dataset.batch else None
-    sampler = None if isinstance(dataset, IterableDataset) else sampler_of(loader)
-    return sampler if isinstance(sampler, OwnOrder) else None
+    return dataset if isinstance(dataset, RowStream) else None
+
+
+def require_ending(loader: Any) -> None:
+    """Checks that an evaluation of a stream comes to an end, and begins with its first row.
+
+    Raises:
+        DataError: it does not.
+    """
+    stream = _stream_of(loader)
+    if stream is not None and (stream.passes is None or stream.batch):
+        raise DataError(
+            "evaluation of a RowStream without an end, or of the one that is trained on: evaluate one of its own, with "
+            "passes=1."
+        )
 
 
 class SamplesCallback(TrainerCallback, ExportableState):

@@ -10,6 +10,7 @@ from ..call_targets import LABELS
 from ..errors import UnsupportedError
 from ..parallel_state import parallel_state
 from .batch_shards import is_filled_up, rows_of_all_ranks, shard_of
+from .counted_samples import require_ending
 from .whole_batches import first_batch, pad_for_evaluation, pad_for_training
 
 
@@ -34,8 +35,10 @@ def evaluation_loop(original: Callable, self: Any, dataloader: Any, *args: Any, 
     """Evaluates and predicts on rows that are padded as in one process, and on none of them twice.
 
     Raises:
+        DataError: a stream without an end.
         UnsupportedError: where rows are repeated, and the trainer's loss may count them.
     """
+    require_ending(dataloader)
     require_full_evaluation(self, dataloader)
     pad_for_evaluation(self, dataloader)
     return original(self, dataloader, *args, **kwargs)

@@ -249,6 +249,23 @@ def refusals(folder, output):
     return [found[0], str(error.value), found[1], str(nothing.value)]
 
 
+def evaluate(folder, output, sizes, rows):
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", megatron_config=MegatronConfig(**sizes))
+    arguments = TrainingArguments(str(output), per_device_eval_batch_size=rows, report_to=[], use_cpu=True)
+    trainer = Trainer(model, arguments, default_data_collator)
+    with pytest.raises(DataError, match="evaluation of a RowStream without an end"):
+        trainer.evaluate(stream_of(folder))
+    return trainer.evaluate(stream_of(folder, passes=1))["eval_loss"]
+
+
+def test_evaluations_end(folder, tmp_path):
+    ids = torch.tensor(taken(folder, 0, ROWS))
+    model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    expected = model(input_ids=ids, labels=ids).loss.item()
+    for sizes, ranks, rows in (({"tp_size": 1}, 1, ROWS), ({"dp_size": 2}, 2, 12), ({"tp_size": 2}, 2, ROWS)):
+        assert run_ranks(evaluate, ranks, folder, tmp_path, sizes, rows)[0] == pytest.approx(expected, abs=1e-4)
+
+
 def read_by_accelerate(folder):
     model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=MegatronConfig(tp_size=2, dp_size=2))
     _, loader = Accelerator(cpu=True).prepare(model, DataLoader(stream_of(folder), 3, collate_fn=default_data_collator))
