@@ -49,6 +49,7 @@ def tokenise(
     tokenizer: Annotated[str, typer.Option(help="Name on the Hub, or a folder.")],
     key: Annotated[str, typer.Option(help="Of a line's object, or the column.")] = "text",
     append_eod: Annotated[bool, typer.Option("--append-eod", help="End each document with the eos_token.")] = False,
+    special_tokens: Annotated[bool, typer.Option(help="With those that the tokenizer puts around a text.")] = True,
 ) -> None:
     """Write the tokens of texts into a pair; after a kill the same command goes on."""
     from transformers import AutoTokenizer
@@ -57,7 +58,10 @@ def tokenise(
 
     with failing():
         made = AutoTokenizer.from_pretrained(tokenizer)
-        typer.echo(f"{prefix}: {build_pair(prefix, sources, made, key=key, append_eod=append_eod, say=typer.echo)}")
+        found = build_pair(
+            prefix, sources, made, key=key, append_eod=append_eod, special_tokens=special_tokens, say=typer.echo
+        )
+        typer.echo(f"{prefix}: {found}")
 
 
 @app.command("merge")

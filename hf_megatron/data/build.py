@@ -68,6 +68,7 @@ def build_pair(
     *,
     key: str = "text",
     append_eod: bool = False,
+    special_tokens: bool = True,
     say: Callable[[BuildProgress], None] = lambda progress: None,
 ) -> BuildProgress:
     """Writes the tokens of texts into a pair; one that was begun with the same arguments goes on.
@@ -75,9 +76,11 @@ def build_pair(
     Args:
         prefix (`str` or `Path`): path of both files without `.bin` and `.idx`.
         sources: files, as of `texts_of`.
-        tokenizer: of transformers; no special tokens are added.
+        tokenizer: of transformers.
         key (`str`, defaults to `"text"`): of a line's object, or the column.
         append_eod (`bool`, defaults to `False`): whether a document ends with the tokenizer's `eos_token`.
+        special_tokens (`bool`, defaults to `True`): whether documents have those that the tokenizer puts around a text,
+            as a BOS; Megatron-LM's default, `--tokenizer-hf-no-include-special-tokens` without.
         say (`Callable`, *optional*): called with the progress every few seconds.
 
     Raises:
@@ -98,6 +101,7 @@ def build_pair(
         "sources": [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in paths],
         "key": key,
         "end": eod if append_eod else None,
+        "special tokens": special_tokens,
         "tokenizer": _facts(tokenizer),
     }
     with _folder(Path(f"{os.fspath(prefix)}.building")) as folder:
@@ -107,7 +111,7 @@ def build_pair(
             # Its builder ended between the two files.
             return _ended(folder, said, os.fspath(prefix))
         build = _Build(folder, said, token_dtype(len(tokenizer)))
-        encoder = _Encoder(tokenizer)
+        encoder = _Encoder(tokenizer, special_tokens=special_tokens)
         try:
             found = build.run(texts_of(paths, key, build.documents), encoder, eod if append_eod else None, say)
         finally:
@@ -245,8 +249,8 @@ class _Build:
 class _Encoder:
     """Encodes whole texts, whatever a tokenizer was told of lengths when it was saved."""
 
-    def __init__(self, tokenizer: Any):
-        self._tokenizer, self._fast = tokenizer, None
+    def __init__(self, tokenizer: Any, *, special_tokens: bool):
+        self._tokenizer, self._fast, self._special = tokenizer, None, special_tokens
         if tokenizer.is_fast:
             # Without offsets, which its own call makes as well.
             self._fast = copy.deepcopy(tokenizer.backend_tokenizer)
@@ -256,5 +260,5 @@ class _Encoder:
 
     def __call__(self, texts: list[str]) -> list[Any]:
         if self._fast is None:
-            return list(self._tokenizer(texts, add_special_tokens=False).input_ids)
-        return [encoding.ids for encoding in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
+            return list(self._tokenizer(texts, add_special_tokens=self._special).input_ids)
+        return [encoding.ids for encoding in self._fast.encode_batch_fast(texts, add_special_tokens=self._special)]

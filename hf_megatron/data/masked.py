@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
+from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -156,6 +157,11 @@ class BertDataset(SentencesDataset):
 
     def __getitem__(self, sample: int) -> dict[str, Tensor]:
         sentences, target, stream = self._sentences(sample)
+        if any(special in sentence for sentence in sentences for special in (self.vocabulary.cls, self.vocabulary.sep)):
+            raise DataError(
+                f"{self.source.data_path}: has [CLS] or [SEP] in its sentences, which samples are given: tokenise them "
+                "with add_special_tokens=False."
+            )
         pivot, is_swapped = len(sentences), False
         if self.pairs:
             pivot = 1 if len(sentences) < 3 else int(stream.randint(low=1, high=len(sentences)))
@@ -202,7 +208,7 @@ class T5Dataset(SentencesDataset):
     Args:
         source: as of `BertDataset`.
         sequence_length (`int`): tokens of the encoder.
-        target_length (`int`): tokens of the decoder.
+        target_length (`int`): tokens of the decoder, Megatron-LM's `--decoder-seq-length`.
         samples (`int`, *optional*): as of `BertDataset`.
         tokenizer: of transformers, with an `eos_token`. Megatron's own is BERT's, with sentinels.
         sentinels (*optional*): ids that stand for spans, the first for the first; by default `<extra_id_0>` and so on.
@@ -243,6 +249,9 @@ class T5Dataset(SentencesDataset):
         self.sentinels = _sentinels(tokenizer) if sentinels is None else list(sentinels)
         if not self.sentinels:
             raise DataError("the tokenizer has no <extra_id_0>: name sentinels=, the ids that stand for spans.")
+        for name, tokens in (("sentinels", self.sentinels), ("begin", [] if begin is None else [begin])):
+            if not all(isinstance(token, Integral) and 0 <= token < self.vocabulary.size for token in tokens):
+                raise DataError(f"{name} = {tokens}: expected numbers of tokens, below {self.vocabulary.size}.")
         known = [token for token in (begin, self.vocabulary.bos, self.vocabulary.pad) if token is not None]
         self.begin = known[0]
         self.order_key["target_length"] = self.target_length

@@ -3,9 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from numbers import Real
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from ..errors import DataError
 
@@ -37,7 +39,10 @@ class Masking:
     geometric: bool = False
 
     def __post_init__(self) -> None:
-        if not (0 < self.probability < 1 and 0 <= self.short_sequence_probability <= 1 and self.max_ngram >= 1):
+        numbers = self.probability, self.short_sequence_probability, self.max_ngram
+        if not all(isinstance(number, Real) for number in numbers) or not (
+            0 < self.probability < 1 and 0 <= self.short_sequence_probability <= 1 and self.max_ngram >= 1
+        ):
             raise DataError(f"{self}: expected probabilities between 0 and 1, and max_ngram of 1 or more.")
 
     def ngram_shares(self) -> np.ndarray:
@@ -59,9 +64,14 @@ class Vocabulary:
     Attributes:
         ids: of all tokens.
         is_piece: `[ids]`: whether a token goes on with a word.
+
+    Raises:
+        DataError: what is no tokenizer.
     """
 
     def __init__(self, tokenizer: Any):
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise DataError(f"tokenizer = {tokenizer!r}: expected a tokenizer of transformers.")
         tokens = {number: token for token, number in tokenizer.get_vocab().items()}
         self.ids = sorted(tokens)
         self.is_piece = np.zeros(self.ids[-1] + 1, dtype=bool)

@@ -215,7 +215,14 @@ def _blends_of_splits(given: Mapping[str, Any]) -> dict[str, Blend | None] | Non
     if file is not None:
         if any(value is not None for value in named.values()):
             raise DataError("per_split_data_args_path and paths of splits: expected one of them.")
-        said = json.loads(_content(file, "per_split_data_args_path"))
+        try:
+            said = json.loads(_content(file, "per_split_data_args_path"))
+        except ValueError as error:
+            raise DataError(f"per_split_data_args_path = {str(file)!r}: is no JSON ({error}).") from None
+        if not isinstance(said, dict) or not all(
+            value is None or isinstance(value, str | list) for value in said.values()
+        ):
+            raise DataError(f"{file}: expected the paths of each split, as text or a list.")
         if unknown := set(said) - set(SPLITS):
             raise DataError(f"{file}: has {', '.join(sorted(unknown))}; expected {', '.join(SPLITS)}.")
         named = {split: said.get(split) for split in SPLITS}

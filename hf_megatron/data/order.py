@@ -16,6 +16,8 @@ from .order_cache import MappedArrays
 
 # Of a whole epoch's samples: with fewer of the last one, that epoch is shuffled apart.
 _SEPARATE = 0.80
+# Of sequences and epochs, for which arrays are made.
+_MOST = 1 << 36
 # Documents whose ends are added up at a time.
 _BLOCK = 1 << 24
 SPLITS = ("train", "valid", "test")
@@ -70,6 +72,8 @@ def parse_split(split: str) -> tuple[tuple[float, float] | None, ...]:
     Raises:
         DataError: no weight, or more than three.
     """
+    if not isinstance(split, str):
+        raise DataError(f"split = {split!r}: expected one to three weights, such as '969,30,1'.")
     texts = re.split(r"[,/\s]+", split.strip(" ,/"))
     # Megatron takes what looks like a number out of whatever is between.
     weights = [float(text) for text in texts if re.fullmatch(r"\d+\.?\d*|\.\d+", text)]
@@ -144,6 +148,10 @@ def sample_order(
     if tokens == 0:
         raise DataError(f"{len(documents)} documents without a token: no sample can be made of them.")
     epochs, before = epochs_of(tokens, sequence_length, samples, extra)
+    if epochs * len(documents) > _MOST:
+        raise DataError(
+            f"samples = {samples}: {epochs} epochs of {len(documents)} sequences are more than any run has."
+        )
     if (epochs * tokens - extra) // sequence_length < 1 and drop_last_partial:
         raise DataError(f"{tokens} tokens make no sample of {sequence_length}{' and one more' if extra else ''}.")
     stream = np.random.RandomState(seed)

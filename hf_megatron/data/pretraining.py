@@ -71,6 +71,10 @@ class PretrainingDataset(OrderedDataset):
         self.source = source if isinstance(source, IndexedDataset) else IndexedDataset(source)
         if self.source.dtype.kind not in "iu":
             raise DataError(f"{self.source.data_path}: has {self.source.dtype}, which are no tokens.")
+        largest = np.iinfo(self.source.dtype).max
+        for name, token in (("pad_token", pad_token), ("eod_token", eod_token)):
+            if token is not None and not (isinstance(token, Integral) and 0 <= token <= largest):
+                raise DataError(f"{name} = {token!r}: expected the number of a token, 0 to {largest} in these files.")
         if restart is not None and restart not in _RESTARTS:
             raise DataError(f"restart = {restart!r}: expected None, 'eod' or 'documents'.")
         if eod_token is None and (eod_mask_loss or restart == "eod"):
@@ -188,5 +192,7 @@ def require_values(source: Any, share: Any, numbers: Mapping[str, Any]) -> None:
     for name, number in numbers.items():
         if not isinstance(number, Integral) and not (number is None and name == "samples"):
             raise DataError(f"{name} = {number!r}: expected a whole number.")
+    if not 0 <= numbers.get("seed", 0) < 2**32:
+        raise DataError(f"seed = {numbers['seed']}: expected a number from 0 to {2**32 - 1}.")
     if not isinstance(share, Sequence) or [isinstance(end, Real) for end in share] != [True, True]:
         raise DataError(f"share = {share!r}: expected two numbers, as parse_split gives them.")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from ..errors import DataError
 
@@ -30,8 +31,9 @@ class BatchRampUp:
     samples: int
 
     def __post_init__(self) -> None:
-        if min(self.global_batch_size, self.start, self.increment, self.samples) < 1:
-            raise DataError(f"{self}: expected numbers of 1 or more.")
+        numbers = self.global_batch_size, self.start, self.increment, self.samples
+        if not all(isinstance(number, Integral) for number in numbers) or min(numbers) < 1:
+            raise DataError(f"{self}: expected whole numbers of 1 or more.")
         rest = self.global_batch_size - self.start
         if rest < 0 or rest % self.increment:
             raise DataError(f"{self}: from {self.start} to {self.global_batch_size} are no whole increments.")

@@ -211,20 +211,29 @@ def schedule_from_megatron_args(arguments: Mapping[str, Any]) -> MegatronSchedul
     given = with_defaults(arguments, _DEFAULTS, "a schedule")
     if (given["train_iters"] is None) == (given["train_samples"] is None):
         raise DataError("expected either train_iters or train_samples.")
-    unit, batch = (
-        ("samples", 1) if given["train_iters"] is None else ("iters", whole_number(given, "global_batch_size"))
-    )
+    unit, other, batch = ("samples", "iters", 1)
+    if given["train_iters"] is not None:
+        unit, other, batch = ("iters", "samples", whole_number(given, "global_batch_size", 1))
+    for name in ("lr_warmup", "lr_decay", "lr_wsd_decay"):
+        if given[f"{name}_{other}"]:
+            raise DataError(f"{name}_{other} = {given[f'{name}_{other}']!r}: with train_{unit} it is {name}_{unit}.")
+    if given["lr_warmup_fraction"] is not None and given[f"lr_warmup_{unit}"]:
+        raise DataError(f"lr_warmup_fraction and lr_warmup_{unit}: expected one of them.")
     total = whole_number(given, f"train_{unit}") * batch
     decay = total if given[f"lr_decay_{unit}"] is None else whole_number(given, f"lr_decay_{unit}") * batch
     if given["lr_warmup_fraction"] is not None:
-        warmup = float(given["lr_warmup_fraction"]) * decay
+        warmup = real_number(given, "lr_warmup_fraction") * decay
     else:
         warmup = whole_number(given, f"lr_warmup_{unit}") * batch
     wsd = given[f"lr_wsd_decay_{unit}"]
-    style, end = given["weight_decay_incr_style"], float(given["weight_decay"])
+    style, end = given["weight_decay_incr_style"], real_number(given, "weight_decay")
     start = end
     if style != "constant":
         start, end = (real_number(given, name) for name in ("start_weight_decay", "end_weight_decay"))
+    elif any(given[name] is not None for name in ("start_weight_decay", "end_weight_decay")):
+        raise DataError(
+            "start_weight_decay and end_weight_decay: with weight_decay_incr_style='constant' it is weight_decay."
+        )
     return MegatronSchedule(
         max_lr=real_number(given, "lr"),
         min_lr=real_number(given, "min_lr"),
@@ -232,7 +241,7 @@ def schedule_from_megatron_args(arguments: Mapping[str, Any]) -> MegatronSchedul
         warmup=warmup,
         decay=decay,
         style=given["lr_decay_style"],
-        wsd_decay=None if wsd is None else int(wsd) * batch,
+        wsd_decay=None if wsd is None else whole_number(given, f"lr_wsd_decay_{unit}") * batch,
         wsd_style=given["lr_wsd_decay_style"],
         start_weight_decay=start,
         end_weight_decay=end,

@@ -1,6 +1,8 @@
 """Rows that come one after the other and cannot be asked for by number, in their order, from any of them on."""
 
+import hashlib
 import itertools
+import pickle
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -8,7 +10,11 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..errors import DataError
+from .ordered import OrderedDataset
 from .ramp_up import BatchRampUp
+
+# Rows by which a stream is told from another one.
+_COMPARED = 8
 
 
 class RowStream(IterableDataset):
@@ -22,8 +28,8 @@ class RowStream(IterableDataset):
 
     Args:
         rows: `IterableDataset` of `datasets`, `StreamingDataset` of MosaicML's streaming, or what begins anew whenever
-            it is iterated over. It has to give the same rows in the same order each time; what has `set_epoch` is told
-            which pass it is.
+            it is iterated over. It has to give the same rows in the same order each time, so that what shuffles needs a
+            seed; what has `set_epoch` is told which pass it is.
         passes (`int`, *optional*): how often rows are read; without an end by default.
         name (`str`, *optional*): a checkpoint says it, and a run whose stream has another one does not go on.
 
@@ -31,17 +37,21 @@ class RowStream(IterableDataset):
         seen (`int`, defaults to 0): rows that an earlier run had: Trainer begins with the next.
         begin (`int`, defaults to 0): with which row an iteration begins.
         batch (`int`): rows of a step, where something counts them.
-        is_mosaic (`bool`): whether rows are a set of MosaicML's; Trainer needs
-            `accelerator_config={"dispatch_batches": False}` for them.
+        is_mosaic (`bool`): whether rows are a set of MosaicML's.
         ramp_up (`BatchRampUp`, *optional*): as of `OrderedDataset`.
 
     Raises:
-        DataError: no passes; while it is read: no rows, or several workers that read it.
+        DataError: no passes, rows that do not begin anew or have an order of their own; while it is read: no rows, or
+            several workers that read it.
     """
 
     def __init__(self, rows: Iterable[Any], *, passes: int | None = None, name: str | None = None):
         if passes is not None and passes < 1:
             raise DataError(f"passes = {passes}: expected 1 or more.")
+        if isinstance(rows, OrderedDataset):
+            raise DataError(f"{type(rows).__name__} has an order of its own and goes on by itself: give Trainer that.")
+        if isinstance(rows, Iterator):
+            raise DataError(f"{type(rows).__name__}: goes on where it was left. Expected what begins anew each time.")
         self.rows, self.passes = rows, passes
         self.seen = self.begin = self.batch = 0
         self.ramp_up: BatchRampUp | None = None
@@ -50,6 +60,13 @@ class RowStream(IterableDataset):
         if self.is_mosaic:
             mosaic: Any = rows
             self.order_key |= {"rows": len(mosaic), "seed": mosaic.shuffle_seed, "shuffled": mosaic.shuffle}
+
+    def fingerprint(self) -> str:
+        """Returns a hash of the first rows, which another order, or other rows, do not have."""
+        found = hashlib.sha256()
+        for row in itertools.islice(_pass(self.rows, 0, 0), _COMPARED):
+            found.update(pickle.dumps(row))
+        return found.hexdigest()[:16]
 
     def place_of(self, sample: int) -> int:
         """Returns where a row is, of all."""

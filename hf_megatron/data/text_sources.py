@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +50,18 @@ def texts_of(paths: Sequence[Path], key: str, start: int = 0) -> Iterator[str]:
         start = max(0, start - size)
 
 
-def _open(path: Path) -> Any:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Opens a file, and names it where it turns out to be damaged."""
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
+            yield file
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path}: is no whole gzip file ({error}).") from None
 
 
 def _whole(path: Path) -> str:
-    with _open(path) as file:
+    with _opened(path) as file:
         return _decoded(file.read(), path)
 
 
@@ -71,7 +79,7 @@ class _Lines:
         self.path, self.key, self.start, self.count = path, key, start, 0
 
     def __iter__(self) -> Iterator[str]:
-        with _open(self.path) as file:
+        with _opened(self.path) as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
@@ -93,6 +101,10 @@ class _Lines:
 def _text(value: Any, place: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"{place}: expected a text, got {type(value).__name__}.")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{place}: has half a character at {error.start} (a lone surrogate).") from None
     return value
 
 

@@ -94,7 +94,8 @@ class SamplesCallback(TrainerCallback, ExportableState):
     """Counts the samples that training has seen, which its checkpoints say, with the order that they are of."""
 
     def __init__(self) -> None:
-        self.consumed = self._in_step = 0
+        self.consumed = self._in_step = self.accumulation = 0
+        self.is_loss_unknown = False
         self.order_key: dict[str, Any] = {}
         self._order: OwnOrder | StreamOrder | None = None
 
@@ -102,7 +103,8 @@ class SamplesCallback(TrainerCallback, ExportableState):
         """Returns what a checkpoint says."""
         # Where nothing is left out: what is left out later does not move it.
         place = self.consumed if self._order is None else self._order.dataset.place_of(self.consumed)
-        return {"args": {}, "attributes": {"consumed": place, "order_key": self.order_key}}
+        said = {"consumed": place, "order_key": self.order_key, "accumulation": self.accumulation}
+        return {"args": {}, "attributes": said}
 
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, train_dataloader: Any = None, **kwargs: Any
@@ -119,8 +121,12 @@ class SamplesCallback(TrainerCallback, ExportableState):
             return
         self.order_key = order.dataset.order_key
         self.consumed = order.dataset.sample_at(order.dataset.seen)
+        self.accumulation = args.gradient_accumulation_steps
+        self.is_loss_unknown = order.dataset.ramp_up is not None
         if goes_on:
             self._go_on(said, order.dataset)
+            before = said["attributes"].get("accumulation", self.accumulation)
+            self.is_loss_unknown |= before != self.accumulation
         self._require_schedule(kwargs.get("lr_scheduler"), state.global_step)
         if isinstance(order, OwnOrder):
             self._require_enough(order, args, state)
@@ -155,10 +161,12 @@ class SamplesCallback(TrainerCallback, ExportableState):
                 f"MegatronScheduler(samples_per_step={scheduler.samples_per_step}): a step has {has} samples, of all "
                 "replicas and calls."
             )
-        if step == 0 and scheduler.samples != self._order.dataset.seen:
+        # Rates of steps that are as large as others go on from anywhere.
+        is_of_these = step == 0 or self._order.dataset.ramp_up is not None
+        if is_of_these and scheduler.samples != self.consumed:
             raise DataError(
-                f"MegatronScheduler(samples={scheduler.samples}): the dataset's first {self._order.dataset.seen} "
-                "samples were seen."
+                f"MegatronScheduler(samples={scheduler.samples}): the data's first {self.consumed} samples were seen, "
+                "and rates would be those of other steps."
             )
 
     def _go_on(self, said: Any, dataset: OrderedDataset | RowStream) -> None:
@@ -183,6 +191,11 @@ class SamplesCallback(TrainerCallback, ExportableState):
         # The passes over it have ended; stock would begin another.
         if isinstance(self._order, StreamOrder):
             control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # Whoever reads it next begins with its first row.
+        if isinstance(self._order, StreamOrder):
+            self._order.dataset.begin = self._order.dataset.batch = 0
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._in_step = 0

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.utils.data import IterableDataset
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
@@ -24,6 +25,17 @@ from .counted_samples import PLAIN, OwnOrder, SamplesCallback, order_of
 _OWN_ORDER = ("random", "sequential")
 # Columns that stock loss functions take, and no model's forward names.
 _SHIFTED = "shift_labels"
+
+
+def read_on_all_ranks(trainer: Any) -> None:
+    """Has all ranks read a stream that a trainer is about to read, where one would for all otherwise.
+
+    That one would have to cut batches for the others, which are of equal length alone, and those of a host read a set
+    of MosaicML's together.
+    """
+    configuration = trainer.accelerator.dataloader_config
+    if isinstance(trainer.train_dataset, RowStream) and configuration.dispatch_batches is None:
+        configuration.dispatch_batches = False
 
 
 def count_rows(trainer: Any) -> None:
@@ -42,20 +54,33 @@ def count_rows(trainer: Any) -> None:
             workers = f"dataloader_num_workers={args.dataloader_num_workers}"
             raise DataError(f"{workers}: each would read a part of the stream. Expected 1 or 0.")
         _require_countable(args, rows.ramp_up, batch)
-        if rows.is_mosaic and args.world_size > 1 and trainer.accelerator.dispatch_batches is not False:
-            raise DataError(
-                "accelerator_config={'dispatch_batches': False} is missing: one process would read for all, and those "
-                "of a host read a set of MosaicML's together."
-            )
+        is_dispatched = trainer.accelerator.dispatch_batches is not False
+        if rows.is_mosaic and args.world_size > 1 and is_dispatched:
+            raise DataError("dispatch_batches=True: processes of a host read a set of MosaicML's together.")
         rows.batch = batch
         # Shuffled streams of `datasets` have another order in a worker than without one.
         rows.order_key["workers"] = args.dataloader_num_workers
+        if not rows.is_mosaic:
+            rows.order_key["first rows"] = _first_rows(rows, is_dispatched)
     elif parallel_state(trainer.model) is None:
         return
     else:
         counting.order_key = {"kind": PLAIN, "batch": batch}
     trainer.remove_callback(SamplesCallback)
     trainer.callback_handler.callbacks.insert(0, counting)
+
+
+def _first_rows(rows: RowStream, is_dispatched: bool) -> str:
+    """Returns the hash of a stream's first rows, which all ranks that read it have to find."""
+    if not dist.is_initialized():
+        return rows.fingerprint()
+    own = None if is_dispatched and dist.get_rank() else rows.fingerprint()
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    hashes = {one for one in found if one is not None}
+    if len(hashes) > 1:
+        raise DataError("ranks read other rows of the stream each: what shuffles it, or draws rows, needs a seed.")
+    return hashes.pop()
 
 
 def skip_first_batches(original: Callable, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,6 +107,15 @@ def get_train_sampler(original: Callable, self: Any, train_dataset: Any = None) 
             raise DataError(
                 f"the data collator leaves {_SHIFTED} out, and the model would shift labels that are shifted already: "
                 "default_data_collator keeps them."
+            )
+    elif given is not dataset:
+        row = given[0]["labels"]
+        collated = self.data_collator([given[0]])
+        labels = collated.get("labels") if isinstance(collated, Mapping) else None
+        if labels is None or labels[0][: len(row)].tolist() != row:
+            raise DataError(
+                f"{type(self.data_collator).__name__} makes labels of its own and leaves out those of the table: "
+                "TRL's own collator and DataCollatorForSeq2Seq keep them."
             )
     args = self.args
     if args.train_sampling_strategy not in _OWN_ORDER:

@@ -11,6 +11,7 @@ from ..errors import UnsupportedError
 from ..parallel_state import parallel_state
 from .batch_shards import is_filled_up, rows_of_all_ranks, shard_of
 from .counted_samples import require_ending
+from .ordered_data import count_rows
 from .whole_batches import first_batch, pad_for_evaluation, pad_for_training
 
 
@@ -21,6 +22,7 @@ def prepare_for_training(original: Callable, self: Any, max_steps: int, train_da
         UnsupportedError: where training, or an evaluation during it, would come to repeated rows, and the trainer's
             loss may count them.
     """
+    count_rows(self)
     _require_full_batches(self, train_dataloader, max_steps)
     if self.args.eval_strategy != "no" and not takes_any_rows(self):
         datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}

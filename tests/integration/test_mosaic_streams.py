@@ -65,7 +65,7 @@ def main(ranks, folder, layout, rows, accumulate, done, begun):
     steps, rank, _ = train(
         folder, folder / "out", LAYOUTS[layout], rows=int(rows), accumulate=int(accumulate), steps=int(done) + 1,
         stop=int(done), resume=str(folder / "out" / f"checkpoint-{begun}") if int(begun) else None,
-        data=lambda: stream_of(folder, int(ranks)), accelerator_config={"dispatch_batches": False},
+        data=lambda: stream_of(folder, int(ranks)),
     )  # fmt: skip
     (folder / f"{done}-{os.environ['RANK']}.json").write_text(json.dumps([steps, rank]))
 

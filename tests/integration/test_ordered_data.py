@@ -32,7 +32,7 @@ from hf_megatron.data.ordered import WithoutSamples
 from hf_megatron.data.pretraining import PretrainingDataset
 from hf_megatron.data.ramp_up import BatchRampUp
 from hf_megatron.data.schedules import MegatronSchedule, MegatronScheduler
-from hf_megatron.errors import DataError
+from hf_megatron.errors import DataError, RankError
 from hf_megatron.integrations.counted_samples import SamplesCallback
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.verify.ranks import run_ranks
@@ -537,14 +537,19 @@ def masked(prefix, kind):
     return config, BertDataset(prefix, 32, 32, tokenizer=tokenizer, pairs=False)
 
 
-def train_masked(prefix, output, sizes, kind):
+def train_masked(prefix, output, sizes, kind, accumulate=2, is_scaled=None, ramp_up=None, resume=None, **options):
     _, dataset = masked(prefix, kind)
     layout = {} if sizes is None else {"megatron_config": MegatronConfig(**sizes)}
     model = MASKED_MODELS[kind].from_pretrained(output / "model", **layout)
     arguments = TrainingArguments(
-        str(output), per_device_train_batch_size=4 // (sizes or {}).get("dp_size", 1), gradient_accumulation_steps=2,
-        max_steps=4, logging_steps=1, learning_rate=1e-2, report_to=[], use_cpu=True, save_strategy="no",
-    )  # fmt: skip
+        str(output),
+        per_device_train_batch_size=8 // accumulate // (sizes or {}).get("dp_size", 1),
+        gradient_accumulation_steps=accumulate,
+        report_to=[],
+        use_cpu=True,
+        **{"max_steps": 4, "logging_steps": 1, "learning_rate": 1e-2, "save_strategy": "no"} | options,
+    )
+    dataset.ramp_up = ramp_up
     trainer, seen = Trainer(model, arguments, default_data_collator, dataset), Seen()
     original = trainer.compute_loss
 
@@ -552,14 +557,13 @@ def train_masked(prefix, output, sizes, kind):
         seen._ids += inputs["input_ids"].tolist()
         return original(model, inputs, *args, **kwargs)
 
-    trainer.compute_loss = compute_loss
-    trainer.train()
+    trainer.compute_loss, trainer.loss_is_scaled_for_ga = compute_loss, is_scaled
+    trainer.train(resume_from_checkpoint=resume)
     return seen._ids, [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
-@pytest.mark.parametrize("kind", ["bert", "t5"])
-def test_masked_sentences_train_alike(tmp_path, kind):
-    """Samples with as many masked tokens as they happen to have, over replicas that have other ones."""
+def sentences_of(tmp_path, kind):
+    """A pair of documents of sentences, and a model for them."""
     drawn, prefix = random.Random(0), tmp_path / "text_sentence"
     with IndexedWriter(prefix, "uint16") as writer:
         for _ in range(30):
@@ -570,6 +574,13 @@ def test_masked_sentences_train_alike(tmp_path, kind):
     config, dataset = masked(prefix, kind)
     torch.manual_seed(0)
     MASKED_MODELS[kind].from_config(config).save_pretrained(tmp_path / "model")
+    return prefix, dataset
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_masked_sentences_train_alike(tmp_path, kind):
+    """Samples with as many masked tokens as they happen to have, over replicas that have other ones."""
+    prefix, dataset = sentences_of(tmp_path, kind)
     [(whole, losses)] = run_ranks(train_masked, 1, prefix, tmp_path, None, kind)
     assert whole == [dataset[sample]["input_ids"].tolist() for sample in range(32)]
     assert len(losses) == 4
@@ -577,3 +588,40 @@ def test_masked_sentences_train_alike(tmp_path, kind):
         ranks = run_ranks(train_masked, ranks_of(LAYOUTS[layout]), prefix, tmp_path, LAYOUTS[layout], kind)
         assert sorted(ranks[0][0] + ranks[-1][0]) == sorted(whole)
         assert ranks[0][1] == pytest.approx(losses, abs=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_losses_that_are_added_up_over_calls_are_refused(tmp_path, kind):
+    """Where steps get other numbers of calls: in batches that grow, and after a resume with another accumulation."""
+    prefix, _ = sentences_of(tmp_path, kind)
+    grow = {"ramp_up": BatchRampUp(8, start=4, increment=4, samples=4)}
+    for layout in ("one process", "dp2", "pp2+dp2"):
+        sizes = LAYOUTS[layout]
+        if kind == "t5" and layout == "pp2+dp2":
+            continue
+        run = [ranks_of(sizes), prefix, tmp_path / layout, sizes, kind]
+        shutil.copytree(tmp_path / "model", tmp_path / layout / "model")
+        with pytest.raises(RankError, match="loss_is_scaled_for_ga"):
+            run_ranks(train_masked, *run, **grow)
+        [(_, means), *_] = run_ranks(train_masked, *run, **grow, is_scaled=False)
+        assert max(means) < 1.6 * min(means)
+    run = [2, prefix, tmp_path / "dp2", LAYOUTS["dp2"], kind]
+    run_ranks(train_masked, *run, max_steps=2, save_strategy="steps", save_steps=2)
+    go_on = {"resume": str(tmp_path / "dp2" / "checkpoint-2"), "accumulate": 4}
+    with pytest.raises(RankError, match="loss_is_scaled_for_ga"):
+        run_ranks(train_masked, *run, **go_on)
+    [(ids, _), _] = run_ranks(train_masked, *run, **go_on, is_scaled=False)
+    assert len(ids) == 8
+
+
+def test_a_mean_of_ones_own_is_refused_in_batches_that_grow(prefix, tmp_path):
+    trainer = stock(prefix, tmp_path, dataset_of(prefix), per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    trainer.args.max_steps, trainer.train_dataset.ramp_up = 3, RAMP_UP
+    trainer.compute_loss = lambda model, inputs, num_items_in_batch=None: model(**inputs).loss
+    with pytest.raises(DataError, match="LlamaForCausalLM does not divide by num_items_in_batch"):
+        trainer.train()
+    trainer.compute_loss = lambda model, inputs, num_items_in_batch=None: (
+        model(**inputs, num_items_in_batch=num_items_in_batch).loss
+    )
+    trainer.train()
+    assert trainer.state.global_step == 3

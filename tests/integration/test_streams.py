@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, default_data_collator
 
 from hf_megatron import MegatronConfig
+from hf_megatron.data.ordered import OrderedDataset
 from hf_megatron.data.ramp_up import BatchRampUp
 from hf_megatron.data.streams import RowStream
 from hf_megatron.errors import DataError, RankError
@@ -48,11 +49,11 @@ def folder(tmp_path_factory):
     return folder
 
 
-def stream_of(folder, passes=None):
+def stream_of(folder, passes=None, seed=1):
     """Shuffled anew in each pass."""
     files = sorted(map(str, folder.glob("*.jsonl")))
     rows = datasets.IterableDataset.from_generator(read, gen_kwargs={"files": files})
-    return RowStream(rows.shuffle(seed=1, buffer_size=5), passes=passes)
+    return RowStream(rows.shuffle(seed=seed, buffer_size=5), passes=passes)
 
 
 def read(files):
@@ -222,6 +223,80 @@ def test_another_stream_is_refused(folder, tmp_path):
         run_ranks(train, 1, folder, tmp_path, {"tp_size": 1}, dataloader_num_workers=1, **go_on)
     with pytest.raises(RankError, match="name was None and is other"):
         run_ranks(train, 1, folder, tmp_path, {"tp_size": 1}, change=named, **go_on)
+    with pytest.raises(RankError, match="first rows was"):
+        run_ranks(train, 1, folder, tmp_path, {"tp_size": 1}, data=lambda: stream_of(folder, seed=2), **go_on)
+
+
+def test_ranks_that_read_other_rows_are_refused(folder, tmp_path):
+    unseeded = {"data": lambda: stream_of(folder, seed=None)}
+    with pytest.raises(RankError, match="ranks read other rows of the stream each"):
+        run_ranks(train, 2, folder, tmp_path, {"dp_size": 2}, rows=2, steps=2, **unseeded)
+
+
+class OnlySmall(Trainer):
+    """Has room for two rows alone."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if len(inputs["input_ids"]) > 2:
+            raise RuntimeError("CUDA out of memory. Tried to allocate a row.")
+        self.seen += inputs["input_ids"].tolist()
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def find_batch(folder, output):
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", megatron_config=MegatronConfig(dp_size=2))
+    arguments = TrainingArguments(
+        str(output), per_device_train_batch_size=4, auto_find_batch_size=True, max_steps=2, save_steps=2, report_to=[],
+        use_cpu=True,
+    )  # fmt: skip
+    stream = stream_of(folder)
+    trainer = OnlySmall(model, arguments, default_data_collator, stream)
+    trainer.seen = []
+    trainer.train()
+    # Whoever reads it afterwards begins with its first row.
+    return trainer.seen, stream.begin
+
+
+def test_batches_that_were_too_large_do_not_count(folder, tmp_path):
+    ranks = run_ranks(find_batch, 2, folder, tmp_path)
+    whole = taken(folder, 0, 8)
+    assert [seen for seen, _ in ranks] == [whole[0:2] + whole[4:6], whole[2:4] + whole[6:8]]
+    assert [begin for _, begin in ranks] == [0, 0]
+    said = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())["stateful_callbacks"]
+    assert said["SamplesCallback"]["attributes"]["consumed"] == 8
+
+
+def longer(row):
+    return {name: row["input_ids"] + [1] * (row["input_ids"][0] % 3) for name in ("input_ids", "labels")}
+
+
+def pad(rows):
+    longest = max(len(row["input_ids"]) for row in rows)
+    fill = {"input_ids": 0, "labels": -100}
+    return {
+        name: torch.tensor([list(row[name]) + [value] * (longest - len(row[name])) for row in rows])
+        for name, value in fill.items()
+    }
+
+
+def train_padded(folder, output, sizes, rows):
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", megatron_config=MegatronConfig(**sizes))
+    arguments = TrainingArguments(
+        str(output), per_device_train_batch_size=rows, max_steps=4, logging_steps=1, save_strategy="no", report_to=[],
+        use_cpu=True, learning_rate=1e-2,
+    )  # fmt: skip
+    stream = stream_of(folder)
+    stream.rows = stream.rows.map(longer)
+    trainer = Trainer(model, arguments, pad, stream)
+    trainer.train()
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def test_rows_of_unequal_lengths(folder, tmp_path):
+    """One rank could not cut batches of other lengths for the others."""
+    [losses] = run_ranks(train_padded, 1, folder, tmp_path, {"tp_size": 1}, 4)
+    for found in run_ranks(train_padded, 2, folder, tmp_path, {"dp_size": 2}, 2):
+        assert found == pytest.approx(losses, abs=2e-4)
 
 
 def named(stream):
@@ -234,6 +309,10 @@ def test_what_would_not_keep_the_order_is_refused(folder, tmp_path):
     assert "whole calls of 8 samples" in one[2] and "pass 0 over the stream has no row" in one[3]
     with pytest.raises(DataError, match="passes = 0"):
         RowStream([], passes=0)
+    with pytest.raises(DataError, match="list_iterator: goes on where it was left"):
+        RowStream(iter([]))
+    with pytest.raises(DataError, match="OrderedDataset has an order of its own"):
+        RowStream(OrderedDataset())
 
 
 def refusals(folder, output):

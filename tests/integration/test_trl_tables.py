@@ -3,7 +3,14 @@
 import random
 
 import pytest
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 from trl import SFTConfig, SFTTrainer
 
 from hf_megatron import MegatronConfig
@@ -93,6 +100,18 @@ def part(table):
 def test_tables_that_were_changed_are_refused(stories, prefix, tmp_path, edit):
     with pytest.raises(DataError, match="they were moved or left out"):
         train(stories, prefix, tmp_path, None, rows=4, steps=2, edit=edit)
+
+
+def test_collators_that_make_labels_are_refused(stories, prefix, tmp_path):
+    """Of the rows themselves, without what the dataset ignores."""
+    tokenizer = AutoTokenizer.from_pretrained(stories, pad_token="</s>")
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, **OPTIONS)
+    model, collator = (
+        AutoModelForCausalLM.from_pretrained(stories),
+        DataCollatorForLanguageModeling(tokenizer, mlm=False),
+    )
+    with pytest.raises(DataError, match="DataCollatorForLanguageModeling makes labels of its own"):
+        Trainer(model, arguments, collator, table_of(dataset_of(prefix))).train()
 
 
 def test_rows_have_labels_that_models_shift(prefix):

@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from hf_megatron.data import build as building
@@ -124,7 +124,7 @@ def test_what_was_begun_otherwise_says_so(tmp_path):
     (building_folder / "progress.json").write_text(
         json.dumps({"documents": 0, "tokens": 0, "sequences": 0, "said": {"key": "other"}})
     )
-    with pytest.raises(DataError, match="was begun with other sources and key and tokenizer"):
+    with pytest.raises(DataError, match="was begun with other sources and key and special tokens and tokenizer"):
         build_pair(tmp_path / "ours", [source], tokenizer)
 
 
@@ -136,6 +136,27 @@ def test_a_tokenizer_that_was_saved_with_limits(tmp_path):
     build_pair(tmp_path / "ours", [write_lines(tmp_path / "one.jsonl", texts)], tokenizer)
     as_megatron_writes(tmp_path / "theirs", texts, make_tokenizer(), append_eod=False)
     assert same_files(tmp_path / "ours", tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz"])
+def test_a_compressed_file_that_is_cut_off(tmp_path, name):
+    whole = gzip.compress(b'{"text": "w1 w2"}\n' * 2000)
+    (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=f"{name}: is no whole gzip file"):
+        build_pair(tmp_path / "ours", [tmp_path / name], make_tokenizer())
+
+
+def test_tokens_that_a_tokenizer_puts_around_texts(tmp_path):
+    tokenizer, source = make_tokenizer(), write_lines(tmp_path / "one.jsonl", ["w1 w2", "", "w3"])
+    begin = tokenizer.convert_tokens_to_ids("w9")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("w9 $A", special_tokens=[("w9", begin)])
+    words = tokenizer.convert_tokens_to_ids(["w1", "w2", "w3"])
+    for special, around in ((True, [begin]), (False, [])):
+        prefix = tmp_path / f"special{special}"
+        build_pair(prefix, [source], tokenizer, special_tokens=special)
+        found = [one.tolist() for one in IndexedDataset(prefix)]
+        assert found == [around + words[:2], *([around] if special else []), around + words[2:]]
+        assert found[0] == tokenizer("w1 w2", add_special_tokens=special).input_ids
 
 
 def test_a_kill_between_the_two_files(tmp_path, monkeypatch):
@@ -211,6 +232,8 @@ def test_a_full_disk_costs_no_work(tmp_path, monkeypatch):
         ("a.txt", "", {}, "the texts have no token"),
         ("a.parquet", "x", {}, "a.parquet: "),
         ("a.jsonl", '{"text": "w1"}\n', {"key": "body"}, "has no 'body', but text"),
+        ("a.jsonl", '{"text": "w1 \\ud800"}\n', {}, "a.jsonl:1: has half a character at 3"),
+        ("a.jsonl.gz", '{"text": "w1"}\n', {}, "a.jsonl.gz: is no whole gzip file"),
     ],
 )
 def test_files_that_are_wrong_say_so(tmp_path, name, content, options, message):

@@ -251,8 +251,18 @@ def test_what_makes_no_samples_is_refused(tmp_path, tokenizer):
     ):
         with pytest.raises(DataError, match=message):
             BertDataset(**{**given, **change})
-    with pytest.raises(DataError, match="probabilities between 0 and 1"):
-        Masking(0.0)
+    for probability in (0.0, "0.15"):
+        with pytest.raises(DataError, match="probabilities between 0 and 1"):
+            Masking(probability)
+    with pytest.raises(DataError, match="tokenizer = 'name': expected a tokenizer"):
+        BertDataset(**{**given, "tokenizer": "name"})
+    with IndexedWriter(tmp_path / "special", "uint16") as writer:
+        writer.add_document([[2, 40, 3], [2, 41, 3]])
+    with pytest.raises(DataError, match="with add_special_tokens=False"):
+        BertDataset(**{**given, "source": str(tmp_path / "special")})[0]
+    for change in ({"sentinels": [10**7]}, {"begin": "x"}):
+        with pytest.raises(DataError, match="expected numbers of tokens"):
+            T5Dataset(**given, target_length=24, **change)
     with IndexedWriter(tmp_path / "long", "uint16") as writer:
         writer.add_document([[40] * 600, [41]])
     with pytest.raises(DataError, match="1 documents make no sample of 2 sentences"):

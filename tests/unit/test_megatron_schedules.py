@@ -31,8 +31,7 @@ def drawn(seed):
         "lr-decay-iters": decay,
         "lr-wsd-decay-iters": one.randrange(1, decay + 1),
         "weight-decay": end,
-        "start-weight-decay": 0.01,
-        "end-weight-decay": end,
+        **({} if style == "constant" else {"start-weight-decay": 0.01, "end-weight-decay": end}),
         "weight-decay-incr-style": style,
         "train-iters": iterations,
         "global-batch-size": batch,
@@ -56,7 +55,7 @@ def test_equals_megatron_core(seed):
         given["lr-decay-iters"] * batch,
         given["lr-decay-style"],
         given["weight-decay"] if constant else given["start-weight-decay"],
-        given["end-weight-decay"],
+        given["weight-decay"] if constant else given["end-weight-decay"],
         iterations * batch,
         given["weight-decay-incr-style"],
         wsd_decay_steps=given["lr-wsd-decay-iters"] * batch,
@@ -103,6 +102,17 @@ def test_goes_on_with_another_batch():
         ({"lr": 1.0, "train-samples": 10, "min-lr": 2.0}, "expected the first to be the largest"),
         ({"lr": 1.0, "train-samples": 10, "tensor-parallel-size": 2}, "none of a schedule"),
         ({"train-samples": 10}, "lr = None"),
+        ({"lr": 1.0, "train-samples": 10, "lr-warmup-iters": 2}, "with train_samples it is lr_warmup_samples"),
+        (
+            {"lr": 1.0, "train-iters": 10, "global-batch-size": 2, "lr-decay-samples": 4},
+            "with train_iters it is lr_decay_iters",
+        ),
+        (
+            {"lr": 1.0, "train-samples": 10, "lr-warmup-samples": 2, "lr-warmup-fraction": 0.1},
+            "lr_warmup_fraction and lr_warmup_samples",
+        ),
+        ({"lr": 1.0, "train-samples": 10, "end-weight-decay": 0.1}, "it is weight_decay"),
+        ({"lr": 1.0, "train-samples": 10, "weight-decay": "a"}, "weight_decay = 'a': expected a number"),
     ],
 )
 def test_what_is_wrong_says_so(given, message):

@@ -402,6 +402,7 @@ def test_other_processes_map_kept_indices_themselves(tmp_path):
         ({"data-path": NAMES[0] + ".bin"}, "Leave .bin and .idx out"),
         ({"data-path": "nowhere"}, "no such file"),
         ({"rampup-batch-size": "1 1 4"}, "with train_samples alone"),
+        ({"split": [1, 1, 1]}, "split = .1, 1, 1.: expected one to three weights"),
         ({"rampup-batch-size": "1 1", "train-samples": 4, "train-iters": None}, "expected the first batch"),
         ({"rampup-batch-size": [1, "x", 4], "train-samples": 4, "train-iters": None}, "'x': expected a whole number"),
     ],
@@ -443,6 +444,11 @@ def test_batches_that_grow_are_those_of_arguments():
         ({"share": "969,30,1"}, "share = '969,30,1': expected two numbers, as parse_split gives them"),
         ({"share": None}, "share = None: expected two numbers"),
         ({"source": 4}, "source = 4: expected"),
+        ({"seed": -1}, "seed = -1: expected a number from 0"),
+        ({"eod_token": "<eos>"}, "eod_token = '<eos>': expected the number of a token"),
+        ({"eod_token": 10**10}, "eod_token = 10000000000: expected the number of a token, 0 to"),
+        ({"pad_token": -4}, "pad_token = -4: expected"),
+        ({"samples": 10**15}, "more than any run has"),
     ],
 )
 def test_values_of_other_types_are_named(wrong, message):
@@ -468,5 +474,9 @@ def test_paths_of_each_split_and_files_of_arguments(tmp_path):
     (tmp_path / "data.txt").write_text(f"0.3 {NAMES[0]}\n0.7 {NAMES[1]}\n")
     blend = datasets_from_megatron_args({**given, "data-args-path": tmp_path / "data.txt", "split": "1"}).train
     assert blend.order_key["weights"] == [0.3, 0.7] and blend[0]["input_ids"].shape == (8,)
+    for text, message in (("{", "is no JSON"), ('{"valid": 7}', "expected the paths of each split")):
+        file.write_text(text)
+        with pytest.raises(DataError, match=message):
+            datasets_from_megatron_args({**given, "per-split-data-args-path": file})
     with pytest.raises(DataError, match="goes with data_path"):
         datasets_from_megatron_args({**given, "train-data-path": NAMES[0], "split": "1"})
