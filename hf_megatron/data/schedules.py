@@ -126,6 +126,10 @@ class MegatronScheduler(LRScheduler):
         schedule: what they are after so many samples.
         samples_per_step (`int` or `BatchRampUp`): rows of all replicas and of all calls in a step.
         samples (`int`, defaults to 0): seen before, as of a run of Megatron-LM that is taken over.
+
+    Attributes:
+        step_size (`int`, *optional*): samples of the step under way, where something counts them: after steps that
+            were skipped the schedule has seen fewer than the data.
     """
 
     def __init__(
@@ -134,6 +138,7 @@ class MegatronScheduler(LRScheduler):
         if (not isinstance(samples_per_step, BatchRampUp) and samples_per_step < 1) or samples < 0:
             raise DataError(f"samples_per_step = {samples_per_step}, samples = {samples}: expected 1 or more, and 0.")
         self.schedule, self.samples_per_step, self.samples = schedule, samples_per_step, samples
+        self.step_size: int | None = None
         self._has_begun = False
         self._decays = [group.get("weight_decay", 0.0) != 0 for group in optimizer.param_groups]
         if schedule.end_weight_decay and not any(self._decays):
@@ -149,7 +154,8 @@ class MegatronScheduler(LRScheduler):
         """Counts the samples of a step, and sets what follows."""
         if self._has_begun:
             sizes = self.samples_per_step
-            self.samples += sizes.batch_size(self.samples) if isinstance(sizes, BatchRampUp) else sizes
+            known = sizes.batch_size(self.samples) if isinstance(sizes, BatchRampUp) else sizes
+            self.samples += known if self.step_size is None else self.step_size
         super().step()
         for group, has_decay in zip(self.optimizer.param_groups, self._decays, strict=True):
             if has_decay:

@@ -4,9 +4,11 @@ import hashlib
 import itertools
 import pickle
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..errors import DataError
@@ -21,7 +23,7 @@ class RowStream(IterableDataset):
     """Rows of a stream, pass after pass, which Trainer takes from where a checkpoint had ended.
 
         RowStream(load_dataset("parquet", data_files="s3://bucket/*.parquet", streaming=True)["train"])
-        RowStream(StreamingDataset(remote="s3://bucket/set", replication=world_size, batch_size=1))
+        RowStream(StreamingDataset(remote="s3://bucket/set", replication=world_size, num_canonical_nodes=1))
 
     All processes that read it read all of it; those of a replica are given the same rows, other replicas others. Rows
     that a run has seen are read again before it goes on; of MosaicML's sets they are not.
@@ -59,13 +61,21 @@ class RowStream(IterableDataset):
         self.is_mosaic = _is_mosaic(rows)
         if self.is_mosaic:
             mosaic: Any = rows
-            self.order_key |= {"rows": len(mosaic), "seed": mosaic.shuffle_seed, "shuffled": mosaic.shuffle}
+            if mosaic.num_canonical_nodes is None:
+                raise DataError(
+                    "num_canonical_nodes is missing: the order of the set's rows would depend on the hosts."
+                )
+            names = ("shuffle", "shuffle_seed", "shuffle_algo", "num_canonical_nodes", "sampling_method")
+            self.order_key |= {"rows": len(mosaic)} | {name: vars(mosaic)[name] for name in names}
 
     def fingerprint(self) -> str:
         """Returns a hash of the first rows, which another order, or other rows, do not have."""
         found = hashlib.sha256()
-        for row in itertools.islice(_pass(self.rows, 0, 0), _COMPARED):
-            found.update(pickle.dumps(row))
+        # Of a set of MosaicML's, whose order says its arguments, those that are written first.
+        rows: Any = self.rows
+        first = map(rows.__getitem__, range(len(rows))) if self.is_mosaic else _pass(rows, 0, 0)
+        for row in itertools.islice(first, _COMPARED):
+            found.update(pickle.dumps(_values(row)))
         return found.hexdigest()[:16]
 
     def place_of(self, sample: int) -> int:
@@ -98,7 +108,8 @@ def _pass(rows: Any, number: int, left_out: int) -> Iterator[Any]:
     if _is_mosaic(rows):
         size = len(rows)
         place = min(left_out, size - 1)
-        # Told in its own words where to go on.
+        # Told in its own words where to go on, also where it has been further.
+        rows.next_epoch = number
         rows.load_state_dict({**rows.state_dict(place, True), "epoch": number, "sample_in_epoch": place})
         yield from itertools.chain(itertools.repeat(None, place), rows)
         return
@@ -106,6 +117,18 @@ def _pass(rows: Any, number: int, left_out: int) -> Iterator[Any]:
     if callable(set_epoch):
         set_epoch(number)
     yield from rows
+
+
+def _values(row: Any) -> Any:
+    """Returns a row with its tensors and arrays as their bytes, which are the same wherever they lie."""
+    if isinstance(row, Mapping):
+        return [(name, _values(value)) for name, value in row.items()]
+    if isinstance(row, list | tuple):
+        return [_values(value) for value in row]
+    if isinstance(row, torch.Tensor):
+        row = row.detach().cpu()
+        return str(row.dtype), tuple(row.shape), row.contiguous().view(torch.uint8).numpy().tobytes()
+    return (row.dtype.str, row.shape, row.tobytes()) if isinstance(row, np.ndarray) else row
 
 
 def _is_mosaic(rows: Any) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 
 from accelerate.data_loader import IterableDatasetShard
 from torch.utils.data import IterableDataset, Sampler
-from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 
 from ..data.ordered import OrderedDataset
 from ..data.ramp_up import BatchRampUp
@@ -13,6 +13,7 @@ from ..data.schedules import MegatronScheduler
 from ..data.streams import RowStream
 from ..errors import DataError
 from .batch_shards import sampler_of
+from .trainer_tools import ToolCallback
 
 # Streams whose steps stock counts.
 PLAIN = "rows that steps count"
@@ -63,34 +64,34 @@ class StreamOrder:
 
 def order_of(loader: Any) -> OwnOrder | StreamOrder | None:
     """Returns the order of what a loader reads, where it is the data's own."""
-    if (stream := _stream_of(loader)) is not None:
+    if (stream := stream_of(loader)) is not None:
         return StreamOrder(stream) if stream.batch else None
     sampler = None if isinstance(loader.dataset, IterableDataset) else sampler_of(loader)
     return sampler if isinstance(sampler, OwnOrder) else None
 
 
-def _stream_of(loader: Any) -> RowStream | None:
+def stream_of(loader: Any) -> RowStream | None:
+    """Returns the stream that a loader reads, if it is one."""
     dataset = loader.dataset
     while isinstance(dataset, IterableDatasetShard):
         dataset = dataset.dataset
     return dataset if isinstance(dataset, RowStream) else None
 
 
-def require_ending(loader: Any) -> None:
-    """Checks that an evaluation of a stream comes to an end, and begins with its first row.
+def require_ending(stream: Any, trained: Any) -> None:
+    """Checks that an evaluation of a stream comes to an end, and begins with its first row; other data pass.
 
     Raises:
         DataError: it does not.
     """
-    stream = _stream_of(loader)
-    if stream is not None and (stream.passes is None or stream.batch):
+    if isinstance(stream, RowStream) and (stream.passes is None or stream is trained):
         raise DataError(
             "evaluation of a RowStream without an end, or of the one that is trained on: evaluate one of its own, with "
             "passes=1."
         )
 
 
-class SamplesCallback(TrainerCallback, ExportableState):
+class SamplesCallback(ToolCallback, ExportableState):
     """Counts the samples that training has seen, which its checkpoints say, with the order that they are of."""
 
     def __init__(self) -> None:
@@ -127,7 +128,7 @@ class SamplesCallback(TrainerCallback, ExportableState):
             self._go_on(said, order.dataset)
             before = said["attributes"].get("accumulation", self.accumulation)
             self.is_loss_unknown |= before != self.accumulation
-        self._require_schedule(kwargs.get("lr_scheduler"), state.global_step)
+        self._require_schedule(kwargs.get("lr_scheduler"), state.global_step, goes_on=goes_on)
         if isinstance(order, OwnOrder):
             self._require_enough(order, args, state)
 
@@ -152,7 +153,7 @@ class SamplesCallback(TrainerCallback, ExportableState):
                 f"samples={sizes.after(state.max_steps - step, self.consumed)}, or train for max_steps={last}."
             )
 
-    def _require_schedule(self, scheduler: Any, step: int) -> None:
+    def _require_schedule(self, scheduler: Any, step: int, *, goes_on: bool) -> None:
         if not isinstance(scheduler, MegatronScheduler) or self._order is None:
             return
         has = self._order.dataset.ramp_up or self._order.batch
@@ -161,9 +162,9 @@ class SamplesCallback(TrainerCallback, ExportableState):
                 f"MegatronScheduler(samples_per_step={scheduler.samples_per_step}): a step has {has} samples, of all "
                 "replicas and calls."
             )
-        # Rates of steps that are as large as others go on from anywhere.
-        is_of_these = step == 0 or self._order.dataset.ramp_up is not None
-        if is_of_these and scheduler.samples != self.consumed:
+        # Steps that were skipped are none of its. Rates of steps that are as large as others go on from anywhere.
+        is_of_these = scheduler.samples == self.consumed or (goes_on and scheduler.samples < self.consumed)
+        if not is_of_these and (step == 0 or self._order.dataset.ramp_up is not None):
             raise DataError(
                 f"MegatronScheduler(samples={scheduler.samples}): the data's first {self.consumed} samples were seen, "
                 "and rates would be those of other steps."
@@ -193,12 +194,19 @@ class SamplesCallback(TrainerCallback, ExportableState):
             control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # Whoever reads it next begins with its first row.
+        self.abandon()
+        if isinstance(scheduler := kwargs.get("lr_scheduler"), MegatronScheduler):
+            scheduler.step_size = None
+
+    def abandon(self) -> None:
+        """Has whoever reads a stream next begin with its first row."""
         if isinstance(self._order, StreamOrder):
             self._order.dataset.begin = self._order.dataset.batch = 0
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._in_step = 0
+        if self._order is not None and isinstance(scheduler := kwargs.get("lr_scheduler"), MegatronScheduler):
+            scheduler.step_size = self._order.sizes.batch_size(self.consumed)
 
     def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._in_step += 1

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from accelerate.data_loader import DataLoaderDispatcher
 from torch.utils.data import IterableDataset
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
@@ -20,66 +21,96 @@ from ..data.streams import RowStream
 from ..errors import DataError
 from ..parallel_state import parallel_state
 from . import length_samplers
-from .counted_samples import PLAIN, OwnOrder, SamplesCallback, order_of
+from .counted_samples import PLAIN, OwnOrder, SamplesCallback, order_of, stream_of
 
 _OWN_ORDER = ("random", "sequential")
 # Columns that stock loss functions take, and no model's forward names.
 _SHIFTED = "shift_labels"
 
 
-def read_on_all_ranks(trainer: Any) -> None:
-    """Has all ranks read a stream that a trainer is about to read, where one would for all otherwise.
+def get_dataloader(original: Callable, self: Any, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns stock's loader; all ranks read a stream for themselves.
 
-    That one would have to cut batches for the others, which are of equal length alone, and those of a host read a set
-    of MosaicML's together.
+    One rank that read for all would have to cut its batches for them, which have to be of equal length then, and those
+    of a host read a set of MosaicML's together.
     """
-    configuration = trainer.accelerator.dataloader_config
-    if isinstance(trainer.train_dataset, RowStream) and configuration.dispatch_batches is None:
-        configuration.dispatch_batches = False
+    configuration = self.accelerator.dataloader_config
+    if not isinstance(dataset, RowStream) or configuration.dispatch_batches is not None:
+        return original(self, dataset, *args, **kwargs)
+    configuration.dispatch_batches = False
+    try:
+        return original(self, dataset, *args, **kwargs)
+    finally:
+        configuration.dispatch_batches = None
 
 
-def count_rows(trainer: Any) -> None:
-    """Has a callback count the rows of a stream that a trainer takes for its steps.
+def count_rows(trainer: Any, loader: Any) -> None:
+    """Has a callback count the samples that a trainer takes for its steps, where their order is their own.
 
     Raises:
-        DataError: a stream that several workers would read, or steps that are no whole calls.
+        DataError: a stream that ranks or workers would read otherwise, or steps that are no whole calls.
     """
-    rows, args = trainer.train_dataset, trainer.args
-    if not isinstance(rows, IterableDataset):
-        return
+    rows, args, counting = trainer.train_dataset, trainer.args, SamplesCallback()
     batch = trainer.get_total_train_batch_size(args)
-    counting = SamplesCallback()
-    if isinstance(rows, RowStream):
+    if (stream := stream_of(loader)) is not None:
         if args.dataloader_num_workers > 1:
             workers = f"dataloader_num_workers={args.dataloader_num_workers}"
             raise DataError(f"{workers}: each would read a part of the stream. Expected 1 or 0.")
-        _require_countable(args, rows.ramp_up, batch)
-        is_dispatched = trainer.accelerator.dispatch_batches is not False
-        if rows.is_mosaic and args.world_size > 1 and is_dispatched:
-            raise DataError("dispatch_batches=True: processes of a host read a set of MosaicML's together.")
-        rows.batch = batch
+        _require_countable(args, stream.ramp_up, batch)
+        require_all_rows(stream, loader, args.world_size)
+        stream.batch = batch
         # Shuffled streams of `datasets` have another order in a worker than without one.
-        rows.order_key["workers"] = args.dataloader_num_workers
-        if not rows.is_mosaic:
-            rows.order_key["first rows"] = _first_rows(rows, is_dispatched)
-    elif parallel_state(trainer.model) is None:
-        return
-    else:
+        stream.order_key["workers"] = args.dataloader_num_workers
+        stream.order_key["first rows"] = _first_rows(stream, isinstance(loader, DataLoaderDispatcher))
+    elif order_of(loader) is None:
+        if not isinstance(rows, IterableDataset) or parallel_state(trainer.model) is None:
+            return
         counting.order_key = {"kind": PLAIN, "batch": batch}
     trainer.remove_callback(SamplesCallback)
+    # Before those that save at the end of a step.
     trainer.callback_handler.callbacks.insert(0, counting)
+
+
+def require_all_rows(stream: RowStream | None, loader: Any, ranks: int) -> None:
+    """Checks that each rank reads all rows of a stream; other data pass.
+
+    Raises:
+        DataError: a set of MosaicML's that gives each a part.
+    """
+    if stream is None or not stream.is_mosaic or ranks == 1:
+        return
+    if isinstance(loader, DataLoaderDispatcher):
+        raise DataError("dispatch_batches=True: processes of a host read a set of MosaicML's together.")
+    rows: Any = stream.rows
+    if rows.replication != ranks:
+        raise DataError(
+            f"StreamingDataset(replication={rows.replication}) gives each rank a part of its own. Expected "
+            f"replication={ranks}, the number of ranks: Trainer deals its rows out to the replicas."
+        )
 
 
 def _first_rows(rows: RowStream, is_dispatched: bool) -> str:
     """Returns the hash of a stream's first rows, which all ranks that read it have to find."""
     if not dist.is_initialized():
         return rows.fingerprint()
-    own = None if is_dispatched and dist.get_rank() else rows.fingerprint()
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    hashes = {one for one in found if one is not None}
+    own, is_read = None, False
+    found: list[tuple[str | None, bool]] = [(None, False)] * dist.get_world_size()
+    try:
+        if not is_dispatched or dist.get_rank() == 0:
+            own = rows.fingerprint()
+        is_read = True
+    finally:
+        # The others wait for this rank, and have to hear of what it raises.
+        dist.all_gather_object(found, (own, is_read))
+    failed = [str(rank) for rank, (_, is_read) in enumerate(found) if not is_read]
+    if failed:
+        raise DataError(f"rank {', '.join(failed)} could not read the stream.")
+    hashes = {one for one, _ in found if one is not None}
     if len(hashes) > 1:
-        raise DataError("ranks read other rows of the stream each: what shuffles it, or draws rows, needs a seed.")
+        raise DataError(
+            "ranks read other rows of the stream each. What shuffles it, or draws rows, needs a seed, and it is not to "
+            "be split by rank: Trainer deals its rows out to the replicas."
+        )
     return hashes.pop()
 
 
@@ -123,9 +154,6 @@ def get_train_sampler(original: Callable, self: Any, train_dataset: Any = None) 
         raise DataError(f"{strategy}: {type(dataset).__name__} has an order of its own.")
     batch = self.get_total_train_batch_size(args)
     _require_countable(args, dataset.ramp_up, batch)
-    self.remove_callback(SamplesCallback)
-    # Before those that save at the end of a step.
-    self.callback_handler.callbacks.insert(0, SamplesCallback())
     step, consumed = _told(vars(self).get("_hf_megatron_resumed"))
     if args.ignore_data_skip or consumed is None:
         consumed = dataset.seen

@@ -162,6 +162,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
             ("_load_best_model", "reads whole weights"),
         )
     ),
+    (f"{_TRAINER}._get_dataloader", "ordered_data:get_dataloader", "has one rank read a stream for all",
+     "Accelerate cuts batches of any length"),
     ("transformers.trainer:skip_first_batches", "ordered_data:skip_first_batches",
      "skips as many steps as there were, of the batch size that there is now", "Trainer goes on by samples"),
     ("transformers.trainer:compare_trainer_and_checkpoint_args", "trainer_checkpoints:compare_arguments",

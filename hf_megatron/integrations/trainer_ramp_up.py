@@ -30,12 +30,8 @@ def batches_of_step(
     original: Callable, self: Any, epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any
 ) -> tuple[list, Any]:
     """Returns the batches of one step, behind those that it does not have, and the number of their targets, `()`."""
-    callbacks, calls = self.callback_handler.callbacks, num_batches
-    for counting in [one for one in callbacks if isinstance(one, SamplesCallback)]:
-        calls = counting.calls(num_batches)
-        # Before those that save at the end of a step, also where Trainer has made it anew of a checkpoint.
-        callbacks.remove(counting)
-        callbacks.insert(0, counting)
+    counting = [one for one in self.callback_handler.callbacks if isinstance(one, SamplesCallback)]
+    calls = counting[0].calls(num_batches) if counting else num_batches
     batches, count = repeated_rows.get_batch_samples(original, self, epoch_iterator, calls, *args, **kwargs)
     return [NoCall() for _ in range(num_batches - calls)] + batches, count
 
@@ -57,6 +53,7 @@ def step_of_call(original: Callable, self: Any, model: Any, inputs: Any, num_ite
     with _Uses(num_items_in_batch) as uses:
         loss = trainer_pipeline.training_step(original, self, model, inputs, num_items_in_batch)
     counting[0].is_loss_unknown = False
+    _require_no_router_loss(self.model)
     _require_use(uses.found, self)
     return loss
 
@@ -75,6 +72,15 @@ class _Uses(TorchFunctionMode):
             if isinstance(result, torch.Tensor):
                 self.numbers.append(result)
         return result
+
+
+def _require_no_router_loss(model: Any) -> None:
+    config = model.config.get_text_config()
+    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
+        raise DataError(
+            "output_router_logits=True: routers' losses are added in each call, and steps have other numbers of calls "
+            "than they had. Set router_aux_loss_coef to 0, or keep the number of calls."
+        )
 
 
 def _require_use(is_used: bool, trainer: Any) -> None:

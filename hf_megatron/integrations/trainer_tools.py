@@ -9,7 +9,6 @@ from typing import Any
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 
 from ..errors import ConfigError
-from .ordered_data import read_on_all_ranks
 
 
 class ToolCallback(TrainerCallback):
@@ -23,7 +22,6 @@ class ToolCallback(TrainerCallback):
 def inner_training_loop(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Has tools of callbacks let go when an error ends training, and says what it goes on from."""
     self._hf_megatron_resumed = kwargs.get("resume_from_checkpoint")
-    read_on_all_ranks(self)
     try:
         return original(self, *args, **kwargs)
     except BaseException:

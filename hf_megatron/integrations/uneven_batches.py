@@ -10,8 +10,8 @@ from ..call_targets import LABELS
 from ..errors import UnsupportedError
 from ..parallel_state import parallel_state
 from .batch_shards import is_filled_up, rows_of_all_ranks, shard_of
-from .counted_samples import require_ending
-from .ordered_data import count_rows
+from .counted_samples import require_ending, stream_of
+from .ordered_data import count_rows, require_all_rows
 from .whole_batches import first_batch, pad_for_evaluation, pad_for_training
 
 
@@ -22,12 +22,13 @@ def prepare_for_training(original: Callable, self: Any, max_steps: int, train_da
         UnsupportedError: where training, or an evaluation during it, would come to repeated rows, and the trainer's
             loss may count them.
     """
-    count_rows(self)
+    count_rows(self, train_dataloader)
     _require_full_batches(self, train_dataloader, max_steps)
-    if self.args.eval_strategy != "no" and not takes_any_rows(self):
+    if self.args.eval_strategy != "no":
         datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
         for name, dataset in datasets.items():
-            if dataset is not None:
+            require_ending(dataset, self.train_dataset)
+            if dataset is not None and not takes_any_rows(self):
                 require_full_evaluation(self, self.get_eval_dataloader(name or dataset))
     pad_for_training(self, train_dataloader)
     return original(self, max_steps, train_dataloader, *args)
@@ -40,7 +41,9 @@ def evaluation_loop(original: Callable, self: Any, dataloader: Any, *args: Any, 
         DataError: a stream without an end.
         UnsupportedError: where rows are repeated, and the trainer's loss may count them.
     """
-    require_ending(dataloader)
+    stream = stream_of(dataloader)
+    require_ending(stream, stream if stream is not None and stream.batch else None)
+    require_all_rows(stream, dataloader, self.args.world_size)
     require_full_evaluation(self, dataloader)
     pad_for_evaluation(self, dataloader)
     return original(self, dataloader, *args, **kwargs)

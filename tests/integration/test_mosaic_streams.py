@@ -1,5 +1,6 @@
 """Sets of MosaicML's streaming go on with the next row after a resume, on any layout, without reading the others."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_megatron.data.streams import RowStream
+from hf_megatron.errors import DataError
 
 from .test_streams import LAYOUTS, LENGTH, LLAMA, ROWS, dealt, joined, train
 
@@ -42,6 +44,13 @@ def test_stopped_runs_take_every_row_once(tmp_path):
     stream = iter(stream_of(tmp_path, None))
     whole = [next(stream)["input_ids"].tolist() for _ in range(60)]
     assert sorted(row[0] for row in whole[:ROWS]) == list(range(ROWS)) != [row[0] for row in whole[:ROWS]]
+    # Begun anew where it has been further, and where it had ended.
+    again = stream_of(tmp_path, None)
+    for begin in (0, 30, 7):
+        again.begin = begin
+        assert [row["input_ids"].tolist() for row in itertools.islice(again, 25)] == whole[begin : begin + 25]
+    with pytest.raises(DataError, match="num_canonical_nodes is missing"):
+        RowStream(streaming.StreamingDataset(local=str(tmp_path / "set"), batch_size=1))
     done, first = 0, 0
     for layout, rows, accumulate, steps in (("tp2", 2, 2, 2), ("tp2+dp2", 3, 1, 2), ("dp2", 4, 2, 2), ("cp2", 4, 1, 1)):
         ranks, replicas, done = 4 if "+" in layout else 2, LAYOUTS[layout].get("dp_size", 1), done + steps

@@ -17,6 +17,7 @@ from transformers import (
     BertConfig,
     BertTokenizer,
     LlamaConfig,
+    MixtralConfig,
     T5Config,
     Trainer,
     TrainerCallback,
@@ -625,3 +626,50 @@ def test_a_mean_of_ones_own_is_refused_in_batches_that_grow(prefix, tmp_path):
     )
     trainer.train()
     assert trainer.state.global_step == 3
+
+
+def train_with_a_skip(prefix, output, resume, steps):
+    model = AutoModelForCausalLM.from_pretrained(
+        Path(prefix).parent / "model", megatron_config=MegatronConfig(dp_size=2)
+    )
+    arguments = TrainingArguments(
+        str(output), per_device_train_batch_size=1, gradient_accumulation_steps=4, max_steps=steps, save_steps=3,
+        report_to=[], use_cpu=True, weight_decay=0.01, logging_steps=1, learning_rate=1e-3, max_grad_norm=0.0,
+    )  # fmt: skip
+    dataset = dataset_of(prefix)
+    dataset.ramp_up = RAMP_UP
+    trainer = Trainer(model, arguments, default_data_collator, dataset)
+    original = trainer.compute_loss
+    # The second step overflows.
+    trainer.compute_loss = lambda *args, **kwargs: (
+        original(*args, **kwargs) * (float("nan") if trainer.state.global_step == 1 else 1.0)
+    )
+    trainer.create_optimizer()
+    trainer.lr_scheduler = scheduler = MegatronScheduler(
+        trainer.optimizer, MegatronSchedule(1e-3, decay=100, end_weight_decay=0.01), RAMP_UP
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    [count] = [one for one in trainer.callback_handler.callbacks if isinstance(one, SamplesCallback)]
+    return count.consumed, scheduler.samples
+
+
+def test_skipped_steps_are_none_of_a_schedule(prefix, tmp_path):
+    """As in Megatron-LM: their samples were seen, and rates stay; a run goes on with that."""
+    # 2 2 4 | 6 8, the second of which is skipped.
+    assert run_ranks(train_with_a_skip, 2, prefix, tmp_path, None, 3)[0] == (8, 6)
+    resume = str(tmp_path / "checkpoint-3")
+    assert run_ranks(train_with_a_skip, 2, prefix, tmp_path, resume, 5)[0] == (22, 20)
+
+
+def test_losses_of_routers_are_refused_in_batches_that_grow(prefix, tmp_path):
+    config = MixtralConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=2, output_router_logits=True,
+    )  # fmt: skip
+    trainer = stock(prefix, tmp_path, dataset_of(prefix), per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    trainer.model = trainer.model_wrapped = AutoModelForCausalLM.from_config(config)
+    trainer.train_dataset.ramp_up = RAMP_UP
+    with pytest.raises(DataError, match="routers' losses are added in each call"):
+        trainer.train()
+    config.router_aux_loss_coef = 0.0
+    trainer.train()

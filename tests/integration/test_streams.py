@@ -1,20 +1,30 @@
 """Streams are shared over data parallel ranks alone, and go on with the next row after a resume, on any layout."""
 
+import functools
 import itertools
 import json
+import os
 import random
 
 import pytest
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, default_data_collator
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from hf_megatron import MegatronConfig
 from hf_megatron.data.ordered import OrderedDataset
 from hf_megatron.data.ramp_up import BatchRampUp
 from hf_megatron.data.streams import RowStream
 from hf_megatron.errors import DataError, RankError
+from hf_megatron.integrations.counted_samples import SamplesCallback
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.verify.ranks import run_ranks
 
@@ -195,6 +205,89 @@ def test_streams_end_after_their_passes(folder, tmp_path):
     [(_, _, losses)] = run_ranks(train, 1, folder, tmp_path, {"tp_size": 1}, rows=4, steps=9, data=data)
     assert len(losses) == ROWS // 4 + 1
     assert len(list(data())) == ROWS
+
+
+class Tensors(IterableDataset):
+    """Rows of tensors, which lie elsewhere in every process."""
+
+    def __iter__(self):
+        for number in range(40):
+            yield {"input_ids": torch.full((4,), number), "labels": torch.full((4,), number)}
+
+
+def test_rows_of_tensors_go_on(folder, tmp_path):
+    run = {"rows": 2, "data": lambda: RowStream(Tensors())}
+    run_ranks(train, 2, folder, tmp_path, {"dp_size": 2}, steps=3, stop=2, **run)
+    go_on = {"steps": 4, "stop": 4, "resume": str(tmp_path / "checkpoint-2")}
+    for steps, *_ in run_ranks(train, 2, folder, tmp_path, {"tp_size": 2}, **run, **go_on):
+        assert [row[0] for row in steps[3]] == [8, 9]
+
+
+def broken(folder, output):
+    """Of one rank alone."""
+    stream = stream_of(folder)
+    if int(os.environ["RANK"]) == 1:
+        stream.rows = None
+    return stream
+
+
+def test_a_rank_that_cannot_read_stops_all(folder, tmp_path):
+    with pytest.raises(RankError, match="rank 1 could not read the stream"):
+        run_ranks(
+            train,
+            2,
+            folder,
+            tmp_path,
+            {"dp_size": 2},
+            rows=2,
+            steps=2,
+            data=functools.partial(broken, folder, tmp_path),
+        )
+
+
+def train_after_an_error(folder, output):
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    arguments = TrainingArguments(
+        str(output), per_device_train_batch_size=2, max_steps=3, save_strategy="no", report_to=[], use_cpu=True,
+        eval_strategy="steps", eval_steps=3,
+    )  # fmt: skip
+    endless = Trainer(model, arguments, default_data_collator, stream_of(folder), stream_of(folder))
+    with pytest.raises(DataError, match="evaluation of a RowStream without an end"):
+        endless.train()
+    assert endless.state.global_step == 0
+    stream = stream_of(folder, passes=1)
+    trainer = Trainer(model, arguments, default_data_collator, stream, stream_of(folder, passes=1))
+    stream.seen = 4
+    loss = trainer.compute_loss
+
+    def fails(*args, **kwargs):
+        raise RuntimeError("once")
+
+    trainer.compute_loss = fails
+    with pytest.raises(RuntimeError, match="once"):
+        trainer.train()
+    trainer.compute_loss = loss
+    assert (stream.begin, stream.batch) == (0, 0)
+    assert trainer.evaluate(stream)["eval_loss"] > 0
+    # Whoever asks for a loader meanwhile takes nothing away.
+    counted = []
+    trainer.add_callback(Asks(trainer, counted))
+    trainer.train()
+    return counted
+
+
+class Asks(TrainerCallback):
+    def __init__(self, trainer, counted):
+        self.trainer, self.counted = trainer, counted
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.get_train_dataloader()
+        [one] = [one for one in self.trainer.callback_handler.callbacks if isinstance(one, SamplesCallback)]
+        self.counted.append(one.consumed)
+
+
+def test_nothing_is_left_of_what_failed(folder, tmp_path):
+    assert run_ranks(train_after_an_error, 1, folder, tmp_path) == [[6, 8, 10]]
 
 
 class Numbers(IterableDataset):
