@@ -140,9 +140,14 @@ class PretrainingDataset(OrderedDataset):
     def tokens(self, sample: int) -> tuple[np.ndarray, list[int]]:
         """Returns the tokens of a sample `[sequence_length + 1]` or fewer, and how many each of its documents gives."""
         read = self.source.read
-        parts = [
-            read(document, start, None if count < 0 else count) for document, start, count in self.order.pieces(sample)
-        ]
+        try:
+            parts = [
+                read(document, start, None if count < 0 else count)
+                for document, start, count in self.order.pieces(sample)
+            ]
+        except IndexError as error:
+            kept = "" if self._cache is None else f": the indices kept in {self._cache} are damaged, remove them"
+            raise DataError(f"{self.source.prefix}: sample {sample} is none of its tokens ({error}){kept}.") from None
         return np.concatenate(parts).astype(np.int64), [len(part) for part in parts]
 
     def __getitem__(self, sample: int) -> dict[str, Tensor]:

@@ -366,6 +366,18 @@ def test_runs_of_as_many_epochs_share_a_folder(tmp_path):
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 2
 
 
+def test_kept_indices_that_are_damaged_inside(tmp_path):
+    prefix, cache = _pair(tmp_path / "pair"), tmp_path / "cache"
+    size = len(PretrainingDataset(prefix, 8, cache=cache))
+    [file] = cache.glob("*/shuffle.npy")
+    file.write_bytes(file.read_bytes()[:-4] + b"\xff" * 4)
+    dataset = PretrainingDataset(prefix, 8, cache=cache)
+    with pytest.raises(
+        DataError, match=f"sample {size - 1} is none of its tokens .*the indices kept in .* are damaged"
+    ):
+        dataset[size - 1]
+
+
 def test_other_processes_map_kept_indices_themselves(tmp_path):
     prefix = _pair(tmp_path / "pair", documents=2000)
     for options in ({"cache": tmp_path / "cache"}, {}):
