@@ -70,7 +70,11 @@ def test_built(tmp_path, stories):
     words = "build", tmp_path / "pair", tmp_path / "texts.jsonl", "--tokenizer", stories, "--append-eod"
     code, text = _run(*words)
     assert code == 0 and "3 documents" in text
-    assert "2 sequences in 3 documents" in _run("info", tmp_path / "pair")[1]
+    # The tokenizer begins every text with a token, as Megatron-LM has it by default.
+    assert "3 sequences in 3 documents" in _run("info", tmp_path / "pair")[1]
+    plain = tmp_path / "plain"
+    assert _run("build", plain, *words[2:], "--no-special-tokens")[0] == 0
+    assert "2 sequences in 3 documents" in _run("info", plain)[1]
     assert _run("verify", tmp_path / "pair", "--vocab-size", 512)[0] == 0
     code, text = _run(*words)
     assert code == 2 and "is there already" in text
