@@ -108,9 +108,16 @@ def _pass(rows: Any, number: int, left_out: int) -> Iterator[Any]:
     if _is_mosaic(rows):
         size = len(rows)
         place = min(left_out, size - 1)
-        # Told in its own words where to go on, also where it has been further.
+        # In its own words, and without asking for them: another rank may be writing what would be read. All rows are
+        # each rank's, as on one host.
         rows.next_epoch = number
-        rows.load_state_dict({**rows.state_dict(place, True), "epoch": number, "sample_in_epoch": place})
+        rows.load_state_dict({
+            "epoch": number,
+            "sample_in_epoch": place,
+            "num_canonical_nodes": rows.num_canonical_nodes,
+            "shuffle_seed": rows.shuffle_seed,
+            "initial_physical_nodes": 1,
+        })  # fmt: skip
         yield from itertools.chain(itertools.repeat(None, place), rows)
         return
     set_epoch = getattr(rows, "set_epoch", None)
