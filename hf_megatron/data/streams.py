@@ -134,7 +134,7 @@ def _values(row: Any) -> Any:
         return [_values(value) for value in row]
     if isinstance(row, torch.Tensor):
         row = row.detach().cpu()
-        return str(row.dtype), tuple(row.shape), row.contiguous().view(torch.uint8).numpy().tobytes()
+        return str(row.dtype), tuple(row.shape), row.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
     return (row.dtype.str, row.shape, row.tobytes()) if isinstance(row, np.ndarray) else row
 
 

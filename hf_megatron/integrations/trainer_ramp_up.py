@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig
 
 from ..errors import DataError
 from . import repeated_rows, trainer, trainer_pipeline
@@ -75,7 +76,10 @@ class _Uses(TorchFunctionMode):
 
 
 def _require_no_router_loss(model: Any) -> None:
-    config = model.config.get_text_config()
+    # A module of one's own has no config.
+    config = getattr(model, "config", None)
+    if isinstance(config, PreTrainedConfig):
+        config = config.get_text_config()
     if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
         raise DataError(
             "output_router_logits=True: routers' losses are added in each call, and steps have other numbers of calls "

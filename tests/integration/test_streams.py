@@ -223,6 +223,14 @@ def test_rows_of_tensors_go_on(folder, tmp_path):
         assert [row[0] for row in steps[3]] == [8, 9]
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.bool, torch.int64])
+def test_hashes_are_of_values(kind):
+    rows = [[{"x": torch.ones(shape, dtype=kind) * number} for number in (1, first)] for first in (0, 0, 1)
+            for shape in ((), (2, 3))]  # fmt: skip
+    one, other, again, _, changed, _ = [RowStream(row).fingerprint() for row in rows]
+    assert one == again and len({one, other, changed}) == 3
+
+
 def broken(folder, output):
     """Of one rank alone."""
     stream = stream_of(folder)
