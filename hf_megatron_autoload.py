@@ -14,6 +14,6 @@ def lay_out_trl_commands() -> None:
     """Has the models of this process laid out as the launcher says, if it runs a script of TRL's."""
     is_trl = PurePath(sys.argv[0] if sys.argv else "").parent.parts[-2:] == ("trl", "scripts")
     if is_trl and os.environ.get("ACCELERATE_USE_MEGATRON_LM", "false").lower() in ("true", "1"):
-        from hf_megatron.integrations.launched import follow_launcher
+        from hf_megatron.integrations.accelerate.launched_script import follow_launcher
 
         follow_launcher()

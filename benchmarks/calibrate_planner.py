@@ -20,7 +20,7 @@ from pathlib import Path
 from planner_rows import Pieces, Row, pipeline_seconds, read_rows, step_pieces, tokens_per_second
 
 from hf_megatron.planner.devices import Device, device
-from hf_megatron.planner.unit_time import PUBLISHED, Efficiency
+from hf_megatron.planner.time_model import PUBLISHED, Efficiency
 
 # torchtitan's H100 has 500 of 700 W and slower memory; its clock is fitted, its name is no built-in device's.
 SLOWED, CLOCK = "h100-500w", 0.799

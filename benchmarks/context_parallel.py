@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hf_megatron  # noqa: F401
 from hf_megatron import MegatronConfig
-from hf_megatron.context_parallel import exchange
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.context_parallel import token_exchange
+from hf_megatron.testing.fork_harness import run_ranks
 
 MODEL = {
     "hidden_size": 256,
@@ -67,7 +67,12 @@ def batch_of(length, packed):
 @contextlib.contextmanager
 def counted_bytes(total):
     """Counts what this rank sends for attention: to the next of a ring, to all others, or as its part of a whole."""
-    stock = exchange.Passing.__init__, dist.all_to_all_single, exchange.all_gather_flat, exchange.reduce_scatter
+    stock = (
+        token_exchange.Passing.__init__,
+        dist.all_to_all_single,
+        token_exchange.all_gather_flat,
+        token_exchange.reduce_scatter,
+    )
 
     def passing(self, tensor, size, group):
         total[0] += tensor.nbytes
@@ -86,8 +91,8 @@ def counted_bytes(total):
         return stock[3](tensor, dim, group)
 
     def put(functions):
-        exchange.Passing.__init__, dist.all_to_all_single = functions[:2]
-        exchange.all_gather_flat, exchange.reduce_scatter = functions[2:]
+        token_exchange.Passing.__init__, dist.all_to_all_single = functions[:2]
+        token_exchange.all_gather_flat, token_exchange.reduce_scatter = functions[2:]
 
     put((passing, all_to_all, all_gather, reduce_scatter))
     try:

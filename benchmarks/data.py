@@ -33,11 +33,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from train_step import versions, write_report
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hf_megatron.data.build import build_pair
-from hf_megatron.data.indexed import IndexedDataset
-from hf_megatron.data.indexed_writer import write_index
-from hf_megatron.data.order import blend_order, sample_order
-from hf_megatron.data.pretraining import PretrainingDataset
+from hf_megatron.datasets.build import build_pair
+from hf_megatron.datasets.indexed import IndexedDataset
+from hf_megatron.datasets.indexed_writer import write_index
+from hf_megatron.datasets.pretraining import PretrainingDataset
+from hf_megatron.datasets.sample_index import blend_order, sample_order
 
 SPARSE, LENGTH, SAMPLE = 100 * 10**9, 50_000, 4096
 

@@ -28,14 +28,14 @@ from train_step import versions, write_report
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_megatron import MegatronConfig, prepare_optimizer
-from hf_megatron.debug.non_finite import NonFiniteWatch
-from hf_megatron.debug.replicas import ReplicaCheck
-from hf_megatron.debug.run_page import write_page
-from hf_megatron.debug.run_record import read_run
-from hf_megatron.debug.stragglers import StragglerWatch
-from hf_megatron.debug.throughput import Throughput
-from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.diagnostics.nonfinite import NonFiniteWatch
+from hf_megatron.diagnostics.replica_check import ReplicaCheck
+from hf_megatron.diagnostics.run_record import read_run
+from hf_megatron.diagnostics.run_report import write_page
+from hf_megatron.diagnostics.stragglers import StragglerWatch
+from hf_megatron.diagnostics.throughput import Throughput
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.testing.fork_harness import run_ranks
 
 MODEL = {
     "hidden_size": 768,

@@ -11,10 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hf_megatron.config import MegatronConfig
-from hf_megatron.debug.rank_files import rank_file, write_rank_file
-from hf_megatron.debug.rank_trace import Communication, RankTrace
-from hf_megatron.debug.run_record import RunFacts, add_straggler, memory_folder, trace_folder
-from hf_megatron.debug.step_memory import MEMORY, MeasuredMemory
+from hf_megatron.diagnostics.rank_files import rank_file, write_rank_file
+from hf_megatron.diagnostics.rank_trace import Communication, RankTrace
+from hf_megatron.diagnostics.run_record import RunFacts, add_straggler, memory_folder, trace_folder
+from hf_megatron.diagnostics.step_memory import MEMORY, MeasuredMemory
 
 LAYERS, EXPERT_LAYERS, MICROBATCHES = 48, 48, 16
 HELD = {"weights": 4e9, "gradients": 8e9, "main weights": 4e9, "moments": 8e9, "activations of layers": 3e10}

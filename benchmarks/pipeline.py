@@ -265,7 +265,7 @@ def add_bubbles(runs):
 
     Behind all measurements: what this process imports, the workers would inherit.
     """
-    from hf_megatron.pipeline_parallel.simulation import bubble
+    from hf_megatron.pipeline_parallel.schedule_simulator import bubble
 
     for run in runs:
         for schedule, entry in run["schedules"].items():

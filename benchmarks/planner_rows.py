@@ -9,10 +9,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hf_megatron.pipeline_parallel.simulation import StageCosts, simulated_seconds
+from hf_megatron.pipeline_parallel.schedule_simulator import StageCosts, simulated_seconds
 from hf_megatron.planner.devices import Device
-from hf_megatron.planner.unit_time import Efficiency, Times, communication_seconds, exposed_reduction, seconds
-from hf_megatron.planner.work import Work
+from hf_megatron.planner.time_model import Efficiency, Times, communication_seconds, exposed_reduction, seconds
+from hf_megatron.planner.unit_work import Work
 
 ROWS = Path(__file__).with_name("planner_rows.json")
 # What a stock Llama layer moves forward, in units of [tokens, hidden] in bf16: two norms in fp32 (36), rotations of

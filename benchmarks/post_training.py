@@ -28,11 +28,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Train
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from workers import forget_peak_memory, give_back_memory, peak_memory_mib
 
-from hf_megatron import log_probs, token_divergences
-from hf_megatron.call_targets import next_tokens
-from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.log_probs import hooked_call, scores_of_call
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron import token_divergences
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.losses.targets import next_tokens
+from hf_megatron.tensor_parallel import token_log_probs
+from hf_megatron.tensor_parallel.token_log_probs import hooked_call, scores_of_call
+from hf_megatron.testing.fork_harness import run_ranks
 
 TOKENIZER = Path(__file__).parents[1] / "tests" / "data" / "stories260K_hf"
 MODEL = {
@@ -90,7 +91,7 @@ def hand_out_logits():
         found["mean_logits"], found["is_top1"] = whole.mean(-1).detach(), whole.argmax(-1) == targets
         return tuple(found[name] * mask for name in wanted)
 
-    log_probs.token_scores = numbers
+    token_log_probs.token_scores = numbers
 
 
 def words(count):

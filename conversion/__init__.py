@@ -6,8 +6,8 @@ Megatron, a GPU, or memory for more than a few tensors.
 """
 
 from .compare import Comparison
-from .comparing import compare
 from .convert import Report, convert, plan_conversion
-from .tensors import TargetOptions
+from .interfaces import TargetOptions
+from .open_pair import compare
 
 __all__ = ["Comparison", "TargetOptions", "Report", "compare", "convert", "plan_conversion"]

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.config_file import CONFIG, settings
 from ..checkpoint.meta_model import meta_model, meta_model_of
+from ..checkpoint.untrusted_config import CONFIG, settings
+from ..compat.upstream import untied_state_dict
+from ..core.io.safetensors import MOST_TENSORS, TensorMeta
+from ..core.text import shown
 from ..errors import CheckpointError
-from ..files.safetensors import MOST_TENSORS, TensorMeta
-from ..shown import shown
-from ..upstream import untied_state_dict
-from .tensors import WEIGHT, Key
+from .interfaces import WEIGHT, Key
 
 # What a store may have for a weight, or for one expert's part of it: an optimizer's tensors and settings, in halves;
 # and what it may have besides: random states, layers that are left out.

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..core.io.safetensors import TensorMeta
 from ..errors import MegatronError
-from ..files.safetensors import TensorMeta
 from ..model_cards import carry_card, facts_of_config, is_own_card, write_card
+from .auxiliary_files import only_dtype, widest_dtype
 from .format import Format
-from .small_files import only_dtype, widest_dtype
-from .tensors import WEIGHT, Key
+from .interfaces import WEIGHT, Key
 
 
 def write_conversion_card(

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.boxes import Box, check_boxes, overlaps
+from ..checkpoint.tensor_chunks import Box, check_boxes, overlaps
+from ..core.io.buffer_pool import FRESH, Memory
+from ..core.io.safetensors import TensorMeta
 from ..errors import CheckpointError
-from ..files.buffers import FRESH, Memory
-from ..files.safetensors import TensorMeta
 
 
 @dataclass(frozen=True)

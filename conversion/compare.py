@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from ..compat.upstream import without_output
+from ..core.text import first_line, shown
 from ..errors import CheckpointError
-from ..shown import first_line, shown
-from ..upstream import without_output
 from .architecture import Architecture, untie
+from .interfaces import MAIN_WEIGHT, WEIGHT, Key, Reader, same_bytes
 from .source import Source
-from .tensors import MAIN_WEIGHT, WEIGHT, Key, Reader, same_bytes
 
 _NOT_OF_THE_MODEL = frozenset(
     {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}

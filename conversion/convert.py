@@ -8,21 +8,21 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ..core.io.buffer_pool import Pool
+from ..core.io.safetensors import TensorMeta
 from ..errors import CheckpointError, ConfigError
-from ..files.buffers import Pool
-from ..files.safetensors import TensorMeta
 from .architecture import Architecture
+from .auxiliary_files import check_small_files, note_of_adapter, note_of_tokenizer
 from .card import write_conversion_card
 from .compare import Comparison
-from .comparing import Folder, compare_sources
 from .families import check_config, family_of, rules_of
 from .formats import Format, check_options, format_named
+from .interfaces import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, Reader, TargetOptions, largest
+from .megatron.name_view import megatron_plan
 from .megatron.rules import Rule
 from .megatron.sizes import check_sizes
-from .megatron.view import megatron_plan
-from .small_files import check_small_files, note_of_adapter, note_of_tokenizer
+from .open_pair import Folder, compare_sources
 from .source import Source, find_source
-from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, Reader, TargetOptions, largest
 from .write import note_of_left_out, notes_of, order_by_rules, planned_entries, write_checkpoint
 
 

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.gathered import stream_weights
-from ..communication.agreement import agreed, raise_together, rank_and_size
+from ..checkpoint.gather_full import stream_weights
+from ..core.communication.rank_errors import agreed, raise_together, rank_and_size
+from ..core.io.safetensors import TensorMeta
 from ..errors import CheckpointError, UnsupportedError
-from ..files.safetensors import TensorMeta
 from .architecture import Architecture
 from .card import write_conversion_card
 from .families import rules_of
 from .formats import check_options, format_named
-from .tensors import WEIGHT, Key, TargetOptions
+from .interfaces import WEIGHT, Key, TargetOptions
 from .write import notes_of, order_by_rules, write_checkpoint
 
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..files.safetensors import TensorMeta
+from ..core.io.safetensors import TensorMeta
 from .architecture import Architecture
-from .output import Output
-from .tensors import Key, OptimizerState, Reader, TargetOptions, Writer
+from .interfaces import Key, OptimizerState, Reader, TargetOptions, Writer
+from .output_folder import Output
 
 Create = Callable[
     [Output, Mapping[Key, TensorMeta], Architecture, TargetOptions, "int | None", "OptimizerState | None"], Writer

@@ -10,14 +10,14 @@ from ..errors import CheckpointError, ConfigError
 from .architecture import Architecture, OwnWeights
 from .dcp.format import FORMAT as DCP
 from .format import Format
-from .further_layers import count_further, with_further_layers
 from .hugging_face.format import FORMAT as HF
+from .interfaces import Reader, TargetOptions
 from .megatron.folder import TRACKER, iteration_folder
 from .megatron_core.format import FORMAT as MEGATRON_CORE
 from .megatron_legacy.format import FORMAT as MEGATRON_LEGACY
+from .mtp_layers import count_further, with_further_layers
 from .sharded.format import FORMAT as SHARDED
 from .shards.format import FORMAT as SHARDS
-from .tensors import Reader, TargetOptions
 
 # In the order in which a folder is compared with them.
 FORMATS: Mapping[str, Format] = MappingProxyType(

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..files.safetensors import TensorMeta
-from .tensors import WEIGHT, Key, Reader
+from ..core.io.safetensors import TensorMeta
+from .interfaces import WEIGHT, Key, Reader
 
 
 class LazyTensor:

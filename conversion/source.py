@@ -5,13 +5,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..core.io.checksums import FileDigest, hash_file
+from ..core.io.safe_paths import inside
+from ..core.io.untrusted_json import read_json_table
 from ..errors import CheckpointError
-from ..files.digest import FileDigest, hash_file
-from ..files.json_file import read_json_table
-from ..files.paths import inside
 from .architecture import Architecture
 from .formats import Format, format_named, open_reader, recognise
-from .tensors import Reader
+from .interfaces import Reader
 
 # What a conversion writes beside its files: where they come from, and their checksums.
 RECORD = "conversion.json"

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.manifest import library_versions
+from ..core.io.safetensors import TensorMeta
 from ..errors import CheckpointError
-from ..files.safetensors import TensorMeta
 from .architecture import Architecture
+from .auxiliary_files import copy_small_files, list_small
 from .families import family_of, rules_of
 from .format import Format
+from .interfaces import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, OptimizerState, Reader, TargetOptions, Writer, largest
+from .megatron.name_view import megatron_plan
 from .megatron.rules import Rule
-from .megatron.view import megatron_plan
-from .output import Output
-from .small_files import copy_small_files, list_small
+from .output_folder import Output
 from .source import RECORD
-from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, OptimizerState, Reader, TargetOptions, Writer, largest
 
 
 def notes_of(config: Any) -> list[str]:

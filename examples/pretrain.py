@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from hf_megatron import MegatronConfig
-from hf_megatron.data.build import build_pair
-from hf_megatron.data.megatron_arguments import datasets_from_megatron_args
-from hf_megatron.data.schedules import MegatronScheduler, schedule_from_megatron_args
+from hf_megatron.datasets.build import build_pair
+from hf_megatron.datasets.megatron_arguments import datasets_from_megatron_args
+from hf_megatron.datasets.schedules import MegatronScheduler, schedule_from_megatron_args
 
 
 @dataclass

@@ -5,13 +5,15 @@
 
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=MegatronConfig(tp_size=2))
 
-Importing the package declares its patches (see `hf_megatron.integrations.patches`); each is applied when its module is
-imported, and all pass through what was loaded without `megatron_config`.
+Importing the package declares its patches (see `hf_megatron.integrations.patch_table`). Each is applied when its module
+is imported, and does nothing for models loaded without `megatron_config`.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .compat.patch_registry import LEDGER
+from .compat.versions import __version__
 from .config import MegatronConfig
 from .errors import (
     CheckpointError,
@@ -23,53 +25,51 @@ from .errors import (
     UnsupportedError,
     UnverifiedLayoutError,
 )
-from .integrations.accelerate import (
+from .integrations.accelerate.accelerator import (
     MegatronPlugin,
     config_from_environment,
     give_back_launch,
     take_over_launch,
 )
-from .integrations.patches import HOOKS, PATCHES
-from .patch_ledger import LEDGER
-from .spec import ModelSpec
-from .version import __version__
+from .integrations.patch_table import HOOKS, PATCHES
+from .models.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from .absent_weights import own_parameters
-    from .data_parallel.optimizer import prepare_optimizer
-    from .divergence import token_divergences
-    from .expert_parallel.load import ExpertLoad, expert_load
-    from .hub.pull import pull
-    from .hub.push import push_checkpoint
-    from .integrations.termination import TerminationSignal
-    from .integrations.trainer_experts import ExpertLoadCallback
-    from .log_probs import TokenStatistics, token_log_probs, token_statistics
+    from .compat.shard_safe import works_on_parts
+    from .core.off_stage import own_parameters
+    from .data_parallel.distributed_optimizer import prepare_optimizer
+    from .expert_parallel.expert_load import ExpertLoad, expert_load
+    from .expert_parallel.router_replay import Routing, record_routing, replay_routing
+    from .integrations.hub.pull import pull
+    from .integrations.hub.push import push_checkpoint
+    from .integrations.trainer.callbacks.expert_load import ExpertLoadCallback
+    from .integrations.trainer.termination import TerminationSignal
+    from .models.registry import register_model
     from .parallelize import ParallelPlan, parallel_plan
-    from .parts import works_on_parts
-    from .registry import register_model
-    from .router_replay import Routing, record_routing, replay_routing
+    from .tensor_parallel.token_divergence import token_divergences
+    from .tensor_parallel.token_log_probs import TokenStatistics, token_log_probs, token_statistics
 
 # Names whose modules import torch: loaded when first asked for.
 _LAZY = {
-    "ExpertLoad": "expert_parallel.load",
-    "ExpertLoadCallback": "integrations.trainer_experts",
+    "ExpertLoad": "expert_parallel.expert_load",
+    "ExpertLoadCallback": "integrations.trainer.callbacks.expert_load",
     "ParallelPlan": "parallelize",
-    "Routing": "router_replay",
-    "expert_load": "expert_parallel.load",
-    "own_parameters": "absent_weights",
+    "Routing": "expert_parallel.router_replay",
+    "expert_load": "expert_parallel.expert_load",
+    "own_parameters": "core.off_stage",
     "parallel_plan": "parallelize",
-    "pull": "hub.pull",
-    "push_checkpoint": "hub.push",
-    "record_routing": "router_replay",
-    "replay_routing": "router_replay",
-    "TerminationSignal": "integrations.termination",
-    "prepare_optimizer": "data_parallel.optimizer",
-    "register_model": "registry",
-    "token_divergences": "divergence",
-    "TokenStatistics": "log_probs",
-    "token_log_probs": "log_probs",
-    "token_statistics": "log_probs",
-    "works_on_parts": "parts",
+    "pull": "integrations.hub.pull",
+    "push_checkpoint": "integrations.hub.push",
+    "record_routing": "expert_parallel.router_replay",
+    "replay_routing": "expert_parallel.router_replay",
+    "TerminationSignal": "integrations.trainer.termination",
+    "prepare_optimizer": "data_parallel.distributed_optimizer",
+    "register_model": "models.registry",
+    "token_divergences": "tensor_parallel.token_divergence",
+    "TokenStatistics": "tensor_parallel.token_log_probs",
+    "token_log_probs": "tensor_parallel.token_log_probs",
+    "token_statistics": "tensor_parallel.token_log_probs",
+    "works_on_parts": "compat.shard_safe",
 }
 
 

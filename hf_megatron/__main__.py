@@ -1,5 +1,5 @@
-"""`python -m hf_megatron [--config FILE] SCRIPT [ARGUMENTS ...]`: see `hf_megatron.integrations.launched`."""
+"""`python -m hf_megatron [--config FILE] SCRIPT [ARGUMENTS ...]`; see `integrations/accelerate/launched_script.py`."""
 
-from .integrations.launched import launch
+from .integrations.accelerate.launched_script import launch
 
 launch()

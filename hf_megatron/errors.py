@@ -1,6 +1,6 @@
 """Every exception the library raises on purpose; all derive from `MegatronError`."""
 
-from .shown import clean
+from .core.text import clean
 
 # A list of names that came from a file may be as long as the file.
 _LONGEST = 16_000

@@ -8,16 +8,16 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from .axes import Axes
+from .compat.instance_patches import ModelPatches
+from .compat.patch_registry import LEDGER, Shared
 from .config import MegatronConfig
+from .core.axes import Axes
+from .core.mesh import ParallelMesh
+from .core.placement import ADAPTER, Claim, Placement
 from .errors import ConfigError
-from .instance_patches import ModelPatches
-from .layer_list import LayerRow
-from .loss import BatchLoss
-from .mesh import ParallelMesh
-from .patch_ledger import LEDGER, Shared
-from .placement import ADAPTER, Claim, Placement
-from .spec import ModelSpec
+from .losses.batch_loss import BatchLoss
+from .models.layers import LayerRow
+from .models.spec import ModelSpec
 
 _STATE = "_hf_megatron"
 _AROUND = "_hf_megatron_around"

@@ -13,28 +13,28 @@ from typing import Any, Protocol
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from .absent_weights import own_parameters
-from .axes import Axes
-from .batch_labels import LossHooks
-from .batch_norms import BatchNormGuard
+from .compat.upstream import adds_router_loss, function_between_layers
 from .config import MegatronConfig
 from .context_parallel import axis as context_parallel
+from .context_parallel.packed_sequences import RowsOfCalls
+from .core.axes import Axes
+from .core.memory.training_kv_cache import leave_out_in_training, refuse_cache
+from .core.mesh import ParallelMesh
+from .core.off_stage import own_parameters
+from .core.placement import Claim, GradientRule, Placement, copies_of_model
 from .data_parallel import axis as data_parallel
+from .data_parallel.batch_norm import BatchNormGuard
+from .data_parallel.dynamic_rope import LargestPosition
 from .errors import ConfigError, UnsupportedError
 from .expert_parallel import axis as expert_parallel
-from .known_rows import RowsOfCalls
-from .largest_position import LargestPosition
-from .memory.training_cache import leave_out_in_training, refuse_cache
-from .mesh import ParallelMesh
+from .losses.inline_losses import LossHooks
+from .losses.token_loss import install_loss
+from .models.batch_coupling import why_rows_mix
+from .models.registry import own_spec, spec_for
+from .models.spec import ModelSpec
 from .parallel_state import ParallelState, StageCut, attach_state, parallel_state
 from .pipeline_parallel import axis as pipeline_parallel
-from .placement import Claim, GradientRule, Placement, copies_of_model
-from .registry import own_spec, spec_for
-from .registry.row_mixing import why_rows_mix
-from .spec import ModelSpec
 from .tensor_parallel import axis as tensor_parallel
-from .token_loss import install_loss
-from .upstream import adds_router_loss, function_between_layers
 
 
 class ParallelAxis(Protocol):

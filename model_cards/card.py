@@ -14,13 +14,13 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
 from huggingface_hub.repocard_data import model_index_to_eval_results
 from jinja2 import Template
 
+from ..core.io.safe_paths import replace_file
 from ..errors import ConfigError
-from ..files.paths import replace_file
+from .existing_card import CARD, PICTURE, stored_card, stored_file
 from .facts import CardFacts
 from .licenses import LICENSES
-from .picture import can_draw, draw_losses
+from .loss_plot import can_draw, draw_losses
 from .sections import template_variables
-from .stored import CARD, PICTURE, stored_card, stored_file
 
 MARKER = "<!-- Written by hf_megatron, and written anew by every save; delete this line to keep your own text. -->"
 _TEMPLATE = Path(__file__).with_name("template.md")

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.reader import Checkpoint
+from ..compat.upstream import installed_version
+from ..compat.versions import __version__
 from ..config import MegatronConfig
+from ..models.verified import layout_kinds, records
 from ..parallel_state import ParallelState, parallel_state
-from ..registry.recorded import layout_kinds, records
-from ..upstream import installed_version
-from ..version import __version__
-from .origin import base_of, hub_id
+from .provenance import base_of, hub_id
 
 LIBRARY_TAG = "hf_megatron"
 _VERSIONS = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "huggingface_hub")

@@ -111,7 +111,7 @@ def stories() -> Path:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     """A Llama of two layers with drawn weights: hidden 32, 4 heads, 2 KV heads, vocabulary 64, tied."""
-    from .integration.habits import save_tiny
+    from tests.integration.habits import save_tiny
 
     folder = tmp_path_factory.mktemp("tiny")
     save_tiny(folder)
@@ -121,7 +121,7 @@ def tiny(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_uneven(tmp_path_factory) -> Path:
     """The same untied with a vocabulary of 67, of which ranks hold unequal parts."""
-    from .integration.habits import save_tiny
+    from tests.integration.habits import save_tiny
 
     folder = tmp_path_factory.mktemp("tiny_uneven")
     save_tiny(folder, vocab_size=67, tie_word_embeddings=False)

@@ -21,13 +21,13 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from hf_megatron import MegatronConfig
-from hf_megatron.axes import Axes
+from hf_megatron.core.axes import Axes
 from hf_megatron.errors import MegatronError
+from hf_megatron.models.fingerprint import describe_model
+from hf_megatron.models.verified import differences
 from hf_megatron.parallelize import plan
-from hf_megatron.registry.features import describe_model
-from hf_megatron.registry.recorded import differences
-from hf_megatron.verify.parity import build, check_twin, make_twin
-from hf_megatron.verify.twin import tiny_config
+from hf_megatron.testing.parity import build, check_twin, make_twin
+from hf_megatron.testing.tiny_model import tiny_config
 
 TYPES = ("llama", "qwen2", "qwen3_moe", "gemma2", "mistral", "gpt2", "gpt_neox", "falcon", "opt", "stablelm")
 FILE = Path(__file__).parent / "data" / "flipped_fields.json"

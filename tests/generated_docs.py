@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hf_megatron.instance_patches import INSTANCE_PATCHES
-from hf_megatron.integrations.patches import PATCHES
+from hf_megatron.compat.instance_patches import INSTANCE_PATCHES
+from hf_megatron.integrations.patch_table import PATCHES
 from tests.habits import table
 from tests.matrix import table as versions
 from tests.structure import ROOT, files
@@ -21,19 +21,19 @@ LONGEST = 300
 # Why a file is longer than most.
 LONG_FILES = {
     "hf_megatron/config.py": "every field with what it means, and what is wrong with its values",
-    "hf_megatron/upstream.py": "all private and versioned symbols that are called lie in one file, in sections",
-    "hf_megatron/integrations/patches.py": "one table: what is replaced, by what, why, and until when",
-    "hf_megatron/integrations/transformers.py": "what transformers' loading and saving do anew, one function each",
-    "hf_megatron/verify/check.py": "one walk over models, variants and layouts, and what it says of each",
-    "hf_megatron/integrations/split_operators.py": "one table of operators and what stands in front of each",
-    "hf_megatron/verify/known_types.py": "tables of what single types lack by default, or leave unread",
-    "hf_megatron/verify/twin.py": "one table of numeric features and how a config switches each on",
+    "hf_megatron/compat/upstream.py": "all private and versioned symbols that are called lie in one file, in sections",
+    "hf_megatron/integrations/patch_table.py": "one table: what is replaced, by what, why, and until when",
+    "hf_megatron/integrations/transformers/loading.py": "what transformers' loading and saving do anew, one function each",
+    "hf_megatron/testing/check.py": "one walk over models, variants and layouts, and what it says of each",
+    "hf_megatron/integrations/torch/dtensor_ops.py": "one table of operators and what stands in front of each",
+    "hf_megatron/testing/model_overrides.py": "tables of what single types lack by default, or leave unread",
+    "hf_megatron/testing/tiny_model.py": "one table of numeric features and how a config switches each on",
     "hf_megatron/tensor_parallel/styles.py": "one table of styles, with a class for each kind",
-    "hf_megatron/communication/watch.py": "one protocol: what a rank tells the others when it fails or goes silent",
-    "hf_megatron/integrations/accelerate.py": "the only file that reads the environment, and Accelerator's setup",
+    "hf_megatron/core/communication/watchdog.py": "one protocol: what a rank tells the others when it fails or goes silent",
+    "hf_megatron/integrations/accelerate/accelerator.py": "the only file that reads the environment, and Accelerator's setup",
     "hf_megatron/checkpoint/training_state.py": "writing and reading of weights and optimizers mirror each other",
     "hf_megatron/data_parallel/engine.py": "what a model's parameters have in common: marks, hooks, verdicts",
-    "hf_megatron/data_parallel/optimizer.py": "one optimizer's life between two steps",
+    "hf_megatron/data_parallel/distributed_optimizer.py": "one optimizer's life between two steps",
     "hf_megatron/checkpoint/transaction.py": "one save from the first byte to the pointer",
 }
 

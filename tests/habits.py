@@ -19,9 +19,9 @@ ALLOWED = ("equal", "refused", "raises alike")
 
 def run(layout: str, names: list[str] | None = None, timeout: float = 60.0) -> dict[str, dict]:
     """Runs habits on a layout: their verdicts and what these rest on."""
-    from hf_megatron.verify.fuzz.cases import simple_case
-    from hf_megatron.verify.fuzz.habits import HABITS
-    from hf_megatron.verify.fuzz.running import run_cases
+    from tests.fuzz.cases import simple_case
+    from tests.fuzz.patterns import HABITS
+    from tests.fuzz.runner import run_cases
 
     wanted = list(HABITS) if names is None else names
     models = {name: "mixtral" if "experts" in HABITS[name].needs else "llama" for name in wanted}
@@ -35,7 +35,7 @@ def recorded() -> dict[str, dict[str, list[str]]]:
 
 
 def record(layouts: tuple[str, ...] = LAYOUTS) -> None:
-    from hf_megatron.verify.fuzz.habits import HABITS
+    from tests.fuzz.patterns import HABITS
 
     for layout in layouts:
         known = recorded()
@@ -53,7 +53,7 @@ def record(layouts: tuple[str, ...] = LAYOUTS) -> None:
 
 def table() -> str:
     """The habits and their verdicts in Markdown, then why some are refused."""
-    from hf_megatron.verify.fuzz.habits import HABITS
+    from tests.fuzz.patterns import HABITS
 
     rows = recorded()
     headings = [HEADINGS.get(layout, layout) for layout in LAYOUTS]

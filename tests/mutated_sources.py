@@ -20,13 +20,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from hf_megatron.checkpoint.boxes import Box
 from hf_megatron.checkpoint.manifest import MANIFEST, Manifest, PieceEntry, TensorEntry
+from hf_megatron.checkpoint.tensor_chunks import Box
 from hf_megatron.conversion import convert
 from hf_megatron.conversion.dcp.store_writer import StoreWriter
-from hf_megatron.conversion.output import Output
-from hf_megatron.conversion.tensors import TargetOptions
-from hf_megatron.files.digest import hash_file
+from hf_megatron.conversion.interfaces import TargetOptions
+from hf_megatron.conversion.output_folder import Output
+from hf_megatron.core.io.checksums import hash_file
 from tests.megatron_before_core import gpt2_parts, write_checkpoint
 
 Tensors = Mapping[str, Tensor]

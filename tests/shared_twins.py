@@ -11,12 +11,12 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_megatron.verify import parity
-from hf_megatron.verify.parity import Twin
+from hf_megatron.testing import parity
+from hf_megatron.testing.parity import Twin
 
 
 def make_twin(config: PreTrainedConfig, **arguments: Any) -> Twin:
-    """`hf_megatron.verify.parity.make_twin`, or what it returned for these arguments; others read the same files."""
+    """`hf_megatron.testing.parity.make_twin`, or what it returned for these arguments; others read the same files."""
     key = json.dumps([type(config).__name__, config.to_dict(), arguments], sort_keys=True)
     file = Path(os.environ["SHARED_TWINS"], hashlib.sha256(key.encode()).hexdigest())
     with open(file.with_suffix(".lock"), "w") as lock:

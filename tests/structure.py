@@ -23,47 +23,21 @@ MAPPED = {"conversion", "model_cards"}
 # The highest floor first. Rooms on one line do not import each other, or only from left to right.
 ORDER = (
     ("cli", "__main__"),
-    ("__init__",),
     ("planner",),
-    ("verify",),
+    ("testing",),
+    ("__init__",),
     ("integrations",),
-    ("conversion",),
-    ("model_cards",),
-    ("hub",),
-    ("checkpoint",),
+    ("conversion", "model_cards"),
+    ("checkpoint", "diagnostics", "datasets"),
     ("parallelize",),
-    ("router_replay",),
-    ("debug",),
-    ("registry",),
-    ("peft",),
-    ("divergence",),
-    ("log_probs",),
-    ("pipeline_parallel",),
-    ("context_parallel",),
-    ("expert_parallel",),
-    ("tensor_parallel",),
-    ("data_parallel",),
-    ("quantized",),
-    ("largest_position", "known_rows", "batch_norms"),
+    ("pipeline_parallel", "context_parallel", "expert_parallel", "tensor_parallel", "data_parallel"),
     ("parallel_state",),
-    ("token_loss", "batch_labels", "auxiliary_loss", "loss"),
-    ("memory", "profile"),
-    ("mixed_class",),
-    ("communication",),
-    ("mesh",),
-    ("placement", "absent_weights", "absent_operators"),
-    ("axes",),
-    ("instance_patches", "patch_ledger"),
-    ("layer_list", "expert_modules"),
-    ("call_targets",),
-    ("rows_of_media",),
-    ("sounds", "videos"),
-    ("media",),
-    ("spec", "patterns", "config", "parts", "auto_class"),
-    ("data",),
-    ("files",),
-    ("upstream",),
-    ("absent_value", "errors", "inference_mode", "version", "shown"),
+    ("losses",),
+    ("models",),
+    ("core",),
+    ("config",),
+    ("compat",),
+    ("errors",),
 )
 
 
@@ -222,7 +196,7 @@ def _hops_on_rank(directory: str) -> dict[str, list[str]]:
 
 def hops() -> dict[str, list[str]]:
     """What is done -> this library's frames on the stack when it is."""
-    from hf_megatron.verify.ranks import run_ranks
+    from hf_megatron.testing.fork_harness import run_ranks
 
     with tempfile.TemporaryDirectory() as directory:
         return run_ranks(_hops_on_rank, 2, directory)[0]

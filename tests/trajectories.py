@@ -15,13 +15,12 @@ import trl
 from peft import LoraConfig
 from trl.experimental import cpo, gkd, orpo
 
-from hf_megatron.verify.ranks import run_ranks
-
-from .integration import test_trl
-from .integration.dp_training import ranks_of
-from .integration.test_trl import adapter, completions, laid_out_reference, layout, preferences, train
-from .integration.test_trl_losses import conversations, tokenizer, unpaired
-from .integration.test_trl_online import RECORDED, REWARDS, prompts, save_experts
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration import test_trl
+from tests.integration.dp_training import ranks_of
+from tests.integration.test_trl import adapter, completions, laid_out_reference, layout, preferences, train
+from tests.integration.test_trl_losses import conversations, tokenizer, unpaired
+from tests.integration.test_trl_online import RECORDED, REWARDS, prompts, save_experts
 
 RECORD = Path(__file__).parent / "trajectories.json"
 STORIES = Path(__file__).parent / "data" / "stories260K_hf"

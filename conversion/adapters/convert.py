@@ -12,16 +12,16 @@ import yaml
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from ...core.io.buffer_pool import FRESH
 from ...errors import CheckpointError, ConfigError, UnsupportedError
-from ...files.buffers import FRESH
 from ..architecture import Architecture
 from ..dcp.store_reader import StoreReader
 from ..dcp.store_writer import StoreWriter
 from ..families import rules_of
+from ..interfaces import TargetOptions
 from ..megatron.folder import TRACKER, folder_name, iteration_folder, tracker_text
 from ..megatron_core.reader import COMMON, COMMON_OBJECT, CONFIG
-from ..output import Output
-from ..tensors import TargetOptions
+from ..output_folder import Output
 from ..torch_files.writer import write_object
 from .factors import PARTS, LowRank, Target, bridge_targets, to_bridge, to_peft
 

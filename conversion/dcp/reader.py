@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
+from ...core.io.safetensors import MOST_TENSORS, TensorMeta
 from ...errors import CheckpointError
-from ...files.safetensors import MOST_TENSORS, TensorMeta
 from ..chunks import ChunkedTensors
+from ..interfaces import MOMENTS, WEIGHT, Key, OptimizerState, Reader, same_bytes
 from ..shards.reader import ShardFolder, is_shard_folder
-from ..tensors import MOMENTS, WEIGHT, Key, OptimizerState, Reader, same_bytes
-from ..torch_files.saved import StoredTensor
+from ..torch_files.torch_save import StoredTensor
 from .store_reader import METADATA, StoreReader
 
 # Before the names there may be those of the tables around them; Adam's state, and that of others, which is refused.

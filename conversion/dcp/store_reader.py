@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checkpoint.boxes import Box
+from ...checkpoint.tensor_chunks import Box
+from ...core.io.random_access_file import DataFile
+from ...core.io.safe_paths import inside
+from ...core.io.safetensors import MOST_TENSORS
+from ...core.text import first_line
 from ...errors import CheckpointError
-from ...files.data_file import DataFile
-from ...files.paths import inside
-from ...files.safetensors import MOST_TENSORS
-from ...shown import first_line
 from ..chunks import Chunk, ChunkedTensors
 from ..torch_files.blob import Blob
 from ..torch_files.safe_pickle import Named, Names, Record, enumeration_names, record_names, unpickle
-from ..torch_files.saved import DTYPES
+from ..torch_files.torch_save import DTYPES
 
 METADATA = ".metadata"
 LARGEST_METADATA = 1 << 30

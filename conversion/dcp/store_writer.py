@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ...checkpoint.boxes import Box
+from ...checkpoint.tensor_chunks import Box
+from ...compat.upstream import dcp_version, storage_info
+from ...core.io.checksums import NewFile
 from ...errors import CheckpointError
-from ...files.digest import NewFile
-from ...upstream import dcp_version, storage_info
 from ..chunks import check_cover
-from ..output import Output
+from ..output_folder import Output
 from ..torch_files.writer import write_object, write_tensor
 from .store_reader import METADATA
 

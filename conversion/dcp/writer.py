@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.io.safetensors import TensorMeta
 from ...errors import CheckpointError
-from ...files.safetensors import TensorMeta
-from ..output import Output
-from ..tensors import ADAMW, EXP_AVG, EXP_AVG_SQ, WEIGHT, Key, OptimizerState, Writer
+from ..interfaces import ADAMW, EXP_AVG, EXP_AVG_SQ, WEIGHT, Key, OptimizerState, Writer
+from ..output_folder import Output
 from .store_writer import StoreWriter
 
 

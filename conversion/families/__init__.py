@@ -8,11 +8,11 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from ...checkpoint.config_file import reason
+from ...checkpoint.untrusted_config import reason
 from ...errors import CheckpointError, UnsupportedError
 from ..architecture import Architecture
+from ..interfaces import TargetOptions
 from ..megatron.rules import Rule
-from ..tensors import TargetOptions
 from .family import Family
 from .multimodal import MultimodalFamily
 from .refused import REFUSED

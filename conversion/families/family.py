@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..interfaces import MegatronModel
 from ..megatron.rules import Chain, Copied, GroupedQKV, Joined, Operation, PaddedVocabulary, Rule, Same
-from ..tensors import MegatronModel
 from .positions import rotary_arguments, unstored_positions, window_arguments
 
 Arguments = dict[str, Any]

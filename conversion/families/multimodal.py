@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..interfaces import MegatronModel
 from ..megatron.names import LANGUAGE
 from ..megatron.rules import Chain, Divided, GroupedQKV, Rule
-from ..tensors import MegatronModel
 from .family import Arguments, Family, fused_norm, renamed
 
 BRIDGE_ONLY = "megatron-core 0.16.1 has no such model; names and shapes are Megatron-Bridge's"

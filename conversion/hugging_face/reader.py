@@ -10,14 +10,14 @@ from pathlib import Path
 from torch import Tensor
 
 from ...checkpoint.strict_loading import check_weight_index
+from ...compat.upstream import LoadingGroup, convert_loaded, loading_groups
+from ...core.io.safe_paths import inside, is_file
+from ...core.io.safetensors import SafetensorsFile, TensorMeta
+from ...core.io.untrusted_json import read_weight_map
 from ...errors import CheckpointError
-from ...files.json_file import read_weight_map
-from ...files.paths import inside, is_file
-from ...files.safetensors import SafetensorsFile, TensorMeta
-from ...upstream import LoadingGroup, convert_loaded, loading_groups
 from ..architecture import Architecture, OwnWeights
-from ..further_layers import of_further_layers, repeated_names
-from ..tensors import WEIGHT, Key, Reader, same_bytes
+from ..interfaces import WEIGHT, Key, Reader, same_bytes
+from ..mtp_layers import of_further_layers, repeated_names
 from ..torch_files.weight_file import PickledFile
 
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)")

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
+from ...compat.upstream import conversion_groups, revert_conversion
+from ...core.io.safetensors import SafetensorsWriter, TensorMeta
 from ...errors import CheckpointError
-from ...files.safetensors import SafetensorsWriter, TensorMeta
-from ...upstream import conversion_groups, revert_conversion
 from ..architecture import Architecture
-from ..output import Output
-from ..tensors import Key, TargetOptions, Writer
+from ..interfaces import Key, TargetOptions, Writer
+from ..output_folder import Output
 
 INDEX = "model.safetensors.index.json"
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from ...core.text import shown
 from ...errors import CheckpointError
-from ...shown import shown
 from ..torch_files.safe_pickle import Record
 
 # Every argument that changes what a model computes and no shape of its weights, with the value at which it changes

@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
+from ...core.io.safe_paths import is_file
 from ...errors import CheckpointError
-from ...files.paths import is_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"

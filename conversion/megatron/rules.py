@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...core.io.buffer_pool import FRESH, Memory
 from ...errors import CheckpointError
-from ...files.buffers import FRESH, Memory
-from ..tensors import same_bytes
+from ..interfaces import same_bytes
 
 
 class Operation(ABC):

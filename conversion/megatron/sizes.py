@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from types import MappingProxyType
 
 from ...errors import CheckpointError
-from ..tensors import Key, MegatronModel, TargetOptions
+from ..interfaces import Key, MegatronModel, TargetOptions
 from .names import EXPERTS, of_mtp, of_tower
 
 # What is split over tensor parallel ranks in any case; how experts are is told when they are loaded.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ..tensors import MegatronModel
+from ..interfaces import MegatronModel
 from .names import LANGUAGE
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from ..interfaces import ADAMW, OptimizerState
 from ..megatron.arguments import stored_arguments
 from ..megatron.folder import RELEASE
-from ..tensors import ADAMW, OptimizerState
 
 # What torch's, Apex's and TransformerEngine's Adam keep of a group, and by what Megatron recognises one
 # (optimizer/optimizer.py, `param_group_identifier_keys`).

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ...files.safetensors import TensorMeta
+from ...core.io.safetensors import TensorMeta
 from ..dcp.store_reader import METADATA
+from ..interfaces import Key, MegatronModel, OptimizerState, TargetOptions
+from ..megatron.name_view import megatron_format
 from ..megatron.sizes import check_sizes
-from ..megatron.view import megatron_format
-from ..output import Output
-from ..tensors import Key, MegatronModel, OptimizerState, TargetOptions
+from ..output_folder import Output
 from .reader import CONFIG, MegatronCoreReader
 from .writer import MegatronCoreWriter
 

@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
+from ...core.io.random_access_file import DataFile
+from ...core.io.safe_paths import is_file
+from ...core.io.safetensors import MOST_TENSORS, TensorMeta
+from ...core.text import first_line, shown
 from ...errors import CheckpointError
-from ...files.data_file import DataFile
-from ...files.paths import is_file
-from ...files.safetensors import MOST_TENSORS, TensorMeta
-from ...shown import first_line, shown
 from ..dcp.store_reader import METADATA, StoreReader
+from ..interfaces import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, MegatronReader
 from ..megatron.folder import iteration_folder
-from ..tensors import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, MegatronReader
 from ..torch_files.reader import read_saved
 from .common_state import arguments_of, iteration_of, optimizer_of, optimizers_of
 

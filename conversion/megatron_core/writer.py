@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
+from ...core.io.safetensors import TensorMeta
 from ...errors import CheckpointError
-from ...files.safetensors import TensorMeta
 from ..dcp.store_writer import StoreWriter
+from ..interfaces import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, MegatronModel, OptimizerState, Writer
 from ..megatron.folder import TRACKER, folder_name, tracker_text
 from ..megatron.names import EMBEDDING, STACK, has_state, of_tower
-from ..output import Output
-from ..tensors import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, MegatronModel, OptimizerState, Writer
+from ..output_folder import Output
 from ..torch_files.writer import write_object
 from .common_state import is_plain_value, optimizer_state, rate_schedule
 from .reader import COMMON, COMMON_OBJECT, CONFIG

@@ -3,7 +3,7 @@
 import re
 
 from ..families import family_of
-from ..megatron.view import megatron_format
+from ..megatron.name_view import megatron_format
 from .reader import MegatronLegacyReader
 from .writer import MegatronLegacyWriter
 

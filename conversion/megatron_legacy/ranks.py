@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...core.io.random_access_file import DataFile
+from ...core.io.safetensors import check_count
 from ...errors import CheckpointError
-from ...files.data_file import DataFile
-from ...files.safetensors import check_count
 from ..megatron.arguments import stored_arguments
 from ..megatron.folder import iteration_folder
 from ..megatron.names import LANGUAGE
 from ..torch_files.reader import open_saved
-from ..torch_files.saved import Saved, StoredTensor
-from .before_core import check_version, core_arguments, core_names, flattened, is_older
+from ..torch_files.torch_save import Saved, StoredTensor
+from .pre_core import check_version, core_arguments, core_names, flattened, is_older
 
 FILE = "model_optim_rng.pt"
 _KINDS = ("tensor", "pipeline", "expert")

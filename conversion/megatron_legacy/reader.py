@@ -6,13 +6,13 @@ from pathlib import Path
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ..interfaces import WEIGHT, Key, MegatronModel, MegatronReader
 from ..megatron.folder import RELEASE
 from ..megatron.names import EMBEDDING, LAYER, OUTPUT, canonical, expert_of, of_mtp, of_tower
 from ..megatron.splits import blocks_of, tensor_parallel_split
-from ..tensors import WEIGHT, Key, MegatronModel, MegatronReader
-from ..torch_files.saved import StoredTensor
-from .before_core import grouped_by_head, tower_in_order
-from .merging import MergedTensor, RankPart
+from ..torch_files.torch_save import StoredTensor
+from .pre_core import grouped_by_head, tower_in_order
+from .rank_merge import MergedTensor, RankPart
 from .ranks import Rank, RankFile, Ranks
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.io.safetensors import TensorMeta
 from ...errors import CheckpointError
-from ...files.safetensors import TensorMeta
+from ..interfaces import WEIGHT, Key, MegatronModel, TargetOptions, Writer
 from ..megatron.folder import TRACKER, folder_name, tracker_text
 from ..megatron.names import (
     EMBEDDING,
@@ -26,8 +27,7 @@ from ..megatron.names import (
 )
 from ..megatron.sizes import check_sizes
 from ..megatron.splits import RankSplit, blocks_of, rank_views, tensor_parallel_split
-from ..output import Output
-from ..tensors import WEIGHT, Key, MegatronModel, TargetOptions, Writer
+from ..output_folder import Output
 from ..torch_files.archive_writer import ArchiveWriter, StorageSlot
 from .ranks import FILE, Rank, all_ranks, rank_folder
 

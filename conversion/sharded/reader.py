@@ -5,15 +5,15 @@ from typing import Any
 
 from torch import Tensor
 
-from ...checkpoint.boxes import Box
+from ...checkpoint.packed_state import unpack
 from ...checkpoint.reader import Checkpoint
-from ...checkpoint.state_file import unpack
+from ...checkpoint.tensor_chunks import Box
+from ...core.io.safe_paths import inside
+from ...core.io.safetensors import SafetensorsFile, TensorMeta
+from ...core.text import first_line
 from ...errors import CheckpointError
-from ...files.paths import inside
-from ...files.safetensors import SafetensorsFile, TensorMeta
-from ...shown import first_line
 from ..architecture import Architecture
-from ..tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, OptimizerState, Reader
+from ..interfaces import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, OptimizerState, Reader
 
 _KINDS = (MAIN_WEIGHT, *MOMENTS)
 

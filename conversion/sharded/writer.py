@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ...checkpoint.manifest import MANIFEST, Manifest, PieceEntry, TensorEntry
-from ...checkpoint.state_file import pack
-from ...files.safetensors import SafetensorsWriter, TensorMeta
+from ...checkpoint.packed_state import pack
+from ...core.io.safetensors import SafetensorsWriter, TensorMeta
 from ..architecture import Architecture
-from ..output import Output
-from ..tensors import WEIGHT, Key, OptimizerState, Writer
+from ..interfaces import WEIGHT, Key, OptimizerState, Writer
+from ..output_folder import Output
 from .reader import whole_box
 
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checkpoint.boxes import Box
+from ...checkpoint.tensor_chunks import Box
+from ...core.io.random_access_file import DataFile, read_strided, row_major
+from ...core.io.safe_paths import inside
+from ...core.io.safetensors import Location, read_header, read_metadata
+from ...core.text import first_line, shown
 from ...errors import CheckpointError
-from ...files.data_file import DataFile, read_strided, row_major
-from ...files.paths import inside
-from ...files.safetensors import Location, read_header, read_metadata
-from ...shown import first_line, shown
 from ..chunks import Chunk, ChunkedTensors
-from ..tensors import same_bytes
+from ..interfaces import same_bytes
 
 SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _SHARDING = "DCP_SHARDING_INFO"

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from ...core.io.safetensors import SafetensorsWriter, TensorMeta
 from ...errors import CheckpointError
-from ...files.safetensors import SafetensorsWriter, TensorMeta
-from ..output import Output
-from ..tensors import WEIGHT, Key, Writer
+from ..interfaces import WEIGHT, Key, Writer
+from ..output_folder import Output
 
 # The only file of a checkpoint that one process writes.
 ONLY_SHARD = "shard-00001-model-00001-of-00001.safetensors"

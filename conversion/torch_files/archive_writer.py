@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compat.upstream import rebuild_tensor
+from ...core.io.checksums import NewFile
+from ...core.io.safetensors import TensorMeta
 from ...errors import CheckpointError
-from ...files.digest import NewFile
-from ...files.safetensors import TensorMeta
-from ...upstream import rebuild_tensor
-from .saved import STORAGES
+from .torch_save import STORAGES
 
 # What torch's pickles call the storage of a dtype.
 _STORAGE_OF: Mapping[torch.dtype, type] = {

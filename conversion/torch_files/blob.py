@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...core.io.random_access_file import DataFile, Window
+from ...core.io.safetensors import MOST_TENSORS
+from ...core.text import shown
 from ...errors import CheckpointError
-from ...files.data_file import DataFile, Window
-from ...files.safetensors import MOST_TENSORS
-from ...shown import shown
 from .safe_pickle import unpickle
-from .saved import LARGEST_PICKLE, MEGATRON, OBJECTS, TENSORS, Saved, storage_of
+from .torch_save import LARGEST_PICKLE, MEGATRON, OBJECTS, TENSORS, Saved, storage_of
 
 # Bytes of a record's header without its name, and of what ends a zip file.
 _HEADER, _LAST_RECORD = 30, 22

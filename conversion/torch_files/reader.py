@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from ...files.data_file import DataFile
+from ...core.io.random_access_file import DataFile
 from .blob import Blob
-from .saved import Saved
-from .stream import Stream
+from .legacy_stream import Stream
+from .torch_save import Saved
 
 _ZIP = b"PK"
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ...core.io.buffer_pool import FRESH, Memory
+from ...core.io.random_access_file import DataFile
+from ...core.io.safetensors import Location, check_count
 from ...errors import CheckpointError
-from ...files.buffers import FRESH, Memory
-from ...files.data_file import DataFile
-from ...files.safetensors import Location, check_count
 from .reader import open_saved
-from .saved import StoredTensor
+from .torch_save import StoredTensor
 
 
 class PickledFile:

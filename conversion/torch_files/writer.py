@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...files.digest import NewFile
-from ...files.safetensors import TensorMeta
+from ...core.io.checksums import NewFile
+from ...core.io.safetensors import TensorMeta
 from .archive_writer import ArchiveWriter, StorageSlot
 
 

@@ -1,1 +1,1 @@
-"""Reading and writing weights: strict loading, layout-independent initialisation, merged Hugging Face files."""
+"""Sharded checkpoints: save, load, resharding, async save and merged export."""

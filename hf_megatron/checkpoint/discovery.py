@@ -5,8 +5,8 @@ import re
 import warnings
 from pathlib import Path
 
+from ..core.io.untrusted_json import read_small
 from ..errors import CheckpointError
-from ..files.json_file import read_small
 from .manifest import MANIFEST, Manifest
 
 LATEST = "latest"

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..axes import Axes
+from ..compat.upstream import dtensor_from_local
+from ..core.axes import Axes
+from ..core.placement import Claim, Placement
 from ..parallel_state import ParallelState
-from ..placement import Claim, Placement
-from ..upstream import dtensor_from_local
 
 
 def module_seed(seed: int, name: str) -> int:

@@ -15,13 +15,13 @@ import safetensors
 import torch
 import transformers
 
+from ..compat.versions import __version__
+from ..core.io.checksums import FileDigest
+from ..core.io.safe_paths import inside
+from ..core.io.safetensors import DTYPES
+from ..core.io.untrusted_json import read_small
 from ..errors import CheckpointError
-from ..files.digest import FileDigest
-from ..files.json_file import read_small
-from ..files.paths import inside
-from ..files.safetensors import DTYPES
-from ..version import __version__
-from .boxes import Box, check_boxes
+from .tensor_chunks import Box, check_boxes
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from ..compat.upstream import without_output
+from ..core.io.safe_paths import is_file
+from ..core.io.safetensors import MOST_TENSORS
+from ..core.text import shown
 from ..errors import CheckpointError
-from ..files.paths import is_file
-from ..files.safetensors import MOST_TENSORS
-from ..shown import shown
-from ..upstream import without_output
-from .config_file import CONFIG, read_config, reason
+from .untrusted_config import CONFIG, read_config, reason
 
 
 def meta_model(model_class: Any, config: Any) -> Any:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..communication.agreement import raise_together, rank_and_size
+from ..core.communication.rank_errors import raise_together, rank_and_size
+from ..core.io.checksums import hash_file
+from ..core.io.safe_paths import inside
+from ..core.io.safetensors import MappedSafetensors
+from ..core.io.untrusted_json import LARGEST_JSON, read_small
 from ..errors import CheckpointError
-from ..files.digest import hash_file
-from ..files.json_file import LARGEST_JSON, read_small
-from ..files.paths import inside
-from ..files.safetensors import MappedSafetensors
-from .boxes import Box, check_boxes, copy_overlap, overlaps, uncovered
 from .manifest import Manifest, PieceEntry, TensorEntry
+from .tensor_chunks import Box, check_boxes, copy_overlap, overlaps, uncovered
 
 # Names the files that `pull` left out on purpose, because no rank it pulled for needs them.
 PARTIAL = "partial.json"

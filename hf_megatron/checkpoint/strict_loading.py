@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ..core.io.untrusted_json import read_weight_map
 from ..errors import CheckpointError
-from ..files.json_file import read_weight_map
 
 
 def check_weight_index(path: str | os.PathLike[str]) -> None:

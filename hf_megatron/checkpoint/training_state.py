@@ -18,18 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..absent_weights import is_absent
-from ..communication.agreement import agreed
-from ..data_parallel.optimizer import Leaf, sharded
+from ..compat.upstream import local_tensor
+from ..core.communication.rank_errors import agreed
+from ..core.off_stage import is_absent
+from ..data_parallel.distributed_optimizer import Leaf, sharded
 from ..errors import CheckpointError
 from ..parallel_state import ParallelState, parallel_state
-from ..upstream import local_tensor
-from .boxes import Piece
-from .holdings import Holding, leaf_holding, model_pieces, named_tensors, parameter_holding
+from .local_shards import Holding, leaf_holding, model_pieces, named_tensors, parameter_holding
+from .packed_state import pack, unpack
 from .reader import Checkpoint
-from .stage_agreement import check_copies, in_order, join_stages, of_all_stages, resharded, tied_weights
-from .state_file import pack, unpack
+from .stage_consistency import check_copies, in_order, join_stages, of_all_stages, resharded, tied_weights
 from .strict_loading import empty_in_huge_pages
+from .tensor_chunks import Piece
 
 MAIN_WEIGHT = "main_weight"
 

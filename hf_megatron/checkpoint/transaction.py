@@ -17,15 +17,15 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..communication.agreement import gather, gather_on_first, raise_together, rank_and_size
+from ..core.communication.rank_errors import gather, gather_on_first, raise_together, rank_and_size
+from ..core.io.atomic_folder import StagedFolder, remove_folder
+from ..core.io.checksums import FileDigest, NewFile, hash_file
+from ..core.io.safe_paths import sync_directory, write_durably
+from ..core.io.safetensors import SafetensorsWriter, TensorMeta, widest_first
 from ..errors import CheckpointError
-from ..files.digest import FileDigest, NewFile, hash_file
-from ..files.paths import sync_directory, write_durably
-from ..files.safetensors import SafetensorsWriter, TensorMeta, widest_first
-from ..files.staged_folder import StagedFolder, remove_folder
-from .boxes import Piece
 from .discovery import LATEST, committed, pointed_at
 from .manifest import MANIFEST, Manifest, PieceEntry, TensorEntry
+from .tensor_chunks import Piece
 
 # Text that people edit: a changed card is no damage.
 CARD_FILES = ("README.md", "loss.png")

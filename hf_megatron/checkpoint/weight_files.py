@@ -10,8 +10,8 @@ from pathlib import Path
 from huggingface_hub import get_torch_storage_size, split_state_dict_into_shards_factory
 from torch import Tensor
 
-from ..files.digest import NewFile
-from ..files.safetensors import SafetensorsWriter, TensorMeta, widest_first
+from ..core.io.checksums import NewFile
+from ..core.io.safetensors import SafetensorsWriter, TensorMeta, widest_first
 
 
 class WeightFile:

@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from . import checks, conversion, datasets, debugging, environment, fuzz, hub, measuring, planning, timeline
-from .failure import saying_interrupted
+from . import check, conversion, data, debug, env, hub, measure, plan, timeline
+from .exit_codes import saying_interrupted
 
 app = typer.Typer(
     help="Megatron's parallelism for stock Hugging Face models.", no_args_is_help=True, add_completion=False
@@ -15,18 +15,17 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     if version:
-        from ..version import __version__
+        from ..compat.versions import __version__
 
         typer.echo(__version__)
         raise typer.Exit
 
 
 for command in (
-    checks.check,
-    planning.plan,
-    fuzz.fuzz,
+    check.check,
+    plan.plan,
     timeline.timeline,
-    environment.env,
+    env.env,
     conversion.convert,
     conversion.convert_adapter,
     conversion.verify,
@@ -35,10 +34,10 @@ for command in (
     hub.pull,
 ):
     app.command()(command)
-app.command("dry-run")(planning.dry_run_kinds)
-app.add_typer(debugging.app, name="debug")
-app.add_typer(datasets.app, name="data")
-app.command("measure")(measuring.measure_this_machine)
+app.command("dry-run")(plan.dry_run_kinds)
+app.add_typer(debug.app, name="debug")
+app.add_typer(data.app, name="data")
+app.command("measure")(measure.measure_this_machine)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .failure import MISMATCH, ended_at_once, failing
+from .exit_codes import MISMATCH, ended_at_once, failing
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .failure import failing
+from .exit_codes import failing
 
 
 def push(
@@ -21,7 +21,7 @@ def push(
     Exit codes: 0 pushed, 1 refused or failed, 2 wrong usage.
     """
     from ..errors import MegatronError
-    from ..hub.push import push_folder
+    from ..integrations.hub.push import push_folder
 
     with failing(MegatronError, OSError):
         info = push_folder(
@@ -50,7 +50,7 @@ def pull(
     """
     from ..config import MegatronConfig
     from ..errors import MegatronError
-    from ..hub.pull import pull as pull_checkpoint
+    from ..integrations.hub.pull import pull as pull_checkpoint
 
     with failing(MegatronError, OSError):
         if config is not None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .failure import failing
+from .exit_codes import failing
 
 
 def timeline(
@@ -26,7 +26,7 @@ def timeline(
     """Run a small MODEL on a pipeline of CPU ranks and draw one step, with its bubble beside the formula's."""
     from ..config import MegatronConfig
     from ..errors import RankError
-    from ..verify.pipeline_timeline import draw_timeline
+    from ..testing.pipeline_timeline import draw_timeline
 
     with failing(RankError):
         config = MegatronConfig(

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .exchange import Passing, gather_tokens, take_tokens, to_heads, to_tokens
 from .kernels import Kernel
+from .load_balancing import SequenceOrder
 from .masks import MaskBlock, SequenceMask
-from .order import SequenceOrder
+from .token_exchange import Passing, gather_tokens, take_tokens, to_heads, to_tokens
 
 
 @dataclass(frozen=True)

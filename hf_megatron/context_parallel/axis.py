@@ -5,18 +5,18 @@ from typing import Any
 
 from torch import Tensor
 
-from ..communication.random_streams import StreamOfPart
+from ..core.communication.rng import StreamOfPart
 from ..errors import UnsupportedError
-from ..layer_list import find_layers
+from ..models.layers import find_layers
 from ..parallel_state import ParallelState
 from ..tensor_parallel.axis import GUARDS, REGIONS
-from ..tensor_parallel.layer_streams import OneRandomState
-from ..tensor_parallel.model_guards import RefusedOutputs
+from ..tensor_parallel.forward_checks import RefusedOutputs
+from ..tensor_parallel.layer_rng import OneRandomState
 from .attention import ContextGroups
-from .head import place_head
-from .head_blocks import SharedHeadBlock, heads_to_share
-from .stack import ContextStack
-from .whole_blocks import WholeBlock, find_whole_blocks
+from .full_sequence_blocks import WholeBlock, find_whole_blocks
+from .head_parallel_blocks import SharedHeadBlock, heads_to_share
+from .lm_head import place_head
+from .sequence_split import ContextStack
 
 NAME = "cp"
 # What knows which tokens of a row each rank has.

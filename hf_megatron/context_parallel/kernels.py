@@ -20,9 +20,9 @@ from .flash import (
     flash_forward_on_cpu,
     has_flash_of_joined,
 )
-from .joined_blocks import grouped, tokens_of
+from .load_balancing import Interval
 from .masks import TILE, MaskBlock
-from .order import Interval
+from .varlen_batching import grouped, tokens_of
 
 _NOTHING = -math.inf
 

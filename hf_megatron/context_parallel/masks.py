@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .order import Interval
+from .load_balancing import Interval
 
 # Queries of a tile whose keys differ: small enough that nobody keeps a mask of the whole row.
 TILE = 512

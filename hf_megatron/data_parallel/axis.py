@@ -4,8 +4,8 @@ from typing import Any
 
 from ..parallel_state import ParallelState
 from .engine import DataParallel
-from .fully_sharded import shard_weights
-from .sharded_guards import install_guards
+from .fsdp import shard_weights
+from .fsdp_checks import install_guards
 
 NAME = "dp"
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..communication.collectives import bounds
-from ..upstream import share_memory
-from .reduction_groups import Sharing
+from ..compat.upstream import share_memory
+from ..core.communication.collectives import bounds
+from .grad_sync_groups import Sharing
 
 
 def owned_range(entries: int, ranks: int, rank: int) -> tuple[int, int]:

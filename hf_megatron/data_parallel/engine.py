@@ -14,17 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..absent_weights import is_absent, own_parameters
+from ..compat.patch_registry import LEDGER, Shared
+from ..compat.upstream import find_units, is_functional, leave_uncompiled, local_tensor
+from ..core.inference_mode import left_inference_mode
+from ..core.off_stage import is_absent, own_parameters
+from ..core.placement import Claim
 from ..errors import ConfigError, NonFiniteGradientError, UnsupportedError
-from ..inference_mode import left_inference_mode
 from ..parallel_state import ParallelState, parallel_state
-from ..patch_ledger import LEDGER, Shared
-from ..placement import Claim
-from ..upstream import find_units, is_functional, leave_uncompiled, local_tensor
-from .edited_weights import PartVersions, unedited
-from .fully_sharded import no_sync
-from .gradient_store import GradientStore, PlainGradients
-from .graph_edges import (
+from .autograd_boundary import (
     UNREDUCED,
     GradientWatch,
     refuse_foreign,
@@ -32,12 +29,15 @@ from .graph_edges import (
     refuse_partial_backward,
     with_trained_inputs,
 )
-from .module_guards import ModuleGuards
-from .parameter_list import ParameterList
-from .reduction import GradientReducer
-from .reduction_groups import Sharing
-from .sharded_guards import SplitPlaces, refuse_cast, refuse_copy
-from .shared_batch import SharedBatch
+from .batch_checks import SharedBatch
+from .fsdp import no_sync
+from .fsdp_checks import SplitPlaces, refuse_cast, refuse_copy
+from .grad_reducer import GradientReducer
+from .grad_store import GradientStore, PlainGradients
+from .grad_sync_groups import Sharing
+from .inplace_edits import PartVersions, unedited
+from .module_checks import ModuleGuards
+from .parameter_cache import ParameterList
 
 # Stock loops hand over parameters, not models: each one carries its engine.
 _MARK = "_hf_megatron"

@@ -5,22 +5,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..data_parallel.fully_sharded import outermost_layers
+from ..core.placement import GradientRule, Placement, Split
+from ..data_parallel.fsdp import outermost_layers
 from ..errors import ConfigError, UnsupportedError
-from ..expert_modules import find_experts, find_identity_experts, names_inside
+from ..models.experts import find_experts, find_identity_experts, names_inside
+from ..models.name_patterns import lookup
 from ..parallel_state import ParallelState
-from ..patterns import lookup
-from ..placement import GradientRule, Placement, Split
 from ..tensor_parallel.axis import GUARDS
-from ..tensor_parallel.exchanged import ExchangedFunctions
 from ..tensor_parallel.local_parameters import ForwardsUnderWay, become, read_locally
-from .dispatch import AllToAll, ExpertBlocks
+from ..tensor_parallel.user_hooks.replaced_functions import ExchangedFunctions
+from .expert_load import NAME as LOAD
+from .expert_load import ExpertCounts
 from .experts import ExpertRanks, ParallelExperts
-from .load import NAME as LOAD
-from .load import ExpertCounts
 from .router_bias import install_router_biases, require_router_bias
-from .routing import install_tapes
+from .routing_cache import install_tapes
 from .shared_experts import find_shared_experts
+from .token_dispatcher import AllToAll, ExpertBlocks
 
 NAME = "ep"
 _REPEATED = "edp"

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..communication.collectives import gather_from_ranks, split_over_ranks
+from ..compat.shard_safe import works_on_parts
+from ..compat.upstream import grouped_rows, in_backward, leave_uncompiled, local_tensor
+from ..core.communication.collectives import gather_from_ranks, split_over_ranks
 from ..errors import UnsupportedError
-from ..parts import works_on_parts
 from ..tensor_parallel.local_parameters import ForwardsUnderWay
-from ..upstream import grouped_rows, in_backward, leave_uncompiled, local_tensor
-from .dispatch import Dispatched, Dispatcher, ExpertBlocks, Route, add_rows
-from .load import ExpertCounts
-from .routing import LayerTapes
+from .expert_load import ExpertCounts
+from .routing_cache import LayerTapes
 from .shared_experts import SharedExperts
+from .token_dispatcher import Dispatched, Dispatcher, ExpertBlocks, Route, add_rows
 
 
 @dataclass

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..compat.patch_registry import Shared
+from ..compat.shard_safe import works_on_parts
+from ..compat.upstream import in_backward, leave_uncompiled, local_tensor
 from ..errors import ConfigError, UnsupportedError
-from ..expert_modules import find_experts
+from ..models.experts import find_experts
 from ..parallel_state import ParallelState
-from ..parts import works_on_parts
-from ..patch_ledger import Shared
-from ..upstream import in_backward, leave_uncompiled, local_tensor
 
 _NAMES = ("e_score_correction_bias", "expert_bias", "balancing_biases")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..mixed_class import stand_around
-from ..upstream import leave_uncompiled
+from ..compat.class_mixin import stand_around
+from ..compat.upstream import leave_uncompiled
 
 _NAME = "shared"
 

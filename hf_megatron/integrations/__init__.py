@@ -1,1 +1,1 @@
-"""How the ecosystem's loops meet the library, one file each, all gated on a model being ours."""
+"""Integrations with transformers, Trainer, Accelerate, TRL, PEFT, torch and the Hub."""

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..communication.collectives import gather_from_ranks
+from ..core.communication.collectives import gather_from_ranks
 from ..errors import UnsupportedError
 from ..parallel_state import parallel_state
-from .wrapped_models import laid_out_inside
+from .accelerate.wrapped_models import laid_out_inside
 
 # Losses of other rows of the batch that take no `gather_across_devices`.
 _COMPARE_ROWS = frozenset(
@@ -31,7 +31,7 @@ _COMPARE_ROWS = frozenset(
 
 def get_rank(original: Callable) -> int:
     """Returns this rank's number among those that see other rows: where its own stand in what was gathered."""
-    from .batch_shards import batches_are_ours, data_parallel_group
+    from .accelerate.batch_shards import batches_are_ours, data_parallel_group
 
     if not batches_are_ours():
         rank: int = original()
@@ -45,7 +45,7 @@ def gather_embeddings(original: Callable, tensor: Tensor, with_grad: bool = Fals
     Raises:
         UnsupportedError: the ranks have different numbers of rows, on all of them.
     """
-    from .batch_shards import batches_are_ours, data_parallel_group
+    from .accelerate.batch_shards import batches_are_ours, data_parallel_group
 
     if not batches_are_ours():
         joined: Tensor = original(tensor, with_grad)
@@ -151,7 +151,7 @@ def _require_loss_of_rows(trainer: Any) -> None:
 
 def load_trained(original: Callable, self: Any, checkpoint_path: str) -> None:
     """Loads the weights of a sharded checkpoint, whatever layout saved it."""
-    from .trainer_checkpoints import load_from_checkpoint
+    from .trainer.checkpoints import load_from_checkpoint
 
     def load(trainer: Any, path: str, model: Any) -> None:
         original(trainer, path)

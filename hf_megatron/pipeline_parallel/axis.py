@@ -3,13 +3,13 @@
 import types
 from typing import Any
 
+from ..compat.upstream import renamed_by_loader
 from ..data_parallel.engine import DataParallel
 from ..parallel_state import ParallelState
-from ..upstream import renamed_by_loader
-from .counting import ParameterCounts
-from .cut import Cut, cut
 from .engine import Pipeline
-from .stage_modules import list_absent_weights, list_weights_beside, share_tied_weights
+from .module_placement import list_absent_weights, list_weights_beside, share_tied_weights
+from .parameter_counts import ParameterCounts
+from .split_model import Cut, cut
 
 NAME = "pp"
 

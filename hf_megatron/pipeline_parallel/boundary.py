@@ -19,13 +19,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..absent_weights import Owner, zeros_for_absent
+from ..compat.patch_registry import Shared
+from ..compat.upstream import recorded_outputs, share_memory
+from ..core.off_stage import Owner, zeros_for_absent
 from ..errors import PlanError, UnsupportedError
-from ..patch_ledger import Shared
-from ..upstream import recorded_outputs, share_memory
-from .crossings import HIDDEN_STATES, Carried, Crossings, Message, StageLeft
+from .layer_output_proxy import PassedOn, version_of
 from .partition import Stages
-from .passed_on import PassedOn, version_of
+from .stage_payload import HIDDEN_STATES, Carried, Crossings, Message, StageLeft
 
 # What an encoder made, which every layer of its decoder reads.
 ENCODED = "encoder_hidden_states"

@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call_targets import losses_of
+from ..compat.upstream import ties_embeddings
+from ..core.inference_mode import left_inference_mode
 from ..data_parallel.engine import DataParallel
 from ..errors import UnsupportedError
-from ..inference_mode import left_inference_mode
+from ..losses.targets import losses_of
 from ..parallel_state import ParallelState
-from ..upstream import ties_embeddings
-from .cut import Cut
-from .encoding import pipelined_encoder
-from .forwards import run_forwards, values_of
+from .deferred_backward import run_forwards, values_of
+from .encoder_forward import pipelined_encoder
+from .split_model import Cut
 from .stage_runner import StageRunner
-from .training import run_schedule
+from .train_step import run_schedule
 
 
 class Pipeline(StageRunner):

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..upstream import backward_inputs, backward_weights, detachable
+from ..compat.upstream import backward_inputs, backward_weights, detachable
 from .boundary import StageBoundary
-from .crossings import Message
+from .p2p import Arriving, Transport
 from .schedules import Action, Kind
-from .transport import Arriving, Transport
+from .stage_payload import Message
 
 Cell = tuple[int, int]
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from ..errors import ConfigError, UnsupportedError
-from ..media import NOT_OF_ROWS, SOUNDS
+from ..models.modalities.audio import audio_token, has_clip_per_row, is_of_sounds
+from ..models.modalities.images import NOT_OF_ROWS, SOUNDS
+from ..models.modalities.sample_index import names_of_media, rows_with_media
+from ..models.modalities.videos import is_of_videos
 from ..parallel_state import BatchPart
-from ..rows_of_media import names_of_media, rows_with_media
-from ..sounds import audio_token, has_clip_per_row, is_of_sounds
-from ..videos import is_of_videos
 
 ROW_DIM = 0
 INPUTS = ("input_ids", "inputs_embeds")

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from ..absent_value import AbsentValue
-from ..call_targets import losses_of
+from ..compat.upstream import is_reached
+from ..core.unavailable_output import AbsentValue
 from ..errors import UnsupportedError
-from ..loss import BatchLoss
-from ..upstream import is_reached
+from ..losses.batch_loss import BatchLoss
+from ..losses.targets import losses_of
 
 # What state space models, RWKV and XLNet return beside logits.
 _STATES = ("cache_params", "state", "mems")

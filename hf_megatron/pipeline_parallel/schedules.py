@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+from ..compat.upstream import add_sends_and_receives, pipeline_orders
 from ..errors import ConfigError
-from ..upstream import add_sends_and_receives, pipeline_orders
 
 
 class Kind(enum.Enum):

@@ -10,36 +10,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..batch_labels import with_known_targets
-from ..call_targets import losses_of, without_targets
-from ..communication.random_streams import MicrobatchStreams
+from ..compat.patch_registry import Shared
+from ..compat.upstream import local_tensor
+from ..context_parallel.packed_sequences import POSITIONS, KnownRows
+from ..core.communication.rng import MicrobatchStreams
+from ..core.memory.training_kv_cache import leave_out
 from ..data_parallel.engine import DataParallel
-from ..data_parallel.fully_sharded import reshard
-from ..data_parallel.gradient_store import GradientStore
+from ..data_parallel.fsdp import reshard
+from ..data_parallel.grad_store import GradientStore
 from ..errors import UnsupportedError
-from ..known_rows import POSITIONS, KnownRows
-from ..loss import Share
-from ..memory.training_cache import leave_out
+from ..losses.batch_loss import Share
+from ..losses.inline_losses import with_known_targets
+from ..losses.targets import losses_of, without_targets
 from ..parallel_state import ParallelState
-from ..patch_ledger import Shared
-from ..upstream import local_tensor
-from .absent_images import AbsentImages
 from .autocast import autocast_dtype, quiet_autocast
-from .cache import StagedCache
-from .call_checks import CallChecks
-from .cut import Cut
 from .executor import Execution
-from .loss_scale import LossScale
+from .forward_checks import CallChecks
+from .kv_cache import StagedCache
+from .layers_per_stage import stages_per_rank
+from .loss_grad_scale import LossScale
 from .microbatches import batch_rows, parts_of_batch, split
-from .packed_rows import PackedRow, count_tokens
-from .rehearsal import Rehearsal
+from .off_stage_images import AbsentImages
+from .p2p import Transport
+from .packed_sequences import PackedRow, count_tokens
 from .schedules import Action, schedule, valid_microbatches
-from .stage_counts import stages_per_rank
-from .tied_gradients import held_at_either_end, of_several_stages, trained_of
-from .transport import Transport
+from .split_model import Cut
+from .tied_weight_grads import held_at_either_end, of_several_stages, trained_of
+from .trial_forward import Rehearsal
 
 if TYPE_CHECKING:
-    from ..profile.spans import SpanRecorder
+    from ..core.spans import SpanRecorder
 
 # Microbatches per stage unless the user says otherwise: a bubble of a fifth at most in 1F1B.
 _PER_RANK = 4

@@ -1,1 +1,1 @@
-"""What a parallel run will need, told before it has a cluster."""
+"""Memory and time model of a parallel run, layout search and dry run."""

@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from ..axes import Axes
 from ..config import MegatronConfig
+from ..core.axes import Axes
 from ..errors import ConfigError
 from ..pipeline_parallel.schedules import schedule
-from .loading_rules import why_not_cut
-from .unit_book import UnitBook
+from .load_checks import why_not_cut
+from .unit_cost_cache import UnitBook
 
 _ROWS = (1, 2, 4, 8, 16)
 _VIRTUAL = (2, 3, 4, 5, 6, 8, 10)

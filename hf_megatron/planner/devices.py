@@ -10,8 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ..core.io.safe_paths import replace_file
 from ..errors import ConfigError
-from ..files.paths import replace_file
 
 PRECISIONS = ("bf16", "fp8", "fp16", "fp32")
 _FILE = "devices.json"

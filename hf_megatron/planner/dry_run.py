@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ..absent_weights import own_parameters
-from ..auto_class import auto_class
+from ..compat.upstream import allocated_bytes, local_tensor, storage_key
 from ..config import MegatronConfig
-from ..data_parallel.optimizer import prepare_optimizer
-from ..debug.kept_tensors import kept_tensors
+from ..core.off_stage import own_parameters
+from ..data_parallel.distributed_optimizer import prepare_optimizer
+from ..diagnostics.allocation_tracker import StepLedger
+from ..diagnostics.persistent_memory import kept_tensors
+from ..diagnostics.step_stats import StepFigures
 from ..errors import ConfigError
-from ..integrations.gate import ConfigUnderTest
-from ..memory.step_figures import StepFigures
-from ..memory.step_ledger import StepLedger
+from ..integrations.transformers.verification_gate import ConfigUnderTest
+from ..models.auto_class import auto_class
 from ..parallel_state import laid_out_model, parallel_state
-from ..upstream import allocated_bytes, local_tensor, storage_key
-from ..verify.ranks import run_ranks
-from .balanced_experts import balanced_experts
+from ..testing.fork_harness import run_ranks
 from .fake_world import FakeWorld, run_fake_ranks
 from .model_class import model_on_meta
+from .uniform_routing import balanced_experts
 
 # The second step finds what the first one has made.
 _STEPS = 2

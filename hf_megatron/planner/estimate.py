@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..config import MegatronConfig
+from ..pipeline_parallel.schedule_simulator import StageCosts, simulated_seconds
 from ..pipeline_parallel.schedules import schedule
-from ..pipeline_parallel.simulation import StageCosts, simulated_seconds
 from .rank_memory import RankMemory
-from .unit_book import UnitBook
+from .time_model import Times, communication_seconds, exposed_reduction, seconds
+from .unit_cost_cache import UnitBook
 from .unit_costs import Runs
-from .unit_time import Times, communication_seconds, exposed_reduction, seconds
-from .work import Work
+from .unit_work import Work
 
 # Bytes that a step of AdamW reads and writes for each number: main weight and moments twice, gradient, weight.
 _STEP_BYTES = 2 * 12 + 4 + 2

@@ -31,18 +31,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..absent_weights import own_parameters
-from ..batch_labels import MeansOfBatch
 from ..checkpoint import initialize
-from ..communication import random_streams, watch
-from ..communication.collectives import bounds
-from ..data_parallel import norm_lists
+from ..compat.upstream import fake_mode, is_fake, join_fake_job, take_fakes_for_real
+from ..core.communication import rng, watchdog
+from ..core.communication.collectives import bounds
+from ..core.off_stage import own_parameters
+from ..data_parallel import norm_checks
+from ..diagnostics.allocation_tracker import StepLedger
 from ..errors import PlanError, UnsupportedError
-from ..memory.step_ledger import StepLedger
+from ..losses.inline_losses import MeansOfBatch
 from ..parallel_state import parallel_state
-from ..pipeline_parallel.transport import Shapes
-from ..upstream import fake_mode, is_fake, join_fake_job, take_fakes_for_real
-from ..verify.ranks import run_forks, set_rank_environment
+from ..pipeline_parallel.p2p import Shapes
+from ..testing.fork_harness import run_forks, set_rank_environment
 
 
 class FakeWorld:
@@ -136,12 +136,12 @@ def run_fake_places(
         dist.all_gather_object = _all_say_the_same  # type: ignore[assignment]
         dist.broadcast_object_list = lambda objects, *args, **kwargs: None  # type: ignore[assignment]
         # Random states are bytes of the host, which another rank would have.
-        random_streams.broadcast_state = lambda *args: None  # type: ignore[assignment]
+        rng.broadcast_state = lambda *args: None  # type: ignore[assignment]
         nn.Module._apply = _replaced  # type: ignore[assignment, method-assign]
-        norm_lists.ListOfRanks.judge = lambda self, added: self.is_whole  # type: ignore[method-assign]
+        norm_checks.ListOfRanks.judge = lambda self, added: self.is_whole  # type: ignore[method-assign]
         if as_gloo:
             dist.get_backend = lambda group=None: dist.Backend("gloo")
-            watch.watch_ranks = lambda *args, **kwargs: None  # type: ignore[assignment]
+            watchdog.watch_ranks = lambda *args, **kwargs: None  # type: ignore[assignment]
         else:
             attend = functools.partial(_attended, nn.functional.scaled_dot_product_attention)
             nn.functional.scaled_dot_product_attention = attend  # type: ignore[assignment]

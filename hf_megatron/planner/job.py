@@ -6,8 +6,8 @@ import torch
 
 from ..errors import ConfigError
 from .devices import Device
+from .time_model import STOCK, Efficiency
 from .training import WHOLE, Training
-from .unit_time import STOCK, Efficiency
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp32": torch.float32}
 

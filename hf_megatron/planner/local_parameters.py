@@ -3,13 +3,13 @@
 import copy
 from dataclasses import dataclass
 
-from ..axes import Axes
 from ..config import MegatronConfig
-from ..data_parallel.kept_bytes import LocalParameter
+from ..core.axes import Axes
+from ..data_parallel.memory_model import LocalParameter
 from ..parallelize import plan
-from ..pipeline_parallel.around_layers import find_towers
-from .short_model import ShortModel
+from ..pipeline_parallel.pre_post_process import find_towers
 from .training import WHOLE, Training
+from .truncated_model import ShortModel
 
 
 @dataclass(frozen=True)

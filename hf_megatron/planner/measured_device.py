@@ -13,7 +13,7 @@ import torch
 
 from ..errors import ConfigError
 from .devices import Device
-from .unit_time import PUBLISHED
+from .time_model import PUBLISHED
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Sides of the largest product, and bytes of the largest copy: enough to hide what a start costs.

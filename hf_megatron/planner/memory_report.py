@@ -7,8 +7,8 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from ..config import MegatronConfig
-from ..debug.step_memory import MeasuredMemory
-from .predicted_ranks import PredictedRank, predict_ranks
+from ..diagnostics.step_memory import MeasuredMemory
+from .rank_predictions import PredictedRank, predict_ranks
 
 _MIB = 2**20
 PEAK = "peak of the step"

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from ..auto_class import auto_class
+from ..compat.upstream import without_output
+from ..core.text import first_line
 from ..errors import ConfigError, UnsupportedError
-from ..layer_list import LayerRow
-from ..registry import spec_for
-from ..registry.features import describe_model
-from ..shown import first_line
-from ..upstream import without_output
+from ..models.auto_class import auto_class
+from ..models.fingerprint import describe_model
+from ..models.layers import LayerRow
+from ..models.registry import spec_for
 
 _TOKENS = "input_ids"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config import MegatronConfig
+from ..core.io.safe_paths import replace_file
 from ..errors import ConfigError
-from ..files.paths import replace_file
 from .estimate import Estimate
 from .job import Job
 from .search import NOISE, SearchResult

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import MegatronConfig
+from ..pipeline_parallel.layers_per_stage import stages_per_rank
+from ..pipeline_parallel.schedule_simulator import most_held
 from ..pipeline_parallel.schedules import computations, rank_of_stage, schedule
-from ..pipeline_parallel.simulation import most_held
-from ..pipeline_parallel.stage_counts import stages_per_rank
-from .unit_book import KeptUnit, UnitBook
+from .unit_cost_cache import KeptUnit, UnitBook
 from .unit_costs import Runs
-from .unit_ledger import UnitFigures
+from .unit_tracker import UnitFigures
 
 ACTIVATIONS, AT_WORK, GATHERED, DECODED = "activations", "at work", "gathered weights", "decoded weights"
 _ALL_FORWARDS_FIRST = ("gpipe", "looped_bfs")

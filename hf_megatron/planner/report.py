@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..config import MegatronConfig
-from ..memory.step_figures import HostRead
+from ..diagnostics.step_stats import HostRead
 from ..pipeline_parallel.schedules import Action, Kind
-from .predicted_ranks import PredictedRank
+from .rank_predictions import PredictedRank
 
 _GIB = 2**30
 _WORDS = {

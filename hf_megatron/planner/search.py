@@ -9,15 +9,15 @@ from transformers import PreTrainedConfig
 
 from ..config import MegatronConfig
 from ..errors import ConfigError, RankError
-from ..verify.ranks import first_reason
+from ..testing.fork_harness import first_reason
 from .candidates import Bounds, Candidate, Candidates
 from .dry_run import require_lengths
 from .estimate import Estimate, Estimator
 from .job import Job
-from .loading_rules import what_was_not_compared
+from .load_checks import what_was_not_compared
 from .rank_memory import RankMemory
-from .short_model import shorten
-from .unit_book import UnitBook
+from .truncated_model import shorten
+from .unit_cost_cache import UnitBook
 
 # Estimates that differ by less are not told apart.
 NOISE = 0.05

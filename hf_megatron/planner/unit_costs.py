@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..absent_weights import own_parameters
-from ..axes import Axes
+from ..compat.upstream import local_tensor
 from ..config import MegatronConfig
-from ..data_parallel.kept_bytes import LocalParameter
+from ..core.axes import Axes
+from ..core.off_stage import own_parameters
+from ..data_parallel.memory_model import LocalParameter
 from ..parallel_state import parallel_state
-from ..upstream import local_tensor
 from .dry_run import StepSizes, step_figures
 from .fake_world import FakeWorld, run_fake_places
-from .short_model import ShortModel
 from .training import WHOLE, Training
-from .unit_ledger import AFTER, BEFORE, UnitFigures, UnitLedger
+from .truncated_model import ShortModel
+from .unit_tracker import AFTER, BEFORE, UnitFigures, UnitLedger
 
 # Numbers of units that are no layers.
 BEFORE_LAYERS, AFTER_LAYERS = -1, -2

@@ -8,33 +8,33 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..absent_weights import computes_here
-from ..communication.random_streams import RandomStreams
+from ..core.communication.rng import RandomStreams
+from ..core.off_stage import computes_here
+from ..core.placement import Claim
 from ..errors import UnsupportedError
-from ..expert_modules import find_experts, mixtures_of_tokens
-from ..layer_list import find_text_model, names_in_encoder
+from ..models.experts import find_experts, mixtures_of_tokens
+from ..models.layers import find_text_model, names_in_encoder
+from ..models.name_patterns import generic, lookup
+from ..models.spec import HeadBlock, ModelSpec
 from ..parallel_state import ParallelState
-from ..patterns import generic, lookup
-from ..placement import Claim
-from ..spec import HeadBlock, ModelSpec
-from .activations import Activations
-from .calls_in_hooks import CallsInHooks
+from .attention_heads import LocalArguments
 from .claims import claim_all, expand_plan, expand_regions, local_sizes, matching, shared_heads
-from .exchanged import ExchangedFunctions
-from .expert_widths import GroupedWidths, split_widths
-from .heads import LocalArguments
-from .heads_of_rank import divides, has_heads_of, is_one_group, styles_of_weights
-from .layer_streams import OneRandomState
+from .forward_checks import ClaimCheck, RefusedOutputs
+from .grouped_gemm import GroupedWidths, split_widths
+from .head_sharded_blocks import divides, has_heads_of, is_one_group, styles_of_weights
+from .install_regions import Regions
+from .layer_rng import OneRandomState
 from .linear import ParallelLinear
+from .local_attributes import give_sizes
 from .local_parameters import ForwardsUnderWay, LocalParameters, read_locally
-from .local_sizes import give_sizes
-from .model_guards import ClaimCheck, RefusedOutputs
-from .pending_loss import install_pending_loss
-from .place_regions import Regions
+from .loss_mode import install_pending_loss
 from .region import SEQUENCE_DIM
 from .structure import Structure, find_structure, uniform_row
 from .styles import AXIS, ModuleContext, style
-from .user_hooks import UserHooks
+from .user_hooks.hooks import UserHooks
+from .user_hooks.module_calls import CallsInHooks
+from .user_hooks.module_layouts import Activations
+from .user_hooks.replaced_functions import ExchangedFunctions
 
 NAME = AXIS
 REGIONS = "regions"

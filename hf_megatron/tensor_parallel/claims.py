@@ -10,10 +10,10 @@ from operator import attrgetter
 
 from torch import nn
 
+from ..core.placement import Claim, GradientRule, Placement
 from ..errors import ConfigError, PlanError
-from ..patterns import generic, lookup
-from ..placement import Claim, GradientRule, Placement
-from ..spec import ModelSpec
+from ..models.name_patterns import generic, lookup
+from ..models.spec import ModelSpec
 from .structure import Structure
 from .styles import AXIS, style
 

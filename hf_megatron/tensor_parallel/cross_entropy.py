@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..call_targets import IGNORE_INDEX
-from ..communication.collectives import copy_to_ranks, refuse_second_derivatives
-from ..data_parallel.edited_weights import Contents
+from ..compat.upstream import check_soon, keeps_graph, runs_behind
+from ..core.communication.collectives import copy_to_ranks, refuse_second_derivatives
+from ..data_parallel.inplace_edits import Contents
 from ..errors import ConfigError
-from ..upstream import check_soon, keeps_graph, runs_behind
-from .vocabulary import require_tokens
+from ..losses.targets import IGNORE_INDEX
+from .vocab_range import require_tokens
 
 Transform = Callable[[Tensor], Tensor]
 

@@ -3,11 +3,11 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..communication.collectives import bounds, gather_from_ranks, reduce_from_ranks
+from ..core.communication.collectives import bounds, gather_from_ranks, reduce_from_ranks
+from ..core.mesh import ParallelMesh
 from ..errors import UnsupportedError
-from ..mesh import ParallelMesh
 from .local_parameters import local_view
-from .vocabulary import require_tokens
+from .vocab_range import require_tokens
 
 
 def _refuse_options(embedding: nn.Embedding) -> None:

@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..communication.averaged_gradients import scale_gradient
-from ..communication.collectives import copy_to_ranks, reduce_from_ranks
-from ..communication.random_streams import RandomStreams
+from ..compat.patch_registry import Shared
+from ..core.communication.collectives import copy_to_ranks, reduce_from_ranks
+from ..core.communication.mean_grad_ops import scale_gradient
+from ..core.communication.rng import RandomStreams
 from ..errors import UnsupportedError
-from ..patch_ledger import Shared
 
 
 class PartialSum(Shared):

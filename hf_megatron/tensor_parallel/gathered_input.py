@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..communication.collectives import all_gather
-from ..memory.saved_tensors import Kept, Packed, Remade, Version, saved_as
-from ..patch_ledger import Shared
-from ..upstream import in_backward, storage_id
+from ..compat.patch_registry import Shared
+from ..compat.upstream import in_backward, storage_id
+from ..core.communication.collectives import all_gather
+from ..core.memory.saved_tensor_hooks import Kept, Packed, Remade, Version, saved_as
 
 
 class GatheredInputs(Shared):

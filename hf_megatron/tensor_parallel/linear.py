@@ -7,9 +7,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..communication.collectives import copy_to_ranks, gather_from_ranks, reduce_from_ranks, split_over_ranks
-from ..communication.random_streams import RandomStreams
-from ..mesh import ParallelMesh
+from ..core.communication.collectives import copy_to_ranks, gather_from_ranks, reduce_from_ranks, split_over_ranks
+from ..core.communication.rng import RandomStreams
+from ..core.mesh import ParallelMesh
 from .local_parameters import ForwardsUnderWay, local_view
 from .region import UniformRegion
 

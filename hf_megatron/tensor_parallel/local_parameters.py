@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..communication.averaged_gradients import scale_gradient
-from ..communication.collectives import copy_to_ranks
-from ..data_parallel.sharded_guards import is_sharded
+from ..compat.patch_registry import Shared
+from ..compat.upstream import dtensor_local_view as differentiable_local
+from ..compat.upstream import in_backward, names_of_recorder
+from ..core.communication.collectives import copy_to_ranks
+from ..core.communication.mean_grad_ops import scale_gradient
+from ..core.mesh import ParallelMesh
+from ..data_parallel.fsdp_checks import is_sharded
 from ..errors import UnsupportedError
-from ..mesh import ParallelMesh
-from ..patch_ledger import Shared
-from ..upstream import dtensor_local_view as differentiable_local
-from ..upstream import in_backward, names_of_recorder
 
 
 def local_view(parameter: Tensor | None, group: dist.ProcessGroup | None = None) -> Tensor | None:

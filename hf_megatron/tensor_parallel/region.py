@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..communication.collectives import (
+from ..compat.patch_registry import Shared
+from ..core.communication.collectives import (
     bounds,
     copy_to_ranks,
     gather_from_ranks,
@@ -31,15 +32,14 @@ from ..communication.collectives import (
     reduce_scatter_to_ranks,
     split_over_ranks,
 )
-from ..communication.random_streams import RandomStreams
+from ..core.communication.rng import RandomStreams
+from ..core.memory.gqa_saved_kv import keep_heads_once
+from ..core.memory.recomputed_activations import recomputed_for
+from ..core.memory.saved_tensor_hooks import may_pack
 from ..errors import UnsupportedError
-from ..memory.recomputed_products import recomputed_for
-from ..memory.repeated_heads import keep_heads_once
-from ..memory.saved_tensors import may_pack
-from ..patch_ledger import Shared
-from .block_calls import replace_input, replace_output
 from .gathered_input import GatheredInput, GatheredInputs
-from .sequence_arguments import replace_arguments
+from .hidden_states import replace_input, replace_output
+from .per_token_arguments import replace_arguments
 
 SEQUENCE_DIM = 1
 

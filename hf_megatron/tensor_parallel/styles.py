@@ -37,19 +37,19 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..communication.random_streams import RandomStreams
+from ..core.communication.rng import RandomStreams
+from ..core.mesh import ParallelMesh
+from ..core.placement import GradientRule, Placement
 from ..errors import PlanError
-from ..mesh import ParallelMesh
-from ..placement import GradientRule, Placement
-from ..spec import HeadBlock
+from ..models.spec import HeadBlock
+from .attention_heads import NormOfRanks, NormPerHead, check_norm_of_ranks, check_norm_per_head
 from .embedding import HiddenParallelEmbedding, VocabParallelEmbedding
 from .experts import LatentWithRotary, NormOfSum, PartialSum, SharedIdentity, SharedLogits, SummedInside
-from .heads import NormOfRanks, NormPerHead, check_norm_of_ranks, check_norm_per_head
-from .heads_of_rank import PartialHeads
+from .head_sharded_blocks import PartialHeads
 from .linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from .local_parameters import ForwardsUnderWay, become
-from .logits import VocabParallelHead
 from .region import UniformRegion
+from .vocab_parallel_head import VocabParallelHead
 
 AXIS = "tp"
 

@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..call_targets import IGNORE_INDEX
-from ..communication.collectives import copy_to_ranks, refuse_second_derivatives
+from ..core.communication.collectives import copy_to_ranks, refuse_second_derivatives
 from ..errors import ConfigError
+from ..losses.targets import IGNORE_INDEX
 from .head_gradients import HeadGradients
 from .local_parameters import local_view
-from .logits import VocabParallelHead
 from .sampling import Sampling, ScoreOptions, reduce_over_vocabulary
 from .vocab_log_probs import DeferredLogits, logits_of_chunk
+from .vocab_parallel_head import VocabParallelHead
 
 
 @dataclass(frozen=True)

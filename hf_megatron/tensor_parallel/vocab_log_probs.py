@@ -14,16 +14,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..call_targets import IGNORE_INDEX
-from ..communication.collectives import copy_to_ranks, refuse_second_derivatives
+from ..compat.upstream import called_module
+from ..core.communication.collectives import copy_to_ranks, refuse_second_derivatives
 from ..errors import ConfigError, UnsupportedError
-from ..upstream import called_module
+from ..losses.targets import IGNORE_INDEX
 from .head_gradients import HeadGradients
 from .local_parameters import local_view
-from .logits import ShardedLogits, VocabParallelHead
+from .local_tokens import TokensOfRank
 from .sampling import PLAIN, Sampling, ScoreOptions, reduce_over_vocabulary, smallest_kept
-from .tokens_of_rank import TokensOfRank
-from .vocabulary import require_tokens
+from .vocab_parallel_head import ShardedLogits, VocabParallelHead
+from .vocab_range import require_tokens
 
 LOG_PROBS = "log_probs"
 FIELDS = (LOG_PROBS, "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")

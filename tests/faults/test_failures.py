@@ -26,11 +26,11 @@ from transformers import AutoModelForCausalLM
 
 import hf_megatron
 from hf_megatron import ConfigError, MegatronConfig
-from hf_megatron.communication import watch
-from hf_megatron.integrations import transformers as integration
-from hf_megatron.integrations.accelerate import ensure_process_group, set_rank_environment
-from hf_megatron.upstream import default_store, set_group_timeouts
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.compat.upstream import default_store, set_group_timeouts
+from hf_megatron.core.communication import watchdog
+from hf_megatron.integrations.accelerate.accelerator import ensure_process_group, set_rank_environment
+from hf_megatron.integrations.transformers import loading as integration
+from hf_megatron.testing.fork_harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
 # What ranks wait for each other; on a busy machine also for one that is late.
@@ -75,7 +75,7 @@ class Job:
             torch.set_num_threads(1)
             function(*args)
             # The exit handlers of this process belong to pytest; the watch's own is called as the interpreter would.
-            watch.running_watch()._on_exit()
+            watchdog.running_watch()._on_exit()
             sys.stdout.flush()
             status = 0
         except BaseException:  # noqa: BLE001 - as the interpreter does
@@ -223,7 +223,7 @@ def test_fault_18_sigkill_mid_collective(stories, start):
 
 def test_fault_19_sigstop_slow_rank(stories, start, monkeypatch):
     # A rank that is slow, not dead, ends this long after it heard of the failure.
-    monkeypatch.setattr(watch, "_GRACE_SECONDS", 2.0)
+    monkeypatch.setattr(watchdog, "_GRACE_SECONDS", 2.0)
     jobs = {
         "stopped": start("stopped", train, stories, TP2, signal_self(signal.SIGSTOP)),
         "stopped host": start("host", train, stories, DP2, stop_rank_0),
@@ -472,13 +472,13 @@ def test_watch_is_one_per_process_group_and_puts_everything_back(stories):
         before = sys.excepthook
         for _ in range(2):
             AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
-        running = [thread for thread in watch.threading.enumerate() if isinstance(thread, watch.RankWatch)]
+        running = [thread for thread in watchdog.threading.enumerate() if isinstance(thread, watchdog.RankWatch)]
         assert len(running) == 1 and running[0].daemon and sys.excepthook == running[0]._on_exception
         time.sleep(1.5)
         assert set(running[0]._read_beats()) == {1 - dist.get_rank()}
         dist.barrier()
         running[0].stop()
-        assert sys.excepthook is before and watch.running_watch() is None
+        assert sys.excepthook is before and watchdog.running_watch() is None
 
     run_ranks(check, 2)
 
@@ -486,7 +486,7 @@ def test_watch_is_one_per_process_group_and_puts_everything_back(stories):
 ENDS = """
 import sys
 import torch.distributed as dist
-from hf_megatron.communication import watch
+from hf_megatron.core.communication import watch
 
 dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", int(sys.argv[1]), 1, True), rank=0, world_size=1)
 # The store answers too late for the end of the script, and its thread is always in a call of it.

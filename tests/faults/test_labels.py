@@ -7,9 +7,8 @@ import torch
 
 from hf_megatron import prepare_optimizer
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.verify.ranks import run_ranks
-
-from ..integration.dp_training import batch, error_of, layout, load, own_rows, ranks_of, snapshot, unmoved
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.dp_training import batch, error_of, layout, load, own_rows, ranks_of, snapshot, unmoved
 
 LAYOUTS = ["dp2", "dp2+zero0", "tp2+dp2+zero2", "tp2+sp+dp2", "dp2+zero3"]
 
@@ -68,7 +67,7 @@ def test_fault_23_all_labels_of_the_whole_batch_ignored(stories, text):
 
 def test_each_ranks_own_mean_is_found(stories):
     """The seeded fault: a rank without a label has no mean."""
-    from hf_megatron.loss import BatchLoss
+    from hf_megatron.losses.batch_loss import BatchLoss
 
     def sabotage():
         BatchLoss._mean = lambda self, total, terms, at_least=0: total / terms

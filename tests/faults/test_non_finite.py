@@ -7,12 +7,11 @@ import torch
 import torch.distributed as dist
 
 from hf_megatron import MegatronConfig, NonFiniteGradientError, prepare_optimizer
-from hf_megatron.data_parallel import loss_scaling
+from hf_megatron.compat.upstream import accumulator, local_tensor
+from hf_megatron.data_parallel import grad_scaler
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.upstream import accumulator, local_tensor
-from hf_megatron.verify.ranks import run_ranks
-
-from ..integration.dp_training import (
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.dp_training import (
     backward,
     batch,
     error_of,
@@ -278,7 +277,7 @@ def test_fault_22_without_one_verdict_the_ranks_part(stories):
 
     def on_rank(seeded):
         if seeded:
-            loss_scaling.dist = types.SimpleNamespace(all_reduce=lambda *args, **kwargs: None, ReduceOp=dist.ReduceOp)
+            grad_scaler.dist = types.SimpleNamespace(all_reduce=lambda *args, **kwargs: None, ReduceOp=dist.ReduceOp)
         model = load(stories, layout("tp2"))
         optimizer, before, scaler = adamw(model), snapshot(model), new_scaler()
         spoil_an_entry(model, 1)

@@ -8,13 +8,13 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron.data_parallel.engine import DataParallel
 from hf_megatron.errors import RankError
-from hf_megatron.loss import BatchLoss
+from hf_megatron.losses.batch_loss import BatchLoss
 from hf_megatron.pipeline_parallel import engine, executor
 from hf_megatron.pipeline_parallel.boundary import StageBoundary
-from hf_megatron.pipeline_parallel.loss_scale import ScheduledGradients
-from hf_megatron.pipeline_parallel.transport import Transport
-from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.parity import check_twin
+from hf_megatron.pipeline_parallel.loss_grad_scale import ScheduledGradients
+from hf_megatron.pipeline_parallel.p2p import Transport
+from hf_megatron.testing.check import parse_layouts
+from hf_megatron.testing.parity import check_twin
 from tests.shared_twins import make_twin
 
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from hf_megatron.communication import collectives
-from hf_megatron.communication.flat_rows import AllGather
-from hf_megatron.data_parallel import bucket_reduction, gradient_norm, optimizer, weight_gathering
+from hf_megatron.core.communication import collectives
+from hf_megatron.core.communication.bucket_collectives import AllGather
+from hf_megatron.data_parallel import bucket_reducer, distributed_optimizer, grad_norm, param_gather
 from hf_megatron.data_parallel.buckets import Bucket, Slot
-from hf_megatron.tensor_parallel import logits, region
-from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.parity import check_twin
+from hf_megatron.tensor_parallel import region, vocab_parallel_head
+from hf_megatron.testing.check import parse_layouts
+from hf_megatron.testing.parity import check_twin
 from tests.shared_twins import make_twin
 
 
@@ -38,12 +38,12 @@ def scale_gradient_by_tp():
 
 
 def shift_labels_by_one_more():
-    original = logits.ShardedLogits.cross_entropy
+    original = vocab_parallel_head.ShardedLogits.cross_entropy
 
     def cross_entropy(self, targets, **kwargs):
         return original(self, targets.roll(1, dims=-1), **kwargs)
 
-    logits.ShardedLogits.cross_entropy = cross_entropy
+    vocab_parallel_head.ShardedLogits.cross_entropy = cross_entropy
 
 
 def slice_instead_of_reduce_scatter():
@@ -138,7 +138,7 @@ def sum_instead_of_average():
 
 
 def own_denominator_instead_of_the_global_one():
-    from hf_megatron.loss import BatchLoss
+    from hf_megatron.losses.batch_loss import BatchLoss
 
     BatchLoss._mean = lambda self, total, terms, at_least=0: total / terms
 
@@ -153,11 +153,11 @@ def forget_another_ranks_weights():
             super().wait()
             self.rows[1 - torch.distributed.get_rank()].zero_()
 
-    weight_gathering.AllGather = Forgetful
+    param_gather.AllGather = Forgetful
 
 
 def never_publish():
-    optimizer.ShardedOptimizer.publish = lambda self: None
+    distributed_optimizer.ShardedOptimizer.publish = lambda self: None
 
 
 def drop_the_earlier_microbatches():
@@ -168,11 +168,11 @@ def drop_the_earlier_microbatches():
 
 
 def count_what_tp_ranks_repeat_twice():
-    gradient_norm._distinct = lambda tensor: 2
+    grad_norm._distinct = lambda tensor: 2
 
 
 def forget_the_sum_over_replicas():
-    bucket_reduction.sum_over = lambda tensor, group: tensor
+    bucket_reducer.sum_over = lambda tensor, group: tensor
 
 
 DATA_PARALLEL = [

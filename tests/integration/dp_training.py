@@ -6,14 +6,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_megatron import own_parameters
-from hf_megatron.checkpoint.gathered import gather_to_first
-from hf_megatron.data_parallel.fully_sharded import whole_local
+from hf_megatron.checkpoint.gather_full import gather_to_first
+from hf_megatron.compat.upstream import local_tensor
+from hf_megatron.data_parallel.fsdp import whole_local
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.upstream import local_tensor
-from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.ranks import run_ranks
-
-from .test_trainer import rows
+from hf_megatron.testing.check import parse_layouts
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.test_trainer import rows
 
 
 def layout(text):

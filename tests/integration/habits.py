@@ -1,6 +1,6 @@
 """What loops do to gradients and weights besides the usual: each habit is a function of a `Loop`, run on every layout.
 
-Those of `hf_megatron.verify.fuzz` are run by `test_habits.py`; here are others, and gradients are compared as well. All
+Those of `tests.fuzz` are run by `test_habits.py`; here are others, and gradients are compared as well. All
 habits of a file run in one job per layout, one after another from the same weights, and once in one process.
 """
 
@@ -14,15 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_megatron import own_parameters, prepare_optimizer
-from hf_megatron.checkpoint.gathered import gather_to_first
-from hf_megatron.data_parallel.fully_sharded import whole_local
+from hf_megatron.checkpoint.gather_full import gather_to_first
+from hf_megatron.data_parallel.fsdp import whole_local
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.verify.measure import Measurement, _full
-from hf_megatron.verify.metric import judge
-from hf_megatron.verify.ranks import run_ranks
-
-from . import dp_training
-from .dp_training import own_rows, ranks_of, restore, snapshot
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.measure import Measurement, _full
+from hf_megatron.testing.tolerances import judge
+from tests.integration import dp_training
+from tests.integration.dp_training import own_rows, ranks_of, restore, snapshot
 
 LAYOUTS = ["tp2", "tp2+sp", "dp2+zero0", "dp2", "dp2+zero2", "dp2+zero3", "tp2+dp2"]
 # The last word of the second one is a schedule that computes gradients of inputs and of weights apart.

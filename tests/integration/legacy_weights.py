@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
+from hf_megatron.conversion.interfaces import WEIGHT, Key, MegatronModel, TargetOptions
 from hf_megatron.conversion.megatron_legacy.reader import MegatronLegacyReader
 from hf_megatron.conversion.megatron_legacy.writer import MegatronLegacyWriter
-from hf_megatron.conversion.output import Output
-from hf_megatron.conversion.tensors import WEIGHT, Key, MegatronModel, TargetOptions
-from hf_megatron.files.safetensors import TensorMeta
+from hf_megatron.conversion.output_folder import Output
+from hf_megatron.core.io.safetensors import TensorMeta
 
 FILE = "model_optim_rng.pt"
 FIRST = f"iter_0000007/mp_rank_00/{FILE}"

@@ -9,12 +9,11 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_megatron import UnsupportedError, own_parameters, prepare_optimizer
-from hf_megatron.absent_weights import AbsentTensor
+from hf_megatron.core.off_stage import AbsentTensor
 from hf_megatron.pipeline_parallel import axis
-from hf_megatron.verify.ranks import run_ranks
-
-from .dp_training import ranks_of
-from .habits import batch, layout, own_rows, save_tiny
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.dp_training import ranks_of
+from tests.integration.habits import batch, layout, own_rows, save_tiny
 
 LAYOUTS = ["pp2", "pp2+split", "tp2+pp2", "pp2+dp2", "pp2+dp2+zero3"]
 

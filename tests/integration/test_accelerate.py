@@ -8,9 +8,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from hf_megatron import ConfigError, MegatronConfig, UnsupportedError
-from hf_megatron.verify.ranks import run_ranks
-
-from .test_trainer import rows
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.test_trainer import rows
 
 TP2 = MegatronConfig(tp_size=2)
 
@@ -199,7 +198,7 @@ def test_gradient_norm_with_shared_key_value_heads_counts_each_entry_once(storie
 
     def norm(config):
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=config).train()
-        from hf_megatron.data_parallel.gradient_norm import clip_grad_norm
+        from hf_megatron.data_parallel.grad_norm import clip_grad_norm
 
         batch = {name: torch.stack([row[name] for row in rows(3, 0)]) for name in ("input_ids", "labels")}
         model(**batch).loss.backward()

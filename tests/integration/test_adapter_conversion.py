@@ -16,9 +16,9 @@ from hf_megatron.cli import app
 from hf_megatron.conversion import convert
 from hf_megatron.conversion.adapters import convert_adapter
 from hf_megatron.conversion.adapters import factors as factors_module
+from hf_megatron.conversion.interfaces import WEIGHT, Key
 from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
-from hf_megatron.conversion.tensors import WEIGHT, Key
-from hf_megatron.verify.twin import draw_parameters
+from hf_megatron.testing.tiny_model import draw_parameters
 
 IDS = torch.arange(3, 51).view(4, 12)
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8}

@@ -12,12 +12,12 @@ import transformers
 from transformers import AutoConfig
 
 from hf_megatron import ConfigError, MegatronConfig, UnsupportedError
-from hf_megatron.integrations.patches import PATCHES
+from hf_megatron.integrations.patch_table import PATCHES
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.verify.measure import Measurement, measure
-from hf_megatron.verify.metric import judge
-from hf_megatron.verify.ranks import run_ranks
-from hf_megatron.verify.twin import draw_parameters
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.measure import Measurement, measure
+from hf_megatron.testing.tiny_model import draw_parameters
+from hf_megatron.testing.tolerances import judge
 from tests.parity.test_losses import _layout
 
 _SMALL = {
@@ -282,7 +282,7 @@ def test_choices_of_the_step_so_far(folder, layout):
 
 def test_choices_of_the_last_step_are_found(folder):
     def sabotage():
-        from hf_megatron.loss import BatchLoss
+        from hf_megatron.losses.batch_loss import BatchLoss
 
         BatchLoss.end_step = lambda self: None
 
@@ -315,15 +315,15 @@ def test_a_value_that_is_none_of_them():
 
 
 def _own_statistics():
-    from hf_megatron.loss import BatchLoss
+    from hf_megatron.losses.batch_loss import BatchLoss
 
     BatchLoss.sum = lambda self, part: part
 
 
 def _sums_without_gradient():
-    from hf_megatron.communication import averaged_gradients
+    from hf_megatron.core.communication import mean_grad_ops
 
-    averaged_gradients._Sum.backward = staticmethod(lambda ctx, gradient: (gradient, None))
+    mean_grad_ops._Sum.backward = staticmethod(lambda ctx, gradient: (gradient, None))
 
 
 @pytest.mark.parametrize("fault", [_own_statistics, _sums_without_gradient])
@@ -336,7 +336,7 @@ def test_rows_weighed_by_microbatch_are_found(folder):
     """The seeded fault: microbatches count alike, whatever their rows."""
 
     def sabotage():
-        from hf_megatron.loss import BatchLoss
+        from hf_megatron.losses.batch_loss import BatchLoss
 
         BatchLoss.row_mean = lambda self, total, rows: total / rows
 

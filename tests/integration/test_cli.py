@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_megatron.cli import app
-from hf_megatron.registry import derive_spec
-from hf_megatron.registry.lookup import REGISTRY
-from hf_megatron.registry.recorded import read_results
+from hf_megatron.models.derive import derive_spec
+from hf_megatron.models.registry import REGISTRY
+from hf_megatron.models.verified import read_results
 
 
 def run(*arguments):

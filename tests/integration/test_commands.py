@@ -68,7 +68,7 @@ ELSEWHERE = {
     r"python -m tests\.mutated_files .*": "tests/integration/test_mutated_files.py",
     r"python -m tests\.flips.*": "tests/integration/test_gate.py",
     r"python -m tests\.foreign_scripts.*": "tests/integration/test_foreign_scripts.py",
-    r"hf-megatron fuzz.*": "tests/integration/test_fuzz.py",
+    r"python -m tests.fuzz.*": "tests/integration/test_fuzz.py",
     r"hf-megatron check .* --device cuda": "tests/integration/test_cli.py",
     r"(PYTORCH_\w+=1 )?python -m pytest tests/integration/test_gpu.py.*": "tests/integration/test_gpu.py",
     r"python -m tests.trajectories": "tests/trajectories.py",
@@ -135,7 +135,7 @@ def test_the_others_run_elsewhere():
 HELPERS = (
     "python -m tests.structure",
     "python -m tests.costs costs.json",
-    "python -m hf_megatron.verify.support_table docs.md",
+    "python -m tests.support_table docs.md",
 )
 
 

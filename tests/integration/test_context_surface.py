@@ -15,13 +15,13 @@ from hf_megatron import (
     token_log_probs,
     works_on_parts,
 )
+from hf_megatron.context_parallel import attention_dispatch as context_dispatch
 from hf_megatron.context_parallel import axis as context_axis
-from hf_megatron.context_parallel import dispatch as context_dispatch
-from hf_megatron.context_parallel.stack import ContextStack
-from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.context_parallel.sequence_split import ContextStack
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.verify.ranks import run_ranks
-from hf_megatron.verify.twin import draw_parameters
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.tiny_model import draw_parameters
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 IDS = torch.randint(1, 64, (2, 13), generator=torch.Generator().manual_seed(1))

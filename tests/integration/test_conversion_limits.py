@@ -22,7 +22,7 @@ from hf_megatron.cli import app
 from hf_megatron.cli import conversion as commands
 from hf_megatron.conversion import TargetOptions, convert, plan_conversion
 from hf_megatron.conversion.torch_files.safe_pickle import Named, unpickle
-from hf_megatron.files.staged_folder import StagedFolder
+from hf_megatron.core.io.atomic_folder import StagedFolder
 from tests.integration.test_conversion_strangers import llama
 from tests.twins import twin
 
@@ -236,7 +236,7 @@ import os, signal, sys, time
 # Processes in the background inherit that it is ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from hf_megatron.cli import main
-from hf_megatron.files.digest import NewFile
+from hf_megatron.core.io.checksums import NewFile
 from tqdm.auto import tqdm
 
 def interrupted_after(function):

@@ -193,7 +193,7 @@ def test_logits_that_are_no_numbers_are_not_called_equal(hf, tmp_path):
 def test_a_conversion_that_is_not_shown_to_be_equal_leaves_nothing(hf, tmp_path, monkeypatch):
     target = tmp_path / "out"
     for error in (CheckpointError("no logits"), KeyboardInterrupt(), RuntimeError("memory")):
-        monkeypatch.setattr("hf_megatron.conversion.comparing.compare_logits", raising(error))
+        monkeypatch.setattr("hf_megatron.conversion.open_pair.compare_logits", raising(error))
         with pytest.raises(type(error)):
             convert(hf, target, "hf", verify=True, logits=True)
         assert os.listdir(tmp_path) == []

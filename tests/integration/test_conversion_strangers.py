@@ -30,8 +30,8 @@ from hf_megatron.conversion.megatron.arguments import check_arguments
 from hf_megatron.conversion.torch_files.reader import read_saved
 from hf_megatron.conversion.torch_files.safe_pickle import unpickle
 from hf_megatron.conversion.torch_files.weight_file import PickledFile
+from hf_megatron.core.text import clean, shown
 from hf_megatron.model_cards import CardFacts, check_card, write_card
-from hf_megatron.shown import clean, shown
 
 MEGATRON = ("megatron_core", "megatron_legacy")
 
@@ -356,7 +356,7 @@ HOSTILE = {
 
 
 def names_of_tensors():
-    from hf_megatron.conversion.torch_files.saved import OBJECTS, TENSORS, storage_of
+    from hf_megatron.conversion.torch_files.torch_save import OBJECTS, TENSORS, storage_of
 
     return {**OBJECTS, **TENSORS}, storage_of
 

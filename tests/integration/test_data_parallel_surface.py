@@ -13,9 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from hf_megatron import MegatronConfig, RankError, UnsupportedError
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.verify.ranks import run_ranks
-
-from .dp_training import backward, gradients, layout, load, ranks_of, snapshot, unmoved, weights
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.dp_training import backward, gradients, layout, load, ranks_of, snapshot, unmoved, weights
 
 STAGES = ["dp2", "dp2+zero3", "tp2+dp2+zero0", "tp2+dp2+zero1", "tp2+dp2+zero3"]
 

@@ -18,12 +18,12 @@ from torch.distributed.fsdp import fully_shard
 from hf_megatron import CheckpointError
 from hf_megatron.conversion.dcp.reader import DcpReader
 from hf_megatron.conversion.dcp.writer import DcpWriter
-from hf_megatron.conversion.output import Output
+from hf_megatron.conversion.interfaces import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, OptimizerState
+from hf_megatron.conversion.output_folder import Output
 from hf_megatron.conversion.shards.reader import ShardFolder
 from hf_megatron.conversion.shards.writer import ShardsWriter
-from hf_megatron.conversion.tensors import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, OptimizerState
-from hf_megatron.files.safetensors import TensorMeta
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.core.io.safetensors import TensorMeta
+from hf_megatron.testing.fork_harness import run_ranks
 from tests.twins import twin
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -9,13 +9,12 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_megatron import ConfigError, UnsupportedError, token_divergences
 from hf_megatron.tensor_parallel import vocab_divergence
-from hf_megatron.verify.measure import Measurement, _full, _gradients
-from hf_megatron.verify.metric import gradient_errors
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.measure import Measurement, _full, _gradients
+from hf_megatron.testing.tolerances import gradient_errors
+from tests.integration.dp_training import ranks_of
+from tests.integration.test_trl import layout
 from tests.shared_twins import make_twin
-
-from .dp_training import ranks_of
-from .test_trl import layout
 
 
 @functools.lru_cache(maxsize=2)

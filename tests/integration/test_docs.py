@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_megatron.verify.ranks import run_ranks
-from hf_megatron.verify.support_table import support_summary, support_table, update
+from hf_megatron.testing.fork_harness import run_ranks
 from tests.generated_docs import LONG_FILES, LONGEST, PARTS, generated, length, library
+from tests.support_table import support_summary, support_table, update
 
 ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

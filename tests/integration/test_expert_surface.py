@@ -23,11 +23,11 @@ from trl import SFTConfig, SFTTrainer
 
 import hf_megatron
 from hf_megatron import ConfigError, MegatronConfig, UnsupportedError
-from hf_megatron.expert_parallel import dispatch
+from hf_megatron.expert_parallel import token_dispatcher
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.ranks import run_ranks
-from hf_megatron.verify.twin import draw_parameters
+from hf_megatron.testing.check import parse_layouts
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.tiny_model import draw_parameters
 from tests.integration.test_context_trainer import OPTIONS, collate, rows
 
 SMALL = {
@@ -104,7 +104,7 @@ def loaded(source, layout):
 def noted_rows(source, layout):
     """Counts what a rank sends in one forward, beside the pairs of its tokens and the ranks of their experts."""
     model, counts = loaded(source, layout), []
-    original = dispatch.AllToAll.dispatch
+    original = token_dispatcher.AllToAll.dispatch
 
     def counting(self, hidden, chosen, *args):
         found, route = original(self, hidden, chosen, *args)
@@ -112,7 +112,7 @@ def noted_rows(source, layout):
         counts.append((sum(route.sent), pairs, chosen.numel(), len(hidden)))
         return found, route
 
-    dispatch.AllToAll.dispatch = counting
+    token_dispatcher.AllToAll.dispatch = counting
     ids = torch.arange(1, 40).view(3, 13)
     with torch.no_grad():
         model.eval()(input_ids=ids)
@@ -136,7 +136,7 @@ def test_ids_without_an_expert_get_nothing():
     """Of experts that there are not, and identity experts, no row is sent and nothing comes back."""
 
     def on_rank():
-        moved = dispatch.AllToAll(2, dist.group.WORLD)
+        moved = token_dispatcher.AllToAll(2, dist.group.WORLD)
         chosen = torch.tensor([[0, 4], [5, 4], [-1, 3]])
         hidden = torch.arange(1.0, 7.0).view(3, 2)
         found, route = moved.dispatch(hidden, chosen, torch.ones(3, 2))
@@ -150,7 +150,7 @@ def test_ids_without_an_expert_get_nothing():
 @pytest.mark.parametrize("blocks", [1, 2, 4])
 def test_every_rank_holds_a_share_of_each_block(blocks):
     """Numbered by rank the experts of the first rank come first, in the order it holds them; others keep theirs."""
-    held = dispatch.ExpertBlocks(8, 2, blocks)
+    held = token_dispatcher.ExpertBlocks(8, 2, blocks)
     ranks = [held.of_rank(rank) for rank in range(2)]
     assert sorted(torch.cat(ranks).tolist()) == list(range(8))
     assert held.by_rank(torch.cat(ranks)).tolist() == list(range(8))
@@ -160,9 +160,13 @@ def test_every_rank_holds_a_share_of_each_block(blocks):
 
 def test_the_load_of_ranks_is_that_of_the_experts_they_hold():
     tokens = torch.tensor([[8, 8, 0, 0, 8, 8, 0, 0], [0, 0, 0, 0, 4, 4, 4, 4]])
-    load = hf_megatron.expert_parallel.load.ExpertLoad(("one", "two"), tokens, dispatch.ExpertBlocks(8, 2, 2), 0)
+    load = hf_megatron.expert_parallel.expert_load.ExpertLoad(
+        ("one", "two"), tokens, token_dispatcher.ExpertBlocks(8, 2, 2), 0
+    )
     assert load.ranks_over_mean.tolist() == [[2.0, 0.0], [1.0, 1.0]]
-    whole = hf_megatron.expert_parallel.load.ExpertLoad(("one", "two"), tokens, dispatch.ExpertBlocks(8, 2), 0)
+    whole = hf_megatron.expert_parallel.expert_load.ExpertLoad(
+        ("one", "two"), tokens, token_dispatcher.ExpertBlocks(8, 2), 0
+    )
     assert whole.ranks_over_mean.tolist() == [[1.0, 1.0], [0.0, 2.0]]
 
 

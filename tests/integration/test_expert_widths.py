@@ -5,10 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hf_megatron import ConfigError
-from hf_megatron.verify.ranks import run_ranks
-
-from .dp_training import layout
-from .habits import Runs
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.dp_training import layout
+from tests.integration.habits import Runs
 
 SIZES = {
     "vocab_size": 64,

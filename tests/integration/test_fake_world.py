@@ -17,15 +17,15 @@ from transformers import (
 )
 
 from hf_megatron import ConfigError, MegatronConfig, RankError
-from hf_megatron.communication.watch import running_watch
-from hf_megatron.data_parallel import buckets, optimizer, weight_gathering
-from hf_megatron.data_parallel.bucket_making import default_capacity
-from hf_megatron.expert_parallel.dispatch import AllToAll
-from hf_megatron.pipeline_parallel import training
+from hf_megatron.core.communication.watchdog import running_watch
+from hf_megatron.data_parallel import buckets, distributed_optimizer, param_gather
+from hf_megatron.data_parallel.bucket_assignment import default_capacity
+from hf_megatron.expert_parallel.token_dispatcher import AllToAll
+from hf_megatron.pipeline_parallel import train_step
 from hf_megatron.pipeline_parallel.schedules import SCHEDULES
-from hf_megatron.planner.balanced_experts import even_choices, even_sizes
 from hf_megatron.planner.dry_run import dry_run, measured_run, require_lengths
 from hf_megatron.planner.fake_world import run_fake_ranks
+from hf_megatron.planner.uniform_routing import even_choices, even_sizes
 
 
 def llama(layers=4, **changes):
@@ -186,14 +186,14 @@ def test_stage_three_keeps_its_share_of_every_parameter():
 
 
 def keep_rows_of_weights(monkeypatch):
-    receive = weight_gathering._receive
+    receive = param_gather._receive
 
     def keep(bucket, gather):
         rows = bucket.rows
         receive(bucket, gather)
         bucket.rows = rows
 
-    monkeypatch.setattr(weight_gathering, "_receive", keep)
+    monkeypatch.setattr(param_gather, "_receive", keep)
 
 
 def reduce_beside_the_rows(monkeypatch):
@@ -201,13 +201,13 @@ def reduce_beside_the_rows(monkeypatch):
 
 
 def keep_last_weights(monkeypatch):
-    publish = optimizer.ShardedOptimizer.publish
+    publish = distributed_optimizer.ShardedOptimizer.publish
 
     def keep(self):
         self.copies = [leaf.view().clone() for leaf in self.leaves]
         publish(self)
 
-    monkeypatch.setattr(optimizer.ShardedOptimizer, "publish", keep)
+    monkeypatch.setattr(distributed_optimizer.ShardedOptimizer, "publish", keep)
 
 
 @pytest.mark.parametrize("fault", [keep_rows_of_weights, reduce_beside_the_rows, keep_last_weights])
@@ -247,7 +247,7 @@ def test_the_host_waits_once_in_a_step(layout, ranks, last):
 
 
 def test_a_further_wait_is_noticed(monkeypatch):
-    monkeypatch.setattr(training, "runs_behind", lambda device: False)
+    monkeypatch.setattr(train_step, "runs_behind", lambda device: False)
     found = waits({"pp_size": 2, "num_microbatches": 4}, 0, 2)
     assert [moment for moment, _ in found] == ["backward", "optimizer step"]
 

@@ -17,20 +17,20 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from hf_megatron.absent_weights import own_parameters
 from hf_megatron.cli import app
+from hf_megatron.compat.shard_safe import comes_last, works_on_parts
+from hf_megatron.compat.upstream import communication_through, local_tensor
 from hf_megatron.config import MegatronConfig
-from hf_megatron.data_parallel.optimizer import prepare_optimizer
-from hf_megatron.debug.divergence import compare_recordings
-from hf_megatron.debug.pieces import Recording
-from hf_megatron.debug.recording import StepRecorder
+from hf_megatron.core.off_stage import own_parameters
+from hf_megatron.data_parallel.distributed_optimizer import prepare_optimizer
+from hf_megatron.diagnostics.divergence import compare_recordings
+from hf_megatron.diagnostics.recorded_shards import Recording
+from hf_megatron.diagnostics.recording import StepRecorder
 from hf_megatron.errors import ConfigError
-from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.integrations.trainer_recording import RecordStepCallback
+from hf_megatron.integrations.trainer.callbacks.recording import RecordStepCallback
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.parts import comes_last, works_on_parts
-from hf_megatron.upstream import communication_through, local_tensor
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.testing.fork_harness import run_ranks
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
 LLAMA = LlamaConfig(**SIZES, intermediate_size=48, num_hidden_layers=4)

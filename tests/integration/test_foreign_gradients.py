@@ -10,9 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_megatron import RankError, UnsupportedError
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.verify.ranks import run_ranks
-
-from .habits import Loop, Runs, batch, layout, own_rows, ranks_of
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.habits import Loop, Runs, batch, layout, own_rows, ranks_of
 
 LAYOUTS = ["dp2", "dp2+zero3"]
 

@@ -1,4 +1,4 @@
-"""`hf-megatron fuzz`: cases by number, verdicts, shrinking, scripts, and what it has found."""
+"""`python -m tests.fuzz`: cases by number, verdicts, shrinking, scripts, and what it has found."""
 
 import json
 import subprocess
@@ -11,14 +11,14 @@ import torch
 from typer.testing import CliRunner
 
 from hf_megatron.cli import app
-from hf_megatron.verify.fuzz.campaign import read_log, run_campaign
-from hf_megatron.verify.fuzz.cases import draw_case, fits, ranks_of, simple_case, together
-from hf_megatron.verify.fuzz.habit import Habit
-from hf_megatron.verify.fuzz.habits import HABITS
-from hf_megatron.verify.fuzz.judging import ACCEPTED
-from hf_megatron.verify.fuzz.running import run_cases
-from hf_megatron.verify.fuzz.script import reproduction
-from hf_megatron.verify.fuzz.shrinking import shrink
+from tests.fuzz.campaign import read_log, run_campaign
+from tests.fuzz.cases import draw_case, fits, ranks_of, simple_case, together
+from tests.fuzz.pattern import Habit
+from tests.fuzz.patterns import HABITS
+from tests.fuzz.runner import run_cases
+from tests.fuzz.script import reproduction
+from tests.fuzz.shrinking import shrink
+from tests.fuzz.verdicts import ACCEPTED
 
 SEEDS = json.loads((Path(__file__).parents[1] / "data" / "fuzz_seeds.json").read_text(encoding="utf-8"))
 
@@ -105,7 +105,7 @@ def test_a_seeded_fault_shrinks_to_what_it_needs(monkeypatch, tmp_path):
     assert found["batch"]["steps"] == 1 and found["batch"]["padding"] == "none" and found["batch"]["accumulation"] == 1
     text = reproduction(found, {"verdict": "differs", "worst": "a norm"})
     compile(text, "case.py", "exec")
-    assert "def damage(loop)" in text and "hf_megatron.verify" not in text
+    assert "def damage(loop)" in text and "hf_megatron.testing" not in text
 
 
 def test_a_script_runs_alone(tmp_path):

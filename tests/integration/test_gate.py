@@ -11,12 +11,12 @@ from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaModel, LlamaPreTrainedModel
 
 from hf_megatron import MegatronConfig, UnsupportedError, UnverifiedLayoutError
-from hf_megatron.integrations import gate
-from hf_megatron.registry import recorded
-from hf_megatron.verify.measure import _on_all_ranks
-from hf_megatron.verify.parity import check_twin
-from hf_megatron.verify.ranks import run_ranks
-from hf_megatron.verify.twin import tiny_config
+from hf_megatron.integrations.transformers import verification_gate
+from hf_megatron.models import verified
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.measure import _on_all_ranks
+from hf_megatron.testing.parity import check_twin
+from hf_megatron.testing.tiny_model import tiny_config
 from tests import flips
 from tests.shared_twins import make_twin
 
@@ -74,8 +74,8 @@ def test_a_new_combination_is_named_with_the_command_of_its_check():
 
 @pytest.fixture
 def no_jitter_compared(monkeypatch):
-    rows = [row | ({"draws": []} if row["model_type"] == "minimax" else {}) for row in recorded.records()]
-    monkeypatch.setattr(recorded, "records", lambda: rows)
+    rows = [row | ({"draws": []} if row["model_type"] == "minimax" else {}) for row in verified.records()]
+    monkeypatch.setattr(verified, "records", lambda: rows)
 
 
 def test_a_site_that_draws_random_numbers_is_named(no_jitter_compared):
@@ -85,11 +85,11 @@ def test_a_site_that_draws_random_numbers_is_named(no_jitter_compared):
 
 def test_a_size_that_differed_is_refused_although_another_one_passed(monkeypatch):
     """Of the same kind of layout, with as many ranks as are asked for."""
-    rows = recorded.records()
+    rows = verified.records()
     four = [row for row in rows if row["class"] == "LlamaForCausalLM" and row.get("cp_size") == 4]
     bad = {"passed": False, "worst": "loss: 2 x the limit"}
     changed = tuple(row | bad if row in four and row["layout"] == "cp" else row for row in rows)
-    monkeypatch.setattr(recorded, "records", lambda: changed)
+    monkeypatch.setattr(verified, "records", lambda: changed)
     text = run_ranks(refused, 4, "llama", MegatronConfig(cp_size=4, cp_comm_type="p2p"))[0]
     assert "cp: compared on as many ranks it differed (loss: 2 x the limit)" in text
     assert all(run_ranks(made, 2, "llama", MegatronConfig(cp_size=2, cp_comm_type="p2p")))
@@ -155,7 +155,7 @@ def test_a_small_share_that_is_split_is_said():
 
 
 def test_a_check_that_fails_stops_the_load(no_jitter_compared, monkeypatch):
-    monkeypatch.setattr(gate.sys, "executable", "/bin/false")
+    monkeypatch.setattr(verification_gate.sys, "executable", "/bin/false")
     layout = MegatronConfig(tp_size=2, allow_unverified=True)
     [said, _] = run_ranks(refused, 2, "minimax", layout, router_jitter_noise=0.3)
     assert "Its parity check failed" in said

@@ -17,21 +17,20 @@ from trl import DPOTrainer, GRPOConfig, GRPOTrainer, SFTTrainer
 
 from hf_megatron import MegatronConfig, token_divergences, token_log_probs
 from hf_megatron.context_parallel.flash import flash_backward_of_joined, flash_forward_of_joined
-from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.profile.timeline import bubble_share
+from hf_megatron.diagnostics.timeline import bubble_share
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.tensor_parallel.cross_entropy import CrossEntropyOptions, linear_cross_entropy
-from hf_megatron.verify.adapters import adapted
-from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.measure import measure
-from hf_megatron.verify.metric import reference_error
-from hf_megatron.verify.parity import check_twin
-from hf_megatron.verify.pipeline_timeline import draw_timeline
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.testing.adapters import adapted
+from hf_megatron.testing.check import parse_layouts
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.measure import measure
+from hf_megatron.testing.parity import check_twin
+from hf_megatron.testing.pipeline_timeline import draw_timeline
+from hf_megatron.testing.tolerances import reference_error
+from tests.integration import test_resume, test_trl
+from tests.integration.test_trl import completions, layout, preferences, train
+from tests.integration.test_trl_online import REWARDS, SIZES, prompts
 from tests.shared_twins import make_twin
-
-from . import test_resume, test_trl
-from .test_trl import completions, layout, preferences, train
-from .test_trl_online import REWARDS, SIZES, prompts
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
 

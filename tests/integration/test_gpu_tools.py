@@ -15,25 +15,24 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, default_data_collator
 
 from hf_megatron import MegatronConfig
-from hf_megatron.data_parallel.optimizer import prepare_optimizer
-from hf_megatron.debug.divergence import compare_recordings
-from hf_megatron.debug.hang import read_flight_records, tell_hang
-from hf_megatron.debug.memory_snapshot import MemorySnapshot
-from hf_megatron.debug.rank_trace import traces_in
-from hf_megatron.debug.step_memory import StepMemory, memory_in
-from hf_megatron.debug.step_trace import StepTrace
-from hf_megatron.debug.stragglers import StragglerWatch
-from hf_megatron.debug.trace_shares import shares_of, write_merged
+from hf_megatron.compat.shard_safe import works_on_parts
+from hf_megatron.data_parallel.distributed_optimizer import prepare_optimizer
+from hf_megatron.diagnostics.divergence import compare_recordings
+from hf_megatron.diagnostics.hang import read_flight_records, tell_hang
+from hf_megatron.diagnostics.memory_snapshot import MemorySnapshot
+from hf_megatron.diagnostics.rank_trace import traces_in
+from hf_megatron.diagnostics.step_memory import StepMemory, memory_in
+from hf_megatron.diagnostics.step_trace import StepTrace
+from hf_megatron.diagnostics.stragglers import StragglerWatch
+from hf_megatron.diagnostics.trace_breakdown import shares_of, write_merged
 from hf_megatron.errors import RankError
-from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.integrations.trainer_throughput import ThroughputCallback
+from hf_megatron.integrations.trainer.callbacks.throughput import ThroughputCallback
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.parts import works_on_parts
 from hf_megatron.planner.memory_report import memory_table, plan_for
-from hf_megatron.verify.ranks import run_ranks
-
-from . import test_first_divergence, test_non_finite, test_replicas, test_step_trace
-from .test_gpu import forks_can_use_the_gpu  # noqa: F401  (a fixture)
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration import test_first_divergence, test_non_finite, test_replicas, test_step_trace
+from tests.integration.test_gpu import forks_can_use_the_gpu  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
 

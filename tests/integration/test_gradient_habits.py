@@ -9,10 +9,9 @@ from transformers import AutoModelForCausalLM
 import hf_megatron
 from hf_megatron import UnsupportedError, own_parameters
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.verify.ranks import run_ranks
-
-from .dp_training import layout
-from .habits import LAYOUTS, PIPELINES, WHOLE_BATCH, Runs, batch, cells, own_rows
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.dp_training import layout
+from tests.integration.habits import LAYOUTS, PIPELINES, WHOLE_BATCH, Runs, batch, cells, own_rows
 
 HABITS = {}
 _NAMES = ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_", "clip_grad_value_")

@@ -5,10 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_megatron import prepare_optimizer
-from hf_megatron.verify.ranks import run_ranks
-
-from .dp_training import layout
-from .habits import batch, full
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.dp_training import layout
+from tests.integration.habits import batch, full
 
 
 def scale(parameter):

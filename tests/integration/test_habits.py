@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_megatron.verify.fuzz.habits import HABITS
+from tests.fuzz.patterns import HABITS
 from tests.habits import ALLOWED, LAYOUTS, recorded, run
 
 

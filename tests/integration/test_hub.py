@@ -13,15 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from hf_megatron.checkpoint.boxes import Box
 from hf_megatron.checkpoint.manifest import MANIFEST
 from hf_megatron.checkpoint.reader import PARTIAL, Checkpoint
+from hf_megatron.checkpoint.tensor_chunks import Box
 from hf_megatron.cli import app
 from hf_megatron.cli import hub as commands
-from hf_megatron.files.digest import hash_tensor
+from hf_megatron.core.io.checksums import hash_tensor
 from tests.documented import documented_commands
-
-from .hub_server import File, HubServer
+from tests.integration.hub_server import File, HubServer
 
 ROOT = Path(__file__).parents[2]
 TP2 = {"tp_size": 2}

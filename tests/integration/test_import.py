@@ -20,7 +20,7 @@ def test_either_order_patches(order):
         f"""
 import {order}
 from transformers import PreTrainedModel, Trainer
-from hf_megatron.patch_ledger import LEDGER
+from hf_megatron.compat.patch_registry import LEDGER
 for name in ("transformers.modeling_utils:PreTrainedModel.from_pretrained", "transformers.trainer:Trainer.__init__"):
     assert LEDGER.patches[name].applied, name
 assert PreTrainedModel.from_pretrained.__func__.__code__.co_filename.endswith("patch_ledger.py")
@@ -65,8 +65,8 @@ def test_every_patch_target_exists():
     python(
         """
 import importlib, hf_megatron
-from hf_megatron.patch_ledger import LEDGER
-from hf_megatron.upstream import is_of_other_versions
+from hf_megatron.compat.patch_registry import LEDGER
+from hf_megatron.compat.upstream import is_of_other_versions
 for patch in LEDGER.patches.values():
     importlib.import_module(patch.module_name)
     assert patch.applied != is_of_other_versions(patch.target), patch.target
@@ -79,10 +79,10 @@ def test_a_target_that_is_missing_is_refused_by_name():
         """
 import transformers.trainer, pytest
 from hf_megatron import MegatronError
-from hf_megatron.patch_ledger import Patch
+from hf_megatron.compat.patch_registry import Patch
 target = "transformers.trainer:Trainer.train_backwards"
 with pytest.raises(MegatronError, match=f"{target} does not exist in the installed transformers"):
-    Patch(target, "hf_megatron.integrations.trainer:init", "", "").apply()
+    Patch(target, "hf_megatron.integrations.trainer.trainer:init", "", "").apply()
 """
     )
 
@@ -97,7 +97,7 @@ def test_a_version_outside_of_what_was_checked_warns_once(stories, tmp_path):
         f"""
 import sys, warnings
 from transformers import LlamaForCausalLM
-from hf_megatron.upstream import CHECKED
+from hf_megatron.compat.upstream import CHECKED
 sys.path.insert(0, {str(tmp_path)!r})
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -145,7 +145,7 @@ def test_time_of_import_on_top_of_transformers():
         """
 import sys, transformers.modeling_utils, accelerate
 before = set(sys.modules)
-import hf_megatron, hf_megatron.integrations.transformers
+import hf_megatron, hf_megatron.integrations.transformers.loading
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 assert new <= {"hf_megatron", "torch", "huggingface_hub", "yaml", "transformers", "_yaml", "blake3"}, new
 """

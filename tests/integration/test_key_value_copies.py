@@ -6,11 +6,10 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
 from hf_megatron import MegatronConfig
-from hf_megatron.axes import Axes
-from hf_megatron.placement import Claim, GradientRule, Placement, copies_of_model
-from hf_megatron.verify.ranks import run_ranks
-
-from .habits import Runs, save_tiny
+from hf_megatron.core.axes import Axes
+from hf_megatron.core.placement import Claim, GradientRule, Placement, copies_of_model
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.habits import Runs, save_tiny
 
 
 def regularised(loop):

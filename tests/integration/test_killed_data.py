@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 from hf_megatron import MegatronConfig
 from hf_megatron.errors import RankError
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.verify.ranks import run_ranks
-
-from .test_ordered_data import LAYOUTS, dataset_of, prefix, ranks_of
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.test_ordered_data import LAYOUTS, dataset_of, prefix, ranks_of
 
 __all__ = ["prefix"]
 

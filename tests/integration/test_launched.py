@@ -23,11 +23,11 @@ from transformers import (
 )
 
 from hf_megatron import MegatronConfig, UnsupportedError, config_from_environment
-from hf_megatron.integrations.accelerate import export_layout
-from hf_megatron.integrations.launched import Launch, run_script
+from hf_megatron.compat.patch_registry import LEDGER
+from hf_megatron.integrations.accelerate.accelerator import export_layout
+from hf_megatron.integrations.accelerate.launched_script import Launch, run_script
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.patch_ledger import LEDGER
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.testing.fork_harness import run_ranks
 
 TP2, PP2 = MegatronConfig(tp_size=2), MegatronConfig(pp_size=2)
 SCRIPT = """

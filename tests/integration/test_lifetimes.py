@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 
 import hf_megatron
 from hf_megatron import ConfigError, MegatronConfig, prepare_optimizer
-from hf_megatron.instance_patches import INSTANCE_PATCHES
+from hf_megatron.compat.instance_patches import INSTANCE_PATCHES
+from hf_megatron.compat.patch_registry import LEDGER
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.patch_ledger import LEDGER
 from hf_megatron.pipeline_parallel.executor import Execution
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.testing.fork_harness import run_ranks
 
 LAYOUTS = (
     MegatronConfig(tp_size=2),

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForPreTraini
 
 from hf_megatron.conversion import convert
 from hf_megatron.errors import CheckpointError
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.testing.fork_harness import run_ranks
 from tests.megatron_before_core import bert_parts, gpt2_parts, llama_parts, write_checkpoint
 from tests.twins import twin
 

@@ -12,11 +12,19 @@ import transformers
 from hf_megatron import CheckpointError
 from hf_megatron.conversion.dcp.store_reader import StoreReader
 from hf_megatron.conversion.dcp.store_writer import StoreWriter
+from hf_megatron.conversion.interfaces import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MAIN_WEIGHT,
+    WEIGHT,
+    Key,
+    MegatronModel,
+    OptimizerState,
+)
 from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
 from hf_megatron.conversion.megatron_core.writer import MegatronCoreWriter
-from hf_megatron.conversion.output import Output
-from hf_megatron.conversion.tensors import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, MegatronModel, OptimizerState
-from hf_megatron.files.safetensors import TensorMeta
+from hf_megatron.conversion.output_folder import Output
+from hf_megatron.core.io.safetensors import TensorMeta
 
 MODEL = MegatronModel({"num_layers": 2}, gated=True)
 

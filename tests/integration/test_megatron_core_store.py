@@ -11,18 +11,10 @@ import pytest
 import torch
 
 from hf_megatron.conversion.dcp.store_reader import StoreReader
+from hf_megatron.conversion.interfaces import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, MegatronModel, Reader
 from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
 from hf_megatron.conversion.megatron_core.writer import MegatronCoreWriter
-from hf_megatron.conversion.output import Output
-from hf_megatron.conversion.tensors import (
-    EXP_AVG,
-    EXP_AVG_SQ,
-    MAIN_WEIGHT,
-    WEIGHT,
-    Key,
-    MegatronModel,
-    Reader,
-)
+from hf_megatron.conversion.output_folder import Output
 from tests.twins import twin
 
 ROOT = Path(__file__).parents[2]
@@ -149,7 +141,7 @@ def test_per_layer_keys_and_a_state_that_is_not_read(trained):
 
 
 def test_one_layer_is_read_at_a_time(trained, monkeypatch):
-    from hf_megatron.files.data_file import DataFile
+    from hf_megatron.core.io.random_access_file import DataFile
 
     folder, _ = trained
     reader = MegatronCoreReader(folder / "llama")

@@ -17,11 +17,11 @@ import numpy
 import pytest
 import torch
 
+from hf_megatron.conversion.interfaces import WEIGHT, Key, MegatronModel, TargetOptions
 from hf_megatron.conversion.megatron_legacy.reader import MegatronLegacyReader
 from hf_megatron.conversion.megatron_legacy.writer import MegatronLegacyWriter
-from hf_megatron.conversion.output import Output
-from hf_megatron.conversion.tensors import WEIGHT, Key, MegatronModel, TargetOptions
-from hf_megatron.files.safetensors import TensorMeta
+from hf_megatron.conversion.output_folder import Output
+from hf_megatron.core.io.safetensors import TensorMeta
 from tests.integration.legacy_weights import FILE, FIRST, QKV, change, check_equal, model, read, weights, write
 
 

@@ -10,9 +10,9 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from hf_megatron.conversion.interfaces import Key, MegatronModel, TargetOptions
 from hf_megatron.conversion.megatron.splits import tensor_parallel_split
 from hf_megatron.conversion.megatron_legacy.reader import MegatronLegacyReader
-from hf_megatron.conversion.tensors import Key, MegatronModel, TargetOptions
 from tests.integration.legacy_weights import check_equal, write
 
 ROOT = Path(__file__).parents[2]

@@ -6,12 +6,12 @@ from argparse import Namespace
 import pytest
 import torch
 
+from hf_megatron.conversion.interfaces import WEIGHT, Key, TargetOptions
 from hf_megatron.conversion.megatron_legacy.reader import MegatronLegacyReader
 from hf_megatron.conversion.megatron_legacy.writer import MegatronLegacyWriter
-from hf_megatron.conversion.output import Output
-from hf_megatron.conversion.tensors import WEIGHT, Key, TargetOptions
+from hf_megatron.conversion.output_folder import Output
+from hf_megatron.core.io.safetensors import TensorMeta
 from hf_megatron.errors import CheckpointError
-from hf_megatron.files.safetensors import TensorMeta
 from tests.integration.legacy_weights import (
     FILE,
     FIRST,

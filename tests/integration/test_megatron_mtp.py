@@ -16,13 +16,13 @@ from hf_megatron import CheckpointError
 from hf_megatron.cli import app
 from hf_megatron.conversion import TargetOptions, compare, convert, plan_conversion
 from hf_megatron.conversion.families import family_of
+from hf_megatron.conversion.interfaces import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, OptimizerState
 from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
 from hf_megatron.conversion.megatron_core.writer import MegatronCoreWriter
 from hf_megatron.conversion.megatron_legacy.reader import MegatronLegacyReader
 from hf_megatron.conversion.megatron_legacy.writer import MegatronLegacyWriter
-from hf_megatron.conversion.output import Output
-from hf_megatron.conversion.tensors import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, OptimizerState
-from hf_megatron.files.safetensors import TensorMeta
+from hf_megatron.conversion.output_folder import Output
+from hf_megatron.core.io.safetensors import TensorMeta
 from tests.integration.test_megatron_core import PADDED, run_peer
 from tests.twins import config_of, twin
 

@@ -24,9 +24,8 @@ from hf_megatron.model_cards import (
     render,
     write_card,
 )
-from hf_megatron.verify.ranks import run_ranks
-
-from .test_trainer import rows
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.test_trainer import rows
 
 TP2_SP, PP2 = MegatronConfig(tp_size=2, sequence_parallel=True), MegatronConfig(pp_size=2)
 

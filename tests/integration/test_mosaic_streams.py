@@ -12,10 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_megatron.data.streams import RowStream
+from hf_megatron.datasets.streams import RowStream
 from hf_megatron.errors import DataError
-
-from .test_streams import LAYOUTS, LENGTH, LLAMA, ROWS, dealt, joined, train
+from tests.integration.test_streams import LAYOUTS, LENGTH, LLAMA, ROWS, dealt, joined, train
 
 
 def stream_of(folder, ranks):

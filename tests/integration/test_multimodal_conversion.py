@@ -12,12 +12,12 @@ from hf_megatron import CheckpointError, UnsupportedError
 from hf_megatron.cli import app
 from hf_megatron.conversion import TargetOptions, compare, convert, plan_conversion
 from hf_megatron.conversion.families import check_config, family_of
+from hf_megatron.conversion.interfaces import WEIGHT
 from hf_megatron.conversion.megatron.names import of_tower
 from hf_megatron.conversion.megatron.splits import tensor_parallel_split
 from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
 from hf_megatron.conversion.megatron_core.writer import MegatronCoreWriter
-from hf_megatron.conversion.output import Output
-from hf_megatron.conversion.tensors import WEIGHT
+from hf_megatron.conversion.output_folder import Output
 from tests.integration.test_conversion import assert_equal, tensors_of
 from tests.twins import MULTIMODAL, VOCABULARY, config_of, twin
 
@@ -257,7 +257,7 @@ def loaded_logits(folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("to", ["megatron_core", "megatron_legacy"])
 def test_from_pretrained_reads_them(sources, tmp_path, to):
-    from hf_megatron.verify.ranks import run_ranks
+    from hf_megatron.testing.fork_harness import run_ranks
 
     convert(sources / "qwen2_5_vl", tmp_path / "made", to)
     (expected,), (found,) = (run_ranks(loaded_logits, 1, at) for at in (sources / "qwen2_5_vl", tmp_path / "made"))

@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from hf_megatron.conversion import source
-from hf_megatron.conversion.megatron import view
-from hf_megatron.files.safetensors import SafetensorsFile
+from hf_megatron.conversion.megatron import name_view
+from hf_megatron.core.io.safetensors import SafetensorsFile
 from tests.mutated_files import FINDINGS, Case, drawn, outcome, run_case
 from tests.mutated_sources import make_checkpoints
 
@@ -49,7 +49,7 @@ def test_another_order_of_heads_is_found(sources, tmp_path, monkeypatch, name):
     path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changed), encoding="utf-8")
     case = Case(name, "config.json", False, "hf", False, False)
     assert outcome(case, sources[name], tmp_path / "source", tmp_path / "target")[0] == "refused"
-    monkeypatch.setattr(view, "check_arguments", nothing)
+    monkeypatch.setattr(name_view, "check_arguments", nothing)
     assert outcome(case, sources[name], tmp_path / "source", tmp_path / "target")[0] == "wrong"
 
 

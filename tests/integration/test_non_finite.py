@@ -15,22 +15,22 @@ from transformers import (
     default_data_collator,
 )
 
-from hf_megatron.absent_weights import own_parameters
+from hf_megatron.compat.shard_safe import works_on_parts
+from hf_megatron.compat.upstream import local_tensor
 from hf_megatron.config import MegatronConfig
-from hf_megatron.data_parallel.optimizer import prepare_optimizer
-from hf_megatron.debug.non_finite import NonFiniteWatch
-from hf_megatron.debug.rank_trace import traces_in
-from hf_megatron.debug.recording import StepRecorder
-from hf_megatron.debug.step_memory import StepMemory, memory_in
-from hf_megatron.debug.step_trace import StepTrace
-from hf_megatron.debug.throughput import Throughput
+from hf_megatron.core.off_stage import own_parameters
+from hf_megatron.data_parallel.distributed_optimizer import prepare_optimizer
+from hf_megatron.diagnostics.nonfinite import NonFiniteWatch
+from hf_megatron.diagnostics.rank_trace import traces_in
+from hf_megatron.diagnostics.recording import StepRecorder
+from hf_megatron.diagnostics.step_memory import StepMemory, memory_in
+from hf_megatron.diagnostics.step_trace import StepTrace
+from hf_megatron.diagnostics.throughput import Throughput
 from hf_megatron.errors import ConfigError
-from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.integrations.trainer_non_finite import NonFiniteCallback
+from hf_megatron.integrations.trainer.callbacks.nonfinite import NonFiniteCallback
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.parts import works_on_parts
-from hf_megatron.upstream import local_tensor
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.testing.fork_harness import run_ranks
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
 LLAMA = LlamaConfig(**SIZES, intermediate_size=48, num_hidden_layers=4)

@@ -6,10 +6,9 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from transformers import AutoModelForCausalLM
 
 from hf_megatron import UnsupportedError, own_parameters, prepare_optimizer
-from hf_megatron.verify.ranks import run_ranks
-
-from .dp_training import layout
-from .habits import batch, save_tiny
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.dp_training import layout
+from tests.integration.habits import batch, save_tiny
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,12 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from hf_megatron import ConfigError, MegatronConfig, UnsupportedError, prepare_optimizer
 from hf_megatron.checkpoint.initialize import local_part
-from hf_megatron.data_parallel import bucket_making, reduction
-from hf_megatron.data_parallel import optimizer as optimizers
+from hf_megatron.data_parallel import bucket_assignment, grad_reducer
+from hf_megatron.data_parallel import distributed_optimizer as optimizers
 from hf_megatron.data_parallel.buckets import Bucket
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.verify.ranks import run_ranks
-
-from .dp_training import (
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.dp_training import (
     backward,
     batch,
     error_of,
@@ -127,13 +126,13 @@ def own_part_only():
 
 def one_owner_off():
     """Each rank steps on a neighbour's gradients."""
-    original = reduction.GradientReducer.gradient
+    original = grad_reducer.GradientReducer.gradient
 
     def gradient(self, parameter):
         found = original(self, parameter)
         return None if found is None else found.roll(1)
 
-    reduction.GradientReducer.gradient = gradient
+    grad_reducer.GradientReducer.gradient = gradient
 
 
 @pytest.mark.parametrize("fault", [own_part_only, one_owner_off], ids=lambda fault: fault.__name__)
@@ -399,7 +398,7 @@ def test_windows_with_and_without_no_sync_and_zero_grad(stories, text, prepare, 
 @pytest.mark.parametrize("text", ["dp2", "dp2+zero2", "tp2+dp2"])
 def test_one_communication_per_window(stories, text):
     def on_rank():
-        bucket_making.default_capacity = lambda *args, **kwargs: 2**17
+        bucket_assignment.default_capacity = lambda *args, **kwargs: 2**17
         model = load(stories, layout(text))
         reducer = parallel_state(model).data_parallel.reducer
         sends, send = [], torch.distributed.isend
@@ -440,7 +439,7 @@ def test_a_layer_that_one_rank_skips(stories, text):
                 expected[name] = expected.get(name, 0) + gradient
 
     def on_rank():
-        bucket_making.default_capacity = lambda *args, **kwargs: 2**17
+        bucket_assignment.default_capacity = lambda *args, **kwargs: 2**17
         model = load(stories, layout(text))
         if torch.distributed.get_rank() == 1:
             skip(model)

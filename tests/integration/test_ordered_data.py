@@ -26,17 +26,17 @@ from transformers import (
 )
 
 from hf_megatron import MegatronConfig
-from hf_megatron.data.blended import BlendedDataset
-from hf_megatron.data.indexed_writer import IndexedWriter
-from hf_megatron.data.masked import BertDataset, T5Dataset
-from hf_megatron.data.ordered import WithoutSamples
-from hf_megatron.data.pretraining import PretrainingDataset
-from hf_megatron.data.ramp_up import BatchRampUp
-from hf_megatron.data.schedules import MegatronSchedule, MegatronScheduler
+from hf_megatron.datasets.blended import BlendedDataset
+from hf_megatron.datasets.indexed_writer import IndexedWriter
+from hf_megatron.datasets.masked import BertDataset, T5Dataset
+from hf_megatron.datasets.ordered_dataset import WithoutSamples
+from hf_megatron.datasets.pretraining import PretrainingDataset
+from hf_megatron.datasets.ramp_up import BatchRampUp
+from hf_megatron.datasets.schedules import MegatronSchedule, MegatronScheduler
 from hf_megatron.errors import DataError, RankError
-from hf_megatron.integrations.counted_samples import SamplesCallback
+from hf_megatron.integrations.trainer.sample_counter import SamplesCallback
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.testing.fork_harness import run_ranks
 
 LLAMA = LlamaConfig(
     vocab_size=96,

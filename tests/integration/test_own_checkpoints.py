@@ -8,12 +8,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from hf_megatron import RankError, works_on_parts
-from hf_megatron.communication import random_streams
-from hf_megatron.upstream import local_tensor
-from hf_megatron.verify.ranks import run_ranks
-
-from .dp_training import layout
-from .habits import batch
+from hf_megatron.compat.upstream import local_tensor
+from hf_megatron.core.communication import rng
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.dp_training import layout
+from tests.integration.habits import batch
 
 dropped = functools.partial(torch.nn.functional.dropout, p=0.5)
 
@@ -65,7 +64,7 @@ def test_the_same_gradients_with_and_without(tiny, text, part, reentrant):
 
 
 def too_late(path):
-    random_streams._KNOWN = 4
+    rng._KNOWN = 4
     train(path, "tp2+sp", block, False)
 
 

@@ -38,9 +38,9 @@ def built(tmp_path_factory):
 def imports_from(folder):
     code = (
         "import hf_megatron, hf_megatron.conversion, hf_megatron.model_cards, hf_megatron.cli\n"
-        "from hf_megatron.registry.recorded import records\n"
+        "from hf_megatron.models.verified import records\n"
         f"assert len(records()) > 100 and hf_megatron.__file__.startswith({str(folder)!r}), hf_megatron.__file__\n"
-        "import hf_megatron.registry as r; assert 'gpt2' in r.registered_types()\n"
+        "import hf_megatron.models as r; assert 'gpt2' in r.registered_types()\n"
         "from hf_megatron.conversion.families import known_families; assert 'gpt2' in known_families()\n"
     )
     result = subprocess.run(

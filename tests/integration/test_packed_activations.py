@@ -15,15 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
 from hf_megatron import ConfigError, MegatronConfig, own_parameters, prepare_optimizer, works_on_parts
-from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.memory import saved_tensors
+from hf_megatron.compat.upstream import local_tensor, nodes_can_pack, storage_id
+from hf_megatron.core.memory import saved_tensor_hooks
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.tensor_parallel import gathered_input
-from hf_megatron.upstream import local_tensor, nodes_can_pack, storage_id
-from hf_megatron.verify.measure import measure
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.measure import measure
+from tests.integration.test_recompute import count_collectives
 from tests.shared_twins import make_twin
-
-from .test_recompute import count_collectives
 
 LAYERS = 2
 SIZES = {
@@ -97,7 +96,7 @@ class Remade:
         self.kept = self.made = 0
 
     def __enter__(self):
-        counts, kept, made = self, saved_tensors.Remade.__init__, saved_tensors.Remade.unpack
+        counts, kept, made = self, saved_tensor_hooks.Remade.__init__, saved_tensor_hooks.Remade.unpack
         self.originals = kept, made
 
         def init(one, *args):
@@ -108,11 +107,11 @@ class Remade:
             counts.made += 1
             return made(one)
 
-        saved_tensors.Remade.__init__, saved_tensors.Remade.unpack = init, unpack
+        saved_tensor_hooks.Remade.__init__, saved_tensor_hooks.Remade.unpack = init, unpack
         return self
 
     def __exit__(self, *error):
-        saved_tensors.Remade.__init__, saved_tensors.Remade.unpack = self.originals
+        saved_tensor_hooks.Remade.__init__, saved_tensor_hooks.Remade.unpack = self.originals
 
 
 class Alive(TorchDispatchMode):

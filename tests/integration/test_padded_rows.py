@@ -19,11 +19,10 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_megatron.integrations import whole_batches
-from hf_megatron.verify.ranks import run_ranks
-
-from .dp_training import ranks_of
-from .test_repeated_rows import COUNTS, layout
+from hf_megatron.integrations.trainer import global_batches
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.dp_training import ranks_of
+from tests.integration.test_repeated_rows import COUNTS, layout
 
 
 def texts(count, seed=0, vocabulary=64):
@@ -145,7 +144,7 @@ def test_predictions_on_a_stream_that_each_rank_reads(gpt2, tmp_path, text):
 
 
 def test_padding_of_each_ranks_own_is_noticed(gpt2, tmp_path, monkeypatch):
-    monkeypatch.setattr(whole_batches, "pad_for_all_ranks", lambda loader: None)
+    monkeypatch.setattr(global_batches, "pad_for_all_ranks", lambda loader: None)
     [expected] = run_ranks(predict, 1, gpt2, tmp_path, "left")
     [found, _] = run_ranks(predict, 2, gpt2, tmp_path, "left", config=layout("dp2"))
     with pytest.raises(AssertionError):

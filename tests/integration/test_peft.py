@@ -23,10 +23,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3MoeConfig, Trainer, TrainingArguments
 
 from hf_megatron import CheckpointError, RankError, UnsupportedError, prepare_optimizer
-from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.ranks import run_ranks
-from hf_megatron.verify.twin import draw_parameters
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.testing.check import parse_layouts
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.tiny_model import draw_parameters
 
 LAYOUTS = ("tp2", "tp2+sp", "cp2", "pp2", "dp2+zero2", "dp2+zero3", "tp2+sp+pp2")
 IDS = torch.arange(3, 51).view(4, 12)

@@ -8,7 +8,7 @@ from peft import LoraConfig, PromptEncoderConfig
 from transformers import AutoModelForCausalLM
 from trl import DPOTrainer, SFTTrainer
 
-from .test_trl import compare, completions, preferences, texts
+from tests.integration.test_trl import compare, completions, preferences, texts
 
 SCHEDULE = {"max_steps": 30, "eval_steps": 15, "learning_rate": 1e-3}
 TRAINERS = [(SFTTrainer, completions), (DPOTrainer, preferences)]

@@ -6,9 +6,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_megatron import UnsupportedError, prepare_optimizer
-from hf_megatron.verify.ranks import run_ranks
-
-from .habits import batch, layout, own_rows, save_tiny
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.habits import batch, layout, own_rows, save_tiny
 
 
 @pytest.fixture(scope="module")

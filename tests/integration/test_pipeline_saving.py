@@ -12,20 +12,19 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_megatron import CheckpointError, own_parameters, prepare_optimizer
-from hf_megatron.checkpoint.gathered import full_state_dict
+from hf_megatron.checkpoint.gather_full import full_state_dict
 from hf_megatron.checkpoint.manifest import MANIFEST
 from hf_megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from hf_megatron.checkpoint.training_state import facts, load_model, load_optimizers, pieces
 from hf_megatron.checkpoint.transaction import Transaction
 from hf_megatron.conversion import convert
-from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.verify.ranks import run_ranks
-from hf_megatron.verify.twin import draw_parameters, tiny_config
-
-from .test_resume import train, whole_tensors
-from .test_state import loop
-from .test_trainer import rows
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.tiny_model import draw_parameters, tiny_config
+from tests.integration.test_resume import train, whole_tensors
+from tests.integration.test_state import loop
+from tests.integration.test_trainer import rows
 
 
 def layout(**sizes):

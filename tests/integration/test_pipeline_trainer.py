@@ -11,16 +11,15 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 from hf_megatron import ConfigError, RankError, UnsupportedError
-from hf_megatron.data_parallel.gradient_store import PlainGradients
-from hf_megatron.data_parallel.reduction import GradientReducer
-from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.data_parallel.grad_reducer import GradientReducer
+from hf_megatron.data_parallel.grad_store import PlainGradients
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.dp_training import ranks_of
+from tests.integration.test_stories import examples
+from tests.integration.test_trainer import accuracy, mean_loss, rows
 from tests.references import trained_alone
-
-from .dp_training import ranks_of
-from .test_stories import examples
-from .test_trainer import accuracy, mean_loss, rows
 
 PP2 = ConfigUnderTest(pp_size=2, num_microbatches=3)
 LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "eval_samples", "epoch", "step")

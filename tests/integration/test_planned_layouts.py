@@ -22,12 +22,12 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from hf_megatron.axes import Axes
 from hf_megatron.cli import app
 from hf_megatron.config import MegatronConfig
-from hf_megatron.data_parallel.kept_bytes import kept_bytes
+from hf_megatron.core.axes import Axes
+from hf_megatron.data_parallel.memory_model import kept_bytes
 from hf_megatron.errors import ConfigError, RankError
-from hf_megatron.integrations.launch_keys import LAUNCH_KEYS
+from hf_megatron.integrations.accelerate.launch_keys import LAUNCH_KEYS
 from hf_megatron.planner.candidates import Bounds
 from hf_megatron.planner.devices import device
 from hf_megatron.planner.dry_run import StepSizes, dry_run, step_figures
@@ -36,14 +36,14 @@ from hf_megatron.planner.fake_world import run_fake_ranks
 from hf_megatron.planner.job import Job
 from hf_megatron.planner.local_parameters import parameters_of_units
 from hf_megatron.planner.plan_output import launch_as_yaml, layout_as_yaml, plan_as_dict, plan_as_text, write_plan
-from hf_megatron.planner.plan_picture import draw_plan
-from hf_megatron.planner.predicted_ranks import predict_ranks
+from hf_megatron.planner.plan_plot import draw_plan
+from hf_megatron.planner.rank_predictions import predict_ranks
 from hf_megatron.planner.search import search
-from hf_megatron.planner.short_model import shorten
+from hf_megatron.planner.time_model import seconds
 from hf_megatron.planner.training import Training
-from hf_megatron.planner.unit_book import UnitBook
+from hf_megatron.planner.truncated_model import shorten
+from hf_megatron.planner.unit_cost_cache import UnitBook
 from hf_megatron.planner.unit_costs import measure_units
-from hf_megatron.planner.unit_time import seconds
 
 LENGTH, DP = 512, 4
 LLAMA = LlamaConfig(

@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 from hf_megatron import ConfigError, MegatronConfig
 from hf_megatron.cli import app
 from hf_megatron.pipeline_parallel.schedules import SCHEDULES
-from hf_megatron.planner import action_bytes
+from hf_megatron.planner import action_memory
 from hf_megatron.planner.dry_run import dry_run
-from hf_megatron.planner.predicted_ranks import predict_ranks
-from hf_megatron.planner.rank_kinds import kinds_of_ranks
+from hf_megatron.planner.rank_classes import kinds_of_ranks
+from hf_megatron.planner.rank_predictions import predict_ranks
 from hf_megatron.planner.report import as_text
-from hf_megatron.planner.short_model import shorten
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.planner.truncated_model import shorten
+from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration.test_fake_world import llama
 
 MICROBATCHES, TOKENS = 8, 128
@@ -101,13 +101,13 @@ def test_a_job_without_stages_is_one_kind():
 def test_a_gradient_that_is_not_let_go_of_is_in_the_peak(monkeypatch):
     layout = MegatronConfig(pp_size=2, num_microbatches=MICROBATCHES)
     right = predict_ranks(llama(), layout, 2, sequence_length=TOKENS)
-    hand_back, kept = action_bytes.Execution._hand_back, []
+    hand_back, kept = action_memory.Execution._hand_back, []
 
     def keep(self, cell, inputs):
         hand_back(self, cell, inputs)
         kept.append(self._gradients[cell[0] - 1, cell[1]])
 
-    monkeypatch.setattr(action_bytes.Execution, "_hand_back", keep)
+    monkeypatch.setattr(action_memory.Execution, "_hand_back", keep)
     wrong = predict_ranks(llama(), layout, 2, sequence_length=TOKENS)
     # Hidden states of all microbatches but the one at the peak, in bf16.
     more = wrong[1].peak.size - right[1].peak.size

@@ -10,16 +10,15 @@ from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, Traine
 from transformers import default_data_collator as collator
 
 from hf_megatron import own_parameters, prepare_optimizer, works_on_parts
-from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.compat.upstream import local_tensor
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.upstream import local_tensor
-from hf_megatron.verify.measure import measure
-from hf_megatron.verify.metric import judge
-from hf_megatron.verify.ranks import run_ranks
-from hf_megatron.verify.twin import draw_parameters
-
-from .dp_training import ranks_of
-from .test_trainer import rows
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.measure import measure
+from hf_megatron.testing.tiny_model import draw_parameters
+from hf_megatron.testing.tolerances import judge
+from tests.integration.dp_training import ranks_of
+from tests.integration.test_trainer import rows
 
 TP2 = ConfigUnderTest(tp_size=2)
 SP2 = ConfigUnderTest(tp_size=2, sequence_parallel=True)

@@ -6,9 +6,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
-from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.testing.check import parse_layouts
+from hf_megatron.testing.fork_harness import run_ranks
 from tests.shared_twins import make_twin
 
 TASKS = {
@@ -85,5 +85,5 @@ def test_written_as_one_process_writes(files, tmp_path, name, text):
 
 
 def test_parts_that_are_cut_before_they_are_rearranged_are_found(files, tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_megatron.integrations.transformers.read_whole", lambda model, state: None)
+    monkeypatch.setattr("hf_megatron.integrations.transformers.loading.read_whole", lambda model, state: None)
     assert not saves_the_same(files["hrm_text"], tmp_path, "tp2")

@@ -22,14 +22,13 @@ from transformers import (
 )
 
 from hf_megatron import ConfigError, MegatronPlugin
-from hf_megatron.integrations import batch_shards
-from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.parity import ConfigUnderTest
-from hf_megatron.verify.ranks import run_ranks
-
-from . import test_resume, test_trainer
-from .dp_training import ranks_of
-from .test_trainer import accuracy, rows
+from hf_megatron.integrations.accelerate import batch_shards
+from hf_megatron.testing.check import parse_layouts
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.parity import ConfigUnderTest
+from tests.integration import test_resume, test_trainer
+from tests.integration.dp_training import ranks_of
+from tests.integration.test_trainer import accuracy, rows
 
 # Of the batches of 2 x 3 rows the last has: both ranks' rows in part, one's alone, a single row, all.
 COUNTS = (10, 9, 7, 12)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-from hf_megatron.integrations.patches import PATCHES
-from hf_megatron.upstream import is_of_other_versions
+from hf_megatron.compat.upstream import is_of_other_versions
+from hf_megatron.integrations.patch_table import PATCHES
 
 # Variables of a closure, by which a function is replaced under all its names, are tested as what they hold.
 BY_FUNCTION = [patch for patch in PATCHES if not patch.target.endswith(".func")]

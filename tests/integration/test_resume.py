@@ -18,18 +18,17 @@ from transformers import (
 from typer.testing import CliRunner
 
 from hf_megatron import CheckpointError, MegatronConfig, prepare_optimizer
-from hf_megatron.checkpoint.boxes import Box
 from hf_megatron.checkpoint.discovery import is_committed, latest
-from hf_megatron.checkpoint.gathered import full_state_dict
+from hf_megatron.checkpoint.gather_full import full_state_dict
 from hf_megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from hf_megatron.checkpoint.tensor_chunks import Box
 from hf_megatron.checkpoint.training_state import facts, load_model, load_optimizers, pieces
 from hf_megatron.checkpoint.transaction import Transaction
 from hf_megatron.cli import app
 from hf_megatron.conversion import convert
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.verify.ranks import run_ranks
-
-from .test_trainer import rows
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.test_trainer import rows
 
 LAYOUTS = {
     "tp2": MegatronConfig(tp_size=2),

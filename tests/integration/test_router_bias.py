@@ -6,11 +6,11 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
 from hf_megatron import ConfigError, MegatronConfig, prepare_optimizer
-from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.ranks import run_ranks
-from hf_megatron.verify.twin import draw_parameters
+from hf_megatron.testing.check import parse_layouts
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.tiny_model import draw_parameters
 
 RATE, STEPS = 0.03, 3
 NAME = "e_score_correction_bias"

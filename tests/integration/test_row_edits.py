@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from .habits import Runs, cells
+from tests.integration.habits import Runs, cells
 
 LAYOUTS = ["tp2", "tp2+sp", "dp2", "dp2+zero3", "tp2+dp2", "tp2+dp2+zero3"]
 IN_HALF = ["tp2", "dp2", "dp2+zero3"]

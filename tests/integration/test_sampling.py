@@ -5,10 +5,9 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.verify.ranks import run_ranks
-
-from .dp_training import ranks_of
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.dp_training import ranks_of
 
 LAYOUTS = {
     "tp2": ConfigUnderTest(tp_size=2),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from .habits import Runs, batch, own_rows
+from tests.integration.habits import Runs, batch, own_rows
 
 LAYOUTS = ["dp2+zero3", "tp2+dp2+zero3"]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from .habits import Runs, batch, full, own_rows, save_tiny
+from tests.integration.habits import Runs, batch, full, own_rows, save_tiny
 
 
 def steps(loop, loss_of):

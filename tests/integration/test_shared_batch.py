@@ -5,13 +5,12 @@ import torch
 import torch.distributed as dist
 
 from hf_megatron import CheckpointError, ConfigError
-from hf_megatron.communication.agreement import raise_together
+from hf_megatron.core.communication.rank_errors import raise_together
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.verify.ranks import run_ranks
-
-from .dp_training import ranks_of
-from .habits import batch, layout, save_tiny
-from .test_absent_weights import load
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.dp_training import ranks_of
+from tests.integration.habits import batch, layout, save_tiny
+from tests.integration.test_absent_weights import load
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,9 @@ import hf_megatron
 from hf_megatron import CheckpointError, MegatronConfig
 from hf_megatron.checkpoint.discovery import is_committed, latest
 from hf_megatron.checkpoint.transaction import prune
-from hf_megatron.integrations import accelerate_checkpoints
-from hf_megatron.verify.ranks import run_ranks
-
-from .test_trainer import rows
+from hf_megatron.integrations.accelerate import checkpoints as accelerate_checkpoints
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.test_trainer import rows
 
 
 class Counter:

@@ -16,20 +16,20 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from hf_megatron.absent_weights import own_parameters
 from hf_megatron.cli import app
+from hf_megatron.compat.shard_safe import works_on_parts
 from hf_megatron.config import MegatronConfig
-from hf_megatron.data_parallel.optimizer import prepare_optimizer
-from hf_megatron.debug.memory_snapshot import MemorySnapshot, is_out_of_memory
-from hf_megatron.debug.step_memory import StepMemory, memory_in
+from hf_megatron.core.off_stage import own_parameters
+from hf_megatron.data_parallel.distributed_optimizer import prepare_optimizer
+from hf_megatron.diagnostics.memory_snapshot import MemorySnapshot, is_out_of_memory
+from hf_megatron.diagnostics.step_memory import StepMemory, memory_in
 from hf_megatron.errors import ConfigError
-from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.integrations.trainer_memory import MemoryCallback
+from hf_megatron.integrations.trainer.callbacks.memory import MemoryCallback
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.parts import works_on_parts
-from hf_megatron.planner.balanced_experts import balanced_experts
 from hf_megatron.planner.memory_report import memory_table, plan_for
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.planner.uniform_routing import balanced_experts
+from hf_megatron.testing.fork_harness import run_ranks
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
 LLAMA = LlamaConfig(**SIZES, intermediate_size=96, num_hidden_layers=4)

@@ -20,25 +20,25 @@ from transformers import (
 from typer.testing import CliRunner
 
 from hf_megatron.cli import app
+from hf_megatron.compat.shard_safe import works_on_parts
+from hf_megatron.compat.upstream import dispatch_modes
 from hf_megatron.config import MegatronConfig
-from hf_megatron.data_parallel.optimizer import prepare_optimizer
-from hf_megatron.debug.kernel_spans import with_kernels
-from hf_megatron.debug.rank_trace import Communication, RankTrace, traces_in
-from hf_megatron.debug.step_memory import memory_in
-from hf_megatron.debug.step_trace import StepTrace
-from hf_megatron.debug.trace_shares import shares_of, write_merged
+from hf_megatron.data_parallel.distributed_optimizer import prepare_optimizer
+from hf_megatron.diagnostics.kernel_spans import with_kernels
+from hf_megatron.diagnostics.rank_trace import Communication, RankTrace, traces_in
+from hf_megatron.diagnostics.step_memory import memory_in
+from hf_megatron.diagnostics.step_trace import StepTrace
+from hf_megatron.diagnostics.trace_breakdown import shares_of, write_merged
 from hf_megatron.errors import ConfigError
-from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.integrations.trainer_memory import MemoryCallback
-from hf_megatron.integrations.trainer_non_finite import NonFiniteCallback
-from hf_megatron.integrations.trainer_recording import RecordStepCallback
-from hf_megatron.integrations.trainer_run import RunCallback
-from hf_megatron.integrations.trainer_stragglers import StragglerCallback
-from hf_megatron.integrations.trainer_traces import TraceCallback
+from hf_megatron.integrations.trainer.callbacks.memory import MemoryCallback
+from hf_megatron.integrations.trainer.callbacks.nonfinite import NonFiniteCallback
+from hf_megatron.integrations.trainer.callbacks.recording import RecordStepCallback
+from hf_megatron.integrations.trainer.callbacks.run import RunCallback
+from hf_megatron.integrations.trainer.callbacks.stragglers import StragglerCallback
+from hf_megatron.integrations.trainer.callbacks.traces import TraceCallback
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.parts import works_on_parts
-from hf_megatron.upstream import dispatch_modes
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.testing.fork_harness import run_ranks
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
 LLAMA = LlamaConfig(**SIZES, intermediate_size=48, num_hidden_layers=4)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from hf_megatron.axes import Axes
 from hf_megatron.config import MegatronConfig
-from hf_megatron.layer_list import find_layers
+from hf_megatron.core.axes import Axes
+from hf_megatron.models.layers import find_layers
+from hf_megatron.models.spec import ModelSpec
 from hf_megatron.parallelize import plan
-from hf_megatron.spec import ModelSpec
-from hf_megatron.verify import check
-from hf_megatron.verify.token_mixing import find_token_mixing, unknown_mixing, whole_share
+from hf_megatron.testing import check
+from hf_megatron.testing.token_mixing import find_token_mixing, unknown_mixing, whole_share
 from tests.shared_twins import make_twin
 
 CP2 = MegatronConfig(cp_size=2)

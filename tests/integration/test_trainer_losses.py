@@ -5,9 +5,9 @@ import torch
 import transformers
 from transformers import Trainer, TrainingArguments, default_data_collator
 
-from hf_megatron.checkpoint.gathered import full_state_dict
+from hf_megatron.checkpoint.gather_full import full_state_dict
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.testing.fork_harness import run_ranks
 from tests.parity.test_losses import _CONFIGS, HEADS, _layout, batch
 from tests.references import in_one_process
 
@@ -154,6 +154,6 @@ def test_a_router_loss_beside_a_loss_that_follows_the_count(folder):
 
 def test_a_rank_that_ignores_the_count_is_found(folder, monkeypatch):
     """The seeded fault: the loss is not divided by the ranks that Trainer multiplies it by."""
-    monkeypatch.setattr("hf_megatron.batch_labels._with_loss", lambda output, loss: output)
+    monkeypatch.setattr("hf_megatron.losses.inline_losses._with_loss", lambda output, loss: output)
     with pytest.raises(AssertionError):
         compare("Bert", "masked", folder)

@@ -21,25 +21,24 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from hf_megatron import ConfigError, MegatronConfig, UnsupportedError, token_log_probs, token_statistics
-from hf_megatron.checkpoint.gathered import full_state_dict
-from hf_megatron.integrations import trl as integration
-from hf_megatron.integrations import trl_losses
-from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.integrations.trl_rows import RowsOfReplicas
+from hf_megatron.checkpoint.gather_full import full_state_dict
+from hf_megatron.compat.upstream import is_of_other_versions
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.integrations.trl import base as integration
+from hf_megatron.integrations.trl import losses as trl_losses
+from hf_megatron.integrations.trl.preference_pairs import RowsOfReplicas
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.pipeline_parallel import engine, outputs
-from hf_megatron.pipeline_parallel.transport import Transport
+from hf_megatron.pipeline_parallel.p2p import Transport
 from hf_megatron.tensor_parallel import vocab_log_probs
-from hf_megatron.upstream import is_of_other_versions
-from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.measure import Measurement, _full, _gradients
-from hf_megatron.verify.metric import gradient_errors
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.testing.check import parse_layouts
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.measure import Measurement, _full, _gradients
+from hf_megatron.testing.tolerances import gradient_errors
+from tests.integration.dp_training import ranks_of
+from tests.integration.test_trainer import mean_loss
 from tests.references import trained_alone
 from tests.shared_twins import make_twin
-
-from .dp_training import ranks_of
-from .test_trainer import mean_loss
 
 LAYOUTS = ["tp2", "pp2", "dp2", "tp2+sp+pp2", "pp2+dp2", "cp2"]
 DEFAULTS = {

@@ -8,11 +8,19 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-from hf_megatron.integrations import trl_distillation, trl_losses
-
-from . import test_trl
-from .test_trl import ANIMALS, PLACES, adapter, compare, laid_out_reference, preferences, whole_reference
-from .test_trl_online import RECORDED, ROUNDING, prompts
+from hf_megatron.integrations.trl import distillation
+from hf_megatron.integrations.trl import losses as trl_losses
+from tests.integration import test_trl
+from tests.integration.test_trl import (
+    ANIMALS,
+    PLACES,
+    adapter,
+    compare,
+    laid_out_reference,
+    preferences,
+    whole_reference,
+)
+from tests.integration.test_trl_online import RECORDED, ROUNDING, prompts
 
 LAYOUTS = ["tp2", "tp2+sp", "pp2", "dp2", "cp2"]
 CHAT = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
@@ -165,7 +173,7 @@ def test_gkd_with_metrics_of_logits(stories, tmp_path, text):
 
 def test_gkds_own_loss_differs_on_replicas(stories, tmp_path, monkeypatch):
     """It divides by all ranks' tokens, and the average by the ranks once more."""
-    monkeypatch.setattr(trl_distillation, "parallel_state", lambda model: None)
+    monkeypatch.setattr(distillation, "parallel_state", lambda model: None)
     options = GIVEN | {"lmbda": 0.0, "teacher_model": whole_reference, "max_steps": 2, "eval_steps": 2}
     with pytest.raises(AssertionError):
         compare(stories, tmp_path, "dp2", GKDTrainer, conversations, **options)

@@ -21,14 +21,15 @@ from transformers import (
 from trl import DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer import grpo_trainer
 
-from hf_megatron import ConfigError, MegatronConfig, UnsupportedError, router_replay
+from hf_megatron import ConfigError, MegatronConfig, UnsupportedError
 from hf_megatron.errors import RankError
-from hf_megatron.integrations import generation, trl_online
+from hf_megatron.expert_parallel import router_replay
+from hf_megatron.integrations.transformers import generation
+from hf_megatron.integrations.trl import online
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.verify.ranks import run_ranks
-
-from . import test_trl
-from .test_trl import StopsAt, adapter, compare, preferences
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration import test_trl
+from tests.integration.test_trl import StopsAt, adapter, compare, preferences
 
 LAYOUTS = ["tp2", "tp2+sp", "pp2", "dp2", "tp2+pp2", "cp2"]
 SIZES = {
@@ -383,7 +384,7 @@ def rewards_of_each_rank(model, monkeypatch):
 
 
 def rows_of_the_first_replica(model, monkeypatch):
-    monkeypatch.setattr(trl_online, "data_parallel_group", lambda: None)
+    monkeypatch.setattr(online, "data_parallel_group", lambda: None)
 
 
 def normaliser_of_all_ranks(model, monkeypatch):

@@ -10,13 +10,12 @@ from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from hf_megatron import UnsupportedError
-from hf_megatron.integrations import repeated_rows
-from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.integrations.trainer import padded_batches
+from hf_megatron.testing.check import parse_layouts
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.test_trl import DEFAULTS, UNEQUAL, policy, preferences, texts, whole_reference
+from tests.integration.test_trl_losses import conversations, tokenizer, unpaired
 from tests.references import trained_alone
-
-from .test_trl import DEFAULTS, UNEQUAL, policy, preferences, texts, whole_reference
-from .test_trl_losses import conversations, tokenizer, unpaired
 
 [DP2] = parse_layouts("dp2")
 # Batches of four rows, of both ranks together in the second case.
@@ -124,7 +123,7 @@ def test_evaluation_counts_no_row_twice(stories, tmp_path, trainer_class):
 @pytest.mark.parametrize("are_counted", [False, True])
 def test_distillation_counts_no_target_of_repeated_rows(stories, tmp_path, monkeypatch, are_counted):
     if are_counted:
-        monkeypatch.setattr(repeated_rows, "_with_targets_of", lambda inputs, count: inputs)
+        monkeypatch.setattr(padded_batches, "_with_targets_of", lambda inputs, count: inputs)
 
     def train(path, output, config):
         trainer = GKDTrainer(

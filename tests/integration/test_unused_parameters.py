@@ -7,8 +7,7 @@ import torch
 
 from hf_megatron import works_on_parts
 from hf_megatron.parallelize import parallel_state
-
-from .habits import Runs, own_rows
+from tests.integration.habits import Runs, own_rows
 
 
 def backward(loop, seed):

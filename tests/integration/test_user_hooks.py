@@ -22,12 +22,11 @@ from transformers.loss import loss_utils
 from transformers.models.llama import modeling_llama
 
 from hf_megatron import UnsupportedError, own_parameters, works_on_parts
-from hf_megatron.tensor_parallel import forms
-from hf_megatron.tensor_parallel.forms import Addends, Columns
-from hf_megatron.tensor_parallel.user_hooks import UserHooks
-from hf_megatron.verify.ranks import run_ranks
-
-from .habits import Runs, batch, layout, ranks_of, save_tiny
+from hf_megatron.tensor_parallel.user_hooks import tensor_layouts
+from hf_megatron.tensor_parallel.user_hooks.hooks import UserHooks
+from hf_megatron.tensor_parallel.user_hooks.tensor_layouts import Addends, Columns
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.habits import Runs, batch, layout, ranks_of, save_tiny
 
 LAYOUTS = ["tp2", "tp2+sp"]
 LAYER = ("", "input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
@@ -340,8 +339,8 @@ def parts_in_wrong_places(monkeypatch):
 
 
 def tokens_added_up(monkeypatch):
-    gather = forms.gather_from_ranks
-    monkeypatch.setattr(forms, "gather_from_ranks", lambda *arguments: gather(*arguments, sum_gradient=True))
+    gather = tensor_layouts.gather_from_ranks
+    monkeypatch.setattr(tensor_layouts, "gather_from_ranks", lambda *arguments: gather(*arguments, sum_gradient=True))
 
 
 FAULTS = {

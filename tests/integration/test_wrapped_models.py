@@ -8,9 +8,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_megatron import MegatronConfig, UnsupportedError
-from hf_megatron.verify.ranks import run_ranks
-
-from .test_trainer import rows
+from hf_megatron.testing.fork_harness import run_ranks
+from tests.integration.test_trainer import rows
 
 LAYOUTS = [
     MegatronConfig(tp_size=2),

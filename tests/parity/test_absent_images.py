@@ -2,9 +2,9 @@
 
 import pytest
 
-from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.pipeline_parallel import absent_images
-from hf_megatron.verify.parity import check_twin
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.pipeline_parallel import off_stage_images
+from hf_megatron.testing.parity import check_twin
 from tests.parity.test_images import PIPELINES, named, twin
 
 # Features are an argument, cross to every layer, stand in places of a mask, and before the text.
@@ -23,8 +23,8 @@ def test_features_that_are_left_out_are_found(model_type):
     """The seeded fault: a first stage that is called as if it had no tower."""
 
     def sabotage():
-        original = absent_images.AbsentImages.arguments
-        absent_images.AbsentImages.arguments = lambda images, given, stage, **kw: original(images, given, 1, **kw)
+        original = off_stage_images.AbsentImages.arguments
+        off_stage_images.AbsentImages.arguments = lambda images, given, stage, **kw: original(images, given, 1, **kw)
 
     comparison = check_twin(twin(model_type), ConfigUnderTest(pp_size=2, num_microbatches=2), sabotage=sabotage)
     assert not comparison.passed and comparison.worst.value > 10

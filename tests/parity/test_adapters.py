@@ -13,17 +13,18 @@ from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_mo
 from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING
 
-from hf_megatron import own_parameters, rows_of_media
-from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron import own_parameters
+from hf_megatron.core.placement import GradientRule, Placement
+from hf_megatron.integrations.peft import dora, dropout, experts, factors, layout, lora, prompts, saving
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.modalities import sample_index
+from hf_megatron.models.verified import read_results
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.peft import dora, dropout, experts, factors, layout, lora, prompts, saving
-from hf_megatron.pipeline_parallel.placeholder import Placeholder
-from hf_megatron.placement import GradientRule, Placement
-from hf_megatron.registry.recorded import read_results
-from hf_megatron.verify.adapters import METHODS, adapted
-from hf_megatron.verify.check import check_models, parse_layouts
-from hf_megatron.verify.parity import check_twin
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.pipeline_parallel.off_stage_module import Placeholder
+from hf_megatron.testing.adapters import METHODS, adapted
+from hf_megatron.testing.check import check_models, parse_layouts
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.parity import check_twin
 from tests.shared_twins import make_twin
 
 SPREAD = {
@@ -166,13 +167,13 @@ def test_sizes_that_are_tensors_are_kept_on_other_stages():
 
 
 def images_of_another_row():
-    original = rows_of_media.rows_with_images
+    original = sample_index.rows_with_images
 
     def of_other(arguments, rows, config):
         found = original(arguments, rows, config)
         return found | ({"pixel_values": found["pixel_values"].flip(0)} if found else {})
 
-    rows_of_media.rows_with_images = of_other
+    sample_index.rows_with_images = of_other
 
 
 RECORDED = Path(__file__).parent.parent / "data" / "adapters.json"
@@ -251,7 +252,7 @@ def without_sums():
             object.__setattr__(factor, "switches", tuple((n, v and n != "sum_gradient") for n, v in factor.switches))
         return found
 
-    for module in (factors, __import__("hf_megatron.peft.site", fromlist=["site"])):
+    for module in (factors, __import__("hf_megatron.integrations.peft.site", fromlist=["site"])):
         module.factors_of = factors_of
 
 
@@ -263,7 +264,7 @@ def without_sums_of_rows():
         object.__setattr__(found.b, "switches", tuple((n, v and n != "sum_gradient") for n, v in found.b.switches))
         return found
 
-    __import__("hf_megatron.peft.site", fromlist=["site"]).factors_of = factors_of
+    __import__("hf_megatron.integrations.peft.site", fromlist=["site"]).factors_of = factors_of
 
 
 def without_groups():

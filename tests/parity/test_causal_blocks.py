@@ -7,15 +7,15 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from hf_megatron import batch_labels, loss
-from hf_megatron.call_targets import losses_of
 from hf_megatron.errors import RankError
-from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.pipeline_parallel import boundary, crossings, stage_parts
-from hf_megatron.tensor_parallel import axis, heads, heads_of_rank, region
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.losses import batch_loss, inline_losses
+from hf_megatron.losses.targets import losses_of
+from hf_megatron.pipeline_parallel import boundary, module_mixins, stage_payload
+from hf_megatron.tensor_parallel import attention_heads, axis, head_sharded_blocks, region
 from hf_megatron.tensor_parallel.experts import SharedLogits
-from hf_megatron.verify.parity import check_twin
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.parity import check_twin
 from tests.shared_twins import make_twin
 
 # A loss of the logits of routers inside of what ranks add up.
@@ -53,12 +53,12 @@ def twin(model_type):
 
 
 def squares_of_one_rank():
-    heads.sum_over_ranks = lambda squares, group: 4 * squares
+    attention_heads.sum_over_ranks = lambda squares, group: 4 * squares
 
 
 def parts_without_rounds():
-    original = heads_of_rank._Cut.of
-    heads_of_rank._Cut.of = lambda block, of, name: original(block, dataclasses.replace(of, rounds=1), name)
+    original = head_sharded_blocks._Cut.of
+    head_sharded_blocks._Cut.of = lambda block, of, name: original(block, dataclasses.replace(of, rounds=1), name)
 
 
 def gradients_of_logits_of_all_ranks():
@@ -71,7 +71,7 @@ def biases_of_pieces():
 
 
 def a_count_of_all_heads():
-    heads_of_rank.HeadsOfRank._replace = lambda self, held, own, value: (
+    head_sharded_blocks.HeadsOfRank._replace = lambda self, held, own, value: (
         None if own == "num_heads" else self._replaced.append((held, own, held.get(own))) or held.update({own: value})
     )
 
@@ -81,7 +81,7 @@ def no_values_at_all():
 
 
 def zeros_as_wide_as_positions():
-    stage_parts.ForeignPositions.forward = stage_parts.ForeignInput.forward
+    module_mixins.ForeignPositions.forward = module_mixins.ForeignInput.forward
 
 
 def states_of_pieces():
@@ -91,13 +91,13 @@ def states_of_pieces():
 
 def targets_of_the_first_codebook():
     # Of the labels alone, whose number a microbatch's are compared with no more.
-    loss.BatchLoss.require_terms = lambda self, terms, name: None
-    loss.with_codebooks = lambda arguments: losses_of(arguments)
-    batch_labels._name_of = lambda function, labels, args: labels.argument
+    batch_loss.BatchLoss.require_terms = lambda self, terms, name: None
+    batch_loss.with_codebooks = lambda arguments: losses_of(arguments)
+    inline_losses._name_of = lambda function, labels, args: labels.argument
 
 
 def nothing_kept_but_on_the_first_stage():
-    crossings.Crossings.keep_input = lambda self, layer, hidden_states: None
+    stage_payload.Crossings.keep_input = lambda self, layer, hidden_states: None
 
 
 FAULTS = {

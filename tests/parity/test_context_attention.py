@@ -10,11 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_megatron.context_parallel import attention, flash, kernels
 from hf_megatron.context_parallel import masks as masks_module
 from hf_megatron.context_parallel.attention import ContextGroups, SharedRow, context_attention
-from hf_megatron.context_parallel.exchange import Passing, take_tokens
-from hf_megatron.context_parallel.joined_blocks import JoinedBlocks
 from hf_megatron.context_parallel.kernels import Kernel
 from hf_megatron.context_parallel.masks import SequenceMask
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.context_parallel.token_exchange import Passing, take_tokens
+from hf_megatron.context_parallel.varlen_batching import JoinedBlocks
+from hf_megatron.testing.fork_harness import run_ranks
 from tests.unit.test_context_order import masks
 
 # Name -> ranks, those that exchange heads, whether keys are gathered.

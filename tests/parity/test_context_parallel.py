@@ -7,19 +7,20 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from hf_megatron import call_targets, token_loss
-from hf_megatron.communication import averaged_gradients
-from hf_megatron.communication.collectives import take_shard
 from hf_megatron.context_parallel import axis as context_parallel
-from hf_megatron.context_parallel import exchange, held_tokens, whole_blocks
+from hf_megatron.context_parallel import full_sequence_blocks, local_tokens, token_exchange
 from hf_megatron.context_parallel.attention import SharedRow
 from hf_megatron.context_parallel.masks import SequenceMask
-from hf_megatron.data_parallel.reduction_groups import Sharing
-from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.tensor_parallel import logits
+from hf_megatron.core.communication import mean_grad_ops
+from hf_megatron.core.communication.collectives import take_shard
+from hf_megatron.data_parallel.grad_sync_groups import Sharing
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.losses import targets as call_targets
+from hf_megatron.losses import token_loss
+from hf_megatron.tensor_parallel import vocab_parallel_head
 from hf_megatron.tensor_parallel.linear import RowParallelLinear
-from hf_megatron.verify.measure import measure
-from hf_megatron.verify.parity import check_twin
+from hf_megatron.testing.measure import measure
+from hf_megatron.testing.parity import check_twin
 from tests.shared_twins import make_twin
 
 TYPES = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_moe", "gpt2")
@@ -122,26 +123,28 @@ def without_windows():
 
 def unsummed_loss():
     """Has every rank hand on the gradient of its own part of the loss, as if it were averaged with nobody's."""
-    averaged_gradients._Sum.backward = staticmethod(lambda ctx, gradient: (gradient, None))
+    mean_grad_ops._Sum.backward = staticmethod(lambda ctx, gradient: (gradient, None))
 
 
 def shifted_in_parts():
     """Shifts labels that were cut already."""
     targets_of = call_targets.targets_of
     token_loss.targets_of = lambda labels, shift_labels, **options: labels
-    own = held_tokens.HeldTokens.own
-    held_tokens.HeldTokens.own = lambda self, labels: targets_of(
+    own = local_tokens.HeldTokens.own
+    local_tokens.HeldTokens.own = lambda self, labels: targets_of(
         own(self, labels), None, shifts=True, ignore_index=call_targets.IGNORE_INDEX
     )
 
 
 def counted_in_parts():
     """Divides the loss by the targets of this rank's tokens."""
-    own = held_tokens.HeldTokens.own
-    held_tokens.HeldTokens.own = lambda self, labels: _noted(own(self, labels))
-    sum_of_ranks = held_tokens.HeldTokens.sum
-    held_tokens.HeldTokens.sum = lambda self, part: sum_of_ranks(self, part * _NOTED[0]) / _NOTED[1]
-    logits.count_targets = lambda targets, ignore_index: _kept(call_targets.count_targets(targets, ignore_index))
+    own = local_tokens.HeldTokens.own
+    local_tokens.HeldTokens.own = lambda self, labels: _noted(own(self, labels))
+    sum_of_ranks = local_tokens.HeldTokens.sum
+    local_tokens.HeldTokens.sum = lambda self, part: sum_of_ranks(self, part * _NOTED[0]) / _NOTED[1]
+    vocab_parallel_head.count_targets = lambda targets, ignore_index: _kept(
+        call_targets.count_targets(targets, ignore_index)
+    )
 
 
 _NOTED = [1.0, 1.0]
@@ -159,12 +162,12 @@ def _kept(count):
 
 def unsummed_tokens():
     """Hands a rank its own gradient of joined tokens alone."""
-    exchange.reduce_scatter = lambda joined, dim, group: take_shard(joined, dim, group).contiguous()
+    token_exchange.reduce_scatter = lambda joined, dim, group: take_shard(joined, dim, group).contiguous()
 
 
 def cut_twice():
     """Has blocks that need whole rows computed on this rank's tokens."""
-    whole_blocks.WholeBlock.install = lambda self, block: None
+    full_sequence_blocks.WholeBlock.install = lambda self, block: None
 
 
 FAULTS = {

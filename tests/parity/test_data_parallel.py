@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from transformers import CONFIG_MAPPING
 
-from hf_megatron.communication import averaged_gradients
-from hf_megatron.data_parallel import bucket_making
+from hf_megatron.core.communication import mean_grad_ops
+from hf_megatron.data_parallel import bucket_assignment
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.parity import check_twin
+from hf_megatron.testing.check import parse_layouts
+from hf_megatron.testing.parity import check_twin
 from tests.shared_twins import make_twin
 
 ALL_STAGES = "dp2+zero0,dp2+zero1,dp2+zero2,dp2+zero3"
@@ -52,7 +52,7 @@ def test_equals_one_process(model_type, microbatches, layout):
 
 
 def small_buckets():
-    bucket_making.default_capacity = lambda *args, **kwargs: 2**15
+    bucket_assignment.default_capacity = lambda *args, **kwargs: 2**15
 
 
 def several_buckets(model):
@@ -135,7 +135,7 @@ def test_factors_that_are_not_averaged_are_found():
     """The seeded fault."""
 
     def sabotage():
-        averaged_gradients._added_up = lambda gradient, group: gradient * torch.distributed.get_world_size(group)
+        mean_grad_ops._added_up = lambda gradient, group: gradient * torch.distributed.get_world_size(group)
 
     [layout] = parse_layouts("dp2")
     twin = make_twin(CONFIG_MAPPING["llama"](), microbatches=2, batch_size=5)

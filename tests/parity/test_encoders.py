@@ -7,12 +7,12 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from hf_megatron.errors import RankError
-from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models import registry as lookup
 from hf_megatron.pipeline_parallel import boundary, stage_runner
-from hf_megatron.registry import lookup
 from hf_megatron.tensor_parallel import region
-from hf_megatron.verify.parity import check_twin, measured
-from hf_megatron.verify.twin import make_batch
+from hf_megatron.testing.parity import check_twin, measured
+from hf_megatron.testing.tiny_model import make_batch
 from tests.shared_twins import make_twin
 
 PIPELINES = (

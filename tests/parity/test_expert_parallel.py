@@ -8,19 +8,19 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
+from hf_megatron.compat.shard_safe import works_on_parts
+from hf_megatron.compat.upstream import in_backward
+from hf_megatron.core.placement import GradientRule
 from hf_megatron.errors import RankError
+from hf_megatron.expert_parallel import all_to_all, experts, token_dispatcher
 from hf_megatron.expert_parallel import axis as expert_axis
-from hf_megatron.expert_parallel import dispatch, exchange, experts
-from hf_megatron.integrations import expert_files
-from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.integrations.transformers import expert_shards
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.parts import works_on_parts
-from hf_megatron.placement import GradientRule
-from hf_megatron.upstream import in_backward
-from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.measure import measure
-from hf_megatron.verify.parity import check_twin
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.testing.check import parse_layouts
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.measure import measure
+from hf_megatron.testing.parity import check_twin
 from tests.shared_twins import make_twin
 
 LAYOUTS = [
@@ -226,7 +226,7 @@ def events_of_a_layer(twin, recompute):
     batch = {name: value[:1] for name, value in twin.batches[0].items()}
     model(**batch).loss.backward()
     events = []
-    post, wait = exchange._Exchange.post, exchange._Exchange.wait
+    post, wait = all_to_all._Exchange.post, all_to_all._Exchange.wait
 
     def noting(name, function):
         def noted(self, *args):
@@ -249,7 +249,7 @@ def events_of_a_layer(twin, recompute):
     def computed(module, args, output):
         return Noted.apply(output)
 
-    exchange._Exchange.post, exchange._Exchange.wait = noting("post", post), noting("wait", wait)
+    all_to_all._Exchange.post, all_to_all._Exchange.wait = noting("post", post), noting("wait", wait)
     for module in model.modules():
         if hasattr(module, "early"):
             module.down_proj.register_forward_hook(works_on_parts(computed))
@@ -309,13 +309,13 @@ def test_a_deep_copy_has_shared_experts_of_its_own(with_shared_experts, text):
 def counted():
     """Counts the routes that are found, and how many of them in backward."""
     found = [0, 0]
-    original = dispatch.AllToAll._route
+    original = token_dispatcher.AllToAll._route
 
     def route(self, chosen):
         found[in_backward()] += 1
         return original(self, chosen)
 
-    dispatch.AllToAll._route = route
+    token_dispatcher.AllToAll._route = route
     return found
 
 
@@ -363,14 +363,14 @@ def test_choices_that_would_be_others_are_kept(twin):
         model = twin.load(megatron_config=ConfigUnderTest(dp_size=2, ep_size=2, recompute="full")).train()
         model_edit(model)
         sent = []
-        original = dispatch.AllToAll.dispatch
+        original = token_dispatcher.AllToAll.dispatch
 
         def noting(self, hidden, chosen, *args):
             found = original(self, hidden, chosen, *args)
             sent.append((in_backward(), chosen.tolist()))
             return found
 
-        dispatch.AllToAll.dispatch = noting
+        token_dispatcher.AllToAll.dispatch = noting
         batch = twin.batches[0]
         model(**{k: v[:1] for k, v in batch.items()}).loss.backward()
         return sent
@@ -446,7 +446,7 @@ def averaged_over(axis):
 
 
 def divided_by_all():
-    from hf_megatron.data_parallel.reduction_groups import Sharing
+    from hf_megatron.data_parallel.grad_sync_groups import Sharing
 
     original = Sharing.along.__func__
 
@@ -470,7 +470,7 @@ def sent_by_every_tp_rank():
 
 
 def rows_to_the_wrong_expert():
-    original = dispatch.AllToAll.dispatch
+    original = token_dispatcher.AllToAll.dispatch
 
     def wrong(self, *args):
         found, route = original(self, *args)
@@ -478,25 +478,25 @@ def rows_to_the_wrong_expert():
         swapped = torch.where(local < self.experts, (local + 1) % self.experts, local)
         return found._replace(experts=swapped), route
 
-    dispatch.AllToAll.dispatch = wrong
+    token_dispatcher.AllToAll.dispatch = wrong
 
 
 def half_the_gradient_on_the_way_back():
-    original = exchange._Arrive.backward
+    original = all_to_all._Arrive.backward
 
     def backward(ctx, gradient):
         return original(ctx, gradient * 0.5)
 
-    exchange._Arrive.backward = staticmethod(backward)
+    all_to_all._Arrive.backward = staticmethod(backward)
 
 
 def router_without_a_gradient():
-    original = dispatch.AllToAll.dispatch
+    original = token_dispatcher.AllToAll.dispatch
 
     def detached(self, hidden, chosen, weights, *args):
         return original(self, hidden, chosen, weights.detach(), *args)
 
-    dispatch.AllToAll.dispatch = detached
+    token_dispatcher.AllToAll.dispatch = detached
 
 
 FAULTS = {
@@ -530,11 +530,11 @@ def handed_back_in_part(share):
 
 
 def choices_as_if_experts_followed_each_other():
-    dispatch.ExpertBlocks.by_rank = lambda self, chosen: chosen
+    token_dispatcher.ExpertBlocks.by_rank = lambda self, chosen: chosen
 
 
 def files_as_if_experts_followed_each_other():
-    expert_files.place_in_run = lambda sharding, source, index: index
+    expert_shards.place_in_run = lambda sharding, source, index: index
 
 
 FAULTS_OF_IDENTITY_EXPERTS = {

@@ -10,9 +10,9 @@ import functools
 import pytest
 from transformers import CONFIG_MAPPING
 
-from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.metric import WELL_CONDITIONED, judge
-from hf_megatron.verify.parity import check_twin
+from hf_megatron.testing.check import parse_layouts
+from hf_megatron.testing.parity import check_twin
+from hf_megatron.testing.tolerances import WELL_CONDITIONED, judge
 from tests.shared_twins import make_twin
 
 CASES = [

@@ -7,18 +7,18 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from hf_megatron.context_parallel import head_blocks
-from hf_megatron.context_parallel.whole_blocks import find_whole_blocks
-from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.layer_list import find_layers
+from hf_megatron.compat.shard_safe import works_on_parts
+from hf_megatron.context_parallel import head_parallel_blocks
+from hf_megatron.context_parallel.full_sequence_blocks import find_whole_blocks
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.layers import find_layers
+from hf_megatron.models.name_patterns import generic
+from hf_megatron.models.registry import own_spec
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.parts import works_on_parts
-from hf_megatron.patterns import generic
-from hf_megatron.registry import own_spec
-from hf_megatron.tensor_parallel import heads, heads_of_rank
-from hf_megatron.verify.measure import measure
-from hf_megatron.verify.parity import check_twin
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.tensor_parallel import attention_heads, head_sharded_blocks
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.measure import measure
+from hf_megatron.testing.parity import check_twin
 from tests.shared_twins import make_twin
 
 TYPES = (
@@ -139,13 +139,13 @@ def test_each_rank_computes_its_share_of_heads(model_type):
 
 def shared_blocks(one, layout):
     """Returns how many calls of blocks compute some heads in a forward, over tp and over cp."""
-    stock, calls = heads_of_rank.HeadsOfRank.take, []
+    stock, calls = head_sharded_blocks.HeadsOfRank.take, []
 
     def take(self, block):
         calls.append(self)
         stock(self, block)
 
-    heads_of_rank.HeadsOfRank.take = take
+    head_sharded_blocks.HeadsOfRank.take = take
     model = one.load(megatron_config=layout)
     model(**one.batches[0])
     over_tp = sum(own.group is parallel_state(model).mesh.tp_group for own in calls)
@@ -169,52 +169,54 @@ def test_biases_are_added_once():
 
 def heads_of_the_first():
     """Has every rank compute the first one's heads."""
-    stock = heads_of_rank.HeadsOfRank.take
+    stock = head_sharded_blocks.HeadsOfRank.take
 
     def take(self, block):
         self.rank = 0
         stock(self, block)
 
-    heads_of_rank.HeadsOfRank.take = take
+    head_sharded_blocks.HeadsOfRank.take = take
 
 
 def own_sums():
     """Hands each rank the tokens of its own heads' sum."""
-    head_blocks.scatter_tokens = lambda hidden, dim, order, group: head_blocks.WholeBlock.own_tokens(_ONLY[0], hidden)
-    stock = head_blocks.SharedHeadBlock._enter
+    head_parallel_blocks.scatter_tokens = lambda hidden, dim, order, group: head_parallel_blocks.WholeBlock.own_tokens(
+        _ONLY[0], hidden
+    )
+    stock = head_parallel_blocks.SharedHeadBlock._enter
 
     def enter(self, *args):
         _ONLY[:] = [self]
         return stock(self, *args)
 
-    head_blocks.SharedHeadBlock._enter = enter
+    head_parallel_blocks.SharedHeadBlock._enter = enter
 
 
 def own_parts():
     """Takes what a rank's heads make of a norm's squares, or of a projection of all heads, for everybody's."""
-    heads.sum_over_ranks = heads_of_rank.sum_over_ranks = lambda part, group: part * group.size()
+    attention_heads.sum_over_ranks = head_sharded_blocks.sum_over_ranks = lambda part, group: part * group.size()
 
 
 def unsummed_gradients():
     """Has no rank hear what others make of its part of such a sum."""
-    stock = heads_of_rank.sum_over_ranks
+    stock = head_sharded_blocks.sum_over_ranks
 
     def own(part, group):
         return stock(part.detach(), group) + part - part.detach()
 
-    heads.sum_over_ranks = heads_of_rank.sum_over_ranks = own
+    attention_heads.sum_over_ranks = head_sharded_blocks.sum_over_ranks = own
 
 
 def decays_of_the_first():
     """Has states of every rank's heads decay as those of the first one's."""
-    stock = heads_of_rank.HeadsOfRank._replace
+    stock = head_sharded_blocks.HeadsOfRank._replace
 
     def replace(self, held, own, value):
         if own in ("slope_rate", "query_decay", "key_decay"):
             value = held[own].narrow(0, 0, value.shape[0])
         stock(self, held, own, value)
 
-    heads_of_rank.HeadsOfRank._replace = replace
+    head_sharded_blocks.HeadsOfRank._replace = replace
 
 
 _ONLY = []

@@ -7,11 +7,11 @@ import pytest
 import torch.distributed as dist
 from transformers import CONFIG_MAPPING
 
-from hf_megatron.communication import random_streams
-from hf_megatron.communication.host_streams import host_state, set_host_state
-from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.verify.measure import loss_of_batch
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.core.communication import rng
+from hf_megatron.core.communication.host_rng import host_state, set_host_state
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.measure import loss_of_batch
 from tests.shared_twins import make_twin
 
 MASKS_OF_SOUNDS = {"apply_spec_augment": True, "mask_time_prob": 0.4, "mask_time_length": 2, "mask_time_min_masks": 1}
@@ -68,7 +68,7 @@ def test_states_of_each_rank_are_found():
     """The seeded fault: torch's state alone."""
 
     def faulty(*args, **kwargs):
-        random_streams.set_host_state = lambda packed: None
+        rng.set_host_state = lambda packed: None
         return losses(*args, **kwargs)
 
     twin = make_twin(CONFIG_MAPPING["whisper"](), task="speech")

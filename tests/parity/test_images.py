@@ -6,13 +6,14 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from hf_megatron import ConfigError, MegatronConfig, rows_of_media
-from hf_megatron.context_parallel.stack import ContextStack
+from hf_megatron import ConfigError, MegatronConfig
+from hf_megatron.context_parallel.sequence_split import ContextStack
 from hf_megatron.errors import RankError, UnsupportedError
-from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.tensor_parallel import logits
-from hf_megatron.verify.parity import Twin, check_twin, measured
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.modalities import sample_index
+from hf_megatron.tensor_parallel import vocab_parallel_head
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.parity import Twin, check_twin, measured
 from tests.shared_twins import make_twin
 
 TYPES = ("qwen2_5_vl", "gemma3")
@@ -123,14 +124,14 @@ def test_frozen_towers(layout):
 @pytest.mark.parametrize("model_type", TYPES)
 def test_images_of_another_row_are_found(model_type):
     """The seeded fault: with as many images and placeholders of the same sizes."""
-    original = rows_of_media.rows_with_images
+    original = sample_index.rows_with_images
 
     def sabotage():
         def of_other(arguments, rows, config):
             found = original(arguments, rows, config)
             return found | ({"pixel_values": found["pixel_values"].flip(0)} if found else {})
 
-        rows_of_media.rows_with_images = of_other
+        sample_index.rows_with_images = of_other
 
     layout = ConfigUnderTest(pp_size=2, num_microbatches=2)
     comparison = check_twin(twin(model_type), layout, sabotage=sabotage)
@@ -176,8 +177,8 @@ def test_tokens_that_are_ruled_out_and_heads_with_norms_of_their_own():
 
     def sabotage():
         """The seeded fault: every rank rules the tokens out as if its rows were the first ones."""
-        original = logits.filling
-        logits.filling = lambda tokens, value, first_row: original(tokens, value, 0)
+        original = vocab_parallel_head.filling
+        vocab_parallel_head.filling = lambda tokens, value, first_row: original(tokens, value, 0)
 
     assert not check_twin(whole, layout, sabotage=sabotage).passed
 

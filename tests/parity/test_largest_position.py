@@ -8,12 +8,12 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import CONFIG_MAPPING
 
-from hf_megatron import largest_position
-from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.data_parallel import dynamic_rope
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.verify.measure import measure
-from hf_megatron.verify.parity import check_twin
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.measure import measure
+from hf_megatron.testing.parity import check_twin
 from tests.shared_twins import make_twin
 
 SCALED = {
@@ -58,7 +58,7 @@ def test_parts_of_a_batch_have_its_scale(kind, name):
 
 
 def own_scales():
-    largest_position.LargestPosition.install = lambda self, model: None
+    dynamic_rope.LargestPosition.install = lambda self, model: None
 
 
 @pytest.mark.parametrize("name", ["pp2", "dp2"])

@@ -8,10 +8,10 @@ from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING
 
 from hf_megatron.errors import RankError
-from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.registry.features import silence
-from hf_megatron.tensor_parallel import place_regions
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.fingerprint import silence
+from hf_megatron.tensor_parallel import install_regions
+from hf_megatron.testing.fork_harness import run_ranks
 from tests.shared_twins import make_twin
 
 SEEDS = range(4)
@@ -82,6 +82,6 @@ def test_the_same_layers_are_left_out(model_type, task, checkpointing):
 
 
 def test_ends_that_are_left_out_and_neither_split_nor_join_are_found(monkeypatch):
-    monkeypatch.setattr(place_regions, "leaves_layers_out", lambda config: False)
+    monkeypatch.setattr(install_regions, "leaves_layers_out", lambda config: False)
     with pytest.raises(RankError):
         differs(twin("m2m_100", "seq2seq"))

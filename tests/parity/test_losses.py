@@ -10,13 +10,13 @@ from transformers import BartConfig, BertConfig, GPT2Config, LlamaConfig, Mixtra
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from hf_megatron import UnsupportedError, works_on_parts
-from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.measure import measure
-from hf_megatron.verify.metric import cancelled, judge
-from hf_megatron.verify.ranks import run_ranks
-from hf_megatron.verify.twin import draw_parameters
+from hf_megatron.testing.check import parse_layouts
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.measure import measure
+from hf_megatron.testing.tiny_model import draw_parameters
+from hf_megatron.testing.tolerances import cancelled, judge
 
 ROWS, LENGTH, VOCABULARY = 5, 12, 64
 _TEXT = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -265,53 +265,53 @@ def test_pipeline_with_others(folder, family, head, layout):
 
 
 def _each_rank_on_its_own():
-    from hf_megatron import batch_labels
+    from hf_megatron.losses import inline_losses
 
-    batch_labels.know_batch = lambda value, batch, name: value
+    inline_losses.know_batch = lambda value, batch, name: value
 
 
 def _mean_of_means():
-    from hf_megatron import loss
+    from hf_megatron.losses import batch_loss
 
     def mean(self, total, terms, at_least=0, name="labels"):
         self.terms += 1
         return total / terms
 
-    loss.BatchLoss.mean = mean
+    batch_loss.BatchLoss.mean = mean
 
 
 def _mean_of_microbatches():
-    from hf_megatron import loss
+    from hf_megatron.losses import batch_loss
 
     def mean(self, total, terms, at_least=0, name="labels"):
         self.used.add(name)
         return total / terms
 
-    loss.BatchLoss.mean = mean
+    batch_loss.BatchLoss.mean = mean
 
 
 def _all_by_the_number_of_the_first():
-    from hf_megatron import loss
+    from hf_megatron.losses import batch_loss
 
-    stock = loss.BatchLoss.divisor_of_share
+    stock = batch_loss.BatchLoss.divisor_of_share
 
     def divisor_of_share(self, name):
         stock(self, name)
         return next(iter(self.share.targets.values()))
 
-    loss.BatchLoss.divisor_of_share = divisor_of_share
+    batch_loss.BatchLoss.divisor_of_share = divisor_of_share
 
 
 def _labels_are_shifted():
-    from hf_megatron import loss
+    from hf_megatron.losses import batch_loss
 
-    stock = loss.BatchLoss.__init__
+    stock = batch_loss.BatchLoss.__init__
 
     def init(self, mesh, shifts, *args):
         stock(self, mesh, True, *args)
-        loss.BatchLoss.require_terms = lambda self, terms, name: None
+        batch_loss.BatchLoss.require_terms = lambda self, terms, name: None
 
-    loss.BatchLoss.__init__ = init
+    batch_loss.BatchLoss.__init__ = init
 
 
 @pytest.mark.parametrize(

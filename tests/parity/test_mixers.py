@@ -8,11 +8,11 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from hf_megatron.errors import RankError, UnsupportedError
-from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.tensor_parallel import heads_of_rank
-from hf_megatron.verify.adapters import adapted
-from hf_megatron.verify.parity import check_twin
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.tensor_parallel import head_sharded_blocks
+from hf_megatron.testing.adapters import adapted
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.parity import check_twin
 from tests.shared_twins import make_twin
 
 
@@ -50,18 +50,18 @@ def rows_of_another_rank():
 
 def pieces_without_a_sum():
     """Joined for a forward, and each rank's gradient its own."""
-    original = heads_of_rank.gather_from_ranks
-    heads_of_rank.gather_from_ranks = lambda *args, sum_gradient=False: original(*args)
+    original = head_sharded_blocks.gather_from_ranks
+    head_sharded_blocks.gather_from_ranks = lambda *args, sum_gradient=False: original(*args)
 
 
 def a_norm_of_one_rank():
-    heads_of_rank._of_gathered = lambda norm, group: (
+    head_sharded_blocks._of_gathered = lambda norm, group: (
         lambda *args: norm(*(arg.repeat(1, 1, 2) for arg in args)).chunk(2, -1)[0]
     )
 
 
 def steps_of_one_rank():
-    heads_of_rank.product_of_all_ranks = lambda weight, group: lambda features: features @ weight.T
+    head_sharded_blocks.product_of_all_ranks = lambda weight, group: lambda features: features @ weight.T
 
 
 @pytest.mark.parametrize(

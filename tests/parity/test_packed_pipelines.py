@@ -8,11 +8,11 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from hf_megatron import RankError
-from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.pipeline_parallel import packed_rows
-from hf_megatron.verify.measure import measure
-from hf_megatron.verify.parity import check_twin
+from hf_megatron.pipeline_parallel import packed_sequences
+from hf_megatron.testing.measure import measure
+from hf_megatron.testing.parity import check_twin
 from tests.shared_twins import make_twin
 
 DOCUMENTS = (9, 4, 13, 2, 11, 7)
@@ -103,23 +103,23 @@ def test_types_and_targets_equal_one_process(model_type, kind, counts):
 
 
 def cuts_anywhere():
-    stock = packed_rows.PackedRow.of_call.__func__
+    stock = packed_sequences.PackedRow.of_call.__func__
 
     def moved(cls, arguments):
         found = stock(cls, arguments)
         return found and dataclasses.replace(found, borders=tuple(border + 1 for border in found.borders))
 
-    packed_rows.PackedRow.of_call = classmethod(moved)
+    packed_sequences.PackedRow.of_call = classmethod(moved)
 
 
 def forgets_targets_between():
-    packed_rows.IGNORE_INDEX, stock = None, packed_rows.PackedRow.of_call.__func__
+    packed_sequences.IGNORE_INDEX, stock = None, packed_sequences.PackedRow.of_call.__func__
 
     def blind(cls, arguments):
         found = stock(cls, {name: value for name, value in arguments.items() if name != "labels"})
         return found and dataclasses.replace(found, arguments=arguments)
 
-    packed_rows.PackedRow.of_call = classmethod(blind)
+    packed_sequences.PackedRow.of_call = classmethod(blind)
 
 
 @pytest.mark.parametrize(("fault", "kind"), [(cuts_anywhere, "labels"), (forgets_targets_between, "joined")])

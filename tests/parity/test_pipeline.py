@@ -13,16 +13,16 @@ import torch.distributed as dist
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_megatron import ConfigError, MegatronConfig, RankError, UnsupportedError, own_parameters
-from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.compat.upstream import splits_python_functions
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.pipeline_parallel.schedules import SCHEDULES
-from hf_megatron.upstream import splits_python_functions
-from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.measure import Measurement, _full, _gradients, measure
-from hf_megatron.verify.metric import gradient_errors
-from hf_megatron.verify.parity import Twin, check_twin
-from hf_megatron.verify.ranks import run_ranks
-from hf_megatron.verify.twin import make_batch
+from hf_megatron.testing.check import parse_layouts
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.measure import Measurement, _full, _gradients, measure
+from hf_megatron.testing.parity import Twin, check_twin
+from hf_megatron.testing.tiny_model import make_batch
+from hf_megatron.testing.tolerances import gradient_errors
 from tests.shared_twins import make_twin
 
 ALL_ZERO_STAGES = "pp2+dp2+zero0,pp2+dp2+zero1,pp2+dp2+zero2,pp2+dp2+zero3"

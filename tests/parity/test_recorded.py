@@ -11,17 +11,17 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from hf_megatron import MegatronConfig, UnverifiedLayoutError
-from hf_megatron.registry import recorded, register_model, registered_types
-from hf_megatron.registry.features import ENDS
-from hf_megatron.registry.lookup import REGISTRY
-from hf_megatron.verify import parity
-from hf_megatron.verify.cases import case_of, cases_of, causal_types, image_types, task_of_class
-from hf_megatron.verify.check import features_on_layout, parse_layouts
-from hf_megatron.verify.named_models import resolve_config
-from hf_megatron.verify.parity import check_twin
-from hf_megatron.verify.parity import make_twin as make_own_twin
-from hf_megatron.verify.ranks import run_ranks
-from hf_megatron.verify.twin import TASKS, tiny_config
+from hf_megatron.models import verified
+from hf_megatron.models.fingerprint import ENDS
+from hf_megatron.models.registry import REGISTRY, register_model, registered_types
+from hf_megatron.testing import parity
+from hf_megatron.testing.cases import case_of, cases_of, causal_types, image_types, task_of_class
+from hf_megatron.testing.check import features_on_layout, parse_layouts
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.parity import check_twin
+from hf_megatron.testing.parity import make_twin as make_own_twin
+from hf_megatron.testing.resolve_model import resolve_config
+from hf_megatron.testing.tiny_model import TASKS, tiny_config
 from tests.shared_twins import make_twin
 from tests.structure import ROOT
 
@@ -56,7 +56,7 @@ REQUIRED = [
 def passed(model_type, layout, tp_size=2):
     return any(
         row["model_type"] == model_type and row["layout"] == layout and row["tp_size"] == tp_size and row["passed"]
-        for row in recorded.records()
+        for row in verified.records()
     )
 
 
@@ -79,7 +79,7 @@ def test_a_causal_class_may_be_made_of_a_part_of_its_types_config():
 
 
 def test_causal_types_that_were_split_also_share_rows_or_are_refused_by_name():
-    rows = [row for row in recorded.records() if not row["changes"] and row["class"].endswith("ForCausalLM")]
+    rows = [row for row in verified.records() if not row["changes"] and row["class"].endswith("ForCausalLM")]
     rows = [row for row in rows if _task(row) == "causal"]
     split = {row["model_type"] for row in rows if row["layout"] == "tp" and row["passed"]}
     for kind in ("cp", "cp+a2a"):
@@ -93,8 +93,8 @@ def test_causal_types_that_were_split_also_share_rows_or_are_refused_by_name():
 
 def test_causal_types_that_were_split_are_also_cut_or_refused_by_name():
     classes = ("ForCausalLM", "LMHeadModel")
-    causal = {row["model_type"] for row in recorded.records() if row["class"].endswith(classes) and row["passed"]}
-    whole = [row for row in recorded.records() if not row["changes"]]
+    causal = {row["model_type"] for row in verified.records() if row["class"].endswith(classes) and row["passed"]}
+    whole = [row for row in verified.records() if not row["changes"]]
     cuts = [row for row in whole if row["layout"] == "pp" and row["class"].endswith(classes)]
     rows = {row["model_type"]: row for row in cuts}
     assert not causal - rows.keys()
@@ -112,7 +112,7 @@ def test_causal_types_that_were_split_are_also_cut_or_refused_by_name():
 def test_tied_and_untied_are_recorded_where_a_class_can_be_both():
     """Of the types that many checkpoints have; the others raise until somebody checks them."""
     for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "gpt2", "gpt_neox", "olmo2", "granite"):
-        rows = [row for row in recorded.records() if row["model_type"] == name and row["passed"]]
+        rows = [row for row in verified.records() if row["model_type"] == name and row["passed"]]
         for kind in ("tp", "tp+sp", "pp", "cp", "cp+a2a"):
             ends = [part.lines for row in rows if row["layout"] == kind for part in row["parts"] if part.name == ENDS]
             tied = {any("is tied to" in line for line in lines) for lines in ends}
@@ -121,12 +121,12 @@ def test_tied_and_untied_are_recorded_where_a_class_can_be_both():
 
 
 def test_every_part_of_a_row_that_passed_is_stated():
-    for row in recorded.records():
+    for row in verified.records():
         assert bool(row["parts"]) or not row["passed"], row
 
 
 def test_every_row_states_versions_and_a_reason():
-    for row in recorded.records():
+    for row in verified.records():
         assert row["versions"].keys() >= {"torch", "transformers", "accelerate"}
         assert row["worst"], row
         assert row["passed"] or len(row["worst"]) > 20, f"a refusal needs a reason: {row}"
@@ -134,7 +134,7 @@ def test_every_row_states_versions_and_a_reason():
 
 def test_four_fifths_of_the_types_of_images_are_recorded_and_the_others_have_a_reason():
     equal = {}
-    for row in recorded.records():
+    for row in verified.records():
         names = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(row["model_type"])
         if row["passed"] and not row["changes"] and row["class"] == names and row.get("split", 1.0) >= 0.5:
             equal.setdefault(row["model_type"], set()).add(row["layout"])
@@ -151,14 +151,14 @@ _WITH_IMAGES = ("image", "video")
 
 def _sample():
     """Rows drawn at random, others for each version: three, twelve each of shared rows, experts, images and others."""
-    rows = [row for row in recorded.records() if row["passed"] and row["class"].endswith("ForCausalLM")]
+    rows = [row for row in verified.records() if row["passed"] and row["class"].endswith("ForCausalLM")]
     kinds = {"cp": [], "ep": [], "": []}
     for row in rows:
         kinds[next(kind for kind in kinds if kind in row["layout"])].append(row)
     draw = random.Random(metadata.version("hf_megatron"))
     drawn = draw.sample(kinds[""], 3) + draw.sample(kinds["cp"], 12) + draw.sample(kinds["ep"], 12)
     images, others = {}, {}
-    for row in recorded.records():
+    for row in verified.records():
         if row["passed"] and (task := _task(row)) != "causal":
             found = images if task in _WITH_IMAGES else others
             found.setdefault(row["model_type"], []).append(row)
@@ -170,7 +170,7 @@ def test_the_sample_draws_types_of_images():
     assert len(types) >= 12
     assert len({row["model_type"] for row in _sample()} - types - set(causal_types())) >= 3
     # Of base classes, without a placeholder by default, and with another class for text alone.
-    assert all(_task(row) in _WITH_IMAGES for row in recorded.records() if row["class"] in LATE_CLASSES)
+    assert all(_task(row) in _WITH_IMAGES for row in verified.records() if row["class"] in LATE_CLASSES)
 
 
 LATE_CLASSES = {
@@ -187,7 +187,7 @@ def test_one_command_checks_every_type_that_is_recorded():
     assert swept >= set(cases_of(["all"], "image")) - {(name, "image") for name in causal_types()}
     assert {name for name, task in cases_of(["all"], "image")} == set(image_types())
     assert len(swept) == len(list(cases_of(["all"])))
-    for row in recorded.records():
+    for row in verified.records():
         task = "image" if _task(row) in _WITH_IMAGES else _task(row)
         if row["passed"] and not row["changes"] and task in ("causal", "image"):
             tasks = (
@@ -200,7 +200,7 @@ def test_one_command_checks_every_type_that_is_recorded():
 
 def _bases():
     """Types drawn at random whose base models nobody records: rows of classes with a head stand for them."""
-    plain = [row for row in recorded.records() if row["passed"] and not row["changes"]]
+    plain = [row for row in verified.records() if row["passed"] and not row["changes"]]
     types = sorted(
         {row["model_type"] for row in plain if row["class"].endswith("ForCausalLM")} & {*MODEL_MAPPING_NAMES}
     )
@@ -269,7 +269,7 @@ def test_rows_are_of_what_is_built_today(number, monkeypatch):
     """A layout is loaded where what it is made of was compared: a plan that changes leaves its rows behind."""
     monkeypatch.setattr(parity, "measured", lambda twin, best=0.0: twin)
     cases = {}
-    for row in recorded.records():
+    for row in verified.records():
         if row["passed"]:
             case = row["model_type"], row["class"], json.dumps(row["changes"], sort_keys=True), _task(row)
             cases.setdefault(case, []).append(row)
@@ -289,8 +289,8 @@ def test_rows_are_of_what_is_built_today(number, monkeypatch):
 @pytest.fixture
 def unrecorded(tmp_path, monkeypatch):
     """A llama whose results are forgotten."""
-    rows = tuple(row for row in recorded.records() if row["model_type"] != "llama")
-    monkeypatch.setattr(recorded, "records", lambda: rows)
+    rows = tuple(row for row in verified.records() if row["model_type"] != "llama")
+    monkeypatch.setattr(verified, "records", lambda: rows)
     AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING["llama"]())).save_pretrained(tmp_path)
     return tmp_path
 
@@ -315,7 +315,7 @@ def test_allow_unverified_runs_the_check_first(unrecorded):
 
 def test_allow_unverified_stops_when_the_check_fails(unrecorded, monkeypatch):
     """The check is run with a Python that fails it: nothing is loaded."""
-    import hf_megatron.integrations.gate as gate
+    import hf_megatron.integrations.transformers.verification_gate as gate
 
     monkeypatch.setattr(gate.sys, "executable", "/bin/false")
 

@@ -9,15 +9,15 @@ from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING
 
 from hf_megatron import ConfigError, UnsupportedError, record_routing, replay_routing
-from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.expert_parallel.router_replay import Routing, _Player
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models import verified
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.registry import recorded
-from hf_megatron.router_replay import Routing, _Player
-from hf_megatron.verify.cases import causal_types
-from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.measure import measure
-from hf_megatron.verify.parity import check_twin
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.testing.cases import causal_types
+from hf_megatron.testing.check import parse_layouts
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.measure import measure
+from hf_megatron.testing.parity import check_twin
 from tests.shared_twins import make_twin
 
 LAYOUTS = [
@@ -159,7 +159,7 @@ def test_what_generated_is_trained(twin):
             assert abs(found[2] - loss) < 1e-5
 
 
-MIXTURES = sorted({row["model_type"] for row in recorded.records() if row["layout"] == "ep" and row["passed"]})
+MIXTURES = sorted({row["model_type"] for row in verified.records() if row["layout"] == "ep" and row["passed"]})
 WITH_EXPERTS = {
     "gemma4_text": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
 }

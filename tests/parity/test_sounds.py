@@ -5,14 +5,15 @@ import functools
 import pytest
 from transformers import CONFIG_MAPPING
 
-from hf_megatron import MegatronConfig, rows_of_media
+from hf_megatron import MegatronConfig
 from hf_megatron.errors import RankError
-from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models import verified
+from hf_megatron.models.modalities import sample_index
 from hf_megatron.pipeline_parallel import microbatches
-from hf_megatron.registry import recorded
-from hf_megatron.verify.known_types import WITH_SOUNDS
-from hf_megatron.verify.parity import check_twin
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.model_overrides import WITH_SOUNDS
+from hf_megatron.testing.parity import check_twin
 from tests.shared_twins import make_twin
 from tests.structure import ROOT
 
@@ -38,14 +39,14 @@ def test_layouts_equal_one_process(model_type):
 
 def test_sounds_of_another_row_are_found():
     """The seeded fault: with as many clips and placeholders."""
-    original = rows_of_media.rows_with_sounds
+    original = sample_index.rows_with_sounds
 
     def sabotage():
         def of_other(arguments, rows, config):
             found = original(arguments, rows, config)
             return found | ({"input_features": found["input_features"].flip(0)} if found else {})
 
-        rows_of_media.rows_with_sounds = of_other
+        sample_index.rows_with_sounds = of_other
 
     layout = ConfigUnderTest(pp_size=2, num_microbatches=2)
     comparison = check_twin(twin("glmasr"), layout, sabotage=sabotage)
@@ -70,8 +71,8 @@ def test_clips_that_are_added_to_the_tokens_of_their_rows():
 
 
 def test_pipelines_refuse_sounds_of_types_that_were_not_compared_with_them(monkeypatch):
-    rows = tuple(row | {"media": ["images"]} for row in recorded.records())
-    monkeypatch.setattr(recorded, "records", lambda: rows)
+    rows = tuple(row | {"media": ["images"]} for row in verified.records())
+    monkeypatch.setattr(verified, "records", lambda: rows)
     whole = twin("glmasr")
 
     def call():
@@ -97,7 +98,7 @@ def test_a_weight_that_the_class_froze_is_trained_where_a_file_has_it():
 
 def test_the_page_names_the_types_that_were_compared_with_sounds():
     compared = {}
-    for row in recorded.records():
+    for row in verified.records():
         if row["passed"] and "sounds" in row.get("media", ()):
             compared.setdefault(row["model_type"], set()).add(row["layout"])
     page = (ROOT / "docs" / "images.md").read_text(encoding="utf-8")

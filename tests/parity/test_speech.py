@@ -7,14 +7,14 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from hf_megatron.errors import RankError
-from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.layer_list import LayerRow
-from hf_megatron.pipeline_parallel import absent_images, crossings, microbatches
-from hf_megatron.registry import spec_for
-from hf_megatron.tensor_parallel import local_sizes, place_regions
-from hf_megatron.verify import measure
-from hf_megatron.verify.parity import check_twin, measured
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.layers import LayerRow
+from hf_megatron.models.registry import spec_for
+from hf_megatron.pipeline_parallel import microbatches, off_stage_images, stage_payload
+from hf_megatron.tensor_parallel import install_regions, local_attributes
+from hf_megatron.testing import measure
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.parity import check_twin, measured
 from tests.shared_twins import make_twin
 
 
@@ -49,7 +49,7 @@ def test_clips_of_unequal_lengths_and_labels_that_are_not_shifted():
 
 
 def heads_of_all_ranks():
-    local_sizes.LocalConfig.__getattr__ = lambda self, name: getattr(vars(self)["_whole"], name)
+    local_attributes.LocalConfig.__getattr__ = lambda self, name: getattr(vars(self)["_whole"], name)
 
 
 def test_heads_of_a_config_are_this_ranks():
@@ -104,23 +104,23 @@ def cuts_at_both_ends(model_type):
 
 
 def masks_of_no_clips():
-    original = absent_images.ForeignShapes.forward
+    original = off_stage_images.ForeignShapes.forward
 
     def forward(self, *args, **kwargs):
         made = original(self, *args, **kwargs)
         return (made[0], torch.ones_like(made[1])) if made[1] is not None else made
 
-    absent_images.ForeignShapes.forward = forward
+    off_stage_images.ForeignShapes.forward = forward
 
 
 def distances_of_the_first_stage():
-    original = crossings.Carried.given
+    original = stage_payload.Carried.given
 
     def given(self, layer, name, args, kwargs):
         value = original(self, layer, name, args, kwargs)
         return value.detach() if name == "position_bias" and value is not None else value
 
-    crossings.Carried.given = given
+    stage_payload.Carried.given = given
 
 
 def test_masks_of_clips_and_distances_on_later_stages():
@@ -143,7 +143,7 @@ def test_several_tokens_of_one_place():
 
 
 def adapter_of_no_stage():
-    absent_images.StagedChange.__call__ = torch.no_grad()(torch.nn.Module.__call__)
+    off_stage_images.StagedChange.__call__ = torch.no_grad()(torch.nn.Module.__call__)
 
 
 def test_an_adapter_behind_an_encoder_changes_its_length():
@@ -154,7 +154,7 @@ def test_an_adapter_behind_an_encoder_changes_its_length():
 
 
 def stacks_that_end_once():
-    place_regions.leaves_layers_out = lambda config: False
+    install_regions.leaves_layers_out = lambda config: False
 
 
 def losses_and_norms(layout, sabotage=None):

@@ -8,11 +8,11 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from hf_megatron import ConfigError, MegatronConfig, RankError
-from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.memory import offloaded_inputs, tiled_mlp
-from hf_megatron.memory.offloaded_inputs import OffloadedInputs
-from hf_megatron.memory.tiled_mlp import TiledMLP, find_mlps
-from hf_megatron.verify.parity import check_twin
+from hf_megatron.core.memory import activation_offload, tiled_mlp
+from hf_megatron.core.memory.activation_offload import OffloadedInputs
+from hf_megatron.core.memory.tiled_mlp import TiledMLP, find_mlps
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.testing.parity import check_twin
 from tests.shared_twins import make_twin
 
 LAYOUTS = {
@@ -73,7 +73,7 @@ def forgets_a_tile():
 
 
 def hands_back_another():
-    offloaded_inputs._unpack = lambda kept: kept.unpack() * 1.001 if hasattr(kept, "unpack") else kept
+    activation_offload._unpack = lambda kept: kept.unpack() * 1.001 if hasattr(kept, "unpack") else kept
 
 
 @pytest.mark.parametrize(

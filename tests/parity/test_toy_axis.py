@@ -8,9 +8,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_megatron import parallelize
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.parity import check_twin
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.testing.check import parse_layouts
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.parity import check_twin
 from tests.shared_twins import make_twin
 from tests.toy_axis import axis
 

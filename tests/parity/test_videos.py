@@ -6,13 +6,14 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from hf_megatron import MegatronConfig, rows_of_media
+from hf_megatron import MegatronConfig
 from hf_megatron.errors import RankError
-from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.registry import recorded
-from hf_megatron.verify.media_batch import make_media_batch
-from hf_megatron.verify.parity import check_twin
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models import verified
+from hf_megatron.models.modalities import sample_index
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.multimodal_batch import make_media_batch
+from hf_megatron.testing.parity import check_twin
 from tests.shared_twins import make_twin
 from tests.structure import ROOT
 
@@ -37,14 +38,14 @@ def test_layouts_equal_one_process(model_type):
 
 def test_videos_of_another_row_are_found():
     """The seeded fault: with as many videos and placeholders of the same sizes."""
-    original = rows_of_media.rows_with_videos
+    original = sample_index.rows_with_videos
 
     def sabotage():
         def of_other(arguments, rows, config):
             found = original(arguments, rows, config)
             return found | ({"pixel_values_videos": found["pixel_values_videos"].flip(0)} if found else {})
 
-        rows_of_media.rows_with_videos = of_other
+        sample_index.rows_with_videos = of_other
 
     layout = ConfigUnderTest(pp_size=2, num_microbatches=2)
     comparison = check_twin(twin("llava_onevision"), layout, sabotage=sabotage)
@@ -58,8 +59,8 @@ def test_types_without_a_known_form_say_so():
 
 
 def test_pipelines_refuse_videos_of_types_that_were_not_compared_with_them(monkeypatch):
-    rows = tuple(row | {"media": ["images"]} for row in recorded.records())
-    monkeypatch.setattr(recorded, "records", lambda: rows)
+    rows = tuple(row | {"media": ["images"]} for row in verified.records())
+    monkeypatch.setattr(verified, "records", lambda: rows)
     whole = twin("llava_onevision")
 
     def call():
@@ -88,7 +89,7 @@ def test_a_batch_that_videos_do_not_reach_is_no_batch_of_videos():
 
 def test_the_page_names_the_types_that_were_compared_with_videos():
     compared = {}
-    for row in recorded.records():
+    for row in verified.records():
         if row["passed"] and "videos" in row.get("media", ()):
             compared.setdefault(row["model_type"], set()).add(row["layout"])
     page = (ROOT / "docs" / "images.md").read_text(encoding="utf-8")

@@ -7,11 +7,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
-from hf_megatron.registry import register_model, registered_types
-from hf_megatron.registry.family import family_spec
-from hf_megatron.registry.lookup import REGISTRY
-from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.parity import check_twin, make_twin
+from hf_megatron.models.registry import REGISTRY, register_model, registered_types
+from hf_megatron.models.spec_helpers import family_spec
+from hf_megatron.testing.check import parse_layouts
+from hf_megatron.testing.parity import check_twin, make_twin
 
 
 class _OneExpert(nn.Module):

@@ -6,9 +6,9 @@ the pairs beside it. All other gradients are summed over the pair as over any dp
 
 from dataclasses import replace
 
-from hf_megatron.communication.averaged_gradients import scale_gradient
-from hf_megatron.communication.collectives import gather_from_ranks
-from hf_megatron.placement import GradientRule, Placement
+from hf_megatron.core.communication.collectives import gather_from_ranks
+from hf_megatron.core.communication.mean_grad_ops import scale_gradient
+from hf_megatron.core.placement import GradientRule, Placement
 from hf_megatron.tensor_parallel.local_parameters import local_view
 
 NAME = "toy"

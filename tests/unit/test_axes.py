@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from hf_megatron import ConfigError, MegatronConfig
-from hf_megatron.axes import Axes, Axis
-from hf_megatron.checkpoint.holdings import holding
+from hf_megatron.checkpoint.local_shards import holding
+from hf_megatron.core.axes import Axes, Axis
+from hf_megatron.core.placement import Claim, GradientRule, Placement, Split
+from hf_megatron.models.spec import ModelSpec
 from hf_megatron.parallel_state import ParallelState
-from hf_megatron.placement import Claim, GradientRule, Placement, Split
-from hf_megatron.spec import ModelSpec
 
 LARGEST = 64
 # The worlds of more than 32 ranks in which every axis takes many sizes.

@@ -13,10 +13,10 @@ import torch
 from hf_megatron.conversion.torch_files import blob as blob_module
 from hf_megatron.conversion.torch_files.blob import Blob
 from hf_megatron.conversion.torch_files.reader import read_saved
-from hf_megatron.conversion.torch_files.saved import LARGEST_PICKLE, StoredTensor
+from hf_megatron.conversion.torch_files.torch_save import LARGEST_PICKLE, StoredTensor
 from hf_megatron.conversion.torch_files.writer import write_object, write_tensor
-from hf_megatron.files.data_file import DataFile
-from hf_megatron.files.digest import NewFile
+from hf_megatron.core.io.checksums import NewFile
+from hf_megatron.core.io.random_access_file import DataFile
 from tests.unit.torch_stores import refused, some
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]

@@ -15,10 +15,10 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from hf_megatron.data import build as building
-from hf_megatron.data.build import build_pair
-from hf_megatron.data.indexed import IndexedDataset
-from hf_megatron.data.indexed_writer import IndexedWriter
+from hf_megatron.datasets import build as building
+from hf_megatron.datasets.build import build_pair
+from hf_megatron.datasets.indexed import IndexedDataset
+from hf_megatron.datasets.indexed_writer import IndexedWriter
 from hf_megatron.errors import DataError
 
 WORDS = [f"w{number}" for number in range(200)]

@@ -28,9 +28,9 @@ from hf_megatron.model_cards import (
     render,
     write_card,
 )
-from hf_megatron.model_cards.origin import base_of, hub_id
+from hf_megatron.model_cards.provenance import base_of, hub_id
 from hf_megatron.model_cards.training import dataset_ids
-from hf_megatron.registry.recorded import records
+from hf_megatron.models.verified import records
 
 LOG = tuple({"step": step, "loss": 3.0 / step, "epoch": step / 8} for step in range(1, 9)) + (
     {"step": 4, "eval_loss": 1.25, "eval_accuracy": 0.5, "eval_runtime": 3.0},

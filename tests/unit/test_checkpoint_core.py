@@ -10,17 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_megatron.axes import Axes
-from hf_megatron.checkpoint.asynchronous import AsyncSaver
-from hf_megatron.checkpoint.boxes import Box, Piece, local_boxes
+from hf_megatron.checkpoint.async_save import AsyncSaver
 from hf_megatron.checkpoint.discovery import LATEST, committed, find, is_committed, latest, pointed_at
 from hf_megatron.checkpoint.manifest import MANIFEST
 from hf_megatron.checkpoint.reader import PARTIAL, Checkpoint, open_checkpoint, read_partial
+from hf_megatron.checkpoint.tensor_chunks import Box, Piece, local_boxes
 from hf_megatron.checkpoint.transaction import Transaction, prune
+from hf_megatron.core.axes import Axes
+from hf_megatron.core.placement import Placement
 from hf_megatron.errors import CheckpointError
-from hf_megatron.integrations.resumed_checkpoint import checkpoint_to_resume
-from hf_megatron.placement import Placement
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.integrations.trainer.resume import checkpoint_to_resume
+from hf_megatron.testing.fork_harness import run_ranks
 
 # name -> global shape, dtype, placement
 TENSORS = {

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_megatron.communication import collectives as c
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.core.communication import collectives as c
+from hf_megatron.testing.fork_harness import run_ranks
 
 
 def _whole(size: int) -> torch.Tensor:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from hf_megatron.context_parallel.load_balancing import SequenceOrder
 from hf_megatron.context_parallel.masks import TILE, SequenceMask
-from hf_megatron.context_parallel.order import SequenceOrder
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])

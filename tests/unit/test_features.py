@@ -11,24 +11,24 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.initialization import no_tie_weights
 
 from hf_megatron import MegatronConfig, PlanError
-from hf_megatron.axes import Axes
-from hf_megatron.integrations.gate import check_command
+from hf_megatron.core.axes import Axes
+from hf_megatron.integrations.transformers.verification_gate import check_command
+from hf_megatron.models import verified
+from hf_megatron.models.fingerprint import COPIES, ENDS, Part, _common_attributes, describe_model, random_sites, silence
 from hf_megatron.parallelize import plan
-from hf_megatron.registry import recorded
-from hf_megatron.registry.features import COPIES, ENDS, Part, _common_attributes, describe_model, random_sites, silence
 from hf_megatron.tensor_parallel.claims import claim_all
-from hf_megatron.verify.cases import causal_types, task_of_class
-from hf_megatron.verify.draws import rates, set_rates
-from hf_megatron.verify.measure import Measurement
-from hf_megatron.verify.metric import gradient_errors
-from hf_megatron.verify.named_models import resolve_config
-from hf_megatron.verify.parity import one_of_each_kind
-from hf_megatron.verify.twin import full_config, tiny_config
+from hf_megatron.testing.cases import causal_types, task_of_class
+from hf_megatron.testing.measure import Measurement
+from hf_megatron.testing.parity import one_of_each_kind
+from hf_megatron.testing.resolve_model import resolve_config
+from hf_megatron.testing.rng_parity import rates, set_rates
+from hf_megatron.testing.tiny_model import full_config, tiny_config
+from hf_megatron.testing.tolerances import gradient_errors
 
 TP2 = MegatronConfig(tp_size=2)
 # Classes with a passed result over tp, as transformers loads them.
 # Weights that lie whole on a rank may be stored in a way that their parts cannot be read from.
-SPLIT = [row for row in recorded.records() if row["passed"] and row["layout"] in ("tp", "tp+sp")]
+SPLIT = [row for row in verified.records() if row["passed"] and row["layout"] in ("tp", "tp+sp")]
 RECORDED = sorted({(row["model_type"], row["class"]) for row in SPLIT})
 # Older versions of transformers do not know all of them.
 RECORDED = [(model_type, name) for model_type, name in RECORDED if hasattr(transformers, name)]
@@ -155,9 +155,9 @@ def test_weights_tied_by_name_alone_must_agree():
 
 
 def test_results_survive_their_file(tmp_path):
-    rows = [row for row in recorded.records() if row["model_type"] in ("llama", "gemma2")]
-    recorded.write_results(tmp_path / "a.json", rows)
-    again = recorded.read_results((tmp_path / "a.json").read_text("utf-8"))
+    rows = [row for row in verified.records() if row["model_type"] in ("llama", "gemma2")]
+    verified.write_results(tmp_path / "a.json", rows)
+    again = verified.read_results((tmp_path / "a.json").read_text("utf-8"))
     for one, other in zip(rows, again, strict=True):
         assert {**one, "parts": set(one["parts"])} == {**other, "parts": set(other["parts"])}
 
@@ -178,9 +178,9 @@ def test_describing_a_model_leaves_nothing_that_other_classes_inherit():
 
 
 def test_differences_name_the_module_beside_what_was_compared():
-    found = recorded.differences("LlamaForCausalLM", "llama", "pp", describe_model(_with_gate()).features({}))
+    found = verified.differences("LlamaForCausalLM", "llama", "pp", describe_model(_with_gate()).features({}))
     assert found == ["model.layers.*: mlp.up_proj: Linear(weight, bias); compared was Linear(weight)"]
-    assert recorded.differences("NobodyForCausalLM", "llama", "pp", describe_model(llama()).features({})) is None
+    assert verified.differences("NobodyForCausalLM", "llama", "pp", describe_model(llama()).features({})) is None
 
 
 def _with_gate():

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_megatron.verify.fuzz.cases import simple_case
-from hf_megatron.verify.fuzz.judging import compare_runs
+from tests.fuzz.cases import simple_case
+from tests.fuzz.verdicts import compare_runs
 
 
 def logged(*values):

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_megatron.data import indexed_writer
-from hf_megatron.data.indexed import IndexedDataset, token_dtype
-from hf_megatron.data.indexed_writer import IndexedWriter, merge_datasets
+from hf_megatron.datasets import indexed_writer
+from hf_megatron.datasets.indexed import IndexedDataset, token_dtype
+from hf_megatron.datasets.indexed_writer import IndexedWriter, merge_datasets
 from hf_megatron.errors import DataError
 
 DATA = Path(__file__).parents[1] / "data" / "megatron_indexed"

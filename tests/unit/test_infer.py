@@ -6,8 +6,8 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from hf_megatron.errors import PlanError
-from hf_megatron.registry import own_spec, spec_for
-from hf_megatron.registry.infer import inferred_spec, stated_or_inferred_spec
+from hf_megatron.models.infer import inferred_spec, stated_or_inferred_spec
+from hf_megatron.models.registry import own_spec, spec_for
 
 _CLASSES = {"bert": AutoModelForMaskedLM, "t5": AutoModelForSeq2SeqLM}
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_megatron.registry import recorded
-from hf_megatron.registry.recorded import recorded_draw, tested_versions
-from hf_megatron.verify.parity import best_draw
+from hf_megatron.models import verified
+from hf_megatron.models.verified import recorded_draw, tested_versions
+from hf_megatron.testing.parity import best_draw
 
 ROUND_OFF = [3.0, 2.0, 5.0, 0.0, 1.0]
 
@@ -48,5 +48,5 @@ MADE_OF = {"task": "causal", "layers": 2, "rows": 3}
 def test_a_draw_is_known_of_the_same_twin_and_versions(changes, made_of, versions, number, monkeypatch):
     row = {"model_type": "llama", "changes": {}, "draw": {**MADE_OF, "number": 4}}
     row["versions"] = tested_versions() | versions
-    monkeypatch.setattr(recorded, "records", lambda: ({"model_type": "llama", "changes": {}}, row))
+    monkeypatch.setattr(verified, "records", lambda: ({"model_type": "llama", "changes": {}}, row))
     assert recorded_draw("llama", changes, made_of) == number

@@ -17,14 +17,14 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from hf_megatron.data.blended import BlendedDataset
-from hf_megatron.data.indexed import IndexedDataset
-from hf_megatron.data.indexed_writer import IndexedWriter
-from hf_megatron.data.masked import BertDataset, T5Dataset
-from hf_megatron.data.masking import Masking
-from hf_megatron.data.megatron_arguments import datasets_from_megatron_args
-from hf_megatron.data.pretraining import PretrainingDataset
-from hf_megatron.data.sentence_order import sentence_order
+from hf_megatron.datasets.blended import BlendedDataset
+from hf_megatron.datasets.indexed import IndexedDataset
+from hf_megatron.datasets.indexed_writer import IndexedWriter
+from hf_megatron.datasets.masked import BertDataset, T5Dataset
+from hf_megatron.datasets.masking import Masking
+from hf_megatron.datasets.megatron_arguments import datasets_from_megatron_args
+from hf_megatron.datasets.pretraining import PretrainingDataset
+from hf_megatron.datasets.sentence_index import sentence_order
 from hf_megatron.errors import DataError
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[BOS]", "[EOS]"]

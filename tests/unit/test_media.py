@@ -5,7 +5,7 @@ import torch
 from transformers import GitConfig, InstructBlipVideoConfig, InternVLConfig, Kosmos2Config, Molmo2Config, Qwen2VLConfig
 
 from hf_megatron import ConfigError, UnsupportedError
-from hf_megatron.media import rows_with_images, without_pixels
+from hf_megatron.models.modalities.images import rows_with_images, without_pixels
 from hf_megatron.pipeline_parallel.microbatches import split
 
 IMAGE = 9

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hf_megatron.conversion.interfaces import MegatronModel
 from hf_megatron.conversion.megatron.names import (
     canonical,
     expert_of,
@@ -12,7 +13,6 @@ from hf_megatron.conversion.megatron.names import (
     spellings,
 )
 from hf_megatron.conversion.megatron.splits import RankSplit, blocks_of, rank_views, tensor_parallel_split
-from hf_megatron.conversion.tensors import MegatronModel
 from hf_megatron.errors import CheckpointError
 
 LAYER = "decoder.layers.3."

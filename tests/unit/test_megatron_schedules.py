@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from hf_megatron.data.schedules import MegatronSchedule, MegatronScheduler, schedule_from_megatron_args
+from hf_megatron.datasets.schedules import MegatronSchedule, MegatronScheduler, schedule_from_megatron_args
 from hf_megatron.errors import DataError
 
 STYLES = ["constant", "linear", "cosine", "inverse-square-root", "WSD"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_megatron.integrations.whole_batches import _has_rows, _OwnRows
+from hf_megatron.integrations.trainer.global_batches import _has_rows, _OwnRows
 
 IMAGES = [1, 0, 2, 1]
 

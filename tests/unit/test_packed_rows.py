@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from hf_megatron.largest_position import scales_by_length
-from hf_megatron.pipeline_parallel.packed_rows import PackedRow
+from hf_megatron.data_parallel.dynamic_rope import scales_by_length
+from hf_megatron.pipeline_parallel.packed_sequences import PackedRow
 
 LENGTHS = (9, 4, 13, 2)
 

@@ -9,12 +9,12 @@ import time
 import pytest
 import torch
 
-from hf_megatron.axes import Axes
-from hf_megatron.checkpoint.boxes import Box, Piece, copy_overlap, local_boxes, overlaps, uncovered
 from hf_megatron.checkpoint.manifest import Manifest, PieceEntry, TensorEntry
+from hf_megatron.checkpoint.tensor_chunks import Box, Piece, copy_overlap, local_boxes, overlaps, uncovered
+from hf_megatron.core.axes import Axes
+from hf_megatron.core.io.checksums import FileDigest
+from hf_megatron.core.placement import Placement, Split
 from hf_megatron.errors import CheckpointError
-from hf_megatron.files.digest import FileDigest
-from hf_megatron.placement import Placement, Split
 
 SHAPES = [(), (1,), (12,), (7,), (0, 3), (6, 5), (12, 1), (4, 6, 3), (2, 12, 2), (3, 2, 6, 2)]
 

@@ -5,8 +5,10 @@ from collections import Counter
 
 import pytest
 
+from hf_megatron.compat.upstream import pipeline_orders
 from hf_megatron.errors import ConfigError
 from hf_megatron.pipeline_parallel import schedules
+from hf_megatron.pipeline_parallel.schedule_simulator import bubble
 from hf_megatron.pipeline_parallel.schedules import (
     SCHEDULES,
     Action,
@@ -21,8 +23,6 @@ from hf_megatron.pipeline_parallel.schedules import (
     schedule,
     valid_microbatches,
 )
-from hf_megatron.pipeline_parallel.simulation import bubble
-from hf_megatron.upstream import pipeline_orders
 
 NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev", "looped_bfs")
 TORCH_CLASSES = {

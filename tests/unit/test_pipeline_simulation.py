@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
+from hf_megatron.diagnostics.timeline import bubble_share, to_perfetto
 from hf_megatron.errors import ConfigError
-from hf_megatron.pipeline_parallel.schedules import Action, Kind, computations, rank_actions, rank_of_stage
-from hf_megatron.pipeline_parallel.simulation import (
+from hf_megatron.pipeline_parallel.schedule_simulator import (
     StageCosts,
     bubble,
     live_microbatches,
@@ -17,7 +17,7 @@ from hf_megatron.pipeline_parallel.simulation import (
     simulated_seconds,
     simulated_timeline,
 )
-from hf_megatron.profile.timeline import bubble_share, to_perfetto
+from hf_megatron.pipeline_parallel.schedules import Action, Kind, computations, rank_actions, rank_of_stage
 
 COSTS = StageCosts(1.0, 1.0, 1.0)
 EACH = (

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-from hf_megatron.axes import Axes
 from hf_megatron.checkpoint.initialize import local_part
-from hf_megatron.placement import Placement
+from hf_megatron.core.axes import Axes
+from hf_megatron.core.placement import Placement
 
 
 def split(dim, ranks, rank, **options):

@@ -6,7 +6,7 @@ import pytest
 
 from hf_megatron.errors import ConfigError
 from hf_megatron.planner.devices import device
-from hf_megatron.planner.unit_time import (
+from hf_megatron.planner.time_model import (
     AXES,
     PUBLISHED,
     STOCK,
@@ -15,7 +15,7 @@ from hf_megatron.planner.unit_time import (
     exposed_reduction,
     seconds,
 )
-from hf_megatron.planner.work import Work
+from hf_megatron.planner.unit_work import Work
 
 H100 = device("h100")
 LINKS = dict.fromkeys(AXES, "link")

@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from hf_megatron.data import order_cache
-from hf_megatron.data.blended import BlendedDataset
-from hf_megatron.data.indexed import IndexedDataset
-from hf_megatron.data.indexed_writer import IndexedWriter
-from hf_megatron.data.megatron_arguments import datasets_from_megatron_args
-from hf_megatron.data.order import blend_order, sample_order
-from hf_megatron.data.order_cache import cached_arrays
-from hf_megatron.data.pretraining import PretrainingDataset
-from hf_megatron.data.ramp_up import BatchRampUp
+from hf_megatron.datasets import index_cache
+from hf_megatron.datasets.blended import BlendedDataset
+from hf_megatron.datasets.index_cache import cached_arrays
+from hf_megatron.datasets.indexed import IndexedDataset
+from hf_megatron.datasets.indexed_writer import IndexedWriter
+from hf_megatron.datasets.megatron_arguments import datasets_from_megatron_args
+from hf_megatron.datasets.pretraining import PretrainingDataset
+from hf_megatron.datasets.ramp_up import BatchRampUp
+from hf_megatron.datasets.sample_index import blend_order, sample_order
 from hf_megatron.errors import DataError
 
 DATA = Path(__file__).parents[1] / "data" / "megatron_indexed"
@@ -212,7 +212,7 @@ def test_what_megatron_core_kept_is_read(tmp_path, one_process, monkeypatch, sam
         made.append(1)
         return sample_order(*args, **kwargs)
 
-    monkeypatch.setattr("hf_megatron.data.pretraining.sample_order", order)
+    monkeypatch.setattr("hf_megatron.datasets.pretraining.sample_order", order)
     found = PretrainingDataset(prefix, **given, extra_token=extra)
     assert not made and len(found) == len(plain)
     assert found[3]["input_ids"].tolist() == plain[3]["input_ids"].tolist()
@@ -245,7 +245,7 @@ def test_blends_that_megatron_core_kept_are_read(tmp_path, one_process, monkeypa
         made.append(args)
         return blend_order(*args)
 
-    monkeypatch.setattr("hf_megatron.data.blended.blend_order", order)
+    monkeypatch.setattr("hf_megatron.datasets.blended.blend_order", order)
     # What is read is kept in a folder of its own, and then read from there.
     for _ in range(2):
         found = datasets_from_megatron_args({**given, "data-cache-path": cache}).train
@@ -325,7 +325,7 @@ def test_disks_that_take_nothing_cost_no_run(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(order_cache.np, "save", full)
+    monkeypatch.setattr(index_cache.np, "save", full)
     with pytest.warns(UserWarning, match="No space left"):
         assert cached_arrays({"a": 1}, tmp_path / "cache", _arrays)["one"].tolist() == [0, 1, 2, 3, 4]
     assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir()] == []

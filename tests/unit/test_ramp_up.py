@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from hf_megatron.data.ramp_up import BatchRampUp
-from hf_megatron.data.schedules import MegatronSchedule, MegatronScheduler
+from hf_megatron.datasets.ramp_up import BatchRampUp
+from hf_megatron.datasets.schedules import MegatronSchedule, MegatronScheduler
 from hf_megatron.errors import DataError
 
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from transformers import LlamaConfig
 
 from hf_megatron import RankError, UnsupportedError
-from hf_megatron.verify import ranks
-from hf_megatron.verify.parity import make_twin
-from hf_megatron.verify.ranks import first_reason, run_ranks
+from hf_megatron.testing import fork_harness
+from hf_megatron.testing.fork_harness import first_reason, run_ranks
+from hf_megatron.testing.parity import make_twin
 
 
 def test_results_come_in_rank_order():
@@ -52,7 +52,7 @@ def test_stuck_rank_is_killed_and_named():
 
 
 def test_a_rank_that_waits_for_a_failed_one_does_not_wait_for_the_time_limit(monkeypatch):
-    monkeypatch.setattr(ranks, "_GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(fork_harness, "_GRACE_SECONDS", 1.0)
 
     def fail_on_one():
         if dist.get_rank() == 1:

@@ -14,7 +14,7 @@ import pytest
 from hf_megatron import CheckpointError
 from hf_megatron.conversion.torch_files import pickle_machine
 from hf_megatron.conversion.torch_files.safe_pickle import Named, Record, enumeration_names, record_names, unpickle
-from hf_megatron.conversion.torch_files.saved import OBJECTS
+from hf_megatron.conversion.torch_files.torch_save import OBJECTS
 
 VALUES = [
     None,

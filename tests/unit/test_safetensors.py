@@ -8,8 +8,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from hf_megatron import CheckpointError
-from hf_megatron.files.digest import FileDigest, NewFile, hash_file
-from hf_megatron.files.safetensors import (
+from hf_megatron.core.io.checksums import FileDigest, NewFile, hash_file
+from hf_megatron.core.io.safetensors import (
     DTYPES,
     MappedSafetensors,
     SafetensorsFile,

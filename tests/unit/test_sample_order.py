@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_megatron.data import order as ordering
-from hf_megatron.data.indexed import IndexedDataset
-from hf_megatron.data.order import (
+from hf_megatron.datasets import sample_index as ordering
+from hf_megatron.datasets.indexed import IndexedDataset
+from hf_megatron.datasets.sample_index import (
     blend_order,
     documents_of_split,
     exhaustive_order,

@@ -5,9 +5,9 @@ import torch
 from transformers import CONFIG_MAPPING, Qwen2AudioConfig
 
 from hf_megatron import ConfigError, UnsupportedError
-from hf_megatron.media import without_pixels
+from hf_megatron.models.modalities.images import without_pixels
+from hf_megatron.models.modalities.sample_index import rows_with_media
 from hf_megatron.pipeline_parallel.microbatches import split
-from hf_megatron.rows_of_media import rows_with_media
 
 SOUND, IMAGE = 9, 8
 # A clip of two tokens, then one of three and one of two with nothing in between, then none.

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from hf_megatron import CheckpointError
-from hf_megatron.checkpoint.boxes import Box, Piece
 from hf_megatron.checkpoint.reader import Checkpoint
+from hf_megatron.checkpoint.tensor_chunks import Box, Piece
 from hf_megatron.checkpoint.transaction import Transaction, prune
-from hf_megatron.conversion.output import Output
-from hf_megatron.files.staged_folder import StagedFolder, remove_folder
+from hf_megatron.conversion.output_folder import Output
+from hf_megatron.core.io.atomic_folder import StagedFolder, remove_folder
 
 
 def piece(value):

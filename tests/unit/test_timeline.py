@@ -11,8 +11,8 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from hf_megatron import ConfigError
-from hf_megatron.profile.spans import Span, SpanRecorder, align, clock_offset
-from hf_megatron.profile.timeline import (
+from hf_megatron.core.spans import Span, SpanRecorder, align, clock_offset
+from hf_megatron.diagnostics.timeline import (
     Timeline,
     bubble_share,
     gather_timeline,
@@ -21,8 +21,8 @@ from hf_megatron.profile.timeline import (
     to_png,
     write_pictures,
 )
-from hf_megatron.verify.pipeline_timeline import draw_timeline, small_config
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.testing.pipeline_timeline import draw_timeline, small_config
 
 FORWARD, BACKWARD, START = 0.010, 0.020, 1_700_000_000.0
 
@@ -182,7 +182,7 @@ def test_missing_matplotlib_is_named(tmp_path, monkeypatch):
 
 
 def test_callback_needs_a_pipeline():
-    from hf_megatron.integrations.trainer_timeline import TimelineCallback
+    from hf_megatron.integrations.trainer.callbacks.timeline import TimelineCallback
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=16, **sizes))
@@ -196,7 +196,7 @@ def test_callback_records_its_steps_and_rank_0_writes(tmp_path):
     def on_rank():
         import torch.distributed as dist
 
-        from hf_megatron.integrations.trainer_timeline import TimelineCallback
+        from hf_megatron.integrations.trainer.callbacks.timeline import TimelineCallback
 
         rank = dist.get_rank()
         if rank == 1:

@@ -6,13 +6,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hf_megatron.checkpoint.boxes import Box
+from hf_megatron.checkpoint.tensor_chunks import Box
 from hf_megatron.conversion.chunks import check_cover
 from hf_megatron.conversion.dcp.store_reader import StoreReader
 from hf_megatron.conversion.dcp.store_writer import StoreWriter
-from hf_megatron.conversion.output import Output
-from hf_megatron.files.data_file import DataFile
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.conversion.output_folder import Output
+from hf_megatron.core.io.random_access_file import DataFile
+from hf_megatron.testing.fork_harness import run_ranks
 from tests.unit.torch_stores import refused, save, some
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

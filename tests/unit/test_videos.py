@@ -5,10 +5,10 @@ import torch
 from transformers import Glm4vConfig, LlavaNextVideoConfig, Qwen2VLConfig
 
 from hf_megatron import ConfigError, UnsupportedError
-from hf_megatron.media import without_pixels
+from hf_megatron.models.modalities.images import without_pixels
+from hf_megatron.models.modalities.sample_index import rows_with_media
+from hf_megatron.models.modalities.videos import rows_with_videos
 from hf_megatron.pipeline_parallel.microbatches import split
-from hf_megatron.rows_of_media import rows_with_media
-from hf_megatron.videos import rows_with_videos
 
 IMAGE, VIDEO = 9, 8
 # An image and a video, then two videos, the second one frame by frame, then none.

@@ -1,0 +1,296 @@
+"""Checkpoints under Megatron's names, seen and written under those of the model, by the rules of its family."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.io.buffer_pool import FRESH, Memory, Pool
+from ...core.io.safetensors import TensorMeta
+from ...errors import CheckpointError
+from ..architecture import Architecture, OwnWeights
+from ..families import family_of, rules_of
+from ..format import Format
+from ..interfaces import (
+    WEIGHT,
+    Key,
+    MegatronModel,
+    MegatronReader,
+    OptimizerState,
+    Reader,
+    TargetOptions,
+    Writer,
+    largest,
+    same_bytes,
+)
+from ..output_folder import Output
+from .arguments import check_arguments, notes_of_arguments
+from .folder import iteration_folder
+from .names import EMBEDDING, LANGUAGE, OUTPUT, of_mtp, of_tower, spellings
+from .rules import Rule
+
+
+class TransformersView(Reader):
+    """A checkpoint of Megatron as tensors of the model.
+
+    Raises:
+        CheckpointError: naming tensors that no rule knows, that are missing, or whose shapes are not the model's.
+    """
+
+    def __init__(self, reader: Reader, rules: Sequence[Rule], architecture: Architecture, where: str):
+        self._reader = reader
+        self.optimizer, self.optimizer_refusal = reader.optimizer, reader.optimizer_refusal
+        self.iteration, self.tokenizer = reader.iteration, reader.tokenizer
+        self._source_of: dict[Key, tuple[Rule, tuple[Key, ...]]] = {}
+        self._ready: dict[Key, Tensor] = {}
+        try:
+            self.entries = self._arranged(rules, architecture, where)
+        except CheckpointError:
+            reader.close()
+            raise
+
+    def _arranged(self, rules: Sequence[Rule], architecture: Architecture, where: str) -> dict[Key, TensorMeta]:
+        reader = self._reader
+        entries: dict[Key, TensorMeta] = {}
+        used: set[Key] = set()
+        self._filled: dict[Key, float] = {}
+        kinds = sorted({key.kind for key in reader.entries}, key=lambda kind: (kind != WEIGHT, kind))
+        for rule in rules:
+            for kind in kinds:
+                sources = self._present(kind, rule)
+                if sources is None:
+                    if rule.absent is not None and kind == WEIGHT:
+                        self._filled |= {Key(kind, name): rule.absent for name in rule.transformers}
+                    continue
+                used.update(sources)
+                try:
+                    tensors = rule.operation.to_transformers([reader.entries[key].meta() for key in sources])
+                except (RuntimeError, CheckpointError) as error:
+                    raise CheckpointError(
+                        f"{where}: {sources[0]} {reader.entries[sources[0]].shape}: {error}"
+                    ) from error
+                for name, tensor in zip(rule.transformers, tensors, strict=True):
+                    entries[Key(kind, name)] = TensorMeta.of(tensor)
+                    self._source_of[Key(kind, name)] = rule, sources
+        further = [key for key in reader.entries if key not in used and of_mtp(key.name)]
+        self.left_out = tuple(key.name for key in further if key.kind == WEIGHT)
+        unknown = [str(key) for key in reader.entries if key not in used and not of_mtp(key.name)]
+        if unknown:
+            shown = ", ".join(unknown[:50]) + (", ..." if len(unknown) > 50 else "")
+            raise CheckpointError(
+                f"{where}: {len(unknown)} tensors have no counterpart in {type(architecture.model).__name__}: {shown}; "
+                "see that the config is the one of this checkpoint."
+            )
+        dtypes = [entry.dtype for key, entry in entries.items() if key.kind == WEIGHT]
+        usual = max(dict.fromkeys(dtypes), key=dtypes.count, default=torch.float32)
+        entries |= {key: TensorMeta(architecture.shapes[key.name], usual) for key in self._filled}
+        architecture.check((key.name for key in entries if key.kind == WEIGHT), where)
+        return entries
+
+    def _present(self, kind: str, rule: Rule) -> tuple[Key, ...] | None:
+        """Returns the checkpoint's own names of what a rule wants; `None` where not all are there.
+
+        Moments of a weight that Megatron has under several names are stored under one.
+        """
+        found = []
+        for name in rule.megatron:
+            names = [name, *spellings(name)]
+            key = next((Key(kind, other) for other in names if Key(kind, other) in self._reader.entries), None)
+            if key is not None:
+                found.append(key)
+            elif kind == WEIGHT or not rule.copied:
+                return None
+        return tuple(found) or None
+
+    def read(self, key: Key) -> Tensor:
+        if key in self._filled:
+            entry = self.entries[key]
+            return torch.full(entry.shape, self._filled[key], dtype=entry.dtype)
+        if key not in self._ready:
+            rule, sources = self._source_of[key]
+            self._reader.memory = self.memory
+            stored = [self._reader.read(source) for source in sources]
+            try:
+                tensors = rule.operation.to_transformers(stored, self.memory)
+            except CheckpointError as error:
+                raise CheckpointError(f"{', '.join(map(str, sources))}: {error}") from error
+            self._ready |= {
+                Key(key.kind, name): tensor for name, tensor in zip(rule.transformers, tensors, strict=True)
+            }
+        return self._ready.pop(key)
+
+    def close(self) -> None:
+        self._reader.close()
+
+    @property
+    def note_of_filled(self) -> tuple[str, ...]:
+        """What a user has to know of weights that the checkpoint does not have and the model does not read."""
+        if not self._filled:
+            return ()
+        names = ", ".join(f"{key.name} with {value:g}" for key, value in self._filled.items())
+        return (f"weights that no computation reads and the checkpoint does not have are filled: {names}",)
+
+
+def _check_parts(rules: Sequence[Rule], found: Iterable[Key], where: str) -> None:
+    """Checks that a model of images and text, or of text, has its parts and no other: shapes and arguments say less."""
+    wanted = {_part(name) for rule in rules for name in rule.megatron} - {""}
+    there = {_part(key.name) for key in found} - {""}
+    if missing := sorted(wanted - there):
+        raise CheckpointError(
+            f"{where} has no {_listed(missing)}: by the config it holds a model of images and text; is it the "
+            "checkpoint of a text model, or of another part?"
+        )
+    if surplus := sorted(there - wanted):
+        raise CheckpointError(
+            f"{where} has {_listed(surplus)}, of which the config knows nothing; is it that of a text model, or of "
+            "another one of images and text?"
+        )
+
+
+def _check_head(reader: Reader, architecture: Architecture, where: str) -> None:
+    """Checks that a head that the class ties to the embedding is equal to it, where Megatron has one of its own.
+
+    Raises:
+        OwnWeights: it is not.
+    """
+    head = family_of(architecture.config).copied_head
+    embedding, output = Key(WEIGHT, EMBEDDING), Key(WEIGHT, OUTPUT)
+    if not head or not architecture.ties_always or not {embedding, output} <= reader.entries.keys():
+        return
+    if not same_bytes(reader.read(embedding), reader.read(output)):
+        raise OwnWeights(where, [head])
+
+
+def _listed(parts: Iterable[str]) -> str:
+    return ", ".join(f"{part}.*" for part in parts)
+
+
+def _part(name: str) -> str:
+    return name.partition(".")[0] if of_tower(name) or name.startswith(LANGUAGE) else ""
+
+
+class Regrouping:
+    """Collects tensors of the model until a rule has all of its own, then gives what Megatron has of them."""
+
+    def __init__(self, rules: Sequence[Rule], memory: Memory = FRESH):
+        self._memory = memory
+        self._rule_of = {name: rule for rule in rules for name in rule.transformers}
+        self._waiting: dict[Key, Tensor] = {}
+
+    def take(self, key: Key, tensor: Tensor) -> dict[Key, Tensor]:
+        """Takes a tensor of any shape, and returns those of Megatron that are complete with it."""
+        rule = self._rule_of[key.name]
+        self._waiting[key] = tensor
+        wanted = [Key(key.kind, name) for name in rule.transformers]
+        if any(other not in self._waiting for other in wanted):
+            return {}
+        _check_types({other: self._waiting[other] for other in wanted})
+        converted = rule.operation.to_megatron([self._waiting.pop(other) for other in wanted], self._memory)
+        return {Key(key.kind, name): out for name, out in zip(rule.megatron, converted, strict=True)}
+
+    def check(self, where: str) -> None:
+        """Raises for tensors that are still waiting for others of their rule."""
+        if self._waiting:
+            shown = ", ".join(map(str, list(self._waiting)[:20]))
+            raise CheckpointError(
+                f"{where}: {shown} become one tensor of Megatron with others that are not there; frozen weights have "
+                "no moments."
+            )
+
+
+def _check_types(tensors: Mapping[Key, Tensor]) -> None:
+    """Checks that tensors of any shapes that become one have one type; names those that have another than most."""
+    types = [tensor.dtype for tensor in tensors.values()]
+    usual = max(dict.fromkeys(types), key=types.count)
+    odd = [f"{key} is of {tensor.dtype}" for key, tensor in tensors.items() if tensor.dtype != usual]
+    if odd:
+        others = ", ".join(str(key) for key, tensor in tensors.items() if tensor.dtype == usual)
+        raise CheckpointError(
+            f"{', '.join(odd)}, and {others} of {usual}: they become one tensor of Megatron, and need one type."
+        )
+
+
+def megatron_plan(plan: Mapping[Key, TensorMeta], rules: Sequence[Rule], where: str) -> dict[Key, TensorMeta]:
+    """Returns what a plan in the model's names becomes in Megatron's, in the order in which it is complete.
+
+    Raises:
+        CheckpointError: naming tensors that no rule knows.
+    """
+    known = {name for rule in rules for name in rule.transformers}
+    unknown = sorted({key.name for key in plan} - known)
+    if unknown:
+        raise CheckpointError(f"{where}: no rule says what {', '.join(unknown[:5])} is in Megatron.")
+    regrouping = Regrouping(rules)
+    converted: dict[Key, TensorMeta] = {}
+    for key, entry in plan.items():
+        try:
+            converted |= {other: TensorMeta.of(tensor) for other, tensor in regrouping.take(key, entry.meta()).items()}
+        except (RuntimeError, CheckpointError) as error:
+            raise CheckpointError(f"{where}: {key}: {error}") from error
+    regrouping.check(where)
+    return converted
+
+
+class TransformersNames(Writer):
+    """Takes tensors of the model and hands Megatron's to a writer of them."""
+
+    def __init__(self, writer: Writer, plan: Mapping[Key, TensorMeta], rules: Sequence[Rule]):
+        super().__init__(plan)
+        self._writer = writer
+        self._regrouping = Regrouping(rules, Pool(largest(plan)))
+
+    def arrange(self, key: Key, tensor: Tensor) -> Iterable[tuple[Key, Tensor]]:
+        self.check(key, tensor)
+        return self._regrouping.take(key, tensor).items()
+
+    def write(self, key: Key, tensor: Tensor) -> None:
+        self._writer.write(key, tensor)
+
+    def finish(self) -> None:
+        self._regrouping.check("Tensors")
+        self._writer.finish()
+
+
+def megatron_format(
+    reader: Callable[[Path, Architecture], MegatronReader],
+    writer: Callable[
+        [Output, Mapping[Key, TensorMeta], MegatronModel, TargetOptions, int | None, OptimizerState | None], Writer
+    ],
+    **facts: Any,
+) -> Format:
+    """Makes a format of a reader and a writer that know Megatron's names, seen under those of the model.
+
+    Args:
+        facts: what else `Format` has.
+    """
+
+    def open(path: Path, architecture: Architecture, verify: bool) -> Reader:
+        rules = rules_of(architecture, TargetOptions())
+        made, where = reader(path, architecture), str(iteration_folder(path))
+        try:
+            _check_parts(rules, made.entries, where)
+            _check_head(made, architecture, where)
+            check_arguments(made.arguments, family_of(architecture.config).meaning(architecture.config), where)
+        except CheckpointError:
+            made.close()
+            raise
+        view = TransformersView(made, rules, architecture, where)
+        view.notes = (*notes_of_arguments(made.arguments), *view.note_of_filled)
+        return view
+
+    def create(
+        output: Output,
+        plan: Mapping[Key, TensorMeta],
+        architecture: Architecture,
+        options: TargetOptions,
+        iteration: int | None,
+        optimizer: OptimizerState | None,
+    ) -> Writer:
+        rules = rules_of(architecture, options)
+        model = family_of(architecture.config).model(architecture.config, architecture.further_layers)
+        inner = megatron_plan(plan, rules, str(output.target))
+        return TransformersNames(writer(output, inner, model, options, iteration, optimizer), plan, rules)
+
+    return Format(open=open, create=create, megatron=True, further_layers=True, **facts)

@@ -1,0 +1,179 @@
+"""Rank files of Megatron-LM before Megatron-Core, read as Megatron-Core would name and order what they hold.
+
+Sources are files of Megatron-LM. Names: `megatron/model/gpt2_modeling.py` (commit b886b7bb, of 2019), `gpt2_model.py`
+(197c132e), `bert_model.py` (02fffd29) and `language_model.py` (01e9ce60) beside it, and `megatron/legacy/model`
+(00caa53a), whose `load_state_dict` lists what older names stand for. Order: `megatron/checkpointing.py` (0229a695),
+`fix_query_key_value_ordering`.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from ...core.io.buffer_pool import Memory
+from ...core.text import shown
+from ...errors import CheckpointError
+
+_VERSIONS = (0, 1, 2, 3)
+# Before, the rows of query, key and value were not grouped by head.
+_GROUPED = 2
+# language_model -> embedding -> word_embeddings -> weight
+_DEEPEST = 3
+_OLDER = ("language_model.", "transformer.", "word_embeddings.", "position_embeddings.")
+# Megatron-Core's models of images and text have a part of the same name.
+_OF_CORE = re.compile(r"language_model\.decoder\.layers\.\d{1,9}\.(?:self_attention|mlp)\.linear_")
+
+_BLOCK = r"(?:language_model\.)?(?:transformer|encoder)\."
+_LAYER = _BLOCK + r"layers\.(\d{1,9})\."
+_KIND = r"\.(weight|bias)"
+# What is called `layernorm` became `norm` with RMSNorm, and `attention` became `self_attention` with T5.
+_NAMES = tuple(
+    (re.compile(older), core)
+    for older, core in (
+        (
+            r"(?:language_model\.(?:embedding\.)?)?(word|position|tokentype)_embeddings\.weight",
+            r"embedding.\1_embeddings.weight",
+        ),
+        (_LAYER + r"input_(?:layer)?norm" + _KIND, r"{block}.layers.\1.input_layernorm.\2"),
+        (_LAYER + r"(?:self_)?attention\.query_key_value" + _KIND, r"{block}.layers.\1.self_attention.linear_qkv.\2"),
+        (_LAYER + r"(?:self_)?attention\.dense" + _KIND, r"{block}.layers.\1.self_attention.linear_proj.\2"),
+        (_LAYER + r"post_attention_(?:layer)?norm" + _KIND, r"{block}.layers.\1.pre_mlp_layernorm.\2"),
+        (_LAYER + r"mlp\.dense_h_to_4h" + _KIND, r"{block}.layers.\1.mlp.linear_fc1.\2"),
+        (_LAYER + r"mlp\.dense_4h_to_h" + _KIND, r"{block}.layers.\1.mlp.linear_fc2.\2"),
+        (_BLOCK + r"final_(?:layer)?norm" + _KIND, r"{block}.final_layernorm.\1"),
+        (r"language_model\.output_layer\.weight", r"output_layer.weight"),
+        # The last stage's copy of tied embeddings.
+        (r"word_embeddings_for_head\.weight", r"output_layer.weight"),
+        (r"language_model\.pooler\.dense" + _KIND, r"pooler.dense.\1"),
+        (r"lm_head\.dense" + _KIND, r"lm_head.dense.\1"),
+        (r"lm_head\.(?:layer)?norm" + _KIND, r"lm_head.layer_norm.\1"),
+        (r"lm_head\.bias", r"output_layer.bias"),
+        (r"binary_head" + _KIND, r"binary_head.\1"),
+    )
+)
+# megatron/checkpointing.py, `check_checkpoint_args`
+_ARGUMENTS: Mapping[str, str] = MappingProxyType({"model_parallel_size": "tensor_model_parallel_size"})
+
+
+def flattened(path: Path, model: Any) -> dict[str, Any]:
+    """Returns what a model's nested tables hold, under names with dots; Megatron-Core's are flat as they are.
+
+    Raises:
+        CheckpointError: naming the file, where it is no table of names.
+    """
+    found: dict[str, Any] = {}
+    for name, value in _entries(path, model, "", _DEEPEST):
+        if found.setdefault(name, value) is not value:
+            raise CheckpointError(f"{path} is refused: it has {shown(name)} twice.")
+    return found
+
+
+def _entries(path: Path, table: Any, prefix: str, deeper: int) -> Iterator[tuple[str, Any]]:
+    if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
+        raise CheckpointError(f"{path} is refused: its weights are no table of names.")
+    for key, value in table.items():
+        if isinstance(value, dict) and deeper:
+            yield from _entries(path, value, f"{prefix}{key}.", deeper - 1)
+        else:
+            yield f"{prefix}{key}", value
+
+
+def is_older(names: Collection[str]) -> bool:
+    """Checks whether a model's names are of Megatron-LM before Megatron-Core."""
+    return any(name.startswith(_OLDER) for name in names) and not any(map(_OF_CORE.match, names))
+
+
+def core_names(path: Path, tensors: Mapping[str, Any], block: str) -> dict[str, Any]:
+    """Returns older tensors under Megatron-Core's names.
+
+    Args:
+        block: what Megatron-Core calls the layers' module: `decoder`, or `encoder` in BERT.
+
+    Raises:
+        CheckpointError: naming the file and a tensor that is not known, or that is there under two names.
+    """
+    found: dict[str, Any] = {}
+    for name, value in tensors.items():
+        core = _core_name(name, block)
+        if core is None:
+            raise CheckpointError(
+                f"{path}: {shown(name)} is no tensor of a GPT or BERT of Megatron-LM before Megatron-Core that can be "
+                "converted."
+            )
+        if core in found:
+            raise CheckpointError(f"{path} is refused: it has {core} twice, once as {shown(name)}.")
+        found[core] = value
+    return found
+
+
+def _core_name(name: str, block: str) -> str | None:
+    for older, core in _NAMES:
+        if match := older.fullmatch(name):
+            return match.expand(core.format(block=block))
+    return None
+
+
+def core_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns older arguments of Megatron-LM under today's names."""
+    renamed = {_ARGUMENTS[name]: value for name, value in arguments.items() if name in _ARGUMENTS}
+    return {**renamed, **arguments}
+
+
+def check_version(path: Path, version: float, older: bool) -> None:
+    """Checks that the order of a file's rows of query, key and value is known.
+
+    Raises:
+        CheckpointError: naming the file and its version.
+    """
+    if older and version not in _VERSIONS:
+        raise CheckpointError(f"{path}: checkpoint_version is {shown(version)}: expected one of 0, 1.0, 2.0 and 3.0.")
+    if not older and not version >= _GROUPED:
+        raise CheckpointError(
+            f"{path}: checkpoint_version is {shown(version)}, and the names are Megatron-Core's, which has written 3.0 "
+            "from the start: the order of query, key and value is not known."
+        )
+
+
+def tower_in_order(packed: Tensor, version: float) -> Tensor:
+    """Returns a tower's rows of query, key and value `[rows, ...]`, which are ordered as in version 2.0.
+
+    Raises:
+        CheckpointError: they are older than towers are.
+    """
+    if version < _GROUPED:
+        raise CheckpointError(f"Megatron-LM had no towers when it wrote checkpoint_version {version}.")
+    return packed
+
+
+def grouped_by_head(packed: Tensor, version: float, arguments: Mapping[str, Any], ranks: int, memory: Memory) -> Tensor:
+    """Orders the rows of query, key and value `[heads * 3 * head_dim, ...]` as they are since version 2.0.
+
+    Version 0 has `[3, heads / ranks, head_dim]` on each tensor-parallel rank, 1.0 has `[heads, head_dim, 3]`, and 2.0
+    `[heads, 3, head_dim]`.
+
+    Args:
+        packed: the rows of all ranks, one rank after another.
+        arguments: of the config.
+
+    Raises:
+        CheckpointError: the number of heads does not fit.
+    """
+    if version >= _GROUPED:
+        return packed
+    heads = arguments["num_attention_heads"]
+    groups = arguments.get("num_query_groups") or heads
+    if groups != heads or heads % ranks or packed.shape[0] % (3 * heads):
+        raise CheckpointError(
+            f"{packed.shape[0]} rows of query, key and value on {ranks} ranks are not those of {heads} heads and "
+            f"{groups} groups in checkpoint_version {version}."
+        )
+    head_dim, rest = packed.shape[0] // (3 * heads), packed.shape[1:]
+    if version == 1:
+        ordered = packed.reshape(heads, head_dim, 3, *rest).transpose(1, 2)
+    else:
+        ordered = packed.reshape(ranks, 3, heads // ranks, head_dim, *rest).transpose(1, 2)
+    return memory.contiguous(ordered).view(packed.shape)

@@ -1,0 +1,132 @@
+"""The parts of ranks that a global tensor is made of, read from their files as they are asked for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core.io.buffer_pool import Memory
+from ...core.io.checksums import CHUNK
+from ...core.io.safetensors import TensorMeta
+from ...errors import CheckpointError
+from ..interfaces import same_bytes
+from ..megatron.splits import RankSplit, rank_views
+from ..torch_files.torch_save import StoredTensor
+from .ranks import RankFile
+
+
+class RankPart(NamedTuple):
+    """A tensor in a rank's file; `expert` is the index and number of experts of one that holds several."""
+
+    file: RankFile
+    chunk: int
+    key: str
+    expert: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.key} in {self.file.path}"
+
+    @property
+    def stored(self) -> StoredTensor:
+        """Where it lies; an expert of several lies transposed (moe/experts.py, GroupedMLP.forward)."""
+        stored = self.file.chunks[self.chunk][self.key]
+        if self.expert is None:
+            return stored
+        index, count = self.expert
+        first, second = stored.shape if len(stored.shape) == 2 else (0, 0)
+        # Experts lie one after the other, however the tensor is shaped.
+        shape = (first, second // count) if self.key.endswith("weight1") else (first // count, second)
+        if stored.stride != (second, 1) or not first * second == shape[0] * shape[1] * count > 0:
+            raise CheckpointError(f"{self} has no {count} experts of one size.")
+        return replace(stored, shape=shape, stride=(shape[1], 1), offset=stored.offset + index * shape[0] * shape[1])
+
+    def entry(self) -> TensorMeta:
+        """Returns the shape and dtype of what is read."""
+        stored = self.stored
+        return TensorMeta(stored.shape if self.expert is None else stored.shape[::-1], stored.dtype)
+
+    def read_into(self, starts: Sequence[int], out: Tensor) -> None:
+        """Copies the box of the tensor that begins at `starts` into `out`, of any shape."""
+        if self.expert is None:
+            self.file.blob.read_into(self.stored, starts, out)
+        else:
+            whole = self.file.blob.read(self.stored).T
+            out.copy_(whole[tuple(slice(s, s + length) for s, length in zip(starts, out.shape, strict=True))])
+
+
+@dataclass
+class MergedTensor:
+    """What a global tensor is made of.
+
+    Attributes:
+        split: of one expert's tensor where there are several.
+        pieces: for each expert, or once, those of the tensor-parallel ranks.
+        copies: pieces that have to hold the same.
+    """
+
+    split: RankSplit | None
+    experts: bool
+    pieces: list[list[RankPart]]
+    copies: list[tuple[RankPart, RankPart]] = field(default_factory=list)
+
+    def entry(self) -> TensorMeta:
+        """Returns the global shape and dtype, which every rank's have to fit."""
+        first = self.pieces[0][0].entry()
+        for piece in (piece for ranks in self.pieces for piece in ranks):
+            if piece.entry() != first:
+                raise CheckpointError(f"{piece}: {piece.entry()} where another rank has {first}.")
+        shape = list(first.shape)
+        if self.split is not None:
+            if len(shape) <= self.split.dim:
+                raise CheckpointError(f"{self.pieces[0][0]} has the shape {first.shape}.")
+            shape[self.split.dim] *= len(self.pieces[0])
+        return TensorMeta((len(self.pieces), *shape) if self.experts else tuple(shape), first.dtype)
+
+    @property
+    def piece_length(self) -> int:
+        """How long a rank's part of it is in the dim that is split, 0 where none is."""
+        return self.pieces[0][0].entry().shape[self.split.dim] if self.split is not None else 0
+
+    def read(self, name: str, blocks: Sequence[int], memory: Memory) -> Tensor:
+        """Reads the global tensor, of any shape, of which ranks split each of `blocks` by itself.
+
+        Raises:
+            CheckpointError: copies differ, or a file is damaged.
+        """
+        for first, other in self.copies:
+            if not _equal(first, other):
+                raise CheckpointError(f"{name}: {first} and {other} differ, and should be copies.")
+        entry = self.entry()
+        merged = memory.empty(entry.shape, entry.dtype)
+        for index, ranks in enumerate(self.pieces):
+            _merge(merged[index] if self.experts else merged, self.split, ranks, blocks)
+        return merged
+
+
+def _merge(target: Tensor, split: RankSplit | None, ranks: Sequence[RankPart], blocks: Sequence[int]) -> None:
+    """Reads what each rank has to its place in the global tensor."""
+    for rank, piece in enumerate(ranks):
+        views = (target,) if split is None else rank_views(target, split, rank, len(ranks), blocks)
+        starts = [0] * target.dim()
+        for view in views:
+            piece.read_into(starts, view)
+            if split is not None:
+                starts[split.dim] += view.shape[split.dim]
+
+
+def _equal(first: RankPart, second: RankPart) -> bool:
+    """Compares bit for bit, so that NaN equals itself; a few rows at a time."""
+    entry = first.entry()
+    if entry != second.entry():
+        return False
+    rows = entry.shape[0] if first.expert else max(CHUNK // max(entry.nbytes // max(entry.shape[0], 1), 1), 1)
+    for start in range(0, entry.shape[0], rows):
+        shape = (min(rows, entry.shape[0] - start), *entry.shape[1:])
+        parts = [torch.empty(shape, dtype=entry.dtype) for _ in range(2)]
+        for piece, part in zip((first, second), parts, strict=True):
+            piece.read_into([start] + [0] * (len(shape) - 1), part)
+        if not same_bytes(*parts):
+            return False
+    return True

@@ -1,0 +1,90 @@
+"""Layers of multi-token prediction behind a model's last one: `MtpLayer` of transformers, `mtp` of Megatron-Core.
+
+transformers builds them beside the model, and for `generate(use_mtp=True)` alone; the files that it reads them from
+number them on after the model's own layers, with three modules more in each.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ..compat.upstream import further_layer, without_output
+from ..core.text import shown
+from ..errors import CheckpointError
+from .architecture import Architecture
+
+# What only such a layer has: the projection of the next token's embedding and the hidden state.
+_PROJECTION = re.compile(r"(?:^|\.)(?P<mtp>mtp\.)?layers\.(?P<number>\d{1,9})\.eh_proj\.weight")
+_IN_LAYER = re.compile(r"(?:^|\.)layers\.(?P<number>\d{1,9})\.(?P<rest>.+)")
+# What files of such layers repeat of the model's own (`_keys_to_ignore_on_load_unexpected` of `MtpModel`).
+_REPEATED: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
+    {
+        "embed_tokens.weight": lambda model: model.get_input_embeddings(),
+        "shared_head.head.weight": lambda model: model.get_output_embeddings(),
+    }
+)
+
+
+def repeated_names(names: Iterable[str], architecture: Architecture) -> dict[str, str]:
+    """Finds names of tensors by which the files of such layers repeat a weight of the model, and that weight's name."""
+    if not architecture.further_layers:
+        return {}
+    model, found = architecture.model, {}
+    of_weight = {id(weight): name for name, weight in model.named_parameters()}
+    for name in names:
+        match = _IN_LAYER.search(name)
+        if match and match["rest"] in _REPEATED and int(match["number"]) >= architecture.config.num_hidden_layers:
+            found[name] = of_weight[id(_REPEATED[match["rest"]](model).weight)]
+    return found
+
+
+def of_further_layers(names: Collection[str], config: Any) -> set[str]:
+    """Returns the names of Hugging Face files that belong to such layers."""
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    projected = {match["number"] for name in names if (match := _PROJECTION.search(name)) and not match["mtp"]}
+    return {
+        name
+        for name in names
+        if (match := _IN_LAYER.search(name)) and match["number"] in projected and int(match["number"]) >= (layers or 0)
+    }
+
+
+def count_further(names: Iterable[str], config: Any) -> int:
+    """Counts such layers by the names of tensors, of Megatron or of Hugging Face files.
+
+    Raises:
+        CheckpointError: they are not numbered from the first one on.
+    """
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    found = {(match["mtp"], int(match["number"])) for name in names if (match := _PROJECTION.search(name))}
+    numbers = sorted(number if mtp or layers is None else number - layers for mtp, number in found)
+    if numbers != list(range(len(numbers))):
+        raise CheckpointError(
+            f"Behind the last layer of the config, those of multi-token prediction are numbered {shown(numbers)}: "
+            f"expected {len(numbers)} from 0 on. --without-mtp (without_mtp=True) leaves them out."
+        )
+    return len(numbers)
+
+
+def with_further_layers(architecture: Architecture, count: int) -> Architecture | None:
+    """Returns an architecture with layers of multi-token prediction, `None` where its class has no such ones.
+
+    Raises:
+        CheckpointError: its config says another number of them.
+    """
+    with torch.device("meta"), without_output():
+        made = [further_layer(architecture.model, number) for number in range(count)]
+    if None in made:
+        return None
+    config = architecture.config.get_text_config()
+    said = config.num_mtp_layers
+    if said != count:
+        name = config.attribute_map.get("num_mtp_layers", "num_mtp_layers")
+        raise CheckpointError(
+            f"The checkpoint has {count} layers of multi-token prediction, and {name} is {said} by the config: correct "
+            "the config.json, or leave them out with --without-mtp (without_mtp=True)."
+        )
+    return architecture.with_further_layers(made)

@@ -1,0 +1,66 @@
+"""Opening two checkpoints of any formats, and comparing them tensor by tensor."""
+
+import os
+from collections.abc import Callable
+
+from ..core.io.buffer_pool import Pool
+from .compare import Comparison, compare_logits, compare_readers, differing_settings
+from .interfaces import largest
+from .source import Source, find_source, local_folder, with_config
+
+Folder = str | os.PathLike[str]
+
+
+def compare(
+    first: Folder,
+    second: Folder,
+    *,
+    config: str | None = None,
+    logits: bool = False,
+    without_mtp: bool = False,
+    on_tensor: Callable[[int], object] = lambda size: None,
+) -> Comparison:
+    """Compares two checkpoints of any formats tensor by tensor: equal means equal bytes.
+
+    Args:
+        first, second: folders, or ids of models of the Hub.
+        config: a folder or model id with the config.json of those that have none.
+        logits: compare the logits of both through transformers, in fp32.
+        without_mtp: leave layers of multi-token prediction out; the result says how many there are.
+        on_tensor: called with the bytes of each tensor.
+
+    Raises:
+        CheckpointError: one is damaged, unsafe, or does not fit its config.
+    """
+
+    def found(one: Folder, other: Folder) -> Source:
+        if (with_config(local_folder(one)) / "config.json").is_file():
+            # Another config would hide what its own says otherwise.
+            return find_source(one, None, None, without_mtp)
+        return find_source(one, None, config or os.fspath(with_config(local_folder(other))), without_mtp)
+
+    return compare_sources(found(first, second), found(second, first), logits=logits, on_tensor=on_tensor)
+
+
+def compare_sources(
+    first: Source,
+    second: Source,
+    *,
+    moments: bool = True,
+    logits: bool = False,
+    on_tensor: Callable[[int], object] = lambda size: None,
+) -> Comparison:
+    """Compares two checkpoints that were found; the errors are those of `compare`.
+
+    Args:
+        moments: compare what optimizers keep too, where both have it.
+        logits, on_tensor: as `compare` has them.
+    """
+    further_layers = first.format.further_layers and second.format.further_layers
+    with first.open(False, further_layers) as one, second.open(False, further_layers) as other:
+        one.memory, other.memory = Pool(largest(one.entries)), Pool(largest(other.entries))
+        result = compare_readers(one, other, moments=moments, on_tensor=on_tensor)
+    result.settings = differing_settings(first.architecture.config, second.architecture.config)
+    if logits and not (result.only_first or result.only_second):
+        result.logits = compare_logits(first, second)
+    return result

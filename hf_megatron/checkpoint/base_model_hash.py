@@ -1,0 +1,75 @@
+"""Which frozen base adapters sit on: shapes and every weight of it in two digests, the same on every layout."""
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..core.placement import ADAPTER
+from ..parallel_state import ParallelState, parallel_state
+from .local_shards import model_pieces, named_tensors
+
+_NAME = "base identity"
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def base_identity(model: Any) -> dict[str, Any]:
+    """Returns the name of a base and digests of its shapes and weights; every rank calls it.
+
+    The weights are read once: nobody trains them.
+    """
+    state = parallel_state(model)
+    assert state is not None
+    if _NAME not in state.placed:
+        # Inside of tuner layers linears have other names than before.
+        shapes = [claim.shape for claim in state.claims.values() if claim.style != ADAPTER]
+        state.placed[_NAME] = _identity(model, shapes, _sum_of_weights(model, state))
+    return dict(state.placed[_NAME])
+
+
+def identity_in_one_process(model: Any, prefix: str) -> dict[str, Any]:
+    """Returns the same for a base that nobody has laid out.
+
+    Args:
+        prefix: of the names of adapters' parameters.
+    """
+
+    def is_of_base(name: str) -> bool:
+        return not any(part.startswith((prefix, "modules_to_save")) for part in name.split("."))
+
+    named = model.named_parameters(remove_duplicate=False)
+    shapes = [tuple(parameter.shape) for name, parameter in named if is_of_base(name)]
+    frozen = (tensor for name, tensor in named_tensors(model) if is_of_base(name) and not tensor.requires_grad)
+    return _identity(model, shapes, sum(_sum_of(tensor.detach()) for tensor in frozen))
+
+
+def _identity(model: Any, shapes: list[tuple[int, ...]], total: int) -> dict[str, Any]:
+    return {
+        "name": model.config.name_or_path,
+        "shapes": hashlib.blake2b(json.dumps(sorted(shapes)).encode(), digest_size=16).hexdigest(),
+        "weights": f"{total % 2**64:016x}",
+    }
+
+
+def _sum_of_weights(model: Any, state: ParallelState) -> int:
+    """Adds up the entries of all weights as integers, which has one result in any order and on any number of ranks."""
+    total, trained = 0, {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for piece in model_pieces(model):
+        claim = state.claims.get(piece.name)
+        if piece.name not in trained and (claim is None or claim.style != ADAPTER):
+            total += _sum_of(piece.data)
+    found = torch.tensor(_as_signed(total), dtype=torch.int64, device=state.mesh.device)
+    dist.all_reduce(found)
+    return int(found) % 2**64
+
+
+def _sum_of(data: Tensor) -> int:
+    data = data.contiguous()
+    return int(data.view(_INTEGERS[data.element_size()]).sum(dtype=torch.int64))
+
+
+def _as_signed(number: int) -> int:
+    return (number + 2**63) % 2**64 - 2**63

@@ -1,0 +1,200 @@
+"""Whole tensors from any layout, one at a time, in CPU memory of one rank.
+
+The ranks of the stage that owns a parameter send their shards to its first, this one sends the whole to rank 0.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..compat.upstream import local_tensor, untied_state_dict
+from ..core.communication.rank_errors import agreed
+from ..core.mesh import ParallelMesh
+from ..core.off_stage import own_parameters, own_state_dict
+from ..core.placement import Placement
+from ..data_parallel.fsdp import whole_local
+from ..parallel_state import ParallelState, laid_out_model, parallel_state
+from .stage_consistency import OwnedTensor, check_copies, in_order, join_stages, tensors_of_all_stages, tied_weights
+
+
+class Staging:
+    """Two buffers that full tensors are gathered into in turn: one fills while the other is written.
+
+    Fresh memory for every tensor would be mapped and zeroed page by page, which takes as long as the gathering.
+    """
+
+    def __init__(self, largest: int):
+        self.buffers = [torch.empty(largest, dtype=torch.uint8) for _ in range(2)]
+
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Returns the buffer whose turn it is as a tensor of any shape that fits it."""
+        self.buffers.reverse()
+        return self.buffers[0][: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+def gather_to_first(
+    parameter: Tensor,
+    placement: Placement,
+    mesh: ParallelMesh,
+    staging: Staging | None = None,
+    local: Tensor | None = None,
+) -> Tensor | None:
+    """Returns a tensor of any shape in full in CPU memory of the first of the ranks that hold it, `None` on the others.
+
+    They call it in the same order. With `staging` the tensor is valid until the second call after this one. `local` is
+    this rank's part where it is not what the parameter holds.
+    """
+    axes, rank = mesh.axes, mesh.axes.world_rank
+    ranks = placement.split_over(axes).ranks(rank)
+    first = ranks[0]
+    local = local_tensor(parameter).detach() if local is None else local
+    if not placement.is_split:
+        return local.cpu()
+    # Of ranks with the same part the first one sends.
+    parts: dict[str, int] = {}
+    for other in ranks:
+        parts.setdefault(str(placement.intervals(parameter.shape, axes.of_rank(other))), other)
+    senders = list(parts.values())
+    group = mesh.group(placement.splits[0].axis) if len(placement.splits) == 1 else None
+    if rank != first:
+        if rank in senders and local.numel():
+            dist.send(local.contiguous(), first, group=group)
+        return None
+    full = _room(parameter.shape, parameter.dtype, staging)
+    for sender in senders:
+        held = placement.intervals(parameter.shape, axes.of_rank(sender))
+        shape = placement.local_shape(parameter.shape, axes.of_rank(sender))
+        if not math.prod(shape):
+            continue
+        places = list(_places(held))
+        piece = local
+        if sender != rank:
+            direct = full[places[0][0]]
+            if len(places) == 1 and direct.is_contiguous() and local.device.type == "cpu":
+                dist.recv(direct, sender, group=group)
+                continue
+            piece = torch.empty(shape, dtype=parameter.dtype, device=local.device)
+            dist.recv(piece, sender, group=group)
+        for place, part in places:
+            full[place].copy_(piece[part])
+    return full
+
+
+def _room(shape: torch.Size, dtype: torch.dtype, staging: Staging | None) -> Tensor:
+    return torch.empty(shape, dtype=dtype) if staging is None else staging.take(shape, dtype)
+
+
+def _places(held: Sequence[Sequence[tuple[int, int]]]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Yields where each box of a part lies in the whole tensor and where in the part, from its ranges of each dim."""
+    dims: list[list[tuple[slice, slice]]] = []
+    for intervals in held:
+        ends = itertools.accumulate(stop - start for start, stop in intervals)
+        both = zip(intervals, ends, strict=True)
+        dims.append([(slice(start, stop), slice(end - stop + start, end)) for (start, stop), end in both])
+    for box in itertools.product(*dims):
+        yield tuple(place for place, _ in box), tuple(part for _, part in box)
+
+
+def gather_parameter(model: Any, name: str, value: Tensor, staging: Staging | None = None) -> Tensor | None:
+    """Returns a parameter of any shape, or its gradient, in full in CPU memory of its stage's first rank, else `None`.
+
+    Every rank of the stage calls it.
+    """
+    state = parallel_state(model)
+    assert state is not None
+    placement, local = state.placement(name), None
+    if state.shards(name) and isinstance(value, DTensor):
+        local = whole_local(value, placement.local_shape(value.shape, state.axes), state.mesh, state.average(name))
+    if placement.split_over(state.axes).ranks(state.axes.world_rank)[0] != state.axes.ranks("stage")[0]:
+        # Another group of ranks has all of it.
+        return None
+    return gather_to_first(value, placement, state.mesh, staging, local)
+
+
+def fetch(
+    model: Any,
+    state: ParallelState,
+    name: str,
+    entry: OwnedTensor,
+    value: Tensor | None,
+    staging: Staging | None = None,
+) -> Tensor | None:
+    """Returns a tensor of any shape and stage in CPU memory of rank 0, `None` elsewhere; every rank calls it.
+
+    Args:
+        value: this rank's part of it; not asked for on other stages.
+    """
+    mesh, full = state.mesh, None
+    if entry.owner == mesh.pp_rank:
+        assert value is not None
+        full = gather_parameter(model, name, value, staging)
+    if entry.owner == 0 or mesh.axes.rank("stage") > 0:
+        return full
+    if full is not None:
+        if full.numel():
+            dist.send(full.to(mesh.device).contiguous(), group=mesh.pp_group, group_dst=0)
+        return None
+    return _receive(entry, mesh, staging) if mesh.pp_rank == 0 else None
+
+
+def _receive(entry: OwnedTensor, mesh: ParallelMesh, staging: Staging | None) -> Tensor:
+    full = _room(torch.Size(entry.shape), entry.dtype, staging)
+    if not full.numel():
+        return full
+    arriving = full if mesh.device.type == "cpu" else torch.empty_like(full, device=mesh.device)
+    dist.recv(arriving, group=mesh.pp_group, group_src=entry.owner)
+    return full if arriving is full else full.copy_(arriving)
+
+
+def full_state_dict(model: Any) -> dict[str, Tensor]:
+    """Returns all weights in full, of any shape, in CPU memory of rank 0 and nothing elsewhere; every rank calls it.
+
+    Raises:
+        CheckpointError: pipeline stages hold different copies of a tied weight.
+    """
+    state, inner = parallel_state(model), laid_out_model(model)
+    assert state is not None
+    if inner is not model:
+        prefix = next(name for name, module in model.named_modules() if module is inner)
+        return {f"{prefix}.{name}": tensor for name, tensor in full_state_dict(inner).items()}
+    check_copies(state, tied_weights(model))
+    tensors = own_state_dict(model)
+    parameters = dict(own_parameters(model, remove_duplicate=False))
+    names: dict[int, str] = {}
+    first = {name: names.setdefault(id(parameters.get(name, tensor)), name) for name, tensor in tensors.items()}
+    # The head's stage knows under which name its tied weight comes.
+    first = join_stages(state, {name: other for name, other in first.items() if name != other})
+    whole = tensors_of_all_stages(state, {name: tensor for name, tensor in tensors.items() if name not in first})
+    fetched = ((name, fetch(model, state, name, entry, tensors.get(name))) for name, entry in whole.items())
+    gathered = {name: full for name, full in fetched if full is not None}
+    if not gathered:
+        return {}
+    order = in_order(state, [*whole, *first]) if state.names else tensors
+    return {name: gathered[first.get(name, name)] for name in order}
+
+
+def stream_weights(model: Any) -> tuple[dict[str, OwnedTensor], Callable[[str], Tensor | None]]:
+    """Returns what `save_pretrained` would write of a model, and a function that gives one of these in full on rank 0.
+
+    Every rank calls it with the same names in the same order; it returns a tensor of any shape, `None` off rank 0. A
+    model that is not split over ranks gives its own tensors, on every rank.
+
+    Raises:
+        CheckpointError: weights are shared that the class does not tie, or pipeline stages hold different copies of a
+            tied one.
+    """
+    state = parallel_state(model)
+    with agreed("Saving"):
+        tensors = untied_state_dict(model, own_state_dict(model))
+    if state is None:
+        described = {name: OwnedTensor(0, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        return described, lambda name: tensors[name].cpu()
+    check_copies(state, tied_weights(model))
+    whole = tensors_of_all_stages(state, tensors)
+    return whole, lambda name: fetch(model, state, name, whole[name], tensors.get(name))

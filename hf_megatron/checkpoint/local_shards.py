@@ -1,0 +1,121 @@
+"""Which entries of which global tensor a rank holds, and which of them it writes.
+
+Ranks that hold the same entries (copies over tp, replicas over dp, tied weights at both ends of a pipeline) each write
+an equal share of them, so that a save takes every rank the same time and nothing is gathered.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..compat.upstream import local_tensor
+from ..core.axes import Axes
+from ..core.off_stage import own_parameters, own_state_dict
+from ..core.placement import Placement
+from ..data_parallel.buckets import owned_range
+from ..data_parallel.distributed_optimizer import Leaf
+from ..data_parallel.fsdp import owned_rows
+from ..parallel_state import ParallelState, parallel_state
+from ..tensor_parallel.quantization.weight import QuantizedWeight
+from .stage_consistency import is_owned, resharded
+from .tensor_chunks import Box, Piece, local_boxes
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The entries `[start, stop)` of a rank's flattened part of a global tensor.
+
+    Attributes:
+        axes: of the rank.
+        holders: how many ranks hold exactly these, of which this rank is number `index`.
+    """
+
+    shape: tuple[int, ...]
+    placement: Placement
+    axes: Axes
+    start: int
+    stop: int
+    holders: int
+    index: int
+
+    def boxes(self) -> tuple[Box, ...]:
+        """Returns the boxes of all that is held."""
+        return local_boxes(self.shape, self.placement, self.axes, self.start, self.stop)
+
+    def share(self, name: str, data: Tensor) -> Piece | None:
+        """Returns this rank's share of the writing; `data` holds the entries, `(entries,)` or in their local shape."""
+        first, last = owned_range(self.stop - self.start, self.holders, self.index)
+        if first == last:
+            return None
+        boxes = local_boxes(self.shape, self.placement, self.axes, self.start + first, self.start + last)
+        return Piece(name, self.shape, boxes, data.detach().reshape(-1)[first:last])
+
+
+def holding(state: ParallelState, name: str, shape: tuple[int, ...], *, is_moment: bool = False) -> Holding:
+    """Returns what a rank holds of a weight or buffer, or of a moment of it; no process group is asked.
+
+    Args:
+        shape: the global one; of a stage 3 weight too.
+        is_moment (`bool`, defaults to `False`): what an optimizer that shares its state keeps (stages 1 and 2, and of
+            adapters in stage 3).
+    """
+    axes, placement = state.axes, state.placement(name)
+    local = placement.local_shape(shape, axes)
+    start, stop = 0, math.prod(local)
+    repeated = placement.repeated_on(axes)
+    claim = state.claims.get(name)
+    shard = f"{claim.gradient.average}_shard" if claim is not None else "dp_shard"
+    if claim is not None and state.shards(name):
+        row = math.prod(local[1:])
+        start, stop = (edge * row for edge in owned_rows(local, axes, claim.gradient.average))
+        repeated = repeated.without(axes[shard])
+    elif is_moment and state.config.zero_stage > 0:
+        start, stop = owned_range(stop, axes.size(shard), axes.rank(shard))
+        repeated = repeated.without(axes[shard])
+    holders, index = repeated.size, repeated.rank(axes.world_rank)
+    if state.cut is not None and state.is_tied(name):
+        # The ranks of the first stage count before those of the last.
+        index += 0 if is_owned(state, name) else holders
+        holders *= 2
+    return Holding(shape, placement, axes, start, stop, holders, index)
+
+
+def parameter_holding(state: ParallelState | None, name: str, parameter: Tensor) -> Holding:
+    """Returns what a rank holds of a parameter of any shape, or of a buffer, which every rank has whole."""
+    shape = tuple(parameter.shape)
+    if state is None:
+        return Holding(shape, Placement(), Axes.of_sizes(0), 0, parameter.numel(), 1, 0)
+    return holding(state, name, shape)
+
+
+def leaf_holding(state: ParallelState | None, leaf: Leaf) -> Holding:
+    """Returns what a rank holds of an optimizer's leaf, and of moments of its shape."""
+    if state is None or not leaf.flat:
+        return parameter_holding(state, leaf.name, leaf.parameter)
+    return holding(state, leaf.name, tuple(leaf.parameter.shape), is_moment=True)
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields parameters of any shape, a tied one under its first name, and the buffers of a model's state."""
+    yield from own_parameters(resharded(model))
+    persistent = own_state_dict(model, keep_vars=True).keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+
+
+def model_pieces(model: Any) -> Iterator[Piece]:
+    """Yields this rank's share of a model's weights."""
+    state = parallel_state(model)
+    for name, tensor in named_tensors(model):
+        # Buffers outside the layers are on every stage.
+        if state is not None and not is_owned(state, name) and not state.is_tied(name):
+            continue
+        if state is not None and isinstance(tensor, QuantizedWeight):
+            # Codes differ with the layout, what they stand for does not.
+            piece = holding(state, name, state.claims[name].shape).share(name, tensor.dequantized())
+        else:
+            piece = parameter_holding(state, name, tensor).share(name, local_tensor(tensor).detach())
+        if piece is not None:
+            yield piece

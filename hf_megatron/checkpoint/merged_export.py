@@ -1,0 +1,133 @@
+"""Merged Hugging Face files from any layout, streamed: no rank ever holds the whole model.
+
+The output is planned first, on meta tensors: transformers' own `revert_weight_conversion` says which file names and
+shapes come out (fused experts become per-expert weights again, for example). Then, parameter by parameter, the tp ranks
+of the stage that owns it send their shards to its first, this one sends the whole to rank 0, and rank 0 writes each
+tensor to its place in the safetensors file and forgets it.
+"""
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..compat.upstream import conversion_groups, revert_conversion, untied_state_dict, without_progress_bars
+from ..core.communication.rank_errors import agreed
+from ..core.off_stage import own_state_dict
+from ..errors import UnsupportedError
+from ..parallel_state import ParallelState, parallel_state
+from .gather_full import Staging, fetch
+from .stage_consistency import OwnedTensor, check_copies, tensors_of_all_stages, tied_weights
+from .weight_files import write_weights
+
+
+def _converted(
+    model: Any, state: ParallelState, tensors: Mapping[str, Tensor], whole: Mapping[str, OwnedTensor], keep_names: bool
+) -> Iterator[dict[str, Tensor]]:
+    """Yields full tensors under their file names, a group that is converted together at a time; empty off rank 0."""
+    groups = [[name] for name in whole] if keep_names else conversion_groups(model, list(whole))
+    mesh, first = state.mesh, dist.get_rank() == 0
+    gathers = mesh.axes.rank("stage") == 0
+    alone = [whole[group[0]] for group in groups if len(group) == 1]
+    sizes = [entry.nbytes for entry in alone if gathers and mesh.pp_rank in (0, entry.owner)]
+    staging = Staging(max(sizes, default=0))
+    for group in groups:
+        place = staging if len(group) == 1 else None
+        gathered = {name: fetch(model, state, name, whole[name], tensors.get(name), place) for name in group}
+        full = {name: tensor for name, tensor in gathered.items() if first and tensor is not None}
+        yield full if keep_names or not first else revert_conversion(model, full)
+
+
+def _untied(state_dict: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+    """Leaves out what is there under one of the names too: a tied weight is written once."""
+    kept = {id(tensor) for name, tensor in state_dict.items() if name in names}
+    return {name: tensor for name, tensor in state_dict.items() if name in names or id(tensor) not in kept}
+
+
+def _given(model: Any, tensors: Mapping[str, Tensor], keep_names: bool) -> Iterator[dict[str, Tensor]]:
+    """Yields whole tensors of a caller's under their file names."""
+    for group in [[name] for name in tensors] if keep_names else conversion_groups(model, list(tensors)):
+        full = {name: tensors[name] for name in group}
+        yield full if keep_names else revert_conversion(model, full)
+
+
+def _is_whole(state_dict: Mapping[str, Any]) -> bool:
+    """Tells on every rank whether rank 0 was given whole tensors."""
+    # An empty one would be a model without weights.
+    verdict = [bool(state_dict) and all(type(value) in (Tensor, torch.nn.Parameter) for value in state_dict.values())]
+    dist.broadcast_object_list(verdict, src=0)
+    return verdict[0]
+
+
+def save_merged(
+    model: Any,
+    original: Callable,
+    save_directory: str | os.PathLike[str],
+    is_main_process: bool = True,
+    state_dict: dict | None = None,
+    push_to_hub: bool = False,
+    max_shard_size: int | str = "50GB",
+    variant: str | None = None,
+    token: str | bool | None = None,
+    save_peft_format: bool = True,
+    save_original_format: bool = True,
+    distributed_checkpoint: bool = False,
+    *,
+    before_push: Callable[[str], None],
+    push: Callable[[str, str | bool | None, dict[str, Any]], None],
+    **kwargs: Any,
+) -> None:
+    """Does what `PreTrainedModel.save_pretrained` does, with its arguments; every rank calls it, rank 0 writes.
+
+    Args:
+        before_push: called with the directory, where the weights are complete, on the rank that wrote them. What it
+            adds is pushed too. It must not raise: the other ranks go on.
+        push: called on every rank with the directory, the token and what keyword arguments are left.
+
+    Raises:
+        UnsupportedError: `distributed_checkpoint`, or a state dict that is not whole on rank 0.
+        CheckpointError: weights are shared that the class does not tie, pipeline stages hold different copies of a tied
+            one, or the push failed.
+    """
+    state = parallel_state(model)
+    assert state is not None
+    if distributed_checkpoint:
+        raise UnsupportedError(
+            "save_pretrained(distributed_checkpoint=True): sharded checkpoints are not supported yet."
+        )
+    if state_dict is not None and not _is_whole(state_dict):
+        raise UnsupportedError(
+            "save_pretrained(state_dict=...) takes whole tensors on rank 0, as accelerator.get_state_dict(model) gives "
+            "them; without it the weights are streamed from the ranks."
+        )
+    check_copies(state, tied_weights(model))
+    directory = os.fspath(save_directory)
+    with agreed(f"Saving {directory}"):
+        tensors = untied_state_dict(model, own_state_dict(model))
+    # Stock writes config, generation config and custom code; an empty state dict leaves the weights to us.
+    with without_progress_bars():
+        original(model, directory, is_main_process=is_main_process, state_dict={}, variant=variant)
+
+    whole = tensors_of_all_stages(state, tensors)
+    planned: Mapping[str, Any] = whole
+    if state_dict is None:
+        streamed = _converted(model, state, tensors, whole, not save_original_format)
+    else:
+        planned = _untied(state_dict, whole)
+        streamed = _given(model, planned, not save_original_format)
+    meta = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in planned.items()}
+    writes = dist.get_rank() == 0 and is_main_process
+    parameters = model.num_parameters()
+    if writes:
+        files = revert_conversion(model, meta) if save_original_format else meta
+        write_weights(directory, files, streamed, max_shard_size=max_shard_size, parameters=parameters, variant=variant)
+        before_push(directory)
+    else:
+        for _ in streamed:
+            pass
+    dist.barrier()
+    if push_to_hub:
+        push(directory, token, kwargs)

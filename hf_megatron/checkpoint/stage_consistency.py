@@ -1,0 +1,105 @@
+"""What pipeline stages agree on when they save: who writes a tensor, what all of them hold, that copies are equal."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..core.communication.rank_errors import gather, raise_together
+from ..core.io.checksums import hash_tensor
+from ..core.off_stage import own_parameters
+from ..errors import CheckpointError
+from ..parallel_state import ParallelState, parallel_state
+
+
+def is_owned(state: ParallelState, name: str) -> bool:
+    """Tells whether a weight or buffer belongs to this rank's stages."""
+    return state.cut is None or state.cut.owner(name) == state.axes.rank("pp")
+
+
+@dataclass(frozen=True)
+class OwnedTensor:
+    """A tensor of the whole model.
+
+    Attributes:
+        owner: the pipeline rank it belongs to.
+        shape: the global shape.
+    """
+
+    owner: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def tensors_of_all_stages(state: ParallelState, tensors: Mapping[str, Tensor]) -> dict[str, OwnedTensor]:
+    """Lists all stages' tensors in the whole model's order, from each rank's of any shape; every rank calls it."""
+    own = {
+        name: OwnedTensor(state.mesh.pp_rank, tuple(tensor.shape), tensor.dtype)
+        for name, tensor in tensors.items()
+        if is_owned(state, name)
+    }
+    return join_stages(state, own)
+
+
+def join_stages(state: ParallelState, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Joins what all stages say by name, in the order of the whole model; every rank calls it."""
+    if state.cut is None:
+        return dict(own)
+    whole = {name: value for part in of_all_stages(state, own) for name, value in part.items()}
+    return {name: whole[name] for name in in_order(state, whole)}
+
+
+def of_all_stages(state: ParallelState, value: Any) -> list[Any]:
+    """Returns the value of each rank of this pipeline."""
+    return gather(value, state.mesh.pp_group, "Saving")
+
+
+def in_order(state: ParallelState, names: Iterable[str]) -> list[str]:
+    """Sorts names as the whole model has them, those it had not when it was loaded behind them."""
+    position = {name: index for index, name in enumerate(state.names)}
+    return sorted(dict.fromkeys(names), key=lambda name: position.get(name, len(position)))
+
+
+def resharded(model: nn.Module) -> nn.Module:
+    """Returns the model with its weights in shards again: stage 3 leaves some whole behind a forward alone."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return model
+
+
+def tied_weights(model: Any) -> dict[str, Tensor]:
+    """Returns this rank's parameters, of any shape, that the other end of the pipeline holds too."""
+    state = parallel_state(model)
+    assert state is not None
+    if state.cut is None:
+        return {}
+    held = dict(own_parameters(resharded(model)))
+    return {name: held[name] for name in state.cut.tied if name in held}
+
+
+def check_copies(state: ParallelState, tensors: Mapping[str, Tensor]) -> None:
+    """Compares tensors of any shape, by the name they are saved under, that two ranks of a pipeline hold.
+
+    Every rank calls it with its shards, and gets a `CheckpointError` that names the tensors that differ.
+    """
+    if state.cut is None or not state.cut.tied:
+        return
+    parts = of_all_stages(state, {name: hash_tensor(tensor) for name, tensor in tensors.items()})
+    holders = [part for part in parts if part]
+    names = sorted({name for part in holders for name in part})
+    differing = [name for name in names if len({part.get(name) for part in holders}) > 1]
+    error = None
+    if differing:
+        error = CheckpointError(
+            f"{', '.join(differing[:5])}: the first and the last pipeline stage hold different copies, and "
+            "neither is known to be right. Change tied weights on both, and modify gradients on all ranks alike."
+        )
+    raise_together(error, None, "Saving")

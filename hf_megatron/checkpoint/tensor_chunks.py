@@ -1,0 +1,230 @@
+"""Boxes of global tensors: what one rank holds of a tensor, and what two layouts have in common.
+
+A piece of a tensor is a flat run of entries plus the boxes they fill, one after another. Every way of splitting a
+tensor (over tp, or as a range of the flattened shard of an optimizer) comes out as boxes, so two layouts meet without
+knowing of each other.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy
+import torch
+from torch import Tensor
+
+from ..core.axes import Axes
+from ..core.placement import Placement
+from ..errors import CheckpointError
+
+# Boxes that are compared with all others at once.
+_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of a global tensor: where it starts and how far it reaches, one number per dim."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass
+class Piece:
+    """Some entries of a global tensor.
+
+    Args:
+        name (`str`): the tensor.
+        shape (`tuple[int, ...]`): the global shape.
+        boxes (`tuple[Box, ...]`): the boxes that the entries fill; a tensor without dims has the one box `((), ())`.
+        data (`Tensor`): `(entries,)`, the row-major contents of the boxes one after another.
+
+    Raises:
+        CheckpointError: when boxes leave the tensor, or do not have as many entries as the data.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    data: Tensor
+
+    def __post_init__(self) -> None:
+        if self.data.dim() != 1:
+            raise CheckpointError(f"{self.name}: the data of a piece has one dim, got {tuple(self.data.shape)}.")
+        check_boxes(self.name, self.shape, self.boxes)
+        _check_length(self.name, self.boxes, self.data)
+
+
+def check_boxes(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+    """Raises `CheckpointError`, naming tensor and box, unless every box lies inside a tensor of this shape."""
+    for box in boxes:
+        inside = len(box.offset) == len(box.shape) == len(shape) and all(
+            min(start, length) >= 0 and start + length <= size
+            for start, length, size in zip(box.offset, box.shape, shape, strict=True)
+        )
+        if not inside:
+            raise CheckpointError(
+                f"{name}: the box at {list(box.offset)} of shape {list(box.shape)} leaves the tensor's {list(shape)}."
+            )
+
+
+def _check_length(name: str, boxes: Sequence[Box], data: Tensor) -> None:
+    expected = sum(box.numel for box in boxes)
+    if data.numel() != expected:
+        raise CheckpointError(f"{name}: the boxes have {expected} entries and the data {data.numel()}.")
+
+
+def local_boxes(
+    shape: Sequence[int], placement: Placement, axes: Axes, start: int = 0, stop: int | None = None
+) -> tuple[Box, ...]:
+    """Returns the boxes that the entries `[start, stop)` of a rank's flattened shard fill in the global tensor.
+
+    They come in the order of the entries. The shard is the placement's intervals joined along each split dim; a range
+    that leaves it raises `CheckpointError`.
+    """
+    held = [_merged(intervals) for intervals in placement.intervals(shape, axes)]
+    local = tuple(sum(last - first for first, last in intervals) for intervals in held)
+    size = math.prod(local)
+    stop = size if stop is None else stop
+    if not 0 <= start <= stop <= size:
+        raise CheckpointError(f"Entries [{start}, {stop}) of a shard of shape {list(local)}, which has {size} entries.")
+    boxes = list(_flat_range(local, start, stop))
+    # Innermost dims first: what is cut along a dim has one entry in those before it, or all in one interval.
+    for dim in sorted({split.dim for split in placement.splits}, reverse=True):
+        boxes = [part for box in boxes for part in _to_global(box, dim, held[dim])]
+    return tuple(boxes)
+
+
+def _merged(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Joins intervals that meet, without the empty ones."""
+    merged: list[tuple[int, int]] = []
+    for first, last in intervals:
+        if merged and merged[-1][1] == first:
+            merged[-1] = (merged[-1][0], last)
+        elif first < last:
+            merged.append((first, last))
+    return merged
+
+
+def _flat_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Cuts a range of flattened entries into boxes: a row's end, whole rows, a row's start, and so on inside."""
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:
+        yield from _inside_row(shape, last, start, stop)
+        return
+    yield from _inside_row(shape, first - 1, start, first * row)
+    if first < last:
+        yield Box((first,) + (0,) * (len(shape) - 1), (last - first,) + shape[1:])
+    yield from _inside_row(shape, last, last * row, stop)
+
+
+def _inside_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
+    origin = index * math.prod(shape[1:])
+    for box in _flat_range(shape[1:], start - origin, stop - origin):
+        yield Box((index, *box.offset), (1, *box.shape))
+
+
+def _to_global(box: Box, dim: int, intervals: Sequence[tuple[int, int]]) -> Iterator[Box]:
+    """Cuts a box of the shard at the borders of its intervals, and moves it to where they lie in the whole tensor."""
+    parts, position = [], 0
+    begin, end = box.offset[dim], box.offset[dim] + box.shape[dim]
+    for first, last in intervals:
+        low, high = max(begin, position), min(end, position + last - first)
+        if low < high:
+            parts.append((first + low - position, high - low))
+        position += last - first
+    if len(parts) == 1:
+        (moved, _), *_ = parts
+        yield Box((*box.offset[:dim], moved, *box.offset[dim + 1 :]), box.shape)
+        return
+    # Several intervals alternate in memory for each index of the dims before the split one.
+    leading = [range(at, at + length) for at, length in zip(box.offset[:dim], box.shape[:dim], strict=True)]
+    for index in itertools.product(*leading):
+        for moved, length in parts:
+            yield Box((*index, moved, *box.offset[dim + 1 :]), (1,) * dim + (length,) + box.shape[dim + 1 :])
+
+
+def _corners(boxes: Sequence[Box]) -> tuple[numpy.ndarray, numpy.ndarray]:
+    low = numpy.array([box.offset for box in boxes], dtype=numpy.int64)
+    return low, low + numpy.array([box.shape for box in boxes], dtype=numpy.int64)
+
+
+def overlaps(source: Sequence[Box], target: Sequence[Box]) -> list[tuple[int, int]]:
+    """Returns the pairs `(index in source, index in target)` of boxes that have entries in common."""
+    if not source or not target:
+        return []
+    source_low, source_high = _corners(source)
+    target_low, target_high = _corners(target)
+    pairs: list[tuple[int, int]] = []
+    for begin in range(0, len(source), _BATCH):
+        low, high = source_low[begin : begin + _BATCH], source_high[begin : begin + _BATCH]
+        # Boxes come in the order of their entries: few targets are near a batch of sources.
+        near = numpy.nonzero(((target_low < high.max(0)) & (low.min(0) < target_high)).all(1))[0]
+        common = numpy.ones((len(low), len(near)), dtype=bool)
+        for dim in range(low.shape[1]):
+            first = numpy.maximum(low[:, dim, None], target_low[None, near, dim])
+            common &= first < numpy.minimum(high[:, dim, None], target_high[None, near, dim])
+        rows, columns = numpy.nonzero(common)
+        pairs.extend(zip((rows + begin).tolist(), near[columns].tolist(), strict=True))
+    return pairs
+
+
+def _common(box: Box, other: Box) -> tuple[slice, ...]:
+    """Returns where inside `box` the entries lie that it shares with `other`."""
+    return tuple(
+        slice(max(start, other_start) - start, min(start + length, other_start + other_length) - start)
+        for start, length, other_start, other_length in zip(
+            box.offset, box.shape, other.offset, other.shape, strict=True
+        )
+    )
+
+
+def _views(boxes: Sequence[Box], data: Tensor) -> list[Tensor]:
+    ends = list(itertools.accumulate(box.numel for box in boxes))
+    return [data[end - box.numel : end].view(box.shape) for box, end in zip(boxes, ends, strict=True)]
+
+
+def copy_overlap(
+    source_boxes: Sequence[Box], source_data: Tensor, target_boxes: Sequence[Box], target_data: Tensor
+) -> int:
+    """Copies every entry that both sides have and returns how many; the data are `(entries of the boxes,)`."""
+    _check_length("source", source_boxes, source_data)
+    _check_length("target", target_boxes, target_data)
+    pairs = overlaps(source_boxes, target_boxes)
+    if not pairs:
+        return 0
+    sources, targets = _views(source_boxes, source_data), _views(target_boxes, target_data)
+    copied = 0
+    for source, target in pairs:
+        view = targets[target][_common(target_boxes[target], source_boxes[source])]
+        view.copy_(sources[source][_common(source_boxes[source], target_boxes[target])])
+        copied += view.numel()
+    return copied
+
+
+def uncovered(sources: Sequence[Sequence[Box]], target_boxes: Sequence[Box]) -> int:
+    """Counts the entries of the target that no source has; sources may overlap."""
+    size = sum(box.numel for box in target_boxes)
+    boxes = [box for source in sources for box in source]
+    pairs = overlaps(boxes, target_boxes)
+    used = [boxes[index] for index in dict.fromkeys(index for index, _ in pairs)]
+    if len(overlaps(used, used)) == len(used):
+        shared = (_common(boxes[source], target_boxes[target]) for source, target in pairs)
+        return size - sum(math.prod(part.stop - part.start for part in slices) for slices in shared)
+    # Entries that several boxes have must not count twice.
+    covered = torch.zeros(size, dtype=torch.bool)
+    targets = _views(target_boxes, covered)
+    for source, target in pairs:
+        targets[target][_common(target_boxes[target], boxes[source])] = True
+    return size - int(torch.count_nonzero(covered))

@@ -1,0 +1,105 @@
+"""`hf-megatron debug`: recordings of a step compared."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .exit_codes import failing
+
+app = typer.Typer(help="Find out where a run goes wrong.", no_args_is_help=True)
+
+
+@app.command("compare")
+def compare_steps(
+    first: Annotated[Path, typer.Argument(help="Folder of a recording of StepRecorder, taken for right.")],
+    second: Annotated[Path, typer.Argument(help="Folder of another one, of the same batch.")],
+) -> None:
+    """Say where two recordings of a step part first: exits with 1 where they differ."""
+    from ..diagnostics.divergence import compare_recordings
+
+    with failing():
+        found = compare_recordings(first, second)
+        typer.echo(str(found))
+    if found.differences:
+        raise typer.Exit(1)
+
+
+@app.command("trace")
+def merge_traces(
+    directory: Annotated[Path, typer.Argument(help="Folder of the traces of a step by StepTrace, of all ranks.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Merged trace for ui.perfetto.dev; by default trace.json in the folder.")
+    ] = None,
+) -> None:
+    """Say what each rank computed, communicated and waited for in a step, and merge their traces."""
+    from ..diagnostics.rank_trace import traces_in
+    from ..diagnostics.trace_breakdown import as_table, shares_of, write_merged
+
+    with failing():
+        traces = traces_in(directory)
+        path = output or directory / "trace.json"
+        write_merged(traces, path)
+        typer.echo(as_table(shares_of(traces)))
+        typer.echo(f"{path}: open it in ui.perfetto.dev")
+
+
+@app.command("memory")
+def compare_memory(
+    directory: Annotated[Path, typer.Argument(help="Folder of what StepMemory counted in a step, of all ranks.")],
+) -> None:
+    """Say what the ranks of a run held in memory in a step, and what was planned for them."""
+    from ..diagnostics.step_memory import memory_in
+    from ..errors import RankError
+    from ..planner.memory_report import memory_table, plan_for
+    from ..testing.fork_harness import first_reason
+
+    with failing():
+        found, planned, reason = memory_in(directory), None, "some of the model is frozen"
+        if found[0].trains_all:
+            try:
+                planned = plan_for(found[0])
+            except RankError as error:
+                reason = first_reason(str(error))
+        typer.echo(memory_table(found, planned))
+        if planned is None:
+            typer.echo(f"nothing was planned: {reason}")
+
+
+@app.command("hang")
+def read_hang(
+    directory: Annotated[Path, typer.Argument(help="Folder of the flight records of a job that stood still.")],
+) -> None:
+    """Say which ranks are missing in which collective: exits with 1 where some are."""
+    from ..diagnostics.hang import find_discords, read_flight_records, tell_hang
+
+    with failing():
+        records = read_flight_records(directory)
+        typer.echo(tell_hang(records))
+    if find_discords(records):
+        raise typer.Exit(1)
+
+
+@app.command("page")
+def make_page(
+    directory: Annotated[Path, typer.Argument(help="Folder of a run that RunCallback recorded.")],
+    output: Annotated[Path | None, typer.Option(help="HTML file; by default page.html in the folder.")] = None,
+    plan: Annotated[bool, typer.Option(help="Plan the recorded step's memory, to be shown beside it.")] = True,
+) -> None:
+    """Write the page of a run: layout, losses, speed, where a step's time and memory go, slow ranks."""
+    from ..diagnostics.run_record import read_run
+    from ..diagnostics.run_report import write_page
+    from ..errors import RankError
+    from ..planner.memory_report import plan_for
+    from ..testing.fork_harness import first_reason
+
+    with failing():
+        run, planned = read_run(directory), {}
+        if plan and run.memory and run.memory[0].trains_all:
+            try:
+                planned = {one.pipeline_rank: one.peak.size for one in plan_for(run.memory[0])}
+            except RankError as error:
+                typer.echo(f"nothing was planned: {first_reason(str(error))}")
+        path = output or directory / "page.html"
+        write_page(run, path, planned)
+        typer.echo(path)

@@ -1,0 +1,110 @@
+"""What is replaced on single objects, why, and how it is taken back.
+
+Upstream classes stay as they are: these replacements concern one laid out model, and go with it. `disable()` puts back
+what was there, `enable()` puts them in place again; a laid out model cannot be called in between.
+"""
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .patch_registry import LEDGER, Shared
+
+
+@dataclass(frozen=True)
+class InstancePatch:
+    """One attribute that is replaced on an object.
+
+    Attributes:
+        stock: what the original does.
+        until: when the replacement is no longer needed.
+    """
+
+    stock: str
+    until: str
+
+
+INSTANCE_PATCHES: Mapping[str, InstancePatch] = {
+    "loss_function": InstancePatch(
+        "the mean over the targets of this rank's own batch, from logits that are whole",
+        "transformers asks a model for the denominator and the kernel of its loss",
+    ),
+    "forward": InstancePatch(
+        "runs every layer on this rank (pipelines); reads the whole head's weight (TRL's numbers per token)",
+        "transformers runs pipelines with a loss inside forward; TRL asks a model for its numbers per token",
+    ),
+    "_deepstack_process": InstancePatch(
+        "sees whole hidden states where layers see this rank's part of a sequence",
+        "transformers splits sequences of such models, or takes features of images as arguments of layers",
+    ),
+    "cache_mem": InstancePatch(
+        "keeps whole hidden states where layers have this rank's part of a sequence (XLNet's memory)",
+        "transformers keeps no hidden states between layers outside of `capture_outputs`",
+    ),
+    "num_parameters": InstancePatch(
+        "counts what this rank's stages hold", "always: a rank holds the parameters of its stages"
+    ),
+    "zero_grad": InstancePatch("clears `.grad`, where reduced gradients are not", "always: buckets are ours"),
+    "tie_weights": InstancePatch("ties by a config that stages were not made by", "stages lie on different ranks"),
+    "no_sync": InstancePatch("not there, or FSDP2's, which Accelerate does not know", "always: buckets are ours"),
+    "__deepcopy__": InstancePatch("FSDP2's assertion (stage 3)", "FSDP2 copies its units"),
+    "_get_name": InstancePatch(
+        "the name of the class that FSDP2 made (stage 3), by which Trainer does not know a causal language model",
+        "Trainer asks a model whether its loss shifts labels",
+    ),
+    "dequantize": InstancePatch(
+        "exchanges the modules of its quantiser for linears (models with `quantization_config=`)",
+        "always: a rank has a part of each weight",
+    ),
+    "parallel_plan": InstancePatch("not there", "always: a method of laid out models"),
+    "_tp_size": InstancePatch(
+        "the ranks of transformers' own plan; Trainer and Accelerate read the ranks that share a batch from it",
+        "Trainer asks a model which ranks share a batch",
+    ),
+    "_tp_plan": InstancePatch(
+        "transformers' plan; generation would divide KV heads by it a second time",
+        "generation asks the cache for its heads",
+    ),
+    "_is_distributed_loading_by_transformers": InstancePatch(
+        "false: Accelerate would move the model to one device", "Accelerate asks a model whether it is placed"
+    ),
+    "distributed_config": InstancePatch("none, or transformers' own", "always: it says how the model is laid out"),
+}
+_ABSENT = object()
+
+
+class ModelPatches(Shared):
+    """The replaced attributes of one model, its config included."""
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[weakref.ref, str, Any, Any]] = []
+        self._applied = True
+        LEDGER.instances.add(self)
+
+    def replace(self, owner: Any, attribute: str, value: Any) -> None:
+        """Puts a value in the place of an attribute that `INSTANCE_PATCHES` lists."""
+        assert attribute in INSTANCE_PATCHES, attribute
+        is_property = isinstance(getattr(type(owner), attribute, None), property)
+        before = getattr(owner, attribute) if is_property else vars(owner).get(attribute, _ABSENT)
+        self._replaced.append((weakref.ref(owner), attribute, before, value))
+        setattr(owner, attribute, value)
+
+    def apply(self) -> None:
+        """Puts the replacements in place again."""
+        if not self._applied:
+            for reference, attribute, _, value in self._replaced:
+                if (owner := reference()) is not None:
+                    setattr(owner, attribute, value)
+        self._applied = True
+
+    def restore(self) -> None:
+        """Puts back what was there, the last replacement first."""
+        if self._applied:
+            for reference, attribute, before, _ in reversed(self._replaced):
+                owner = reference()
+                if owner is not None and before is _ABSENT:
+                    delattr(owner, attribute)
+                elif owner is not None:
+                    setattr(owner, attribute, before)
+        self._applied = False

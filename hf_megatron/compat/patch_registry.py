@@ -1,0 +1,292 @@
+"""The ledger: everything of this library that lasts longer than a call, and how to take it back.
+
+    patches     upstream functions that are replaced, by what
+    hooks       what is registered with an upstream module for the whole process
+    instances   what is replaced on single objects, those of laid out models (`instance_patches.py`)
+    models      the laid out models that still exist, in the order they were loaded
+    meshes      the process groups of this job's layouts, which models of one layout share
+    launch      what lays out the models of a script that knows nothing of layouts
+
+If a patch's module is imported already it is applied at once, otherwise when it is imported, so that
+`import hf_megatron` neither imports optional packages nor has to come first.
+"""
+
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import re
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CellType, FunctionType, ModuleType
+from typing import Any, Protocol
+
+from ..errors import MegatronError
+
+
+class Shared:
+    """Base of what a deep copy of a model shares with the original."""
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        return self
+
+
+@dataclass
+class Patch:
+    """One replaced function.
+
+    Attributes:
+        target: `module:attribute.path`; the last attribute of a function is a variable of its closure, by which a
+            function is replaced under every name that it was imported by before.
+        replacement: `module:function`, a function that takes the original (of a class method the function in it) before
+            the original's own arguments. It is a name, so that declaring a patch imports nothing.
+        stock: what the original does, and why that is not enough for a laid out model.
+        until: when the replacement is no longer needed.
+    """
+
+    target: str
+    replacement: str
+    stock: str
+    until: str
+    original: Any = None
+    applied: bool = False
+
+    @property
+    def is_private(self) -> bool:
+        """Whether upstream promises nothing about the target."""
+        names = re.split(r"[.:]", self.target)
+        return any(name.startswith("_") and not name.endswith("__") for name in names)
+
+    @property
+    def module_name(self) -> str:
+        return self.target.partition(":")[0]
+
+    def _owner(self) -> tuple[Any, str]:
+        owner: Any = sys.modules[self.module_name]
+        *path, attribute = self.target.partition(":")[2].split(".")
+        for name in path:
+            owner = getattr(owner, name)
+        return owner, attribute
+
+    def apply(self) -> None:
+        if self.applied:
+            return
+        owner, attribute = self._owner()
+        attributes = _attributes(owner)
+        if attribute not in attributes:
+            self._require_other_version()
+            return
+        # `vars` keeps staticmethod and classmethod objects as they are; `getattr` would bind them.
+        self.original = attributes[attribute]
+        module_name, _, function = self.replacement.partition(":")
+        _set(owner, attribute, _replaced(self.original, getattr(importlib.import_module(module_name), function)))
+        self.applied = True
+
+    def _require_other_version(self) -> None:
+        # Not at the top: torch's own targets are patched while torch is imported.
+        from .upstream import is_of_other_versions
+
+        if not is_of_other_versions(self.target):
+            raise MegatronError(
+                f"{self.target} does not exist in the installed {self.module_name.partition('.')[0]}: this version is "
+                "outside the range hf_megatron supports (see docs/versions.md)."
+            )
+
+    def restore(self) -> None:
+        if self.applied:
+            owner, attribute = self._owner()
+            _set(owner, attribute, self.original)
+            self.applied = False
+
+
+def _cells(owner: FunctionType) -> dict[str, CellType]:
+    return dict(zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True))
+
+
+def _attributes(owner: Any) -> Mapping[str, Any]:
+    """Returns what may be replaced on an object: its attributes, or the variables of a function's closure."""
+    if isinstance(owner, FunctionType):
+        return {name: cell.cell_contents for name, cell in _cells(owner).items()}
+    return vars(owner)
+
+
+def _set(owner: Any, attribute: str, value: Any) -> None:
+    if isinstance(owner, FunctionType):
+        _cells(owner)[attribute].cell_contents = value
+    else:
+        setattr(owner, attribute, value)
+
+
+def _replaced(original: Any, function: Callable) -> Any:
+    """Wraps a function, static method or class method as the same kind of thing."""
+    if isinstance(original, (classmethod, staticmethod)):
+        return type(original)(_replaced(original.__func__, function))
+    if isinstance(original, property):
+        return property(_replaced(original.fget, function))
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    return replacement
+
+
+@dataclass
+class Hook:
+    """Something registered with an upstream module; `make` is `module:function` and returns a handle to remove it."""
+
+    module_name: str
+    make: str
+    handle: Any = None
+
+    def apply(self) -> None:
+        if self.handle is None:
+            module_name, _, function = self.make.partition(":")
+            self.handle = getattr(importlib.import_module(module_name), function)()
+
+    def restore(self) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
+
+
+class Instance(Protocol):
+    """What is replaced on the objects of one laid out model."""
+
+    def apply(self) -> None:
+        """Puts the replacements in place; twice is once."""
+
+    def restore(self) -> None:
+        """Puts back what was there."""
+
+
+@dataclass
+class Ledger:
+    """All patches and hooks of the process, in the order they were declared, and what laid out models need."""
+
+    patches: dict[str, Patch] = field(default_factory=dict)
+    hooks: dict[str, Hook] = field(default_factory=dict)
+    instances: "weakref.WeakSet[Instance]" = field(default_factory=weakref.WeakSet)
+    enabled: bool = False
+    meshes: dict[Any, Any] = field(default_factory=dict)
+    launch: Any = None
+    context: Any = None
+    _models: list[weakref.ref] = field(default_factory=list)
+
+    def declare(self, patch: Patch) -> None:
+        """Declares a patch; a target has one patch, a second declaration raises `MegatronError`."""
+        if patch.target in self.patches:
+            raise MegatronError(f"{patch.target} is patched twice.")
+        self.patches[patch.target] = patch
+
+    def declare_hook(self, module_name: str, make: str) -> None:
+        """Declares a hook of an upstream module; twice is once."""
+        self.hooks.setdefault(make, Hook(module_name, make))
+
+    def _entries(self) -> list[Patch | Hook]:
+        return [*self.patches.values(), *self.hooks.values()]
+
+    @property
+    def models(self) -> list[Any]:
+        """The laid out models that still exist, the last one loaded last."""
+        return [model for model in (reference() for reference in self._models) if model is not None]
+
+    def add_model(self, model: Any) -> None:
+        """Takes note of a laid out model, for as long as it exists."""
+        self._models = [weakref.ref(other) for other in (*self.models, model)]
+
+    def enable(self) -> None:
+        """Applies every patch whose module is imported and waits for the others; twice is once."""
+        if self.enabled:
+            return
+        self.enabled = True
+        sys.meta_path.insert(0, _Finder(self))
+        for entry in self._entries():
+            module = sys.modules.get(entry.module_name)
+            if module is None:
+                continue
+            if _is_initializing(module):
+                # As where one of TRL's own scripts imports torch, which imports this library.
+                _apply_when_imported(module, self)
+            else:
+                entry.apply()
+        for instance in self.instances:
+            instance.apply()
+
+    def disable(self) -> None:
+        """Restores the identical original function objects, and removes what was registered."""
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+        for instance in self.instances:
+            instance.restore()
+        for entry in reversed(self._entries()):
+            entry.restore()
+        self.enabled = False
+
+    def apply_to(self, module_name: str) -> None:
+        for entry in self._entries():
+            if entry.module_name == module_name:
+                entry.apply()
+
+
+def _is_initializing(module: ModuleType) -> bool:
+    return bool(module.__spec__ is not None and getattr(module.__spec__, "_initializing", False))
+
+
+class _WatchedSpec(importlib.machinery.ModuleSpec):
+    """The spec of a module under way to being imported, whose patches follow when import says that it is done."""
+
+    _hf_megatron_ledger: Any = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "_initializing" and not value:
+            ledger, self._hf_megatron_ledger = self._hf_megatron_ledger, None
+            if ledger is not None and ledger.enabled and self.name in sys.modules:
+                ledger.apply_to(self.name)
+
+
+def _apply_when_imported(module: ModuleType, ledger: Ledger) -> None:
+    spec = module.__spec__
+    assert spec is not None
+    spec.__class__ = _WatchedSpec
+    vars(spec)["_hf_megatron_ledger"] = ledger
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader: importlib.abc.Loader, ledger: Ledger):
+        self.loader, self.ledger = loader, ledger
+
+    def create_module(self, spec):
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        self.ledger.apply_to(module.__name__)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds nothing itself; wraps the real loader of a patched module so that the patches follow its execution."""
+
+    def __init__(self, ledger: Ledger):
+        self.ledger = ledger
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None):
+        if not any(entry.module_name == fullname for entry in self.ledger._entries()):
+            return None
+        for finder in sys.meta_path:
+            if isinstance(finder, _Finder):
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Loader(spec.loader, self.ledger)  # type: ignore[arg-type]
+            if spec is not None:
+                return spec
+        return None
+
+
+LEDGER = Ledger()

@@ -1,0 +1,140 @@
+"""What stands before transformers' attention and mask functions: tokens that lie on several ranks go another way.
+
+The user's choice of implementation keeps its name, by which models branch; other models of the process see stock.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compat.patch_registry import LEDGER
+from ..core.memory.recompute import recomputing
+from ..errors import ConfigError, UnsupportedError
+from .attention import context_attention, with_blind_queries
+from .kernels import Kernel
+from .mask_specs import ContextMask, describe_mask
+from .packed_sequences import without_asking
+
+# Arguments of attention functions that are read here, or say what the mask says already.
+_KNOWN = frozenset(
+    (
+        *("scaling", "dropout", "softcap", "s_aux", "sliding_window", "is_causal", "position_ids", "seq_idx"),
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+        *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
+        "logits_to_keep",
+    )
+)
+
+
+def attention_function(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Callable:
+    """Returns an attention function that takes whole rows, and those that lie on several ranks."""
+    return recomputing(partial(_attend, original(self, *args, **kwargs)))
+
+
+def mask_function(original: Callable, self: Any, name: str) -> Any:
+    """Returns stock's function of masks, or one that describes them where a row under way lies on several ranks."""
+    found = original(self, name)
+    if type(self).__name__ != "AttentionMaskInterface":
+        return found
+    if LEDGER.context is None:
+        return without_asking(found)
+    return partial(_describe, LEDGER.context, found, name == "eager")
+
+
+def _describe(
+    stack: Any,
+    stock: Callable,
+    is_eager: bool,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    if attention_mask is not None and not (kv_offset or q_offset) and attention_mask.shape[-1] != q_length:
+        raise ConfigError(f"attention_mask {tuple(attention_mask.shape)}: rows have {q_length} tokens.")
+    if q_length != kv_length or kv_offset or q_offset:
+        raise UnsupportedError(
+            f"{q_length} queries of {kv_length} keys: with cp_size > 1 a model takes whole rows, without a cache. Call "
+            "it with use_cache=False and all tokens, or load it with cp_size=1."
+        )
+    stocks = partial(
+        stock,
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        **kwargs,
+    )
+    if attention_mask is not None and attention_mask.shape[0] != batch_size:
+        # One process says what is wrong with it.
+        return stocks()
+    mask = describe_mask(mask_function, batch_size, q_length, attention_mask)
+    row = stack.row_of(q_length, mask.borders)
+    return stocks() if row is None else ContextMask(row, mask, stocks, spreads=is_eager)
+
+
+def _attend(
+    whole: Callable,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if not isinstance(attention_mask, ContextMask):
+        stack = LEDGER.context
+        if stack is not None and stack.has_parts and module not in stack.towers:
+            given = "no mask" if attention_mask is None else f"a mask {tuple(attention_mask.shape)} of its own"
+            raise UnsupportedError(
+                f"{type(module).__name__} with cp_size > 1: its attention was given {given}, where transformers' "
+                "functions of masks say which tokens of other ranks it sees. Pass attention_mask [batch, sequence], or "
+                "use cp_size=1."
+            )
+        return whole(module, query, key, value, attention_mask, *args, **kwargs)
+    known = _KNOWN | attention_mask.row.handed_on
+    unknown = sorted(name for name, given in kwargs.items() if name not in known and given is not None)
+    if unknown or args:
+        raise UnsupportedError(
+            f"{type(module).__name__} with cp_size > 1: its attention takes {', '.join(unknown) or 'further arguments'}"
+            ", which attention over several ranks does not know. Load the model with cp_size=1."
+        )
+    if kwargs.get("dropout"):
+        raise UnsupportedError(
+            f"{type(module).__name__}: dropout of {kwargs['dropout']} inside of attention with cp_size > 1. Set it to "
+            "0 in the config, or load the model with cp_size=1."
+        )
+    if not (attention_mask.spreads or getattr(module, "is_causal", True)) and attention_mask.leaves_out_causal:
+        raise UnsupportedError(
+            f"{type(module).__name__}.is_causal = False with cp_size > 1: sdpa looks at it where a mask says no "
+            "more than that attention is causal. Set it to True, or use cp_size=1."
+        )
+    query, key, value = _autocast(query, key, value)
+    scale = kwargs.get("scaling")
+    kernel = Kernel(query.shape[-1] ** -0.5 if scale is None else float(scale), kwargs.get("softcap"))
+    row, sinks, blind = attention_mask.row, kwargs.get("s_aux"), attention_mask.blind
+    out = context_attention(query, key, value, row, attention_mask.mask, kernel, sinks)
+    # What sees a sink alone gets nothing from eager attention either.
+    if blind is not None and sinks is None:
+        out = with_blind_queries(out, query, key, value, row, row.own(blind), kernel)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Casts queries, keys and values of any shape as autocast does before attention of torch."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(tensor if tensor.dtype is torch.float64 else tensor.to(dtype) for tensor in tensors)

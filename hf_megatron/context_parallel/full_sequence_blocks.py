@@ -1,0 +1,120 @@
+"""Blocks in which tokens meet otherwise than in transformers' attention functions: computed on whole rows.
+
+    x/cp --gather--> block, with the mask, positions and arguments of the whole row --own tokens--> x/cp
+
+Every rank computes the whole block: right for any, and no faster. What its weights' gradients are of is each rank's own
+tokens of the output, so that they add up as all others do.
+"""
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..compat.patch_registry import Shared
+from ..compat.shard_safe import works_on_parts
+from ..compat.upstream import fetches_attention_core
+from ..models.name_patterns import generic
+from ..models.spec import ModelSpec
+from ..tensor_parallel.region import UniformRegion
+from .local_tokens import mapped
+from .mask_specs import ContextMask
+from .sequence_split import ContextStack
+from .token_exchange import gather_tokens, take_tokens
+
+_TOKENS = 1
+# By these a block keeps what it has seen of earlier tokens.
+_CACHES = frozenset(("past_key_values", "past_key_value", "cache_params", "layer_past", "use_cache"))
+
+
+def find_whole_blocks(model: nn.Module, spec: ModelSpec, layers: str) -> frozenset[str]:
+    """Names the blocks inside of layers that keep a cache and are no attention of transformers', and the spec's."""
+    found: set[str] = set()
+    seen: list[str] = []
+    for name, module in model.named_modules():
+        is_block = name.startswith(f"{layers}.") and name.count(".") > layers.count(".") + 1
+        if not is_block or any(name.startswith(f"{outer}.") for outer in seen):
+            continue
+        if _keeps_cache(module):
+            seen.append(name)
+        if generic(name) in spec.whole_blocks or (_keeps_cache(module) and not _is_attention(module)):
+            found.add(name)
+    return frozenset(found)
+
+
+def _keeps_cache(module: nn.Module) -> bool:
+    return not _CACHES.isdisjoint(inspect.signature(type(module).forward).parameters)
+
+
+def _is_attention(block: nn.Module) -> bool:
+    """Tells whether all that a block keeps is what transformers' attention functions are called with."""
+    attention = [part for part in block.modules() if fetches_attention_core(type(part))]
+    known = {inner for part in attention for inner in block.modules() if part is inner or part in inner.modules()}
+    return bool(attention) and all(part in known for part in block.modules() if _keeps_cache(part))
+
+
+class WholeBlock(Shared):
+    """The hooks around one block.
+
+    Args:
+        name (`str`): of the block.
+        region (`UniformRegion`, *optional*): of a block whose row linear splits the sequence over tp again: it is what
+            leaves the whole row.
+    """
+
+    def __init__(self, stack: ContextStack, name: str, region: UniformRegion | None = None):
+        self.stack, self.name = stack, name
+        self.is_split = region is not None and region.stack is not None
+        if region is not None:
+            region.own_tokens = self._own_of_sum
+
+    def install(self, block: nn.Module) -> None:
+        self.names = tuple(inspect.signature(block.forward).parameters)
+        # Inside of what sequence parallelism does to its inputs and outputs.
+        block.register_forward_pre_hook(self._enter, with_kwargs=True)
+        block.register_forward_hook(self._leave, prepend=True, always_call=True)
+
+    @works_on_parts
+    def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        stack, row = self.stack, self.stack.row
+        if row is None or not stack.has_parts:
+            return None
+        stack.whole_blocks.append(self.name)
+        hidden = args[0] if args else kwargs[self.names[0]]
+
+        def whole(name: str, value: Any) -> Any:
+            if isinstance(value, ContextMask):
+                return value.dense
+            if type(value) is dict:
+                # Masks of several kinds, as ZAYA's layers take them.
+                return {kind: whole(name, part) for kind, part in value.items()}
+            # The residual stream comes along where the block adds to it. Of short rows others have its length too.
+            is_hidden = isinstance(value, Tensor) and value.is_floating_point() and value.shape == hidden.shape
+            if is_hidden and row.whole(value) is value:
+                return gather_tokens(value, _TOKENS, row.order, stack.group)
+            return mapped(value, row.whole)
+
+        args = tuple(whole(name, value) for name, value in zip(self.names, args, strict=False))
+        return args, {name: whole(name, value) for name, value in kwargs.items()}
+
+    @works_on_parts
+    def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
+        stack, row = self.stack, self.stack.row
+        if row is None or self.name not in stack.whole_blocks:
+            return None
+        stack.whole_blocks.remove(self.name)
+        if output is None:
+            # It has raised.
+            return None
+        if self.is_split:
+            return None
+        # What else it returns goes to such blocks of later layers.
+        return self.own_tokens(output) if isinstance(output, Tensor) else (self.own_tokens(output[0]), *output[1:])
+
+    def _own_of_sum(self, partial_output: Tensor) -> Tensor:
+        return self.own_tokens(partial_output) if self.name in self.stack.whole_blocks else partial_output
+
+    def own_tokens(self, hidden: Tensor) -> Tensor:
+        """Returns what this rank keeps of the block's output `[batch, sequence, hidden]`."""
+        assert self.stack.row is not None
+        return take_tokens(hidden, _TOKENS, self.stack.row.order, self.stack.groups.rank)

@@ -1,0 +1,68 @@
+"""Blocks on whole rows of which each rank computes some heads (Megatron's Mamba context parallel).
+
+    x/cp --gather--> block with the weights of some heads, on the whole row --sum, own tokens--> x/cp
+
+A rank has all weights and computes with its heads' part of them, so that a block's compute is shared out whatever its
+tokens do among each other. Gradients of the other heads' weights are zeros, and those of all ranks add up.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..compat.shard_safe import works_on_parts
+from ..core.axes import Axes
+from ..core.placement import Claim
+from ..models.name_patterns import generic
+from ..models.spec import HeadBlock
+from ..parallel_state import ParallelState
+from ..tensor_parallel.head_sharded_blocks import HeadsOfRank, divides
+from .full_sequence_blocks import WholeBlock
+from .sequence_split import ContextStack
+from .token_exchange import scatter_tokens
+
+_TOKENS = 1
+
+
+def heads_to_share(block: nn.Module, name: str, state: ParallelState) -> HeadBlock | None:
+    """Returns how a block's heads are shared out over the ranks of a row; `None` where they are not."""
+    known = state.spec.head_blocks.get(generic(name))
+    if known is None or not divides(block, known, state.axes.size("cp")):
+        return None
+    # Weights of which tp ranks have parts, or parts of the gradient, are cut with no regard to heads.
+    parts = {generic(weight) for weight, claim in state.claims.items() if _has_parts(claim, state.axes)}
+    return None if any(generic(f"{name}.{own}") in parts for own, _ in block.named_parameters()) else known
+
+
+def _has_parts(claim: Claim, axes: Axes) -> bool:
+    return claim.placement.on(axes).is_split or claim.gradient.sum is not None
+
+
+class SharedHeadBlock(WholeBlock):
+    """The hooks around one block, and the heads of this rank while it computes.
+
+    Args:
+        name (`str`): of the block.
+        heads (`HeadBlock`): how its weights are cut.
+    """
+
+    def __init__(self, stack: ContextStack, name: str, heads: HeadBlock):
+        super().__init__(stack, name)
+        self._own = HeadsOfRank(heads, stack.group)
+
+    @works_on_parts
+    def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        entered = super()._enter(block, args, kwargs)
+        if entered is not None:
+            self._own.take(block)
+        return entered
+
+    @works_on_parts
+    def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
+        self._own.give_back()
+        return super()._leave(block, args, output)
+
+    def own_tokens(self, hidden: Tensor) -> Tensor:
+        row = self.stack.row
+        assert row is not None
+        return scatter_tokens(hidden, _TOKENS, row.order, self.stack.group)

@@ -1,0 +1,50 @@
+"""The tokens that a rank holds of a row, as a head and what surrounds layers see them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+from ..core.communication.mean_grad_ops import sum_over_ranks
+from .load_balancing import SequenceOrder
+from .token_exchange import gather_tokens, take_tokens
+
+_TOKENS = 1
+
+
+@dataclass(frozen=True, eq=False)
+class HeldTokens:
+    """The tokens of a row that this rank holds, as a head sees them (`tensor_parallel.tokens_of_rank`)."""
+
+    order: SequenceOrder
+    group: dist.ProcessGroup
+
+    @property
+    def length(self) -> int:
+        return self.order.length
+
+    def own(self, targets: Tensor) -> Tensor:
+        return take_tokens(targets, _TOKENS, self.order, dist.get_rank(self.group))
+
+    def join(self, tensor: Tensor) -> Tensor:
+        return gather_tokens(tensor, _TOKENS, self.order, self.group)
+
+    def sum(self, part: Tensor) -> Tensor:
+        return sum_over_ranks(part, self.group)
+
+
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Changes the tensors in what a layer gets or a model returns."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple | list):
+        return type(value)(mapped(item, change) for item in value)
+    if type(value) is dict:
+        return {name: mapped(item, change) for name, item in value.items()}
+    if isinstance(value, ModelOutput):
+        for name, item in value.items():
+            value[name] = mapped(item, change)
+    return value

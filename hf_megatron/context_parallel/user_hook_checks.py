@@ -1,0 +1,80 @@
+"""Users' functions inside of a model whose rows are shared out.
+
+Inside of layers each sees some tokens only, and is refused by name. Behind them it has whole rows: what follows the
+layers works on some tokens only as long as nobody looks.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..compat.patch_registry import Shared
+from ..compat.shard_safe import is_marked, is_of_checked_library
+from ..compat.upstream import global_forward_hooks, leave_uncompiled
+from ..errors import UnsupportedError
+from ..tensor_parallel.user_hooks.replaced_functions import ExchangedFunctions, follow_names
+
+
+class PartGuards(Shared):
+    """Looks for forward hooks, and for functions that were exchanged, before each forward of a model.
+
+    Args:
+        layers (`str`): the list of layers.
+
+    Attributes:
+        tail_is_stock: whether nothing of that is around or behind the layers, in the call under way.
+    """
+
+    def __init__(self, model: Any, layers: str):
+        embeddings = model.get_input_embeddings()
+        named = {name: module for name, module in model.named_modules() if module is not embeddings}
+        self.inside = {name: module for name, module in named.items() if name.startswith(f"{layers}.")}
+        self.around = {name: module for name, module in named.items() if name not in self.inside}
+        self.exchanged = ExchangedFunctions(self.around, "cp_size")
+        self.exchanged_inside = ExchangedFunctions(self.inside, "cp_size")
+        self.tail_is_stock = True
+        self.end = 0
+
+    def install(self, model: Any) -> None:
+        """Puts it before what other axes make of hooks; called when these have registered theirs."""
+        models = (model,) if model.base_model is model else (model, model.base_model)
+        self.exchanged_inside.install(*models)
+        for one in models:
+            one.register_forward_pre_hook(self._enter, prepend=True)
+        # Hooks are counted up over all modules: the user's come after the last of these.
+        self.end = RemovableHandle.next_id
+
+    def follow(self, modules: Mapping[str, nn.Module]) -> None:
+        """Takes modules that were put around others, or in their place, for those that were laid out, by name."""
+        for known, exchanged in ((self.inside, self.exchanged_inside), (self.around, self.exchanged)):
+            exchanged.follow({name: module for name, module in modules.items() if name in known})
+            follow_names(known, modules)
+
+    @leave_uncompiled
+    def _enter(self, model: nn.Module, args: tuple) -> None:
+        for hook in global_forward_hooks():
+            if not is_marked(hook) and not is_of_checked_library(hook):
+                _refuse("all modules", hook)
+        for name, module in self.inside.items():
+            for hook in self._users_hooks(module):
+                _refuse(f"{name} ({type(module).__name__})", hook)
+        # What the model itself returns is whole.
+        hooks = (hook for name, module in self.around.items() if name for hook in self._users_hooks(module))
+        self.tail_is_stock = next(hooks, None) is None and next(self.exchanged.found(), None) is None
+
+    def _users_hooks(self, module: nn.Module) -> Iterator[Any]:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for number, hook in hooks.items():
+                if number >= self.end and not is_marked(hook) and not is_of_checked_library(hook):
+                    yield hook
+
+
+def _refuse(where: str, hook: Any) -> None:
+    named = getattr(hook, "__qualname__", type(hook).__qualname__)
+    raise UnsupportedError(
+        f"A forward hook of {where} ({named}): with cp_size > 1 it sees this rank's tokens of each row. Hook the "
+        "model, its base or its norm, mark the hook with hf_megatron.works_on_parts if a part is enough, or use "
+        "cp_size=1."
+    )

@@ -1,0 +1,1 @@
+"""Autograd collectives, process-group handshake, RNG states and the rank watchdog."""

@@ -1,0 +1,134 @@
+"""`DTensor`s put together, and the ranks' own parts of what was computed on them whole.
+
+torch's own arithmetic goes wrong for many sizes of a dim that tp and FSDP2 both split, so it is done here: FSDP2 cuts
+what the other axes have left to a rank.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from ...compat.upstream import blocks_of_shard, dtensor_from_local, local_tensor, split_dim
+from ...errors import ConfigError, UnsupportedError
+from ..mesh import is_weight_axis
+from .collectives import bounds
+
+_Range = tuple[int, int]
+
+
+def is_split_along(tensor: DTensor, dim: int) -> bool:
+    """Tells whether ranks hold different parts of a dim of a tensor of any shape."""
+    return any(not placement.is_replicate() and split_dim(placement) == dim for placement in tensor.placements)
+
+
+def placed_gradient(parameter: Tensor) -> Tensor | None:
+    """Returns a parameter's gradient, of any shape, and has one that a loop has computed lie as the parameter does.
+
+    All ranks that share it call it.
+    """
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        parameter.grad = dtensor_from_local(part_like(whole_of(gradient), parameter), parameter)
+    return parameter.grad
+
+
+@torch.no_grad()
+def whole_of(tensor: Tensor) -> Tensor:
+    """Copies a tensor `[...]` in full to every rank of its mesh; all of them call it."""
+    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+        return local_tensor(tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim))
+    local = local_tensor(tensor).detach()
+    if not isinstance(tensor, DTensor) or all(placement.is_replicate() for placement in tensor.placements):
+        return local.clone()
+    whole = torch.zeros(tensor.shape, dtype=local.dtype, device=local.device)
+    for here, there in _blocks(tensor):
+        whole[there] = local[here]
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            dist.all_reduce(whole, group=tensor.device_mesh.get_group(axis))
+    return whole
+
+
+@torch.no_grad()
+def take_part(whole: Tensor, tensor: DTensor) -> None:
+    """Copies this rank's part of a plain tensor into a DTensor, both `[...]` of one shape."""
+    local = local_tensor(tensor)
+    for here, there in _blocks(tensor):
+        local[here] = whole[there]
+
+
+def part_like(whole: Tensor, like: DTensor) -> Tensor:
+    """Copies this rank's part of a plain tensor, of the same shape as a DTensor `[...]` that lies on the ranks."""
+    local = whole.new_empty(local_tensor(like).shape)
+    for here, there in _blocks(like):
+        local[here] = whole[there]
+    return local
+
+
+def take_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    """Has `load_state_dict` accept whole tensors of any shape, as one process saves them; a hook before it.
+
+    Raises:
+        ConfigError: for a tensor of another shape.
+    """
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value = state_dict.get(prefix + name)
+        if not isinstance(value, Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+            continue
+        if value.shape != parameter.shape:
+            raise ConfigError(
+                f"load_state_dict: {name} has shape {tuple(value.shape)}, the global shape is {tuple(parameter.shape)}."
+            )
+        state_dict[prefix + name] = dtensor_from_local(part_like(value, parameter).to(parameter.device), parameter)
+
+
+def _blocks(tensor: DTensor) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Yields where blocks of the whole tensor lie in this rank's part, and where in the whole."""
+    held = _held(tensor)
+    here = []
+    for ranges in held:
+        ends = [0]
+        for start, stop in ranges:
+            ends.append(ends[-1] + stop - start)
+        here.append(list(zip(ends, ends[1:], strict=False)))
+    places, origins = product(*here), product(*held)
+    for place, origin in zip(places, origins, strict=True):
+        yield tuple(slice(*ends) for ends in place), tuple(slice(*ends) for ends in origin)
+
+
+def _held(tensor: DTensor) -> list[list[_Range]]:
+    """Lists for each dim the `[start, stop)` ranges that this rank holds."""
+    mesh, held = tensor.device_mesh, [[(0, size)] for size in tensor.shape]
+    names = mesh.mesh_dim_names or ()
+    shards = sorted(
+        (is_weight_axis(name), axis) for axis, name in enumerate(names) if not tensor.placements[axis].is_replicate()
+    )
+    for by_fsdp, axis in shards:
+        placement = tensor.placements[axis]
+        if placement.is_partial():
+            raise UnsupportedError(
+                "A tensor whose ranks hold terms of a sum cannot be edited: redistribute() it first."
+            )
+        # FSDP2 names what other axes have cut before; here it is cut already.
+        groups = 1 if by_fsdp else blocks_of_shard(placement)
+        dim = split_dim(placement)
+        length = sum(stop - start for start, stop in held[dim]) // groups
+        first, last = bounds(length, mesh.size(axis), mesh.get_local_rank(axis))
+        wanted = [(group * length + first, group * length + last) for group in range(groups)]
+        held[dim] = [part for one in wanted for part in _cut_out(held[dim], *one)]
+    return held
+
+
+def _cut_out(ranges: list[_Range], first: int, last: int) -> Iterator[_Range]:
+    """Yields what entries `[first, last)` of ranges, counted through, are."""
+    passed = 0
+    for start, stop in ranges:
+        begin, end = max(first - passed, 0), min(last - passed, stop - start)
+        if begin < end:
+            yield start + begin, start + end
+        passed += stop - start

@@ -1,0 +1,85 @@
+"""Agreement of all ranks about a save or a load: an error on one rank is the same error on all."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ...errors import CheckpointError
+
+
+class _Sent(NamedTuple):
+    """A rank's value, and what it is for: a rank that went another way answers with what it has there."""
+
+    doing: str
+    value: Any
+
+
+def rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
+    """Returns this rank and the number of ranks; `(0, 1)` without a process group."""
+    if not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def gather(value: Any, group: ProcessGroup | None, doing: str, *, on_first: bool = False) -> list[Any]:
+    """Returns every rank's value on every rank.
+
+    Args:
+        doing (`str`): what it is for; ranks agree on its first word, as the rest may name a rank's own paths.
+        on_first (`bool`): the first rank alone gets them, others an empty list.
+
+    Raises:
+        CheckpointError: another rank is gone, or is doing something else.
+    """
+    rank, size = rank_and_size(group)
+    if size == 1:
+        return [value]
+    values: list[Any] = [None] * size if rank == 0 or not on_first else []
+    try:
+        if on_first:
+            dist.gather_object(_Sent(doing, value), values or None, group=group, group_dst=0)
+        else:
+            dist.all_gather_object(values, _Sent(doing, value), group=group)
+    except RuntimeError as error:
+        raise CheckpointError(f"{doing}: rank {rank} lost contact with the other ranks: {error}") from error
+    for other, sent in enumerate(values):
+        there = sent.doing if isinstance(sent, _Sent) else "another collective"
+        if there.partition(" ")[0] != doing.partition(" ")[0]:
+            raise CheckpointError(
+                f"{doing}: rank {other} of {size} was not there, but at: {there}. A branch that one rank alone has "
+                "taken, or an error that it has caught, leaves the ranks apart: all of them make the same calls, and "
+                "end on the same errors."
+            )
+    return [sent.value for sent in values]
+
+
+def gather_on_first(value: Any, group: ProcessGroup | None, doing: str) -> list[Any]:
+    """Returns every rank's value on rank 0, an empty list elsewhere; raises as `gather`."""
+    return gather(value, group, doing, on_first=True)
+
+
+def raise_together(error: BaseException | None, group: ProcessGroup | None, doing: str) -> None:
+    """Raises one `CheckpointError` on all ranks where some report an error instead of `None`."""
+    text = None
+    if error is not None:
+        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    texts = gather(text, group, doing)
+    failed = [rank for rank, other in enumerate(texts) if other is not None]
+    if not failed:
+        return
+    also = f" (ranks {', '.join(map(str, failed[1:]))} failed too)" if failed[1:] else ""
+    raise CheckpointError(f"{doing} failed on rank {failed[0]}: {texts[failed[0]]}{also}") from error
+
+
+@contextmanager
+def agreed(doing: str) -> Iterator[None]:
+    """Raises an error inside, on any rank of the default group, at the end on all of them, as `raise_together`."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # noqa: BLE001 - the other ranks have to hear of it before it is raised
+        error = caught
+    raise_together(error, None, doing)

@@ -1,0 +1,1 @@
+"""File primitives: safetensors, checksums, atomic folders, safe paths."""

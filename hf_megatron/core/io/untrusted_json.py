@@ -1,0 +1,56 @@
+"""JSON files that others wrote."""
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError
+from ..text import shown
+
+LARGEST_JSON = 256 << 20
+
+
+def read_small(path: Path, most: int) -> bytes:
+    """Reads a file of at most so many bytes; a pipe would wait for whoever writes to it.
+
+    Raises:
+        CheckpointError: it is larger, or no regular file.
+        OSError: it cannot be read.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path} is not a regular file.")
+    if found.st_size > most:
+        raise CheckpointError(f"{path} has {found.st_size} bytes: no more than {most} are read.")
+    return path.read_bytes()
+
+
+def read_json_table(path: Path, most: int = LARGEST_JSON) -> dict[str, Any]:
+    """Reads a JSON file that holds a table.
+
+    Args:
+        most: how many bytes it may have.
+
+    Raises:
+        CheckpointError: naming the file, where it cannot be read, is larger, is no JSON, or holds anything else.
+    """
+    try:
+        content = json.loads(read_small(path, most))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {shown(str(error))}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds {shown(content)}: expected a table.")
+    return content
+
+
+def read_weight_map(path: Path) -> dict[str, str]:
+    """Reads which file of an index has which weight.
+
+    Raises:
+        CheckpointError: naming the file, as `read_json_table`, and where it has no such table.
+    """
+    weight_map = read_json_table(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{path} has no table `weight_map` of weights and their files.")
+    return weight_map

@@ -1,0 +1,1 @@
+"""Activation memory: recomputation, offload, tiled MLPs and saved-tensor hooks."""

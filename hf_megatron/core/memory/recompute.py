@@ -1,0 +1,119 @@
+"""Activations that backward computes again instead of keeping (Korthikanti et al., 2022).
+
+`"full"` is transformers' own gradient checkpointing: every layer, its collectives included. `"selective"` recomputes
+the attention core alone: scores, softmax, dropout and weighted sum, which keep much for the little they compute.
+
+Every stock model fetches its core from `AttentionInterface.get_interface`, the eager one of its own file included. The
+function it gets looks at the attention module it is called with: that of a model with selective recomputation runs its
+core inside torch's checkpoint, every other goes straight through. Projections, and so their collectives, stay outside.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ...compat.shard_safe import works_on_parts
+from ...compat.upstream import computes_own_attention, fetches_attention_core, recompute_layers
+from ...config import CHOICES
+from ...errors import ConfigError, UnsupportedError
+
+
+def apply_recompute(model: Any, mode: str | None) -> None:
+    """Makes the backward of a model compute activations again; evaluation and generation stay as they are.
+
+    Args:
+        model (`PreTrainedModel`): stock, or laid out over a mesh; `UnsupportedError` if the mode cannot reach it.
+        mode (`str`, *optional*): `"full"`, `"selective"`, or `None` for a model that stays as it is; `ConfigError` for
+            any other.
+    """
+    if mode not in CHOICES["recompute"]:
+        raise ConfigError(f"recompute = {mode!r}: expected None, 'full' or 'selective'.")
+    if mode == "full":
+        try:
+            recompute_layers(model)
+        except ValueError as error:
+            name = type(model).__name__
+            raise UnsupportedError(f"recompute='full': {name} has no gradient checkpointing.") from error
+    elif mode == "selective":
+        _recompute_cores(model)
+
+
+def _recompute_cores(model: nn.Module) -> None:
+    cores = []
+    for name, module in model.named_modules():
+        if fetches_attention_core(type(module)):
+            cores.append((name, module))
+        elif computes_own_attention(type(module)):
+            raise UnsupportedError(
+                f"recompute='selective': {name} of {type(model).__name__} ({type(module).__name__}) computes its "
+                "attention in its own forward. Use recompute='full'."
+            )
+    if not cores:
+        raise UnsupportedError(
+            f"recompute='selective': {type(model).__name__} has no attention core to recompute. Use recompute='full'."
+        )
+    for name, module in cores:
+        if _core_of(module) is None:
+            RecomputedCore(name).install(module)
+
+
+class RecomputedCore:
+    """The recomputed core of one attention module; kept on it as `_hf_megatron_core`."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.ran = False
+
+    def install(self, module: nn.Module) -> None:
+        # An attribute of the module rather than a table of modules, so that copies of the model recompute too.
+        module._hf_megatron_core = self  # type: ignore[assignment]
+        module.register_forward_hook(self._leave)
+
+    def run(self, core: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Returns the core's result; in training without what autograd would keep of it."""
+        if not _is_training(module):
+            return core(module, *args, **kwargs)
+        self.ran = True
+
+        # Everything is handed over by position: checkpoint looks there for tensors to save and for their devices.
+        def recomputed(*values: Any) -> Any:
+            return core(module, *values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+
+        return checkpoint(recomputed, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=True)
+
+    @works_on_parts
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        # Some forwards reach the interface in some configurations only (GPT-2's `reorder_and_upcast_attn`).
+        if _is_training(module) and not self.ran:
+            raise UnsupportedError(
+                f"recompute='selective': {self.name} ({type(module).__name__}) went past transformers' attention "
+                "interface, nothing would be recomputed. Use recompute='full'."
+            )
+        self.ran = False
+
+
+def _is_training(module: nn.Module) -> bool:
+    return module.training and torch.is_grad_enabled()
+
+
+def _core_of(module: nn.Module) -> RecomputedCore | None:
+    return vars(module).get("_hf_megatron_core")
+
+
+def _dispatch(core: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    recomputed = _core_of(module)
+    if recomputed is None:
+        return core(module, *args, **kwargs)
+    return recomputed.run(core, module, args, kwargs)
+
+
+def recomputing(core: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a function of attention: called with a module, it runs as that module's core is to be run."""
+    return partial(_dispatch, core)
+
+
+__all__ = ["RecomputedCore", "apply_recompute", "recomputing"]

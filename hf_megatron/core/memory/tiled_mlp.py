@@ -1,0 +1,118 @@
+"""MLPs that compute some tokens at a time, in forward and again in backward (Bekman et al., 2025, "ALST", TiledMLP).
+
+The wide activations of one tile are all that exists at a time, whatever the length of a row. An MLP is found by its
+structure: linears, activations and dropout alone. That it treats each token by itself is seen in the first call of each
+class, on some of its tokens.
+"""
+
+import inspect
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ...compat.class_mixin import stand_around
+from ...compat.upstream import fetches_attention_core
+from ...errors import UnsupportedError
+
+_TOKENS = -2
+# Of the first call of a class, computed at once and in two parts.
+_COMPARED = 64
+
+
+def tile_mlps(model: nn.Module, layers: str, tokens: int) -> list[str]:
+    """Has the MLPs of a model's layers compute so many tokens at a time in training; returns their names.
+
+    Args:
+        layers (`str`): the name of the list of layers.
+        tokens (`int`): of all rows of a batch together.
+    """
+    compared: set[type] = set()
+    found = list(find_mlps(model, layers))
+    for name in found:
+        stand_around(model.get_submodule(name), TiledMLP, _tile=tokens, _mlp_name=name, _compared=compared)
+    return found
+
+
+def find_mlps(model: nn.Module, layers: str) -> Iterator[str]:
+    """Yields the names of the outermost MLPs of each layer."""
+    last = None
+    for name, module in model.get_submodule(layers).named_modules(prefix=layers):
+        if (last is None or not name.startswith(f"{last}.")) and name != layers and _is_mlp(module):
+            last = name
+            yield name
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    required = [one for one in parameters if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
+    if len(required) != 1 or fetches_attention_core(type(module)) or isinstance(module, nn.ModuleList | nn.Sequential):
+        return False
+    if any(True for _ in module.parameters(recurse=False)):
+        return False
+    inner = [part for part in module.modules() if part is not module]
+    leaves = [part for part in inner if next(part.children(), None) is None]
+    with_weights = [part for part in leaves if next(part.parameters(), None) is not None]
+    return len(with_weights) >= 2 and len(leaves) == len(inner) and all(map(_is_linear, with_weights))
+
+
+def _is_linear(part: nn.Module) -> bool:
+    weight = getattr(part, "weight", None)
+    return isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(part, nn.Embedding)
+
+
+class TiledMLP(nn.Module):
+    """Stands in front of an MLP's class.
+
+    Attributes:
+        _tile (`int`): tokens.
+        _mlp_name (`str`): of the MLP.
+        _compared: classes that are known to treat tokens by themselves.
+    """
+
+    _tile: int
+    _mlp_name: str
+    _compared: set[type]
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Computes `[..., tokens, hidden]`; what is not a training step on more tokens than a tile has goes through."""
+        rows = math.prod(hidden.shape[:_TOKENS])
+        size = max(1, self._tile // max(1, rows))
+        is_trained = self.training and torch.is_grad_enabled()
+        if args or kwargs or not is_trained or hidden.dim() < 2 or hidden.shape[_TOKENS] <= size:
+            return super().forward(hidden, *args, **kwargs)
+        self._compare(hidden)
+        parts = [
+            # Some linears view what they are given.
+            checkpoint(super(TiledMLP, self).forward, part.contiguous(), use_reentrant=False)
+            for part in hidden.split(size, dim=_TOKENS)
+        ]
+        return torch.cat(parts, dim=_TOKENS)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def _compare(self, hidden: Tensor) -> None:
+        kind = type(self).__mro__[2]
+        if kind in self._compared:
+            return
+        modes = [(part, part.training) for part in self.modules()]
+        try:
+            for part, _ in modes:
+                part.training = False
+            some = hidden.narrow(_TOKENS, 0, min(_COMPARED, hidden.shape[_TOKENS]))
+            halves = some.tensor_split(2, dim=_TOKENS)
+            apart = torch.cat([super(TiledMLP, self).forward(half.contiguous()) for half in halves], _TOKENS)
+            together = super().forward(some.contiguous())
+        finally:
+            for part, mode in modes:
+                part.training = mode
+        # Products of other shapes round differently; tokens that meet change each other altogether.
+        limit = 0.05 * together.abs().amax()
+        if not bool(((apart - together).abs() <= limit).all()):
+            raise UnsupportedError(
+                f"MegatronConfig.mlp_chunk_size = {self._tile}: {self._mlp_name} ({kind.__name__}) does not compute "
+                "each token by itself. Leave it out."
+            )
+        self._compared.add(kind)

@@ -1,0 +1,135 @@
+"""Keys and values of a training forward are kept only where the call asks for them.
+
+Configs ask for a cache by default, which training never reads. With a cache transformers also takes packed documents,
+told by their positions, for one: the loss of a plain loop then depends on a flag that is about generation.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+from ...compat.patch_registry import Shared
+from ...errors import UnsupportedError
+from ..unavailable_output import AbsentValue
+
+_CACHES = ("past_key_values", "cache_params")
+
+
+class AbsentCache(AbsentValue):
+    """Stands where one process returns keys and values."""
+
+    message = (
+        "Keys and values were not kept: a training forward, and any of a pipeline or with cp_size > 1, keeps them only "
+        "where the call asks with use_cache=True, and a pipeline in training with labels never does. Where it has "
+        "asked, states of this kind cannot be kept: call generate() with use_cache=False."
+    )
+
+
+def leave_out_in_training(model: Any, *, pipelined: bool, always: bool = False) -> None:
+    """Makes forwards of a model in training behave as with `use_cache=False`, unless the call says otherwise.
+
+    They raise `UnsupportedError` where that would tell documents apart which one process takes for one. Where one
+    process would have returned a cache an `AbsentCache` stands.
+
+    Args:
+        pipelined (`bool`): whether the model may return none by itself.
+        always (`bool`): in evaluation too.
+    """
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    if "use_cache" in names:
+        hook = _Hook(names, pipelined, always)
+        model.register_forward_pre_hook(hook.before, with_kwargs=True)
+        model.register_forward_hook(hook.after)
+
+
+def refuse_cache(model: Any, why: str) -> None:
+    """Makes a model's calls go without a cache, and raise `UnsupportedError` where one is asked for or given.
+
+    Args:
+        why (`str`): a sentence.
+    """
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+
+    def before(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if given.get("use_cache") or given.get("state") is not None:
+            raise UnsupportedError(
+                f"{type(model).__name__} with states from call to call: {why} Call it, and generate(), with "
+                "use_cache=False."
+            )
+        return args, kwargs if "use_cache" in given else kwargs | {"use_cache": False}
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+
+
+class _Hook(Shared):
+    """Leaves a cache out, and says so in what is returned; `names` are those of the call's arguments, in order."""
+
+    def __init__(self, names: list[str], pipelined: bool, always: bool):
+        self.names, self.pipelined, self.always = names, pipelined, always
+        # Whether one process would return a cache from the forward that runs.
+        self.expected = False
+
+    def before(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        for cache in _caches(given):
+            if isinstance(cache, AbsentCache):
+                raise UnsupportedError(cache.message)
+        by_name = given.get("return_dict")
+        returns_tuple = not (model.config.return_dict if by_name is None else by_name)
+        is_asked = "use_cache" in given or returns_tuple or bool(_caches(given))
+        is_left_out = not is_asked and (self.always or (model.training and torch.is_grad_enabled()))
+        has_one = _makes_cache(model, given)
+        self.expected = has_one and (is_left_out or self.pipelined)
+        if not is_left_out:
+            return None
+        if has_one:
+            _refuse_documents(model, given)
+        return args, {**kwargs, "use_cache": False}
+
+    def after(self, model: Any, args: tuple, output: Any) -> Any:
+        is_read_by_name = isinstance(output, ModelOutput) and dataclasses.is_dataclass(output)
+        if not self.expected or not is_read_by_name or torch.compiler.is_compiling():
+            return None
+        # In the place that it has in a tuple.
+        values = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+        absent = {name: AbsentCache() for name in _CACHES if name in values and values[name] is None}
+        return type(output)(**values | absent) if absent else None
+
+
+def leave_out(model: Any, arguments: dict[str, Any]) -> None:
+    """Makes a call keep no keys and values; `UnsupportedError` where one process would take documents for one then."""
+    if _makes_cache(model, arguments):
+        _refuse_documents(model, arguments)
+    arguments["use_cache"] = False
+
+
+def _caches(arguments: Mapping[str, Any]) -> list[Any]:
+    return [arguments[name] for name in _CACHES if arguments.get(name) is not None]
+
+
+def _makes_cache(model: Any, arguments: Mapping[str, Any]) -> bool:
+    """Tells whether one process would make a cache in a call, and return it."""
+    wanted = arguments.get("use_cache")
+    if wanted is None:
+        wanted = getattr(model.config.get_text_config(), "use_cache", False)
+    # Checkpointing has transformers leave it out.
+    return bool(wanted) and not _caches(arguments) and not (model.training and model.is_gradient_checkpointing)
+
+
+def _refuse_documents(model: Any, arguments: Mapping[str, Any]) -> None:
+    # With a mask, transformers looks at no positions.
+    positions = arguments.get("position_ids")
+    if arguments.get("attention_mask") is not None or not isinstance(positions, Tensor) or positions.dim() != 2:
+        return
+    if positions.shape[1] > 1 and not bool((positions.diff(dim=1) == 1).all()):
+        raise UnsupportedError(
+            "position_ids of several documents in a row, while use_cache = True: one process makes a cache, and "
+            f"takes such a row for one document. Call {type(model).__name__} with use_cache=False, or set "
+            "model.config.use_cache = False, and documents are told apart, there and here."
+        )

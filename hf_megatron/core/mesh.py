@@ -1,0 +1,169 @@
+"""`ParallelMesh`: the axes of a layout with the process groups along them."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..compat.patch_registry import LEDGER, Shared
+from ..compat.upstream import flat_mesh, root_mesh, split_mesh_axis
+from ..errors import UnsupportedError
+from .axes import Axes, Axis
+from .placement import Placement
+
+# Outermost first, as DeviceMesh wants them.
+WORLD_AXES = ("dp", "pp", "cp", "tp")
+_MARK = "_hf_megatron"
+
+
+class ParallelMesh(Shared):
+    """The device mesh of a job and the groups cut from it.
+
+    Args:
+        axes (`Axes`): of the whole world, as this rank sees them.
+        device_type (`str`): `"cpu"` or `"cuda"`.
+
+    Process groups cannot be copied; a deep copy of a model shares its mesh.
+    """
+
+    @classmethod
+    def of_job(cls, axes: Axes, device_type: str) -> "ParallelMesh":
+        """Returns the mesh of a layout in this job; models of one layout share it, one after another too.
+
+        A mesh costs descriptors and threads, and cannot end with its model: torch takes meshes of equal ranks and names
+        for the same (`DeviceMesh.__eq__`) and keeps the first of them in DTensor's caches, so that operations on a
+        later model's weights may use the groups of an earlier one.
+        """
+        kept = {key: mesh for key, mesh in LEDGER.meshes.items() if mesh.job is dist.group.WORLD}
+        # Of a job that ended, the groups are gone.
+        LEDGER.meshes = kept
+        key = axes, device_type
+        if key not in kept:
+            kept[key] = cls(axes, device_type)
+        return kept[key]
+
+    def __init__(self, axes: Axes, device_type: str):
+        self.axes = axes
+        self.job = dist.group.WORLD
+        self.device_type = device_type
+        sizes = tuple(axes.size(name) for name in WORLD_AXES)
+        self.root = init_device_mesh(device_type, sizes, mesh_dim_names=WORLD_AXES)
+        setattr(self.root, _MARK, True)
+        self.tp: DeviceMesh = self.root["tp"]
+        # Read on every forward of every module, so looked up once.
+        self.tp_size, self.tp_rank = axes.size("tp"), axes.rank("tp")
+        self.tp_group: dist.ProcessGroup = self.tp.get_group()
+        self.pp_size, self.pp_rank = axes.size("pp"), axes.rank("pp")
+        self.pp_group: dist.ProcessGroup = self.root["pp"].get_group()
+        self.dp_size, self.dp_rank = axes.size("dp"), axes.rank("dp")
+        self.dp_group: dist.ProcessGroup = self.root["dp"].get_group()
+        # Ranks that see parts of one batch add up the gradients of what they have in common.
+        repeats_experts = axes.size("ep") > 1 and axes.size("edp") > 1
+        self.adds_up_gradients = axes.size("dp_cp") > 1 or repeats_experts
+        halves = axes.size("dp_replicate"), axes.size("dp_shard")
+        self.dp = split_mesh_axis(self.root["dp"], halves, ("dp_replicate", "dp_shard"))
+        self._with_copies: dict[int, DeviceMesh] = {}
+        self._meshes: dict[tuple[Axis, ...], DeviceMesh] = {}
+        self._host_groups: dict[Axis, dist.ProcessGroup] = {}
+
+    @property
+    def device(self) -> torch.device:
+        if self.device_type == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device(self.device_type)
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """Returns the ranks along an axis; the first call for one not of the world makes groups, on every rank."""
+        if self.axes.size("cp") == 1:
+            name = name.replace("dp_cp", "dp")
+        if name in ("dp_shard", "dp_replicate"):
+            return self.dp.get_group(name)
+        same = next((other for other in WORLD_AXES if self.axes[other] == self.axes[name]), None)
+        return self._mesh_of(name).get_group() if same is None else self.root.get_group(same)
+
+    def host_group(self, name: str) -> dist.ProcessGroup:
+        """Returns the ranks along an axis, for tensors on the host; the first call makes groups, on every rank."""
+        group, axis = self.group(name), self.axes[name]
+        # A fake group takes tensors of any device.
+        if axis.size == 1 or "gloo" in dist.get_backend(group) or dist.get_backend(group) == "fake":
+            return group
+        if axis not in self._host_groups:
+            groups = [list(ranks) for ranks in self.axes.groups(name)]
+            made = dist.new_subgroups_by_enumeration(groups, backend="gloo", group_desc=f"hosts of {name}")
+            self._host_groups[axis] = made[0]
+        return self._host_groups[axis]
+
+    def of(self, placement: Placement, copies: int = 1) -> DeviceMesh:
+        """Returns the mesh of a DTensor that is placed so; every rank calls it for the same placements.
+
+        Args:
+            copies (`int`, defaults to 1): of the model (`placement.copies_of_model`).
+        """
+        names = tuple(split.axis for split in placement.splits)
+        if "ep" in names:
+            return self._mesh_of("edp", *names)[names]
+        if any(name != "tp" for name in names):
+            return self._mesh_of(*names)
+        own = max([split.copies for split in placement.splits], default=1)
+        return self.tp_with_copies(copies if own in (1, self.tp_size) else own)
+
+    def tp_with_copies(self, copies: int) -> DeviceMesh:
+        """Cuts tp in two: `tp_shard` x `tp_copy`, where `copies` neighbouring ranks hold the same shard."""
+        if copies in (1, self.tp_size):
+            return self.tp
+        if copies not in self._with_copies:
+            sizes = self.tp_size // copies, copies
+            self._with_copies[copies] = split_mesh_axis(self.tp, sizes, ("tp_shard", "tp_copy"))
+        return self._with_copies[copies]
+
+    def copies_group(self, copies: int) -> dist.ProcessGroup:
+        """Returns the ranks that hold the same shard as this one."""
+        return self.tp_group if copies == self.tp_size else self.tp_with_copies(copies).get_group("tp_copy")
+
+    def weight_shards(self) -> DeviceMesh:
+        """Returns the mesh over which stage 3 splits weights, `dp_cp_shard`, with `dp_cp_replicate` around it."""
+        if self.axes.size("dp_cp_replicate") == 1:
+            return flat_mesh(self.root, ("dp", "cp")) if self.axes.size("cp") > 1 else self.root["dp"]
+        if self.axes.size("cp") == 1:
+            return self.dp
+        raise UnsupportedError(
+            "MegatronConfig.dp_replicate_size with zero_stage = 3 and cp_size > 1: weights are split over dp and cp "
+            "ranks together. Set dp_replicate_size=1, or zero_stage=2."
+        )
+
+    def expert_shards(self, placement: Placement) -> DeviceMesh:
+        """Returns the mesh over which stage 3 splits experts that are placed so."""
+        if self.axes.size("edp_replicate") > 1:
+            raise UnsupportedError(
+                "MegatronConfig.dp_replicate_size with zero_stage = 3 and ep_size > 1: experts are split over all "
+                "ranks that repeat them. Set dp_replicate_size=1, or zero_stage=2."
+            )
+        return self._mesh_of("edp", *(split.axis for split in placement.splits))["edp"]
+
+    def _mesh_of(self, *names: str) -> DeviceMesh:
+        """Makes a mesh of axes that are none of the world's."""
+        key = tuple(self.axes[name] for name in names)
+        if key not in self._meshes:
+            whole = key[0].joined(*key[1:])
+            first_ranks = sorted({whole.ranks(rank)[0] for rank in range(self.axes.size("world"))})
+            ranks = torch.tensor([_grid(key, first) for first in first_ranks])
+            mesh = DeviceMesh(self.device_type, ranks, mesh_dim_names=("others", *names))
+            setattr(mesh, _MARK, True)
+            self._meshes[key] = mesh[names]
+        return self._meshes[key]
+
+
+def is_weight_axis(name: str) -> bool:
+    """Tells whether stage 3 splits weights along an axis of a mesh by its name."""
+    return name.startswith(("dp", "edp"))
+
+
+def is_of_layout(mesh: DeviceMesh) -> bool:
+    """Tells whether a mesh was cut from one of this library's, by FSDP2 too."""
+    return _MARK in vars(root_mesh(mesh))
+
+
+def _grid(axes: tuple[Axis, ...], first: int) -> list:
+    """Nests the ranks of the axes through a rank as a mesh has them."""
+    if not axes:
+        return first  # type: ignore[return-value]
+    return [_grid(axes[1:], rank) for rank in axes[0].ranks(first)]

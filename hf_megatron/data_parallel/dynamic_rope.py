@@ -1,0 +1,84 @@
+"""Rotary embeddings that are scaled by the longest text of a call ("dynamic", "longrope"): that of the whole batch.
+
+transformers takes the largest position of what it is given, which of a batch in parts is one of the part. A column with
+the whole batch's largest is added to the positions, and its angles are left out again.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..compat.patch_registry import Shared
+from ..compat.shard_safe import works_on_parts
+from ..context_parallel.packed_sequences import POSITIONS
+from ..parallel_state import ParallelState
+
+_BY_LENGTH = ("dynamic", "longrope")
+_INPUTS = ("input_ids", "inputs_embeds")
+_TOKENS = -2
+
+
+def scales_by_length(config: Any) -> bool:
+    """Tells whether a model's rotary embeddings depend on what else is in a call."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]
+    return any(kind.get("rope_type") in _BY_LENGTH for kind in kinds)
+
+
+class LargestPosition(Shared):
+    """Notes the largest position of each batch of a model, and has its rotary embeddings see it."""
+
+    def __init__(self, model: Any, state: ParallelState):
+        self.state = state
+        self.names = list(inspect.signature(type(model).forward).parameters)[1:]
+        self.largest: Tensor | None = None
+
+    def install(self, model: Any) -> None:
+        """Registers the hooks, on models of which it matters and whose batches lie in parts."""
+        in_parts = max(self.state.axes.size("dp"), self.state.axes.size("pp")) > 1
+        if not in_parts or not scales_by_length(model.config):
+            return
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_hook(self._end, always_call=True)
+        for module in model.modules():
+            if POSITIONS in inspect.signature(type(module).forward).parameters and "rope_type" in vars(module):
+                module.register_forward_pre_hook(self._enter, with_kwargs=True)
+                module.register_forward_hook(self._leave)
+
+    @works_on_parts
+    def _begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        positions, inputs = given.get(POSITIONS), next((given[n] for n in _INPUTS if given.get(n) is not None), None)
+        self.largest = None if positions is None else positions.max()
+        is_of_batch = given.get("labels") is not None or (model.training and torch.is_grad_enabled())
+        if inputs is None or not (is_of_batch and self.state.loss.over_ranks):
+            return
+        # Every rank trains on its rows, or takes their loss for all, and waits for the others there too.
+        if self.largest is None:
+            self.largest = torch.full((), inputs.shape[1] - 1, device=inputs.device)
+        self.largest = self.largest.to(self.state.mesh.device, torch.int64, copy=True)
+        dist.all_reduce(self.largest, dist.ReduceOp.MAX, group=self.state.mesh.group("dp"))
+
+    @works_on_parts
+    def _end(self, model: nn.Module, args: tuple, output: Any) -> None:
+        self.largest = None
+
+    @works_on_parts
+    def _enter(self, rotary: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self.largest is None:
+            return None
+        names = list(inspect.signature(type(rotary).forward).parameters)[1:]
+        bound = dict(zip(names, args, strict=False)) | kwargs
+        positions = bound[POSITIONS]
+        column = self.largest.to(positions).expand(*positions.shape[:-1], 1)
+        return (), bound | {POSITIONS: torch.cat([positions, column], -1)}
+
+    @works_on_parts
+    def _leave(self, rotary: nn.Module, args: tuple, output: Any) -> Any:
+        if self.largest is None:
+            return None
+        return tuple(angles.narrow(_TOKENS, 0, angles.shape[_TOKENS] - 1) for angles in output)

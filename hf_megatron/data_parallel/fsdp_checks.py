@@ -1,0 +1,168 @@
+"""What a loop cannot do with a model whose weights are whole within its forward only (stage 3): each is an error."""
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ..compat.patch_registry import Shared
+from ..compat.upstream import unsharded_parameters
+from ..core.mesh import is_weight_axis
+from ..core.off_stage import is_absent
+from ..errors import UnsupportedError
+
+
+class WholeWithinForward(Shared):
+    """Hook of a module that reads parameters of its own: raises where FSDP2 has not put them together.
+
+    Putting them together for such a call would give the right output, and lose the gradient: FSDP2 reduces gradients
+    when the backward of the module's unit is over, which is that of the model's forward.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def install(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self._enter)
+
+    def _enter(self, module: nn.Module, args: tuple) -> None:
+        if not torch.compiler.is_compiling() and any(map(is_sharded, module._parameters.values())):
+            raise UnsupportedError(
+                f"{self.name} ({type(module).__name__}) was called outside of the model's forward: with zero_stage=3 "
+                "its weights are whole within it only. Read its output with a forward hook, or load the model with "
+                "zero_stage=2."
+            )
+
+
+def is_sharded(parameter: Any) -> bool:
+    """Tells whether this rank holds the part of a parameter that FSDP2 left it."""
+    return isinstance(parameter, DTensor) and is_weight_axis(parameter.device_mesh.mesh_dim_names[0])  # type: ignore[index]
+
+
+class AfterFirstForward(Shared):
+    """Hook of a unit: raises before the model's first forward, after which FSDP2 knows the units and their root."""
+
+    def __init__(self, name: str, has_run: Callable[[], bool]):
+        self.name, self.has_run = name, has_run
+
+    def install(self, unit: nn.Module) -> None:
+        unit.register_forward_pre_hook(self._enter, prepend=True)
+
+    def _enter(self, unit: nn.Module, args: tuple) -> None:
+        if not torch.compiler.is_compiling() and not self.has_run():
+            raise UnsupportedError(
+                f"{self.name} was called before the model's first forward: with zero_stage=3 "
+                "FSDP2 has not put its units together yet. Call the model first, or load it with zero_stage=2."
+            )
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Tells whether FSDP2 splits a module's weights together."""
+    return isinstance(module, FSDPModule)
+
+
+def install_guards(model: nn.Module, has_run: Callable[[], bool]) -> None:
+    """Guards every module with parameters of its own, after FSDP2 has installed its hooks.
+
+    Args:
+        has_run (`Callable`): tells whether the model was called.
+    """
+    for name, module in model.named_modules():
+        if any(parameter is not None for parameter in module._parameters.values()):
+            WholeWithinForward(name).install(module)
+        if is_unit(module) and module is not model:
+            AfterFirstForward(name, has_run).install(module)
+
+
+def refuse_cast(parameters: Iterable[nn.Parameter], before: list[torch.dtype]) -> list[torch.dtype]:
+    """Returns the dtypes of parameters of any shape; raises `UnsupportedError` if they changed since a forward."""
+    dtypes = [parameter.dtype for parameter in parameters]
+    if before and dtypes != before:
+        raise UnsupportedError(
+            "A model with zero_stage=3 was cast after its first forward, for which FSDP2 has made its buffers: cast it "
+            "before, or load it with dtype=... ."
+        )
+    return dtypes
+
+
+class SplitPlaces:
+    """Where the parameters that FSDP2 split stand: it goes on with those whatever is put in their place."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        # Kept, so that no other gets the identity of one.
+        self._all = [module._parameters for module in model.modules()]
+        self._known = set(map(id, self._all))
+        self._holders = [holder for holder in self._all if holder]
+        self._sharing, self._layouts = _sharing(self._found()), _layouts(self._found())
+        self._taken: list[nn.Parameter | None] = []
+
+    def _found(self) -> list[nn.Parameter | None]:
+        return [parameter for holder in self._holders for parameter in holder.values()]
+
+    def check(self) -> None:
+        """Raises `UnsupportedError` if a parameter was tied, untied or exchanged.
+
+        Before the first forward one may be exchanged for another of its layout.
+        """
+        found = self._found()
+        if not self._taken and _sharing(found) == self._sharing and _layouts(found) == self._layouts:
+            # The first forward, in which FSDP2 takes over what it finds, as if it were split as what it split.
+            self._taken = found
+        if len(found) == len(self._taken) and all(map(operator.is_, found, self._taken)):
+            return
+        whole = {id(parameter) for parameter in unsharded_parameters(self.model)}
+        if len(found) != len(self._taken) or any(
+            new is not old and id(new) not in whole for new, old in zip(found, self._taken, strict=True)
+        ):
+            raise UnsupportedError(
+                "A parameter of a model with zero_stage=3 was tied, untied or exchanged, and FSDP2 would go on with "
+                "the old one. Do so in one process before from_pretrained(..., megatron_config=...), copy into the "
+                "parameter, or load the model with zero_stage=2."
+            )
+
+    def refuse_added(self, is_known: Callable[[nn.Parameter], bool]) -> None:
+        """Raises `UnsupportedError` if a module that came later has weights to train, or weights that FSDP2 splits.
+
+        Args:
+            is_known (`Callable`): whether somebody else reduces a parameter's gradient.
+        """
+        for name, module in self.model.named_modules():
+            if id(module._parameters) in self._known:
+                continue
+            for own, parameter in module._parameters.items():
+                if parameter is None or is_absent(parameter) or is_known(parameter):
+                    continue
+                if parameter.requires_grad or is_sharded(parameter):
+                    raise UnsupportedError(
+                        f"{name}.{own} came to a model with zero_stage=3 after loading: FSDP2 neither splits it "
+                        "nor reduces its gradient. Make it part of the model before from_pretrained(..., "
+                        "megatron_config=...), with a class of your own, freeze it, or load the model with "
+                        "zero_stage=2."
+                    )
+
+
+def _sharing(parameters: list[nn.Parameter | None]) -> list[int]:
+    """Numbers places, those that hold the same parameter alike."""
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(id(parameter), len(numbers)) for parameter in parameters]
+
+
+def _layouts(parameters: list[nn.Parameter | None]) -> list[Any]:
+    """Lists how each parameter is split."""
+    return [
+        (parameter.shape, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+        for parameter in parameters
+    ]
+
+
+def refuse_copy(model: nn.Module, memo: dict) -> nn.Module:
+    """Raises `UnsupportedError`: a copy would share the units of FSDP2."""
+    raise UnsupportedError(
+        f"copy.deepcopy of a {type(model).__name__} with zero_stage=3: FSDP2 cannot copy its units. Keep "
+        "`model.state_dict()`, or load the model a second time."
+    )

@@ -1,0 +1,158 @@
+"""The norm of a whole model's gradient from every rank's shards: each entry counted once."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..compat.upstream import local_tensor
+from ..core.communication.full_tensor import placed_gradient
+from ..core.off_stage import is_absent
+from ..errors import ConfigError
+from .engine import engine_of, reducer_of
+from .norm_checks import ListOfRanks, engines_of, has_all, pipelines
+
+
+def _distinct(tensor: Tensor) -> int:
+    """Counts the different shards that a tensor is split into by its placements."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())
+
+
+def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
+    """Maps how many ranks hold the same entries to this rank's share of the gradients, each of any shape.
+
+    Completes what the data parallel ranks have started to reduce, so every rank calls it.
+    """
+    shares: dict[int, list[Tensor]] = {}
+    finished = set()
+    for parameter in parameters:
+        if is_absent(parameter):
+            continue
+        reducer = reducer_of(parameter)
+        if reducer is not None:
+            if reducer not in finished:
+                reducer.settle()
+                finished.add(reducer)
+            gradient, parts = reducer.gradient(parameter), reducer.sharing_of(parameter).shard_size
+        else:
+            gradient, parts = placed_gradient(parameter), 1
+        if gradient is None or not local_tensor(gradient).numel():
+            continue
+        placed, engine = parameter if reducer is not None else gradient, engine_of(parameter)
+        holders = dist.get_world_size() if engine is None else engine.holders(parameter)
+        shares.setdefault(holders // (_distinct(placed) * parts), []).append(local_tensor(gradient))
+    return shares
+
+
+def _norm(listed: ListOfRanks, shares: dict[int, list[Tensor]], norm_type: float) -> tuple[Tensor, Tensor]:
+    """Returns the norm, a scalar, and what was reduced: what it is the root of, and the list's flags `[1 + flags]`."""
+    infinite = norm_type == math.inf
+    meshes = [mesh.device for mesh in pipelines()]
+    found = [shard.device for shards in shares.values() for shard in shards[:1]]
+    device = next(iter((*found, *meshes)), torch.device("cpu"))
+    reduced = torch.zeros(1 + len(listed.flags), dtype=torch.float32, device=device)
+    for index, flag in enumerate(listed.flags):
+        # By itself: a device waits for a copy from the host.
+        reduced[1 + index].fill_(flag)
+    total = reduced[0]
+    for copies, shards in shares.items():
+        norms = torch.stack(torch._foreach_norm(shards, norm_type)).float()
+        part = norms.max() if infinite else norms.pow(norm_type).sum() / copies
+        total.copy_(torch.maximum(total, part) if infinite else total + part)
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
+    return total if infinite else total.pow(1.0 / norm_type), reduced
+
+
+def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Returns the norm, a scalar in fp32, over all parameters with a gradient, the same on every rank.
+
+    Args:
+        parameters: of a model laid out by this library; others are taken as replicated over the world.
+        norm_type (`float`, defaults to 2): any p of 1 or more, or infinity.
+    """
+    parameters = list(parameters)
+    listed = ListOfRanks(parameters)
+    norm, reduced = _norm(listed, local_gradients(parameters), norm_type)
+    if listed.flags:
+        listed.judge(reduced[1:].tolist())
+    return norm
+
+
+def has_finite_gradients(parameters: Iterable[Tensor]) -> bool:
+    """Tells every rank whether all gradients of an optimizer's parameters are finite, on all of them.
+
+    The one place in a step where the host waits for a device: the flags come with the sum.
+    """
+    parameters = list(parameters)
+    listed = ListOfRanks(parameters, in_step=True)
+    total, *flags = _norm(listed, local_gradients(parameters), 2.0)[1].tolist()
+    listed.judge(flags)
+    return math.isfinite(total)
+
+
+def check_norm(norm: Tensor, error_if_nonfinite: bool) -> Tensor:
+    """Returns the norm, a scalar; raises torch's `RuntimeError` if it is asked to and the norm is not finite."""
+    if error_if_nonfinite:
+        _require_finite(bool(torch.isfinite(norm)))
+    return norm
+
+
+def _require_finite(is_finite: bool) -> None:
+    if not is_finite:
+        raise RuntimeError(
+            "The total norm for gradients from `parameters` is non-finite, so it cannot be clipped. To disable this "
+            "error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+        )
+
+
+def clip_grad_norm(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *,
+    in_step: bool = False,
+) -> Tensor:
+    """Scales gradients of any shape to a norm of at most `max_norm`; returns the norm before, a scalar.
+
+    `in_step` tells that an optimizer asks; see `ListOfRanks`.
+    """
+    if norm_type < 1:
+        raise ConfigError(f"clip_grad_norm: norm_type = {norm_type}; expected 1 or more, or infinity.")
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    listed, shares = ListOfRanks(parameters, in_step=in_step), local_gradients(parameters)
+    norm, reduced = _norm(listed, shares, norm_type)
+    total, *flags = reduced.tolist()
+    is_whole, is_finite = listed.judge(flags), math.isfinite(total)
+    if error_if_nonfinite:
+        _require_finite(is_finite)
+    for engine in listed.engines:
+        engine.note_clipping(max_norm, is_finite=is_finite, is_whole=is_whole)
+    _scale(shares, norm, max_norm)
+    return norm
+
+
+def clip_with_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor) -> None:
+    """Scales gradients of any shape by what `total_norm`, a scalar, is more than `max_norm`."""
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else torch.as_tensor(total_norm)
+    engines = engines_of(parameters)
+    is_finite = bool(engines) and bool(torch.isfinite(norm))
+    for engine in engines:
+        # Of all stages' parameters these say nothing.
+        is_whole = engine.state.cut is None and has_all(parameters, [engine])
+        engine.note_clipping(max_norm, is_finite=is_finite, is_whole=is_whole)
+    _scale(local_gradients(parameters), norm, max_norm)
+
+
+def _scale(shares: dict[int, list[Tensor]], norm: Tensor, max_norm: float) -> None:
+    # The same formula as torch.nn.utils.clip_grad_norm_, so that clipped runs stay equal to one process.
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for shards in shares.values():
+        torch._foreach_mul_(shards, factor.to(shards[0].device))

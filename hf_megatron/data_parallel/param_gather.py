@@ -1,0 +1,83 @@
+"""After a step: what each rank owns of the shared parameters, sent to the others.
+
+Over gloo a large parameter is sent from where it lies and received where it belongs. Small ones, and all of them on
+other backends, travel in buckets.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..compat.upstream import local_tensor
+from ..core.communication.bucket_collectives import AllGather, is_pairwise
+from .bucket_assignment import make_buckets
+from .buckets import Bucket, owned_range
+from .grad_sync_groups import Sharing
+
+# Below this, in entries, a message costs more than a copy.
+_LARGE = 2**15
+# Buckets whose rows exist at a time.
+_IN_FLIGHT = 2
+
+
+class Publisher:
+    """Completes parameters of which this rank has updated its own part; every rank of the shard group has one.
+
+    Args:
+        parameters (`Sequence[nn.Parameter]`): in the same order on every rank.
+        sharing (`Sharing`): of all of them.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], sharing: Sharing):
+        self.sharing = sharing
+        in_place = is_pairwise(sharing.shard_group)
+        smallest = _LARGE * sharing.shard_size
+        self._in_place = [p for p in parameters if in_place and local_tensor(p).numel() >= smallest]
+        others = [p for p in parameters if not in_place or local_tensor(p).numel() < smallest]
+        self._buckets = make_buckets(others, lambda _: sharing, None, None)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Returns when the parameters are whole on every rank."""
+        ranks, rank = self.sharing.shard_size, self.sharing.shard_rank
+        works = [work for parameter in self._in_place for work in self._exchange(parameter)]
+        started: list[tuple[Bucket, AllGather]] = []
+        for bucket in self._buckets:
+            rows = bucket.open_rows()
+            for slot in bucket.slots:
+                start, stop = owned_range(slot.entries, ranks, rank)
+                own = slot.own_columns(rows[rank], ranks, rank)
+                own.copy_(local_tensor(slot.parameter).detach().view(-1)[start:stop])
+            started.append((bucket, AllGather(rows, self.sharing.shard_group)))
+            if len(started) == _IN_FLIGHT:
+                _receive(*started.pop(0))
+        for item in started:
+            _receive(*item)
+        for work in works:
+            work.wait()
+
+    def _exchange(self, parameter: nn.Parameter) -> list[Any]:
+        flat: Tensor = local_tensor(parameter).detach().view(-1)
+        ranks, rank, group = self.sharing.shard_size, self.sharing.shard_rank, self.sharing.shard_group
+        parts = [flat[slice(*owned_range(flat.numel(), ranks, other))] for other in range(ranks)]
+        works: list[Any] = []
+        for other, part in enumerate(parts):
+            if other == rank:
+                continue
+            if parts[rank].numel():
+                works.append(dist.isend(parts[rank], group=group, group_dst=other))
+            if part.numel():
+                works.append(dist.irecv(part, group=group, group_src=other))
+        return works
+
+
+def _receive(bucket: Bucket, gather: AllGather) -> None:
+    gather.wait()
+    rows = bucket.open_rows()
+    for slot in bucket.slots:
+        slot.collect_from(rows, local_tensor(slot.parameter).detach())
+    # Kept, they would be a second copy of the weights.
+    bucket.rows = None

@@ -1,0 +1,210 @@
+"""What `.grad` holds of a gradient whose parts lie on several ranks: a tensor without memory that leads to its parts.
+
+Taking it away, scaling, clamping and other edits of single entries act on what this rank owns; edits of its rows go
+back to it (`written_back.py`). Whatever else reads it gets the whole gradient, which the ranks that share it put
+together: they all have to, as with a `DTensor`.
+"""
+
+import sys
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..compat.upstream import dtensor_from_local, in_backward, local_tensor, returns_view
+from ..core.communication.full_tensor import part_like, whole_of
+from ..core.communication.proxy_tensor import StandIn, StandInDTensor
+from ..core.communication.write_through import Whole
+from ..errors import UnsupportedError
+
+_aten = torch.ops.aten
+# Edits of single entries that torch does not tag as such.
+_OF_ENTRIES = {_aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.copy_.default}
+_ALIASES = {_aten.detach.default, _aten.alias.default}
+_ADDITIONS = {_aten.add_.Tensor, _aten.add.Tensor}
+
+
+class GradientOwner(Protocol):
+    """What adds up and reduces the gradients that `ReducedGradient`s stand for; parameters are named by identity.
+
+    Attributes:
+        in_schedule: gradients are added outside of backward.
+    """
+
+    in_schedule: bool
+
+    def parameter(self, key: int) -> Tensor:
+        """Returns the parameter of any shape."""
+
+    def owned_range(self, key: int) -> tuple[int, int]:
+        """Returns the `[start, stop)` of the flattened local parameter that this rank owns."""
+
+    def owned(self, key: int) -> Tensor:
+        """Completes the reduction; returns this rank's entries `[entries]` of a parameter's gradient."""
+
+    def whole(self, key: int) -> Tensor:
+        """Completes the reduction; returns a parameter's gradient, of its shape, on every rank."""
+
+    def replace(self, key: int, gradient: Tensor) -> None:
+        """Takes a whole gradient, of any shape, in the place of a parameter's."""
+
+
+class ReducedGradient(StandIn):
+    """Stands for the gradient of one parameter, of whose shape and dtype it is; made by `stand_in`.
+
+    Attributes:
+        part (`Tensor`, *optional*): what autograd has added, of any shape, until the owner takes it in.
+        is_gone: another one stands for the parameter's gradient now.
+    """
+
+    key: int
+    part: Tensor | None
+    is_gone: bool
+    _owner: "weakref.ref[GradientOwner]"
+
+    @property
+    def owner(self) -> GradientOwner:
+        """What reduces this gradient."""
+        owner = self._owner()
+        if owner is None or self.is_gone:
+            raise UnsupportedError("A gradient was used that `.grad` no longer holds: clone() what is to outlive it.")
+        return owner
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter whose gradient this is."""
+        return self.owner.parameter(self.key)
+
+    def read(self) -> Tensor:
+        """Returns the whole gradient, of its parameter's shape and dtype; every rank that shares it calls it."""
+        return self.owner.whole(self.key)
+
+    def take_part(self) -> Tensor | None:
+        """Hands out what autograd has added, of any shape."""
+        part, self.part = self.part, None
+        return part
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:  # type: ignore[override]
+        first, kwargs = args[0], kwargs or {}
+        if isinstance(first, ReducedGradient):
+            if func in _ALIASES:
+                return first
+            if func in _ADDITIONS and (in_backward() or first.owner.in_schedule):
+                first.part = args[1]
+                return first if func is _aten.add_.Tensor else args[1]
+            if returns_view(func):
+                whole = Whole(first, _read_whole, _replace_whole)
+                return whole.views(func(whole.tensor, *args[1:], **kwargs))
+        edited = _edited(func, args, kwargs)
+        if not any(isinstance(tensor, ReducedGradient) for tensor in edited):
+            args, kwargs = _with_whole(args, kwargs)
+            return func(*args, **kwargs)
+        if not func._schema.name.startswith("aten::_foreach_"):
+            _edit(func, args, kwargs, edited, of_entries=func in _OF_ENTRIES or torch.Tag.pointwise in func.tags)
+            return edited[0]
+        for index, tensor in enumerate(edited):
+            single = [[value[index]] if isinstance(value, (list, tuple)) else value for value in args]
+            _edit(func, single, kwargs, [tensor], of_entries=True)
+        return None
+
+
+class _ReducedDTensor(ReducedGradient, StandInDTensor):
+    """The gradient of a `DTensor`."""
+
+    def __getattr__(self, name: str) -> Any:
+        # A slot that is never filled, where a property would keep `Module.to` from swapping gradients.
+        if name == "_local_tensor":
+            return local_tensor(self.read())
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def stand_in(parameter: Tensor, owner: GradientOwner) -> ReducedGradient:
+    """Makes what stands in `.grad` of a parameter, of any shape."""
+    kind = _ReducedDTensor if isinstance(parameter, DTensor) else ReducedGradient
+    gradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        kind, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+    )
+    # The parameter holds it where the cyclic collector does not look: it must keep neither parameter nor model.
+    gradient.key, gradient.part, gradient.is_gone = id(parameter), None, False
+    gradient._owner = weakref.ref(owner)
+    if isinstance(parameter, DTensor):
+        gradient._spec = parameter._spec  # type: ignore[attr-defined]
+    return gradient
+
+
+def is_held(gradients: dict[int, ReducedGradient], key: int) -> bool:
+    """Tells whether somebody else than this dictionary refers to one of its gradients, which is not in `.grad`."""
+    return sys.getrefcount(gradients[key]) > _ALONE
+
+
+_ALONE = next(sys.getrefcount(alone[key]) for alone, key in [({0: object()}, 0)])
+
+
+def _edited(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    """Lists the tensors that a function writes to."""
+    edited: list[Tensor] = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            edited += value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    return edited
+
+
+def _with_whole(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return tree_map_only(ReducedGradient, ReducedGradient.read, (args, kwargs))
+
+
+def _edit(func: Any, args: Any, kwargs: dict[str, Any], edited: list[Tensor], *, of_entries: bool) -> None:
+    """Applies a function to gradients, of which this rank edits its own entries where that is all it takes."""
+    gradient = edited[0]
+    if of_entries and isinstance(gradient, ReducedGradient) and len(edited) == 1:
+        operands = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if all(_lies_like(gradient, operand) for operand in operands):
+            args, kwargs = tree_map_only(Tensor, lambda operand: _own_part(gradient, operand), (args, kwargs))
+            func(*args, **kwargs)
+            return
+    whole = {id(tensor): tensor.read() for tensor in edited if isinstance(tensor, ReducedGradient)}
+    args, kwargs = tree_map_only(Tensor, lambda tensor: whole.get(id(tensor), tensor), (args, kwargs))
+    args, kwargs = _with_whole(args, kwargs)
+    func(*args, **kwargs)
+    for tensor in edited:
+        if isinstance(tensor, ReducedGradient):
+            tensor.owner.replace(tensor.key, whole[id(tensor)])
+
+
+def _read_whole(gradient: ReducedGradient) -> Tensor:
+    return whole_of(gradient.read())
+
+
+def _replace_whole(whole: Tensor, gradient: ReducedGradient) -> None:
+    parameter = gradient.parameter
+    if isinstance(parameter, DTensor):
+        whole = dtensor_from_local(part_like(whole, parameter), parameter)
+    gradient.owner.replace(gradient.key, whole.clone())
+
+
+def _lies_like(gradient: ReducedGradient, operand: Tensor) -> bool:
+    """Tells whether the entries of an operand that belong to this rank's of the gradient are here."""
+    if isinstance(operand, ReducedGradient) and operand is not gradient:
+        same = operand.shape == gradient.shape and isinstance(operand, DTensor) == isinstance(gradient, DTensor)
+        return same and operand.owner.owned_range(operand.key) == gradient.owner.owned_range(gradient.key)
+    if isinstance(operand, DTensor):
+        whole = all(placement.is_replicate() for placement in operand.placements)
+        like = isinstance(gradient, DTensor) and operand.placements == gradient.placements
+        return (operand.dim() == 0 and whole) or (like and operand.shape == gradient.shape)
+    return operand.dim() == 0 or (operand.shape == gradient.shape and not isinstance(gradient, DTensor))
+
+
+def _own_part(gradient: ReducedGradient, operand: Tensor) -> Tensor:
+    if isinstance(operand, ReducedGradient):
+        return operand.owner.owned(operand.key)
+    local = local_tensor(operand)
+    return (
+        local
+        if local.dim() == 0 and gradient.dim()
+        else local.reshape(-1)[slice(*gradient.owner.owned_range(gradient.key))]
+    )

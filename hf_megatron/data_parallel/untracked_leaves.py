@@ -1,0 +1,104 @@
+"""Trained tensors behind or inside a data parallel model that are not its parameters: nobody reduces their gradients.
+
+They are looked for in autograd's graph when a backward begins: between the loss and what models returned every time,
+inside of models after their first forward, and when forward hooks have come.
+"""
+
+from functools import cached_property, partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from ..compat.upstream import in_backward, unsharded_parameters
+from ..errors import UnsupportedError
+from .autograd_boundary import LEAVING, STOPPED, UNREDUCED, refuse_foreign, walk
+from .engine import DataParallel, data_parallel_engines, engine_of
+from .fsdp_checks import is_sharded
+
+
+def check_backward(tensors: Any) -> None:
+    """Looks at what a backward from tensors of any shape will reach.
+
+    Raises:
+        UnsupportedError: a trained tensor gets a gradient through a data parallel model, and is none of its parameters.
+    """
+    engines = data_parallel_engines()
+    if not engines:
+        return
+    is_inner = in_backward() or any(engine.is_running for engine in engines)
+    looks_inside = any(engine.is_unknown for engine in engines)
+    if is_inner and not looks_inside:
+        # Recomputed layers, and a pipeline's schedule.
+        return
+    roots = [tensors] if isinstance(tensors, Tensor | GradientEdge) else tensors
+    outside, leaving = walk([root.grad_fn if isinstance(root, Tensor) else root.node for root in roots], LEAVING)
+    inside = [node.next_functions[0][0] for node in leaving]
+    found, _ = walk(inside, STOPPED) if looks_inside else ([], [])
+    own = _Own(engines)
+    if leaving:
+        refuse_foreign(leaf for leaf in outside if leaf not in own)
+    else:
+        found = outside
+    foreign = [leaf for leaf in found if leaf not in own]
+    owned = len(foreign) < len(found)
+    if not leaving:
+        # Another model of this process, without replicas, may run its own backwards.
+        foreign = [leaf for leaf in foreign if engine_of(leaf) is None]
+    is_inside = is_inner and any(engine.is_running or engine.was_differentiated for engine in engines)
+    if leaving or is_inside or owned:
+        refuse_foreign(leaf for leaf in foreign if isinstance(leaf, nn.Parameter))
+        for leaf in foreign:
+            # Loops ask outputs of frozen embeddings for a gradient, which nobody trains: an optimizer tells.
+            setattr(leaf, UNREDUCED, True)
+        for engine in engines:
+            engine.was_differentiated = True
+
+
+class _Own:
+    """Tells the leaves that some engines' models are trained by, or that nobody trains."""
+
+    def __init__(self, engines: list[DataParallel]):
+        self.engines = engines
+
+    @cached_property
+    def _whole(self) -> set[int]:
+        sharded = (engine.model for engine in self.engines if engine.state.shards_weights)
+        return {id(parameter) for model in sharded for parameter in unsharded_parameters(model)}
+
+    def __contains__(self, leaf: Tensor) -> bool:
+        # A leaf without entries tells a backward what it is asked for.
+        if not leaf.requires_grad or not leaf.numel():
+            return True
+        engine = engine_of(leaf)
+        if engine is not None and engine.mesh.adds_up_gradients:
+            return is_sharded(leaf) or not engine.state.shards_weights or engine.is_apart(leaf)
+        return id(leaf) in self._whole
+
+
+def refuse_activation_hook(tensor: Tensor, hook: Any) -> None:
+    """Raises `UnsupportedError` for a hook of the loop's on a tensor of any shape computed with data parallel weights.
+
+    Its gradient carries the factor that losses are multiplied by, because those of parameters are averaged.
+    """
+    function = hook.func if isinstance(hook, partial) else hook
+    if not str(function.__module__).startswith(_LIBRARIES):
+        refuse_gradient(tensor, "A hook on the gradient")
+
+
+def refuse_gradient(tensor: Tensor, what: str) -> None:
+    """Raises `UnsupportedError` for a look at the gradient of a tensor of any shape made with data parallel weights."""
+    engines = data_parallel_engines()
+    if not engines:
+        return
+    leaves, own = walk([tensor.grad_fn])[0], _Own(engines)
+    if any(leaf.numel() and leaf.requires_grad and leaf in own for leaf in leaves):
+        raise UnsupportedError(
+            f"{what} of an activation of a data parallel model: it would be that of this rank's part of a batch, with "
+            "a factor. Remove it, and change or read `parameter.grad` between backward() and step(), or train with "
+            "dp_size=1 and cp_size=1."
+        )
+
+
+# Whose hooks take no gradient for one of one process.
+_LIBRARIES = ("torch.distributed.", "torch.utils.", "hf_megatron.", "accelerate.", "transformers.", "trl.")

@@ -1,0 +1,1 @@
+"""Megatron indexed datasets, sample order, blends and streams."""

@@ -1,0 +1,105 @@
+"""Samples of several datasets in turns, as their weights say."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from ..errors import DataError
+from .index_cache import cached_arrays
+from .megatron_cache import megatron_blend
+from .ordered_dataset import OrderedDataset, WithoutSamples
+from .pretraining import PretrainingDataset
+from .sample_index import BlendOrder, blend_order, exhaustive_order, samples_of_blend
+
+
+class BlendedDataset(OrderedDataset):
+    """Samples of several datasets in turns, as `BlendedDataset` of Megatron-Core takes them.
+
+    Args:
+        datasets: of one kind; each in an order of its own.
+        weights (*optional*): how often each comes; by default as their sizes say.
+        samples (`int`, *optional*): of the blend; by default each dataset is taken to its end, without weights.
+        cache (`str` or `Path`, *optional*): as of `PretrainingDataset`.
+
+    Raises:
+        DataError: as many weights as there are no datasets, weights that are not above 0, or a dataset that has fewer
+            samples than are taken of it.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[OrderedDataset],
+        weights: Sequence[float] | None = None,
+        samples: int | None = None,
+        *,
+        cache: str | os.PathLike[str] | None = None,
+    ):
+        self.datasets = list(datasets)
+        sizes = [len(dataset) for dataset in self.datasets]
+        if not sizes or (weights is not None and len(weights) != len(sizes)):
+            raise DataError(f"a blend of {len(sizes)} datasets with {len(weights or ())} weights.")
+        if any(isinstance(one, WithoutSamples) or one.seen or one.ramp_up for one in self.datasets):
+            raise DataError(
+                "a blend of datasets of which samples are left out or were seen, or that say how large a step is: a "
+                "run counts those of the blend. Leave them out of it, WithoutSamples(BlendedDataset(...), ...), or set "
+                "its seen and its ramp_up."
+            )
+        if len({one.is_shifted for one in self.datasets}) > 1:
+            raise DataError("a blend of datasets of which some have labels of the next tokens, and some have not.")
+        self.is_shifted = self.datasets[0].is_shifted
+        if weights is not None and (samples is None or min(weights) <= 0):
+            raise DataError(f"weights = {list(weights)}, samples = {samples}: expected weights above 0, and samples.")
+        if samples is not None and samples < 1:
+            raise DataError(f"samples = {samples}: expected 1 or more.")
+        if weights is not None and samples is not None:
+            samples = sum(samples_of_blend(weights, samples)[0])
+        elif samples is not None:
+            samples = min(samples, sum(sizes))
+        self.order_key = {
+            "kind": "blend",
+            "datasets": [dataset.order_key for dataset in self.datasets],
+            "weights": sizes if weights is None else [float(weight) for weight in weights],
+            # A longer blend begins as a shorter one.
+            "to the end": samples is None,
+        }
+
+        # Weights that are given are divided by their sum before `BlendedDataset` does it, which is not the same.
+        shares: Sequence[float] = sizes if weights is None else (weights / np.sum(weights)).tolist()
+
+        def make() -> Mapping[str, np.ndarray]:
+            order = self._kept(cache, shares, samples)
+            if order is None:
+                order = exhaustive_order(sizes) if samples is None else blend_order(shares, samples)
+            return _with_taken(order, len(sizes))
+
+        key = {"of": "blend", "weights": self.order_key["weights"], "samples": samples}
+        arrays = cached_arrays(key, None if cache is None else Path(cache), make)
+        self.order = BlendOrder(arrays["dataset"], arrays["sample"])
+        for number, (size, taken) in enumerate(zip(sizes, arrays["taken"].tolist(), strict=True)):
+            if taken > size:
+                raise DataError(f"dataset {number} of the blend has {size} samples, of which {taken} are taken.")
+
+    def _kept(
+        self, cache: str | os.PathLike[str] | None, shares: Sequence[float], samples: int | None
+    ) -> BlendOrder | None:
+        """Returns what Megatron-LM left of the same blend."""
+        described = [one.described() for one in self.datasets if isinstance(one, PretrainingDataset)]
+        if cache is None or len(described) != len(self.datasets):
+            return None
+        return megatron_blend(Path(cache), described, shares, samples)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, sample: int) -> dict[str, Tensor]:
+        if not 0 <= sample < len(self):
+            raise IndexError(f"sample {sample} of {len(self)}")
+        return self.datasets[int(self.order.dataset[sample])][int(self.order.sample[sample])]
+
+
+def _with_taken(order: BlendOrder, datasets: int) -> Mapping[str, np.ndarray]:
+    taken = np.bincount(order.dataset, minlength=datasets)
+    return {"dataset": order.dataset, "sample": order.sample, "taken": taken}

@@ -1,0 +1,173 @@
+"""Writing Megatron's indexed datasets, and putting several together."""
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from ..core.io.safe_paths import replace_file, sync_directory
+from ..errors import DataError
+from .indexed import CODES, HEADER, MAGIC, VERSION, IndexedDataset
+
+
+class IndexedWriter:
+    """Writes a pair of files; they have their names once all is written.
+
+        with IndexedWriter("corpus_text_document", token_dtype(vocab_size)) as writer:
+            for text in texts:
+                writer.add_document([tokenizer(text).input_ids])
+
+    Args:
+        prefix (`str` or `Path`): path of both files without `.bin` and `.idx`.
+        dtype: of tokens.
+        multimodal (`bool`, defaults to `False`): whether each sequence has a mode.
+
+    Raises:
+        DataError: a type that the format has not, or files that are there already.
+    """
+
+    def __init__(
+        self, prefix: str | os.PathLike[str], dtype: Any, *, multimodal: bool = False, overwrite: bool = False
+    ):
+        self.prefix, self.dtype, self.multimodal = os.fspath(prefix), np.dtype(dtype), multimodal
+        if self.dtype not in CODES:
+            raise DataError(f"IndexedWriter(dtype={self.dtype}): expected one of {', '.join(map(str, CODES))}.")
+        self.index_path, self.data_path = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
+        if not overwrite and (found := next((p for p in (self.index_path, self.data_path) if p.exists()), None)):
+            raise DataError(
+                f"{found}: is there already; name another prefix, or say that it may be replaced (overwrite)."
+            )
+        self._partial = self.data_path.with_name(f"{self.data_path.name}.partial-{os.getpid()}")
+        self._file: Any = None
+        self._lengths: list[int] = []
+        self._ends = [0]
+        self._modes: list[int] = []
+
+    def __enter__(self) -> "IndexedWriter":
+        self.data_path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self._partial, "wb")  # noqa: SIM115 - closed when it is left
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        index = self.index_path.with_name(f"{self.index_path.name}.partial-{os.getpid()}")
+        try:
+            with self._file:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            if kind is None:
+                self._publish(index)
+        finally:
+            # Nothing is left of what could not be written: the disk may be full.
+            self._partial.unlink(missing_ok=True)
+            index.unlink(missing_ok=True)
+
+    def _publish(self, index: Path) -> None:
+        """Gives both files their names when both are written; what had these stays until then."""
+        if not self._lengths:
+            raise DataError(f"{self.prefix}: nothing was written.")
+        write_index(index, self.dtype, self._lengths, self._ends, self._modes if self.multimodal else None)
+        # Without an index nobody takes the data for a dataset.
+        self.index_path.unlink(missing_ok=True)
+        os.replace(self._partial, self.data_path)
+        os.replace(index, self.index_path)
+        sync_directory(self.data_path.parent)
+
+    def add_document(self, sequences: Iterable[Any], modes: Sequence[int] | None = None) -> None:
+        """Adds a document of some sequences of tokens.
+
+        Raises:
+            DataError: tokens that the type does not hold, or another number of modes.
+        """
+        made = [self._tokens(tokens) for tokens in sequences]
+        given = None if modes is None else list(modes)
+        if self.multimodal != (given is not None) or (given is not None and len(given) != len(made)):
+            raise DataError(f"{self.prefix}: a document of {len(made)} sequences has modes {given}.")
+        for tokens in made:
+            self._file.write(tokens.tobytes(order="C"))
+            self._lengths.append(tokens.size)
+        self._modes += given or ()
+        self._ends.append(len(self._lengths))
+
+    def _tokens(self, tokens: Any) -> np.ndarray:
+        given = np.asarray(tokens)
+        if given.ndim != 1:
+            raise DataError(
+                f"{self.prefix}: a sequence of {given.ndim} dims: expected one, of tokens; a document is a list of "
+                "sequences."
+            )
+        made = given.astype(self.dtype)
+        if not np.array_equal(given, made):
+            wrong = given[given != made][0]
+            raise DataError(f"{self.prefix}: token {wrong} in {self.dtype}, which does not hold it.")
+        return made
+
+    def add_dataset(self, other: IndexedDataset) -> None:
+        """Adds all documents of another dataset of the same type.
+
+        Raises:
+            DataError: the types differ, or the other's index is damaged.
+        """
+        other.verify_index()
+        if other.dtype != self.dtype or other.multimodal != self.multimodal:
+            raise DataError(f"{other.prefix}: has {other.dtype}, and {self.prefix} is written in {self.dtype}.")
+        with open(other.data_path, "rb") as file:
+            while block := file.read(1 << 24):
+                self._file.write(block)
+        before = len(self._lengths)
+        self._lengths += other.lengths.tolist()
+        # The leading 0 is the end of what was there.
+        self._ends += (other.documents[1:] + before).tolist()
+        self._modes += [] if other.modes is None else other.modes.tolist()
+
+
+def write_index(
+    path: Path,
+    dtype: np.dtype,
+    lengths: Sequence[int] | np.ndarray,
+    ends: Sequence[int] | np.ndarray,
+    modes: Sequence[int] | None = None,
+) -> None:
+    """Writes an index.
+
+    Args:
+        lengths: of all sequences.
+        ends: 0, and the number of sequences behind each document.
+        modes (*optional*): of each sequence.
+    """
+    sizes = np.asarray(lengths, dtype="<i4")
+    offsets = np.zeros(len(sizes), dtype="<i8")
+    np.cumsum(sizes[:-1], dtype=np.int64, out=offsets[1:])
+    offsets *= dtype.itemsize
+
+    def write(partial: Path) -> None:
+        with open(partial, "wb") as file:
+            file.write(HEADER.pack(MAGIC, VERSION, CODES[dtype], len(sizes), len(ends)))
+            file.write(sizes.tobytes())
+            file.write(offsets.tobytes())
+            file.write(np.asarray(ends, dtype="<i8").tobytes())
+            if modes is not None:
+                file.write(np.asarray(modes, dtype="i1").tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+
+    replace_file(path, write)
+    sync_directory(path.parent)
+
+
+def merge_datasets(prefix: str | os.PathLike[str], sources: Sequence[str | os.PathLike[str]], **options: Any) -> None:
+    """Writes the documents of several datasets, one after the other, into one.
+
+    Raises:
+        DataError: a source that cannot be read or is of another type, or a target that is there already.
+    """
+    opened = [IndexedDataset(source) for source in sources]
+    if not opened:
+        raise DataError(f"{prefix}: nothing to merge.")
+    with IndexedWriter(prefix, opened[0].dtype, **options) as writer:
+        for dataset in opened:
+            writer.add_dataset(dataset)

@@ -1,0 +1,251 @@
+"""The datasets of a run of Megatron-LM, from its arguments: the same files, blends, splits and seeds."""
+
+import functools
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError
+from .argument_values import truth_value, whole_number, with_defaults
+from .blended import BlendedDataset
+from .indexed import IndexedDataset
+from .ordered_dataset import OrderedDataset, WithoutSamples
+from .pretraining import PretrainingDataset
+from .ramp_up import BatchRampUp
+from .sample_index import SPLITS, parse_split, samples_of_blend
+
+# Argument -> its default in Megatron-LM (`megatron/training/arguments.py`).
+_DEFAULTS: dict[str, Any] = {
+    "data_path": None,
+    "data_args_path": None,
+    "train_data_path": None,
+    "valid_data_path": None,
+    "test_data_path": None,
+    "per_split_data_args_path": None,
+    "data_cache_path": None,
+    "split": None,
+    "seed": 1234,
+    "seq_length": None,
+    "train_iters": None,
+    "train_samples": None,
+    "global_batch_size": None,
+    "rampup_batch_size": None,
+    "eval_interval": 1000,
+    "eval_iters": 100,
+    "eod_mask_loss": False,
+    "reset_position_ids": False,
+    "reset_attention_mask": False,
+}
+_SPLIT = "969,30,1"
+_OWN_PATHS = {f"{split}_data_path": split for split in SPLITS}
+
+
+@dataclass(frozen=True)
+class PretrainingSplits:
+    """The datasets of a run; `None` for a split without any documents or samples.
+
+    Attributes:
+        train, valid, test: as Megatron-LM builds them, whole epochs.
+        evaluated (`int`): samples that one evaluation takes there.
+    """
+
+    train: OrderedDataset | None
+    valid: OrderedDataset | None
+    test: OrderedDataset | None
+    evaluated: int
+
+    @property
+    def evaluation(self) -> OrderedDataset | None:
+        """What Trainer evaluates on each time: the first samples of `valid`, where Megatron-LM takes the next ones."""
+        if self.valid is None or len(self.valid) <= self.evaluated:
+            return self.valid
+        return WithoutSamples(self.valid, [(self.evaluated, len(self.valid))])
+
+
+def datasets_from_megatron_args(
+    arguments: Mapping[str, Any],
+    *,
+    pad_token: int | None = None,
+    eod_token: int | None = None,
+    dataset: Callable[..., OrderedDataset] | None = None,
+) -> PretrainingSplits:
+    """Builds the datasets that Megatron-LM builds of its arguments, whole epochs of which its run needs the beginning.
+
+    `--data-path` or `--data-args-path` with `--split`, or `--train-data-path`, `--valid-data-path` and
+    `--test-data-path`, or `--per-split-data-args-path`: one prefix, prefixes, or weights and prefixes in turns.
+    `--train-iters` or `--train-samples`, `--global-batch-size`, `--eval-interval` and `--eval-iters` say how many
+    samples there are; with `--rampup-batch-size` the train samples say how large steps are. `--seq-length`, `--seed`,
+    `--data-cache-path` and `--eod-mask-loss`; `--reset-position-ids` with `--reset-attention-mask`.
+
+    Args:
+        arguments: by name, with or without leading dashes; numbers may be text.
+        pad_token (`int`, *optional*): as of `PretrainingDataset`.
+        eod_token (`int`, *optional*): as of `PretrainingDataset`.
+        dataset (*optional*): makes the dataset of a file and a split, of `sequence_length`, `samples`, `seed`, `share`
+            and `cache`, as `functools.partial(BertDataset, tokenizer=tokenizer)` does; `PretrainingDataset` by default.
+
+    Raises:
+        DataError: an argument that is none, that is missing, or that excludes another one.
+    """
+    given = with_defaults(arguments, _DEFAULTS, "data")
+    for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+        given[name] = truth_value(given, name)
+    if given["reset_position_ids"] != given["reset_attention_mask"]:
+        raise DataError(
+            "reset_position_ids and reset_attention_mask: expected both or neither; models of transformers attend "
+            "within documents where positions begin again."
+        )
+    of_causal_models = {
+        "pad_token": pad_token,
+        "eod_token": eod_token,
+        "eod_mask_loss": given["eod_mask_loss"],
+        "restart": "eod" if given["reset_position_ids"] else None,
+    }
+    if dataset is not None and (said := [name for name, value in of_causal_models.items() if value]):
+        raise DataError(f"{', '.join(said)}: are of PretrainingDataset, and dataset= makes another one.")
+    make = functools.partial(
+        functools.partial(PretrainingDataset, **of_causal_models) if dataset is None else dataset,
+        sequence_length=whole_number(given, "seq_length"),
+        seed=whole_number(given, "seed"),
+        cache=given["data_cache_path"],
+    )
+    ramp_up = _ramp_up(given)
+    wanted, whole = _samples(given, ramp_up), _blend(given, "data_path", "data_args_path")
+    own = _blends_of_splits(given)
+    if (whole is None) == (own is None):
+        raise DataError("expected data_path (or data_args_path), or paths of each split; " + _present(given))
+    if own is not None:
+        if given["split"] is not None:
+            raise DataError(f"split = {given['split']!r} goes with data_path; each split has files of its own here.")
+        # Of one prefix the weight is none there.
+        alone = {split: (blend[0], None) if blend and len(blend[0]) == 1 else blend for split, blend in own.items()}
+        found = [_dataset(alone[split], (0.0, 1.0), wanted[split], make) for split in SPLITS]
+    else:
+        shares = parse_split(given["split"] or _SPLIT)
+        found = [_dataset(whole, share, wanted[split], make) for split, share in zip(SPLITS, shares, strict=True)]
+    if found[0] is not None:
+        found[0].ramp_up = ramp_up
+    return PretrainingSplits(found[0], found[1], found[2], wanted["test"])
+
+
+def _content(file: Any, name: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{name} = {str(file)!r}: {error.strerror}.") from None
+
+
+def _present(given: Mapping[str, Any]) -> str:
+    named = [name for name in given if name.endswith(("data_path", "args_path")) and given[name] is not None]
+    return f"given are {', '.join(named)}." if named else "none of them is given."
+
+
+def _ramp_up(given: Mapping[str, Any]) -> BatchRampUp | None:
+    said = given["rampup_batch_size"]
+    if said is None:
+        return None
+    words = said.split() if isinstance(said, str) else said
+    if not isinstance(words, Sequence) or len(words) != 3:
+        raise DataError(f"rampup_batch_size = {said!r}: expected the first batch, its increment, and samples.")
+    if given["train_samples"] is None:
+        raise DataError("rampup_batch_size: Megatron-LM has it with train_samples alone, not with train_iters.")
+    numbers = [whole_number({"rampup_batch_size": word}, "rampup_batch_size", 1) for word in words]
+    return BatchRampUp(whole_number(given, "global_batch_size", 1), *numbers)
+
+
+def _samples(given: Mapping[str, Any], ramp_up: BatchRampUp | None) -> dict[str, int]:
+    """Counts the samples of each split as Megatron's trainer does."""
+    if (given["train_iters"] is None) == (given["train_samples"] is None):
+        raise DataError("expected either train_iters or train_samples.")
+    batch = whole_number(given, "global_batch_size", 1)
+    if given["train_samples"] is not None:
+        train = whole_number(given, "train_samples")
+        iterations = train // batch if ramp_up is None else ramp_up.steps(train)
+    else:
+        iterations = whole_number(given, "train_iters")
+        train = iterations * batch
+    interval, rounds = whole_number(given, "eval_interval", 1), whole_number(given, "eval_iters")
+    return {
+        "train": train,
+        "valid": (iterations // interval + 1) * rounds * batch if rounds else 0,
+        "test": rounds * batch,
+    }
+
+
+Blend = tuple[list[str], list[float] | None]
+
+
+def _blend(given: Mapping[str, Any], name: str, file: str) -> Blend | None:
+    if given[name] is not None and given[file] is not None:
+        raise DataError(f"{name} and {file}: expected one of them.")
+    words = given[name]
+    if given[file] is not None:
+        words = _content(given[file], file)
+    return None if words is None else _parsed(words, name)
+
+
+def _parsed(words: str | os.PathLike[str] | Sequence[Any], name: str) -> Blend:
+    """Reads prefixes, or weights and prefixes in turns (`get_blend_from_list`)."""
+    listed = words.split() if isinstance(words, str) else [words] if isinstance(words, os.PathLike) else list(words)
+    texts = [os.fspath(word).strip() if isinstance(word, str | os.PathLike) else str(word) for word in listed]
+    if not texts:
+        raise DataError(f"{name}: names no files.")
+    weights = [_weight(text) for text in texts[::2]]
+    if len(texts) % 2 or all(weight is None for weight in weights):
+        return texts, None
+    if any(weight is None for weight in weights):
+        raise DataError(f"{name} = {' '.join(texts)}: expected prefixes alone, or a weight before each of them.")
+    return texts[1::2], [weight for weight in weights if weight is not None]
+
+
+def _weight(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _blends_of_splits(given: Mapping[str, Any]) -> dict[str, Blend | None] | None:
+    file = given["per_split_data_args_path"]
+    named = {split: given[name] for name, split in _OWN_PATHS.items()}
+    if file is not None:
+        if any(value is not None for value in named.values()):
+            raise DataError("per_split_data_args_path and paths of splits: expected one of them.")
+        try:
+            said = json.loads(_content(file, "per_split_data_args_path"))
+        except ValueError as error:
+            raise DataError(f"per_split_data_args_path = {str(file)!r}: is no JSON ({error}).") from None
+        if not isinstance(said, dict) or not all(
+            value is None or isinstance(value, str | list) for value in said.values()
+        ):
+            raise DataError(f"{file}: expected the paths of each split, as text or a list.")
+        if unknown := set(said) - set(SPLITS):
+            raise DataError(f"{file}: has {', '.join(sorted(unknown))}; expected {', '.join(SPLITS)}.")
+        named = {split: said.get(split) for split in SPLITS}
+    if all(value is None for value in named.values()):
+        return None
+    return {split: None if value is None else _parsed(value, f"{split}_data_path") for split, value in named.items()}
+
+
+def _dataset(
+    blend: Blend | None, share: tuple[float, float] | None, samples: int, make: "functools.partial[OrderedDataset]"
+) -> OrderedDataset | None:
+    """Builds what `BlendedMegatronDatasetBuilder` builds of one split."""
+    if blend is None or share is None or samples == 0:
+        return None
+    prefixes, weights = blend
+    if weights is None and len(prefixes) == 1:
+        return make(IndexedDataset(prefixes[0]), samples=samples, share=share)
+    sizes: list[int | None] = [None] * len(prefixes)
+    if weights is not None:
+        if not all(math.isfinite(weight) and weight > 0 for weight in weights):
+            raise DataError(f"weights {weights} of a blend: expected numbers above 0.")
+        sizes = [*samples_of_blend(weights, samples)[1]]
+    datasets = [
+        make(IndexedDataset(prefix), samples=size, share=share) for prefix, size in zip(prefixes, sizes, strict=True)
+    ]
+    return BlendedDataset(datasets, weights, samples, cache=make.keywords["cache"])

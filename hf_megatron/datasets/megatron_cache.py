@@ -1,0 +1,177 @@
+"""Indices that Megatron-LM left in its own cache, read where they are of the same samples.
+
+`GPTDataset` leaves a description beside its three arrays, and `BlendedDataset` beside its two. It does not say whether
+samples have one token more, nor how large the files were: the arrays are compared with what their first documents give.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .sample_index import SPLITS, BlendOrder, blend_order, count_of_samples, starts_of_samples
+
+_DESCRIPTION = "-description.txt"
+# Megatron's file -> the array's name here.
+_ARRAYS = {"document_index": "documents", "sample_index": "starts", "shuffle_index": "shuffle"}
+# Documents whose samples are compared.
+_COMPARED = 4096
+# Samples whose lengths are added up.
+_LOOKED_AT = 256
+
+
+def default_folder(prefix: str) -> Path:
+    """Names the folder that Megatron-LM takes without `--data-cache-path`."""
+    return Path(prefix, "cache", "GPTDataset_indices")
+
+
+def megatron_arrays(
+    folder: Path,
+    prefix: str,
+    lengths: np.ndarray,
+    bounds: tuple[int, int],
+    tokens: int,
+    epochs: int,
+    share: tuple[float, float],
+    asked: Mapping[str, Any],
+) -> Mapping[str, np.ndarray] | None:
+    """Returns the arrays of a folder whose description and first samples are those that are asked for; else `None`.
+
+    Args:
+        prefix (`str`): of the pair.
+        lengths: of all its sequences.
+        bounds: the first sequence of the split, and the one behind its last.
+        tokens (`int`): of the split.
+        epochs (`int`): that are read.
+        share: of the split.
+        asked: sequence length, samples and seed, and what samples are like.
+    """
+    for path in sorted(folder.glob(f"*-GPTDataset-*{_DESCRIPTION}")) if folder.is_dir() else ():
+        said = _described(path)
+        if said is None or not _is_asked_for(said, prefix, share, asked):
+            continue
+        base = str(path).removesuffix(_DESCRIPTION)
+        try:
+            arrays = {
+                name: np.load(f"{base}-{file}.npy", mmap_mode="r", allow_pickle=False) for file, name in _ARRAYS.items()
+            }
+            written = min(os.stat(f"{base}-{file}.npy").st_mtime_ns for file in _ARRAYS)
+        except (OSError, ValueError, EOFError):
+            continue
+        # Of files that were there before.
+        if written > os.stat(f"{prefix}.idx").st_mtime_ns and _fit(
+            arrays, lengths, bounds, epochs * tokens, epochs, asked
+        ):
+            return arrays
+    return None
+
+
+def megatron_blend(
+    folder: Path,
+    datasets: Sequence[tuple[str, tuple[float, float], Mapping[str, Any]]],
+    weights: Sequence[float],
+    size: int | None,
+) -> BlendOrder | None:
+    """Returns the kept order of a blend whose description and first samples are those that are asked for; else `None`.
+
+    Args:
+        datasets: of each its prefix, its split's share, and what is asked of it.
+        weights: that samples are taken by, or the sizes of datasets that are taken to their ends.
+        size (`int`, *optional*): samples of the blend; without one datasets are taken to their ends.
+    """
+    total = int(sum(weights)) if size is None else size
+    shares = np.asarray(weights, dtype=np.float64)
+    described = list(weights) if size is None else (shares / np.sum(shares)).tolist()
+    for path in sorted(folder.glob(f"*-BlendedDataset-*{_DESCRIPTION}")) if folder.is_dir() else ():
+        said = _described(path)
+        if said is None or said.get("size") != size or said.get("weights") != described:
+            continue
+        parts = said.get("datasets")
+        if not isinstance(parts, list) or len(parts) != len(datasets):
+            continue
+        if not all(_is_asked_for(part, *one) for part, one in zip(parts, datasets, strict=True)):
+            continue
+        base = str(path).removesuffix(_DESCRIPTION)
+        try:
+            dataset, sample = (
+                np.load(f"{base}-{name}.npy", mmap_mode="r", allow_pickle=False)
+                for name in ("dataset_index", "dataset_sample_index")
+            )
+        except (OSError, ValueError, EOFError):
+            continue
+        if dataset.shape == sample.shape == (total,) and _begins_as(dataset, sample, weights, size):
+            return BlendOrder(dataset, sample)
+    return None
+
+
+def _begins_as(dataset: np.ndarray, sample: np.ndarray, weights: Sequence[float], size: int | None) -> bool:
+    """Says whether the first samples are those that the rule gives; without a size none may be used up before."""
+    compared = min(len(dataset), _COMPARED if size is not None else int(min(weights)))
+    wanted = blend_order([float(weight) for weight in weights], compared)
+    return np.array_equal(dataset[:compared], wanted.dataset) and np.array_equal(sample[:compared], wanted.sample)
+
+
+def _described(path: Path) -> dict[str, Any] | None:
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return said if isinstance(said, dict) else None
+
+
+def _is_asked_for(said: Mapping[str, Any], prefix: str, share: tuple[float, float], asked: Mapping[str, Any]) -> bool:
+    part, shares = said.get("index_split"), said.get("split_matrix")
+    if part not in SPLITS or not isinstance(shares, list) or len(shares) != len(SPLITS):
+        return False
+    return (
+        # It may have been moved as a whole.
+        os.path.basename(str(said.get("dataset_path"))) == os.path.basename(prefix)
+        and said.get("num_samples") == asked["samples"]
+        and said.get("random_seed") == asked["seed"]
+        and said.get("sequence_length") == asked["sequence_length"]
+        and shares[SPLITS.index(part)] == list(share)
+    )
+
+
+def _fit(
+    arrays: Mapping[str, np.ndarray],
+    lengths: np.ndarray,
+    bounds: tuple[int, int],
+    tokens: int,
+    epochs: int,
+    asked: Mapping[str, Any],
+) -> bool:
+    documents, starts, shuffle = (arrays[name] for name in _ARRAYS.values())
+    extra, length = int(asked["extra_token"]), asked["sequence_length"]
+    count = count_of_samples(tokens, length, extra, drop_last_partial=asked["drop_last_partial"])
+    sizes = documents.shape, starts.shape, shuffle.shape
+    if sizes != ((epochs * (bounds[1] - bounds[0]),), (count + 1, 2), (count,)):
+        return False
+    first = np.asarray(documents[:_COMPARED])
+    if first.min() < bounds[0] or first.max() >= bounds[1]:
+        return False
+    if len(first) == len(documents):
+        drop = asked["drop_last_partial"]
+        return bool(
+            np.array_equal(starts_of_samples(lengths, first, length, extra, tokens, drop_last_partial=drop), starts)
+        )
+    held = int(lengths[first].sum(dtype=np.int64))
+    # The last row of a part is where the part ends.
+    if held > length:
+        rows = starts_of_samples(lengths, first, length, extra, held, drop_last_partial=True)[:-1]
+        if not np.array_equal(rows, starts[: len(rows)]):
+            return False
+    return _are_as_long(documents, starts, lengths, length)
+
+
+def _are_as_long(documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray, length: int) -> bool:
+    """Says whether samples from all over have the length."""
+    for row in np.linspace(0, len(starts) - 3, _LOOKED_AT).astype(np.int64).tolist():
+        (first, offset), (last, stop) = starts[row].tolist(), starts[row + 1].tolist()
+        between = int(lengths[documents[first:last]].sum(dtype=np.int64))
+        if between - offset + stop != length:
+            return False
+    return True

@@ -1,0 +1,203 @@
+"""Samples of a fixed length in Megatron's order, for Trainer, Accelerate and plain loops."""
+
+import os
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+from .index_cache import cached_arrays
+from .indexed import IndexedDataset
+from .megatron_cache import default_folder, megatron_arrays
+from .ordered_dataset import OrderedDataset
+from .sample_index import SampleOrder, bounds_of_split, epochs_of, sample_order
+
+_IGNORED = -100
+# Of a sample whose documents end early, where the tokenizer has no token for it.
+_NOTHING = -1
+_RESTARTS = ("eod", "documents")
+
+
+class PretrainingDataset(OrderedDataset):
+    """Samples of a fixed length from a pair of `.bin` and `.idx`, as `GPTDataset` of Megatron-Core makes them.
+
+    A sample has `input_ids` `[sequence_length]`, and `labels` and `shift_labels`, both the tokens that follow these:
+    models of transformers shift what they get as `labels` alone. Ignored (-100) are labels that fill up a sample.
+
+        PretrainingDataset("corpus_text_document", sequence_length=4096, samples=steps * global_batch_size)
+
+    Args:
+        source: path of both files without `.bin` and `.idx`, or an `IndexedDataset`.
+        sequence_length (`int`): tokens of a sample.
+        samples (`int`, *optional*): how many are needed; all of one epoch by default. It is part of the order where
+            more than one epoch is needed.
+        seed (`int`, defaults to 1234): Megatron's `--seed`.
+        share (`tuple[float, float]`, defaults to all): of the sequences, as `parse_split` returns it.
+        extra_token (`bool`, defaults to `True`): Megatron's `add_extra_token_to_sequence`.
+        drop_last_partial (`bool`, defaults to `True`): Megatron's `drop_last_partial_validation_sequence`.
+        pad_token (`int`, *optional*): labels of it are ignored. Leave it out where it is the token that ends documents.
+        eod_token (`int`, *optional*): ends documents; needed for the next two.
+        eod_mask_loss (`bool`, defaults to `False`): whether labels that follow that token are ignored.
+        restart (`str`, *optional*): `"eod"` has `position_ids` begin again behind each such token, `"documents"` where
+            another document begins; models then attend within documents.
+        cache (`str` or `Path`, *optional*): folder for the indices, which are otherwise made in memory.
+
+    Raises:
+        DataError: numbers out of their ranges, files that are damaged, or no sample.
+    """
+
+    def __init__(
+        self,
+        source: IndexedDataset | str | os.PathLike[str],
+        sequence_length: int,
+        samples: int | None = None,
+        *,
+        seed: int = 1234,
+        share: tuple[float, float] = (0.0, 1.0),
+        extra_token: bool = True,
+        drop_last_partial: bool = True,
+        pad_token: int | None = None,
+        eod_token: int | None = None,
+        eod_mask_loss: bool = False,
+        restart: str | None = None,
+        cache: str | os.PathLike[str] | None = None,
+    ):
+        require_values(source, share, {"sequence_length": sequence_length, "samples": samples, "seed": seed})
+        self.source = source if isinstance(source, IndexedDataset) else IndexedDataset(source)
+        if self.source.dtype.kind not in "iu":
+            raise DataError(f"{self.source.data_path}: has {self.source.dtype}, which are no tokens.")
+        largest = np.iinfo(self.source.dtype).max
+        for name, token in (("pad_token", pad_token), ("eod_token", eod_token)):
+            if token is not None and not (isinstance(token, Integral) and 0 <= token <= largest):
+                raise DataError(f"{name} = {token!r}: expected the number of a token, 0 to {largest} in these files.")
+        if restart is not None and restart not in _RESTARTS:
+            raise DataError(f"restart = {restart!r}: expected None, 'eod' or 'documents'.")
+        if eod_token is None and (eod_mask_loss or restart == "eod"):
+            raise DataError("eod_mask_loss and restart='eod' need eod_token=, the token that ends documents.")
+        self.sequence_length, self.pad_token, self.eod_token = sequence_length, pad_token, eod_token
+        self.eod_mask_loss, self.restart = eod_mask_loss, restart
+        self._asked: dict[str, Any] = {
+            "sequence_length": int(sequence_length),
+            "samples": None if samples is None else int(samples),
+            "seed": int(seed),
+            "extra_token": extra_token,
+            "drop_last_partial": drop_last_partial,
+        }
+        self._share = share
+        first, stop = bounds_of_split(share, len(self.source))
+        if not 0 <= first < stop <= len(self.source):
+            raise DataError(f"{self.source.prefix}: nothing of {len(self.source)} sequences lies in {share}.")
+        self._cache = None if cache is None else Path(cache)
+        self.order = self._ordered(first, stop)
+        self.order_key = {
+            "kind": "pretraining",
+            "files": self.source.facts(),
+            "split": [first, stop],
+            "epochs": self._made_of["epochs"],
+            **{name: value for name, value in self._asked.items() if name != "samples"},
+        }
+
+    def _ordered(self, first: int, stop: int) -> SampleOrder:
+        asked, index = dict(self._asked), self.source.index_path.stat()
+        extra, length = int(asked["extra_token"]), asked["sequence_length"]
+        tokens = self.source.tokens_between(first, stop)
+        if length < 1 or (asked["samples"] is not None and asked["samples"] < 1) or tokens == 0:
+            # Said by what would make it.
+            self._made(first, stop)
+        epochs, before = epochs_of(tokens, length, asked.pop("samples"), extra)
+        # Runs of other lengths have one order as long as they need as many epochs.
+        self._made_of = {"epochs": [epochs, before], "split": [first, stop], **asked}
+
+        def make() -> Mapping[str, np.ndarray]:
+            found = self._made(first, stop)
+            return {"documents": found.documents, "starts": found.starts, "shuffle": found.shuffle}
+
+        for folder in filter(None, (self._cache, default_folder(self.source.prefix))):
+            found = megatron_arrays(
+                folder, self.source.prefix, self.source.lengths, (first, stop), tokens, epochs, self._share, self._asked
+            )
+            if found is not None:
+                return SampleOrder(found["documents"], found["starts"], found["shuffle"], length, extra, epochs)
+        key = {"of": "samples", "files": self.source.facts(), "written": index.st_mtime_ns, **self._made_of}
+        arrays = cached_arrays(key, self._cache, make)
+        return SampleOrder(arrays["documents"], arrays["starts"], arrays["shuffle"], length, extra, epochs)
+
+    def _made(self, first: int, stop: int) -> SampleOrder:
+        return sample_order(self.source.lengths, np.arange(first, stop, dtype=np.int32), **self._asked)
+
+    def described(self) -> tuple[str, tuple[float, float], dict[str, Any]]:
+        """Returns what Megatron-LM describes a dataset by: its prefix, its split's share, and what is asked of it."""
+        return self.source.prefix, self._share, self._asked
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def tokens(self, sample: int) -> tuple[np.ndarray, list[int]]:
+        """Returns the tokens of a sample `[sequence_length + 1]` or fewer, and how many each of its documents gives."""
+        read = self.source.read
+        try:
+            parts = [
+                read(document, start, None if count < 0 else count)
+                for document, start, count in self.order.pieces(sample)
+            ]
+        except IndexError as error:
+            kept = "" if self._cache is None else f": the indices kept in {self._cache} are damaged, remove them"
+            raise DataError(f"{self.source.prefix}: sample {sample} is none of its tokens ({error}){kept}.") from None
+        return np.concatenate(parts).astype(np.int64), [len(part) for part in parts]
+
+    def __getitem__(self, sample: int) -> dict[str, Tensor]:
+        if not 0 <= sample < len(self):
+            raise IndexError(f"sample {sample} of {len(self)}")
+        tokens, sizes = self.tokens(sample)
+        length, extra = self.sequence_length, self.order.extra
+        pad = _NOTHING if self.pad_token is None else self.pad_token
+        missing = length + extra - len(tokens)
+        if missing > 0:
+            tokens = np.concatenate([tokens, np.full(missing, pad, np.int64)])
+        if extra:
+            inputs, labels = tokens[:-1], tokens[1:]
+        else:
+            inputs, labels = tokens, np.append(tokens[1:], pad)
+        labels = np.where(labels == pad, _IGNORED, labels)
+        if self.eod_mask_loss:
+            labels[inputs == self.eod_token] = _IGNORED
+        found = {
+            "input_ids": torch.from_numpy(np.where(inputs == pad, 0, inputs)),
+            "labels": torch.from_numpy(labels),
+            "shift_labels": torch.from_numpy(labels),
+        }
+        if self.restart is not None:
+            found["position_ids"] = torch.from_numpy(self._positions(inputs, sizes))
+        return found
+
+    def _positions(self, inputs: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+        places = np.arange(len(inputs), dtype=np.int64)
+        begins = np.flatnonzero(inputs == self.eod_token) + 1 if self.restart == "eod" else np.cumsum(sizes)
+        begins = np.unique(begins[begins < len(inputs)])
+        if not len(begins):
+            return places
+        starts = np.zeros(len(inputs), dtype=np.int64)
+        starts[begins] = begins
+        return places - np.maximum.accumulate(starts)
+
+
+def require_values(source: Any, share: Any, numbers: Mapping[str, Any]) -> None:
+    """Checks the types of what a dataset is made of.
+
+    Raises:
+        DataError: one is none that is expected.
+    """
+    if not isinstance(source, IndexedDataset | str | os.PathLike):
+        raise DataError(f"source = {source!r}: expected a path without .bin and .idx, or an IndexedDataset.")
+    for name, number in numbers.items():
+        if not isinstance(number, Integral) and not (number is None and name == "samples"):
+            raise DataError(f"{name} = {number!r}: expected a whole number.")
+    if not 0 <= numbers.get("seed", 0) < 2**32:
+        raise DataError(f"seed = {numbers['seed']}: expected a number from 0 to {2**32 - 1}.")
+    if not isinstance(share, Sequence) or [isinstance(end, Real) for end in share] != [True, True]:
+        raise DataError(f"share = {share!r}: expected two numbers, as parse_split gives them.")

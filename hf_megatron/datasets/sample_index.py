@@ -1,0 +1,297 @@
+"""Which tokens make which sample: the order of Megatron-Core's GPTDataset, splits and blends, in numpy alone.
+
+`megatron/core/datasets/gpt_dataset.py`, `blended_megatron_dataset_config.py`, `helpers.cpp`. One random stream of a
+seed shuffles documents first and samples after them; every split begins it anew.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import DataError
+from .index_cache import MappedArrays
+
+# Of a whole epoch's samples: with fewer of the last one, that epoch is shuffled apart.
+_SEPARATE = 0.80
+# Of sequences and epochs, for which arrays are made.
+_MOST = 1 << 36
+# Documents whose ends are added up at a time.
+_BLOCK = 1 << 24
+SPLITS = ("train", "valid", "test")
+# More samples of each dataset than its weight asks for, of a blend.
+_SURPLUS = 0.005
+
+
+@dataclass(frozen=True)
+class SampleOrder(MappedArrays):
+    """The samples of some documents.
+
+    Attributes:
+        documents: of the dataset, in the order in which they are read, each as often as there are epochs.
+        starts: `[samples + 1, 2]`: place in `documents` and token in that document, with which a sample begins.
+        shuffle: `[samples]`: which sample comes when.
+        sequence_length (`int`): tokens of a sample, without the one more that is a label alone.
+        extra (`int`): 1 where samples have that one, else 0.
+        epochs (`int`): how often the documents are read.
+    """
+
+    documents: np.ndarray
+    starts: np.ndarray
+    shuffle: np.ndarray
+    sequence_length: int
+    extra: int
+    epochs: int
+
+    def __len__(self) -> int:
+        return len(self.shuffle)
+
+    def pieces(self, sample: int) -> list[tuple[int, int, int]]:
+        """Returns (document, first token, number of tokens) of what a sample is made of; -1: to the document's end.
+
+        Args:
+            sample (`int`): in the order of the shuffle.
+        """
+        place = int(self.shuffle[sample])
+        (first, offset), (last, stop) = self.starts[place].tolist(), self.starts[place + 1].tolist()
+        if first == last:
+            return [(int(self.documents[first]), offset, stop - offset + self.extra)]
+        found = [(int(self.documents[first]), offset, -1)]
+        found += [(int(self.documents[middle]), 0, -1) for middle in range(first + 1, last)]
+        return [*found, (int(self.documents[last]), 0, stop + self.extra)]
+
+
+def parse_split(split: str) -> tuple[tuple[float, float] | None, ...]:
+    """Returns the share `[low, high)` of train, valid and test; `None` for one without any.
+
+    Args:
+        split (`str`): weights such as `"969,30,1"`.
+
+    Raises:
+        DataError: no weight, or more than three.
+    """
+    if not isinstance(split, str):
+        raise DataError(f"split = {split!r}: expected one to three weights, such as '969,30,1'.")
+    texts = re.split(r"[,/\s]+", split.strip(" ,/"))
+    # Megatron takes what looks like a number out of whatever is between.
+    weights = [float(text) for text in texts if re.fullmatch(r"\d+\.?\d*|\.\d+", text)]
+    if len(weights) != len(texts) or not weights or len(weights) > len(SPLITS) or sum(weights) <= 0:
+        raise DataError(f"split = {split!r}: expected one to three weights, such as '969,30,1'.")
+    weights += [0.0] * (len(SPLITS) - len(weights))
+    shares = [weight / sum(weights) for weight in weights]
+    ends = [0.0]
+    for share in shares:
+        ends.append(ends[-1] + share)
+    return tuple((low, high) if low != high else None for low, high in zip(ends, ends[1:], strict=False))
+
+
+def bounds_of_split(share: tuple[float, float], sequences: int) -> tuple[int, int]:
+    """Returns the first sequence of a split and the one behind its last; Python's rounding to even is Megatron's."""
+    return int(round(share[0] * float(sequences))), int(round(share[1] * float(sequences)))
+
+
+def documents_of_split(share: tuple[float, float], sequences: int) -> np.ndarray:
+    """Returns the sequences of a split."""
+    return np.arange(*bounds_of_split(share, sequences), dtype=np.int32)
+
+
+def epochs_of(tokens: int, sequence_length: int, samples: int | None, extra: int) -> tuple[int, int | None]:
+    """Returns how many epochs give so many samples, and how many samples those before the last give.
+
+    Of the last epoch so few samples may be needed that it is shuffled apart; `None` where it is not.
+
+    Args:
+        tokens (`int`): of an epoch.
+        sequence_length (`int`): tokens of a sample.
+        samples (`int`, *optional*): one epoch by default.
+        extra (`int`): as of `SampleOrder`.
+    """
+    if samples is None:
+        return 1, None
+    epochs = max(1, -(-(samples * sequence_length + extra) // tokens))
+    before = ((epochs - 1) * tokens - extra) // sequence_length
+    separate = epochs > 1 and samples - before < int(_SEPARATE * ((tokens - extra) // sequence_length))
+    return epochs, before if separate else None
+
+
+def sample_order(
+    lengths: np.ndarray,
+    documents: np.ndarray,
+    sequence_length: int,
+    samples: int | None,
+    seed: int,
+    *,
+    extra_token: bool = True,
+    drop_last_partial: bool = True,
+) -> SampleOrder:
+    """Orders the samples of some documents as `GPTDataset` does.
+
+    Args:
+        lengths: tokens of each sequence of the dataset.
+        documents: those of the split.
+        sequence_length (`int`): tokens of a sample.
+        samples (`int`, *optional*): how many are asked for; all of one epoch by default. More than one epoch changes
+            the order of all.
+        seed (`int`): of both shuffles.
+        extra_token (`bool`, defaults to `True`): whether a sample has one token more, the label of its last.
+        drop_last_partial (`bool`, defaults to `True`): whether tokens at the end that fill no sample are left out.
+
+    Raises:
+        DataError: numbers out of their ranges, or documents that make no sample.
+    """
+    if sequence_length < 1 or (samples is not None and samples < 1):
+        raise DataError(f"sequence_length = {sequence_length}, samples = {samples}: expected 1 or more.")
+    extra = int(extra_token)
+    tokens = int(lengths[documents].sum(dtype=np.int64)) if len(documents) else 0
+    if tokens == 0:
+        raise DataError(f"{len(documents)} documents without a token: no sample can be made of them.")
+    epochs, before = epochs_of(tokens, sequence_length, samples, extra)
+    if epochs * len(documents) > _MOST:
+        raise DataError(
+            f"samples = {samples}: {epochs} epochs of {len(documents)} sequences are more than any run has."
+        )
+    if (epochs * tokens - extra) // sequence_length < 1 and drop_last_partial:
+        raise DataError(f"{tokens} tokens make no sample of {sequence_length}{' and one more' if extra else ''}.")
+    stream = np.random.RandomState(seed)
+    read = _shuffled_documents(documents, epochs, stream, separate=before is not None)
+    starts = starts_of_samples(
+        lengths, read, sequence_length, extra, epochs * tokens, drop_last_partial=drop_last_partial
+    )
+    count = len(starts) - 1
+    shuffle = _shuffled_samples(count if before is None else before, count, stream)
+    return SampleOrder(read, starts, shuffle, sequence_length, extra, epochs)
+
+
+def _shuffled_documents(
+    documents: np.ndarray, epochs: int, stream: np.random.RandomState, *, separate: bool
+) -> np.ndarray:
+    parts = [epochs - 1, 1] if separate else [epochs]
+    found = []
+    for part in parts:
+        read = np.tile(documents, part)
+        stream.shuffle(read)
+        found.append(read)
+    return np.concatenate(found) if separate else found[0]
+
+
+def _shuffled_samples(first: int, count: int, stream: np.random.RandomState) -> np.ndarray:
+    dtype = np.uint32 if count < np.iinfo(np.uint32).max - 1 else np.int64
+    parts = [np.arange(first, dtype=dtype)]
+    stream.shuffle(parts[0])
+    if first < count:
+        parts.append(np.arange(first, count, dtype=dtype))
+        stream.shuffle(parts[1])
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def count_of_samples(tokens: int, sequence_length: int, extra: int, *, drop_last_partial: bool) -> int:
+    """Returns how many samples so many tokens make."""
+    if drop_last_partial:
+        return (tokens - extra) // sequence_length
+    # In Megatron's C++ a division of float32.
+    return math.ceil(np.float32(tokens - extra) / np.float32(sequence_length))
+
+
+def starts_of_samples(
+    lengths: np.ndarray, read: np.ndarray, sequence_length: int, extra: int, tokens: int, *, drop_last_partial: bool
+) -> np.ndarray:
+    """Returns where samples begin `[samples + 1, 2]`: the place of a document in `read`, and the token in it.
+
+    Without the extra token a row points behind the last token of the sample before.
+    """
+    count = count_of_samples(tokens, sequence_length, extra, drop_last_partial=drop_last_partial)
+    wide = max(len(read), int(lengths.max(initial=0))) > np.iinfo(np.int32).max
+    found = np.zeros((count + 1, 2), dtype=np.int64 if wide else np.int32)
+    place = passed = 0
+    row = 1
+    while row <= count:
+        sizes = lengths[read[place : place + _BLOCK]].astype(np.int64)
+        if not len(sizes):
+            break
+        ends = np.cumsum(sizes) + passed
+        # Rows whose token lies in this block.
+        last = min(count, int((ends[-1] - extra) // sequence_length))
+        is_end = place + len(sizes) >= len(read)
+        if is_end:
+            last = count
+        wanted = np.arange(row, last + 1, dtype=np.int64) * sequence_length
+        if is_end and len(wanted):
+            wanted[-1] = min(wanted[-1], ends[-1] - extra)
+        number = np.searchsorted(ends, wanted - (1 - extra), side="right")
+        found[row : last + 1, 0] = number + place
+        found[row : last + 1, 1] = wanted - (ends[number] - sizes[number])
+        row, place, passed = last + 1, place + len(sizes), int(ends[-1])
+    return found
+
+
+# Blends
+
+
+@dataclass(frozen=True)
+class BlendOrder(MappedArrays):
+    """Which sample of which dataset comes when.
+
+    Attributes:
+        dataset: `[samples]`, int16.
+        sample: `[samples]`, int64: of that dataset, in its own order.
+    """
+
+    dataset: np.ndarray
+    sample: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def samples_of_blend(weights: Sequence[float], samples: int) -> tuple[list[int], list[int]]:
+    """Returns how many samples a blend takes of each dataset, and how many each is built with, which is a little more.
+
+    Args:
+        weights: of the datasets; normalised here.
+        samples (`int`): of the blend.
+    """
+    shares = np.asarray(weights, dtype=np.float64)
+    shares = shares / np.sum(shares)
+    taken = [math.ceil(samples * share) for share in shares.tolist()]
+    return taken, [math.ceil(count * (1 + _SURPLUS)) for count in taken]
+
+
+def blend_order(weights: Sequence[float], samples: int) -> BlendOrder:
+    """Orders the samples of a blend: always of the dataset that lags most behind its weight, the first of several.
+
+    Args:
+        weights: of the datasets, as `normalize` of Megatron makes them.
+        samples (`int`): of all.
+    """
+    if len(weights) > np.iinfo(np.int16).max:
+        raise DataError(f"a blend of {len(weights)} datasets: {np.iinfo(np.int16).max} at most.")
+    shares = np.asarray(weights, dtype=np.float64)
+    shares = shares / np.sum(shares)
+    return _greedy(shares.tolist(), samples, [samples] * len(weights))
+
+
+def exhaustive_order(sizes: Sequence[int]) -> BlendOrder:
+    """Orders all samples of some datasets by the same rule, each taken to its end and no further."""
+    shares = np.asarray(sizes, dtype=np.float64)
+    shares = shares / np.sum(shares)
+    return _greedy(shares.tolist(), int(sum(sizes)), list(sizes))
+
+
+def _greedy(weights: list[float], samples: int, sizes: list[int]) -> BlendOrder:
+    dataset, sample = np.zeros(samples, dtype=np.int16), np.zeros(samples, dtype=np.int64)
+    counts = [0] * len(weights)
+    open_ones = list(range(len(weights)))
+    for number in range(samples):
+        passed = float(max(number, 1))
+        best, most = open_ones[0], -math.inf
+        for one in open_ones:
+            behind = weights[one] * passed - counts[one]
+            if behind > most:
+                best, most = one, behind
+        dataset[number], sample[number] = best, counts[best]
+        counts[best] += 1
+        if counts[best] == sizes[best]:
+            open_ones = [one for one in open_ones if one != best]
+    return BlendOrder(dataset, sample)

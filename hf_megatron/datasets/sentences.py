@@ -1,0 +1,102 @@
+"""What BERT's and T5's datasets have in common: which sentences make a sample, and the tokenizer of these."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..errors import DataError
+from .index_cache import MappedArrays, cached_arrays
+from .indexed import IndexedDataset
+from .masking import Masking, Vocabulary
+from .ordered_dataset import OrderedDataset
+from .pretraining import require_values
+from .sample_index import bounds_of_split
+from .sentence_index import sentence_order
+
+
+class SentencesDataset(MappedArrays, OrderedDataset):
+    """What BERT's and T5's datasets have in common: `MaskedWordPieceDataset` of Megatron-Core.
+
+    Sequences of the pair are sentences, and samples lie within a document.
+    """
+
+    is_shifted = False
+    kind: ClassVar[str]
+    # Tokens of a sample that are none of its sentences.
+    _added: ClassVar[int]
+    _needs: ClassVar[tuple[str, ...]]
+
+    def _build(
+        self,
+        source: IndexedDataset | str | os.PathLike[str],
+        sequence_length: int,
+        samples: int | None,
+        tokenizer: Any,
+        masking: Masking,
+        least_sentences: int,
+        seed: int,
+        share: tuple[float, float],
+        cache: str | os.PathLike[str] | None,
+    ) -> None:
+        require_values(source, share, {"sequence_length": sequence_length, "samples": samples, "seed": seed})
+        if sequence_length < self._added + 2 or seed < 1 or (samples is not None and samples < 1):
+            raise DataError(
+                f"sequence_length = {sequence_length}, samples = {samples}, seed = {seed}: expected "
+                f"{self._added + 2} or more, and 1 or more."
+            )
+        if not isinstance(masking, Masking):
+            raise DataError(f"masking = {masking!r}: expected a Masking.")
+        self.source = source if isinstance(source, IndexedDataset) else IndexedDataset(source)
+        self.sequence_length, self.masking, self.seed = int(sequence_length), masking, int(seed)
+        self.vocabulary = Vocabulary(tokenizer)
+        self.vocabulary.require(*self._needs)
+        documents = len(self.source.documents) - 1
+        first, stop = bounds_of_split(share, documents)
+        if not 0 <= first < stop <= documents:
+            raise DataError(f"{self.source.prefix}: nothing of {documents} documents lies in {share}.")
+        asked: dict[str, Any] = {
+            "split": [first, stop],
+            "target_length": self.sequence_length - self._added,
+            "samples": None if samples is None else int(samples),
+            "seed": self.seed,
+            "short_probability": masking.short_sequence_probability,
+            "least_sentences": least_sentences,
+        }
+
+        def make() -> Mapping[str, np.ndarray]:
+            given = {name: value for name, value in asked.items() if name != "split"}
+            order, epochs = sentence_order(
+                self.source.lengths, np.asarray(self.source.documents[first : stop + 1]), **given
+            )
+            return {"order": order, "epochs": np.asarray(epochs)}
+
+        written = self.source.index_path.stat().st_mtime_ns
+        key = {"of": "sentences", "files": self.source.facts(), "written": written, **asked}
+        arrays = cached_arrays(key, None if cache is None else Path(cache), make)
+        self.order = arrays["order"]
+        self.order_key = {
+            "kind": self.kind,
+            "files": self.source.facts(),
+            **{name: value for name, value in asked.items() if name != "samples"},
+            "epochs": int(arrays["epochs"]),
+            "masking": asdict(masking),
+            "vocabulary": self.vocabulary.size,
+        }
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def _sentences(self, sample: int) -> tuple[list[list[int]], int, np.random.RandomState]:
+        """Returns the sentences of a sample, how many tokens it is to have, and its random stream."""
+        if not 0 <= sample < len(self):
+            raise IndexError(f"sample {sample} of {len(self)}")
+        first, stop, target = self.order[sample].tolist()
+        sentences = [self.source[sentence].tolist() for sentence in range(first, stop)]
+        most = max(map(max, filter(None, sentences)), default=0)
+        if most >= self.vocabulary.size:
+            raise DataError(f"{self.source.data_path}: has token {most}, and the tokenizer {self.vocabulary.size}.")
+        return sentences, target, np.random.RandomState((self.seed + sample) % 2**32)

@@ -1,1 +1,0 @@
-"""What names the rank, the layer and the operation where a run misbehaves."""

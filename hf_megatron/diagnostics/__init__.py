@@ -1,0 +1,1 @@
+"""Tools that name the rank, layer and operation where a run misbehaves."""

@@ -1,0 +1,112 @@
+"""Where what a module returns lies in the batch of a step: which rows, which tokens of them."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..context_parallel.axis import STACK
+from ..context_parallel.load_balancing import Interval, cut_intervals
+from ..core.communication.collectives import bounds
+from ..parallel_state import ParallelState
+
+# The outermost number in a name: that of a layer.
+_LAYER = re.compile(r"\.(\d+)(\.|$)")
+
+
+@dataclass
+class PlaceInBatch:
+    """Where the outputs of the call under way lie in the batch of the step.
+
+    Attributes:
+        first: of the call's rows among those of the step.
+        rows: of the call on this rank.
+        lengths: tokens of a row, of an encoder's and a decoder's.
+        done: of each module, how often it was called.
+        depth: layers passed through.
+    """
+
+    first: int = 0
+    rows: int = 0
+    before: int = 0
+    lengths: tuple[int, ...] = ()
+    done: dict[str, int] = field(default_factory=dict)
+    depth: int = 0
+    microbatch: int = 0
+    _of_ranks: list[int] = field(default_factory=list)
+
+    def begin(self, state: ParallelState | None, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Starts a call of the model."""
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() == 2]
+        self.before += sum(self._of_ranks)
+        self.rows = given[0].shape[0] if given else 0
+        self.lengths = tuple({value.shape[1]: None for value in given})
+        self._of_ranks = _rows_of_ranks(state, self.rows)
+        rank = 0 if state is None else state.mesh.dp_rank
+        self.first = self.before + sum(self._of_ranks[:rank])
+        self.done, self.depth, self.microbatch = {}, 0, self.rows
+
+    def is_rehearsal(self, state: ParallelState | None) -> bool:
+        """Tells whether a pipeline runs a module for what it shows, and not for a microbatch."""
+        if state is None or state.pipeline is None:
+            return False
+        return state.part is None or state.part.is_repeated
+
+    def place(
+        self, state: ParallelState | None, name: str, value: Tensor
+    ) -> tuple[tuple[tuple[Interval, ...] | None, ...], int, int] | None:
+        """Returns which rows, tokens and features a module's output is, of which call of it, and how deep."""
+        if value.dim() == 3:
+            self.microbatch = value.shape[0]
+        rows = self.microbatch
+        if not rows or value.shape[0] % rows or rows > self.rows:
+            return None
+        part = None if state is None else state.part
+        tokens = _tokens(state, self.lengths, value.shape[1] if value.dim() == 3 else value.shape[0] // rows)
+        if tokens is None:
+            return None
+        if part is None:
+            call = self.done.get(name, 0)
+            self.done[name], offset = call + 1, 0
+        else:
+            call, offset = 0, part.first_token // part.tokens if part.tokens else 0
+        # Layers of a later stage keep their numbers; behind the last one it is as deep.
+        if (layer := _LAYER.search(name)) is not None:
+            self.depth = max(self.depth, 1 + int(layer[1]))
+        start = self.first + offset
+        return (((start, start + rows),), tokens, None), call, self.depth
+
+
+def _rows_of_ranks(state: ParallelState | None, rows: int) -> list[int]:
+    if state is None or state.mesh.dp_size == 1:
+        return [rows]
+    found: list[Any] = [None] * state.mesh.dp_size
+    dist.all_gather_object(found, rows, group=state.mesh.dp_group)
+    return found
+
+
+def _tokens(state: ParallelState | None, lengths: Sequence[int], held: int) -> tuple[Interval, ...] | None:
+    """Returns which tokens of a row are held, by how many they are; `None` where nothing has as many."""
+    for length in lengths:
+        for parts in _ways(state, length):
+            if sum(stop - start for start, stop in parts) == held:
+                return parts
+    return None
+
+
+def _ways(state: ParallelState | None, length: int) -> Iterator[tuple[Interval, ...]]:
+    """Yields which tokens a rank may have: all, those of its place in cp, in tp, or in both."""
+    yield ((0, length),)
+    if state is None:
+        return
+    whole: tuple[Interval, ...] = ((0, length),)
+    stack = state.placed.get(STACK)
+    if stack is not None and stack.row is not None and stack.row.order.length == length:
+        whole = stack.row.order.parts[stack.groups.rank]
+        yield whole
+    if state.config.sequence_parallel and state.axes.size("tp") > 1:
+        size = sum(stop - start for start, stop in whole)
+        yield cut_intervals(whole, *bounds(size, state.axes.size("tp"), state.axes.rank("tp")))

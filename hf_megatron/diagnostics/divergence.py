@@ -1,0 +1,238 @@
+"""Where two recordings of a step part first: in the weights they begin with, on the way forward, backward, or after."""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .recorded_shards import Event, OfRank, Recording, part_of, places_of
+from .recording import AFTER, BEFORE, GRADIENT, LOSS, OUTPUT, OUTPUT_GRADIENT
+
+# Of the values' own precision, at the first layer: what other orders of the same sums may differ by.
+_ROUND_OFF = 32
+# Of gradients and weights, of the largest entry; smaller gradients are compared with a share of the largest of all.
+_LIMIT, _FLOOR = 2e-5, 5e-3
+# Of what a step adds to a weight.
+_UPDATE = 0.01
+# Differences that a report lists behind the first.
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor in which two recordings differ by more than round-off.
+
+    Attributes:
+        kind: `"weight before the step"`, `"output"`, `"loss"`, `"gradient of the output"`, `"gradient"`,
+            `"weight after the step"`.
+        name: of the module or parameter.
+        ranks: of the second recording, whose part differs.
+        error, limit: relative.
+        rows, tokens: the first and the last that differ, of hidden states.
+        like: another weight of the first recording that this one equals, where layers were swapped.
+    """
+
+    kind: str
+    name: str
+    ranks: tuple[int, ...]
+    error: float
+    limit: float
+    rows: tuple[int, int] | None = None
+    tokens: tuple[int, int] | None = None
+    like: str = ""
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.ranks))
+        text = f"{self.kind} {self.name}".rstrip() + f" on rank{'s' if len(self.ranks) > 1 else ''} {ranks}"
+        if self.rows is not None and self.tokens is not None:
+            text += f", rows {self.rows[0]} to {self.rows[1]}, tokens {self.tokens[0]} to {self.tokens[1]}"
+        text += f": off by {self.error:.2g}, limit {self.limit:.1g}"
+        return text + (f"; it is {self.like}" if self.like else "")
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """What two recordings differ in, in the order in which a step comes to it.
+
+    Attributes:
+        differences: the first one is where they part; the others follow from it, or have causes of their own.
+        only_first, only_second: names of what one of them alone has.
+        compared (`int`): tensors that both have.
+    """
+
+    differences: tuple[Difference, ...]
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    compared: int
+
+    @property
+    def first(self) -> Difference | None:
+        """Where the two part."""
+        return self.differences[0] if self.differences else None
+
+    def __str__(self) -> str:
+        lines = [f"{self.compared} tensors compared, {len(self.differences)} differ"]
+        if self.first is not None:
+            lines += [f"first: {self.first}", *(f"then: {one}" for one in self.differences[1 : 1 + _SHOWN])]
+        for which, names in (("first", self.only_first), ("second", self.only_second)):
+            if names:
+                more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+                lines.append(f"in the {which} recording alone: {', '.join(names[:_SHOWN])}{more}")
+        return "\n".join(lines)
+
+
+def compare_recordings(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Divergence:
+    """Compares two recordings of the same batch, of any layouts, in the order of the first one's step.
+
+    Limits grow with the layers that a step has passed through; those of gradients with the way back too.
+
+    Raises:
+        ConfigError: a folder without a recording.
+    """
+    one, other = Recording(first), Recording(second)
+    common = [event for event in _in_order(one) if event in other.events]
+    found = [difference for event in common if event[0] == BEFORE for difference in _weights(one, other, event)]
+    found += [difference for event in common if event[0] == OUTPUT for difference in _hidden(one, other, event)]
+    found += _losses(one, other)
+    found += [
+        difference for event in common if event[0] == OUTPUT_GRADIENT for difference in _hidden(one, other, event)
+    ]
+    largest = max((float(one.whole(event).abs().max()) for event in common if event[0] == GRADIENT), default=0.0)
+    floor = _FLOOR * largest
+    found += [d for event in common if event[0] == GRADIENT for d in _weights(one, other, event, floor=floor)]
+    found += [d for event in common if event[0] == AFTER for d in _updates(one, other, event)]
+    return Divergence(
+        tuple(found),
+        tuple(f"{kind} {name}" for kind, name, _ in one.events if (kind, name, _) not in other.events),
+        tuple(f"{kind} {name}" for kind, name, _ in other.events if (kind, name, _) not in one.events),
+        len(common),
+    )
+
+
+def _in_order(recording: Recording) -> Iterator[Event]:
+    """Yields events as a step comes to them: gradients of outputs from the last stage of a pipeline to the first."""
+    forward = [event for event in recording.events if event[0] != OUTPUT_GRADIENT]
+    by_depth = sorted(
+        (event for event in recording.events if event[0] == OUTPUT_GRADIENT),
+        key=lambda event: (-_depth(recording.events[event]), recording.events[event][0].piece.order),
+    )
+    yield from (*forward, *by_depth)
+
+
+def _depth(pieces: Sequence[OfRank]) -> int:
+    return max(one.piece.depth for one in pieces)
+
+
+def _hidden(one: Recording, other: Recording, event: Event) -> Iterator[Difference]:
+    """Compares hidden states, or their gradients, token by token."""
+    whole = one.whole(event)
+    finite = whole[whole.isfinite()]
+    scale = float(finite.square().mean().sqrt()) if finite.numel() else 0.0
+    scale = scale or 1e-30
+    ratio = one.factor / other.factor if event[0] == OUTPUT_GRADIENT else 1.0
+    depth = _depth(one.events[event])
+    if event[0] == OUTPUT_GRADIENT:
+        depth = 2 * one.depth - depth
+    limit = _ROUND_OFF * _precision(one, event) * (1 + depth)
+    ranks, rows, tokens, worst = [], [], [], 0.0
+    for piece in other.events[event]:
+        values = other.read(piece)
+        places = places_of(piece.piece, values, whole.shape[-1])
+        expected = part_of(whole, places)
+        if expected is None or expected.shape != values.shape:
+            yield Difference(event[0], event[1], (piece.rank,), float("inf"), limit)
+            continue
+        # What the first recording has no rank for.
+        known = ~expected.isnan().any(-1)
+        errors = _difference(values * ratio, expected).square().mean(-1).sqrt() / scale
+        errors = torch.where(known, errors.nan_to_num(nan=float("inf"), posinf=float("inf")), 0.0)
+        if bool((errors > limit).any()):
+            ranks.append(piece.rank)
+            worst = max(worst, float(errors.max()))
+            apart = torch.nonzero(errors > limit)
+            rows += places[0][apart[:, 0]].tolist()
+            tokens += places[1][apart[:, 1]].tolist()
+    if ranks:
+        where = (min(rows), max(rows)), (min(tokens), max(tokens))
+        yield Difference(event[0], event[1], tuple(dict.fromkeys(ranks)), worst, limit, *where)
+
+
+def _difference(values: Tensor, expected: Tensor) -> Tensor:
+    """Takes tensors from each other; entries that are finite in neither are alike."""
+    return torch.where(values.isfinite() | expected.isfinite(), values - expected, 0.0)
+
+
+def _weights(one: Recording, other: Recording, event: Event, floor: float = 0.0) -> Iterator[Difference]:
+    """Compares weights, or their gradients, by the largest entry."""
+    whole = one.whole(event)
+    finite = whole[whole.isfinite()]
+    scale = max(float(finite.abs().max()) if finite.numel() else 0.0, floor) or 1e-30
+    limit = 0.0 if event[0] == BEFORE else _LIMIT
+    ranks, worst = [], 0.0
+    for piece in other.events[event]:
+        values = other.read(piece)
+        expected = part_of(whole, places_of(piece.piece, values, whole.shape[-1] if whole.dim() else 1))
+        if expected is None or expected.shape != values.shape:
+            yield Difference(event[0], event[1], (piece.rank,), float("inf"), limit)
+            continue
+        apart = _difference(values, expected).abs()
+        error = apart.max().nan_to_num(nan=float("inf")) / scale if values.numel() else 0.0
+        if float(error) > limit:
+            ranks.append(piece.rank)
+            worst = max(worst, float(error))
+    if ranks:
+        like = _same_weight(one, event, other.whole(event)) if event[0] == BEFORE else ""
+        yield Difference(event[0], event[1], tuple(ranks), worst, limit, like=like)
+
+
+def _updates(one: Recording, other: Recording, event: Event) -> Iterator[Difference]:
+    """Compares what a step added to a weight, on average: an entry with next to no gradient may go either way."""
+    before = (BEFORE, *event[1:])
+    if before not in one.events or before not in other.events:
+        return
+    whole = one.whole(event) - one.whole(before)
+    finite = whole[whole.isfinite()]
+    scale = float(finite.square().mean().sqrt()) if finite.numel() else 0.0
+    ranks, worst = [], 0.0
+    starts = {piece.rank: piece for piece in other.events[before]}
+    for piece in other.events[event]:
+        values = other.read(piece) - other.read(starts[piece.rank])
+        expected = part_of(whole, places_of(piece.piece, values, whole.shape[-1] if whole.dim() else 1))
+        if expected is None or expected.shape != values.shape:
+            yield Difference(event[0], event[1], (piece.rank,), float("inf"), _UPDATE)
+            continue
+        apart = _difference(values, expected).square()
+        error = float(apart.mean().sqrt().nan_to_num(nan=float("inf"))) if values.numel() else 0
+        if error > _UPDATE * (scale or 1e-30):
+            ranks.append(piece.rank)
+            worst = max(worst, error / (scale or 1e-30))
+    if ranks:
+        yield Difference(event[0], event[1], tuple(ranks), worst, _UPDATE)
+
+
+def _same_weight(one: Recording, event: Event, values: Tensor) -> str:
+    """Names another weight of a recording with these values."""
+    for other in one.events:
+        if other[0] == BEFORE and other != event:
+            whole = one.whole(other)
+            if whole.shape == values.shape and torch.equal(whole, values) and bool(whole.std() > 0):
+                return other[1]
+    return ""
+
+
+def _losses(one: Recording, other: Recording) -> list[Difference]:
+    expected = sum(one.losses.values()) / len(one.losses)
+    limit = _LIMIT
+    # One that is not finite is like another such one.
+    losses = {rank: value for rank, value in other.losses.items() if math.isfinite(value) or math.isfinite(expected)}
+    errors = {rank: abs(value - expected) / max(abs(expected), 1e-30) for rank, value in losses.items()}
+    ranks = tuple(rank for rank, error in errors.items() if not error <= limit)
+    return [Difference(LOSS, "", ranks, max(errors.values()), limit)] if ranks else []
+
+
+def _precision(recording: Recording, event: Event) -> float:
+    piece = recording.events[event][0]
+    return torch.finfo(recording.dtype(piece)).eps

@@ -1,0 +1,150 @@
+"""Who is missing in a collective: the flight records of a job's ranks, read together."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core.communication.flight_recorder import FLIGHT_RECORD
+from .rank_files import read_rank_files
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A collective that a rank has called.
+
+    Attributes:
+        number: of the group's.
+        operation: such as `"all_reduce"`.
+        sizes: of what it was given.
+        dtypes: of these.
+    """
+
+    number: int
+    operation: str
+    sizes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        given = ", ".join(f"{dtype}{list(size)}" for dtype, size in zip(self.dtypes, self.sizes, strict=False))
+        return f"{self.operation}({given})"
+
+
+@dataclass(frozen=True)
+class FlightRecord:
+    """What one rank has called.
+
+    Attributes:
+        rank, ranks (`int`): of the job.
+        steps (`int`): of its optimizer.
+        waits (*optional*): what its main thread stood in.
+        calls: (name of the axis, ranks of the group) -> its collectives, by their numbers.
+    """
+
+    rank: int
+    ranks: int
+    steps: int
+    waits: str | None
+    calls: Mapping[tuple[str, tuple[int, ...]], Mapping[int, Recorded]]
+
+
+@dataclass(frozen=True)
+class Discord:
+    """A collective that not all of its ranks have called, or that they called differently.
+
+    Attributes:
+        axis, ranks: of the group.
+        number: of the collective.
+        called: rank -> what it called.
+        missing: ranks that did not.
+        last: of these, the last one that each has called.
+    """
+
+    axis: str
+    ranks: tuple[int, ...]
+    number: int
+    called: Mapping[int, Recorded]
+    missing: tuple[int, ...]
+    last: Mapping[int, Recorded]
+
+    def __str__(self) -> str:
+        group = f"{self.axis or 'a group'} of ranks {_listed(self.ranks)}"
+        kinds: dict[str, list[int]] = {}
+        for rank, call in self.called.items():
+            kinds.setdefault(str(call), []).append(rank)
+        if not self.missing:
+            parts = "; ".join(f"{call} on {_ranks(ranks)}" for call, ranks in kinds.items())
+            return f"{group}: collective {self.number} differs: {parts}"
+        [(waited, waiting), *_] = kinds.items()
+        lasts = ", ".join(f"{_ranks([rank])} last called {call}" for rank, call in self.last.items())
+        text = f"{group}: {_ranks(self.missing)} did not come to collective {self.number}, {waited}"
+        return f"{text}, in which {_ranks(waiting)} wait{'' if len(waiting) > 1 else 's'}" + (
+            f" ({lasts})" if lasts else ""
+        )
+
+
+def read_flight_records(directory: str | os.PathLike[str]) -> list[FlightRecord]:
+    """Reads the records of a job's ranks, which `write_flight_record` wrote.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    return read_rank_files(Path(directory), FLIGHT_RECORD, _record)
+
+
+def _record(said: dict[str, Any]) -> FlightRecord:
+    calls: dict[tuple[str, tuple[int, ...]], dict[int, Recorded]] = {}
+    for entry in said["entries"]:
+        name, description = entry["process_group"]
+        if entry["is_p2p"] or name not in said["groups"]:
+            continue
+        key = description.removeprefix("mesh_").removesuffix("_pg"), tuple(said["groups"][name])
+        operation = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
+        sizes = tuple(map(tuple, entry["input_sizes"]))
+        made = Recorded(entry["collective_seq_id"], operation, sizes, tuple(entry["input_dtypes"]))
+        calls.setdefault(key, {})[made.number] = made
+    return FlightRecord(said["rank"], said["ranks"], said["steps"], said["waits"], calls)
+
+
+def find_discords(records: Sequence[FlightRecord]) -> list[Discord]:
+    """Returns the first collective of each group that not all of its ranks called alike; nothing where all did.
+
+    Of ranks without a record nothing is said.
+    """
+    return [found for key in dict.fromkeys(key for one in records for key in one.calls) for found in _of(key, records)]
+
+
+def _of(key: tuple[str, tuple[int, ...]], records: Sequence[FlightRecord]) -> Iterator[Discord]:
+    axis, ranks = key
+    calls = {one.rank: one.calls.get(key, {}) for one in records if one.rank in ranks}
+    if len(calls) < 2:
+        return
+    # What is older than a ring's first entry was called by all that still have it.
+    first = max((min(made) for made in calls.values() if made), default=0)
+    for number in range(first, max(max(made, default=0) for made in calls.values()) + 1):
+        called = {rank: made[number] for rank, made in calls.items() if number in made}
+        missing = tuple(rank for rank in calls if rank not in called)
+        # What ranks give to a gather or a scatter need not be of one size.
+        if missing or len({(call.operation, call.dtypes) for call in called.values()}) > 1:
+            last = {rank: calls[rank][max(calls[rank])] for rank in missing if calls[rank]}
+            yield Discord(axis, ranks, number, called, missing, last)
+            return
+
+
+def tell_hang(records: Sequence[FlightRecord]) -> str:
+    """Returns what is wrong between ranks, and what each of them stood in."""
+    lines = [str(found) for found in find_discords(records)] or ["all ranks with a record called the same collectives"]
+    if missing := sorted({*range(records[0].ranks)} - {one.rank for one in records}):
+        lines.append(f"{_ranks(missing)}: no record; they had ended, or did not stand still")
+    for one in records:
+        lines.append(f"rank {one.rank}: after {one.steps} optimizer steps, in {one.waits or 'no collective'}")
+    return "\n".join(lines)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

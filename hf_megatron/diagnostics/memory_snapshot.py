@@ -1,0 +1,138 @@
+"""What was in memory when it ended: on which rank and in which module, by what it is for, and the largest tensors."""
+
+import gc
+import json
+import os
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..compat.upstream import local_tensor, out_of_memory_observed, storage_key
+from ..core.io.safe_paths import replace_file
+from ..data_parallel.distributed_optimizer import stepping_optimizer
+from ..data_parallel.sharded_grad import ReducedGradient
+from ..parallel_state import laid_out_model, parallel_state
+from .persistent_memory import kept_tensors
+
+_SHOWN = 20
+# What a CPU's allocator says, whose error is of no class of its own.
+_CPU_ALLOCATOR = "can't allocate memory"
+# Not what autograd alone holds.
+_OTHERS = "others that Python holds"
+
+
+class MemorySnapshot:
+    """Writes what is in memory when a step ends for want of it, and says where that was; every rank makes one.
+
+        with MemorySnapshot("snapshots", model, optimizer):
+            trainer.train()
+
+    The file `rank{N}.json` has the module that asked, bytes by what they are for, and the largest tensors. On GPUs
+    `rank{N}.pickle` is torch's own snapshot, for https://pytorch.org/memory_viz: the allocator notes where blocks come
+    from, which costs a few percent of a step.
+
+    Args:
+        directory: made where it is missing, and only then.
+        model: laid out, or a model in one process.
+        optimizer (*optional*): of the model.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], model: Any, optimizer: torch.optim.Optimizer | None = None):
+        self.directory, self.model, self.optimizer = (
+            Path(directory),
+            laid_out_model(model),
+            stepping_optimizer(optimizer),
+        )
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        state = parallel_state(model)
+        device = next(self.model.parameters()).device if state is None else state.mesh.device
+        self._observed = out_of_memory_observed(self._file("pickle")) if device.type == "cuda" else None
+
+    def _file(self, kind: str) -> Path:
+        return self.directory / f"rank{self.rank:05}.{kind}"
+
+    def __enter__(self) -> "MemorySnapshot":
+        if self._observed is not None:
+            self._observed.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._observed is not None:
+            self._observed.__exit__(kind, error, trace)
+        if error is not None and is_out_of_memory(error):
+            self._write(error)
+
+    def _write(self, error: BaseException) -> None:
+        place = self._place(error)
+        # Frames of the error still hold what the step had made.
+        found = {
+            "rank": self.rank,
+            "error": str(error).partition("\n")[0],
+            "where": place,
+            "bytes": self._by_use(),
+            "largest": [
+                {"bytes": size, "shape": list(tensor.shape), "dtype": str(tensor.dtype), "device": str(tensor.device)}
+                for size, tensor in sorted(_live(), key=lambda entry: -entry[0])[:_SHOWN]
+            ],
+        }
+        if torch.cuda.is_initialized():
+            found["allocator"] = torch.cuda.memory_stats()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        replace_file(self._file("json"), lambda path: path.write_text(json.dumps(found, indent=1), encoding="utf-8"))
+        print(f"hf_megatron: rank {self.rank}: no memory left in {place}; see {self._file('json')}", flush=True)
+
+    def _place(self, error: BaseException) -> str:
+        """Names the innermost module that was called, and the line."""
+        names = {id(module): name for name, module in self.model.named_modules() if name}
+        place = ""
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and id(module) in names:
+                place = f"{names[id(module)]} ({os.path.basename(frame.f_code.co_filename)}:{line})"
+        if place:
+            return place
+        frame, line = [*traceback.walk_tb(error.__traceback__)][-1]
+        return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{line})"
+
+    def _by_use(self) -> dict[str, int]:
+        found: Counter[str] = Counter()
+        seen: set[int] = set()
+        for use, tensors in kept_tensors(self.model, self.optimizer).items():
+            for tensor in map(local_tensor, tensors):
+                if storage_key(tensor) not in seen:
+                    seen.add(storage_key(tensor))
+                    found[use] += tensor.untyped_storage().nbytes()
+        found[_OTHERS] = sum(size for size, tensor in _live() if storage_key(tensor) not in seen)
+        return dict(found)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tells whether an error, or what it came from, says that a device or the host has no memory left."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(found):
+            return True
+        found = found.__cause__ or found.__context__
+    return False
+
+
+def _live() -> Iterator[tuple[int, Tensor]]:
+    """Yields the storages that Python knows of, with a tensor of each."""
+    seen: set[int] = set()
+    for one in gc.get_objects():
+        # Proxies say of themselves what they stand for, and raise when that is gone. What stands for a gradient holds
+        # none, and to look at it is a collective.
+        if issubclass(type(one), Tensor) and not issubclass(type(one), ReducedGradient):
+            tensor = local_tensor(one)
+            if tensor.layout is torch.strided and tensor.device.type != "meta" and storage_key(tensor) not in seen:
+                seen.add(storage_key(tensor))
+                yield tensor.untyped_storage().nbytes(), tensor

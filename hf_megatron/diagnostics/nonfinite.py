@@ -1,0 +1,193 @@
+"""Where the first number that is not finite came from: the step's calls run again, and every module is looked at.
+
+A step whose gradients are not finite was skipped on all ranks alike. The watch has kept what the model was called with,
+and its random state; it calls it again with hooks on every module. The first module in the order of execution that
+returns something that is not finite, or gets such a gradient, is the smallest one, since parts return before what is
+around them. What other ranks find spreads to them later, so that the earliest of all ranks' findings names the rank.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..compat.upstream import in_backward, without_dispatch_modes
+from ..core.communication.host_rng import host_state, set_host_state
+from ..core.communication.rng import default_generator
+from ..data_parallel.distributed_optimizer import sharded, stepping_optimizer
+from ..errors import ConfigError
+from ..parallel_state import ParallelState, laid_out_model, parallel_state
+from .nonfinite_hooks import CallCheck, Found, NonFinite, weights_not_finite
+
+
+@dataclass(frozen=True)
+class NonFiniteReport:
+    """What a rerun showed.
+
+    Attributes:
+        step: optimizer steps before.
+        first (*optional*): what was not finite first; `None` where the rerun was finite.
+        also: the same of the other ranks, each rank's first.
+    """
+
+    step: int
+    first: NonFinite | None
+    also: tuple[NonFinite, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Who has found the same first: one, or all between which a gradient was added up before any module saw it."""
+        first = [one for one in (self.first, *self.also) if one is not None]
+        same = [one for one in first if replace(one, rank=0) == replace(first[0], rank=0)]
+        return tuple(one.rank for one in same)
+
+    def __str__(self) -> str:
+        if self.first is None:
+            return (
+                f"step {self.step}, counted from 0, had a gradient that is not finite, and the same calls again were "
+                "finite on all ranks: a fault of a machine, or what a loop did to the gradients or made of the outputs."
+            )
+        text = f"step {self.step}, counted from 0, first not finite, found by the same calls again: {self.first}"
+        if len(self.ranks) > 1:
+            text += f"; ranks {', '.join(map(str, self.ranks))} alike, between which it was added up before"
+        others = [str(one.rank) for one in self.also if one.rank not in self.ranks]
+        return text + (f"; later on ranks {', '.join(others)}" if others else "")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a model was called with, the random states before, and the type that autocast computed in, if any."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+    states: tuple[Tensor, ...]
+    autocast: torch.dtype | None
+
+
+class NonFiniteWatch:
+    """Runs a skipped step again and says which rank, microbatch, stage and module was not finite first.
+
+        watch = NonFiniteWatch(model, optimizer)
+        ...  # the usual loop; a report is printed on rank 0 when a step was skipped
+        watch.reports
+
+    The arguments of a step's calls are kept until the next one.
+
+    Args:
+        model: laid out, with adapters or without.
+        optimizer: of the model; prepared.
+        limit (`int`, defaults to 3): reports of a run; a rerun takes as long as a few steps.
+        say (`Callable`, *optional*): called with each report on rank 0 of the job; prints it by default.
+
+    Raises:
+        ConfigError: the model or the optimizer was not laid out.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        *,
+        limit: int = 3,
+        say: Callable[[NonFiniteReport], None] | None = None,
+    ):
+        optimizer = stepping_optimizer(optimizer)
+        state, held = parallel_state(model), sharded(optimizer)
+        if state is None or held is None:
+            raise ConfigError(
+                "NonFiniteWatch follows a model that was loaded with megatron_config= and an optimizer that "
+                "prepare_optimizer, Trainer or Accelerate has prepared."
+            )
+        self.model, self.optimizer, self.limit = model, optimizer, limit
+        self.reports: list[NonFiniteReport] = []
+        self._state: ParallelState = state
+        self._held = held
+        self._say = say or _print
+        self._calls: list[_Call] = []
+        self._steps = 0
+        self._is_rerun = False
+        self._hooks = [
+            model.register_forward_pre_hook(self._keep, with_kwargs=True),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def stop(self) -> None:
+        """Takes the hooks away and lets go of what was kept."""
+        for hook in self._hooks:
+            hook.remove()
+        self._calls.clear()
+
+    def _keep(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        # What is trained may be in eval mode, as models are when they are loaded.
+        if self._is_rerun or not torch.is_grad_enabled() or in_backward():
+            return
+        kind = self._state.mesh.device_type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self._calls.append(_Call(args, dict(kwargs), _random_states(self._state.mesh.device), autocast))
+
+    def _after_step(self, *args: Any) -> None:
+        if self._held.step_was_skipped and len(self.reports) < self.limit:
+            report = self._rerun()
+            self.reports.append(report)
+            if dist.get_rank() == 0:
+                self._say(report)
+        self._calls.clear()
+        self._steps += 1
+
+    def _rerun(self) -> NonFiniteReport:
+        found = [*weights_not_finite(self.model, self._state)]
+        before = _random_states(self._state.mesh.device)
+        self._is_rerun = True
+        try:
+            with ExitStack() as stack:
+                # Who counts the step's memory counts it once.
+                stack.enter_context(without_dispatch_modes())
+                stack.enter_context(self._held.engine.gradients_apart())
+                if self._state.pipeline is not None:
+                    stack.enter_context(self._state.pipeline.loss_scale.unnoticed())
+                for number, call in enumerate(self._calls):
+                    found += self._run_again(number, call)
+        finally:
+            self._is_rerun = False
+            _set_random_states(self._state.mesh.device, before)
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, min(found, key=lambda one: one[0], default=None))
+        firsts = sorted((one for one in of_ranks if one is not None), key=lambda one: one[0])
+        if not firsts:
+            return NonFiniteReport(self._steps, None)
+        return NonFiniteReport(self._steps, firsts[0][1], tuple(one for _, one in firsts[1:]))
+
+    def _run_again(self, number: int, call: _Call) -> list[Found]:
+        """Calls the model as before, and returns what is not finite; gradients go nowhere."""
+        _set_random_states(self._state.mesh.device, call.states)
+        check = CallCheck(laid_out_model(self.model), self._state, number)
+        with check.looking():
+            check.look_at_inputs(call.args, call.kwargs)
+            # Accelerate's own autocast is inside of the model, a loop's around it.
+            with torch.autocast(self._state.mesh.device_type, call.autocast, enabled=call.autocast is not None):
+                output = self.model(*call.args, **call.kwargs)
+            loss = output.get("loss") if isinstance(output, dict) else None
+            if isinstance(loss, Tensor) and loss.requires_grad:
+                check.look_at_loss(loss)
+                loss.backward()
+        return check.found()
+
+
+def _random_states(device: torch.device) -> tuple[Tensor, ...]:
+    generators = dict.fromkeys((torch.default_generator, default_generator(device)))
+    return (*(generator.get_state() for generator in generators), host_state())
+
+
+def _set_random_states(device: torch.device, states: tuple[Tensor, ...]) -> None:
+    generators = dict.fromkeys((torch.default_generator, default_generator(device)))
+    for generator, state in zip(generators, states, strict=False):
+        generator.set_state(state)
+    set_host_state(states[-1])
+
+
+def _print(report: NonFiniteReport) -> None:
+    print(f"hf_megatron: {report}", flush=True)

@@ -1,0 +1,211 @@
+"""What of one call of a model is not finite: the outputs of its modules, the gradients of these, and its weights."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from ..compat.shard_safe import comes_last
+from ..compat.upstream import in_backward, local_tensor
+from ..core.off_stage import own_parameters
+from ..models.fingerprint import layer_patterns
+from ..parallel_state import ParallelState
+from .adapter_names import name_beside_adapters
+
+WEIGHT, INPUT, OUTPUT, LOSS, GRADIENT = "weight", "input", "output", "loss", "gradient"
+INPUT_GRADIENT = "gradient of the input"
+_SAID = {
+    INPUT: "argument",
+    OUTPUT: "output of",
+    LOSS: "loss of",
+    GRADIENT: "gradient of the output of",
+    INPUT_GRADIENT: "gradient of the input of",
+}
+# In the order in which a step comes to them.
+_PHASES = {WEIGHT: 0, INPUT: 1, OUTPUT: 1, LOSS: 2, GRADIENT: 3, INPUT_GRADIENT: 3}
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """The first number of a step that is not finite.
+
+    Attributes:
+        kind: `"weight"`, `"input"` (of the model), `"output"` (of a module), `"loss"`, `"gradient"` (of an output), or
+            `"gradient of the input"` (of a layer).
+        name: of the parameter, the argument or the module; `""` is the model itself.
+        rank: of the job.
+        call: of the model, in the step.
+        microbatch: of the call, in a pipeline; 0 without.
+        stage: of the pipeline.
+        entry: of a weight, where its first such entry is in the whole model's; of experts' it begins with their number.
+        after: of a gradient, the module whose output's gradient was the last before: the backward of what is between
+            this and that made it; of several that read the same input it is one.
+    """
+
+    kind: str
+    name: str
+    rank: int
+    call: int = 0
+    microbatch: int = 0
+    stage: int = 0
+    entry: tuple[int, ...] = ()
+    after: str = ""
+
+    def __str__(self) -> str:
+        name = self.name or "the model"
+        if self.kind == WEIGHT:
+            return f"rank {self.rank}: weight {name} at {list(self.entry)}"
+        where = f"call {self.call} of the step, microbatch {self.microbatch}, stage {self.stage}"
+        after = f", in the backward behind the output of {self.after}" if self.after else ""
+        return f"rank {self.rank}: {_SAID[self.kind]} {name}{after}, {where}"
+
+
+# What comes first in a step sorts first.
+Found = tuple[tuple[int, ...], NonFinite]
+
+
+class CallCheck:
+    """Looks at what every module of a model returns in one call, and at the gradients of that."""
+
+    def __init__(self, model: nn.Module, state: ParallelState, call: int):
+        self.model, self.state, self.call = model, state, call
+        # Kind, name, microbatch, stage, and whether all is finite.
+        self._seen: list[tuple[str, str, int, int, Tensor]] = []
+        self._followed: set[Any] = set()
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Looks at the call that is made inside, and at its backward."""
+        hooks = [
+            module.register_forward_hook(self._hook_of(name), always_call=False)
+            for name, module in self.model.named_modules()
+            if module is not self.model
+        ]
+        hooks += [
+            self.model.get_submodule(name).register_forward_pre_hook(self._hook_of_inputs(name))
+            for name in layer_patterns(self.model)
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _hook_of(self, name: str) -> Callable[..., None]:
+        @comes_last
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            # What is computed again in backward was seen before.
+            if in_backward() or (place := self._place()) is None:
+                return
+            for value in _floats(output):
+                self._look(OUTPUT, name, *place, value.detach())
+                # What a part has returned as it is was seen there.
+                if value.requires_grad and value.grad_fn not in self._followed:
+                    self._followed.add(value.grad_fn)
+                    value.register_hook(lambda gradient: self._look(GRADIENT, name, *place, gradient))
+
+        return hook
+
+    def _hook_of_inputs(self, name: str) -> Callable[..., None]:
+        """Makes a hook of a layer: what a stage receives is no module's output there."""
+
+        @comes_last
+        def hook(module: nn.Module, args: Any) -> None:
+            if in_backward() or (place := self._place()) is None:
+                return
+            for value in _floats(args):
+                if value.requires_grad:
+                    value.register_hook(lambda gradient: self._look(INPUT_GRADIENT, name, *place, gradient))
+
+        return hook
+
+    def _place(self) -> tuple[int, int] | None:
+        """Returns the microbatch and the stage under way; `None` where a pipeline runs no microbatch."""
+        if self.state.pipeline is None:
+            return 0, 0
+        part, cut = self.state.part, self.state.cut
+        if part is None or part.is_repeated:
+            return None
+        rows = part.first_token // part.tokens if part.tokens else 0
+        return rows // max(part.rows, 1), cut.boundary.stage  # type: ignore[union-attr]
+
+    def _look(self, kind: str, name: str, microbatch: int, stage: int, value: Tensor) -> None:
+        self._seen.append((kind, name, microbatch, stage, torch.isfinite(local_tensor(value)).all()))
+
+    def look_at_inputs(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Looks at what the model is called with."""
+        named = {str(place): value for place, value in enumerate(args)} | kwargs
+        for name, value in named.items():
+            for tensor in _floats(value):
+                self._look(INPUT, name, 0, 0, tensor.detach())
+
+    def look_at_loss(self, value: Tensor) -> None:
+        """Looks at the loss, a scalar."""
+        self._look(LOSS, "", 0, 0, value.detach())
+
+    def found(self) -> list[Found]:
+        """Returns what was not finite; a device is waited for once."""
+        if not self._seen:
+            return []
+        devices = {flag.device for *_, flag in self._seen}
+        finite = {
+            id(flag): value
+            for device in devices
+            for flag, value in _values([flag for *_, flag in self._seen if flag.device == device])
+        }
+        rank, found, last = dist.get_rank(), [], ""
+        for place, (kind, name, microbatch, stage, flag) in enumerate(self._seen):
+            if not finite[id(flag)]:
+                after = last if kind in (GRADIENT, INPUT_GRADIENT) else ""
+                one = NonFinite(kind, name, rank, self.call, microbatch, stage, after=after)
+                found.append((_order(one, place), one))
+            last = name if kind == GRADIENT else last
+        return found
+
+
+def _order(one: NonFinite, place: int) -> tuple[int, ...]:
+    """Sorts by when a step comes to what was found; `place` is that on its rank."""
+    phase = _PHASES[one.kind]
+    stage = -one.stage if phase == _PHASES[GRADIENT] else one.stage
+    return int(one.kind != WEIGHT), one.call, phase, one.microbatch, stage, place, one.rank
+
+
+def _values(flags: Sequence[Tensor]) -> Iterator[tuple[Tensor, bool]]:
+    """Reads flags of one device with one wait."""
+    return zip(flags, torch.stack([*flags]).tolist(), strict=True)
+
+
+def _floats(values: Any) -> Iterator[Tensor]:
+    for value in tree_iter(values):
+        if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+            yield value
+
+
+def weights_not_finite(model: Any, state: ParallelState) -> Iterator[Found]:
+    """Yields the weights of this rank that are not finite, with the entry of the whole weight."""
+    rank = dist.get_rank()
+    for place, (outer_name, parameter) in enumerate(own_parameters(model)):
+        name = name_beside_adapters(outer_name)
+        local = local_tensor(parameter).detach()
+        if not local.is_floating_point() or bool(torch.isfinite(local).all()):
+            continue
+        entry = [int(number) for number in torch.nonzero(~torch.isfinite(local))[0]]
+        if name in state.claims and not state.shards(name):
+            held = state.placement(name).intervals(state.claims[name].shape, state.axes)
+            entry = [_global(index, ranges) for index, ranges in zip(entry, held, strict=True)]
+        cut: Any = state.cut
+        one = NonFinite(WEIGHT, name, rank, stage=0 if cut is None else cut.stage_of(name), entry=tuple(entry))
+        yield _order(one, place), one
+
+
+def _global(index: int, ranges: Sequence[tuple[int, int]]) -> int:
+    for start, stop in ranges:
+        if index < stop - start:
+            return start + index
+        index -= stop - start
+    return index

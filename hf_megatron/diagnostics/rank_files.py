@@ -1,0 +1,55 @@
+"""The files `rank{N}.json` that ranks write, each for itself, and what they are of."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..core.io.safe_paths import replace_file
+from ..errors import ConfigError
+
+T = TypeVar("T")
+_KIND = "kind"
+
+
+def rank_file(directory: Path, rank: int) -> Path:
+    """Names the file of a rank."""
+    return directory / f"rank{rank:05}.json"
+
+
+def write_rank_file(path: Path, kind: str, values: dict[str, Any]) -> None:
+    """Writes a rank's file, which appears when it is complete.
+
+    Args:
+        kind (`str`): what it is, such as `"trace"`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({_KIND: kind, **values})
+    replace_file(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def read_json(path: Path, kind: str, make: Callable[[dict[str, Any]], T]) -> T:
+    """Reads a file of a kind, and returns what is made of its values.
+
+    Raises:
+        ConfigError: it is damaged or of another kind.
+    """
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is damaged: {error}") from error
+    found = said.pop(_KIND, None) if isinstance(said, dict) else None
+    if found != kind:
+        raise ConfigError(f"{path}: is no {kind}" + (f" but a {found}." if isinstance(found, str) else "."))
+    try:
+        return make(said)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path}: is damaged: {type(error).__name__}: {error}") from error
+
+
+def read_rank_files(directory: Path, kind: str, make: Callable[[dict[str, Any]], T]) -> list[T]:
+    """Reads the files of all ranks, in their order; raises `ConfigError` as `read_json`, and where there are none."""
+    paths = sorted(directory.glob("rank*.json"))
+    if not paths:
+        raise ConfigError(f"{str(directory)!r}: has no rank*.json of a {kind}.")
+    return [read_json(path, kind, make) for path in paths]

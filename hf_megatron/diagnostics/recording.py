@@ -1,0 +1,269 @@
+"""One training step of a model in files: what every module returned, the gradients of that, and the weights.
+
+Every rank writes what it has, and for each tensor which rows, tokens and features of the whole batch it is. No rank
+hands anything to another, and nothing is put together: whoever compares two recordings does (`pieces.py`), so that they
+may be of one process and of any layout, of two versions or of two checkpoints.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from ..compat.shard_safe import comes_last
+from ..compat.upstream import in_backward, local_tensor
+from ..compat.versions import __version__
+from ..context_parallel.load_balancing import Interval
+from ..core.off_stage import own_parameters
+from ..data_parallel.distributed_optimizer import stepping_optimizer
+from ..errors import ConfigError, UnsupportedError
+from ..parallel_state import computes_again, laid_out_model, parallel_state
+from .adapter_names import name_beside_adapters
+from .batch_index import PlaceInBatch
+
+# What its files say that they are.
+RECORDING = "recording"
+BEFORE, OUTPUT, LOSS, OUTPUT_GRADIENT, GRADIENT, AFTER = (
+    "weight before the step",
+    "output",
+    "loss",
+    "gradient of the output",
+    "gradient",
+    "weight after the step",
+)
+
+
+@dataclass(frozen=True)
+class RecordedPiece:
+    """What one rank has of one tensor.
+
+    Attributes:
+        kind, name: what it is of, such as `"output"` and the name of a module.
+        call: of the module in one forward of it; 0 but where a module is called several times.
+        order: how many pieces of its rank came before.
+        key: in the rank's file.
+        held: for each dim of the whole tensor, the `[start, stop)` that it is, one after the other; `None` for all, or
+            for a share of equal parts.
+        share: which of so many equal parts it is along the last dim, where `held` has `None` there.
+        depth: layers that the step had passed through.
+    """
+
+    kind: str
+    name: str
+    call: int
+    order: int
+    key: str
+    held: tuple[tuple[Interval, ...] | None, ...]
+    share: tuple[int, int] = (0, 1)
+    depth: int = 0
+
+
+class StepRecorder:
+    """Writes what a model computes in one optimizer step into a folder; every rank of the job makes one.
+
+        with StepRecorder("recordings/tp2", model, optimizer):
+            model(**batch).loss.backward()
+            optimizer.step()
+
+    Works on a stock model in one process as well. A batch has to have the rows of all ranks in their order: those of
+    the first data parallel rank first.
+
+    Args:
+        directory: made where it is missing; holds no recording yet.
+        model: laid out or stock.
+        optimizer (*optional*): its step is recorded too: gradients as it takes them, and weights after it.
+        modules (`str`, *optional*): a regular expression; outputs of modules whose name it finds are recorded. By
+            default all are, which takes as much room as the activations of the step, twice.
+
+    Raises:
+        ConfigError: a folder that has a recording, or a pattern that is in no module's name.
+        UnsupportedError: weights split by stage 3, which are whole for moments only.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        model: Any,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        modules: str = "",
+    ):
+        self.directory, self.model, self.optimizer = Path(directory), model, stepping_optimizer(optimizer)
+        self.inner, self.state = laid_out_model(model), parallel_state(model)
+        if self.state is not None and self.state.shards_weights:
+            raise UnsupportedError("StepRecorder with zero_stage=3: weights are whole for moments. Use stage 0 to 2.")
+        self.rank = 0 if self.state is None else dist.get_rank()
+        if self._file("json").exists():
+            raise ConfigError(f"StepRecorder({str(directory)!r}): has a recording already; name another folder.")
+        named = {name_beside_adapters(name): module for name, module in self.inner.named_modules()}
+        own = {id(parameter) for _, parameter in own_parameters(self.inner)}
+        self.modules = {
+            name: module
+            for name, module in named.items()
+            # What has no weights here is a part of what has, or stands for what another stage has.
+            if name and re.search(modules, name) and any(id(weight) in own for weight in module.parameters())
+        }
+        if not self.modules:
+            raise ConfigError(f"StepRecorder(modules={modules!r}): is in no module's name.")
+        self._tensors: dict[str, Tensor] = {}
+        self._pieces: list[RecordedPiece] = []
+        self._losses: list[float] = []
+        self._is_share = False
+        self._calls = PlaceInBatch()
+        self._hooks: list[Any] = []
+
+    def _file(self, kind: str) -> Path:
+        return self.directory / f"rank{self.rank:05}.{kind}"
+
+    def __enter__(self) -> "StepRecorder":
+        self._weights(BEFORE)
+        hooks = [self.inner.register_forward_pre_hook(self._begin_call, with_kwargs=True)]
+        hooks += [module.register_forward_hook(self._hook_of(name)) for name, module in self.modules.items()]
+        hooks.append(self.inner.register_forward_hook(self._end_call))
+        if self.optimizer is not None:
+            hooks.append(self.optimizer.register_step_pre_hook(lambda *args: self._gradients()))
+        self._hooks = hooks
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if kind is None:
+            if self.optimizer is not None:
+                self._weights(AFTER)
+            self._write()
+
+    # What is seen
+
+    def _begin_call(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not in_backward() and not computes_again(self.state):
+            # Of all tokens of the step, as Trainer says how many these are.
+            self._is_share = kwargs.get("num_items_in_batch") is not None
+            self._calls.begin(self.state, args, kwargs)
+
+    @comes_last
+    def _end_call(self, model: nn.Module, args: Any, output: Any) -> None:
+        loss = output.get("loss") if isinstance(output, Mapping) else None
+        if isinstance(loss, Tensor) and not in_backward() and not computes_again(self.state):
+            self._losses.append(float(loss.detach()))
+
+    def _hook_of(self, name: str) -> Any:
+        @comes_last
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            # What is computed again in backward was seen before.
+            if in_backward() or computes_again(self.state) or self._calls.is_rehearsal(self.state):
+                return
+            value = next((value for value in tree_iter(output) if _is_hidden(value)), None)
+            place = None if value is None else self._calls.place(self.state, name, value)
+            if value is None or place is None:
+                return
+            held, call, depth = place
+            share = self._share(name, value)
+            if share[0] is not None:
+                held = (*held[:2], share[0])
+            self._add(OUTPUT, name, call, value, held, share[1], depth)
+            if value.requires_grad and self._is_complete(name, held):
+                value.register_hook(
+                    lambda gradient: self._add(OUTPUT_GRADIENT, name, call, gradient, held, share[1], depth)
+                )
+
+        return hook
+
+    def _share(self, name: str, value: Tensor) -> tuple[tuple[Interval, ...] | None, Interval]:
+        """Returns which features a linear's claim says that an output has, or which of equal parts it may be."""
+        if self.state is None:
+            return None, (0, 1)
+        claim = self.state.claims.get(f"{name}.weight")
+        if claim is not None and len(claim.shape) == 2 and not isinstance(self.modules[name], nn.Embedding):
+            intervals = claim.placement.intervals(claim.shape, self.state.axes)[0]
+            if sum(stop - start for start, stop in intervals) == value.shape[-1]:
+                return tuple(intervals), (0, 1)
+        return None, (self.state.axes.rank("tp"), self.state.axes.size("tp"))
+
+    def _is_complete(self, name: str, held: Sequence[tuple[Interval, ...] | None]) -> bool:
+        """Tells whether the gradient of an output is there as a whole, and not a part that ranks add up later.
+
+        Such are those of copies of heads, of factors of adapters, and of rows whose tokens ranks share from there on.
+        """
+        if self.state is None:
+            return True
+        claim, has_rows = self.state.claims.get(f"{name}.weight"), held[1] == ((0, self._calls.lengths[0]),)
+        is_copied = claim is not None and any(split.copies > 1 for split in claim.placement.splits)
+        is_added_up = claim is not None and claim.gradient.sum is not None and has_rows
+        return not is_copied and not is_added_up and not (self.state.axes.size("cp") > 1 and has_rows)
+
+    def _add(
+        self,
+        kind: str,
+        name: str,
+        call: int,
+        value: Tensor,
+        held: Sequence[tuple[Interval, ...] | None],
+        share: Interval = (0, 1),
+        depth: int = 0,
+    ) -> None:
+        key = f"{len(self._pieces)}"
+        self._tensors[key] = local_tensor(value).detach().to("cpu", copy=True).contiguous()
+        self._pieces.append(RecordedPiece(kind, name, call, len(self._pieces), key, tuple(held), share, depth))
+
+    def _weights(self, kind: str) -> None:
+        for name, parameter in self._own():
+            self._add(kind, name, 0, parameter, self._held(name, parameter))
+
+    def _own(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in own_parameters(self.model):
+            yield name_beside_adapters(name), parameter
+
+    def _gradients(self) -> None:
+        """Takes the gradients as the optimizer will, each in the shape of what this rank has of its parameter."""
+        engine: Any = None if self.state is None else self.state.data_parallel
+        reducer = None if engine is None else engine.reducer
+        if reducer is not None:
+            reducer.finish()
+        for name, parameter in self._own():
+            if parameter.requires_grad:
+                gradient = parameter.grad if reducer is None else reducer.full_gradient(parameter)
+                if gradient is not None:
+                    self._add(GRADIENT, name, 0, gradient, self._held(name, parameter))
+
+    def _held(self, name: str, parameter: Tensor) -> tuple[tuple[Interval, ...], ...]:
+        if self.state is None or name not in self.state.claims:
+            return tuple(((0, size),) for size in parameter.shape)
+        shape = self.state.claims[name].shape
+        return tuple(map(tuple, self.state.placement(name).intervals(shape, self.state.axes)))
+
+    def _write(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        save_file(self._tensors, self._file("safetensors"))
+        tied = dict(getattr(self.inner, "all_tied_weights_keys", {}))
+        said = {
+            "kind": RECORDING,
+            "version": __version__,
+            "model": type(self.inner).__name__,
+            "layout": "" if self.state is None else self.state.config.layout(),
+            "ranks": 1 if self.state is None else dist.get_world_size(),
+            "factor": 1 if self.state is None else self.state.axes.size("dp_cp"),
+            "loss": sum(self._losses) / (1 if self._is_share else max(1, len(self._losses))),
+            "share_of_loss": None if not self._is_share else 0 if self.state is None else self.state.mesh.dp_rank,
+            "depth": self._calls.depth,
+            "tied": tied,
+            "pieces": [asdict(piece) for piece in self._pieces],
+        }
+        # Last: a folder without it has no recording.
+        self._file("json").write_text(json.dumps(said), encoding="utf-8")
+
+
+def _is_hidden(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() in (2, 3)

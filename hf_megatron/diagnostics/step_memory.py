@@ -1,0 +1,162 @@
+"""What a step of a real run holds in memory on this rank, by what it is for, in a file that a plan is compared with."""
+
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..compat.upstream import dispatch_modes, in_backward
+from ..core.off_stage import own_parameters
+from ..data_parallel.distributed_optimizer import stepping_optimizer
+from ..errors import ConfigError
+from ..parallel_state import laid_out_model, parallel_state
+from .allocation_tracker import StepLedger
+from .persistent_memory import kept_tensors
+from .rank_files import rank_file, read_rank_files, write_rank_file
+
+MEMORY = "memory of a step"
+
+
+@dataclass(frozen=True)
+class MeasuredMemory:
+    """What one rank held in a step, in bytes.
+
+    Attributes:
+        rank, ranks (`int`): of the job.
+        pipeline_rank (`int`): of them.
+        layout: of the model, as values of `MegatronConfig`.
+        config: of the model.
+        attention: its implementation.
+        dtype, device: of the weights.
+        rows, length (`int`): of a microbatch.
+        microbatches (`int`): of a call.
+        trains_all: whether nothing is frozen.
+        kept: category -> bytes when the step began.
+        peak: the most at a time.
+        at_peak: category -> bytes at that time.
+        layers: layer -> bytes that one call left.
+        allocator: what an accelerator's allocator says: its peak, and what it had reserved.
+    """
+
+    rank: int
+    ranks: int
+    pipeline_rank: int
+    layout: dict[str, Any]
+    config: dict[str, Any]
+    attention: str
+    dtype: str
+    device: str
+    rows: int
+    length: int
+    microbatches: int
+    trains_all: bool
+    kept: dict[str, int]
+    peak: int
+    at_peak: dict[str, int]
+    layers: dict[str, int]
+    allocator: dict[str, int] = field(default_factory=dict)
+
+
+class StepMemory:
+    """Counts what this rank holds while a step runs inside of it, and writes it; every rank of the job makes one.
+
+        with StepMemory("memory/step2", model, optimizer):
+            model(**batch).loss.backward()
+            optimizer.step()
+
+    Counted are tensors, as `StepLedger` does: the step takes several times as long. An optimizer has its moments from
+    its second step on.
+
+    Args:
+        directory: made where it is missing; holds no record yet.
+        model: laid out.
+        optimizer: prepared.
+
+    Raises:
+        ConfigError: a model that was not laid out, a folder that has a record, or, when it is entered, a step that is
+            counted already.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], model: Any, optimizer: torch.optim.Optimizer):
+        self.directory, self.optimizer = Path(directory), stepping_optimizer(optimizer)
+        self.model, state = laid_out_model(model), parallel_state(model)
+        if state is None:
+            raise ConfigError(f"StepMemory counts a model that was loaded with megatron_config=, not {type(model)}.")
+        self.state = state
+        self.path = rank_file(self.directory, dist.get_rank())
+        if self.path.exists():
+            raise ConfigError(f"StepMemory({str(directory)!r}): has a record already; name another folder.")
+        self._ledger = StepLedger(self.model)
+        self._shape = (0, 0)
+
+    def __enter__(self) -> "StepMemory":
+        if any(isinstance(mode, StepLedger) for mode in dispatch_modes()):
+            raise ConfigError(
+                "StepMemory: this step is counted already. Leave MemoryCallback out beside RunCallback, or give it "
+                "other steps."
+            )
+        self._hook = self.model.register_forward_pre_hook(self._note_batch, with_kwargs=True)
+        self._is_on_device = self.state.mesh.device_type != "cpu"
+        if self._is_on_device:
+            torch.cuda.reset_peak_memory_stats()
+        self._ledger.__enter__()
+        self._ledger.begin_step(kept_tensors(self.model, self.optimizer))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ledger.__exit__(kind, error, trace)
+        self._hook.remove()
+        if kind is None:
+            write_rank_file(self.path, MEMORY, asdict(self._found()))
+
+    def _note_batch(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if isinstance(ids, Tensor) and ids.dim() == 2 and not in_backward():
+            self._shape = max(self._shape, (ids.shape[0], ids.shape[1]))
+
+    def _found(self) -> MeasuredMemory:
+        figures, (rows, length) = self._ledger.figures, self._shape
+        config, pipeline = self.model.config, self.state.pipeline
+        layout = self.state.config.to_dict()
+        if layout["recompute"] is None and getattr(self.model, "is_gradient_checkpointing", False):
+            layout["recompute"] = "full"
+        microbatches = 1 if pipeline is None else min(rows, pipeline.describe()["microbatches"])
+        weights = [parameter for _, parameter in own_parameters(self.model)]
+        allocator = {}
+        if self._is_on_device:
+            allocator = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        return MeasuredMemory(
+            dist.get_rank(),
+            dist.get_world_size(),
+            self.state.mesh.pp_rank,
+            layout,
+            config.to_dict(),
+            str(config._attn_implementation),
+            str(weights[0].dtype).removeprefix("torch."),
+            self.state.mesh.device_type,
+            rows // microbatches,
+            length,
+            microbatches,
+            all(parameter.requires_grad for parameter in weights),
+            figures.kept,
+            figures.peak,
+            figures.at_peak,
+            {name: sum(causes.values()) for (name, call), causes in figures.layers.items() if call == 0},
+            allocator,
+        )
+
+
+def memory_in(directory: str | os.PathLike[str]) -> list[MeasuredMemory]:
+    """Reads what the ranks of a job wrote, in their order.
+
+    Raises:
+        ConfigError: there is nothing, or something else.
+    """
+    return read_rank_files(Path(directory), MEMORY, lambda said: MeasuredMemory(**said))

@@ -1,0 +1,254 @@
+"""Traces a step: what a rank computed, and for every communication when it asked, when it waited, and with whom.
+
+Every rank writes a file of its own; `trace_shares.py` puts those of a job together. On CPU ranks all of it is seen from
+Python, where waiting is waiting. On accelerators the host runs ahead, so that kernels say it (`kernel_spans.py`).
+"""
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from ..compat.shard_safe import comes_last, works_on_parts
+from ..compat.upstream import communication_through, group_description, in_backward
+from ..core.spans import clock_offset
+from ..data_parallel.distributed_optimizer import stepping_optimizer
+from ..data_parallel.fsdp import outermost_layers
+from ..errors import ConfigError
+from ..parallel_state import computes_again, laid_out_model, parallel_state
+from .kernel_spans import device_profiler, kernels_of
+from .rank_files import rank_file
+from .rank_trace import Communication, RankTrace
+from .stack_sampler import QueuedTime
+
+# What a rank does beside the layers, and in no forward, backward or step of an optimizer.
+FORWARD, BACKWARD, STEP, AROUND = "forward", "backward", "optimizer", "around the step"
+_POINT_TO_POINT = ("send", "recv")
+# Whose groups may have the same ranks: who asks says which axis it is.
+_ROOMS = {
+    "tensor_parallel": "tp",
+    "context_parallel": "cp",
+    "pipeline_parallel": "pp",
+    "expert_parallel": "ep",
+    "data_parallel": "dp",
+}
+
+
+class StepTrace:
+    """Writes what this rank does inside of it, a step as a rule, into a folder; every rank of the job makes one.
+
+        with StepTrace("traces/step2", model, optimizer):
+            model(**batch).loss.backward()
+            optimizer.step()
+
+    Args:
+        directory: made where it is missing; holds no trace yet.
+        model: laid out, or a model in one process.
+        optimizer (*optional*): its step is told from what is around.
+
+    Raises:
+        ConfigError: the folder has a trace.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        model: Any,
+        optimizer: torch.optim.Optimizer | None = None,
+    ):
+        self.directory, self.model, self.optimizer = (
+            Path(directory),
+            laid_out_model(model),
+            stepping_optimizer(optimizer),
+        )
+        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if rank_file(self.directory, self.rank).exists():
+            raise ConfigError(f"StepTrace({str(directory)!r}): has a trace already; name another folder.")
+        state = parallel_state(model)
+        self.layout = "" if state is None else state.config.layout()
+        self._state, self._axes = state, None if state is None else state.axes
+        layers = {id(layer) for layer in outermost_layers(self.model)}
+        self.layers = {name: module for name, module in self.model.named_modules() if id(module) in layers}
+        # Those of a laid out model know it; what another stage has lies nowhere.
+        device = next(self.model.parameters()).device if state is None else state.mesh.device
+        self._profiler = None if device.type == "cpu" else device_profiler(device)
+        self._computed: list[tuple[str, float, float]] = []
+        self._calls: list[Communication] = []
+        self._open: dict[int, tuple[Any, Communication]] = {}
+        self._counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self._label, self._since = AROUND, 0.0
+        self._lock = threading.RLock()
+        self._undo: list[Callable[[], Any]] = []
+
+    def __enter__(self) -> "StepTrace":
+        self._offset = _offset()
+        model, optimizer = self.model, self.optimizer
+        handles = [
+            model.register_forward_pre_hook(self._turn_to_forward),
+            model.register_forward_hook(self._leave_forward),
+        ]
+        for name, layer in self.layers.items():
+            handles.append(layer.register_forward_pre_hook(self._enter_layer(name)))
+            handles.append(layer.register_forward_hook(self._leave_layer(name)))
+        if optimizer is not None:
+            handles.append(optimizer.register_step_pre_hook(lambda *_: self._turn_to(STEP)))
+            handles.append(optimizer.register_step_post_hook(lambda *_: self._turn_to(AROUND)))
+        through = communication_through(self._call, self._wait)
+        through.__enter__()
+        self._undo = [*(handle.remove for handle in handles), lambda: through.__exit__(None, None, None)]
+        if self._profiler is not None:
+            self._profiler.__enter__()
+        self._queue = QueuedTime(threading.get_native_id())
+        self._queued = self._queue.seconds()
+        self._start = self._since = time.time()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._turn_to(AROUND)
+        stop, queued = time.time(), self._queue.seconds() - self._queued
+        self._queue.close()
+        for undo in self._undo:
+            undo()
+        if self._profiler is not None:
+            self._profiler.__exit__(kind, error, trace)
+        if kind is not None:
+            return
+        found = RankTrace(
+            self.rank,
+            self.ranks,
+            self.layout,
+            self._offset,
+            self._start,
+            stop,
+            self._computed,
+            self._calls,
+            queued=queued,
+        )
+        if self._profiler is not None:
+            found = kernels_of(self._profiler, found)
+        found.write(self.directory)
+
+    # Computing
+
+    def _turn_to(self, label: str) -> None:
+        """Closes the span of what was computed, and opens one."""
+        if computes_again(self._state):
+            return
+        with self._lock:
+            now = time.time()
+            if now > self._since:
+                self._computed.append((self._label, self._since, now))
+            self._label, self._since = label, now
+
+    @works_on_parts
+    def _turn_to_forward(self, module: nn.Module, args: Any) -> None:
+        if not in_backward():
+            self._turn_to(FORWARD)
+
+    @comes_last
+    def _leave_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not in_backward():
+            # Whoever called may still make a loss of it.
+            self._watch(BACKWARD, output)
+            self._turn_to(AROUND)
+
+    def _enter_layer(self, name: str) -> Callable[..., None]:
+        @works_on_parts
+        def enter(module: nn.Module, args: Any) -> None:
+            if not in_backward():
+                self._turn_to(f"{FORWARD} {name}")
+
+        return enter
+
+    def _leave_layer(self, name: str) -> Callable[..., None]:
+        @comes_last
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if not in_backward():
+                self._watch(f"{BACKWARD} {name}", output)
+                self._turn_to(FORWARD)
+
+        return leave
+
+    def _watch(self, label: str, output: Any) -> None:
+        """Turns to what is named when the gradient of an output is there."""
+        for value in tree_iter(output):
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(lambda gradient: self._turn_to(label))
+                return
+
+    # Communication
+
+    def _call(self, call: Callable[[], Any], group: Any, name: str, args: tuple) -> Any:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if len(ranks) == 1 or computes_again(self._state):
+            return call()
+        if name in _POINT_TO_POINT:
+            other = ranks[args[1]]
+            ranks = (self.rank, other) if name == "send" else (other, self.rank)
+        axis = self._axis_of(group)
+        with self._lock:
+            key = axis, ranks
+            made = Communication(axis, name.strip("_"), ranks, self._counts[key], time.time())
+            self._counts[key] += 1
+            self._calls.append(made)
+        work = self._timed(call, made)
+        if isinstance(work, dist.Work):
+            # Held, so that no other one has its address.
+            self._open[id(work)] = work, made
+        return work
+
+    def _axis_of(self, group: Any) -> str:
+        """Names the axis of a group; torch has one group of the whole job stand for all axes that are as large."""
+        named, ranks = (
+            (group_description(group) or "").removeprefix("mesh_"),
+            tuple(dist.get_process_group_ranks(group)),
+        )
+        if self._axes is None:
+            return named
+        alike = [name for name, axis in self._axes.named if axis.size > 1 and axis.ranks(self.rank) == ranks]
+        names = [name for name in _ROOMS.values() if name in alike]
+        if named in names or not names:
+            return "job" if len(ranks) == self.ranks and not names else named
+        frame = sys._getframe()
+        while len(names) > 1 and frame.f_back is not None:
+            frame = frame.f_back
+            room = str(frame.f_globals.get("__name__")).split(".")[1:2]
+            if room and _ROOMS.get(room[0]) in names:
+                return _ROOMS[room[0]]
+        return names[0]
+
+    def _wait(self, wait: Callable[[], Any], work: Any) -> Any:
+        _, made = self._open.pop(id(work), (None, None))
+        return wait() if made is None else self._timed(wait, made)
+
+    def _timed(self, function: Callable[[], Any], made: Communication) -> Any:
+        label, start = self._label, time.time()
+        self._turn_to(AROUND)
+        result = function()
+        with self._lock:
+            stop = time.time()
+            made.waits.append((start, stop))
+            self._label, self._since = label, stop
+        return result
+
+
+def _offset() -> float:
+    """Returns by how much this clock is ahead of the first rank's: nothing where all ranks are of one host."""
+    if not dist.is_initialized():
+        return 0.0
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return clock_offset() if len(set(hosts)) > 1 else 0.0

@@ -1,0 +1,223 @@
+"""Which rank is slow, and where: told by what each does itself, never by how long it waits.
+
+A slow rank makes the others wait, so that collectives take long everywhere else. On hosts a thread looks at the main
+thread many times a second: whether it is in a collective, and if not, in which module and function. On accelerators a
+short piece of fixed work is timed by the device's own events. What a rank took in a window of steps is compared with
+the other ranks of its pipeline stage; who takes longer in several windows one after the other is named.
+"""
+
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..data_parallel.distributed_optimizer import sharded, stepping_optimizer
+from ..errors import ConfigError
+from ..parallel_state import laid_out_model, parallel_state
+from .stack_sampler import ThreadSampler
+
+# Windows of a rank that is alone in its stage, with which later ones are compared.
+_REMEMBERED = 50
+# Share of a step that a rank has to be longer by.
+_NOTICEABLE = 0.1
+# Multiplications of a device's piece of work, and their size; some milliseconds on the accelerators of today.
+_PROBE_PRODUCTS, _PROBE_SIZE = 20, 4096
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that takes longer than it should.
+
+    Attributes:
+        rank: of the job.
+        stage: of the pipeline, with whose other ranks it is compared.
+        seconds: of its own in a step; on an accelerator, of the piece of work.
+        usual: what the others take; where it is alone in its stage, what it took in earlier windows.
+        place: where most of the difference is: module, function and line; `""` on an accelerator.
+        step: optimizer steps until then.
+    """
+
+    rank: int
+    stage: int
+    seconds: float
+    usual: float
+    place: str
+    step: int
+
+    def __str__(self) -> str:
+        times = f"{self.seconds / self.usual:.2f} x " if self.usual else ""
+        text = (
+            f"after {self.step} steps: rank {self.rank} (stage {self.stage}) takes {times}what is usual in its stage, "
+            f"{1e3 * self.seconds:.1f} ms of a step in place of {1e3 * self.usual:.1f}"
+        )
+        return text + (f", most of it in {self.place}" if self.place else "")
+
+
+@dataclass(frozen=True)
+class StepWindow:
+    """What a rank did in a window of steps: seconds of its own in one, of these in each place, and of a step in all."""
+
+    stage: int
+    seconds: float
+    places: Mapping[str, float]
+    whole: float = 0.0
+
+
+class StragglerWatch:
+    """Names ranks that take longer than the others of their stage; every rank of the job makes one.
+
+        watch = StragglerWatch(model, optimizer)
+        ...  # the usual loop; what is found is printed on rank 0
+        watch.reports
+
+    Ranks exchange a few numbers at the end of each window.
+
+    Args:
+        model: laid out.
+        optimizer: of the model; prepared. Its steps are counted.
+        steps (`int`, defaults to 20): of a window.
+        windows (`int`, defaults to 3): one after the other in which a rank has to be slow.
+        factor (`float`, defaults to 1.25): times what is usual, from which on a rank is slow.
+        interval (`float`, defaults to 0.02): seconds between two looks at the main thread.
+        say (`Callable`, *optional*): called with each report on rank 0 of the job; prints it by default.
+
+    Raises:
+        ConfigError: the model or the optimizer was not laid out, or a number is out of its range.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        *,
+        steps: int = 20,
+        windows: int = 3,
+        factor: float = 1.25,
+        interval: float = 0.02,
+        say: Callable[[Straggler], None] | None = None,
+    ):
+        state, optimizer = parallel_state(model), stepping_optimizer(optimizer)
+        if state is None or sharded(optimizer) is None:
+            raise ConfigError(
+                "StragglerWatch follows a model that was loaded with megatron_config= and an optimizer that "
+                "prepare_optimizer, Trainer or Accelerate has prepared."
+            )
+        for name, value, least in (("steps", steps, 1), ("windows", windows, 1)):
+            if value < least:
+                raise ConfigError(f"StragglerWatch({name}={value}): expected {least} or more.")
+        if factor <= 1 or interval <= 0:
+            raise ConfigError(
+                f"StragglerWatch(factor={factor}, interval={interval}): expected more than 1, and than 0."
+            )
+        self.steps = steps
+        self.reports: list[Straggler] = []
+        self._stage = state.mesh.pp_rank
+        self._say = say or _print
+        self._device = state.mesh.device
+        self._done = 0
+        self._ranks = SlowRanks(windows, factor)
+        self._since = time.monotonic()
+        self._sampler = None if self._device.type != "cpu" else ThreadSampler(laid_out_model(model), interval)
+        self._hook = optimizer.register_step_post_hook(self._after_step)
+
+    def stop(self) -> None:
+        """Ends the thread and takes the hook away."""
+        self._hook.remove()
+        if self._sampler is not None:
+            self._sampler.stop()
+
+    def _after_step(self, *args: Any) -> None:
+        self._done += 1
+        if self._done % self.steps == 0:
+            self._end_window()
+
+    def _end_window(self) -> None:
+        now = time.monotonic()
+        if self._sampler is None:
+            own = StepWindow(self._stage, _probe(self._device), {})
+        else:
+            places = {place: seconds / self.steps for place, seconds in self._sampler.take().items()}
+            own = StepWindow(self._stage, sum(places.values()), places, (now - self._since) / self.steps)
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, own)
+        reports = self._ranks.judge(found, self._done)
+        self.reports += reports
+        for report in reports if dist.get_rank() == 0 else ():
+            self._say(report)
+        self._since = time.monotonic()
+        if self._sampler is not None:
+            # What happened while ranks told each other is no step's.
+            self._sampler.take()
+
+
+class SlowRanks:
+    """Judges windows of steps one after the other.
+
+    Args:
+        windows, factor: as of `StragglerWatch`.
+    """
+
+    def __init__(self, windows: int, factor: float):
+        self.windows, self.factor = windows, factor
+        self._slow: Counter[int] = Counter()
+        self._earlier: dict[int, deque[StepWindow]] = {}
+
+    def judge(self, found: Sequence[StepWindow], step: int) -> list[Straggler]:
+        """Returns who has been slow in as many windows as it takes, with this one.
+
+        Args:
+            found: of every rank of the job.
+            step (`int`): optimizer steps until then.
+        """
+        reports = []
+        for rank, window in enumerate(found):
+            others = [other for place, other in enumerate(found) if other.stage == window.stage and place != rank]
+            earlier = self._earlier.setdefault(rank, deque(maxlen=_REMEMBERED))
+            usual = statistics.median(other.seconds for other in others) if others else None
+            if usual is None and len(earlier) >= self.windows:
+                usual = statistics.median(before.seconds for before in earlier)
+            is_slow = usual is not None and window.seconds > max(
+                self.factor * usual, usual + _NOTICEABLE * window.whole
+            )
+            if not is_slow:
+                earlier.append(window)
+            self._slow[rank] = self._slow[rank] + 1 if is_slow else 0
+            if usual is not None and self._slow[rank] == self.windows:
+                place = _largest_difference(window, others or earlier)
+                reports.append(Straggler(rank, window.stage, window.seconds, usual, place, step))
+        return reports
+
+
+def _largest_difference(window: StepWindow, others: Iterable[StepWindow]) -> str:
+    """Names the place in which a rank was longer than others were, or than it was itself."""
+
+    compared = list(others)
+
+    def more(place: str) -> float:
+        usual = statistics.median([other.places.get(place, 0.0) for other in compared] or [0.0])
+        return window.places[place] - usual
+
+    return max(window.places, key=more, default="")
+
+
+def _probe(device: torch.device) -> float:
+    """Times a piece of work that is the same on all ranks, in seconds, by a device's events."""
+    one = torch.ones(_PROBE_SIZE, _PROBE_SIZE, dtype=torch.bfloat16, device=device)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # What was launched before is not of it.
+    torch.cuda.synchronize(device)
+    start.record()
+    for _ in range(_PROBE_PRODUCTS):
+        torch.mm(one, one)
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) / 1e3
+
+
+def _print(report: Straggler) -> None:
+    print(f"hf_megatron: {report}", flush=True)

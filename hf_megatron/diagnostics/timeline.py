@@ -1,0 +1,298 @@
+"""One pipeline step as a picture: PNG, HTML and a trace for Perfetto, with the bubble measured beside its formula."""
+
+import itertools
+import json
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from ..core.io.safe_paths import replace_file
+from ..core.spans import COMMUNICATION, COMPUTE, NO_MICROBATCH, Span, SpanRecorder, align, clock_offset
+from ..errors import ConfigError
+
+# Name and colours of every kind of span; computing is darker from chunk to chunk.
+_KINDS = {
+    "F": ("forward", "#a8cdf0", "#6fa8dc", "#3d7fbf", "#235a91", "#143a61"),
+    "B": ("backward", "#a9d8a4", "#76b971", "#4c964a", "#2f7031", "#1b4a1e"),
+    "I": ("backward, input gradient", "#fbd38a", "#f0b24d", "#d98f1f", "#b06f0f", "#7d4e08"),
+    "W": ("backward, weight gradient", "#d5b8e8", "#b48bd3", "#9161b8", "#6d4194", "#4a2a68"),
+    "receive_forward": ("receive forward", "#9db4c8"),
+    "send_forward": ("send forward", "#c9d6e2"),
+    "receive_backward": ("receive backward", "#a9bda5"),
+    "send_backward": ("send backward", "#d3dfd0"),
+    "tied": ("tied embedding sum", "#e39fc2"),
+    "optimizer": ("optimizer", "#5c5c5c"),
+}
+_TEMPLATE = Path(__file__).with_name("timeline.html")
+
+
+@dataclass
+class Timeline:
+    """The spans of one step.
+
+    Args:
+        spans (`Sequence[Sequence[Span]]`): of each pipeline rank, on one clock.
+        schedule (`str`): its name.
+        ranks, stages, microbatches (`int`): pipeline ranks, stages of all ranks together, microbatches of the step.
+    """
+
+    spans: Sequence[Sequence[Span]]
+    schedule: str
+    ranks: int
+    stages: int
+    microbatches: int
+
+    def __post_init__(self) -> None:
+        if len(self.spans) != self.ranks:
+            raise ConfigError(f"Timeline.ranks = {self.ranks}: got the spans of {len(self.spans)} ranks.")
+
+    @property
+    def start(self) -> float:
+        """Returns when the first span of any rank starts."""
+        return min(span.start for spans in self.spans for span in spans)
+
+    @property
+    def duration(self) -> float:
+        """Returns the seconds from the first span's start to the last one's end."""
+        return max(span.stop for spans in self.spans for span in spans) - self.start
+
+    def title(self, formula: float) -> str:
+        """Names schedule, sizes, time of the step, and the measured bubble beside the formula's."""
+        chunks = f" x {self.stages // self.ranks} stages" if self.stages > self.ranks else ""
+        return (
+            f"{self.schedule}, pp {self.ranks}{chunks}, {self.microbatches} microbatches: step "
+            f"{_milliseconds(self.duration)}, bubble measured {bubble_share(self):.1%}, formula {formula:.1%}"
+        )
+
+
+def gather_timeline(
+    recorder: SpanRecorder,
+    group: dist.ProcessGroup | None,
+    *,
+    schedule: str,
+    ranks: int,
+    stages_per_rank: int,
+    microbatches: int,
+) -> Timeline:
+    """Gathers the timeline of all ranks of a pipeline on each of them; every rank of the group must call it.
+
+    Ranks of several hosts, told by their names, have their clocks aligned first (`spans.clock_offset`).
+
+    Args:
+        recorder (`SpanRecorder`): what this rank recorded.
+        group (`ProcessGroup`): the ranks of the pipeline, in its order.
+        schedule, ranks, stages_per_rank, microbatches: what the pipeline's `describe()` says. A batch with few rows is
+            cut into fewer microbatches: those that were recorded count.
+
+    Raises:
+        ConfigError: the group has another number of ranks than the pipeline.
+    """
+    hosts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(hosts, socket.gethostname(), group)
+    spans = recorder.spans
+    if len(set(hosts)) > 1:
+        spans = align(spans, clock_offset(group))
+    gathered: list[Any] = [None] * len(hosts)
+    dist.all_gather_object(gathered, spans, group)
+    recorded = {span.microbatch for spans in gathered for span in spans if span.kind in COMPUTE}
+    return Timeline(gathered, schedule, ranks, ranks * stages_per_rank, len(recorded) or microbatches)
+
+
+def bubble_share(timeline: Timeline) -> float:
+    """Returns the share of the ranks' time, from the first computation to the last, in which they did not compute.
+
+    Waiting for neighbours counts as bubble, and so does everything else between two computations.
+
+    Raises:
+        ConfigError: nothing was computed while the recorder was on.
+    """
+    compute = [span for spans in timeline.spans for span in spans if span.kind in COMPUTE]
+    if not compute:
+        raise ConfigError("The timeline has no forward or backward span: the recorder was not on during a step.")
+    window = max(span.stop for span in compute) - min(span.start for span in compute)
+    return 1 - sum(span.duration for span in compute) / (timeline.ranks * window)
+
+
+class _Bar(NamedTuple):
+    """A span as the pictures show it."""
+
+    span: Span
+    rank: int
+    start: float
+    colour: str
+    ink: str
+    thin: bool
+    number: str
+    description: str
+
+
+def _bars(timeline: Timeline) -> Iterator[_Bar]:
+    beginning = timeline.start
+    for rank, spans in enumerate(timeline.spans):
+        for span in spans:
+            name, colour = _name_and_colour(span.kind, span.stage // timeline.ranks)
+            red, green, blue = bytes.fromhex(colour[1:])
+            ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 140 else "black"
+            microbatch = "" if span.microbatch == NO_MICROBATCH else str(span.microbatch)
+            number = microbatch if span.kind in COMPUTE else ""
+            text = f"{name}, stage {span.stage}" + (f", microbatch {microbatch}" if microbatch else "")
+            yield _Bar(span, rank, span.start - beginning, colour, ink, span.kind in COMMUNICATION, number, text)
+
+
+def _name_and_colour(kind: str, chunk: int) -> tuple[str, str]:
+    name, *shades = _KINDS.get(kind, (kind, "#000000"))
+    return name, shades[min(chunk, len(shades) - 1)]
+
+
+def _legend(timeline: Timeline) -> list[tuple[str, str]]:
+    """Returns name and colour of everything that occurs, computing first and a line per chunk."""
+    found = dict.fromkeys((span.kind, span.stage // timeline.ranks) for row in timeline.spans for span in row)
+    kinds = list(dict.fromkeys((*_KINDS, *(kind for kind, _ in found))))
+    legend: dict[tuple[str, str], str] = {}
+    for kind, chunk in sorted(found, key=lambda entry: (kinds.index(entry[0]), entry[1])):
+        name, colour = _name_and_colour(kind, chunk)
+        several = kind in COMPUTE and timeline.stages > timeline.ranks
+        legend.setdefault((kind, colour), f"{name}, chunk {chunk}" if several else name)
+    return [(name, colour) for (_, colour), name in legend.items()]
+
+
+def to_perfetto(timeline: Timeline, path: str | os.PathLike[str]) -> None:
+    """Writes a Chrome trace for ui.perfetto.dev: a process per rank, computing and communication as its threads."""
+    events: list[dict[str, Any]] = []
+    for rank in range(timeline.ranks):
+        about = [("process_name", 0, {"name": f"rank {rank}"}), ("process_sort_index", 0, {"sort_index": rank})]
+        about += [("thread_name", thread, {"name": name}) for thread, name in enumerate(("compute", "communication"))]
+        events += [{"name": name, "ph": "M", "pid": rank, "tid": tid, "args": args} for name, tid, args in about]
+    for bar in _bars(timeline):
+        events.append(
+            {
+                "name": bar.span.kind + bar.number,
+                "cat": bar.span.kind,
+                "ph": "X",
+                "pid": bar.rank,
+                "tid": int(bar.thin),
+                "ts": bar.start * 1e6,
+                "dur": bar.span.duration * 1e6,
+                "args": {"stage": bar.span.stage, "microbatch": bar.span.microbatch},
+            }
+        )
+    facts = {name: getattr(timeline, name) for name in ("schedule", "ranks", "stages", "microbatches")}
+    facts["bubble_share"] = bubble_share(timeline)
+    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
+    replace_file(Path(path), lambda partial: partial.write_text(json.dumps(trace), encoding="utf-8"))
+
+
+def to_html(timeline: Timeline, path: str | os.PathLike[str], formula: float) -> None:
+    """Writes one HTML file that needs nothing else: the picture, what each span was under the mouse, and the bubbles.
+
+    `formula` is the bubble share that the schedule has with equal stages and free communication.
+    """
+    from jinja2 import Template
+
+    width = min(max(1100, 18 * _length(timeline)), 12000)
+    template = Template(_TEMPLATE.read_text(encoding="utf-8"), autoescape=True, trim_blocks=True)
+    page = template.render(
+        timeline=timeline,
+        title=timeline.title(formula),
+        measured=f"{bubble_share(timeline):.1%}",
+        formula=f"{formula:.1%}",
+        width=width,
+        ticks=_ticks(timeline.duration, int(width // 110)),
+        bars=_bars(timeline),
+        legend=_legend(timeline),
+        milliseconds=_milliseconds,
+    )
+    replace_file(Path(path), lambda partial: partial.write_text(page, encoding="utf-8"))
+
+
+def require_plots() -> None:
+    """Raises `ConfigError`, with the command that installs it, where matplotlib is absent."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError('PNG pictures need matplotlib: pip install "hf_megatron[plots]"')
+
+
+def to_png(timeline: Timeline, path: str | os.PathLike[str], formula: float) -> None:
+    """Draws the timeline with matplotlib; `formula` is as for `to_html`.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    require_plots()
+    # The figure only: pyplot keeps global state and may look for a display.
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    # Inches; 7 points of digits in the shorter computations.
+    width = min(max(14.0, 0.18 * _length(timeline)), 48.0)
+    figure = Figure(figsize=(width, 1.9 + 0.62 * timeline.ranks), dpi=130, layout="constrained")
+    axes = figure.add_subplot()
+    draw_bars(axes, timeline, width)
+    axes.set_title(timeline.title(formula), fontsize=11)
+    keys = [Patch(facecolor=colour, label=name) for name, colour in _legend(timeline)]
+    figure.legend(handles=keys, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
+    replace_file(Path(path), lambda partial: figure.savefig(partial, format="png"))
+
+
+def draw_bars(axes: Any, timeline: Timeline, width: float) -> None:
+    """Draws what each rank does, one row for each, into matplotlib's `axes`, of `width` inches."""
+    # What a digit takes of the axis, with the figure's margins estimated.
+    digit = timeline.duration * 1e3 * 0.07 / (width - 1)
+    for bar in _bars(timeline):
+        start, duration = bar.start * 1e3, bar.span.duration * 1e3
+        low, high = (bar.rank + 0.22, 0.2) if bar.thin else (bar.rank - 0.4, 0.62)
+        # An edge would hide a communication that is thinner than it.
+        edge = "none" if bar.thin else "white"
+        axes.broken_barh([(start, duration)], (low, high), facecolor=bar.colour, edgecolor=edge, linewidth=0.3)
+        if bar.number and duration >= digit * len(bar.number):
+            centre = (start + duration / 2, low + high / 2)
+            axes.text(*centre, bar.number, ha="center", va="center", fontsize=7, color=bar.ink)
+    axes.set_xlim(0, timeline.duration * 1e3)
+    axes.set_ylim(timeline.ranks - 0.5, -0.5)
+    axes.set_yticks(range(timeline.ranks), [f"rank {rank}" for rank in range(timeline.ranks)])
+    axes.set_xlabel("milliseconds; numbers are microbatches, thin rows communication, white is idle")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="#dddddd", linewidth=0.5)
+    axes.set_axisbelow(True)
+
+
+def write_pictures(timeline: Timeline, directory: str | os.PathLike[str], name: str, formula: float) -> list[Path]:
+    """Writes `name.png`, `name.html` and `name.json` into a directory, which is made where it is missing.
+
+    Returns:
+        `list[Path]`: the three files.
+
+    Raises:
+        ConfigError: matplotlib is not installed; nothing is written.
+    """
+    require_plots()
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.{ending}" for ending in ("png", "html", "json")]
+    to_png(timeline, paths[0], formula)
+    to_html(timeline, paths[1], formula)
+    to_perfetto(timeline, paths[2])
+    return paths
+
+
+def _length(timeline: Timeline) -> float:
+    """Returns the step's length in computations of the shorter kind: what a picture needs to show their numbers."""
+    durations = sorted(span.duration for spans in timeline.spans for span in spans if span.kind in COMPUTE)
+    return timeline.duration / max(durations[len(durations) // 4], 1e-9)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"
+
+
+def _ticks(duration: float, most: int) -> list[float]:
+    """Returns round numbers from 0 on, in at most so many steps."""
+    steps = (factor * 10.0**power for power in itertools.count(-9) for factor in (1, 2, 5))
+    step = next(step for step in steps if duration / step <= most)
+    return [index * step for index in range(int(duration / step) + 1)]

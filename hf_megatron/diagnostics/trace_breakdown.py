@@ -1,0 +1,201 @@
+"""The traces of all ranks of a job put together: what each computed, communicated by axis, and waited for."""
+
+import json
+import os
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..core.io.safe_paths import replace_file
+from .rank_trace import Communication, RankTrace
+
+Span = tuple[float, float]
+_COMPUTE, _COMMUNICATION = 0, 1
+
+
+@dataclass
+class TraceShares:
+    """What one rank did in a step, in seconds.
+
+    Attributes:
+        rank: of the job.
+        step: in all.
+        computing: with nothing else or beside communication.
+        communicating: axis -> while nothing was computed, all ranks being there.
+        waiting: axis -> for ranks that were not there yet, while nothing was computed.
+        hidden: axis -> of communication beside computing.
+        waited_for: rank -> how long this one waited for it.
+        queued: in which the host ran others in this rank's place.
+    """
+
+    rank: int
+    step: float
+    computing: float = 0.0
+    communicating: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    waiting: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    hidden: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    waited_for: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    queued: float = 0.0
+
+    @property
+    def rest(self) -> float:
+        """Seconds in which nothing of this was seen."""
+        return max(0.0, self.step - self.computing - sum((*self.communicating.values(), *self.waiting.values())))
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A rank's waiting in one communication, on the clock of the first rank.
+
+    Attributes:
+        call: the communication.
+        start, stop: of the waiting.
+        complete: when the last of its ranks had come.
+        last: who that was.
+    """
+
+    call: Communication
+    start: float
+    stop: float
+    complete: float
+    last: int
+
+
+def waits_of(traces: Sequence[RankTrace]) -> dict[int, list[Wait]]:
+    """Returns what each rank waited for: calls of the same ranks with the same number are one."""
+    arrivals: dict[tuple, list[tuple[float, int]]] = defaultdict(list)
+    for trace in traces:
+        for call in trace.communications:
+            arrivals[call.axis, call.ranks, call.number].append((call.start - trace.offset, trace.rank))
+    found: dict[int, list[Wait]] = {}
+    for trace in traces:
+        waits = []
+        for call in trace.communications:
+            complete, last = max(arrivals[call.axis, call.ranks, call.number])
+            waits += [
+                Wait(call, start - trace.offset, stop - trace.offset, complete, last) for start, stop in call.waits
+            ]
+        found[trace.rank] = sorted(waits, key=lambda wait: wait.start)
+    return found
+
+
+def shares_of(traces: Sequence[RankTrace]) -> list[TraceShares]:
+    """Adds up the traces of all ranks of a job."""
+    waits, found = waits_of(traces), []
+    for trace in traces:
+        shares = TraceShares(trace.rank, trace.stop - trace.start, queued=trace.queued)
+        busy = _union((start - trace.offset, stop - trace.offset) for _, start, stop in trace.computed)
+        shares.computing = sum(stop - start for start, stop in busy)
+        # Of two communications at a time the first counts.
+        done = float("-inf")
+        for wait in waits[trace.rank]:
+            start = max(wait.start, done)
+            done = max(done, wait.stop)
+            if start >= wait.stop:
+                continue
+            middle = min(max(start, wait.complete), wait.stop)
+            beside = _overlap((start, wait.stop), busy) if trace.overlaps else 0.0
+            idle = middle - start - (_overlap((start, middle), busy) if trace.overlaps else 0.0)
+            shares.hidden[wait.call.axis] += beside
+            shares.waiting[wait.call.axis] += idle
+            shares.communicating[wait.call.axis] += wait.stop - start - beside - idle
+            if wait.last != trace.rank:
+                shares.waited_for[wait.last] += idle
+        found.append(shares)
+    return found
+
+
+def held_up(shares: Sequence[TraceShares]) -> tuple[int, float] | None:
+    """Returns whom the others waited for most, and the share of a step: `None` where nobody did.
+
+    Not its own are the time in which it waited itself, and that in which the host ran others in its place.
+    """
+    found = []
+    for one in shares:
+        caused = max((other.waited_for.get(one.rank, 0.0) for other in shares), default=0.0)
+        found.append(((caused - sum(one.waited_for.values()) - one.queued) / one.step, one.rank))
+    share, rank = max(found, default=(0.0, 0))
+    return (rank, share) if share > 0 else None
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    found: list[Span] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _overlap(span: Span, others: Sequence[Span]) -> float:
+    """Returns how much of a span lies in others, which are in order and apart."""
+    place, total = max(bisect_left(others, (span[0], span[0])) - 1, 0), 0.0
+    while place < len(others) and others[place][0] < span[1]:
+        total += max(0.0, min(span[1], others[place][1]) - max(span[0], others[place][0]))
+        place += 1
+    return total
+
+
+def as_table(shares: Sequence[TraceShares]) -> str:
+    """Returns a line for each rank: milliseconds of the step, and the share of each kind of time in it."""
+    axes = sorted({axis for one in shares for axis in (*one.communicating, *one.waiting)})
+    titles = ["computing", *(name for axis in axes for name in (f"{axis}", f"{axis} waits")), "rest"]
+    lines = [f"{'rank':>5} {'ms':>10} " + " ".join(f"{title:>10}" for title in titles) + "  waited most for"]
+    for one in shares:
+        parts = [one.computing, *(part for axis in axes for part in (one.communicating[axis], one.waiting[axis]))]
+        cells = [f"{part / one.step:.1%}" for part in (*parts, one.rest)]
+        last = max(one.waited_for, key=one.waited_for.__getitem__, default=None)
+        who = "" if last is None else f"rank {last}, {one.waited_for[last] * 1e3:.1f} ms"
+        lines.append(f"{one.rank:>5} {one.step * 1e3:>10.1f} " + " ".join(f"{cell:>10}" for cell in cells) + f"  {who}")
+    total = sum(one.step for one in shares)
+    hidden = {axis: sum(one.hidden[axis] for one in shares) / total for axis in axes}
+    if any(hidden.values()):
+        lines.append("beside computing: " + ", ".join(f"{axis} {part:.1%}" for axis, part in hidden.items()))
+    return "\n".join(lines)
+
+
+def write_merged(traces: Sequence[RankTrace], path: str | os.PathLike[str]) -> None:
+    """Writes one Chrome trace of all ranks for ui.perfetto.dev, with a process for each."""
+    beginning = min(trace.start - trace.offset for trace in traces)
+    waits = waits_of(traces)
+    events: list[dict[str, Any]] = []
+    for trace in traces:
+        events += _names(trace.rank)
+        for label, start, stop in trace.computed:
+            events.append(_event(trace.rank, _COMPUTE, label, start - trace.offset - beginning, stop - start))
+        for wait in waits[trace.rank]:
+            events += _events_of(trace.rank, wait, beginning)
+    told = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"layout": traces[0].layout}}
+    replace_file(Path(path), lambda partial: partial.write_text(json.dumps(told), encoding="utf-8"))
+
+
+def _names(rank: int) -> Iterator[dict[str, Any]]:
+    names: list[tuple[str, int, dict[str, Any]]] = [
+        ("process_name", 0, {"name": f"rank {rank}"}),
+        ("process_sort_index", 0, {"sort_index": rank}),
+        ("thread_name", _COMPUTE, {"name": "computing"}),
+        ("thread_name", _COMMUNICATION, {"name": "communication"}),
+    ]
+    yield from ({"name": name, "ph": "M", "pid": rank, "tid": thread, "args": args} for name, thread, args in names)
+
+
+def _event(rank: int, thread: int, name: str, start: float, seconds: float, **facts: Any) -> dict[str, Any]:
+    times = {"ts": start * 1e6, "dur": seconds * 1e6}
+    return {"name": name, "cat": name.partition(" ")[0], "ph": "X", "pid": rank, "tid": thread, **times, "args": facts}
+
+
+def _events_of(rank: int, wait: Wait, beginning: float) -> Iterator[dict[str, Any]]:
+    call, middle = wait.call, min(max(wait.start, wait.complete), wait.stop)
+    facts = {"ranks": list(call.ranks), "number": call.number}
+    name = f"{call.axis} {call.operation}".strip()
+    if middle > wait.start and wait.last != rank:
+        who = f"{name}: waits for rank {wait.last}"
+        yield _event(rank, _COMMUNICATION, who, wait.start - beginning, middle - wait.start, **facts)
+    else:
+        middle = wait.start
+    if wait.stop > middle:
+        yield _event(rank, _COMMUNICATION, name, middle - beginning, wait.stop - middle, **facts)

@@ -1,0 +1,117 @@
+"""How many tokens each expert was given, and what was sent for it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..compat.patch_registry import Shared
+from ..diagnostics.timeline import require_plots
+from ..errors import ConfigError
+from ..parallel_state import ParallelState, parallel_state
+from .token_dispatcher import ExpertBlocks, Route
+
+NAME = "expert load"
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """The choices of a batch, or of several, on all ranks.
+
+    Attributes:
+        layers: names of the modules that hold experts.
+        tokens: `[layers, experts]`, on the CPU.
+        held (`ExpertBlocks`): which experts each rank holds.
+        bytes_sent (`int`): rows that went to other ranks and came back, in forwards, of all ranks.
+    """
+
+    layers: tuple[str, ...]
+    tokens: Tensor
+    held: ExpertBlocks
+    bytes_sent: int
+
+    @property
+    def over_mean(self) -> Tensor:
+        """`[layers, experts]`: an expert's tokens over the mean of its layer; 0 where there are none."""
+        return self.tokens / self.tokens.float().mean(1, keepdim=True).clamp(min=1e-9)
+
+    @property
+    def ranks_over_mean(self) -> Tensor:
+        """`[layers, ranks]`: the tokens of a rank's experts over the mean of the ranks."""
+        over_mean = self.over_mean
+        return torch.stack([over_mean[:, self.held.of_rank(rank)].mean(1) for rank in range(self.held.ranks)], 1)
+
+    @property
+    def idle(self) -> float:
+        """The share of experts without a token."""
+        return (self.tokens == 0).float().mean().item()
+
+    def draw(self, path: str | Path) -> None:
+        """Writes a heat map of layers and experts as a picture; raises `ConfigError` without matplotlib."""
+        require_plots()
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(2 + 0.25 * self.tokens.shape[1], 1.5 + 0.3 * len(self.layers)), layout="constrained")
+        axes = figure.subplots()
+        image = axes.imshow(self.over_mean, aspect="auto", vmin=0, cmap="viridis")
+        axes.set_yticks(range(len(self.layers)), self.layers)
+        axes.set_xlabel("expert")
+        figure.colorbar(image, label="tokens over the layer's mean")
+        figure.savefig(path, dpi=120)
+
+
+class ExpertCounts(Shared):
+    """Counts the choices of training forwards on this rank, without waiting for a device.
+
+    Args:
+        layers: names of this stage's modules with experts.
+        held (`ExpertBlocks`): which experts each rank holds of the layer with the most.
+    """
+
+    def __init__(self, layers: list[str], held: ExpertBlocks, state: ParallelState):
+        self.layers, self.held, self.state = layers, held, state
+        self.tokens = torch.zeros(len(layers), held.experts, dtype=torch.int64, device=state.mesh.device)
+        self.bytes_sent = 0
+
+    def note(self, layer: str, chosen: Tensor, route: Route, width: int, rank: int) -> None:
+        """Adds choices `[tokens, choices]` of a layer, and the bytes of its rows, `width` for one way of one row."""
+        ids = chosen.flatten()
+        exists = (ids >= 0) & (ids < self.tokens.shape[1])
+        self.tokens[self.layers.index(layer)].scatter_add_(0, ids.where(exists, 0), exists.to(torch.int64))
+        self.bytes_sent += 2 * width * (sum(route.sent) - route.sent[rank])
+
+    def read(self) -> ExpertLoad:
+        """Adds up over all ranks, which all call it, and begins to count anew."""
+        mesh, axes = self.state.mesh, self.state.axes
+        total = torch.cat([self.tokens.flatten(), self.tokens.new_tensor([self.bytes_sent])])
+        dist.all_reduce(total, group=mesh.group("stage"))
+        # Ranks that split the width of experts were given the same tokens.
+        *tokens, sent = total.tolist()
+        counts = torch.tensor(tokens).view(self.tokens.shape) // axes.size("etp")
+        stages: list[Any] = [None] * mesh.pp_size
+        dist.all_gather_object(stages, (self.layers, counts, sent), group=mesh.host_group("pp"))
+        self.tokens.zero_()
+        self.bytes_sent = 0
+        names = tuple(name for layers, _, _ in stages for name in layers)
+        sent = sum(part for _, _, part in stages)
+        return ExpertLoad(names, torch.cat([part for _, part, _ in stages]), self.held, sent)
+
+
+def expert_load(model: Any) -> ExpertLoad:
+    """Returns how many tokens each expert got in training forwards since the last call; every rank calls it.
+
+    Raises:
+        ConfigError: a model that was not loaded with `ep_size` of 2 or more.
+    """
+    state = parallel_state(model)
+    counts = None if state is None else state.placed.get(NAME)
+    if counts is None:
+        raise ConfigError(
+            f"expert_load: {type(model).__name__} has no experts over several ranks; load it with "
+            "MegatronConfig(ep_size=...) of 2 or more."
+        )
+    found: ExpertLoad = counts.read()
+    return found

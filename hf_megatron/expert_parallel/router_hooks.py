@@ -1,0 +1,232 @@
+"""Watches the routers of a model while they choose, has somebody else decide, and knows which tokens they see."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..compat.patch_registry import LEDGER
+from ..compat.shard_safe import works_on_parts
+from ..compat.upstream import in_backward, leave_uncompiled
+from ..core.communication.collectives import bounds
+from ..errors import ConfigError, UnsupportedError
+from ..models.experts import find_experts, find_identity_experts
+from ..models.spec import ModelSpec
+from ..parallel_state import parallel_state
+from .routing_cache import TOPK
+
+_INPUTS = ("input_ids", "inputs_embeds")
+
+
+@dataclass
+class RoutedCall:
+    """One call of the model: its rows, and the routing of all of its tokens `[layers, batch * tokens, choices]`."""
+
+    batch: int
+    tokens: int
+    routing: Tensor | None = None
+    seen: set[str] = field(default_factory=set)
+
+
+class Routers:
+    """The blocks with routers of a model, and which tokens a rank has in them."""
+
+    def __init__(self, model: Any, spec: ModelSpec):
+        self.model, self.state = model, parallel_state(model)
+        # Experts of this rank's layers count among all ranks'.
+        self.experts = find_experts(model, spec)
+        if self.state is not None and (plan := self.state.placed.get("ep")) is not None:
+            self.experts = {name: plan.experts[name] for name in self.experts}
+        for name, more in find_identity_experts(model, spec, self.experts).items():
+            self.experts[name] += more
+        self.layers = self._of_all_stages(tuple(self.experts))
+        if not self.layers:
+            raise ConfigError(f"record_routing, replay_routing: {type(model).__name__} has no layer with experts.")
+        plan = None if self.state is None else self.state.placed.get("tp")
+        self._split = frozenset() if plan is None else plan.split_mixtures
+
+    def _of_all_stages(self, own: tuple[str, ...]) -> tuple[str, ...]:
+        if self.state is None or self.state.mesh.pp_size == 1:
+            return own
+        stages: list[Any] = [None] * self.state.mesh.pp_size
+        dist.all_gather_object(stages, own, group=self.state.mesh.host_group("pp"))
+        return tuple(name for stage in stages for name in stage)
+
+    def tokens(self, name: str, call: RoutedCall) -> tuple[Tensor, int]:
+        """Returns which tokens of a row, `[held]`, a layer is given on this rank, and the row's number of tokens."""
+        state = self.state
+        length = call.tokens if state is None or state.part is None else state.part.tokens
+        held = torch.arange(length)
+        context = LEDGER.context
+        if context is not None and context.has_parts:
+            held = context.row.order.tokens(context.groups.rank)
+        if name.rpartition(".")[0] in self._split:
+            assert state is not None
+            start, stop = bounds(len(held), state.mesh.tp_size, dist.get_rank(state.mesh.tp_group))
+            held = held[start:stop]
+        return held, length
+
+    def places(self, name: str, call: RoutedCall, count: int) -> Tensor | None:
+        """Returns where the tokens `[count]` of a layer lie in the call's rows, one after another.
+
+        `None` for a microbatch that repeats another one. Raises `UnsupportedError` for other tokens than those.
+        """
+        part = None if self.state is None else self.state.part
+        if part is not None and part.is_repeated:
+            return None
+        held, length = self.tokens(name, call)
+        rows = call.batch if part is None else part.rows
+        if count != rows * len(held):
+            raise UnsupportedError(
+                f"record_routing, replay_routing: {name} was given {count} tokens, of which it cannot be told which of "
+                f"the {call.batch} x {call.tokens} tokens of the call they are."
+            )
+        first = 0 if part is None else part.first_token
+        return (first + torch.arange(rows).unsqueeze(1) * length + held).flatten()
+
+
+class RouterWatch:
+    """Base: watches the calls of a model, and has `choose` decide in its routers.
+
+    Attributes:
+        replaces (`bool`): whether it decides otherwise than they do. What is only seen keeps its graph: layers that
+            backward computes again may be outside of the context then.
+    """
+
+    replaces = True
+
+    def __init__(self, routers: Routers):
+        self.routers, self.model = routers, routers.model
+        self.call: RoutedCall | None = None
+        self._depth = 0
+        self._modes: list[_Choices] = []
+
+    def begin(self, call: RoutedCall) -> None:
+        """Called before a call of the model."""
+
+    def end(self, call: RoutedCall) -> None:
+        """Called behind one that did not raise."""
+
+    def choose(self, name: str, call: RoutedCall, live: Tensor, is_group: bool) -> Tensor:
+        """Returns the experts `[held, choices]` of a layer's tokens, whose live choices those are, maybe of a group."""
+        raise NotImplementedError
+
+    def chosen(self) -> None:
+        """Called behind a router, whose last choice counts."""
+
+    def groups(self, name: str, scores: Tensor, experts: int) -> Tensor:
+        """Returns the scores `[tokens, groups]` that groups of experts are drawn by."""
+        return scores
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Puts hooks around the model and its blocks with routers."""
+        handles = []
+        base: Any = self.model.base_model
+        for module in (self.model,) if base is self.model else (self.model, base):
+            handles += [
+                module.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
+                module.register_forward_hook(self._end, always_call=True),
+            ]
+        for name in self.routers.experts:
+            block = self.model.get_submodule(name.rpartition(".")[0])
+            handles += [
+                block.register_forward_pre_hook(works_on_parts(functools.partial(self._enter, name)), with_kwargs=True),
+                block.register_forward_hook(
+                    works_on_parts(functools.partial(self._leave, name)), with_kwargs=True, always_call=True
+                ),
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            while self._modes:
+                self._modes.pop().__exit__(None, None, None)
+
+    @leave_uncompiled
+    def _begin(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        given = next((kwargs[name] for name in _INPUTS if isinstance(kwargs.get(name), Tensor)), None)
+        given = given if given is not None else next((value for value in args if isinstance(value, Tensor)), None)
+        if given is None or given.dim() < 2:
+            raise ConfigError("record_routing, replay_routing: the model was called without input_ids [batch, tokens].")
+        self.call = RoutedCall(*given.shape[:2])
+        self.begin(self.call)
+
+    @leave_uncompiled
+    def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self._depth = max(self._depth - 1, 0)
+        if self._depth == 0 and self.call is not None:
+            call, self.call = self.call, None
+            # Hooks run for calls that raise, too, with no output.
+            if output is not None:
+                self.end(call)
+
+    @leave_uncompiled
+    def _enter(self, name: str, block: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        # Layers that are computed again ask their tapes.
+        if in_backward() or self.call is None:
+            return
+        mode = _Choices(self, name, self.call, self.routers.experts[name])
+        mode.__enter__()
+        self._modes.append(mode)
+
+    @leave_uncompiled
+    def _leave(self, name: str, block: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
+        if not self._modes or self._modes[-1].name != name:
+            return
+        mode = self._modes.pop()
+        mode.__exit__(None, None, None)
+        values = (*args, *kwargs.values())
+        looks_up = any(isinstance(value, Tensor) and not value.is_floating_point() for value in values)
+        if output is not None and not mode.has_chosen and not looks_up:
+            raise UnsupportedError(
+                f"record_routing, replay_routing: the router of {name} ({type(block).__name__}) does not choose by "
+                "torch.topk: its choices can be neither seen nor replaced."
+            )
+        self.chosen()
+        mode.call.seen.add(name)
+
+
+class _Choices(TorchFunctionMode):
+    """Has somebody else decide which experts the `topk` of one router returns."""
+
+    def __init__(self, attached: RouterWatch, name: str, call: RoutedCall, experts: int):
+        super().__init__()
+        self.attached, self.name, self.call, self.experts = attached, name, call, experts
+        self.has_chosen = False
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in TOPK:
+            return func(*args, **kwargs)
+        scores = args[0] if args else kwargs["input"]
+        dim = kwargs.get("dim", args[2] if len(args) > 2 else -1) % scores.dim()
+        width = scores.shape[-1]
+        if dim != scores.dim() - 1 or scores.dim() not in (2, 3):
+            return func(*args, **kwargs)
+        if width >= self.experts:
+            self.has_chosen = True
+            if not self.attached.replaces:
+                found = func(*args, **kwargs)
+                self.attached.choose(self.name, self.call, found[1].flatten(0, -2), False)
+                return found
+            with torch.no_grad():
+                live: Tensor = func(*args, **kwargs)[1]
+            # Of one group of all experts the two best are taken first: whichever these are, it is drawn.
+            is_group = scores.dim() == 3 and scores.shape[1] == 1
+            chosen = self.attached.choose(self.name, self.call, live.flatten(0, -2), is_group).view(live.shape)
+            return torch.return_types.topk((scores.gather(-1, chosen), chosen))
+        if scores.dim() == 2 and self.experts % width == 0:
+            scores = self.attached.groups(self.name, scores, self.experts)
+            args, kwargs = (scores, *args[1:]), {key: value for key, value in kwargs.items() if key != "input"}
+        return func(*args, **kwargs)

@@ -1,0 +1,276 @@
+"""Routing recorded in one forward and replayed in others (Megatron's `RouterReplay`; R3, Ma et al., 2025).
+
+    with record_routing(model) as routing:        [layers, batch, tokens, choices] of each call
+        model.generate(...)
+    with replay_routing(model, routing.joined()):
+        model(input_ids=..., labels=...).loss.backward()
+
+Routers choose by `topk`, whose indices are answered with those recorded and whose values are the live scores at these:
+gradients reach the router. Routers that draw groups first are given groups in which the recorded experts are. Tokens
+are those of whole rows on every layout; a rank takes the ones that it computes.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..compat.upstream import reentrant_checkpoints
+from ..data_parallel.fsdp import outermost_layers
+from ..errors import ConfigError, UnsupportedError
+from ..models.registry import own_spec
+from ..models.spec import ModelSpec
+from ..parallel_state import parallel_state
+from .router_hooks import RoutedCall, Routers, RouterWatch
+from .routing_cache import install_tapes, is_taped
+
+# Of no token, or of a layer with fewer choices.
+ABSENT = -1
+
+
+@dataclass
+class Routing:
+    """The experts that routers have chosen, of every call of a model.
+
+    Attributes:
+        layers: names of the modules that hold experts.
+        calls: of each call `[layers, batch, tokens, choices]` in int32, on the model's device; -1 where a layer has
+            fewer choices, or looks its experts up by token.
+    """
+
+    layers: tuple[str, ...]
+    calls: list[Tensor] = field(default_factory=list)
+
+    def joined(self, tokens: int | None = None) -> Tensor:
+        """Returns `[layers, batch, tokens, choices]` of calls that continue each other, as those of `generate()` do.
+
+        The last token that was generated has not been in a call: replayed in a call of one token more, that one is
+        routed as its scores say.
+
+        Args:
+            tokens (`int`, *optional*): at most so many; ranks that wait for others in `generate()` go on past theirs.
+
+        Raises:
+            ConfigError: nothing was recorded, or calls that do not continue each other: of other rows, without a cache.
+        """
+        rows = {call.shape[1] for call in self.calls}
+        if len(rows) != 1:
+            raise ConfigError(f"Routing.joined: calls of {sorted(rows)} rows do not continue each other.")
+        lengths = [call.shape[2] for call in self.calls]
+        if len(lengths) > 1 and lengths[1] > lengths[0]:
+            raise ConfigError(
+                f"Routing.joined: calls of {lengths} tokens do not continue each other: generate with use_cache=True."
+            )
+        return torch.cat(self.calls, 2)[:, :, :tokens]
+
+
+@contextmanager
+def record_routing(model: Any) -> Iterator[Routing]:
+    """Records which experts the routers of a model choose in every call inside the context.
+
+    It works on models laid out by hf_megatron, on every layout, and on others; every rank enters and leaves it.
+
+    Args:
+        model (`PreTrainedModel`): with experts.
+
+    Returns:
+        `Routing`: filled when the context is left, alike on all ranks that share a batch.
+
+    Raises:
+        ConfigError: a model without experts.
+        UnsupportedError: a router that does not choose by `torch.topk`; compiled layers.
+    """
+    routers = _routers_of(model)
+    routing = Routing(routers.layers)
+    recorder = _Recorder(routers)
+    with recorder.attached():
+        yield routing
+    routing.calls += recorder.gathered()
+
+
+@contextmanager
+def replay_routing(model: Any, routing: Routing | Tensor) -> Iterator[None]:
+    """Has the routers of a model choose recorded experts in every call inside the context.
+
+    The weights of the choices are those of the scores at hand, and their gradients reach the routers. Layers that
+    backward computes again take the same experts, also after the context is left.
+
+    Args:
+        model (`PreTrainedModel`): with experts.
+        routing (`Routing` or `Tensor`): of as many calls; or `[layers, batch, tokens, choices]` for each of the calls.
+            Tokens may be fewer than those of a call, and entries -1: what is not recorded is routed as its scores say.
+
+    Raises:
+        ConfigError: a model without experts; shapes or experts that do not fit; more calls than were recorded.
+        UnsupportedError: a router that does not choose by `torch.topk`; compiled layers; reentrant checkpoints.
+    """
+    routers = _routers_of(model)
+    with _Player(routers, routing).attached():
+        yield
+
+
+def _routers_of(model: Any) -> Routers:
+    state = parallel_state(model)
+    return Routers(model, state.spec if state is not None else own_spec(model) or ModelSpec(model.config.model_type))
+
+
+class _Recorder(RouterWatch):
+    """Writes down what routers choose."""
+
+    replaces = False
+
+    def __init__(self, routers: Routers):
+        super().__init__(routers)
+        self.calls: list[tuple[RoutedCall, dict[str, list[list[Tensor]]]]] = []
+        self._last: tuple[str, Tensor, Tensor] | None = None
+
+    def begin(self, call: RoutedCall) -> None:
+        self.calls.append((call, {}))
+
+    def choose(self, name: str, call: RoutedCall, live: Tensor, is_group: bool) -> Tensor:
+        if (places := self.routers.places(name, call, len(live))) is not None:
+            self._last = name, places, live.to(torch.int32)
+        return live
+
+    def chosen(self) -> None:
+        if self._last is not None:
+            (name, *part), self._last = self._last, None
+            self.calls[-1][1].setdefault(name, []).append(part)
+
+    def gathered(self) -> list[Tensor]:
+        """Returns what all ranks that share the batch have recorded of each call."""
+        state, layers = self.routers.state, self.routers.layers
+        device = next(self.model.parameters()).device if state is None else state.mesh.device
+        widest = torch.tensor(
+            max((part.shape[1] for _, parts in self.calls for found in parts.values() for _, part in found), default=0),
+            device=device,
+        )
+        self._over_ranks(widest)
+        size = len(layers), int(widest)
+        wholes = [torch.full((size[0], c.batch * c.tokens, size[1]), ABSENT, dtype=torch.int32) for c, _ in self.calls]
+        for (_, parts), whole in zip(self.calls, wholes, strict=True):
+            for name, found in parts.items():
+                for places, part in found:
+                    whole[layers.index(name), places, : part.shape[1]] = part.cpu()
+        if not wholes:
+            return []
+        total = torch.cat(wholes, 1).to(device)
+        self._over_ranks(total)
+        parts_of_calls = total.split([whole.shape[1] for whole in wholes], 1)
+        pairs = zip(self.calls, parts_of_calls, strict=True)
+        return [part.unflatten(1, (call.batch, call.tokens)) for (call, _), part in pairs]
+
+    def _over_ranks(self, whole: Tensor) -> None:
+        """Takes the largest entries of the ranks that share a batch: what a rank has not is -1."""
+        state = self.routers.state
+        if state is None:
+            return
+        for axis in ("tp", "cp", "pp"):
+            if state.axes.size(axis) > 1:
+                dist.all_reduce(whole, dist.ReduceOp.MAX, group=state.mesh.group(axis))
+
+
+class _Player(RouterWatch):
+    """Answers routers with what was recorded."""
+
+    def __init__(self, routers: Routers, routing: Routing | Tensor):
+        super().__init__(routers)
+        self.routing = routing
+        self._calls = 0
+        if isinstance(routing, Routing) and routing.layers != routers.layers:
+            raise ConfigError(
+                f"replay_routing: recorded of the layers {list(routing.layers)}, and the model has "
+                f"{list(routers.layers)}."
+            )
+        for recorded in routing.calls if isinstance(routing, Routing) else (routing,):
+            self._require(recorded)
+        self._keep_tapes()
+
+    def _require(self, recorded: Tensor) -> None:
+        layers, experts = len(self.routers.layers), max(self.routers.experts.values(), default=0)
+        if recorded.dim() != 4 or recorded.is_floating_point() or recorded.shape[0] != layers:
+            raise ConfigError(
+                f"replay_routing: routing of {tuple(recorded.shape)} in {recorded.dtype}; it has to be [layers, "
+                f"batch, tokens, choices] of integers, with the {layers} layers of the model that have experts."
+            )
+        largest = int(recorded.max()) if recorded.numel() else ABSENT
+        if experts and largest >= experts or (recorded.numel() and int(recorded.min()) < ABSENT):
+            raise ConfigError(
+                f"replay_routing: experts are {int(recorded.min())} to {largest}; the model's are 0 to {experts - 1}, "
+                "and -1 is a choice that was not recorded."
+            )
+
+    def _keep_tapes(self) -> None:
+        """Has layers that backward computes again keep what is replayed: backward may come later."""
+        layer_of = {id(part): layer for layer in outermost_layers(self.model) for part in layer.modules()}
+        for name in self.routers.experts:
+            block: Any = self.model.get_submodule(name.rpartition(".")[0])
+            layer: Any = layer_of.get(id(block), block)
+            if not getattr(layer, "gradient_checkpointing", False):
+                continue
+            if reentrant_checkpoints(layer):
+                raise UnsupportedError(
+                    "replay_routing: checkpoints with use_reentrant=True route again in backward. Enable them with "
+                    '{"use_reentrant": False}.'
+                )
+            if not is_taped(layer):
+                install_tapes(layer, block)
+
+    def begin(self, call: RoutedCall) -> None:
+        routing = self.routing
+        if isinstance(routing, Routing):
+            if self._calls >= len(routing.calls):
+                raise ConfigError(
+                    f"replay_routing: call {self._calls + 1} of the model, and {len(routing.calls)} were recorded."
+                )
+            routing = routing.calls[self._calls]
+        self._calls += 1
+        batch, tokens = routing.shape[1:3]
+        if batch != call.batch or tokens > call.tokens:
+            raise ConfigError(
+                f"replay_routing: routing of {batch} rows of {tokens} tokens for a call of {call.batch} rows of "
+                f"{call.tokens}."
+            )
+        missing = call.tokens - tokens
+        call.routing = nn.functional.pad(routing, (0, 0, 0, missing), value=ABSENT).flatten(1, 2)
+
+    def end(self, call: RoutedCall) -> None:
+        if left := [name for name in self.routers.experts if name not in call.seen]:
+            raise UnsupportedError(
+                f"replay_routing: the router of {left[0]} was not asked in this call, as in compiled or left out "
+                "layers: nothing was replayed in it."
+            )
+
+    def choose(self, name: str, call: RoutedCall, live: Tensor, is_group: bool) -> Tensor:
+        places = self.routers.places(name, call, len(live))
+        if places is None:
+            return live
+        recorded, choices = self._recorded(name, call, places, live.device), live.shape[1]
+        if recorded.shape[1] < choices and is_group:
+            return live
+        if recorded.shape[1] < choices:
+            raise ConfigError(
+                f"replay_routing: routing of {recorded.shape[1]} choices, and the router of {name} makes {choices}."
+            )
+        recorded = recorded[:, :choices]
+        return live.where((recorded < 0).any(1, keepdim=True), recorded)
+
+    def groups(self, name: str, scores: Tensor, experts: int) -> Tensor:
+        assert self.call is not None
+        places = self.routers.places(name, self.call, len(scores))
+        if places is None:
+            return scores
+        recorded = self._recorded(name, self.call, places, scores.device)
+        group = recorded.div(experts // scores.shape[1], rounding_mode="floor").where(recorded >= 0, scores.shape[1])
+        is_hit = scores.new_zeros((len(scores), scores.shape[1] + 1), dtype=torch.bool)
+        is_hit = is_hit.scatter_(1, group.to(torch.int64), True)[:, :-1]
+        return scores.masked_fill(is_hit, torch.inf)
+
+    def _recorded(self, name: str, call: RoutedCall, places: Tensor, device: torch.device) -> Tensor:
+        assert call.routing is not None
+        layer = call.routing[self.routers.layers.index(name)]
+        return layer.index_select(0, places.to(layer.device)).to(device, torch.int64)

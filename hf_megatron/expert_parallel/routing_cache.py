@@ -1,0 +1,196 @@
+"""What routers have chosen, kept for a layer that backward computes again: no second routing, no sizes exchanged again.
+
+A layer that is computed again is called with the very tensor of the first time, by which its tape is found.
+Routers choose by `topk`: its indices are answered from the tape, its values are those of the scores at hand, so that
+gradients go where they went. Near-ties on a device that multiplies otherwise the second time change nothing.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..compat.shard_safe import works_on_parts
+from ..compat.upstream import in_backward
+from .shared_experts import SharedExperts
+from .token_dispatcher import Route
+
+TOPK = (torch.topk, Tensor.topk)
+
+
+@dataclass
+class Tape:
+    """The choices of one forward of a layer, in their order.
+
+    Attributes:
+        chosen: indices of each `topk`.
+        routes: where the rows of each mixture went.
+        shared_take (*optional*): what the shared experts were called early with.
+    """
+
+    chosen: list[Tensor] = field(default_factory=list)
+    routes: list[Route] = field(default_factory=list)
+    shared_take: str | None = None
+
+
+class _Choices(TorchFunctionMode):
+    """Base: hands out the values of the scores at hand for the indices that `topk` is to have chosen."""
+
+    def __init__(self, tape: Tape):
+        super().__init__()
+        self.tape = tape
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in TOPK:
+            return func(*args, **kwargs)
+        indices = self.indices(functools.partial(func, *args, **kwargs))
+        dim = kwargs.get("dim", args[2] if len(args) > 2 else -1)
+        # The same graph both times: checkpoints compare what is kept for backward.
+        scores = args[0] if args else kwargs["input"]
+        return torch.return_types.topk((scores.gather(dim, indices), indices))
+
+    def indices(self, choose: Callable[[], Any]) -> Tensor:
+        """Returns the indices of one call."""
+        raise NotImplementedError
+
+
+class Recorder(_Choices):
+    """Writes the choices of routers on a tape while it is entered."""
+
+    def indices(self, choose: Callable[[], Any]) -> Tensor:
+        with torch.no_grad():
+            self.tape.chosen.append(choose()[1])
+        return self.tape.chosen[-1]
+
+
+class Player(_Choices):
+    """Answers routers from a tape while it is entered."""
+
+    def __init__(self, tape: Tape):
+        super().__init__(tape)
+        self.played = 0
+
+    def indices(self, choose: Callable[[], Any]) -> Tensor:
+        self.played += 1
+        return self.tape.chosen[self.played - 1]
+
+
+class LayerTapes:
+    """The tapes of one layer's forwards that backward may ask for again; a deep copy of the layer has none yet.
+
+    Attributes:
+        known (*optional*): of the forward that is computed again.
+        written (*optional*): of the forward under way.
+    """
+
+    def __init__(self) -> None:
+        self.by_input: Any = WeakIdKeyDictionary()
+        self.known: Tape | None = None
+        self.written: Tape | None = None
+        self._routes = 0
+
+    def __deepcopy__(self, memo: dict) -> "LayerTapes":
+        twin = memo[id(self)] = LayerTapes()
+        return twin
+
+    def enter(self, hidden: Tensor, *, is_kept: bool) -> None:
+        """Begins a forward of the layer with an input of any shape."""
+        self.known = self.by_input.get(hidden) if in_backward() else None
+        self.written, self._routes = None, 0
+        if is_kept and self.known is None:
+            self.written = self.by_input[hidden] = Tape()
+
+    def leave(self) -> None:
+        self.known = self.written = None
+
+    def around_router(self) -> AbstractContextManager:
+        """Returns the context that a mixture routes its tokens in."""
+        if self.known is not None:
+            return Player(self.known)
+        return nullcontext() if self.written is None else Recorder(self.written)
+
+    def route(self) -> Route | None:
+        """Returns where the rows of the next mixture went before."""
+        if self.known is None or self._routes >= len(self.known.routes):
+            return None
+        self._routes += 1
+        return self.known.routes[self._routes - 1]
+
+    def shared_take(self, now: str | None) -> str | None:
+        """Returns what shared experts are called early with: of a forward that is computed again, as it was."""
+        if self.known is not None:
+            return self.known.shared_take
+        if self.written is not None:
+            self.written.shared_take = now
+        return now
+
+    def note(self, route: Route) -> None:
+        """Keeps where the rows of a mixture went."""
+        if self.written is not None:
+            self.written.routes.append(route)
+
+
+# Subclasses with a forward rather than mixins or hooks: transformers wraps the forward of each subclass of a layer, and
+# that is what it computes again.
+
+
+@functools.cache
+def _taped_layer(base: Any) -> type[nn.Module]:
+    @works_on_parts
+    @functools.wraps(base.forward)
+    def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if not isinstance(hidden, Tensor):
+            return base.forward(layer, *args, **kwargs)
+        is_kept = getattr(layer, "gradient_checkpointing", False) and layer.training and torch.is_grad_enabled()
+        layer._tapes_of_layer.enter(hidden, is_kept=is_kept)
+        try:
+            return base.forward(layer, *args, **kwargs)
+        finally:
+            layer._tapes_of_layer.leave()
+
+    return type(base.__name__, (base,), {"forward": forward})
+
+
+@functools.cache
+def _taped_mixture(base: Any) -> type[nn.Module]:
+    @works_on_parts
+    @functools.wraps(base.forward)
+    def forward(mixture: Any, *args: Any, **kwargs: Any) -> Any:
+        shared = mixture._shared_experts
+        if shared is not None:
+            shared.enter(args[0] if args else kwargs.get("hidden_states"))
+        try:
+            with mixture._tapes_of_mixture.around_router():
+                return base.forward(mixture, *args, **kwargs)
+        finally:
+            if shared is not None:
+                shared.leave()
+
+    return type(base.__name__, (base,), {"forward": forward})
+
+
+def is_taped(layer: nn.Module) -> bool:
+    """Tells whether a layer keeps what its routers choose."""
+    return "_tapes_of_layer" in vars(layer)
+
+
+def install_tapes(layer: nn.Module, mixture: nn.Module, shared: SharedExperts | None = None) -> LayerTapes:
+    """Has a layer keep for backward what the router of its mixture, which may be the layer itself, chooses.
+
+    Its shared experts, if it has any that are called early, are told where its forwards begin and end.
+    """
+    tapes = LayerTapes()
+    object.__setattr__(mixture, "_shared_experts", shared)
+    object.__setattr__(mixture, "_tapes_of_mixture", tapes)
+    mixture.__class__ = _taped_mixture(type(mixture))  # type: ignore[arg-type]
+    object.__setattr__(layer, "_tapes_of_layer", tapes)
+    layer.__class__ = _taped_layer(type(layer))  # type: ignore[arg-type]
+    return tapes

@@ -1,1 +1,0 @@
-"""The Hub: folders pushed and pulled by several ranks, each file checked."""

@@ -1,0 +1,1 @@
+"""Accelerate: plugin, launch, Accelerator methods and data loaders."""

@@ -1,0 +1,110 @@
+"""Prepared data loaders whose ranks may run out of data at different times: all stop together at the shortest.
+
+Only where lengths cannot be known to be equal: an IterableDataset, or batches that are not evened out. Elsewhere the
+stock loader is left alone.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...errors import DataError
+from .batch_shards import data_parallel_group, mesh_of_batches, sampler_of, shard_of
+
+
+def make_dispatcher(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Gives a loader that one rank reads for all the layout, which `skip_first_batches` leaves out."""
+    if kwargs.get("torch_device_mesh") is None and (mesh := mesh_of_batches()) is not None:
+        kwargs["torch_device_mesh"] = mesh
+    original(self, *args, **kwargs)
+
+
+def iterate(original: Callable, self: Any) -> Iterator[Any]:
+    """Iterates over a loader whose ranks agree on each batch.
+
+    The stock iteration looks one batch ahead to flag the last one, so that every rank flags the same.
+    """
+    group = data_parallel_group()
+    base = self.base_dataloader
+    _require_own_order(base)
+    if group is not None and "_hf_megatron_seen" not in vars(base):
+        from ..trainer.global_batches import draw_for_all_ranks, read_whole_stream
+
+        base._hf_megatron_seen = True
+        draw_for_all_ranks(base)
+        read_whole_stream(base)
+    if group is not None and "_hf_megatron_group" not in vars(base) and _may_differ(base):
+        base._hf_megatron_group = group
+        base.__class__ = _agreed_class(type(base))
+    return original(self)
+
+
+def _require_own_order(loader: Any) -> None:
+    from torch.utils.data import RandomSampler
+
+    from ...datasets.dataset_order import has_own_order
+
+    if has_own_order(loader.dataset) and isinstance(sampler_of(loader), RandomSampler):
+        raise DataError(
+            f"{type(loader.dataset).__name__} has an order of its own, and this loader shuffles it again: make it with "
+            "shuffle=False."
+        )
+
+
+def _may_differ(loader: Any) -> bool:
+    from torch.utils.data import IterableDataset
+
+    if isinstance(loader.dataset, IterableDataset):
+        return True
+    shard = shard_of(loader)
+    return shard is not None and shard.num_processes > 1 and not shard.even_batches and not shard.drop_last
+
+
+def _agreed_class(base: Any) -> type:
+    """Makes a data loader's class whose iteration ends on all ranks of the loader's group when it ends on one."""
+    # One base only: Python puts an instance into no class of another layout.
+    return type(f"Agreed{base.__name__}", (base,), {"__iter__": lambda self: _agreed(self, iter(base.__iter__(self)))})
+
+
+def _agreed(loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
+    from ..trainer.global_batches import CountedBatch
+
+    group, read, nothing = loader._hf_megatron_group, 0, object()
+    device = "cpu" if "gloo" in dist.get_backend(group) else torch.accelerator.current_accelerator()
+    while True:
+        batch = next(iterator, nothing)
+        ended = torch.tensor([batch is nothing, batch is not nothing], dtype=torch.int, device=device)
+        dist.all_reduce(ended, dist.ReduceOp.MAX, group=group)
+        some_ended, some_go_on = ended.tolist()
+        if some_ended:
+            if some_go_on:
+                _warn(loader, batch is nothing, read, group)
+            return
+        read += 1
+        if isinstance(batch, CountedBatch):
+            batch, *loader._hf_megatron_last = batch
+        yield batch
+
+
+def _warn(loader: Any, ended: bool, read: int, group: Any) -> None:
+    """Says on rank 0 whose data ended and what the others have left; every rank of the group calls it."""
+    try:
+        length = len(loader)
+    except TypeError:
+        # Only reading on would tell; the batch that was read ahead is left in any case.
+        length = -1
+    found: list[tuple[int, bool, int]] = [(0, False, 0)] * dist.get_world_size(group)
+    dist.all_gather_object(found, (dist.get_rank(), ended, length), group=group)
+    if dist.get_rank() != 0:
+        return
+    first = ", ".join(str(rank) for rank, is_out, _ in found if is_out)
+    others = [length - read for _, is_out, length in found if not is_out]
+    left = f"at most {max(others)}" if all(count > 0 for count in others) else "at least 1"
+    warnings.warn(
+        f"Rank {first} ran out of data first, after {read} batches; all ranks stop there and {left} of another rank's "
+        "batches is left unread. Use equally long shards (even_batches=True, or cut the IterableDataset).",
+        stacklevel=2,
+    )

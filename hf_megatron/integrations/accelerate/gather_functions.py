@@ -1,0 +1,38 @@
+"""`accelerate.utils.gather` and `gather_object`, which loops import by name, as `Accelerator.gather` does.
+
+Imported while `accelerate.utils` itself is, so it imports none of it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+
+def gather_by_name(original: Callable, tensor: Any) -> Any:
+    """Joins tensors `(batch, ...)` or `()` of the ranks that see different batches, to `(all batches, ...)`."""
+    from .batch_shards import batches_are_ours, data_parallel_group
+
+    if not batches_are_ours():
+        return original(tensor)
+    from accelerate.utils.operations import recursively_apply
+
+    from .gathering import joined_over
+
+    if (group := data_parallel_group()) is not None:
+        return joined_over(group, tensor)
+    return recursively_apply(lambda own: own[None] if own.ndim == 0 else own, tensor, error_on_other_type=True)
+
+
+def gather_object_by_name(original: Callable, object: Any) -> list[Any]:
+    """Joins lists of objects of the ranks that see different batches."""
+    import torch.distributed as dist
+
+    from .batch_shards import batches_are_ours, data_parallel_group
+
+    if not batches_are_ours():
+        found: list[Any] = original(object)
+        return found
+    if (group := data_parallel_group()) is None:
+        return list(object)
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, object, group=group)
+    return [item for part in parts for item in part]

@@ -1,0 +1,157 @@
+"""`Accelerator.gather`, `gather_for_metrics`, `reduce` over the ranks with different batches; triggers over all."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .accelerator import is_ours
+from .batch_shards import cut_rows, last_ranks, last_rows
+
+
+def _data_parallel_size(accelerator: Any) -> int:
+    return accelerator.parallelism_config.dp_shard_size
+
+
+def _data_parallel_group(accelerator: Any) -> Any:
+    """Returns the group of ranks that see different batches and hold the same part of the model, in dp order."""
+    return accelerator.torch_device_mesh["dp_shard"].get_group()
+
+
+def gather(original: Callable, self: Any, tensor: Any) -> Any:
+    """Joins tensors `(batch, ...)` or `()` of the ranks that see different batches, to `(all batches, ...)`."""
+    if not is_ours(self):
+        return original(self, tensor)
+    if _data_parallel_size(self) == 1:
+        # Every rank holds the same batch: what each has is the whole already.
+        return tensor
+    return joined_over(_data_parallel_group(self), tensor)
+
+
+def joined_over(group: Any, tensor: Any) -> Any:
+    """Joins tensors `(batch, ...)` or `()` of the ranks of a group."""
+    from accelerate.utils.operations import recursively_apply
+
+    def joined(own: torch.Tensor) -> torch.Tensor:
+        own = (own[None] if own.ndim == 0 else own).contiguous()
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, own, group=group)
+        return torch.cat(parts)
+
+    return recursively_apply(joined, tensor, error_on_other_type=True)
+
+
+def split_between_processes(original: Callable, self: Any, inputs: Any, apply_padding: bool = False) -> Any:
+    """Splits inputs over the replicas: ranks that share a batch are given the same ones."""
+    if not is_ours(self):
+        return original(self, inputs, apply_padding)
+    from accelerate import PartialState
+
+    size = _data_parallel_size(self)
+    index = dist.get_rank(_data_parallel_group(self)) if size > 1 else 0
+    replica = SimpleNamespace(num_processes=size, process_index=index, device=self.device)
+    return PartialState.split_between_processes(replica, inputs, apply_padding)
+
+
+class EvaluationLoss(torch.Tensor):
+    """A loss `()` of all ranks' rows; one per row, `(batch,)`, is what one process makes of it for a full batch."""
+
+
+def gather_for_metrics(original: Callable, self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+    """Joins tensors `(batch, ...)` or objects of ranks with different batches, without what fills up the last batch.
+
+    Of tensors `()` it keeps those of ranks that have a row of their own.
+    """
+    if not is_ours(self):
+        return original(self, input_data, use_gather_object)
+    state = self.gradient_state
+    cut = cut_rows(state)
+    if use_gather_object or _holds_other_than_tensors(input_data):
+        if _data_parallel_size(self) > 1:
+            parts: list[Any] = [None] * _data_parallel_size(self)
+            dist.all_gather_object(parts, input_data, group=_data_parallel_group(self))
+            input_data = [item for part in parts for item in part]
+        return input_data[: last_rows(state)][:cut]
+
+    def kept(own: torch.Tensor) -> torch.Tensor:
+        if isinstance(own, EvaluationLoss):
+            return self.gather(own.as_subclass(torch.Tensor))[:cut]
+        if own.dim() == 0:
+            # In one process no value of a whole batch is dropped.
+            return own if _data_parallel_size(self) == 1 else self.gather(own)[: last_ranks(state)]
+        return self.gather(own)[: last_rows(state)][:cut]
+
+    return _of_tensors(kept, input_data)
+
+
+def gather_evaluated(accelerator: Any, data: Any) -> Any:
+    """Gathers what one process has of its batch, `(batch, ...)`, without repeated rows, and a loss for each row."""
+
+    def kept(own: torch.Tensor) -> torch.Tensor:
+        if isinstance(own, EvaluationLoss):
+            return accelerator.gather(own.as_subclass(torch.Tensor))
+        return accelerator.gather(own)[: last_rows(accelerator.gradient_state)]
+
+    return _of_tensors(kept, data)
+
+
+def _of_tensors(change: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
+    from accelerate.utils.operations import recursively_apply
+
+    return recursively_apply(change, data, error_on_other_type=True)
+
+
+def _holds_other_than_tensors(data: Any) -> bool:
+    from accelerate.utils.operations import recursively_apply
+
+    try:
+        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+    except TypeError:
+        return True
+    return False
+
+
+def check_trigger(original: Callable, self: Any) -> bool:
+    """Tells on every rank whether any rank has called `set_trigger()` since the last check."""
+    if not is_ours(self):
+        return original(self)
+    flag = torch.zeros((), dtype=torch.int64, device=self.device) if self.flag_tensor is None else self.flag_tensor
+    flag = flag.clone()
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    was_set = bool(flag)
+    if was_set:
+        self.flag_tensor = torch.zeros_like(flag)
+    return was_set
+
+
+def reduce(original: Callable, self: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    """Reduces tensors of any shape over the ranks that see different batches."""
+    if not is_ours(self):
+        return original(self, tensor, reduction, scale)
+    from accelerate.utils.operations import recursively_apply
+
+    from ...compat.upstream import local_tensor
+    from ...data_parallel.fsdp_checks import is_sharded
+    from ...errors import UnsupportedError
+
+    # Over all ranks a sum would count each batch once for every rank that works on it.
+    group = _data_parallel_group(self) if _data_parallel_size(self) > 1 else None
+
+    def reduced(own: torch.Tensor) -> torch.Tensor:
+        own = own.clone()
+        if group is not None:
+            if is_sharded(own):
+                raise UnsupportedError(
+                    f"accelerator.reduce of a tensor of shape {tuple(own.shape)}: with zero_stage=3 the data parallel "
+                    "ranks hold parts of one tensor. With zero_stage=2 each of them has a whole one."
+                )
+            local = local_tensor(own)
+            # As in stock, "none" adds up too; only "mean" divides.
+            dist.all_reduce(local, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM, group=group)
+            if reduction == "mean":
+                local /= dist.get_world_size(group)
+        return own
+
+    return recursively_apply(reduced, tensor, error_on_other_type=True)

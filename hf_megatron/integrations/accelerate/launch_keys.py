@@ -1,0 +1,258 @@
+"""Every key of accelerate's `megatron_lm_config`, what it sets here, and which values are refused by name.
+
+A key has one name and three spellings: `megatron_lm_tp_degree` in an accelerate YAML, `MEGATRON_LM_TP_DEGREE` in the
+environment of a launched rank, `tp_degree` as an attribute of accelerate's `MegatronLMPlugin`. `LAUNCH_KEYS` is the
+whole list; a key accelerate adds later is refused until it has a row. This file reads no environment.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...config import MegatronConfig
+from ...errors import ConfigError, UnsupportedError
+
+PREFIX = "MEGATRON_LM_"
+FIELD_PREFIX = "HF_MEGATRON_"
+_LISTS = ("pipeline_partition", "hierarchical_context_parallel_sizes")
+_TRUTH = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(("false", "0", "no", "off"), False)
+
+
+@dataclass(frozen=True)
+class LaunchKey:
+    """One key of the block.
+
+    Args:
+        parse (`type`): `int`, `float`, `bool` or `str`.
+        default (`Any`): what `MegatronLMPlugin` fills in when neither its caller nor the launcher says anything; in a
+            plugin object this value therefore says nothing.
+        field (`str`, *optional*): the field of `MegatronConfig` the value goes to.
+        values (`Mapping`, *optional*): value -> the field's value; a value that is missing here is refused. `None` as
+            the field's value leaves the field at its default.
+        accepted (`tuple`): for a key without a field, and for microbatches without stages, the values under which
+            this library does what the key asks for.
+        instead (`str`): what to do instead of a refused value.
+    """
+
+    parse: type
+    default: Any
+    field: str | None = None
+    values: Mapping[Any, Any] | None = None
+    accepted: tuple[Any, ...] = ()
+    instead: str = ""
+
+
+_MODEL = "it belongs to the model: leave the key out and set it in the model's config (from_pretrained(..., {})"
+
+
+def _only(default: Any, instead: str) -> LaunchKey:
+    """Makes the row of a key whose default is what this library does, and all it does."""
+    return LaunchKey(type(default), default, accepted=(default,), instead=instead)
+
+
+LAUNCH_KEYS: Mapping[str, LaunchKey] = {
+    "tp_degree": LaunchKey(int, 1, "tp_size"),
+    "pp_degree": LaunchKey(int, 1, "pp_size"),
+    # 2 is what accelerate 1.15 fills in.
+    "context_parallel_size": LaunchKey(int, 2, "cp_size"),
+    "expert_model_parallel_size": LaunchKey(int, 1, "ep_size"),
+    # Without expert_model_parallel_size accepted when it is tp_degree, see `_fields`.
+    "expert_tensor_parallel_size": LaunchKey(
+        int,
+        1,
+        "etp_size",
+        instead="experts are split over the tp ranks: leave it out, set it to tp_degree, or state "
+        "expert_model_parallel_size as well",
+    ),
+    "sequence_parallelism": LaunchKey(bool, False, "sequence_parallel"),
+    "use_distributed_optimizer": LaunchKey(bool, False, "zero_stage", values={True: 1, False: 0}),
+    "optimizer_cpu_offload": LaunchKey(bool, False, "offload_optimizer"),
+    "recompute_activations": LaunchKey(bool, False, "recompute", values={True: "selective", False: None}),
+    "recompute_granularity": LaunchKey(str, "full", "recompute", values={"full": "full", "selective": "selective"}),
+    "recompute_method": _only("uniform", "every layer is recomputed; leave out the key for a part of them"),
+    "recompute_num_layers": _only(1, "every layer is recomputed by itself, not in chunks of several"),
+    "gradient_clipping": LaunchKey(float, 1.0, "gradient_clipping"),
+    "num_micro_batches": LaunchKey(
+        int,
+        1,
+        "num_microbatches",
+        accepted=(1,),
+        instead="without pp_degree nothing is cut; use gradient_accumulation_steps",
+    ),
+    "decoder_last_pipeline_num_layers": LaunchKey(
+        int, None, instead="the layers of every stage are stated together: HF_MEGATRON_PIPELINE_PARTITION=3,2"
+    ),
+    "use_custom_fsdp": _only(False, "to split the weights over the dp ranks set HF_MEGATRON_ZERO_STAGE=3"),
+    "no_load_optim": _only(False, "to start with a new optimizer do not load the checkpoint's state"),
+    "no_save_optim": _only(False, "to save the weights only call save_pretrained, or set save_only_model"),
+    "use_precision_aware_optimizer": _only(False, "the optimizer state is kept in the precision its class gives it"),
+    "overlap_cpu_optimizer_d2h_h2d": _only(False, "copies of an offloaded optimizer are not overlapped"),
+    "eod_mask_loss": _only(False, "mask labels with -100 in the data collator, as for any stock model"),
+    "calculate_per_token_loss": _only(True, "the loss is a mean over tokens, as Trainer computes it"),
+    "attention_backend": LaunchKey(
+        str, True, accepted=("true", "1", "auto"), instead="choose with from_pretrained(..., attn_implementation=)"
+    ),
+    "attention_softmax_in_fp32": _only(True, "the model's attention implementation decides, all compute it in fp32"),
+    "attention_dropout": LaunchKey(float, 0.0, instead=_MODEL.format("attention_dropout=)")),
+    "hidden_dropout": LaunchKey(float, 0.0, instead=_MODEL.format("the dropout's name in its config)")),
+    "use_rotary_position_embeddings": LaunchKey(bool, True, instead="it follows from the model: leave the key out"),
+}
+
+# Attributes of accelerate's plugin that no variable and no key stands for, and what to do instead.
+_PLUGIN_ONLY = {
+    "num_layers_per_virtual_pipeline_stage": (
+        "set the stages per rank, MegatronConfig(virtual_stages=...) or HF_MEGATRON_VIRTUAL_STAGES, and an interleaved "
+        "pipeline_schedule"
+    ),
+}
+# Keys that say something beside another one above 1 only.
+_BESIDE = {"num_micro_batches": "pp_degree", "expert_tensor_parallel_size": "expert_model_parallel_size"}
+_ENGINE = "leave it out. It configures accelerate's own Megatron engine, which hf_megatron replaces"
+
+
+def _parse(kind: type, text: str, source: str) -> Any:
+    """Parses the text of a variable as `int`, `float`, `bool` or `str`; raises `ConfigError` naming `source`."""
+    text = text.strip()
+    try:
+        return _TRUTH[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        expected = {bool: "true or false", int: "an integer", float: "a number"}[kind]
+        raise ConfigError(f"{source} = {text!r}: expected {expected}.") from None
+
+
+def _parse_json(text: str, source: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ConfigError(
+            f'{source} = {text!r}: expected JSON, such as {{"reference": {{"zero_stage": 3}}}}.'
+        ) from None
+
+
+def _no_such_name(variable: str, text: str, problem: str, prefix: str, known: Sequence[str]) -> ConfigError:
+    near = difflib.get_close_matches(variable[len(prefix) :].lower(), known, n=3) or known
+    valid = ", ".join(prefix + name.upper() for name in near)
+    return ConfigError(f"{variable} = {text!r}: {problem}; valid: {valid}.")
+
+
+def _fields(given: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
+    """Turns key -> (parsed value, how the user wrote it) into fields of `MegatronConfig`."""
+    fields: dict[str, Any] = {}
+    for name, (value, source) in given.items():
+        key = LAUNCH_KEYS[name]
+        needed = _BESIDE.get(name)
+        if key.field is None or (needed is not None and given.get(needed, (1, ""))[0] == 1):
+            valid = key.accepted
+            if name == "expert_tensor_parallel_size":
+                valid = (given.get("tp_degree", (1, ""))[0],)
+            if (value.lower() if isinstance(value, str) else value) not in valid:
+                shown = " or ".join(str(choice).lower() for choice in valid) if valid else "leave it out"
+                raise UnsupportedError(
+                    f"{source} = {value!r} (megatron_lm_{name} in megatron_lm_config): not supported, valid: {shown}; "
+                    f"{key.instead}."
+                )
+            continue
+        if name == "gradient_clipping":
+            # accelerate documents 0 as "no clipping".
+            if not math.isfinite(value) or value < 0:
+                raise ConfigError(f"{source} = {value!r}: expected a norm of 0 (no clipping) or more.")
+            value = value or None
+        elif key.values is not None:
+            if value not in key.values:
+                raise ConfigError(f"{source} = {value!r}: expected {' or '.join(map(str, key.values))}.")
+            value = key.values[value]
+        if value is None and name != "gradient_clipping":
+            continue
+        if fields.get(key.field, value) != value:
+            raise ConfigError(f"{source} = {value!r} contradicts {key.field} = {fields[key.field]!r} of another key.")
+        fields[key.field] = value
+    return fields
+
+
+def fields_of_block(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the fields of `MegatronConfig` that the launcher's `MEGATRON_LM_*` variables set.
+
+    Raises:
+        ConfigError: a value that cannot be read, or a variable that no key stands for.
+        UnsupportedError: a value this library has no counterpart for, naming the key and what is valid.
+    """
+    given = {}
+    for variable, text in environment.items():
+        if not variable.startswith(PREFIX):
+            continue
+        name = variable[len(PREFIX) :].lower()
+        if name not in LAUNCH_KEYS:
+            raise _no_such_name(variable, text, "no such key of megatron_lm_config", PREFIX, list(LAUNCH_KEYS))
+        # What a YAML leaves empty arrives as the text None.
+        if text != "None":
+            given[name] = _parse(LAUNCH_KEYS[name].parse, text, variable), variable
+    return _fields(given)
+
+
+def fields_of_plugin(plugin: Any) -> dict[str, Any]:
+    """Returns the fields of `MegatronConfig` that an accelerate `MegatronLMPlugin` sets; its defaults set nothing.
+
+    Raises:
+        ConfigError: a value out of range.
+        UnsupportedError: an attribute that differs from its default and has no counterpart here.
+    """
+    given = {}
+    for attribute in dataclasses.fields(plugin):
+        value, source = getattr(plugin, attribute.name), f"MegatronLMPlugin({attribute.name}=...)"
+        key = LAUNCH_KEYS.get(attribute.name)
+        if key is None:
+            if value != attribute.default:
+                instead = _PLUGIN_ONLY.get(attribute.name, _ENGINE)
+                raise UnsupportedError(f"{source} = {value!r} has no counterpart here; {instead}.")
+        elif value != key.default:
+            given[attribute.name] = (str(value).lower() if key.parse is str else value), source
+    return _fields(given)
+
+
+def fields_of_variables(environment: Mapping[str, str], internal: tuple[str, ...]) -> dict[str, Any]:
+    """Returns the fields of `MegatronConfig` that `HF_MEGATRON_<FIELD>` variables but the `internal` ones set.
+
+    Raises:
+        ConfigError: a name that is no field, or a value that cannot be read as the field's type.
+    """
+    known = typing.get_type_hints(MegatronConfig)
+    fields: dict[str, Any] = {}
+    for variable, text in environment.items():
+        if not variable.startswith(FIELD_PREFIX) or variable in internal:
+            continue
+        name = variable[len(FIELD_PREFIX) :].lower()
+        if name not in known:
+            raise _no_such_name(variable, text, f"MegatronConfig has no field {name!r}", FIELD_PREFIX, list(known))
+        kinds = typing.get_args(known[name]) or (known[name],)
+        counts = text.strip("[]() ").split(",")
+        if name == "frozen" and text.strip().lower() not in ("none", ""):
+            fields[name] = _parse_json(text, variable)
+        elif name in _LISTS and counts[0].strip().isdecimal():
+            fields[name] = tuple(_parse(int, count, variable) for count in counts)
+        elif types.NoneType in kinds and text.strip().lower() in ("none", ""):
+            fields[name] = None
+        else:
+            fields[name] = _parse(next(kind for kind in kinds if kind is not types.NoneType), text, variable)
+    return fields
+
+
+def variables_of_fields(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the `HF_MEGATRON_<FIELD>` variables that set fields of `MegatronConfig`."""
+    texts = {name: json.dumps(value) if isinstance(value, Mapping) else str(value) for name, value in fields.items()}
+    return {f"{FIELD_PREFIX}{name.upper()}": text for name, text in texts.items()}
+
+
+def merge_fields(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges the fields of all layers, later ones over earlier ones."""
+    fields = {name: value for layer in layers for name, value in layer.items()}
+    # The block accelerate writes says `sequence_parallelism: true` also for tp 1, where it has no meaning. In the last
+    # layer the user wrote the field itself, and hears of it.
+    if fields.get("tp_size", 1) == 1 and "sequence_parallel" not in layers[-1]:
+        fields.pop("sequence_parallel", None)
+    return fields

@@ -1,0 +1,148 @@
+"""`python -m hf_megatron`: runs a script that knows nothing of this library on the layout that the launcher describes.
+
+    accelerate launch --config_file megatron.yaml -m hf_megatron train.py --its --own flags
+    HF_MEGATRON_TP_SIZE=2 torchrun --nproc_per_node 2 -m hf_megatron train.py --its --own flags
+
+What the script loads with `from_pretrained`, or makes with `from_config`, is laid out, frozen references alike. A model
+that cannot be laid out is left whole, which is fine for one that is only asked; training it is refused with the reason.
+"""
+
+import argparse
+import os
+import runpy
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+from ...compat.patch_registry import LEDGER
+from ...config import MegatronConfig, validate_world_size
+from ...errors import MegatronError, PlanError, UnsupportedError, UnverifiedLayoutError
+from ...parallel_state import parallel_state
+from .accelerator import config_from_environment, export_layout, job_world_size
+
+_BY_HAND = (
+    "it was made by its class or put together of parts. Models are laid out where `from_pretrained` or an Auto class's "
+    "`from_config` makes them"
+)
+
+
+class Launch:
+    """Lays out the models of a script, and says which.
+
+    Args:
+        layout (`MegatronConfig`): of every model.
+    """
+
+    def __init__(self, layout: MegatronConfig):
+        self.layout = layout
+        self._reasons: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._said: set[str] = set()
+
+    def make(
+        self, cls: type, laid_out: Callable[..., Any], whole: Callable[..., Any], arguments: Mapping[str, Any]
+    ) -> Any:
+        """Makes a model with the arguments of a script that knows of no layout.
+
+        Args:
+            cls: the model's class.
+            laid_out: makes it with `megatron_config` and arguments.
+            whole: makes it as stock does, with arguments.
+            arguments: the script's own keywords.
+        """
+        if _is_part_of_a_model():
+            return whole(**arguments)
+        # Scripts name the devices of one process.
+        given = {name: value for name, value in arguments.items() if name != "device_map"}
+        try:
+            made = laid_out(megatron_config=self.layout, **given)
+        except (UnsupportedError, UnverifiedLayoutError, PlanError) as error:
+            made = whole(**arguments)
+            self._reasons[_model(made)] = str(error)
+            self._say(f"{cls.__name__} is left whole on every rank: {error}")
+        else:
+            state = parallel_state(_model(made))
+            assert state is not None
+            self._say(f"{cls.__name__} is laid out: {state.config.layout()}.")
+        return made
+
+    def require_laid_out(self, model: Any) -> None:
+        """Raises `UnsupportedError` for a whole model of transformers that is about to be trained."""
+        from transformers import PreTrainedModel
+
+        if isinstance(model, PreTrainedModel) and any(parameter.requires_grad for parameter in model.parameters()):
+            reason = self._reasons.get(model, _BY_HAND)
+            raise UnsupportedError(f"{type(model).__name__} is whole on every rank and would be trained: {reason}")
+
+    def _say(self, text: str) -> None:
+        import torch.distributed as dist
+
+        if text not in self._said and not (dist.is_initialized() and dist.get_rank()):
+            self._said.add(text)
+            print(f"hf_megatron: {text}", file=sys.stderr, flush=True)
+
+
+def _model(made: Any) -> Any:
+    # With `output_loading_info` a model comes with what was loaded.
+    return made[0] if isinstance(made, tuple) else made
+
+
+def _is_part_of_a_model() -> bool:
+    """Tells whether a model is under way to being made, whose parts are its own business."""
+    from transformers import PreTrainedModel
+
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), PreTrainedModel):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def run_script(script: str, arguments: Sequence[str], layout: MegatronConfig, *, as_module: bool = False) -> None:
+    """Runs a script as its interpreter would, its models laid out.
+
+    Args:
+        script: path of a file, or the name of a module.
+        arguments: of its command line.
+        layout: of its models; in a job of one rank nothing is laid out.
+        as_module: whether `script` is a module's name.
+    """
+    validate_world_size(layout, job_world_size())
+    LEDGER.launch = Launch(layout) if job_world_size() > 1 else None
+    sys.argv = [script, *arguments]
+    try:
+        if as_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(script))
+            runpy.run_path(script, run_name="__main__")
+    finally:
+        LEDGER.launch = None
+
+
+def follow_launcher() -> None:
+    """Lays out the models that this process makes from now on, as the launcher says; alone it leaves them whole."""
+    layout = config_from_environment()
+    validate_world_size(layout, job_world_size())
+    LEDGER.launch = Launch(layout) if job_world_size() > 1 else None
+
+
+def launch() -> None:
+    """Reads the command line of `python -m hf_megatron`."""
+    parser = argparse.ArgumentParser(prog="python -m hf_megatron", description=__doc__.partition("\n")[0])
+    parser.add_argument("--config", metavar="FILE", help="YAML of MegatronConfig, instead of what the launcher says")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
+    parser.add_argument("script", metavar="SCRIPT", help="a training script, as it is")
+    parser.add_argument("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="its own")
+    given = parser.parse_args()
+    if not given.module and not os.path.isfile(given.script):
+        parser.error(f"SCRIPT = {given.script!r}: there is no such file.")
+    try:
+        layout = config_from_environment() if given.config is None else MegatronConfig.from_yaml(given.config)
+        validate_world_size(layout, job_world_size())
+    except MegatronError as error:
+        parser.error(str(error))
+    export_layout(layout)
+    run_script(given.script, given.arguments, layout, as_module=given.module)

@@ -1,0 +1,137 @@
+"""Modules around a laid out model: those without weights of their own are prepared with it, others refused."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...checkpoint.gather_full import full_state_dict
+from ...compat.patch_registry import LEDGER
+from ...compat.upstream import is_sentence_transformer
+from ...core.off_stage import own_parameters
+from ...errors import UnsupportedError
+from ...parallel_state import ParallelState, parallel_state, share_state_around
+
+_PREPARE = "Accelerator.prepare"
+_INSTEAD = (
+    "Prepare the laid out model itself, and call it through {name} as it is. Further weights that train have to be "
+    "part of the model before from_pretrained lays it out: use a class of transformers or of your own (a "
+    "PreTrainedModel) that has them."
+)
+
+
+def laid_out_inside(module: nn.Module) -> list[nn.Module]:
+    """Lists the laid out models that a module contains, and is not itself; each with its adapters, if it has any."""
+    found: list[nn.Module] = []
+    for inner in module.modules():
+        # A module comes before those inside of it.
+        if (
+            inner is not module
+            and parallel_state(inner) is not None
+            and all(inner not in one.modules() for one in found)
+        ):
+            found.append(inner)
+    return found
+
+
+def state_around(module: Any, what: str) -> ParallelState | None:
+    """Returns the layout of the model inside of one of sentence-transformers', which tells it from now on.
+
+    Args:
+        what (`str`): who was given it.
+
+    Raises:
+        UnsupportedError: another module that contains a laid out model, or weights of one, naming what it has inside.
+    """
+    if not isinstance(module, nn.Module):
+        return None
+    if is_sentence_transformer(module) and (model := model_to_prepare(module, what)) is not None:
+        state = parallel_state(model)
+        assert state is not None
+        share_state_around(module, model, state)
+        return state
+    for inner in laid_out_inside(module):
+        raise UnsupportedError(f"{_named(what, module)} contains a laid out {type(inner).__name__}. {_instead(module)}")
+    _refuse_parts(module, what)
+    return None
+
+
+def model_to_prepare(module: nn.Module, what: str = _PREPARE) -> nn.Module | None:
+    """Returns the laid out model that a module without weights of its own is made around, `None` where there is none.
+
+    Args:
+        what (`str`): who was given it.
+
+    Raises:
+        UnsupportedError: it has parameters or buffers of its own, or weights of laid out models without one of these.
+    """
+    inside = laid_out_inside(module)
+    if not inside:
+        _refuse_parts(module, what)
+        return None
+    model = inside[0]
+    if len(inside) > 1:
+        names = ", ".join(type(inner).__name__ for inner in inside)
+        raise UnsupportedError(
+            f"{_named(what, module)} contains {len(inside)} laid out models ({names}): prepare each of them, with "
+            f"an optimizer each, and call them through {type(module).__name__} as it is."
+        )
+    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    own = [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors if id(tensor) not in known]
+    if own:
+        shown = ", ".join(own[:3]) + (f" and {len(own) - 3} more" if len(own) > 3 else "")
+        raise UnsupportedError(
+            f"{_named(what, module)} contains a laid out {type(model).__name__} and, beside it, {shown}, which "
+            f"is not part of its layout. {_instead(module)}"
+        )
+    return model
+
+
+def full_state_dict_around(module: nn.Module) -> dict[str, Tensor] | None:
+    """Returns all weights of a laid out model, or of a module that contains one, in full, of any shape, on rank 0.
+
+    Other ranks get none, and have to call it too; `None` where there is no such model.
+    """
+    if parallel_state(module) is not None:
+        return full_state_dict(module)
+    if not laid_out_inside(module):
+        return None
+    found: dict[str, Tensor] = {}
+    known: dict[int, Tensor] = {}
+    for prefix, inner in module.named_modules():
+        if parallel_state(inner) is None:
+            continue
+        whole = full_state_dict(inner)
+        found |= {f"{prefix}.{name}": tensor for name, tensor in whole.items()}
+        # The module may name them once more.
+        own = inner.named_parameters(remove_duplicate=False)
+        known |= {id(tensor): whole[name] for name, tensor in own if name in whole}
+    if not found:
+        return {}
+    tensors, parameters = module.state_dict(), dict(module.named_parameters(remove_duplicate=False))
+    further = {
+        name: known.get(id(parameters.get(name)), tensor) for name, tensor in tensors.items() if name not in found
+    }
+    return {name: (found | further)[name] for name in tensors}
+
+
+def _refuse_parts(module: nn.Module, what: str) -> None:
+    models = LEDGER.models
+    if not models:
+        return
+    name_of = {id(weight): (name, model) for model in models for name, weight in own_parameters(model)}
+    for weight in module.parameters():
+        if id(weight) in name_of:
+            name, model = name_of[id(weight)]
+            raise UnsupportedError(
+                f"{_named(what, module)} contains {name} of a laid out {type(model).__name__}, and not the model "
+                f"itself, which alone is called and trained. {_instead(module)}"
+            )
+
+
+def _named(what: str, module: nn.Module) -> str:
+    return f"{what} of a {type(module).__name__}: it"
+
+
+def _instead(module: nn.Module) -> str:
+    return _INSTEAD.format(name=type(module).__name__)

@@ -1,0 +1,1 @@
+"""Collective push and pull of checkpoint folders on the Hub."""

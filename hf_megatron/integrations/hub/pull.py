@@ -1,0 +1,230 @@
+"""Pulling from the Hub what some ranks of a layout need, checked file by file; a pull that stopped goes on.
+
+The manifest, or the index of Hugging Face files, is put in place last: a folder without it is no checkpoint. What was
+left out on purpose is noted in `partial.json`, and readers name it when they miss it.
+"""
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from huggingface_hub import HfApi, RepoFile, hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from ...checkpoint.manifest import MANIFEST, Manifest
+from ...checkpoint.meta_model import meta_model_of
+from ...checkpoint.reader import PARTIAL
+from ...checkpoint.rng_state import file_name as random_file
+from ...config import MegatronConfig
+from ...core.axes import Axes
+from ...core.io.checksums import FileDigest, hash_file
+from ...core.io.safe_paths import is_plain_name
+from ...errors import CheckpointError, ConfigError, MegatronError
+from .pulled_folder import WAITING, Pulled, link_part, note_absent, put_in_place, sha256_of
+from .push_selection import INDEX, REFUSED, explained, weight_map
+from .required_files import Stage, files_for, merged_files_for, stage_of
+
+_OF_RANKS = ("random-", "data-")
+
+
+def pull(
+    repo_id: str,
+    target: str | Path,
+    *,
+    config: MegatronConfig | None = None,
+    rank: int | Sequence[int] | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    optimizer: bool = True,
+) -> Pulled:
+    """Fetches a checkpoint, or the files of it that some ranks need; one process calls it for a folder.
+
+    A second call for other ranks of the same commit adds their files. Pickles are never fetched.
+
+    Args:
+        repo_id (`str`): holds a sharded checkpoint, or Hugging Face files.
+        config (`MegatronConfig`, *optional*): the layout that is going to read; `dp_size` is 1 if it is not stated.
+        rank (`int` or `Sequence[int]`, *optional*): ranks of that layout, such as those of this host; all by default.
+        revision (`str`, *optional*): branch, tag or commit.
+        optimizer (`bool`, defaults to `True`): with the optimizer's state.
+
+    Raises:
+        ConfigError: a rank without a layout, or one that the layout has not.
+        CheckpointError: a file that is not what the manifest says, another checkpoint in the folder, or what the Hub
+            answered.
+    """
+    ranks = _axes_of(config, rank)
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ConfigError(f"repo_id = {repo_id!r}: {error}") from error
+    try:
+        return _Pull(repo_id, Path(os.path.abspath(target)), revision, token).run(config, ranks, optimizer)
+    except MegatronError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the client raises many kinds, those of its HTTP library among them
+        raise CheckpointError(f"Pulling {repo_id} to {target} failed: {explained(error)}") from error
+
+
+def _axes_of(config: MegatronConfig | None, rank: int | Sequence[int] | None) -> dict[int, Axes]:
+    if rank is None:
+        return {}
+    if config is None:
+        raise ConfigError(f"rank = {rank!r} without a layout: pass config=MegatronConfig(...) with it.")
+    numbers = [rank] if isinstance(rank, int) else list(rank)
+    if not numbers:
+        raise ConfigError("rank = []: expected at least one rank, or None for all.")
+    return {number: Axes.of(config, number) for number in numbers}
+
+
+class _Pull:
+    """One pull: lists, decides, fetches, checks, and puts the manifest in place."""
+
+    def __init__(self, repo_id: str, target: Path, revision: str | None, token: str | bool | None):
+        self.repo_id, self.target, self.token = repo_id, target, token
+        api = HfApi(token=token)
+        # One commit for everything, whatever is pushed meanwhile.
+        self.commit = str(api.model_info(repo_id, revision=revision).sha)
+        listed = api.list_repo_tree(repo_id, recursive=True, revision=self.commit)
+        self.remote = {entry.path: entry for entry in listed if isinstance(entry, RepoFile)}
+        for name in self.remote:
+            if not is_plain_name(name):
+                raise CheckpointError(f"{repo_id} has a file {name!r}, which leaves the folder; refused.")
+        self.fetched = 0
+
+    def run(self, config: MegatronConfig | None, ranks: Mapping[int, Axes], optimizer: bool) -> Pulled:
+        self.config, self.ranks = config, ranks
+        last = MANIFEST if MANIFEST in self.remote else INDEX if INDEX in self.remote else None
+        manifest = None
+        if last is not None:
+            waiting = self._fetch(last, self.target / WAITING)
+            self._same_checkpoint(waiting)
+            if last == MANIFEST:
+                manifest = Manifest.load(self.target / WAITING)
+        names = self._wanted(manifest)
+        small = {name for name in names if not name.endswith(".safetensors")} - {last}
+        digests: Mapping[str, FileDigest] = {} if manifest is None else manifest.files
+        for name in sorted(small):
+            self._checked(name, digests.get(name))
+        needed = self._needed(manifest, names, optimizer) | small
+        # What an earlier pull for other ranks brought stays.
+        here = {name for name in names - needed if (self.target / name).is_file()}
+        for name in sorted((needed | here) - small - {last}):
+            self._checked(name, digests.get(name))
+        return self._finish(last, names, needed | here)
+
+    def _wanted(self, manifest: Manifest | None) -> set[str]:
+        """Lists everything a pull without a rank fetches."""
+        safe = {
+            name
+            for name in self.remote
+            if not name.lower().endswith(REFUSED) and not any(part.startswith(".") for part in name.split("/"))
+        }
+        if manifest is None:
+            return safe - {PARTIAL}
+        if missing := sorted(manifest.files.keys() - self.remote.keys()):
+            raise CheckpointError(f"{self.repo_id} at {self.commit} lacks {', '.join(missing)} of its {MANIFEST}.")
+        if unsafe := sorted(name for name in manifest.files.keys() - safe):
+            raise CheckpointError(
+                f"{self.repo_id}: its {MANIFEST} lists {', '.join(unsafe)}: hidden files, and formats that can hold a "
+                "pickle, are not fetched."
+            )
+        # Other text files, such as the card, go along; other weights do not belong to the checkpoint.
+        text = {name for name in safe if not name.endswith(".safetensors") and "/" not in name} - {INDEX, PARTIAL}
+        return {*manifest.files, *text, MANIFEST}
+
+    def _same_checkpoint(self, waiting: Path) -> None:
+        present = self.target / waiting.name
+        if present.is_file() and present.read_bytes() != waiting.read_bytes():
+            shutil.rmtree(self.target / WAITING)
+            raise CheckpointError(
+                f"{self.target} holds another checkpoint than {self.repo_id} at {self.commit}; an existing checkpoint "
+                "is never written over. Pull to another folder."
+            )
+
+    def _needed(self, manifest: Manifest | None, names: set[str], optimizer: bool) -> set[str]:
+        if self.config is None or not self.ranks or (manifest is None and INDEX not in self.remote):
+            # Without a rank all are needed.
+            return set(names)
+        if manifest is None:
+            index = weight_map(self.target / WAITING / INDEX)
+            if unknown := ", ".join(sorted(set(index.values()) - self.remote.keys())):
+                raise CheckpointError(f"{self.repo_id}: {INDEX} names {unknown}, which the repository has not.")
+        needed: set[str] = set()
+        stages: dict[int, Stage] = {}
+        for axes in self.ranks.values():
+            pp_rank = axes.rank("pp")
+            if pp_rank not in stages:
+                stages[pp_rank] = stage_of(meta_model_of(self.target), self.config, axes)
+            stage = stages[pp_rank].of_rank(axes)
+            if manifest is not None:
+                needed |= files_for(manifest, stage, optimizer=optimizer)
+            else:
+                needed |= merged_files_for(index, stage)
+        return needed if manifest is None else needed | _without_layout(manifest, names, self.ranks)
+
+    def _fetch(self, name: str, folder: Path) -> Path:
+        try:
+            path = hf_hub_download(
+                self.repo_id, name, revision=self.commit, local_dir=folder, token=self.token, library_name="hf_megatron"
+            )
+        except EntryNotFoundError as error:
+            raise CheckpointError(f"{self.repo_id} at {self.commit} has no {name}.") from error
+        self.fetched += os.path.getsize(path)
+        return Path(path)
+
+    def _checked(self, name: str, entry: FileDigest | None) -> None:
+        """Fetches a file unless it is here already, and compares it with the manifest, or with the Hub's own hash."""
+        path = self.target / name
+        if path.is_file() and self._difference(path, name, entry) is None and (entry or self.remote[name].lfs):
+            return
+        path.unlink(missing_ok=True)
+        self._fetch(name, self.target)
+        if (said := self._difference(path, name, entry)) is not None:
+            # Not kept: a later call fetches it anew.
+            path.unlink()
+            raise CheckpointError(f"{path}: what {self.repo_id} sent is not what was pushed: {said}.")
+
+    def _difference(self, path: Path, name: str, entry: FileDigest | None) -> str | None:
+        if entry is not None:
+            found = hash_file(path)
+            said = (
+                f"{found.size} bytes with blake3 {found.blake3[:12]} instead of {entry.size} with {entry.blake3[:12]}"
+            )
+            return None if found == entry else said
+        lfs = self.remote[name].lfs
+        size = path.stat().st_size
+        if size != self.remote[name].size:
+            return f"{size} bytes instead of {self.remote[name].size}"
+        if lfs is not None and sha256_of(path) != lfs.sha256:
+            return f"its sha256 is not {lfs.sha256[:12]}"
+        return None
+
+    def _finish(self, last: str | None, names: set[str], files: set[str]) -> Pulled:
+        files = files | ({last} if last is not None else set())
+        absent = sorted(names - files)
+        if absent:
+            assert self.config is not None
+            layout = {"layout": self.config.to_dict(), "ranks": sorted(self.ranks)}
+            note_absent(self.target, {"repo_id": self.repo_id, "commit": self.commit, "absent": absent, **layout})
+        else:
+            (self.target / PARTIAL).unlink(missing_ok=True)
+        if last == INDEX:
+            link_part(self.target, files if absent else set())
+        if last is not None:
+            put_in_place(self.target, last)
+        sizes = {name: self.remote[name].size for name in names}
+        present = sum(sizes[name] for name in files)
+        listed = tuple(sorted(files)), tuple(absent)
+        return Pulled(self.target, self.commit, *listed, present, sum(sizes.values()), self.fetched)
+
+
+def _without_layout(manifest: Manifest, names: set[str], ranks: Iterable[int]) -> set[str]:
+    """Lists the files that hold no part of a tensor, without the states of other ranks."""
+    stored = {piece.file for entry in manifest.tensors.values() for piece in entry.pieces}
+    # Generators and data positions have a file for each rank; another layout starts from the first one's.
+    own = {random_file(number) for number in (0, *ranks)}
+    own |= {name.replace("random-", "data-") for name in own}
+    return {name for name in names - stored if not name.startswith(_OF_RANKS) or name in own}

@@ -1,0 +1,199 @@
+"""Which files of a folder go to the Hub, and which are refused: weights in safetensors, complete, or nothing at all."""
+
+import os
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from huggingface_hub import ModelCard
+from yaml import YAMLError
+
+from ...checkpoint.manifest import MANIFEST, Manifest
+from ...checkpoint.reader import PARTIAL, Checkpoint
+from ...core.io.safe_paths import is_plain_name
+from ...core.io.safetensors import read_header
+from ...core.io.untrusted_json import read_weight_map
+from ...errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+CARD = "README.md"
+# State that stock loops pickle beside the weights; nobody who loads a model reads it.
+SKIPPED = (
+    "training_args.bin",
+    "optimizer.pt",
+    "optimizer*.bin",
+    "scheduler.pt",
+    "scheduler*.bin",
+    "scaler.pt",
+    "rng_state*.pth",
+    "random_states_*.pkl",
+    "sampler*.bin",
+    "*.tmp",
+)
+# Formats that are pickles, or that can hold one.
+REFUSED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".distcp", ".joblib", ".npy", ".npz")
+# Weights that a push of the same kind replaces: those it does not write would be read beside the new ones.
+_MERGED = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+_SHARDED = re.compile(r"(shard|random|data)-\d{5}(-of-\d{5})?\.safetensors")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The files of one push.
+
+    Attributes:
+        sizes: bytes by name, relative to the folder.
+        digests: of the files that a manifest lists, by name.
+        skipped: names of files that stay behind.
+        sharded: whether the folder is a sharded checkpoint.
+    """
+
+    sizes: Mapping[str, int]
+    digests: Mapping[str, str]
+    skipped: tuple[str, ...]
+    sharded: bool
+
+    def stale(self, remote: Iterator[str]) -> list[str]:
+        """Lists names in the repository that would be read beside this push although they are of an earlier one."""
+        pattern = _SHARDED if self.sharded else _MERGED
+        if not any(pattern.fullmatch(name) for name in self.sizes):
+            return []
+        return sorted(name for name in remote if pattern.fullmatch(name) and name not in self.sizes)
+
+
+def select(folder: Path, ignore: tuple[str, ...] = ()) -> Selection:
+    """Looks through a folder, a sharded checkpoint or Hugging Face files; nothing is sent yet.
+
+    Hidden files and folders, names that match `SKIPPED` or, relative to the folder, `ignore`, and all below a folder
+    that matches, stay behind.
+
+    Raises:
+        CheckpointError: naming the file: a pickle, a link, a damaged safetensors file, a checkpoint or an index that is
+            incomplete, a path of this machine among the manifest's facts; or there is nothing to send.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder.")
+    sharded = (folder / MANIFEST).is_file()
+    digests = {name: entry.blake3 for name, entry in _complete(folder).files.items()} if sharded else {}
+    sizes: dict[str, int] = {}
+    skipped: list[str] = []
+    for name, path in _files(folder, ignore, skipped):
+        _check_file(path)
+        sizes[name] = path.stat().st_size
+    if not sizes:
+        raise CheckpointError(f"{folder} holds nothing to push.")
+    # A checkpoint without one of its files would not be one.
+    if lacking := sorted(digests.keys() - sizes.keys()):
+        raise CheckpointError(f"{folder}: {', '.join(lacking)} belong to the checkpoint and are not pushed as such.")
+    if INDEX in sizes:
+        _check_index(folder, sizes)
+    return Selection(sizes, digests, tuple(skipped), sharded)
+
+
+def _files(folder: Path, ignore: tuple[str, ...], skipped: list[str]) -> Iterator[tuple[str, Path]]:
+    for root, directories, files in os.walk(folder):
+        directories.sort()
+        for directory in list(directories):
+            path = Path(root, directory)
+            name = path.relative_to(folder).as_posix()
+            if directory.startswith(".") or any(fnmatch(name, pattern) for pattern in ignore):
+                directories.remove(directory)
+            elif path.is_symlink():
+                raise CheckpointError(f"{path} is a link; a push sends plain files.")
+        for file in sorted(files):
+            path = Path(root, file)
+            name = path.relative_to(folder).as_posix()
+            if file.startswith(".") or any(fnmatch(name, pattern) for pattern in ignore):
+                continue
+            if any(fnmatch(file, pattern) for pattern in SKIPPED):
+                skipped.append(name)
+            elif path.is_symlink() or not path.is_file():
+                raise CheckpointError(f"{path} is not a plain file; a push sends plain files.")
+            else:
+                yield name, path
+
+
+def _check_file(path: Path) -> None:
+    if path.suffix == ".safetensors":
+        read_header(path)
+        return
+    if path.suffix.lower() in REFUSED or _is_pickle(path):
+        raise CheckpointError(
+            f"{path} may hold a pickle, which runs code where it is loaded; weights go to the Hub as safetensors. Save "
+            "them with save_pretrained, or move the file away."
+        )
+
+
+def _is_pickle(path: Path) -> bool:
+    """Tells whether the content is one, whatever the name says: a bare pickle, or one in torch's zip archive."""
+    with open(path, "rb") as file:
+        start = file.read(4)
+    if len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5:
+        return True
+    if start != b"PK\x03\x04" or not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(PurePosixPath(name).suffix in (".pkl", ".npy") for name in archive.namelist())
+
+
+def _complete(folder: Path) -> Manifest:
+    checkpoint = Checkpoint(folder)
+    if checkpoint.absent:
+        raise CheckpointError(
+            f"{folder} was pulled for some ranks only ({PARTIAL}) and lacks {', '.join(sorted(checkpoint.absent))}; "
+            "pull it without --ranks before you push it."
+        )
+    for where, text in _texts(checkpoint.manifest.facts, "facts"):
+        if os.path.isabs(text):
+            raise CheckpointError(
+                f"{folder / MANIFEST}: {where} is {text!r}, a path of the machine that wrote it; not pushed."
+            )
+    return checkpoint.manifest
+
+
+def _texts(value: Any, where: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield where, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _texts(part, f"{where}.{key}")
+    elif isinstance(value, list):
+        for index, part in enumerate(value):
+            yield from _texts(part, f"{where}[{index}]")
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Reads weight -> file of an index; raises `CheckpointError` if unreadable or for a file outside its folder."""
+    names = read_weight_map(index)
+    for file in sorted(set(names.values())):
+        if not is_plain_name(file) or not file.endswith(".safetensors"):
+            raise CheckpointError(f"{index} names {file!r}, which is not a safetensors file inside its folder.")
+    return names
+
+
+def _check_index(folder: Path, sizes: Mapping[str, int]) -> None:
+    missing = sorted(set(weight_map(folder / INDEX).values()) - sizes.keys())
+    if missing:
+        raise CheckpointError(f"{folder / INDEX} names {', '.join(missing)}, which are missing.")
+
+
+def explained(error: BaseException) -> str:
+    """Words an error with what caused it; the Hub's client says in the outer one which file, in the inner one why."""
+    parts = []
+    seen: BaseException | None = error
+    while seen is not None:
+        parts.append(f"{type(seen).__name__}: {' '.join(str(seen).split())}")
+        seen = seen.__cause__
+    return " <- ".join(dict.fromkeys(parts))
+
+
+def check_card_metadata(path: Path) -> None:
+    """Has the Hub look at a card's metadata now, not after all is uploaded; raises `CheckpointError` if it objects."""
+    try:
+        ModelCard.load(path).validate()
+    except (TypeError, ValueError, YAMLError) as error:
+        raise CheckpointError(f"{path}: its metadata is refused: {explained(error)}") from error

@@ -1,0 +1,70 @@
+"""Which files of a checkpoint a rank of a layout needs, told without a process group."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...checkpoint.local_shards import holding, named_tensors
+from ...checkpoint.manifest import Manifest, PieceEntry, TensorEntry
+from ...checkpoint.tensor_chunks import Box, overlaps
+from ...config import MegatronConfig
+from ...core.axes import Axes
+from ...parallel_state import ParallelState
+from ...parallelize import plan
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What ranks of a pipeline stage have of a model: one's state, global shapes of weights and persistent buffers."""
+
+    state: ParallelState
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def of_rank(self, axes: Axes) -> "Stage":
+        """Returns the stage as another of its ranks sees it."""
+        return Stage(replace(self.state, axes=axes), self.shapes)
+
+
+def stage_of(model: Any, config: MegatronConfig, axes: Axes) -> Stage:
+    """Plans a model on the meta device, which changes it; raises `MegatronError` if it cannot be laid out so."""
+    state = plan(model, config, axes)
+    return Stage(state, {name: tuple(tensor.shape) for name, tensor in named_tensors(model)})
+
+
+def files_for(manifest: Manifest, stage: Stage, *, optimizer: bool) -> set[str]:
+    """Lists the files of a sharded checkpoint that hold what a rank needs of weights and, if asked for, of moments."""
+    files: set[str] = set()
+    for stored, entry in manifest.tensors.items():
+        moment = stored.startswith("optimizer/")
+        if moment and not optimizer:
+            continue
+        # optimizer/<number>/<key>/<name>
+        name = stored.split("/", 3)[3] if moment else stored
+        if name in stage.shapes and stage.shapes[name] == entry.shape:
+            held = holding(stage.state, name, entry.shape, is_moment=moment)
+            files |= _holding(entry, held.boxes(), files)
+    return files
+
+
+def _holding(entry: TensorEntry, boxes: tuple[Box, ...], chosen: set[str]) -> set[str]:
+    """Lists files with the pieces that overlap the boxes; of copies one, a file that is needed anyway if possible."""
+    copies: dict[tuple[Box, ...], list[PieceEntry]] = {}
+    for piece in entry.pieces:
+        copies.setdefault(piece.boxes, []).append(piece)
+    found: set[str] = set()
+    for held, pieces in copies.items():
+        if overlaps(held, boxes):
+            names = [piece.file for piece in pieces]
+            found.add(next((name for name in names if name in chosen | found), names[0]))
+    return found
+
+
+def merged_files_for(index: Mapping[str, str], stage: Stage) -> set[str]:
+    """Lists the files of an index (weight -> file) with a weight that a stage has; tp ranks read a part of all."""
+    # Files of a base model lack its prefix.
+    prefixes = {name.partition(".")[0] for name in stage.shapes}
+    return {
+        file
+        for weight, file in index.items()
+        if not {weight, *(f"{prefix}.{weight}" for prefix in prefixes)} & stage.state.elsewhere
+    }

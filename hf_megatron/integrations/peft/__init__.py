@@ -1,0 +1,1 @@
+"""PEFT adapters on sharded modules."""

@@ -1,0 +1,87 @@
+"""DoRA on parts of a linear: the norms of its rows, some of whose entries other ranks may have.
+
+    output = base + (m / n - 1) base + m / n s B A x        n = ||W + s B A|| of each row, no gradient
+
+`base` is without the bias. Of a column linear a rank has whole rows; of a row linear it has some columns of each.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...errors import UnsupportedError
+from ...tensor_parallel.local_parameters import local_view
+from .factors import Factors
+from .site import Site
+
+
+class DoraOnParts(nn.Module):
+    """Stands in the place of PEFT's `DoraLinearLayer`: `[..., in]` -> what is added to the base's `[..., out]`."""
+
+    weight: nn.Parameter
+    fan_in_fan_out: bool
+    # Of ranks that have parts of the same rows.
+    norm_group: dist.ProcessGroup | None
+    # Of ranks that have parts of the gradient.
+    gradient_group: dist.ProcessGroup | None
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        lora_A: Any,  # noqa: N803 - PEFT's names
+        lora_B: Any,  # noqa: N803
+        scaling: float,
+        base_layer: Any,
+        base_result: Tensor | None = None,
+        adapter_name: str = "default",
+    ) -> Tensor:
+        magnitude = local_view(self.weight, self.gradient_group)
+        assert magnitude is not None
+        scale = magnitude / self._norms(lora_A, lora_B, scaling, base_layer)
+        base_result = base_layer(x) if base_result is None else base_result
+        bias = local_view(base_layer.bias)
+        base_result = base_result if bias is None else base_result - bias
+        return (scale - 1) * base_result + scale * lora_B(lora_A(x)) * scaling
+
+    @torch.no_grad()
+    def _norms(self, first: Any, second: Any, scaling: float, base_layer: Any) -> Tensor:
+        """Returns the norms `[local out]` of the rows."""
+        weight, a, b = local_view(base_layer.weight), local_view(first.weight), local_view(second.weight)
+        assert weight is not None and a is not None and b is not None
+        rows = (weight.t() if self.fan_in_fan_out else weight) + scaling * (b @ a)
+        if self.norm_group is None:
+            return torch.linalg.norm(rows, dim=1)
+        squares = rows.float().pow(2).sum(1)
+        dist.all_reduce(squares, group=self.norm_group)
+        return squares.sqrt().to(rows.dtype)
+
+
+def lay_out_dora(tuner: Any, adapter: str, factors: Factors | None, site: Site) -> None:
+    """Lays out the magnitudes of an adapter, if it has any."""
+    if adapter not in tuner.lora_magnitude_vector:
+        return
+    layer, inner = tuner.lora_magnitude_vector[adapter], f"lora_magnitude_vector.{adapter}.weight"
+    if factors is None:
+        site.place_whole(layer, "weight", inner)
+        return
+    if factors.b.has("gather_output"):
+        raise UnsupportedError(
+            f"LoraConfig.use_dora on {site.name}: each rank has some rows of its weight and returns all. Leave it out "
+            "of target_modules, or load the model with tp_size=1."
+        )
+    site.place(layer, "weight", inner, factors.b.along(0), factors.b.rule)
+    if site.is_elsewhere:
+        return
+    mesh, copies = site.state.mesh, factors.b.rule.copies
+    layer.__class__ = _on_parts(type(layer))
+    layer.norm_group = mesh.tp_group if factors.a.weight.is_split else None
+    layer.gradient_group = None
+    if factors.b.rule.sum is not None:
+        layer.gradient_group = mesh.tp_group if copies is None else mesh.copies_group(copies)
+
+
+def _on_parts(base: type) -> type:
+    return type(base.__name__, (DoraOnParts, base), {})

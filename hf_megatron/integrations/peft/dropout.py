@@ -1,0 +1,21 @@
+"""Dropout of adapters: masks of what every rank has are alike, those of parts are each rank's own."""
+
+from torch import Tensor, nn
+
+from ...core.communication.rng import RandomStreams
+
+
+class _Dropout(nn.Dropout):
+    streams: RandomStreams
+    is_whole: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.streams.replicated() if self.is_whole else self.streams.own():
+            return super().forward(x)
+
+
+def draw_in_turn(dropout: nn.Module, streams: RandomStreams, *, is_whole: bool) -> None:
+    """Has an adapter's dropout draw from the stream of what it is given, whichever one is live."""
+    if isinstance(dropout, nn.Dropout):
+        dropout.__class__ = _Dropout
+        dropout.streams, dropout.is_whole = streams, is_whole  # type: ignore[assignment]

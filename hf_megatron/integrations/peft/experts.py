@@ -1,0 +1,118 @@
+"""LoRA of a parameter of experts `[experts, out, in]`, of which a rank has some, or a part of each one's width.
+
+PEFT keeps `A [experts x r, in]`, one expert's rows after another's, and `B [out, r x experts]`, in whose columns
+experts take turns. What they make, `B A` of each expert, is added to the parameter while a forward reads it.
+
+| the parameter is split | `A` | its gradient | `B` | its gradient |
+|---|---|---|---|---|
+| by experts | its experts' rows | as the parameter's | its experts' columns | as the parameter's |
+| along `out` over tp | whole | sum over tp | its rows | as the parameter's |
+| along `in` over tp | its columns | as the parameter's | whole | sum over tp |
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from torch import Tensor, einsum, nn
+from torch.distributed.tensor import DTensor
+
+from ...compat.upstream import dtensor_from_local, local_tensor
+from ...core.placement import Placement, Split
+from ...tensor_parallel.local_parameters import LocalParameters, read_locally
+from ...tensor_parallel.styles import AXIS
+from .site import Site
+
+
+def lay_out_parameter(wrapper: Any, site: Site) -> None:
+    """Lays out the adapters of a parameter that are new."""
+    base, inner = wrapper.base_layer, f"{site.base_name}."
+    while base is not wrapper.get_base_layer():
+        # Each parameter of a module has a wrapper of its own, around those of the others.
+        base, inner = base.base_layer, f"{inner}base_layer."
+    claim = site.state.claims[f"{inner}{wrapper.parameter_name}"]
+    for adapter, rank in wrapper.r.items():
+        if site.has_claim(f"lora_A.{adapter}.weight"):
+            continue
+        for which, dims in zip(("lora_A", "lora_B"), _dims(wrapper, len(claim.shape), rank), strict=True):
+            splits = tuple(_taken_over(claim.placement.splits, dims))
+            lacks = {split.axis for split in claim.placement.splits} - {split.axis for split in splits}
+            rule = replace(claim.gradient, sum=AXIS, copies=None) if AXIS in lacks else claim.gradient
+            linear = getattr(wrapper, which)[adapter]
+            site.place(linear, "weight", f"{which}.{adapter}.weight", Placement(splits), rule, keeps_average=True)
+            if isinstance(base, LocalParameters) and not site.is_elsewhere:
+                summed = frozenset({"weight"} if rule.sum is not None else ())
+                read_locally(linear, base.mesh, base.forwards, summed)
+                linear.gradient_factor = base.gradient_factor
+    if isinstance(base, LocalParameters):
+        wrapper.__class__ = _on_parts(type(wrapper))  # type: ignore[arg-type]
+
+
+def _dims(wrapper: Any, dims: int, rank: int) -> list[dict[int, tuple[int, int]]]:
+    """Maps dims of the parameter to those of `A` and of `B`, and each block of one to how many of the other."""
+    if dims == 2:
+        return [{1: (1, 1)}, {0: (0, 1)}]
+    out, width = (1, 2) if wrapper._did_swap_in_out_features else (2, 1)
+    return [{0: (0, 1), width: (1, 1)}, {0: (1, rank), out: (0, 1)}]
+
+
+def _taken_over(splits: tuple[Split, ...], dims: Mapping[int, tuple[int, int]]) -> Iterator[Split]:
+    for split in splits:
+        if split.dim in dims:
+            dim, blocks = dims[split.dim]
+            yield replace(split, dim=dim, groups=split.groups * blocks)
+
+
+class LoraOnParts(nn.Module):
+    """Stands in the place of PEFT's `ParamWrapper` where a rank has a part of the parameter."""
+
+    parameter_name: str
+    lora_A: Any  # noqa: N815 - PEFT's names
+    lora_B: Any  # noqa: N815
+    r: dict[str, int]
+    scaling: dict[str, float]
+    _did_swap_in_out_features: bool
+
+    def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> Tensor:
+        """Returns what an adapter adds to the parameter, of any shape, lying as the parameter does."""
+        parameter = getattr(self.get_base_layer(), self.parameter_name)  # type: ignore[operator]
+        delta = self._delta(adapter_name, local_tensor(parameter))
+        return dtensor_from_local(delta, parameter) if isinstance(parameter, DTensor) else delta
+
+    @contextmanager
+    def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
+        """Has the module inside read the parameter with what adapters add to it."""
+        adapters = [adapter for adapter in active_adapters if adapter in self.lora_A]
+        base: Any = self.get_base_layer()  # type: ignore[operator]
+        before = base.changed
+        made: list[Tensor] = []
+
+        def changed(value: Tensor) -> Tensor:
+            # Modules that take one expert after another read it for each.
+            if not made:
+                made.append(sum((self._delta(adapter, value) for adapter in adapters), value))
+            return made[0]
+
+        if adapters:
+            base.changed = {**before, self.parameter_name: changed}
+        try:
+            yield
+        finally:
+            base.changed = before
+
+    def _delta(self, adapter: str, like: Tensor) -> Tensor:
+        a, b = (local_tensor(factors[adapter].weight) for factors in (self.lora_A, self.lora_B))
+        if like.dim() == 2:
+            made = b @ a
+        else:
+            experts = len(like)
+            a, b = a.view(experts, -1, a.shape[-1]), b.view(len(b), -1, experts)
+            made = einsum("ore,eri->eoi" if self._did_swap_in_out_features else "ore,eri->eio", b, a)
+        return (made * self.scaling[adapter]).to(like.dtype)
+
+
+@cache
+def _on_parts(base: type) -> Any:
+    return base if issubclass(base, LoraOnParts) else type(base.__name__, (LoraOnParts, base), {})

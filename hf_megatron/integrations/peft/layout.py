@@ -1,0 +1,177 @@
+"""Lays PEFT's adapters out over the ranks of the model that they were put into.
+
+PEFT makes every adapter in full on every rank, from one random state; afterwards each rank keeps its part. What
+adapters of other pipeline stages draw keeps the random numbers those of one process.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from ...core.off_stage import is_absent
+from ...core.placement import copies_of_model
+from ...errors import UnsupportedError
+from ...parallel_state import ParallelState
+from ...pipeline_parallel.off_stage_module import Placeholder
+from ...tensor_parallel.axis import GUARDS, NAME
+from ...tensor_parallel.experts import LatentWithRotary
+from ...tensor_parallel.local_parameters import LocalParameters
+from ...tensor_parallel.region import UniformRegion, WholeSequenceRegion
+from .experts import lay_out_parameter
+from .ia3 import lay_out_ia3
+from .lora import lay_out_lora
+from .module_copies import lay_out_norms, lay_out_saved
+from .site import Site, linear_factors
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A class of PEFT's: the attribute that holds the module inside, and what lays out the adapters beside it."""
+
+    base: str
+    lay_out: Callable[[Any, Site], None]
+    # Of the module inside, hooks and all, which are called in its place.
+    has_copies: bool = False
+
+
+_KINDS: Mapping[str, _Kind] = {
+    "ParamWrapper": _Kind("base_layer", lay_out_parameter),
+    "LoraLayer": _Kind("base_layer", lay_out_lora),
+    "IA3Layer": _Kind("base_layer", lay_out_ia3),
+    "LNTuningLayer": _Kind("base_layer", lay_out_norms, has_copies=True),
+    "ModulesToSaveWrapper": _Kind("original_module", lay_out_saved, has_copies=True),
+}
+
+
+def _kind(module: nn.Module) -> _Kind | None:
+    return next((_KINDS[base.__name__] for base in type(module).__mro__ if base.__name__ in _KINDS), None)
+
+
+def _adapted(model: nn.Module) -> Iterator[tuple[str, Any, _Kind]]:
+    """Yields the modules of a model that adapters stand in, with their names and kinds."""
+    for name, module in model.named_modules():
+        if (kind := _kind(module)) is not None:
+            yield name, module, kind
+
+
+def require_rules(state: ParallelState, targets: list[str]) -> None:
+    """Raises `UnsupportedError` for linears that an adapter shall be put on and that have no rule for one."""
+    for name in targets:
+        linear_factors(state, name, f"{name}.weight")
+
+
+def require_parameter_rule(state: ParallelState, name: str, module: nn.Module) -> None:
+    """Raises `UnsupportedError` for a parameter of a module that knows no other way to read it than its own."""
+    claim = state.claims[name]
+    is_split = claim.placement.on(state.axes).is_split
+    if isinstance(module, Placeholder) or not (is_split or NAME in state.placed):
+        return
+    if not isinstance(module, LocalParameters):
+        raise UnsupportedError(
+            f"LoraConfig.target_parameters names {name} ({type(module).__name__}): a linear that is split is adapted "
+            "by target_modules. Name it there, or load the model with tp_size=1."
+        )
+    if len(claim.shape) == 2 and (is_split or name.rpartition(".")[2] in module.addends):
+        raise UnsupportedError(
+            f"LoraConfig.target_parameters names {name}, of whose rows or columns each rank has some, as of biases of "
+            "experts: PEFT takes it for one matrix. Leave it out, or load the model with tp_size=1 and ep_size=1."
+        )
+
+
+def lay_out_adapters(model: nn.Module, state: ParallelState) -> None:
+    """Claims and places what PEFT has put into a model since the last call."""
+    found = list(_adapted(model))
+    for name, tuner, kind in found:
+        parameters = dict(getattr(tuner, kind.base).named_parameters())
+        if not any(f"{name}.{kind.base}.{own}" in state.claims for own in parameters):
+            _rename_claims(state, name, f"{name}.{kind.base}")
+    copies = copies_of_model(state.claims.values(), state.axes)
+    for name, tuner, kind in found:
+        base = innermost = getattr(tuner, kind.base)
+        while (inner := _kind(innermost)) is not None:
+            innermost = getattr(innermost, inner.base)
+        is_elsewhere = isinstance(innermost, Placeholder)
+        kind.lay_out(tuner, Site(name, base, f"{name}.{kind.base}", state, copies, is_elsewhere))
+        if is_elsewhere:
+            innermost.list_around(tuner)
+        if not kind.has_copies:
+            _move_hooks(base, tuner)
+    _follow(model, state, {name: tuner for name, tuner, _ in found})
+
+
+def note_modules(model: nn.Module, state: ParallelState) -> None:
+    """Takes note of modules that were laid out and added to a model."""
+    _follow(model, state, {})
+
+
+def forget_adapters(
+    model: nn.Module, state: ParallelState, before: Mapping[str, tuple[nn.Module, dict[int, str]]]
+) -> None:
+    """Takes note of what PEFT has put in the place of modules with adapters.
+
+    Args:
+        before: from `insides`.
+    """
+    there = {name: model.get_submodule(name) for name in before}
+    for name, module in there.items():
+        tuner, names = before[name]
+        inner = names.get(id(module))
+        if inner is None:
+            raise UnsupportedError(f"{name} was exchanged for a new {type(module).__name__} that nobody has laid out.")
+        if inner:
+            _rename_claims(state, f"{name}.{inner}", f"{name}\0")
+            for claim in [claim for claim in state.claims if claim.startswith(f"{name}.")]:
+                del state.claims[claim]
+            _rename_claims(state, f"{name}\0", name)
+            _move_hooks(tuner, module)
+    _follow(model, state, there)
+
+
+def insides(model: nn.Module) -> dict[str, tuple[nn.Module, dict[int, str]]]:
+    """Returns a model's outermost modules with adapters, and what lies inside of them by identity, by their names."""
+    found: dict[str, tuple[nn.Module, dict[int, str]]] = {}
+    for name, tuner, _ in _adapted(model):
+        if not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = tuner, {id(module): inner for inner, module in tuner.named_modules()}
+    return found
+
+
+def _follow(model: nn.Module, state: ParallelState, modules: Mapping[str, nn.Module]) -> None:
+    """Has what knows a model's modules and parameters know of others that are in their place, by name."""
+    if state.cut is not None:
+        listed = model.state_dict()
+        state.names = tuple(listed)
+        state.elsewhere |= {name for name, tensor in listed.items() if is_absent(tensor)}
+    for guard in state.placed.get(GUARDS, ()):
+        guard.follow(modules)
+    assert state.data_parallel is not None
+    state.data_parallel.scan()
+
+
+def _rename_claims(state: ParallelState, before: str, after: str) -> None:
+    """Has the claims of a module follow it into what was put around it, or out of it."""
+    renamed = dict(_renamed(state, before, after))
+    state.claims.clear()
+    state.claims.update(renamed)
+
+
+def _renamed(state: ParallelState, before: str, after: str) -> Iterator[tuple[str, Any]]:
+    for name, claim in state.claims.items():
+        if name.startswith(f"{before}."):
+            name = f"{after}.{name.removeprefix(f'{before}.')}"
+            claim = replace(claim, name=name)
+        yield name, claim
+
+
+def _move_hooks(source: nn.Module, target: nn.Module) -> None:
+    """Has what is done to a linear's input, where it is a block by itself, and output be done to adapters' too."""
+    for hooks in (source._forward_pre_hooks, source._forward_hooks):
+        for number, hook in list(hooks.items()):
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, LatentWithRotary | UniformRegion | WholeSequenceRegion):
+                del hooks[number]
+                source._forward_pre_hooks_with_kwargs.pop(number, None)
+                source._forward_hooks_with_kwargs.pop(number, None)
+                owner.install(target)

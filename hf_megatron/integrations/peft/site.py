@@ -1,0 +1,124 @@
+"""A module that adapters were put on: how it is laid out, and how their parameters become parts beside it."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ...core.communication.rng import RandomStreams
+from ...core.placement import ADAPTER, Claim, GradientRule, Placement
+from ...parallel_state import ParallelState
+from ...tensor_parallel.axis import FORWARDS, NAME, REGIONS
+from ...tensor_parallel.local_parameters import ForwardsUnderWay
+from .factors import Factors, factors_of
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where adapters are.
+
+    Attributes:
+        name: of the tuner layer in the model, which was that of its base before.
+        base: the module inside of it.
+        is_elsewhere: on another pipeline stage.
+        copies: the smallest number of ranks that hold copies of a shard (`copies_of_model`).
+    """
+
+    name: str
+    base: nn.Module
+    base_name: str
+    state: ParallelState
+    copies: int
+    is_elsewhere: bool
+
+    @property
+    def splits(self) -> bool:
+        """Whether something is split over tp."""
+        return self.state.placed.get(NAME) is not None
+
+    @property
+    def streams(self) -> RandomStreams:
+        return self.state.placed[REGIONS].streams
+
+    @property
+    def forwards(self) -> ForwardsUnderWay:
+        return self.state.placed[FORWARDS]
+
+    def factors(self) -> Factors | None:
+        """Returns how a low-rank adapter on the base, a linear, lies over tp; `None` where nothing is split over it."""
+        return linear_factors(self.state, self.name, f"{self.base_name}.weight")
+
+    def has_claim(self, inner: str) -> bool:
+        """Tells whether a parameter inside of the tuner layer is laid out."""
+        return f"{self.name}.{inner}" in self.state.claims
+
+    def place(
+        self,
+        holder: nn.Module,
+        own: str,
+        inner: str,
+        placement: Placement,
+        rule: GradientRule,
+        *,
+        keeps_average: bool = False,
+    ) -> None:
+        """Claims a whole parameter of any shape, and keeps this rank's part of it.
+
+        Args:
+            own, inner: its names in its module and in the tuner layer.
+            keeps_average (`bool`, defaults to `False`): whether the rule says which ranks average the gradient; else
+                they are those of the whole batch.
+        """
+        whole: Any = holder._parameters[own]
+        if not keeps_average:
+            rule = replace(rule, average="dp_cp" if self.state.axes.size("cp") > 1 else "dp")
+        self._claim(inner, tuple(whole.shape), placement, rule)
+        if (self.splits or placement.is_split) and not self.is_elsewhere:
+            part = _part(whole.detach(), placement, self.state, self.copies)
+            holder._parameters[own] = nn.Parameter(part, requires_grad=whole.requires_grad)
+
+    def place_whole(self, holder: nn.Module, own: str, inner: str) -> None:
+        """Places a parameter of any shape where nothing is split."""
+        self.place(holder, own, inner, Placement(), GradientRule())
+
+    def claim_copy(self, inner: str, claim: Claim) -> None:
+        """Claims a parameter that is a copy of one of the base."""
+        self._claim(inner, claim.shape, claim.placement, claim.gradient)
+
+    def _claim(self, inner: str, shape: tuple[int, ...], placement: Placement, rule: GradientRule) -> None:
+        name = f"{self.name}.{inner}"
+        self.state.claims[name] = Claim(name, shape, ADAPTER, placement, rule)
+
+
+def linear_factors(state: ParallelState, name: str, weight: str) -> Factors | None:
+    """Returns how a low-rank adapter on a linear lies over tp; `None` where nothing is split over it.
+
+    Args:
+        name: of the linear when the model was laid out.
+        weight: of its weight now.
+    """
+    plan = state.placed.get(NAME)
+    if plan is None:
+        return None
+    region, claim = state.placed[REGIONS].of_linear.get(name), state.claims[weight]
+    if any(name.startswith(f"{block}.") for block in plan.heads):
+        # With adapters inside, every rank computes all heads of such a block: gradients are complete.
+        return factors_of(name, "replicated", replace(claim, gradient=GradientRule()), region)
+    return factors_of(name, plan.styles.get(name, "replicated"), claim, region)
+
+
+def _part(whole: Tensor, placement: Placement, state: ParallelState, copies: int) -> DTensor:
+    """Returns this rank's part of a tensor of any shape that every rank has."""
+    local = whole
+    for dim, ranges in enumerate(placement.intervals(whole.shape, state.axes)):
+        local = torch.cat([local.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+    return DTensor.from_local(
+        local.clone(memory_format=torch.contiguous_format),
+        state.mesh.of(placement, copies),
+        placement.dtensor_placements(state.axes, copies),
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )

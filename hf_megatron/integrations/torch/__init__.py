@@ -1,0 +1,1 @@
+"""torch: autograd, DTensor operators, stock optimizers and DistributedDataParallel."""

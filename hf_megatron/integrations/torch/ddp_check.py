@@ -1,0 +1,62 @@
+"""What would train silently wrong on a split model today, refused by name before it starts."""
+
+from collections.abc import Callable
+from typing import Any
+
+from ...errors import UnsupportedError
+
+
+def _refusing(message: str) -> Callable:
+    """Makes the replacement of an `__init__` that takes a model, or a module, first."""
+
+    def refuse(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+        """Refuses a laid out model, or a module around one, by name."""
+        from torch import nn
+
+        given = args[0] if args else kwargs.get("model", kwargs.get("module"))
+        # Read directly: this file is loaded with torch, long before the rest of the library is needed.
+        if isinstance(given, nn.Module) and any("_hf_megatron" in vars(module) for module in given.modules()):
+            raise UnsupportedError(f"{type(self).__name__}: {message}")
+        original(self, *args, **kwargs)
+
+    return refuse
+
+
+_TRL_TRAINERS = (
+    *(
+        f"trl.trainer.{name.lower()}_trainer.{name}Trainer"
+        for name in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO", "Distillation")
+    ),
+    *(f"trl.experimental.{name.lower()}.{name.lower()}_trainer.{name}Trainer" for name in ("ORPO", "CPO", "GKD")),
+    # Earlier names of the same.
+    *(f"trl.experimental.{name.lower()}.{name}Trainer" for name in ("KTO", "Distillation")),
+)
+_NAMES = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in _TRL_TRAINERS))
+_TRL = (
+    f"of TRL's trainers {_NAMES} train a model laid out by hf_megatron. Use "
+    "one of them, transformers.Trainer or an Accelerate loop."
+)
+
+# Whole-model DDP would average shards that belong to different parts of the weights.
+data_parallel = _refusing(
+    "a model laid out by hf_megatron reduces its own gradients and cannot be wrapped. Pass it to Trainer or "
+    "Accelerator.prepare as it is."
+)
+
+
+def own_adapters(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuses a laid out model, whose `save_pretrained` would write a rank's part of an adapter."""
+    if "_hf_megatron" in vars(self):
+        raise UnsupportedError(
+            f"{type(self).__name__}: transformers' own adapters on a model laid out by hf_megatron are not supported. "
+            "Use peft.get_peft_model(model, config), or peft.PeftModel.from_pretrained(model, folder) for an adapter "
+            "that is there."
+        )
+    return original(self, *args, **kwargs)
+
+
+def refuse_other_trl_trainers(trainer: Any) -> None:
+    """Raises for a trainer whose nearest class of TRL's is none of those that were compared with one process."""
+    nearest = next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
+    if nearest is not None and f"{nearest.__module__}.{nearest.__qualname__}" not in _TRL_TRAINERS:
+        raise UnsupportedError(f"{type(trainer).__name__}: {_TRL}")

@@ -1,0 +1,199 @@
+"""What `DTensor` inherits from `torch.Tensor` and does to its local part alone: assigning, reading, pickling, sums.
+
+`parameter.data = ...` keeps the old local part beside what torch assigns; Python's numbers and arrays are not made of
+DTensors; a pickled one forgets whose part it is, so that every rank would read the part of the one that wrote the file.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_map_only
+
+from ...compat.upstream import dtensor_from_local, local_tensor, restore_state, split_dim, take_memory
+from ...core.communication.full_tensor import part_like, whole_of
+from ...core.mesh import is_of_layout
+from ...errors import CheckpointError, UnsupportedError
+
+# Those of the other side are asked first where the other side is plain.
+_ARITHMETIC = tuple(f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv") for side in ("", "r"))
+_RESHAPES = ("flatten", "ravel", "reshape", "reshape_as", "view", "view_as")
+_PARTS = ("__getitem__", "chunk", "narrow", "select", "split", "unbind")
+_RANK = "_hf_megatron_rank"
+
+
+def _is_own(tensor: DTensor) -> bool:
+    return is_of_layout(tensor.device_mesh)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, DTensor) and all(placement.is_replicate() for placement in value.placements)
+
+
+def _assign(parameter: Any, value: Any) -> None:
+    """Gives a DTensor of a laid out model the data of another one, local part included, of any shape.
+
+    Raises:
+        UnsupportedError: the value is no DTensor that lies like the parameter, or whole on every rank.
+    """
+    # By its mesh: a cast makes new parameters without what was written on the old ones.
+    is_own = _is_own(parameter)
+    if is_own and _is_whole(value) and value.shape == parameter.shape:
+        # What torch 2.11 pads, as transformers does with biases of tied heads, lies whole on every rank.
+        value = dtensor_from_local(part_like(local_tensor(value), parameter), parameter)
+    if is_own and not (isinstance(value, DTensor) and value.placements == parameter.placements):
+        raise UnsupportedError(
+            "`parameter.data = ...` on a split parameter takes a DTensor that lies like it, such as `parameter.data * "
+            "0.5`; `parameter.data.copy_(...)` takes whole tensors too."
+        )
+    Tensor.data.__set__(parameter, value)  # type: ignore[attr-defined]
+    if is_own:
+        # Loops keep the memory before, to put it back.
+        take_memory(parameter, value)
+
+
+def _beside(tensor: Any, split: Any) -> Any:
+    """Returns a plain loss `[]` as a DTensor that lies whole on a split tensor's mesh; its gradient is a plain one."""
+    plain = type(tensor) is Tensor and tensor.dim() == 0 and tensor.requires_grad
+    if not plain or not torch.is_grad_enabled() or not _is_own(split):
+        return tensor
+    mesh = split.device_mesh
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _with_plain_losses(stock: Callable[..., Any]) -> Callable[..., Any]:
+    # Torch adds a number that is no DTensor to one, and the backward of what made it is handed a DTensor.
+    def operator(self: Any, other: Any) -> Any:
+        return stock(self, _beside(other, self))
+
+    return operator
+
+
+def _format(self: Any, specification: str) -> str:
+    if self.dim() == 0 and _is_own(self):
+        return format(self.item(), specification)
+    return Tensor.__format__(self, specification)
+
+
+def _tolist(self: Any) -> Any:
+    return whole_of(self).tolist() if _is_own(self) else Tensor.tolist(self)
+
+
+def _numpy(self: Any, *, force: bool = False) -> Any:
+    if not _is_own(self) or (self.requires_grad and not force):
+        return Tensor.numpy(self, force=force)
+    return whole_of(self).numpy(force=force)
+
+
+class _Whole(torch.autograd.Function):
+    """A DTensor `[...]` put together; its gradient, which is the same on all ranks, is cut again."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Tensor:
+        ctx.tensor = tensor.detach()
+        return whole_of(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return dtensor_from_local(part_like(gradient, ctx.tensor), ctx.tensor)
+
+
+def _cuts(tensor: Any) -> list[int]:
+    """Lists the dims that axes have cut, one that two have cut twice."""
+    return [split_dim(one) for one in tensor.placements if not (one.is_replicate() or one.is_partial())]
+
+
+def _is_cut_by_two(tensor: Any) -> bool:
+    return len(_cuts(tensor)) > 1
+
+
+def _is_cut_twice(tensor: Any) -> bool:
+    return len(set(_cuts(tensor))) < len(_cuts(tensor))
+
+
+def _on_the_whole(name: str, where: Callable[[Any], bool]) -> Callable[..., Any]:
+    """Makes a method of views that are recorded: torch puts what two axes have cut together in another order."""
+    stock = getattr(Tensor, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorded = torch.is_grad_enabled() and self.requires_grad
+        if not (recorded and _is_own(self) and where(self)):
+            return stock(self, *args, **kwargs)
+        mesh = self.device_mesh
+
+        def lay(whole: Tensor) -> Tensor:
+            return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+        return tree_map_only(Tensor, lay, stock(_Whole.apply(self), *args, **kwargs))
+
+    return method
+
+
+def _full_tensor(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def full_tensor(self: Any, *, grad_placements: Any = None) -> Tensor:
+        if not _is_own(self) or grad_placements is not None or not _is_cut_twice(self):
+            found: Tensor = stock(self, grad_placements=grad_placements)
+            return found
+        whole: Tensor = _Whole.apply(self)
+        return whole
+
+    return full_tensor
+
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    if _is_own(self):
+        vars(self)[_RANK] = dist.get_rank()
+    return Tensor.__reduce_ex__(self, protocol)
+
+
+def _set_state(self: Any, state: Any) -> None:
+    """Restores a pickled tensor, of any shape; raises `CheckpointError` for another part than this rank's."""
+    restore_state(self, state)
+    writer = vars(self).pop(_RANK, None)
+    if writer is None or not dist.is_initialized():
+        return
+    ranks = self.device_mesh.mesh
+    here, there = ((ranks == rank).nonzero().tolist() for rank in (dist.get_rank(), writer))
+    if here != there:
+        raise CheckpointError(
+            f"A pickled part of a tensor of shape {tuple(self.shape)} was written by rank {writer}, and rank "
+            f"{dist.get_rank()} holds another one: torch.save(model.state_dict()) writes the parts of the rank that "
+            "calls it. Save with save_pretrained() or accelerator.save_state(), or a file of every rank."
+        )
+
+
+class TensorMethods:
+    """Puts these in front of `torch.Tensor`'s for DTensors, until `remove()`."""
+
+    def __init__(self) -> None:
+        # The one of these that DTensor has itself.
+        self._full_tensor = DTensor.full_tensor
+        self._methods = {
+            **{name: _with_plain_losses(getattr(Tensor, name)) for name in _ARITHMETIC},
+            **{name: _on_the_whole(name, _is_cut_by_two) for name in _RESHAPES},
+            **{name: _on_the_whole(name, _is_cut_twice) for name in _PARTS},
+            "full_tensor": _full_tensor(DTensor.full_tensor),
+            "data": property(Tensor.data.__get__, _assign),  # type: ignore[attr-defined]
+            "__format__": _format,
+            "tolist": _tolist,
+            "numpy": _numpy,
+            "__reduce_ex__": _reduce,
+            "__setstate__": _set_state,
+        }
+        for name, method in self._methods.items():
+            setattr(DTensor, name, method)
+
+    def remove(self) -> None:
+        for name in self._methods:
+            delattr(DTensor, name)
+        DTensor.full_tensor = self._full_tensor  # type: ignore[method-assign]
+
+
+def replace_tensor_methods() -> TensorMethods:
+    """Registers them, and returns what takes them back."""
+    return TensorMethods()

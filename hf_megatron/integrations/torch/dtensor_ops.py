@@ -1,0 +1,356 @@
+"""What users do to split tensors and DTensor does not: edits of entries, random numbers, sums over all parameters.
+
+DTensor copies the rows of a split dim, so that edits of them are lost, takes no plain masks and indices, draws other
+numbers than one process, and makes Python's numbers of a rank's term of a sum. Here these operators work on the whole
+tensor, where it lies on a mesh of this library. It also computes on one mesh alone, while weights with copies on
+neighbouring ranks may lie on a mesh of their own.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ...compat.upstream import (
+    add_up_in_place,
+    blocks_of_shard,
+    dtensor_from_local,
+    dtensor_handlers,
+    has_no_rule,
+    joins_split_dims,
+    local_tensor,
+    share_memory,
+    split_dim,
+    sums_of_mean,
+    writes_to,
+)
+from ...core.communication.full_tensor import is_split_along, part_like, take_part, whole_of
+from ...core.communication.write_through import Whole
+from ...core.mesh import is_of_layout
+from ...errors import UnsupportedError
+
+_aten = torch.ops.aten
+
+# With the place and default of their dim.
+_OF_A_DIM: Mapping[Any, tuple[int, int]] = {
+    _aten.slice.Tensor: (1, 0),
+    _aten.select.int: (1, 0),
+    _aten.split.Tensor: (2, 0),
+    _aten.split_with_sizes.default: (2, 0),
+    _aten.unbind.int: (1, 0),
+}
+_RESHAPES = (_aten.view.default, _aten._unsafe_view.default)
+_VIEWS = (*_OF_A_DIM, _aten.diagonal.default, *_RESHAPES)
+_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "normal", "ones", "rand", "randint", "randn", "zeros")
+# What they read is not in the tensor.
+_FRESH = (
+    _aten.normal_.default,
+    _aten.uniform_.default,
+    _aten.bernoulli_.float,
+    _aten.exponential_.default,
+    _aten.cauchy_.default,
+    _aten.log_normal_.default,
+    _aten.geometric_.default,
+    _aten.random_.default,
+    _aten.random_.to,
+    getattr(_aten.random_, "from"),
+    _aten.randn_like.default,
+    _aten.rand_like.default,
+    _aten.randint_like.default,
+    _aten.randint_like.low_dtype,
+    # `torch.eye(..., out=weight)`: DTensor writes the whole into this rank's part, and makes it larger.
+    *(
+        getattr(getattr(_aten, name), overload)
+        for name in _FACTORIES
+        for overload in getattr(_aten, name).overloads()
+        if overload.endswith("out")
+    ),
+)
+_DRAWN_FROM = (_aten.bernoulli.default, _aten.bernoulli.p, _aten.bernoulli_.Tensor)
+# Gradients of losses over all entries.
+_OF_MEANS = (
+    _aten.mse_loss_backward.default,
+    _aten.smooth_l1_loss_backward.default,
+    _aten.huber_loss_backward.default,
+    _aten.soft_margin_loss_backward.default,
+    _aten.binary_cross_entropy_backward.default,
+)
+_BY_ENTRIES = (
+    _aten.masked_fill_.Scalar,
+    _aten.masked_fill_.Tensor,
+    _aten.index.Tensor,
+    _aten.index_put_.default,
+    _aten.index_fill_.int_Scalar,
+    _aten.index_copy_.default,
+    _aten.index_add_.default,
+    _aten.fill_.Tensor,
+    _aten.scatter_.src,
+    _aten.scatter_.value,
+    _aten.scatter_add_.default,
+    _aten.masked_scatter_.default,
+)
+# Torch's arithmetic on parts has no rule for them.
+_ON_WHOLE = (
+    *(_aten.renorm.default, _aten.renorm_.default, _aten.histc.default, _aten.histogram.bin_ct),
+    *filter(has_no_rule, (_aten.flip.default, _aten.roll.default)),
+)
+_OF_SUMS = (_aten.clamp.default, _aten.clamp_min.default, _aten.clamp_max.default)
+_EDITS = (
+    *(
+        getattr(_aten, f"{name}_").default
+        for name in ("clamp", "clamp_min", "clamp_max", "sqrt", "rsqrt", "reciprocal")
+    ),
+    _aten.pow_.Scalar,
+)
+_EDITS_OF_LISTS = tuple(
+    getattr(getattr(_aten, name), overload)
+    for name in dir(torch)
+    if name.startswith("_foreach_") and name.endswith("_")
+    for overload in getattr(_aten, name).overloads()
+    if overload != "out"
+)
+_POINTWISE = (
+    *(getattr(_aten, name).Tensor for name in ("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_")),
+    _aten.addcmul.default,
+    _aten.addcmul_.default,
+    _aten.lerp.Scalar,
+    _aten.lerp_.Scalar,
+    _aten.maximum.default,
+    _aten.minimum.default,
+    _aten.copy_.default,
+    _aten.stack.default,
+)
+
+
+def _view(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    # A graph that leads to a parameter: torch raises for edits of its views.
+    if tensor.requires_grad and torch.is_grad_enabled():
+        if func in _RESHAPES and _axes_that_cut(tensor) > 1:
+            raise UnsupportedError(
+                f"A view of a weight {tuple(tensor.shape)} that two axes have cut, by a function of torch in a "
+                "recorded graph: call the weight's own flatten(), view() or reshape()."
+            )
+        return _stock(func, args, kwargs)
+    if func in _OF_A_DIM:
+        place, default = _OF_A_DIM[func]
+        dim = args[place] if len(args) > place else kwargs.get("dim", default)
+        if not is_split_along(tensor, dim % tensor.dim()):
+            return _stock(func, args, kwargs)
+    elif func not in _RESHAPES or _can_be_viewed(tensor):
+        result = _stock(func, args, kwargs)
+        if share_memory(local_tensor(result), local_tensor(tensor)):
+            return result
+    whole = Whole(tensor)
+    return whole.views(func(whole.tensor, *args[1:], **kwargs))
+
+
+def _axes_that_cut(tensor: DTensor) -> int:
+    return sum(not placement.is_replicate() for placement in tensor.placements)
+
+
+def _can_be_viewed(tensor: DTensor) -> bool:
+    # How entries lie where dims that two axes have cut are joined, no placement of torch's says.
+    if _axes_that_cut(tensor) > 1:
+        return False
+    ranks: dict[int, int] = {}
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            dim = split_dim(placement)
+            ranks[dim] = ranks.get(dim, 1) * tensor.device_mesh.size(axis)
+    if any(blocks_of_shard(placement) > 1 for placement in tensor.placements):
+        return False
+    evenly = all(dim < 0 or tensor.shape[dim] % number == 0 for dim, number in ranks.items())
+    return evenly and (joins_split_dims() or max(ranks, default=0) <= 0)
+
+
+def _draw(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    read = _empty if func in _FRESH else whole_of
+    return _on_whole(func, args, kwargs, read)
+
+
+def _by_entries(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    plain = any(tensor.dim() > 0 and not isinstance(tensor, DTensor) for tensor in tensors)
+    recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if recorded or not (plain or func in (_aten.index_put_.default, _aten.fill_.Tensor)):
+        return _stock(func, args, kwargs)
+    return _on_whole(func, args, kwargs, whole_of)
+
+
+def _of_mean(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    # DTensor divides by the entries of this rank.
+    of_sum = sums_of_mean(func, args)
+    if of_sum is None:
+        return _stock(func, args, kwargs)
+    return _stock(func, of_sum, kwargs) / args[1].numel()
+
+
+def _read(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    # DTensor reads this rank's term of a sum.
+    return func(whole_of(args[0]).reshape(()))
+
+
+def _added_up(tensor: DTensor) -> DTensor:
+    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    return tensor if placements == list(tensor.placements) else tensor.redistribute(placements=placements)
+
+
+def _of_sum(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return _stock(func, (_added_up(args[0]), *args[1:]), kwargs)
+
+
+def _edit(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    # Torch raises where an edit needs what the ranks hold terms of.
+    if any(placement.is_partial() for placement in args[0].placements):
+        add_up_in_place(args[0])
+    return _stock(func, args, kwargs)
+
+
+def _edit_list(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    result = _stock(func, args, kwargs)
+    # Autograd counts edits of one tensor by itself.
+    torch.autograd.graph.increment_version(args[0])
+    return result
+
+
+def _transpose(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    raise UnsupportedError(
+        f"{func} of a split tensor of shape {tuple(args[0].shape)}, as `nn.init.orthogonal_` does for wide weights: "
+        "draw a whole one, `whole = nn.init.orthogonal_(torch.empty(weight.shape))`, and `weight.copy_(whole)`."
+    )
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    local = local_tensor(tensor)
+    return torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
+
+
+def _pointwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    # A plain tensor in a graph has to be given its gradient, which torch refuses.
+    recorded = torch.is_grad_enabled()
+    with torch.no_grad():
+        return _pointwise_placed(func, args, kwargs, recorded)
+
+
+def _pointwise_placed(func: Any, args: tuple, kwargs: dict[str, Any], recorded: bool) -> Any:
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, DTensor)]
+    like = next(filter(_is_split, tensors), tensors[0])
+    edited = writes_to(func, args, kwargs)
+    if not all(isinstance(tensor, DTensor) for tensor in edited):
+        # `total += loss.detach()`
+        return _on_whole(func, args, kwargs, whole_of)
+    args, kwargs = tree_map_only(Tensor, partial(_placed_like, like=like, recorded=recorded), (args, kwargs))
+    return _edit(func, args, kwargs) if edited else _stock(func, args, kwargs)
+
+
+def _placed_like(tensor: Tensor, like: DTensor, recorded: bool) -> Tensor:
+    """Lays a tensor as another one lies, or whole on its mesh; of those that stay as they are torch says why not."""
+    if isinstance(tensor, DTensor):
+        if _is_split(tensor):
+            return tensor
+        if tensor.device_mesh == like.device_mesh:
+            is_whole = all(placement.is_replicate() for placement in tensor.placements)
+            if is_whole and _axes_that_cut(like) > 1 and _is_split(like) and _spreads_to(tensor.shape, like.shape):
+                return dtensor_from_local(part_like(local_tensor(tensor).expand(like.shape), like), like)
+            # Torch would rather have all entries of the result be terms of a sum than add up these.
+            return _added_up(tensor) if _is_split(like) else tensor
+        whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+        return _whole_on(like.device_mesh, local_tensor(whole))
+    if tensor.dim() == 0 or (recorded and tensor.requires_grad) or not _spreads_to(tensor.shape, like.shape):
+        return tensor
+    if any(placement.is_partial() for placement in like.placements):
+        return _whole_on(like.device_mesh, tensor)
+    return dtensor_from_local(part_like(tensor.expand(like.shape), like), like)
+
+
+def _whole_on(mesh: DeviceMesh, tensor: Tensor) -> DTensor:
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _is_split(tensor: DTensor) -> bool:
+    return any(split_dim(placement) >= 0 for placement in tensor.placements if not placement.is_replicate())
+
+
+def _spreads_to(shape: torch.Size, wanted: torch.Size) -> bool:
+    pairs = zip(reversed(shape), reversed(wanted), strict=False)
+    return len(shape) <= len(wanted) and all(size in (1, other) for size, other in pairs)
+
+
+@torch.no_grad()
+def _on_whole(func: Any, args: tuple, kwargs: dict[str, Any], read: Callable[[Any], Tensor]) -> Any:
+    """Calls a function as one process does; ranks keep their parts of what it returns or writes to."""
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, DTensor)]
+    edited = writes_to(func, args, kwargs)
+    wholes = {id(tensor): read(tensor) for tensor in tensors}
+    plain_args, plain_kwargs = tree_map_only(DTensor, lambda tensor: wholes[id(tensor)], (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    if not edited:
+        return tree_map_only(Tensor, partial(_spread, like=tensors[0]), result)
+    for tensor in edited:
+        if isinstance(tensor, DTensor):
+            take_part(wholes[id(tensor)], tensor)
+    return edited[0]
+
+
+def _spread(result: Tensor, like: DTensor) -> DTensor:
+    if result.shape == like.shape:
+        return dtensor_from_local(part_like(result, like), like)
+    return _whole_on(like.device_mesh, result)
+
+
+def _is_own(tensor: Any) -> bool:
+    if not isinstance(tensor, DTensor) or torch.compiler.is_compiling():
+        return False
+    local = local_tensor(tensor)
+    return type(local) is Tensor and not local.is_meta and is_of_layout(tensor.device_mesh)
+
+
+def _stock(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Has DTensor itself compute."""
+    handlers = dtensor_handlers()
+    own = handlers.pop(func, None)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        if own is not None:
+            handlers[func] = own
+
+
+def _for_own(handler: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    first = next((value for value in tree_leaves((args, kwargs)) if isinstance(value, DTensor)), None)
+    return (handler if _is_own(first) else _stock)(func, args, kwargs)
+
+
+class SplitOperators:
+    """Puts the operators in front of DTensor's, until `remove()`."""
+
+    def __init__(self) -> None:
+        self._operators = {
+            **dict.fromkeys(_VIEWS, partial(_for_own, _view)),
+            **dict.fromkeys((*_FRESH, *_DRAWN_FROM), partial(_for_own, _draw)),
+            **dict.fromkeys(_BY_ENTRIES, partial(_for_own, _by_entries)),
+            **dict.fromkeys(_ON_WHOLE, partial(_for_own, partial(_on_whole, read=whole_of))),
+            **dict.fromkeys(_OF_MEANS, partial(_for_own, _of_mean)),
+            **dict.fromkeys(_OF_SUMS, partial(_for_own, _of_sum)),
+            **dict.fromkeys(_EDITS, partial(_for_own, _edit)),
+            **dict.fromkeys(_EDITS_OF_LISTS, partial(_for_own, _edit_list)),
+            _aten._local_scalar_dense.default: partial(_for_own, _read),
+            _aten.t_.default: partial(_for_own, _transpose),
+            **dict.fromkeys(_POINTWISE, partial(_for_own, _pointwise)),
+        }
+        dtensor_handlers().update(self._operators)
+
+    def remove(self) -> None:
+        for operator in self._operators:
+            dtensor_handlers().pop(operator, None)
+
+
+def handle_split_operators() -> SplitOperators:
+    """Registers the operators, and returns what takes them back."""
+    return SplitOperators()

@@ -1,0 +1,89 @@
+"""Trainer logs how tokens are shared out over experts, and warns where a rank has too many."""
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers.trainer_callback import TrainerState
+
+from ....diagnostics.timeline import require_plots
+from ....errors import ConfigError
+from ....expert_parallel.expert_load import ExpertLoad, expert_load
+from ....parallel_state import parallel_state
+from ..logs import LoggingCallback
+
+_MIB = 2**20
+
+
+class ExpertLoadCallback(LoggingCallback):
+    """Adds to each log of training how the tokens since the last one were shared out over experts.
+
+    | logged | |
+    |---|---|
+    | `expert_load/<layer>` | the busiest expert's tokens over the layer's mean |
+    | `expert_load_of_ranks` | the busiest rank's tokens over the mean of the ranks, of the layer where that is most |
+    | `experts_idle` | the share of experts without a token |
+    | `expert_mib_sent` | MiB of rows that went to other ranks and came back in forwards, of all ranks |
+
+    Args:
+        limit (`float`, defaults to 2): a warning names the layer and its busiest expert where a rank has more than this
+            many times the mean of the ranks; a rank's time and memory follow its tokens.
+        directory (`str` or `Path`, *optional*): where rank 0 writes `experts-step{N}.png`, a heat map, at each log.
+
+    Raises:
+        ConfigError: a limit of 1 or less; without matplotlib, where a directory is given.
+    """
+
+    def __init__(self, limit: float = 2.0, directory: str | os.PathLike[str] | None = None) -> None:
+        if not limit > 1:
+            raise ConfigError(f"ExpertLoadCallback(limit={limit!r}): expected more than 1, the mean.")
+        self.limit = limit
+        self.directory = None if directory is None else Path(directory)
+        if self.directory is not None:
+            require_plots()
+
+    def numbers(self, args: Any, state: TrainerState, model: Any, logs: dict[str, Any]) -> dict[str, float]:
+        """Returns what was counted since the last log of training."""
+        # A script's one process has nothing to count.
+        if "loss" not in logs or parallel_state(model) is None:
+            return {}
+        load = expert_load(model)
+        if dist.get_rank() == 0:
+            self._warn(load)
+            if self.directory is not None:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                load.draw(self.directory / f"experts-step{state.global_step}.png")
+        return _numbers(load)
+
+    def _warn(self, load: ExpertLoad) -> None:
+        ranks = load.ranks_over_mean
+        layer, rank = divmod(int(ranks.argmax()), ranks.shape[1])
+        if ranks[layer, rank] <= self.limit:
+            return
+        held = load.held.of_rank(rank)
+        own = load.tokens[layer, held]
+        warnings.warn(
+            f"{load.layers[layer]}: experts {_runs(held.tolist())} lie on one rank and have "
+            f"{ranks[layer, rank]:.1f} times the tokens of a mean one, most of all expert {int(held[own.argmax()])} "
+            f"({int(own.max())} of {int(load.tokens[layer].sum())}). The other ranks wait for it.",
+            stacklevel=2,
+        )
+
+
+def _runs(numbers: list[int]) -> str:
+    """Writes rising numbers as `0 to 3, 8 to 11`."""
+    ends = [index for index, one in enumerate(numbers) if numbers[index + 1 : index + 2] != [one + 1]]
+    starts = [0, *(end + 1 for end in ends[:-1])]
+    return ", ".join(f"{numbers[start]} to {numbers[end]}" for start, end in zip(starts, ends, strict=True))
+
+
+def _numbers(load: ExpertLoad) -> dict[str, float]:
+    busiest = load.over_mean.amax(1).tolist()
+    return {
+        **{f"expert_load/{layer}": round(value, 4) for layer, value in zip(load.layers, busiest, strict=True)},
+        "expert_load_of_ranks": round(load.ranks_over_mean.max().item(), 4),
+        "experts_idle": round(load.idle, 4),
+        "expert_mib_sent": round(load.bytes_sent / _MIB, 3),
+    }

@@ -1,0 +1,47 @@
+"""Trainer compares what ranks repeat every so many steps."""
+
+from typing import Any
+
+from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+
+from ....diagnostics.replica_check import ReplicaCheck
+from ....errors import ConfigError
+from ....parallel_state import parallel_state
+
+
+class ReplicaCallback(TrainerCallback):
+    """Ends training with a `ReplicaError` when ranks no longer agree on weights, moments, buffers or random states.
+
+    Args:
+        every (`int`, defaults to 100): optimizer steps between comparisons; the first is before the first step.
+
+    Raises:
+        ConfigError: fewer than 1 step, or, when training begins, a model that was not laid out.
+    """
+
+    def __init__(self, every: int = 100) -> None:
+        if every < 1:
+            raise ConfigError(f"ReplicaCallback(every={every}): expected 1 or more.")
+        self.every = every
+        self._check: ReplicaCheck | None = None
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if parallel_state(model) is None:
+            raise ConfigError(
+                "ReplicaCallback compares ranks, and the model was not laid out: load it with megatron_config=, or "
+                "leave the callback out."
+            )
+        self._check = ReplicaCheck(model, optimizer)
+        self._check()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._check is not None and state.global_step % self.every == 0:
+            self._check()

@@ -1,0 +1,228 @@
+"""Trainer takes the samples of an `OrderedDataset` as they come, and goes on where a checkpoint had ended.
+
+How many samples a run has seen is what it goes on from, on any layout, with any batch size. Stock counts steps of the
+batch size that a run has now, shuffles, and leaves out columns that a model's forward does not name.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from accelerate.data_loader import DataLoaderDispatcher
+from torch.utils.data import IterableDataset
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
+
+from ...datasets.dataset_order import has_own_order, is_shifted, ordered_of, require_whole
+from ...datasets.ramp_up import BatchRampUp
+from ...datasets.streams import RowStream
+from ...errors import DataError
+from ...parallel_state import parallel_state
+from . import length_samplers
+from .sample_counter import PLAIN, OwnOrder, SamplesCallback, order_of, stream_of
+
+_OWN_ORDER = ("random", "sequential")
+# Columns that stock loss functions take, and no model's forward names.
+_SHIFTED = "shift_labels"
+
+
+def get_dataloader(original: Callable, self: Any, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns stock's loader; all ranks read a stream for themselves.
+
+    One rank that read for all would have to cut its batches for them, which have to be of equal length then, and those
+    of a host read a set of MosaicML's together.
+    """
+    configuration = self.accelerator.dataloader_config
+    if not isinstance(dataset, RowStream) or configuration.dispatch_batches is not None:
+        return original(self, dataset, *args, **kwargs)
+    configuration.dispatch_batches = False
+    try:
+        return original(self, dataset, *args, **kwargs)
+    finally:
+        configuration.dispatch_batches = None
+
+
+def count_rows(trainer: Any, loader: Any) -> None:
+    """Has a callback count the samples that a trainer takes for its steps, where their order is their own.
+
+    Raises:
+        DataError: a stream that ranks or workers would read otherwise, or steps that are no whole calls.
+    """
+    rows, args, counting = trainer.train_dataset, trainer.args, SamplesCallback()
+    batch = trainer.get_total_train_batch_size(args)
+    if (stream := stream_of(loader)) is not None:
+        if args.dataloader_num_workers > 1:
+            workers = f"dataloader_num_workers={args.dataloader_num_workers}"
+            raise DataError(f"{workers}: each would read a part of the stream. Expected 1 or 0.")
+        _require_countable(args, stream.ramp_up, batch)
+        require_all_rows(stream, loader, args.world_size)
+        stream.batch = batch
+        # Shuffled streams of `datasets` have another order in a worker than without one.
+        stream.order_key["workers"] = args.dataloader_num_workers
+        stream.order_key["first rows"] = _first_rows(stream, isinstance(loader, DataLoaderDispatcher))
+    elif order_of(loader) is None:
+        if not isinstance(rows, IterableDataset) or parallel_state(trainer.model) is None:
+            return
+        counting.order_key = {"kind": PLAIN, "batch": batch}
+    trainer.remove_callback(SamplesCallback)
+    # Before those that save at the end of a step.
+    trainer.callback_handler.callbacks.insert(0, counting)
+
+
+def require_all_rows(stream: RowStream | None, loader: Any, ranks: int) -> None:
+    """Checks that each rank reads all rows of a stream; other data pass.
+
+    Raises:
+        DataError: a set of MosaicML's that gives each a part.
+    """
+    if stream is None or not stream.is_mosaic or ranks == 1:
+        return
+    if isinstance(loader, DataLoaderDispatcher):
+        raise DataError("dispatch_batches=True: processes of a host read a set of MosaicML's together.")
+    rows: Any = stream.rows
+    if rows.replication != ranks:
+        raise DataError(
+            f"StreamingDataset(replication={rows.replication}) gives each rank a part of its own. Expected "
+            f"replication={ranks}, the number of ranks: Trainer deals its rows out to the replicas."
+        )
+
+
+def _first_rows(rows: RowStream, is_dispatched: bool) -> str:
+    """Returns the hash of a stream's first rows, which all ranks that read it have to find."""
+    if not dist.is_initialized():
+        return rows.fingerprint()
+    own, is_read = None, False
+    found: list[tuple[str | None, bool]] = [(None, False)] * dist.get_world_size()
+    try:
+        if not is_dispatched or dist.get_rank() == 0:
+            own = rows.fingerprint()
+        is_read = True
+    finally:
+        # The others wait for this rank, and have to hear of what it raises.
+        dist.all_gather_object(found, (own, is_read))
+    failed = [str(rank) for rank, (_, is_read) in enumerate(found) if not is_read]
+    if failed:
+        raise DataError(f"rank {', '.join(failed)} could not read the stream.")
+    hashes = {one for one, _ in found if one is not None}
+    if len(hashes) > 1:
+        raise DataError(
+            "ranks read other rows of the stream each. What shuffles it, or draws rows, needs a seed, and it is not to "
+            "be split by rank: Trainer deals its rows out to the replicas."
+        )
+    return hashes.pop()
+
+
+def skip_first_batches(original: Callable, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+    """Skips nothing of what begins where it is to go on."""
+    return dataloader if order_of(dataloader) is not None else original(dataloader, *args, **kwargs)
+
+
+def get_train_sampler(original: Callable, self: Any, train_dataset: Any = None) -> Any:
+    """Returns a sampler that keeps a dataset's own order, and has a callback count its samples."""
+    given = self.train_dataset if train_dataset is None else train_dataset
+    if not has_own_order(given):
+        return length_samplers.get_sampler(original, self, train_dataset)
+    dataset = ordered_of(given)
+    if dataset is None:
+        raise DataError(
+            f"{type(given).__name__} around a dataset with an order of its own would be shuffled: pass that one; "
+            "WithoutSamples leaves some of it out."
+        )
+    require_whole(given)
+    if is_shifted(given):
+        _require_shifted(self)
+        collated = self.data_collator([given[0]])
+        if isinstance(collated, Mapping) and "labels" in collated and _SHIFTED not in collated:
+            raise DataError(
+                f"the data collator leaves {_SHIFTED} out, and the model would shift labels that are shifted already: "
+                "default_data_collator keeps them."
+            )
+    elif given is not dataset:
+        row = given[0]["labels"]
+        collated = self.data_collator([given[0]])
+        labels = collated.get("labels") if isinstance(collated, Mapping) else None
+        if labels is None or labels[0][: len(row)].tolist() != row:
+            raise DataError(
+                f"{type(self.data_collator).__name__} makes labels of its own and leaves out those of the table: "
+                "TRL's own collator and DataCollatorForSeq2Seq keep them."
+            )
+    args = self.args
+    if args.train_sampling_strategy not in _OWN_ORDER:
+        strategy = f"train_sampling_strategy={args.train_sampling_strategy!r}"
+        raise DataError(f"{strategy}: {type(dataset).__name__} has an order of its own.")
+    batch = self.get_total_train_batch_size(args)
+    _require_countable(args, dataset.ramp_up, batch)
+    step, consumed = _told(vars(self).get("_hf_megatron_resumed"))
+    if args.ignore_data_skip or consumed is None:
+        consumed = dataset.seen
+    is_elsewhere = dataset.ramp_up is not None or dataset.sample_at(consumed) != step * batch
+    return OwnOrder(dataset, batch, max(0, args.max_steps) if is_elsewhere else 0)
+
+
+def _require_countable(args: Any, sizes: BatchRampUp | None, batch: int) -> None:
+    if args.accelerator_config.split_batches:
+        raise DataError("split_batches=True: how many samples a step has is counted for batches of each replica.")
+    if sizes is None:
+        return
+    call = batch // args.gradient_accumulation_steps
+    if sizes.global_batch_size != batch:
+        raise DataError(f"{sizes}: a step has {batch} samples, of all replicas and gradient_accumulation_steps.")
+    wrong = [size for size in sizes.batch_sizes() if size % call]
+    if wrong:
+        raise DataError(
+            f"{sizes}: steps have to be whole calls of {call} samples, of all replicas, and {wrong[0]} are none. Set "
+            "per_device_train_batch_size lower and gradient_accumulation_steps higher."
+        )
+
+
+def get_eval_sampler(original: Callable, self: Any, eval_dataset: Any) -> Any:
+    """Returns stock's sampler, of data whose labels the model does not shift again."""
+    if is_shifted(eval_dataset):
+        _require_shifted(self)
+    return length_samplers.get_sampler(original, self, eval_dataset)
+
+
+def _require_shifted(trainer: Any) -> None:
+    if not trainer.model_accepts_loss_kwargs:
+        raise DataError(
+            f"{type(trainer.model).__name__}: its forward takes no shift_labels, and would shift labels that are "
+            "shifted already."
+        )
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(trainer.model, peft.PeftModel):
+        adapter = trainer.model.active_peft_config
+        if adapter.is_prompt_learning and adapter.peft_type != "PREFIX_TUNING":
+            raise DataError(
+                f"{adapter.peft_type.value}: PEFT puts its prompt before the labels, and not before labels that are "
+                "shifted already. Use another adapter, as LoRA or prefix tuning."
+            )
+    if trainer.compute_loss_func is not None:
+        raise DataError(
+            "compute_loss_func: it gets labels that are shifted already. Override Trainer.compute_loss with a loss "
+            "that does not shift them."
+        )
+    if trainer.args.label_smoothing_factor:
+        raise DataError(
+            f"label_smoothing_factor={trainer.args.label_smoothing_factor}: Trainer's smoothing would shift labels "
+            "that are shifted already."
+        )
+
+
+def _told(checkpoint: Any) -> tuple[int, int | None]:
+    """Returns the steps and the samples that a checkpoint says, where it says them."""
+    path = None if checkpoint is None else Path(checkpoint, TRAINER_STATE_NAME)
+    if path is None or not path.is_file():
+        return 0, None
+    state = TrainerState.load_from_json(str(path))
+    said: Any = state.stateful_callbacks
+    found = said.get(SamplesCallback.__name__) or {}
+    return state.global_step, found.get("attributes", {}).get("consumed")
+
+
+def set_signature_columns(original: Callable, self: Any) -> None:
+    """Keeps labels that are shifted already, without which a model shifts them once more."""
+    original(self)
+    if self.model_accepts_loss_kwargs and _SHIFTED not in self._signature_columns:
+        self._signature_columns.append(_SHIFTED)

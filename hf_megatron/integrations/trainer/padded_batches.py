@@ -1,0 +1,168 @@
+"""The rows that fill up the last batch of data parallel ranks, which count for nothing in Trainer.
+
+Accelerate gives all ranks batches of one size and takes rows from the beginning where the data end. Stock Trainer drops
+them from predictions when it gathers these, but trains on them, and takes losses of evaluation over them.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers.trainer_pt_utils import find_batch_size
+
+from ...core.communication.full_tensor import whole_of
+from ...losses.targets import LABELS, without_targets
+from ...models.modalities.sample_index import names_of_media, rows_with_media
+from ...parallel_state import ParallelState, parallel_state
+from ..accelerate.batch_shards import collecting, last_rows, read_ahead
+from ..accelerate.gathering import EvaluationLoss, gather_evaluated
+from .uneven_batches import require_full_batch, takes_any_rows
+
+
+class EmptyBatch(dict):
+    """Inputs of a rank that has no row of a batch of all ranks: one row without targets, which counts for nothing.
+
+    The rank goes on with the others, who may wait for it.
+    """
+
+
+def get_batch_samples(original: Callable, self: Any, *args: Any, **kwargs: Any) -> tuple[list, Any]:
+    """Returns stock's batches of one step without repeated rows, and the number of their targets, `()`."""
+    with collecting(self.accelerator.gradient_state):
+        batches, count = original(self, *args, **kwargs)
+    state = None if self.model is None else parallel_state(self.model)
+    if state is None or not batches or not state.loss.is_spread:
+        return batches, count
+    last = batches[-1]
+    read_ahead(self.accelerator.gradient_state, is_ahead=False)
+    require_full_batch(self, last)
+    # Trainers that generate get their rows as a list, of whole batches.
+    if isinstance(last, Mapping) and _counted(self, state, last, self._train_batch_size) != find_batch_size(last):
+        batches[-1] = own_rows(self, state, last, self._train_batch_size)
+    if last_rows(self.accelerator.gradient_state) is not None:
+        # The ranks count together: on each of them, or on none.
+        count = self._get_num_items_in_batch(batches, self.args.device)
+    read_ahead(self.accelerator.gradient_state, is_ahead=True)
+    return batches, count
+
+
+def track_num_input_tokens(original: Callable, self: Any, inputs: Any) -> None:
+    """Counts no token of a rank that has no row of the batch."""
+    if isinstance(inputs, EmptyBatch):
+        inputs = {name: _first(value, find_batch_size(inputs), 0) for name, value in inputs.items()}
+    original(self, inputs)
+
+
+def sequence_prediction_step(
+    original: Callable, self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+) -> Any:
+    """Evaluates and generates for the rows that count, in a Seq2SeqTrainer."""
+    state = None if self.model is None else parallel_state(self.model)
+    if state is None or not state.loss.is_spread:
+        return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
+    if self.gather_function == self.accelerator.gather:
+        self.gather_function = functools.partial(gather_evaluated, self.accelerator)
+    if not self.args.predict_with_generate or prediction_loss_only:
+        # Stock goes on to Trainer's own step.
+        return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
+
+    def step(rows: Any) -> Any:
+        loss, tokens, labels = original(self, model, rows, prediction_loss_only, *args, **kwargs)
+        if tokens is not None:
+            # A rank stops generating when its own rows are done.
+            tokens = self.accelerator.pad_across_processes(tokens, dim=1, pad_index=_pad_token(self))
+        return loss, tokens, labels
+
+    return evaluated(self, state, inputs, step)
+
+
+def _pad_token(trainer: Any) -> Any:
+    """Returns what `generate` writes behind rows that are done."""
+    arguments = vars(trainer).get("_gen_kwargs", {})
+    config = arguments.get("generation_config") or trainer.model.generation_config
+    pad, end = (arguments.get(name, getattr(config, name)) for name in ("pad_token_id", "eos_token_id"))
+    if pad is None and end is not None:
+        pad = end[0] if isinstance(end, list) else end
+    return 0 if pad is None else pad
+
+
+def own_rows(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -> Any:
+    """Cuts the repeated rows off a batch of this rank, or takes their targets away."""
+    rows, counted = find_batch_size(inputs), _counted(trainer, state, inputs, batch_size)
+    if counted == rows:
+        return inputs
+    if not takes_any_rows(trainer):
+        return _with_targets_of(inputs, counted)
+    count, config = max(counted, 1), trainer.model.config
+    media = names_of_media(inputs, config)
+    kept = {name: _first(value, rows, count) for name, value in inputs.items() if name not in media}
+    kept |= rows_with_media(inputs, slice(0, count), config) if media else {}
+    return kept if counted else EmptyBatch(without_targets(kept))
+
+
+def evaluated(trainer: Any, state: ParallelState, inputs: Any, step: Callable[[Any], Any]) -> Any:
+    """Returns the loss `()` of all ranks' rows that count, and predictions and labels in the shapes of the batch.
+
+    What stands for repeated rows there is dropped by Trainer when it gathers.
+
+    Args:
+        step: makes loss, predictions and labels of inputs.
+    """
+    if not state.loss.is_spread:
+        return step(inputs)
+    rows = find_batch_size(inputs)
+    inputs = own_rows(trainer, state, inputs, trainer.args.eval_batch_size)
+    kept = find_batch_size(inputs)
+    with state.loss.together(counts=not isinstance(inputs, EmptyBatch)):
+        loss, *predictions = step(inputs)
+    if loss is not None:
+        # Where the targets were counted a rank has its share of the loss, and Trainer weighs ranks by their rows.
+        loss = whole_of(loss) if isinstance(loss, DTensor) else loss.clone()
+        state.loss.mean_over_ranks(loss)
+        loss = loss.as_subclass(EvaluationLoss)
+    return loss, *(_filled_up(prediction, kept, rows) for prediction in predictions)
+
+
+def _counted(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -> Any:
+    """Counts the rows of this rank's batch under way that are no repetitions; they come first."""
+    rows, of_all_ranks = find_batch_size(inputs), last_rows(trainer.accelerator.gradient_state)
+    # Collators that join rows, and loaders of other sizes, leave it open which rows are repeated.
+    if of_all_ranks is None or rows != batch_size:
+        return rows
+    return min(max(of_all_ranks - state.mesh.dp_rank * batch_size, 0), batch_size)
+
+
+def _with_targets_of(inputs: Any, count: Any) -> Any:
+    """Keeps the targets `[rows, sequence]` of the first rows only; classes of rows have no value that says so."""
+    nothing = without_targets(inputs)
+    names = [name for name in LABELS if isinstance(inputs.get(name), Tensor) and inputs[name].dim() > 1]
+    if not names:
+        return inputs
+    ignored = dict(inputs) | {name: torch.cat([inputs[name][:count], nothing[name][count:]]) for name in names}
+    return ignored if count else EmptyBatch(ignored)
+
+
+def _first(value: Any, rows: int, count: int) -> Any:
+    return _mapped(value, lambda tensor: tensor[:count] if tensor.shape[0] == rows else tensor)
+
+
+def _filled_up(value: Any, count: Any, rows: Any) -> Any:
+    def fill(tensor: Tensor) -> Tensor:
+        if tensor.shape[0] != count:
+            return tensor
+        return torch.cat([tensor, tensor[-1:].expand(rows - count, *tensor.shape[1:])])
+
+    return value if count == rows else _mapped(value, fill)
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value) if value.dim() else value
+    if isinstance(value, tuple | list):
+        return type(value)(_mapped(item, change) for item in value)
+    if isinstance(value, Mapping):
+        return {name: _mapped(item, change) for name, item in value.items()}
+    return value

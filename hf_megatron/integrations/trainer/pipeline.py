@@ -1,0 +1,69 @@
+"""Trainer's steps: whose rows a loss is taken over; and of a pipelined model what will be done to the loss, told before
+the forward, and that logits travel between ranks only where somebody reads them.
+
+A pipelined model computes its gradients while it computes the loss. Where the factor that backward will bring is known,
+they are added straight to those of earlier batches; where it is not, they need a buffer of their own until then.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import transformers
+
+from ...parallel_state import parallel_state
+from .padded_batches import EmptyBatch, evaluated
+
+
+def training_step(original: Callable, self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    """Announces to a pipeline what will multiply the loss, `()`, unless somebody replaced compute_loss."""
+    state = parallel_state(self.model)
+    pipeline = None if state is None else state.pipeline
+    # What replaces it may do anything to the loss, and tells nothing.
+    replaced = "compute_loss" in vars(self) or type(self).compute_loss is not transformers.Trainer.compute_loss
+    with ExitStack() as stack:
+        if state is not None and isinstance(inputs, EmptyBatch):
+            stack.enter_context(state.loss.without_terms())
+        if pipeline is not None and not replaced:
+            scale = functools.partial(_scale, self, num_items_in_batch is not None)
+            stack.enter_context(pipeline.loss_scale.announce(scale))
+        return original(self, model, inputs, num_items_in_batch)
+
+
+def _scale(trainer: Any, has_count: bool) -> float:
+    """Returns what stock `compute_loss`, `training_step` and `Accelerator.backward` multiply a model's loss by."""
+    accelerator, scale = trainer.accelerator, 1.0
+    passes_count = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    if has_count and trainer.args.average_tokens_across_devices and passes_count:
+        scale *= accelerator.num_processes // trainer.get_tp_size()
+    divided = trainer.loss_is_scaled_for_ga
+    if divided is None:
+        divided = (trainer.model_accepts_loss_kwargs and has_count) or trainer.compute_loss_func is not None
+    if not divided:
+        scale /= trainer.current_gradient_accumulation_steps
+    scale /= accelerator.gradient_accumulation_steps
+    return scale if accelerator.scaler is None else scale * accelerator.scaler.get_scale()
+
+
+def prediction_step(
+    original: Callable, self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+) -> Any:
+    """Takes the loss `()` of all ranks' rows, and keeps logits on the last stage while nothing else is wanted."""
+    state = None if self.model is None else parallel_state(self.model)
+    if state is None or state.loss is None:
+        return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
+    pipeline = state.pipeline
+    # A subclass that computes the loss may read the logits of a call with labels.
+    own_loss = type(self).compute_loss is not transformers.Trainer.compute_loss
+
+    def step(rows: Any) -> Any:
+        if pipeline is None or not prediction_loss_only or own_loss:
+            return original(self, model, rows, prediction_loss_only, *args, **kwargs)
+        before, pipeline.wants_logits = pipeline.wants_logits, False
+        try:
+            return original(self, model, rows, prediction_loss_only, *args, **kwargs)
+        finally:
+            pipeline.wants_logits = before
+
+    return evaluated(self, state, inputs, step)

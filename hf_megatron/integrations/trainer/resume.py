@@ -1,0 +1,87 @@
+"""Which checkpoint a Trainer goes on from, where one process and laid out runs have both saved into one folder."""
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+from ...checkpoint.discovery import committed, is_committed, latest, saves_of
+from ...core.communication.rank_errors import gather
+from ...errors import CheckpointError
+
+STATE = "trainer_state.json"
+
+# Of torch's optimizers, as Trainer names them, and as its engines of other kinds do.
+_OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_*", "global_step*")
+
+
+def checkpoint_to_resume(asked: Any, output_dir: str, *, is_laid_out: bool) -> Any:
+    """Returns the newest save of the step that is named, or the newest checkpoint of a folder for `True`.
+
+    Raises:
+        CheckpointError: what is to be resumed holds an optimizer's state of one process, and the run is laid out.
+    """
+    if is_laid_out:
+        # The first rank's view of the file system counts.
+        found = gather(_found(asked, output_dir), None, "Looking for a checkpoint to resume")[0]
+    else:
+        found = _found(asked, output_dir)
+    if is_laid_out and isinstance(found, str) and _is_stock(Path(found)) and _has_optimizer(Path(found)):
+        raise CheckpointError(_refusal(Path(found)))
+    return found
+
+
+def _found(asked: Any, output_dir: str) -> Any:
+    if asked is True:
+        return _newest(Path(output_dir)) or True
+    if isinstance(asked, str) and (saved := saves_of(Path(asked))):
+        return str(saved[0])
+    return asked
+
+
+def _newest(folder: Path) -> str | None:
+    """Finds what has the highest step: the sharded checkpoint that `latest` names, or one of plain Trainer."""
+    sharded = latest(folder) if committed(folder) else None
+    others = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    stock = max((path for path in others if _is_stock(path)), key=_step, default=None)
+    candidates = [path for path in (stock, sharded) if path is not None]
+    # Of one step it is the sharded one.
+    newest = max(reversed(candidates), key=_step, default=None)
+    passed_over = [path for path in others if newest is not None and _step(path) > _step(newest)]
+    if incomplete := [path for path in passed_over if not is_committed(path)]:
+        highest = max(incomplete, key=_step)
+        warnings.warn(
+            f"{highest} is passed over for {newest}: it has neither manifest.json nor what plain Trainer writes last, "
+            f"{STATE}. Its save was cut short; delete it.",
+            stacklevel=2,
+        )
+    return None if newest is None else str(newest)
+
+
+def _step(path: Path) -> int:
+    found = re.search(r"-(\d+)", path.name)
+    return int(found[1]) if found else -1
+
+
+def _is_stock(path: Path) -> bool:
+    """Tells whether plain Trainer has written a folder to its end."""
+    return (path / STATE).is_file() and not is_committed(path) and not any(path.glob("shard-*"))
+
+
+def _has_optimizer(path: Path) -> bool:
+    return any(any(path.glob(pattern)) for pattern in _OPTIMIZERS)
+
+
+def _refusal(path: Path) -> str:
+    older = next(iter(committed(path.parent)), None)
+    said = f"{path} was written by plain Trainer: its optimizer state is that of one process, and this model is laid "
+    said += "out. Go on from it in one process"
+    if older is None:
+        weights = f"from_pretrained({str(path)!r}, megatron_config=...)"
+        if (path / "adapter_config.json").is_file():
+            weights = f"PeftModel.from_pretrained(model, {str(path)!r}, is_trainable=True)"
+        return f"{said}, or start from its weights: {weights}."
+    return (
+        f"{said}, or pass resume_from_checkpoint={str(older)!r}, the newest checkpoint that this run can resume; what "
+        "was trained after it is lost then."
+    )

@@ -1,0 +1,247 @@
+"""How many samples a run has seen, and of which order: what its checkpoints say, and what it goes on from."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from accelerate.data_loader import IterableDatasetShard
+from torch.utils.data import IterableDataset, Sampler
+from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
+
+from ...datasets.ordered_dataset import OrderedDataset
+from ...datasets.ramp_up import BatchRampUp
+from ...datasets.schedules import MegatronScheduler
+from ...datasets.streams import RowStream
+from ...errors import DataError
+from ..accelerate.batch_shards import sampler_of
+from .callbacks.base import ToolCallback
+
+# Streams whose steps stock counts.
+PLAIN = "rows that steps count"
+
+
+class OwnOrder(Sampler[int]):
+    """Yields the samples of a dataset in their order.
+
+    Args:
+        dataset: in an order of its own.
+        batch (`int`): samples of a step.
+        updates (`int`, defaults to 0): of an epoch that is no pass over the dataset, as of a run that goes on elsewhere
+            than its steps say; 0 for an ordinary one.
+
+    Attributes:
+        sizes (`BatchRampUp`): how many samples each step has.
+        begin (`int`): the first.
+    """
+
+    def __init__(self, dataset: OrderedDataset, batch: int, updates: int = 0):
+        self.dataset, self.batch, self.updates = dataset, batch, updates
+        self.sizes = dataset.ramp_up or BatchRampUp(batch, batch, 1, 1)
+        self.begin = 0
+
+    def __len__(self) -> int:
+        return self.batch * self.updates or len(self.dataset)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.begin, len(self.dataset)))
+
+
+class StreamOrder:
+    """How the rows of a stream are taken, with what `OwnOrder` says of a dataset's."""
+
+    def __init__(self, dataset: RowStream):
+        self.dataset, self.batch = dataset, dataset.batch
+        self.sizes = dataset.ramp_up or BatchRampUp(dataset.batch, dataset.batch, 1, 1)
+
+    @property
+    def begin(self) -> int:
+        """The first row."""
+        return self.dataset.begin
+
+    @begin.setter
+    def begin(self, row: int) -> None:
+        self.dataset.begin = row
+
+
+def order_of(loader: Any) -> OwnOrder | StreamOrder | None:
+    """Returns the order of what a loader reads, where it is the data's own."""
+    if (stream := stream_of(loader)) is not None:
+        return StreamOrder(stream) if stream.batch else None
+    sampler = None if isinstance(loader.dataset, IterableDataset) else sampler_of(loader)
+    return sampler if isinstance(sampler, OwnOrder) else None
+
+
+def stream_of(loader: Any) -> RowStream | None:
+    """Returns the stream that a loader reads, if it is one."""
+    dataset = loader.dataset
+    while isinstance(dataset, IterableDatasetShard):
+        dataset = dataset.dataset
+    return dataset if isinstance(dataset, RowStream) else None
+
+
+def require_ending(stream: Any, trained: Any) -> None:
+    """Checks that an evaluation of a stream comes to an end, and begins with its first row; other data pass.
+
+    Raises:
+        DataError: it does not.
+    """
+    if isinstance(stream, RowStream) and (stream.passes is None or stream is trained):
+        raise DataError(
+            "evaluation of a RowStream without an end, or of the one that is trained on: evaluate one of its own, with "
+            "passes=1."
+        )
+
+
+class SamplesCallback(ToolCallback, ExportableState):
+    """Counts the samples that training has seen, which its checkpoints say, with the order that they are of."""
+
+    def __init__(self) -> None:
+        self.consumed = self._in_step = self.accumulation = 0
+        self.is_loss_unknown = False
+        self.order_key: dict[str, Any] = {}
+        self._order: OwnOrder | StreamOrder | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a checkpoint says."""
+        # Where nothing is left out: what is left out later does not move it.
+        place = self.consumed if self._order is None else self._order.dataset.place_of(self.consumed)
+        said = {"consumed": place, "order_key": self.order_key, "accumulation": self.accumulation}
+        return {"args": {}, "attributes": said}
+
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, train_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        # Trainer may have made another callback of this class, of what a checkpoint says.
+        self._order = order = order_of(train_dataloader)
+        callbacks: Any = state.stateful_callbacks
+        said, goes_on = callbacks.get(type(self).__name__), bool(state.global_step and not args.ignore_data_skip)
+        # Of a checkpoint that had none; Trainer looks for it when it saves.
+        callbacks.setdefault(type(self).__name__, {})
+        if order is None:
+            if goes_on:
+                _require_same_steps(said, self.order_key)
+            return
+        self.order_key = order.dataset.order_key
+        self.consumed = order.dataset.sample_at(order.dataset.seen)
+        self.accumulation = args.gradient_accumulation_steps
+        self.is_loss_unknown = order.dataset.ramp_up is not None
+        if goes_on:
+            self._go_on(said, order.dataset)
+            before = said["attributes"].get("accumulation", self.accumulation)
+            self.is_loss_unknown |= before != self.accumulation
+        self._require_schedule(kwargs.get("lr_scheduler"), state.global_step, goes_on=goes_on)
+        if isinstance(order, OwnOrder):
+            self._require_enough(order, args, state)
+
+    def _require_enough(self, order: OwnOrder, args: Any, state: TrainerState) -> None:
+        size, batch, step = len(order.dataset), order.batch, state.global_step
+        sizes, grows = order.sizes, order.dataset.ramp_up is not None
+        is_elsewhere = grows or self.consumed != step * batch
+        last = step + sizes.whole_steps(self.consumed, size)
+        has_more = sizes.after(last - step, self.consumed) < size
+        last += has_more and not is_elsewhere and not args.dataloader_drop_last
+        if args.max_steps <= 0 and is_elsewhere:
+            steps = "steps that grow" if grows else f"steps of {batch}"
+            raise DataError(
+                f"{self.consumed} samples were seen in {step} {steps}, of which epochs know nothing: train for "
+                f"max_steps={last}."
+            )
+        if state.max_steps > last:
+            most = "up to " if grows else ""
+            raise DataError(
+                f"{state.max_steps} steps of {most}{batch} samples need more than the {size} of the dataset, of which "
+                f"{self.consumed} were seen in {step} steps: it ends with step {last}. Build it with "
+                f"samples={sizes.after(state.max_steps - step, self.consumed)}, or train for max_steps={last}."
+            )
+
+    def _require_schedule(self, scheduler: Any, step: int, *, goes_on: bool) -> None:
+        if not isinstance(scheduler, MegatronScheduler) or self._order is None:
+            return
+        has = self._order.dataset.ramp_up or self._order.batch
+        if scheduler.samples_per_step != has:
+            raise DataError(
+                f"MegatronScheduler(samples_per_step={scheduler.samples_per_step}): a step has {has} samples, of all "
+                "replicas and calls."
+            )
+        # Steps that were skipped are none of its. Rates of steps that are as large as others go on from anywhere.
+        is_of_these = scheduler.samples == self.consumed or (goes_on and scheduler.samples < self.consumed)
+        if not is_of_these and (step == 0 or self._order.dataset.ramp_up is not None):
+            raise DataError(
+                f"MegatronScheduler(samples={scheduler.samples}): the data's first {self.consumed} samples were seen, "
+                "and rates would be those of other steps."
+            )
+
+    def _go_on(self, said: Any, dataset: OrderedDataset | RowStream) -> None:
+        if not isinstance(said, Mapping):
+            raise DataError(
+                "the checkpoint does not say which samples it has seen: its run had other data. Pass "
+                "ignore_data_skip=True to begin with the first one."
+            )
+        found = said["attributes"]
+        if changed := _changes(found["order_key"], self.order_key):
+            raise DataError(
+                "the samples are not those of the checkpoint, in its order: " + "; ".join(changed) + ". Pass "
+                "ignore_data_skip=True to begin with the first one."
+            )
+        self.consumed = dataset.sample_at(int(found["consumed"]))
+
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._order is not None:
+            self._order.begin = self.consumed
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # The passes over it have ended; stock would begin another.
+        if isinstance(self._order, StreamOrder):
+            control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.abandon()
+        if isinstance(scheduler := kwargs.get("lr_scheduler"), MegatronScheduler):
+            scheduler.step_size = None
+
+    def abandon(self) -> None:
+        """Has whoever reads a stream next begin with its first row."""
+        if isinstance(self._order, StreamOrder):
+            self._order.dataset.begin = self._order.dataset.batch = 0
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._in_step = 0
+        if self._order is not None and isinstance(scheduler := kwargs.get("lr_scheduler"), MegatronScheduler):
+            scheduler.step_size = self._order.sizes.batch_size(self.consumed)
+
+    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._in_step += 1
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # What is saved within a step does not have its samples.
+        if self._order is not None:
+            left_out = args.gradient_accumulation_steps - self.calls(args.gradient_accumulation_steps)
+            self.consumed += self._order.batch // args.gradient_accumulation_steps * (self._in_step + 1 - left_out)
+            if isinstance(self._order, OwnOrder):
+                self.consumed = min(self.consumed, len(self._order.dataset))
+
+    def calls(self, most: int) -> int:
+        """Returns how many calls the next step has, where the largest one has `most`."""
+        if self._order is None:
+            return most
+        return self._order.sizes.batch_size(self.consumed) * most // self._order.batch
+
+
+def _require_same_steps(said: Any, now: Mapping[str, Any]) -> None:
+    """Checks that steps of a stream have as many rows as those of a checkpoint, by which stock counts them."""
+    before = said.get("attributes", {}).get("order_key", {}) if isinstance(said, Mapping) else {}
+    if now.get("kind") == before.get("kind") == PLAIN and now["batch"] != before["batch"]:
+        raise DataError(
+            f"a step has {now['batch']} rows of the stream, and had {before['batch']}: other rows than were seen would "
+            "be skipped. Give Trainer a RowStream of it (hf_megatron.datasets.streams), which counts rows."
+        )
+
+
+def _changes(before: Any, now: Any, name: str = "") -> list[str]:
+    """Names what of a key is another one now."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        names = dict.fromkeys((*before, *now))
+        return [text for one in names for text in _changes(before.get(one), now.get(one), f"{name}.{one}".strip("."))]
+    if isinstance(before, list) and isinstance(now, list | tuple) and len(before) == len(now):
+        pairs = enumerate(zip(before, now, strict=True))
+        return [text for place, (one, other) in pairs for text in _changes(one, other, f"{name}[{place}]")]
+    return [] if before == now else [f"{name} was {before} and is {now}"]

@@ -1,0 +1,161 @@
+"""transformers.Trainer: the few places where a stock Trainer has to know which ranks share a batch."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers.trainer_pt_utils import LabelSmoother
+
+from ...compat.patch_registry import LEDGER
+from ...core.mesh import is_of_layout
+from ...core.off_stage import is_absent
+from ...errors import ConfigError, UnsupportedError
+from ...losses.batch_loss import BatchLoss
+from ...parallel_state import parallel_state
+from ..accelerate.accelerator import parallelism_config
+from ..accelerate.wrapped_models import state_around
+from ..torch.ddp_check import refuse_other_trl_trainers
+from .checkpoints import probe
+from .padded_batches import EmptyBatch
+from .termination import TerminationCallback
+
+
+def has_mixed_dtensor(original: Callable, tensors: Iterable[Tensor]) -> bool:
+    """Tells whether parameters of any shape lie on several meshes that optimizers would see: they step on parts."""
+    own = [parameter for parameter in tensors if not is_absent(parameter)]
+    is_laid_out = any(isinstance(one, DTensor) and is_of_layout(one.device_mesh) for one in own)
+    return False if is_laid_out else original(own)
+
+
+def init(original: Callable, self: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
+    """Refuses, before anything is built, arguments that would train differently from one process."""
+    state = None if model is None else parallel_state(model)
+    if state is None and LEDGER.models:
+        state = state_around(model, type(self).__name__)
+    if state is None and model is not None and LEDGER.launch is not None:
+        LEDGER.launch.require_laid_out(model)
+    if state is None or args is None:
+        return original(self, model, args, *rest, **kwargs)
+    for name in ("deepspeed", "fsdp"):
+        if getattr(args, name, None):
+            raise UnsupportedError(f"TrainingArguments.{name} beside megatron_config: drop it.")
+    if getattr(args, "torch_compile", False):
+        raise UnsupportedError(
+            "TrainingArguments.torch_compile compiles the model as a whole; compile layer by layer instead: "
+            "`for layer in model.model.layers: layer.compile()`."
+        )
+    if args.world_size != dist.get_world_size():
+        raise ConfigError(
+            f"TrainingArguments reports {args.world_size} process(es), the job has {dist.get_world_size()}. On "
+            "CPUs pass TrainingArguments(use_cpu=True), or create it after the model."
+        )
+    refuse_other_trl_trainers(self)
+    if args.save_strategy != "no":
+        # Stock makes it on rank 0 alone; where that fails the other ranks would wait for it.
+        probe(Path(args.output_dir))
+    # Stock cannot resume models that were sharded at load time, and says so unless only weights are saved.
+    weights_only, args.save_only_model = args.save_only_model, True
+    if not args.average_tokens_across_devices and state.mesh.dp_size > 1:
+        warnings.warn(
+            "TrainingArguments.average_tokens_across_devices=False: the data parallel ranks of a laid out model work "
+            "on one batch, whose tokens are counted on all of them all the same.",
+            stacklevel=2,
+        )
+        args.average_tokens_across_devices = True
+    _split_batches(args, state.mesh.dp_size)
+    try:
+        original(self, model, args, *rest, **kwargs)
+    finally:
+        args.save_only_model = weights_only
+    if self.label_smoother is not None:
+        self.label_smoother = _BatchSmoother(self.label_smoother, state.loss)
+    return self.add_callback(TerminationCallback())
+
+
+def _split_batches(args: Any, dp_size: int) -> None:
+    """Turns batches of all ranks, which Accelerate would split, into those of a rank, by which Trainer counts rows."""
+    sizes = (args.per_device_train_batch_size, args.per_device_eval_batch_size)
+    # Of other sizes Accelerate says that it cannot split them.
+    if args.accelerator_config.split_batches and all(size % dp_size == 0 for size in sizes):
+        args.accelerator_config.split_batches = False
+        args.per_device_train_batch_size, args.per_device_eval_batch_size = (size // dp_size for size in sizes)
+
+
+def floating_point_ops(original: Callable, self: Any, inputs: Any) -> float:
+    """Counts this rank's share of the operations of its batch; Trainer adds up all ranks'."""
+    state = parallel_state(self.model)
+    if isinstance(inputs, EmptyBatch):
+        return 0.0
+    count = original(self, inputs)
+    return count if state is None else count / state.config.ranks_per_replica
+
+
+def call_model_init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuses a laid out model: Trainer has made its Accelerator by then, and makes the model once more in `train`."""
+    model = original(self, *args, **kwargs)
+    if parallel_state(model) is not None:
+        raise ConfigError(
+            "Trainer(model_init=...) with a megatron_config: Trainer makes the model after the Accelerator that has to "
+            "know its layout. Call set_seed(args.seed), then pass Trainer(model=model_init()), and a new Trainer for "
+            "each trial of a search."
+        )
+    return model
+
+
+class _BatchSmoother:
+    """A label smoother that divides by the targets of all ranks where Trainer has not counted them."""
+
+    def __init__(self, stock: LabelSmoother, batch: BatchLoss):
+        self.stock, self.batch = stock, batch
+
+    def __call__(
+        self, model_output: Any, labels: Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Returns the loss, a scalar, of labels `[batch, sequence]`."""
+        if num_items_in_batch is None:
+            num_items_in_batch = self.batch.divisor(labels[..., 1:] if shift_labels else labels)
+        return self.stock(model_output, labels, shift_labels, num_items_in_batch)
+
+
+def build_accelerator_args(original: Callable, self: Any, **kwargs: Any) -> dict[str, Any]:
+    """Adds which ranks share a batch to the Accelerator's arguments."""
+    arguments = original(self, **kwargs)
+    state = None if self.model is None else parallel_state(self.model)
+    if state is not None:
+        arguments["parallelism_config"] = parallelism_config(state.config.ranks_per_replica)
+    return arguments
+
+
+def has_mixed_mesh_grads(original: Callable, self: Any, model: Any) -> bool:
+    """Denies it: stock's norm over several meshes knows neither data parallel shards nor who has clipped."""
+    return original(self, model) if parallel_state(self.model) is None else False
+
+
+def sync_replicated_trainable_parameters(original: Callable, self: Any, model: Any) -> None:
+    """Leaves out stock's average of plain parameters' gradients over the world: the model's own hooks reduce them."""
+    if parallel_state(self.model) is None:
+        original(self, model)
+
+
+def get_tp_size(original: Callable, self: Any) -> int:
+    """Returns one: what Trainer sums over processes it sums over replicas, of which a batch has one."""
+    return original(self) if self.model is None or parallel_state(self.model) is None else 1
+
+
+def get_total_train_batch_size(original: Callable, self: Any, args: Any) -> int:
+    """Counts the rows of a step over the replicas."""
+    state = parallel_state(self.model)
+    return original(self, args) // (1 if state is None else state.config.ranks_per_replica)
+
+
+def finalize_training(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Ends a training with the mean loss of all ranks' rows, those since the last log among them."""
+    from transformers.trainer_pt_utils import nested_gather
+
+    if parallel_state(self.model) is not None:
+        self._tr_loss = nested_gather(self._tr_loss, self.args.parallel_mode).mean()
+    return original(self, *args, **kwargs)

@@ -1,0 +1,127 @@
+"""A last batch that the rows do not fill, in trainers whose loss counts the rows that are repeated to fill it."""
+
+from collections.abc import Callable, Mapping, Sized
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from ...errors import UnsupportedError
+from ...losses.targets import LABELS
+from ...parallel_state import parallel_state
+from ..accelerate.batch_shards import is_filled_up, rows_of_all_ranks, shard_of
+from .global_batches import first_batch, pad_for_evaluation, pad_for_training
+from .ordered_data import count_rows, require_all_rows
+from .sample_counter import require_ending, stream_of
+
+
+def prepare_for_training(original: Callable, self: Any, max_steps: int, train_dataloader: Any, *args: Any) -> Any:
+    """Trains on rows that are padded as in one process, and on none of them twice.
+
+    Raises:
+        UnsupportedError: where training, or an evaluation during it, would come to repeated rows, and the trainer's
+            loss may count them.
+    """
+    count_rows(self, train_dataloader)
+    _require_full_batches(self, train_dataloader, max_steps)
+    if self.args.eval_strategy != "no":
+        datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        for name, dataset in datasets.items():
+            require_ending(dataset, self.train_dataset)
+            if dataset is not None and not takes_any_rows(self):
+                require_full_evaluation(self, self.get_eval_dataloader(name or dataset))
+    pad_for_training(self, train_dataloader)
+    return original(self, max_steps, train_dataloader, *args)
+
+
+def evaluation_loop(original: Callable, self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+    """Evaluates and predicts on rows that are padded as in one process, and on none of them twice.
+
+    Raises:
+        DataError: a stream without an end.
+        UnsupportedError: where rows are repeated, and the trainer's loss may count them.
+    """
+    stream = stream_of(dataloader)
+    require_ending(stream, stream if stream is not None and stream.batch else None)
+    require_all_rows(stream, dataloader, self.args.world_size)
+    require_full_evaluation(self, dataloader)
+    pad_for_evaluation(self, dataloader)
+    return original(self, dataloader, *args, **kwargs)
+
+
+def _require_full_batches(trainer: Any, loader: Any, max_steps: int) -> None:
+    if (last := _last_batch(trainer, loader)) is not None:
+        steps = -(-last.number // trainer.args.gradient_accumulation_steps)
+        if max_steps >= steps and last.is_counted_twice():
+            _refuse(trainer, last.describe(), "train", "per_device_train_batch_size")
+
+
+def require_full_evaluation(trainer: Any, loader: Any) -> None:
+    """Raises `UnsupportedError` for rows of an evaluation that are repeated while the trainer's loss may count them."""
+    if (last := _last_batch(trainer, loader)) is not None and last.is_counted_twice():
+        _refuse(trainer, last.describe(), "evaluate", "per_device_eval_batch_size")
+
+
+class _LastBatch(NamedTuple):
+    """The last batch of a loader, which the rows do not fill."""
+
+    number: int
+    size: int
+    rows: int
+    loader: Any
+    rows_of_a_rank: int
+
+    def is_counted_twice(self) -> bool:
+        return not has_targets_of_tokens(first_batch(self.loader.base_dataloader, self.rows_of_a_rank))
+
+    def describe(self) -> str:
+        return f"the last of {self.number} batches of {self.size} rows has {self.rows}"
+
+
+def _last_batch(trainer: Any, loader: Any) -> _LastBatch | None:
+    """Finds the batch that Accelerate fills up with repeated rows, where it is known before and may matter."""
+    state, shard = parallel_state(trainer.model), shard_of(loader)
+    if state is None or not state.loss.is_spread or takes_any_rows(trainer):
+        return None
+    if shard is None or shard.batch_size is None or shard.drop_last or not shard.even_batches:
+        return None
+    sampler, size = shard.batch_sampler.sampler, rows_of_all_ranks(shard)
+    if isinstance(loader.dataset, IterableDataset) or not isinstance(sampler, Sized) or len(sampler) % size == 0:
+        return None
+    return _LastBatch(-(-len(sampler) // size), size, len(sampler) % size, loader, shard.batch_size)
+
+
+def require_full_batch(trainer: Any, batch: Any, *, is_evaluated: bool = False) -> None:
+    """Raises `UnsupportedError` for a batch of this rank under way whose repeated rows the trainer's loss may count."""
+    state: Any = parallel_state(trainer.model)
+    if takes_any_rows(trainer) or has_targets_of_tokens(batch):
+        return
+    if is_filled_up(trainer.accelerator.gradient_state, state.mesh.dp_size):
+        words = ("evaluate", "per_device_eval_batch_size") if is_evaluated else ("train", "per_device_train_batch_size")
+        _refuse(trainer, "the last batch has fewer rows than the others", *words)
+
+
+def takes_any_rows(trainer: Any) -> bool:
+    """Tells whether a loss is known to do with batches whose sizes differ between ranks.
+
+    A subclass may gather a number per row, as DPOTrainer does, which ends in an error or waits for ever then. Its
+    repeated rows stay, without the targets of their tokens.
+    """
+    owner = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
+    return "compute_loss" not in vars(trainer) and owner.__name__ in ("Trainer", "SFTTrainer")
+
+
+def has_targets_of_tokens(batch: Any) -> bool:
+    """Tells whether a batch has targets `[rows, sequence]`, which can be taken away from some of its rows."""
+    # Trainers that generate get their rows as a list.
+    targets = [batch.get(name) for name in LABELS] if isinstance(batch, Mapping) else []
+    return any(isinstance(target, Tensor) and target.dim() > 1 for target in targets)
+
+
+def _refuse(trainer: Any, what: str, verb: str, size: str) -> None:
+    state: Any = parallel_state(trainer.model)
+    raise UnsupportedError(
+        f"{type(trainer).__name__} on {state.mesh.dp_size} data parallel ranks: {what}. Accelerate repeats rows to "
+        f"fill it, which a loss of its own would count. Set dataloader_drop_last=True, or {verb} on a number of rows "
+        f"that {size} times the data parallel ranks divides."
+    )

@@ -1,0 +1,1 @@
+"""transformers: loading, saving, generation and model cards."""

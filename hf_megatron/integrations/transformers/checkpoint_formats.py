@@ -1,0 +1,176 @@
+"""`from_pretrained` of checkpoints that are no Hugging Face folders, and `save_pretrained(format=...)`."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import GenerationConfig
+
+from ...checkpoint.strict_loading import check_weight_index
+from ...checkpoint.untrusted_config import LARGEST_CONFIG
+from ...config import MegatronConfig
+from ...core.communication.rank_errors import agreed, gather, rank_and_size
+from ...core.io.safe_paths import inside, is_file
+from ...core.io.safetensors import read_header
+from ...core.io.untrusted_json import read_json_table
+from ...errors import CheckpointError
+from ..accelerate.accelerator import ensure_process_group
+from ..hub.hooks import readable_part
+
+if TYPE_CHECKING:
+    from ...conversion.interfaces import TargetOptions
+    from ...conversion.source import Source
+
+_GENERATION = "generation_config.json"
+
+
+def foreign_source(model_class: Any, path: Any, config: Any, layout: MegatronConfig) -> "Source | None":
+    """Opens a folder in another layout than Hugging Face's; `None` for everything that stock reads.
+
+    Without a `config` the folder's `config.json` is the model's.
+
+    Raises:
+        CheckpointError: on every rank; the folder is damaged, has no config, or is not the same for all ranks.
+    """
+    if path is None:
+        return None
+    if layout.is_parallel:
+        # Before the ranks agree on anything.
+        ensure_process_group(layout.timeout)
+    found = None
+    with agreed(f"Opening {path}"):
+        if os.path.isdir(path):
+            # Most loads need none of the converters.
+            from ...conversion.formats import HF, is_known, recognise
+
+            found = recognise(Path(path)) if is_known(Path(path)) else HF
+    names = gather("absent" if found is None else found.name, None, f"Opening {path}")
+    if len(set(names)) > 1:
+        shown = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
+        raise CheckpointError(f"{path} is not the same for all ranks ({shown}).")
+    if found is None or found.name == "hf":
+        return None
+    from ...conversion.architecture import Architecture
+    from ...conversion.source import Source, with_config
+
+    folder = Path(path)
+    with agreed(f"Opening {path}"):
+        own = Architecture.from_folder(with_config(folder)).config if config is None else config
+        source = Source(folder, found, Architecture.from_class(model_class, own), with_config(folder))
+    return source
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint as stock `from_pretrained` reads it.
+
+    Attributes:
+        arguments: in the place of the caller's.
+        folder (*optional*): of a checkpoint that stock cannot read.
+    """
+
+    path: Any
+    arguments: dict[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+
+    def complete(self, model: Any) -> None:
+        """Gives a model what stock reads beside the weights, and has no folder to read from."""
+        if self.folder is None or not model.can_generate() or not is_file(self.folder / _GENERATION):
+            return
+        # Stock reads it whole, however large it is.
+        read_json_table(inside(self.folder, _GENERATION), LARGEST_CONFIG)
+        model.generation_config = GenerationConfig.from_pretrained(self.folder)
+
+
+@contextmanager
+def opened(model_class: Any, path: Any, kwargs: dict[str, Any], layout: MegatronConfig) -> Iterator[Opened]:
+    """Opens a checkpoint of any kind for stock `from_pretrained` with the caller's `kwargs`.
+
+    Raises:
+        CheckpointError: on every rank; the checkpoint is damaged or does not fit the model.
+    """
+    source = foreign_source(model_class, path, kwargs.get("config"), layout)
+    if source is not None:
+        with reading(source, layout, kwargs.pop("dtype", kwargs.pop("torch_dtype", None))) as arguments:
+            yield Opened(None, arguments, source.config_folder)
+    elif path is None or not layout.is_parallel:
+        yield Opened(path)
+    else:
+        check_weight_index(path)
+        with agreed(f"Opening {path}"):
+            _check_pickles(path)
+        try:
+            yield Opened(readable_part(path))
+        except SafetensorError as error:
+            raise CheckpointError(f"{_damage(path)} ({error})") from error
+
+
+def _check_pickles(path: Any) -> None:
+    """Reads the pickles that stock would, within the budget of the converters: torch's own reader has none."""
+    if not os.path.isdir(path) or any(Path(path).glob("model*.safetensors")):
+        return
+    from ...conversion.torch_files.reader import read_saved
+
+    for file in sorted(Path(path).glob("pytorch_model*.bin")):
+        read_saved(file)
+
+
+def _damage(path: Any) -> str:
+    """Names the file of a folder that cannot be read, and says what is wrong with it."""
+    for file in sorted(Path(path).glob("*.safetensors")):
+        try:
+            read_header(file)
+        except CheckpointError as error:
+            return str(error).removesuffix(".")
+    return f"A weight file of {path} cannot be read"
+
+
+@contextmanager
+def reading(source: "Source", config: MegatronConfig, dtype: Any) -> Iterator[dict[str, Any]]:
+    """Yields arguments with which stock `from_pretrained` reads a checkpoint through a converter.
+
+    Each rank reads whole tensors of the stages it holds, one at a time, and keeps its part of them. The dtypes `None`
+    and `"auto"` are the config's, or else the checkpoint's.
+
+    Raises:
+        CheckpointError: on every rank; the checkpoint is damaged or does not fit the model.
+    """
+    from ...conversion.lazy_tensors import lazy_weights
+
+    with agreed(f"Opening {source.path}"):
+        # One rank compares the checksums for all.
+        reader = source.open(checksums=config.verify_checksums and rank_and_size(None)[0] == 0)
+    with reader:
+        own = source.architecture.config
+        if dtype in (None, "auto"):
+            floating = (entry.dtype for entry in reader.entries.values() if entry.dtype.is_floating_point)
+            dtype = own.dtype or next(floating, torch.get_default_dtype())
+        yield {"config": own, "state_dict": lazy_weights(reader), "dtype": dtype}
+
+
+def save_in_format(
+    model: Any, original: Callable, save_directory: Any, format: str, options: "TargetOptions | None", **kwargs: Any
+) -> None:
+    """Saves as `save_pretrained(directory, format="megatron_core", options=...)` says; every rank calls it.
+
+    Raises:
+        CheckpointError: on every rank, naming the rank that failed; nothing is left behind then.
+        TypeError: arguments of the stock format.
+    """
+    from ...conversion.export import export
+
+    if kwargs:
+        raise TypeError(f"save_pretrained(format={format!r}) takes options= and no {', '.join(sorted(kwargs))}.")
+
+    def write_config(folder: Path) -> None:
+        original(model, folder, state_dict={})
+        # Stock writes an empty weight file for an empty state dict.
+        for path in folder.glob("*.safetensors"):
+            path.unlink()
+
+    export(model, Path(save_directory), format, options, write_config)

@@ -1,0 +1,21 @@
+"""Files of one expert each, read by ranks whose experts are several runs of them (LongCat-Flash)."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ...compat.upstream import place_in_run
+from ...core.mesh import is_of_layout
+
+
+def shard_tensor(
+    original: Callable, self: Any, source: Any, tensor_idx: int | None = None, *args: Any, **kwargs: Any
+) -> Tensor | None:
+    """Reads this rank's part of a file's weight `[...]`, `None` where that is one expert of another rank."""
+    if tensor_idx is not None and is_of_layout(self.device_mesh):
+        tensor_idx = place_in_run(self, source, tensor_idx)
+        if tensor_idx is None:
+            return None
+    part: Tensor | None = original(self, source, tensor_idx, *args, **kwargs)
+    return part

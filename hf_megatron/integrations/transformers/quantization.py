@@ -1,0 +1,151 @@
+"""`quantization_config=` beside `megatron_config=`: which linears are quantised, how, and what stock loops look for."""
+
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import ConfigError, UnsupportedError
+from ...parallel_state import ParallelState, parallel_state
+from ...tensor_parallel.quantization.eight_bit import EightBit, Int8Rows
+from ...tensor_parallel.quantization.four_bit import FourBit
+from ...tensor_parallel.quantization.scheme import NAME, Quantization, Scheme, dequantize_linears
+
+
+def requested(settings: Any) -> Any:
+    """Returns transformers' quantiser for a `quantization_config`, before anything is read; `None` without one.
+
+    Raises:
+        ConfigError: for what is no config of transformers' own.
+        ImportError: where the library is absent that quantises (transformers' words).
+        UnsupportedError: for other ways to quantise than those that were compared with one process.
+    """
+    if settings is None:
+        return None
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer, AutoQuantizationConfig
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    if isinstance(settings, dict):
+        try:
+            settings = AutoQuantizationConfig.from_dict(settings)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"quantization_config = {settings!r}: {error}") from error
+    if not isinstance(settings, QuantizationConfigMixin):
+        raise ConfigError(
+            f"quantization_config = {settings!r}: valid are a dict and configs of transformers, such as "
+            f"BitsAndBytesConfig, of the methods {', '.join(AUTO_QUANTIZATION_CONFIG_MAPPING)}."
+        )
+    _scheme(settings)
+    quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=False)
+    quantizer.validate_environment(device_map=None)
+    return quantizer
+
+
+def _scheme(settings: Any) -> Scheme:
+    kind = type(settings).__name__
+    if kind == "BitsAndBytesConfig" and settings.load_in_4bit:
+        return FourBit(
+            settings.bnb_4bit_quant_type,
+            settings.bnb_4bit_compute_dtype,
+            settings.bnb_4bit_use_double_quant,
+            settings.bnb_4bit_quant_storage,
+        )
+    if kind == "BitsAndBytesConfig":
+        if settings.llm_int8_has_fp16_weight or settings.llm_int8_enable_fp32_cpu_offload:
+            raise UnsupportedError(
+                "BitsAndBytesConfig.llm_int8_has_fp16_weight and llm_int8_enable_fp32_cpu_offload beside "
+                "megatron_config: weights are eight bits on the rank's own device. Leave both False."
+            )
+        return EightBit(settings.llm_int8_threshold)
+    if kind == "TorchAoConfig":
+        how = settings.quant_type
+        if type(how).__name__ == "Int8WeightOnlyConfig" and _scales_rows(how):
+            if settings.include_input_output_embeddings:
+                raise UnsupportedError(
+                    "TorchAoConfig.include_input_output_embeddings beside megatron_config: the split vocabulary and "
+                    "the loss read these weights. Set it False."
+                )
+            return Int8Rows(how)
+        raise UnsupportedError(
+            f"TorchAoConfig({how!r}) beside megatron_config: compared with one process is Int8WeightOnlyConfig() with "
+            "a scale for each row."
+        )
+    raise UnsupportedError(
+        f"quantization_config = {kind} beside megatron_config: valid are BitsAndBytesConfig (four and eight bits) and "
+        "TorchAoConfig(Int8WeightOnlyConfig())."
+    )
+
+
+def _scales_rows(how: Any) -> bool:
+    from torchao.quantization import PerRow
+
+    return isinstance(how.granularity, PerRow)
+
+
+def plan_quantization(model: Any, quantizer: Any, state: ParallelState) -> None:
+    """Finds the linears that transformers would quantise, and requires that parts of them can be."""
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    settings = quantizer.quantization_config
+    is_torchao = type(settings).__name__ == "TorchAoConfig"
+    named = settings.modules_to_not_convert if is_torchao else settings.llm_int8_skip_modules
+    left_out = quantizer.get_modules_to_not_convert(model, named, model._keep_in_fp32_modules)
+    quantizer.modules_to_not_convert = left_out
+    scheme, linears = _scheme(settings), []
+    for name, module in model.named_modules():
+        # Of torchao transformers compares names of weights, of bitsandbytes those of modules.
+        if not should_convert_module(f"{name}.weight" if is_torchao else name, left_out):
+            continue
+        if type(module).__name__ == "Conv1D":
+            raise UnsupportedError(
+                f"quantization_config beside megatron_config: {name} is a Conv1D, whose weight lies the other way. "
+                "Load the model without quantization_config."
+            )
+        if isinstance(module, nn.Linear):
+            linears.append(name)
+            if isinstance(scheme, FourBit):
+                # PEFT makes adapters in the dtype of their products.
+                module.compute_dtype = scheme.compute_dtype  # type: ignore[assignment]
+    quantization = Quantization(scheme, f"quantization_config = {type(settings).__name__}", linears)
+    quantization.require_fit(model, state)
+    state.placed[NAME] = quantization
+
+
+def quantize_arrived(model: Any, name: str) -> None:
+    """Quantises a weight that was just read, if it is one of those."""
+    state = parallel_state(model)
+    if state is not None and NAME in state.placed:
+        state.placed[NAME].take(model, name, state)
+
+
+def finish_quantization(model: Any, quantizer: Any, state: ParallelState) -> None:
+    """Quantises what waited for other ranks, and gives the model what stock loops ask one for."""
+    if quantizer is None:
+        return
+    state.placed[NAME].finish(model, state)
+    settings = quantizer.quantization_config
+    model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, settings.quant_method
+    four, eight = (bool(vars(settings).get(f"_load_in_{bits}bit")) for bits in (4, 8))
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = four, eight
+    state.patches.replace(model, "dequantize", types.MethodType(dequantize, model))
+
+
+def dequantize(model: Any, dtype: torch.dtype | None = None) -> Any:
+    """Puts weights in the place of codes, in the model's dtype or another; returns the model."""
+    state = parallel_state(model)
+    assert state is not None
+    dequantize_linears(model, state, dtype or model.dtype)
+    for attribute in ("hf_quantizer", "is_quantized", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit"):
+        vars(model).pop(attribute, None)
+    return model
+
+
+def require_dense(model: Any) -> None:
+    """Raises `UnsupportedError` for a quantised model that shall be saved."""
+    state = parallel_state(model)
+    if state is not None and NAME in state.placed:
+        raise UnsupportedError(
+            f"save_pretrained of a {type(model).__name__} whose weights are quantised: a rank has codes of its part. "
+            "Save the adapter (PeftModel.save_pretrained), or weights after model.dequantize() or merge_and_unload()."
+        )

@@ -1,0 +1,167 @@
+"""The gate in front of layouts that nobody has compared with one process yet."""
+
+import dataclasses
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+import warnings
+from typing import Any
+
+import torch.distributed as dist
+from transformers import CONFIG_MAPPING
+
+from ...compat.upstream import has_labels, is_base_model
+from ...config import MegatronConfig
+from ...context_parallel.comm_type import with_scheme
+from ...errors import UnsupportedError, UnverifiedLayoutError
+from ...models.fingerprint import Description, Features
+from ...models.verified import compared_media, differences, failed, layout_kind_of_tokens, layout_kinds, splits_weights
+from ...parallel_state import ParallelState
+
+# Differences that an error shows.
+_SHOWN = 6
+# What a config says beside its model.
+_BESIDE = ("architectures", "transformers_version", "dtype", "distributed_config", "_name_or_path", "model_type")
+
+
+class ConfigUnderTest(MegatronConfig):
+    """The layout a parity check is judging: the gate is open for it."""
+
+
+def require_verified(model: Any, state: ParallelState, description: Description) -> None:
+    """Raises `UnverifiedLayoutError`, with the command of the check, unless all of the model was compared on a layout.
+
+    With `allow_unverified=True` the check of the tiny twin runs here, on CPU ranks of its own, and a failure raises. A
+    base model was compared where a class with a head on top of it was. A class that is none and computes no loss of
+    labels raises `UnsupportedError`: no check of it can pass.
+
+    Args:
+        model: planned, and not placed yet.
+        description: of the model before a pipeline took some of its modules away.
+    """
+    config, name, model_type = state.config, type(model).__name__, model.config.model_type
+    if isinstance(config, ConfigUnderTest):
+        return
+    if config.pp_size > 1:
+        # Loads go on without: a pipeline refuses videos and sounds by name as they come.
+        state.media = compared_media(name, model_type, "pp")
+    for kind in filter(splits_weights, layout_kinds(config)):
+        _warn_of_whole_layers(model, config, features_on(kind, description, state))
+    lines = why_unverified(model, config, state, description)
+    if not lines:
+        return
+    if not has_labels(type(model)) and not is_base_model(model):
+        raise UnsupportedError(
+            f"{name} computes no loss, and only classes with one are compared with one process. Load one with a head, "
+            "such as AutoModelForCausalLM, and take outputs.hidden_states (output_hidden_states=True)."
+        )
+    what = f"{name} (model type {model_type!r}) was not compared with one process.\n  " + "\n  ".join(lines)
+    layouts = _layouts(config, any(split.copies > 1 for c in state.claims.values() for split in c.placement.splits))
+    command = check_command(model.config, name, layouts)
+    if not config.allow_unverified:
+        raise UnverifiedLayoutError(
+            f"{what}\nRun\n    {command}\n"
+            "or pass MegatronConfig(allow_unverified=True), which runs it and goes on if it passes."
+        )
+    verdict: list[Any] = [None]
+    if dist.get_rank() == 0:
+        verdict = [_check(model, layouts)]
+    dist.broadcast_object_list(verdict, src=0)
+    code, report = verdict[0]
+    if code:
+        raise UnverifiedLayoutError(f"{what}\nIts parity check failed (`{command}`):\n{report}")
+
+
+def why_unverified(model: Any, config: MegatronConfig, state: ParallelState, description: Description) -> list[str]:
+    """Says of each kind of a layout what of a model was not compared on it; nothing where all was.
+
+    Args:
+        model, state, description: as of `require_verified`; planned on the same layout, with or without its pipeline.
+    """
+    lines, name, model_type = [], type(model).__name__, model.config.model_type
+    for kind in layout_kinds(config):
+        features = features_on(kind, description, state)
+        found = differences(name, model_type, kind, features, _base_prefix(model))
+        if (worst := failed(name, model_type, config, kind, features)) is not None:
+            lines.append(f"{kind}: compared on as many ranks it differed ({worst})")
+        elif found is None:
+            lines.append(f"{kind}: no parity result is recorded for {name}")
+        elif found:
+            further = f"\n    and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            lines.append(
+                f"{kind}: it differs from every {name} that was compared in\n    "
+                + "\n    ".join(found[:_SHOWN])
+                + further
+            )
+    return lines
+
+
+def with_compared_scheme(model: Any, config: MegatronConfig, description: Description) -> MegatronConfig:
+    """Returns a layout that says how tokens are shared out; left open it is by a ring, if that alone was compared.
+
+    Raises:
+        ConfigError: heads that the ranks cannot share.
+    """
+    stated = with_scheme(config, model.config)
+    if config.cp_size == 1 or config.cp_comm_type is not None:
+        return stated
+    features = description.features({})
+    ring = dataclasses.replace(config, cp_comm_type="p2p")
+    name, model_type = type(model).__name__, model.config.model_type
+    compared = [
+        differences(name, model_type, layout_kind_of_tokens(layout), features, _base_prefix(model)) == []
+        for layout in (stated, ring)
+    ]
+    return ring if compared == [False, True] else stated
+
+
+def _base_prefix(model: Any) -> str | None:
+    """Returns the name of a base model in classes with a head on top of it, `None` for any other model."""
+    return model.base_model_prefix if is_base_model(model) else None
+
+
+def features_on(kind: str, description: Description, state: ParallelState) -> Features:
+    """Returns the features of a model on one kind of layout; where weights are whole those of its whole modules."""
+    return description.features(state.claims if splits_weights(kind) else {})
+
+
+def check_command(model_config: Any, class_name: str, layouts: str) -> str:
+    """Returns the command that checks a twin of a config's own features."""
+    model, options = model_config.model_type, f"--class {class_name} --layouts {layouts}"
+    if model not in CONFIG_MAPPING:
+        return f"hf-megatron check {shlex.quote(str(model_config.name_or_path))} {options}"
+    default = json.loads(CONFIG_MAPPING[model]().to_json_string(use_diff=False))
+    values = json.loads(model_config.to_json_string(use_diff=False))
+    changes = {name: value for name, value in values.items() if name not in _BESIDE and value != default.get(name)}
+    return f"hf-megatron check {model} {options}" + (f" --set {shlex.quote(json.dumps(changes))}" if changes else "")
+
+
+def _warn_of_whole_layers(model: Any, config: MegatronConfig, features: Features) -> None:
+    if features.split < 0.5 and dist.get_rank() == 0:
+        warnings.warn(
+            f"tp_size = {config.tp_size} splits {features.split:.0%} of the parameters in the layers of "
+            f"{type(model).__name__}; the others lie on every rank as a whole.",
+            stacklevel=2,
+        )
+
+
+def _layouts(config: MegatronConfig, copies: bool) -> str:
+    """Returns the smallest layout of each kind on which a twin computes as the model does."""
+    sizes = {"tp": "tp4" if copies else "tp2", "cp": "cp2", "pp": "pp2", "ep": "ep2"}
+    return ",".join(
+        "dp2+ep2" if kind == "ep" else "+".join(sizes.get(word, word) for word in kind.split("+"))
+        for kind in layout_kinds(config)
+    )
+
+
+def _check(model: Any, layouts: str) -> tuple[int, str]:
+    with tempfile.TemporaryDirectory() as directory:
+        model.config.save_pretrained(directory)
+        arguments = ["check", directory, "--class", type(model).__name__, "--layouts", layouts]
+        # A process of its own: forking this one would copy its process group and device context.
+        result = subprocess.run(
+            [sys.executable, "-m", "hf_megatron.cli", *arguments], capture_output=True, text=True, check=False
+        )
+    return result.returncode, (result.stdout + result.stderr)[-4000:]

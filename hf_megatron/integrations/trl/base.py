@@ -1,0 +1,255 @@
+"""TRL's trainers: per-token numbers of a laid out model, and a reference model laid out alike.
+
+TRL replaces a model's forward by one that reads the head's weight and returns numbers per token instead of logits. Of a
+model that is laid out over ranks these numbers come from `token_scores`, which needs no rank to have the whole head.
+"""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...compat.patch_registry import LEDGER
+from ...compat.upstream import (
+    count_tokens_once,
+    local_tensor,
+    prepends_tokens,
+    trl_output,
+    trl_sums,
+    warn_of_unchecked_versions,
+)
+from ...config import MegatronConfig, validate_world_size
+from ...core.off_stage import own_state_dict
+from ...errors import UnsupportedError
+from ...losses.batch_loss import BatchLoss
+from ...losses.targets import IGNORE_INDEX, count_targets, next_tokens
+from ...parallel_state import parallel_state
+from ...tensor_parallel.sampling import PLAIN, Sampling
+from ...tensor_parallel.token_log_probs import scores_of_call
+from ...tensor_parallel.vocab_log_probs import FIELDS, LOG_PROBS
+from ..accelerate.accelerator import job_world_size
+from ..torch.ddp_check import refuse_other_trl_trainers
+from ..trainer.padded_batches import evaluated
+from .checks import refuse_arguments, refuse_datasets_in_memory, refuse_losses_over_the_batch
+from .generation_sizes import require_rows_of_replicas, settle_generation_sizes
+from .online import load_reward_models, refuse_of_online_trainers
+from .preference_pairs import ROWS_OF_REPLICAS
+
+_ONLINE = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
+
+
+@dataclass
+class _Building:
+    """A trainer that is being built.
+
+    Attributes:
+        layout: of the policy.
+        loads_policy: whether the next model that it loads itself is the policy, and none that is only asked.
+        asks: what the other one is in `MegatronConfig.frozen`.
+    """
+
+    layout: MegatronConfig
+    loads_policy: bool
+    asks: str
+
+
+_BUILDING: ContextVar[_Building | None] = ContextVar("trainer that is being built", default=None)
+
+
+def init(original: Callable, self: Any, model: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Refuses, before anything is built, what would be wrong; a reference model gets the policy's layout."""
+    from transformers import TrainingArguments
+
+    given: Any = next((value for value in (*args, *kwargs.values()) if isinstance(value, TrainingArguments)), None)
+    layout = layout_of_policy(model, given)
+    if layout is None:
+        settle_generation_sizes(given, job_world_size())
+        return original(self, model, *args, **kwargs)
+    warn_of_unchecked_versions()
+    refuse_other_trl_trainers(self)
+    dp_size = validate_world_size(layout, job_world_size())
+    refuse_arguments(self, given)
+    refuse_losses_over_the_batch(self, given, dp_size)
+    refuse_datasets_in_memory(given, (*args, *kwargs.values()))
+    settle_generation_sizes(given, dp_size)
+    require_rows_of_replicas(given, dp_size)
+    kinds = {cls.__name__ for cls in type(self).__mro__}
+    if not kinds.isdisjoint(_ONLINE):
+        bound = inspect.signature(original).bind_partial(self, model, *args, **kwargs)
+        refuse_of_online_trainers(self, given, bound.arguments, layout.ranks_per_replica, dp_size)
+        if "reward_funcs" in bound.arguments:
+            bound.arguments["reward_funcs"] = load_reward_models(bound.arguments["reward_funcs"], given, layout)
+        args, kwargs = bound.args[2:], bound.kwargs
+    asks = "teacher" if "DistillationTrainer" in kinds else "reference"
+    token = _BUILDING.set(_Building(layout, isinstance(model, str), asks))
+    try:
+        original(self, model, *args, **kwargs)
+    finally:
+        _BUILDING.reset(token)
+    # `gather_for_metrics` counts each batch once, whatever ranks share it.
+    count_tokens_once(self)
+
+
+def layout_of_policy(model: Any, args: Any) -> MegatronConfig | None:
+    """Returns the layout of a model given to a trainer, or that of one which it loads by name."""
+    state = None if model is None or isinstance(model, str) else parallel_state(model)
+    if state is not None:
+        return state.config
+    layout = None if args is None else (args.model_init_kwargs or {}).get("megatron_config")
+    if layout is None and LEDGER.launch is not None and isinstance(model, str):
+        return LEDGER.launch.layout
+    return None if layout is None else MegatronConfig.coerce(layout)
+
+
+def data_parallel_size(trainer: Any) -> int:
+    """Returns how many ranks share a batch of a trainer, which may be under way to being built."""
+    if (building := _BUILDING.get()) is not None:
+        return validate_world_size(building.layout, job_world_size())
+    # A trainer under way has no model yet.
+    model = vars(trainer).get("model")
+    state = None if model is None else parallel_state(model)
+    return 1 if state is None else state.mesh.dp_size
+
+
+def create_model_from_path(original: Callable, model_id: str, *args: Any, **kwargs: Any) -> Any:
+    """Loads a reference or a teacher with the policy's layout, or its own."""
+    building = _BUILDING.get()
+    if building is not None:
+        kwargs.setdefault("device_map", None)
+        layout, is_policy, building.loads_policy = building.layout, building.loads_policy, False
+        if is_policy and LEDGER.launch is None:
+            kwargs["megatron_config"] = layout
+        elif not is_policy and (LEDGER.launch is None or layout.frozen):
+            kwargs["megatron_config"] = layout.of_frozen(building.asks)
+    return original(model_id, *args, **kwargs)
+
+
+def sft_prediction_step(original: Callable, self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Takes the loss `()` of an evaluation step over the tokens of all ranks' rows, none of them twice."""
+    state = parallel_state(self.model)
+    if state is None or not state.loss.is_spread:
+        return original(self, model, inputs, *args, **kwargs)
+
+    def step(rows: Any) -> Any:
+        loss, *predictions = original(self, model, rows, *args, **kwargs)
+        labels = rows["labels"] if prepends_tokens(self.model) else next_tokens(rows["labels"])
+        targets = count_targets(labels).to(loss.device)
+        # As TRL counts, where no row has a target.
+        return state.loss.mean(loss * targets, targets, at_least=1), *predictions
+
+    return evaluated(self, state, inputs, step)
+
+
+def hash_module(original: Callable, module: Any) -> str:
+    """Hashes every rank's part of the tensors, and joins the hashes."""
+    if parallel_state(module) is None:
+        return original(module)
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, original(_LocalTensors(module)))
+    return "-".join(parts)
+
+
+class _LocalTensors:
+    """A module as `hash_module` reads it: this rank's part of every tensor."""
+
+    def __init__(self, module: Any):
+        self.module = module
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Returns this rank's tensors, of any shape."""
+        return {name: local_tensor(tensor.detach()) for name, tensor in own_state_dict(self.module).items()}
+
+
+def add_fused_lm_head(
+    original: Callable,
+    model: Any,
+    temperature: float = 1.0,
+    cast_lm_head_to_fp32: bool = False,
+    outputs: Sequence[str] = (LOG_PROBS,),
+) -> None:
+    """Replaces the forward by one that returns numbers per token, `(batch, sequence)`, of the split head."""
+    state = parallel_state(model)
+    if state is None:
+        return original(model, temperature, cast_lm_head_to_fp32, outputs)
+    # As TRL's own, and in one order.
+    wanted = tuple(name for name in FIELDS if name in outputs or name == LOG_PROBS)
+    state.patches.replace(model, "forward", types.MethodType(_with_scores(model, wanted, Sampling(temperature)), model))
+
+
+def patch_chunked_loss(original: Callable, model: Any, chunk_size: int, is_vlm: bool = False) -> None:
+    """Replaces the forward with labels by one that returns the sums that TRL 1.14 logs, of the split head."""
+    state = parallel_state(model)
+    if state is None:
+        return original(model, chunk_size, is_vlm)
+    original_forward, scored = model.forward, _with_scores(model, (LOG_PROBS, "entropy", "is_top1"), output=trl_sums)
+
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
+            return original_forward(*args, **kwargs)
+        return scored(self, *args, fused_lm_head=True, **kwargs)
+
+    state.patches.replace(model, "forward", types.MethodType(forward, model))
+
+
+def _fields_of_tokens(loss: Any, aux_loss: Any, fields: Mapping[str, Any]) -> Any:
+    return trl_output(loss=loss, aux_loss=aux_loss, **fields)
+
+
+def _with_scores(
+    model: Any, wanted: tuple[str, ...], sampling: Sampling = PLAIN, output: Callable = _fields_of_tokens
+) -> Callable:
+    original_forward = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(
+        self: Any,
+        *args: Any,
+        fused_lm_head: bool = False,
+        labels: Any = None,
+        shift_labels: Any = None,
+        num_items_in_batch: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if not fused_lm_head:
+            given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+            given = {name: value for name, value in given.items() if value is not None}
+            return original_forward(*args, **given, **kwargs)
+        targets = (next_tokens(labels) if shift_labels is None else shift_labels).as_subclass(torch.Tensor)
+        kwargs |= {"use_cache": False, "return_dict": True}
+        rows = ROWS_OF_REPLICAS.get()
+        if rows is not None:
+            if kwargs.get("past_key_values") is not None:
+                raise UnsupportedError(
+                    "Prefix tuning with a loss over the batch of several data parallel ranks: the prefixes are those "
+                    "of all ranks' rows. Use dp_size=1, another adapter, or another loss."
+                )
+            targets = rows.own(targets)
+            kwargs |= {name: rows.own(value) for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+        values, aux_loss = scores_of_call(
+            self, lambda read: read(original_forward(*args, **kwargs)), targets, wanted, sampling
+        )
+        fields = dict(zip(wanted, values, strict=True)) | {"label_mask": targets != IGNORE_INDEX}
+        if shift_labels is None:
+            # No views: FSDP2 warns of them.
+            fields = {name: value[:, :-1].contiguous() for name, value in fields.items()}
+        loss = _batch(self).token_mean(-fields[LOG_PROBS], fields["label_mask"], num_items_in_batch)
+        if aux_loss is not None:
+            loss = loss + getattr(self.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
+        if rows is not None:
+            fields = {name: rows.joined(value) for name, value in fields.items()}
+        return output(loss, aux_loss, fields)
+
+    return forward
+
+
+def _batch(model: Any) -> BatchLoss:
+    state = parallel_state(model)
+    assert state is not None and state.loss is not None
+    return state.loss

@@ -1,0 +1,65 @@
+"""What TRL's trainers refuse on models that are laid out, before anything is built."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...compat.upstream import is_of_other_versions
+from ...errors import UnsupportedError
+from ..accelerate.accelerator import job_world_size
+
+_REFUSED = {
+    "activation_offloading": "its hooks know one device's memory. Use MegatronConfig(recompute=...).",
+    "cast_lm_head_to_fp32": "it replaces the head, which is split over ranks. Drop it.",
+    "use_vllm": (
+        "an engine beside the training would need the weights of all ranks after each step, in its own layout. Drop "
+        "it: the model itself generates, on the layout that it trains on."
+    ),
+    "use_transformers_continuous_batching": "each rank would schedule requests by its own clock. Drop it.",
+    "use_liger_kernel": "its kernels replace the forwards of modules that are split over ranks. Drop it.",
+}
+
+# Of DPOTrainer, a mean over tokens and sorted rows: each rank would take them over its own rows.
+OVER_THE_BATCH = frozenset({"sft", "aot", "aot_unpaired"})
+_DPO_LOSS = "_compute_loss"
+
+
+def refuse_arguments(trainer: Any, args: Any) -> None:
+    """Raises `UnsupportedError` for arguments that know one device only."""
+    for name, reason in _REFUSED.items():
+        if value := getattr(args, name, False):
+            raise UnsupportedError(f"{type(trainer).__name__}, {name}={value} with megatron_config: {reason}")
+
+
+def refuse_losses_over_the_batch(trainer: Any, args: Any, dp_size: int) -> None:
+    """Raises `UnsupportedError` where each rank would take such a loss over its own rows."""
+    given = getattr(args, "loss_type", None) or ()
+    kinds = OVER_THE_BATCH.intersection((given,) if isinstance(given, str) else given)
+    if dp_size == 1 or not kinds:
+        return
+    owner = next((cls for cls in type(trainer).__mro__ if _DPO_LOSS in vars(cls)), None)
+    if is_of_other_versions("trl.trainer.dpo_trainer:add_fused_lm_head"):
+        reason = "TRL 1.14 takes it over each rank's own rows. Use TRL 1.15 or later"
+    elif owner is None or owner.__module__ != "trl.trainer.dpo_trainer" or _DPO_LOSS in vars(trainer):
+        reason = f"{_DPO_LOSS} of its own takes it over each rank's own rows. Use DPOTrainer's"
+    else:
+        return
+    raise UnsupportedError(
+        f"{type(trainer).__name__}, loss_type = {min(kinds)!r} on {dp_size} data parallel ranks: {reason}, tp_size and "
+        "pp_size with dp_size=1, or another loss."
+    )
+
+
+def refuse_datasets_in_memory(args: Any, arguments: Sequence[Any]) -> None:
+    """Refuses what each rank would look for in a folder of its own: what the first one computed of a reference."""
+    from datasets import Dataset
+
+    if not getattr(args, "precompute_ref_log_probs", False) or job_world_size() == 1:
+        return
+    for value in arguments:
+        for dataset in value.values() if isinstance(value, Mapping) else (value,):
+            if isinstance(dataset, Dataset) and not dataset.cache_files:
+                raise UnsupportedError(
+                    "precompute_ref_log_probs=True on several ranks with a dataset in memory: the others read what the "
+                    "first rank computed beside the dataset's file. Pass one that was loaded from files, or "
+                    "load_from_disk(...) after save_to_disk(...)."
+                )

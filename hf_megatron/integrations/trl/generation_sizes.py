@@ -1,0 +1,95 @@
+"""How many rows TRL's online trainers generate at once, counted over the ranks that have prompts of their own."""
+
+from collections.abc import Callable
+from typing import Any
+
+from ...compat.patch_registry import LEDGER
+from ...config import MegatronConfig, validate_world_size
+from ...errors import ConfigError
+from ...parallel_state import parallel_state
+from ..accelerate.accelerator import job_world_size
+
+_GIVEN = "_hf_megatron_given"
+
+
+def count_generations(original: Callable, self: Any) -> None:
+    """Notes the sizes that were given; stock derives the others from all ranks, of which some share their prompts."""
+    given = self.generation_batch_size, self.steps_per_generation
+    if job_world_size() == 1 or None not in given:
+        return original(self)
+    # A multiple of what stock requires: its checks count ranks, and those below count replicas.
+    self.generation_batch_size, self.steps_per_generation = None, self.num_generations
+    original(self)
+    vars(self)[_GIVEN] = given, None
+    layout = _known_layout(self)
+    if layout is None:
+        _fill_in(self, job_world_size())
+    else:
+        settle_generation_sizes(self, validate_world_size(layout, job_world_size()))
+
+
+def _known_layout(args: Any) -> MegatronConfig | None:
+    layout = (args.model_init_kwargs or {}).get("megatron_config")
+    if layout is not None:
+        return MegatronConfig.coerce(layout)
+    if LEDGER.launch is not None:
+        return LEDGER.launch.layout
+    states = [state for state in map(parallel_state, LEDGER.models) if state is not None]
+    return states[0].config if states else None
+
+
+def _fill_in(args: Any, replicas: int) -> int:
+    (batch, steps), _ = vars(args)[_GIVEN]
+    rows: int = args.per_device_train_batch_size * replicas
+    if steps is None:
+        steps = args.gradient_accumulation_steps if batch is None else batch // rows
+    args.steps_per_generation = steps
+    args.generation_batch_size = rows * steps if batch is None else batch
+    vars(args)[_GIVEN] = (vars(args)[_GIVEN][0], _sizes(args))
+    return rows
+
+
+def _sizes(args: Any) -> tuple[int, int]:
+    return args.generation_batch_size, args.steps_per_generation
+
+
+def require_rows_of_replicas(args: Any, replicas: int) -> None:
+    """Raises `ConfigError` for sizes that count all ranks, of arguments that were made before the library was there."""
+    if args is None or "generation_batch_size" not in vars(args):
+        return
+    rows = args.per_device_train_batch_size * replicas * args.steps_per_generation
+    if args.generation_batch_size != rows:
+        raise ConfigError(
+            f"{type(args).__name__}.generation_batch_size = {args.generation_batch_size}: it has to be {rows}, "
+            f"which is per_device_train_batch_size={args.per_device_train_batch_size} on {replicas} data parallel "
+            f"rank(s) with steps_per_generation={args.steps_per_generation}. If you have not set it: the arguments "
+            "were made before hf_megatron was imported, and count all ranks. Import it first."
+        )
+
+
+def settle_generation_sizes(args: Any, replicas: int) -> None:
+    """Sets what a `GRPOConfig` or `RLOOConfig` left open, once it is known how many ranks have prompts of their own.
+
+    Raises:
+        ConfigError: sizes by which a group of completions, or an optimizer step's rows, would be no whole number.
+    """
+    if args is None or _GIVEN not in vars(args) or vars(args)[_GIVEN][1] not in (None, _sizes(args)):
+        # Made in one process, before the library was there, or set by the user since.
+        return
+    rows = _fill_in(args, replicas)
+    size, group = args.generation_batch_size, args.num_generations
+    of = f"per_device_train_batch_size={args.per_device_train_batch_size} on {replicas} data parallel rank(s)"
+    if size % rows or not args.steps_per_generation:
+        raise ConfigError(f"generation_batch_size={size}: it has to be a multiple of {rows}, which is {of}.")
+    if size % group:
+        raise ConfigError(
+            f"generation_batch_size={size}, by {of} and steps_per_generation={args.steps_per_generation}: it has to be "
+            f"a multiple of num_generations={group}, so that groups of completions are whole."
+        )
+    evaluated = args.per_device_eval_batch_size * replicas
+    group = args.num_generations_eval or group
+    if args.eval_strategy != "no" and evaluated % group:
+        raise ConfigError(
+            f"per_device_eval_batch_size={args.per_device_eval_batch_size} on {replicas} data parallel rank(s): "
+            f"together {evaluated} rows, which have to be a multiple of the {group} generations of an evaluation."
+        )

@@ -1,0 +1,289 @@
+"""TRL's trainers that generate inside of a step, GRPO and RLOO: ranks that share prompts count as one.
+
+generate            the ranks of a replica draw the same tokens (`generation.py`)
+rewards             functions are called once for a replica, models by all of its ranks
+groups, logs        joined over the replicas
+rows of a step      shuffled over all replicas, as one process does with the same completions
+"""
+
+import functools
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from ...config import MegatronConfig
+from ...core.communication.rng import broadcast_state
+from ...errors import UnsupportedError
+from ...expert_parallel.router_replay import ABSENT
+from ...parallel_state import ParallelState, parallel_state
+from ..accelerate.batch_shards import batches_are_ours, data_parallel_group
+from ..accelerate.gathering import EvaluationLoss
+from .routing import COMPLETIONS, PROMPTS, replaying, replays, with_routing
+
+# The trainer that makes the rows of a step, and whether it takes its own of what it has gathered.
+_TRAINER: ContextVar[Any] = ContextVar("trainer that makes the rows of a step", default=None)
+_SLICES: ContextVar[bool] = ContextVar("whether rows are taken of those of all replicas", default=False)
+# Whether this rank calls a reward function for all that share its prompts.
+_CALLS_ALONE: ContextVar[str | None] = ContextVar("reward function that one rank calls", default=None)
+
+
+def process_index(original: Callable, self: Any) -> int:
+    """Counts the replicas where a trainer takes its rows of those of all; otherwise all ranks, as stock does."""
+    if not _SLICES.get():
+        return original(self)
+    group = data_parallel_group()
+    return 0 if group is None else dist.get_rank(group)
+
+
+def seed_replicas(original: Callable, seed: int, device_specific: bool = False, *args: Any, **kwargs: Any) -> None:
+    """Gives ranks that share their prompts one seed, that of their replica."""
+    if device_specific and batches_are_ours():
+        group = data_parallel_group()
+        seed, device_specific = seed + (0 if group is None else dist.get_rank(group)), False
+    original(seed, device_specific, *args, **kwargs)
+
+
+def prepare_inputs(original: Callable, self: Any, generation_batch: Any) -> Any:
+    """Makes the rows of a step of this rank."""
+    token = _TRAINER.set(self)
+    try:
+        return original(self, generation_batch)
+    finally:
+        _TRAINER.reset(token)
+
+
+def generate_and_score(original: Callable, self: Any, inputs: Any) -> Any:
+    """Generates and scores completions for the prompts of this replica."""
+    if parallel_state(self.model) is None:
+        return original(self, inputs)
+    token = _SLICES.set(True)
+    try:
+        return with_routing(lambda: original(self, inputs)) if replays(self) else original(self, inputs)
+    finally:
+        _SLICES.reset(token)
+
+
+def calculate_rewards(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Returns the rewards `[rows of all replicas, functions]`; a function is called by one rank of a replica."""
+    state = parallel_state(self.model)
+    if state is None or state.config.ranks_per_replica == 1:
+        return original(self, *args, **kwargs)
+    functions = self.reward_funcs
+    failures: list[BaseException] = []
+    is_first = _is_first(state)
+    self.reward_funcs = [_called_once(function, is_first, failures) for function in functions]
+    try:
+        rewards = original(self, *args, **kwargs)
+    finally:
+        self.reward_funcs = functions
+    # What functions have logged was logged on the first rank, and what they have drawn was drawn there: the others
+    # shuffle the rows next, and have to do it alike.
+    logs, failed = (self._pending_extra_logs, self._pending_metrics), repr(failures[0]) if failures else None
+    found: list[Any] = [(rewards.cpu(), logs, random.getstate(), numpy.random.get_state(), failed)]
+    _from_first_rank(state, found)
+    of_first, (self._pending_extra_logs, self._pending_metrics), of_python, of_numpy, failed = found[0]
+    if failures:
+        raise failures[0]
+    if failed is not None:
+        raise RuntimeError(f"A reward function failed on the rank that calls it: {failed}")
+    random.setstate(of_python)
+    numpy.random.set_state(of_numpy)
+    mesh = state.mesh
+    broadcast_state(mesh.device, *(mesh.host_group(axis) for axis in ("tp", "cp", "pp")))
+    return of_first.to(rewards.device)
+
+
+class _Alone:
+    """One rank's call of a reward function for all that share its prompts; its errors wait until they can hear of them.
+
+    Args:
+        function: its name.
+        failures: gets an error.
+    """
+
+    def __init__(self, function: str, failures: list[BaseException]):
+        self.function, self.failures = function, failures
+
+    def __enter__(self) -> None:
+        self._token = _CALLS_ALONE.set(self.function)
+        self._guard = register_module_forward_pre_hook(_refuse_split_model)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        self._guard.remove()
+        _CALLS_ALONE.reset(self._token)
+        if not isinstance(error, Exception):
+            return False
+        self.failures.append(error)
+        return True
+
+
+def _called_once(function: Any, is_first: bool, failures: list[BaseException]) -> Any:
+    """Makes a reward function that is called on the first rank of a replica only; models all ranks call."""
+    if isinstance(function, nn.Module):
+        return function
+    name = getattr(function, "__name__", type(function).__name__)
+
+    @functools.wraps(function)
+    def call(*args: Any, completions: Any, **kwargs: Any) -> Any:
+        if is_first:
+            with _Alone(name, failures):
+                return _require_one_each(name, function(*args, completions=completions, **kwargs), completions)
+        return [0.0] * len(completions)
+
+    @functools.wraps(function)
+    async def call_later(*args: Any, completions: Any, **kwargs: Any) -> Any:
+        if is_first:
+            with _Alone(name, failures):
+                found = await function(*args, completions=completions, **kwargs)
+                return _require_one_each(name, found, completions)
+        return [0.0] * len(completions)
+
+    from trl.trainer.utils import is_async_callable
+
+    return call_later if is_async_callable(function) else call
+
+
+def _require_one_each(name: str, rewards: Any, completions: Any) -> Any:
+    """Raises, as TRL does, for rewards that are not one for each completion: all ranks hear of it."""
+    if len(rewards) != len(completions):
+        raise ValueError(
+            f"The reward function {name!r} returned {len(rewards)} rewards for {len(completions)} completions."
+        )
+    return rewards
+
+
+def _refuse_split_model(module: nn.Module, args: Any) -> None:
+    """Raises for a call of a model that is split over ranks, of which one alone is at it."""
+    if (function := _CALLS_ALONE.get()) is not None and parallel_state(module) is not None:
+        raise UnsupportedError(
+            f"{type(module).__name__} in the reward function {function}: one rank of those that share a batch calls "
+            "it, and the model is split over all of them. Pass the model itself in reward_funcs, or load it without "
+            "megatron_config."
+        )
+
+
+def _is_first(state: ParallelState) -> bool:
+    mesh = state.mesh
+    return all(dist.get_rank(group) == 0 for group in (mesh.tp_group, mesh.group("cp"), mesh.pp_group))
+
+
+def _from_first_rank(state: ParallelState, objects: list[Any]) -> None:
+    for axis in ("tp", "cp", "pp"):
+        group = state.mesh.host_group(axis)
+        if group.size() > 1:
+            dist.broadcast_object_list(objects, group=group, group_src=0)
+
+
+def shuffle(original: Callable, seq_dict: dict[str, Any]) -> dict[str, Any]:
+    """Shuffles the rows of all replicas together, and returns those of this one: those of a step are one process's."""
+    trainer = _TRAINER.get()
+    state = None if trainer is None else parallel_state(trainer.model)
+    if state is None or state.mesh.dp_size == 1 or not all(map(_is_tensor, seq_dict.values())):
+        return original(seq_dict)
+    group = state.mesh.group("dp")
+    whole = {name: _of_all_replicas(name, value, trainer, group) for name, value in seq_dict.items()}
+    count = max(len(value) for value in whole.values() if value is not None and value.dim())
+    # The first replica's, whose random state has gone on as one process's would.
+    order = torch.randperm(count).to(state.mesh.device)
+    dist.broadcast(order, group=group, group_src=0)
+    own = order[state.mesh.dp_rank :: state.mesh.dp_size]
+    return {name: value[own.to(value.device)] if _has_rows(value) else value for name, value in whole.items()}
+
+
+def _is_tensor(value: Any) -> bool:
+    return value is None or isinstance(value, Tensor)
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _of_all_replicas(name: str, value: Any, trainer: Any, group: Any) -> Any:
+    """Joins `[rows, ...]` of all replicas, padded as TRL pads: prompts on the left, with the tokenizer's token."""
+    if not _has_rows(value):
+        return value
+    if value.dim() > 1:
+        width = torch.tensor(value.shape[1], device=value.device)
+        dist.all_reduce(width, dist.ReduceOp.MAX, group=group)
+        missing = int(width) - value.shape[1]
+        token = trainer._tokenizer.pad_token_id
+        fill = {"prompt_ids": token, "completion_ids": token, PROMPTS: ABSENT, COMPLETIONS: ABSENT}.get(name, 0)
+        sides = (missing, 0) if name.startswith("prompt_") else (0, missing)
+        value = F.pad(value, (0, 0) * (value.dim() - 2) + sides, value=fill)
+    value = value.contiguous()
+    parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, value, group=group)
+    return torch.cat(parts)
+
+
+def loss_of_all_replicas(original: Callable, self: Any, model: Any, inputs: Any) -> Tensor:
+    """Takes the loss `()` over the rows of all replicas, where it is no mean over rows."""
+    state = parallel_state(self.model)
+    # Evaluations are over all replicas, too, for the routers' loss: each has full batches.
+    with nullcontext() if state is None else state.loss.together(), replaying(self, inputs):
+        loss = original(self, model, inputs)
+    if state is None or not state.loss.is_spread:
+        return loss
+    if vars(self).get("loss_type") != "bnpo":
+        return loss
+    if self.aux_loss_enabled:
+        raise UnsupportedError(
+            f'loss_type="bnpo" with a router loss on {state.mesh.dp_size} data parallel ranks: set '
+            "router_aux_loss_coef=0.0, or take another loss_type."
+        )
+    mask = inputs["completion_mask"]
+    own = (mask if "tool_mask" not in inputs else mask * inputs["tool_mask"]).sum().float()
+    total = own.clone()
+    dist.all_reduce(total, group=state.mesh.group("dp"))
+    # As TRL counts, where there are none.
+    return loss * own.clamp(min=1) * state.mesh.dp_size / total.clamp(min=1)
+
+
+def load_reward_models(functions: Any, args: Any, layout: MegatronConfig) -> Any:
+    """Returns reward functions with models in the place of names, where a layout of their own is declared for them."""
+    names = functions if isinstance(functions, list) else [functions]
+    if not (layout.frozen or {}).get("reward") or not any(isinstance(name, str) for name in names):
+        return functions
+    from transformers import AutoModelForSequenceClassification
+
+    kwargs = {"device_map": None} | (args.model_init_kwargs or {}) | {"megatron_config": layout.of_frozen("reward")}
+    loader: Any = AutoModelForSequenceClassification
+    return [loader.from_pretrained(name, num_labels=1, **kwargs) if isinstance(name, str) else name for name in names]
+
+
+def predict_over_replicas(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns the loss `()` of an evaluation step over the rows of all replicas, as one process has it."""
+    loss, *rest = original(self, *args, **kwargs)
+    state = parallel_state(self.model)
+    if state is not None and state.loss.is_spread:
+        loss = loss.clone()
+        state.loss.mean_over_ranks(loss)
+        loss = loss.as_subclass(EvaluationLoss)
+    return loss, *rest
+
+
+def refuse_of_online_trainers(
+    trainer: Any, args: Any, given: dict[str, Any], ranks_per_replica: int, dp_size: int
+) -> None:
+    """Raises `UnsupportedError` for what would be drawn, called or averaged on each rank by itself."""
+    name = type(trainer).__name__
+    for argument in ("tools", "environment_factory", "rollout_func"):
+        if given.get(argument) and ranks_per_replica > 1:
+            raise UnsupportedError(
+                f"{name}({argument}=...) on a model that {ranks_per_replica} ranks share: each of them would call it, "
+                "and get other results. Use dp_size alone, or generate beforehand."
+            )
+    if dp_size > 1 and any(getattr(args, name, 0) for name in ("entropy_coef", "use_adaptive_entropy")):
+        raise UnsupportedError(
+            f"{name}, entropy_coef or use_adaptive_entropy on {dp_size} data parallel ranks: the bonus is a mean over "
+            "the tokens of each rank's rows. Use tp_size and pp_size with dp_size=1, or drop it."
+        )

@@ -1,0 +1,75 @@
+"""Rows of pairs of all dp ranks, for losses of preferences that are no means over rows."""
+
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...core.communication.collectives import gather_from_ranks
+from ...errors import UnsupportedError
+
+
+class RowsOfReplicas:
+    """Joins the rows of all dp ranks, the chosen ones of all before the rejected ones, and takes this rank's again.
+
+    Args:
+        group (`ProcessGroup`): the dp ranks, which have as many pairs each.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.ranks, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+
+    def joined(self, own: Tensor) -> Tensor:
+        """Returns `[2 x ranks x pairs, ...]` of this rank's `[2 x pairs, ...]`; gradients are summed over the ranks."""
+        rows = gather_from_ranks(own, 0, self.ranks * len(own), self.group, sum_gradient=True)
+        return rows.unflatten(0, (self.ranks, 2, -1)).transpose(0, 1).flatten(0, 2)
+
+    def own(self, rows: Tensor) -> Tensor:
+        """Returns this rank's `[2 x pairs, ...]` of what `joined` made."""
+        return rows.unflatten(0, (2, self.ranks, -1))[:, self.rank].flatten(0, 1)
+
+    def of(self, model: Any) -> Callable[..., Any]:
+        """Returns a call of a whole model, given all ranks' rows, that reads this rank's: their `log_probs` joined."""
+
+        def call(**kwargs: Any) -> Any:
+            own = {name: self.own(value) if isinstance(value, Tensor) else value for name, value in kwargs.items()}
+            return SimpleNamespace(log_probs=self.joined(model(**own).log_probs))
+
+        return call
+
+    def joined_batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a batch of pairs with all ranks' rows, padded with zeros on the right to the longest.
+
+        Raises:
+            UnsupportedError: on all ranks alike, an input that is neither per token nor per pair, or unequal numbers of
+                pairs.
+        """
+        rows, length = inputs["input_ids"].shape
+        pairs = rows // 2
+        shapes = {name: tuple(value.shape) if isinstance(value, Tensor) else () for name, value in inputs.items()}
+        others = {name: list(shape) for name, shape in shapes.items() if shape not in ((2 * pairs, length), (pairs,))}
+        found = torch.tensor([length, pairs, -pairs, len(others)], device=inputs["input_ids"].device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        longest, most, fewest, odd = found.tolist()
+        if odd or most != -fewest:
+            what = f"{most} and {-fewest} pairs" if most != -fewest else f"{others or 'inputs of another rank'}"
+            raise UnsupportedError(
+                f"{what} in a batch of {self.ranks} data parallel ranks: a loss over all of them joins what there is "
+                "per token or per pair, of as many pairs on each, and no images. Use dp_size=1, or another loss."
+            )
+        joined = {}
+        for name, value in inputs.items():
+            if shapes[name] == (pairs,):
+                joined[name] = gather_from_ranks(value, 0, self.ranks * pairs, self.group)
+            else:
+                joined[name] = self.joined(F.pad(value, (0, longest - length)))
+        return joined
+
+
+# Whose rows a forward is given, where they are those of all ranks.
+ROWS_OF_REPLICAS: ContextVar[RowsOfReplicas | None] = ContextVar("rows of all replicas", default=None)

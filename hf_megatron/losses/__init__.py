@@ -1,0 +1,1 @@
+"""Loss targets, the batch denominator, inline losses and router losses."""

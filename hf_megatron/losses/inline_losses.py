@@ -1,0 +1,291 @@
+"""Losses that a model's class computes itself: their means are those of the whole batch.
+
+Where the parts of a batch lie on several ranks, or are microbatches, a model is called with labels that know it. They
+follow the few functions that models apply to labels, and answer when a loss function of torch is called with them: in
+place of the mean over the entries at hand it is the sum over these by the number in the batch (`BatchLoss`). Nothing
+upstream is replaced, and calls of anybody else are those of torch.
+
+A loss that cannot be normalised so is refused: one that sums its terms by itself, or compares the rows of a batch.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import EllipsisType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from ..compat.shard_safe import is_marked, is_of_checked_library
+from ..errors import UnsupportedError
+from .batch_loss import BatchLoss
+from .router_losses import router_losses_of
+from .targets import LABELS, is_target, of_codebook, scalar
+
+# Methods and functions whose result is labels again.
+_METHODS = (
+    "__getitem__ chunk clamp clone contiguous cpu cuda detach double expand fill_ flatten float int long masked_fill "
+    "narrow permute reshape select split squeeze to transpose type type_as unbind unsqueeze view view_as"
+)
+_FUNCTIONS = (
+    "chunk clamp flatten full_like masked_fill reshape split squeeze transpose unbind unsqueeze where zeros_like"
+)
+_FOLLOWED = {
+    *(getattr(Tensor, name) for name in _METHODS.split()),
+    *(getattr(torch, name) for name in _FUNCTIONS.split()),
+    F.pad,
+}
+
+
+def _classes(values: Mapping[str, Any]) -> Tensor:
+    """Counts what the mean over targets is divided by: classes `[...]`, or rows of probabilities `[..., classes]`."""
+    target, weight = values["target"], values.get("weight")
+    if target.is_floating_point():
+        logits = values["input"]
+        return scalar(target.numel() // logits.shape[1 if target.dim() > 1 else 0], target.device)
+    counts = target != values["ignore_index"]
+    return counts.sum() if weight is None else (weight[target.masked_fill(~counts, 0)] * counts).sum()
+
+
+def _entries(values: Mapping[str, Any]) -> Tensor:
+    shape = torch.broadcast_shapes(values["input"].shape, values["target"].shape)
+    return scalar(shape.numel(), values["target"].device)
+
+
+def _divergences(values: Mapping[str, Any]) -> Tensor:
+    if values["reduction"] == "batchmean":
+        return scalar(values["input"].shape[0], values["target"].device)
+    return _entries(values)
+
+
+# Dims of labels `[batch, sequence, codebooks]`.
+_WITH_CODEBOOKS = 3
+
+# Loss function -> counts what its mean is divided by.
+_MEANS: Mapping[Callable[..., Tensor], Callable[[Mapping[str, Any]], Tensor]] = {
+    F.cross_entropy: _classes,
+    F.nll_loss: _classes,
+    F.binary_cross_entropy: _entries,
+    F.binary_cross_entropy_with_logits: _entries,
+    F.mse_loss: _entries,
+    F.l1_loss: _entries,
+    F.smooth_l1_loss: _entries,
+    F.huber_loss: _entries,
+    F.kl_div: _divergences,
+}
+
+
+class BatchLabels(Tensor):
+    """Labels of any shape that know what the losses of their batch are divided by, and by which name."""
+
+    batch: BatchLoss
+    argument: str
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Calls a function with plain tensors, and takes the batch's mean of a loss."""
+        kwargs = kwargs or {}
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, cls)]
+        args, kwargs = tuple(map(_plain, args)), {name: _plain(value) for name, value in kwargs.items()}
+        if function in _MEANS and given:
+            return _mean(given[0].batch, given[0].argument, function, args, kwargs)
+        result = function(*args, **kwargs)
+        # Of more dims than labels it is room for several copies of them; of their own shape, a decoder's inputs.
+        is_room = function is Tensor.new_zeros and given and result.dim() > given[0].dim()
+        if not given or not (function in _FOLLOWED or is_room):
+            return result
+        return know_batch(result, given[0].batch, _name_of(function, given[0], args))
+
+
+def _name_of(function: Any, labels: BatchLabels, args: tuple) -> str:
+    """Names what a function makes of labels `[batch, sequence, codebooks]`: those of one codebook, or of all."""
+    if function is Tensor.__getitem__ and type(args[1]) is tuple:
+        match args[1]:
+            case (EllipsisType(), int(book)) if labels.dim() == _WITH_CODEBOOKS:
+                return of_codebook(labels.argument, book % labels.shape[-1])
+    return labels.argument
+
+
+def know_batch(value: Any, batch: BatchLoss, name: str = "labels") -> Any:
+    """Makes labels of any shape know their batch, and those in a tuple; `name` is that of the argument."""
+    if isinstance(value, tuple | list):
+        return type(value)(know_batch(item, batch, name) for item in value)
+    if type(value) is not Tensor:
+        return value
+    labels = value.as_subclass(BatchLabels)
+    labels.batch, labels.argument = batch, "labels" if name in LABELS else name
+    return labels
+
+
+def with_known_targets(arguments: Mapping[str, Any], batch: BatchLoss) -> dict[str, Any]:
+    """Returns a call's arguments by name, with targets that know their batch."""
+    return {name: know_batch(value, batch, name) if is_target(name) else value for name, value in arguments.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BatchLabels):
+        return value.as_subclass(Tensor)
+    return type(value)(map(_plain, value)) if type(value) in (tuple, list) else value
+
+
+@cache
+def _signature(function: Callable) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def _mean(
+    batch: BatchLoss, argument: str, function: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]
+) -> Tensor:
+    bound = _signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    values = bound.arguments
+    deprecated = values.get("size_average") is not None or values.get("reduce") is not None
+    if deprecated or values["reduction"] not in ("mean", "batchmean"):
+        if values["reduction"] == "sum" and batch.counted and batch.share is None:
+            # transformers' own losses divide it by what the caller has counted.
+            return function(**values) / batch.given(1)
+        raise UnsupportedError(
+            f"torch.nn.functional.{function.__name__}(reduction={values['reduction']!r}) inside a model's forward: "
+            "what it is divided by is known to the model alone, and would be this rank's. Call the model without "
+            "labels and compute the loss from its outputs, or with dp_size=1 and pp_size=1."
+        )
+    terms = _MEANS[function](values)
+    if isinstance(values["input"], Tensor) and values["input"].dtype in (torch.float16, torch.bfloat16):
+        # A sum needs more digits than a mean.
+        values["input"] = values["input"].float()
+    values["reduction"] = "sum"
+    total = function(**values)
+    return batch.mean(total, terms, name=argument)
+
+
+class MeansOfBatch(TorchFunctionMode):
+    """Takes every mean of a loss over its batch, for labels that cannot know it: fake tensors are of no other class.
+
+    Args:
+        batch: of the model's calls.
+    """
+
+    def __init__(self, batch: BatchLoss):
+        super().__init__()
+        self.batch = batch
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Calls a function, of a loss for the batch's mean."""
+        kwargs = kwargs or {}
+        in_batch = self.batch.over_ranks or self.batch.share is not None
+        # What is no mean was made by who divides it.
+        if function not in _MEANS or not in_batch or kwargs.get("reduction", "mean") != "mean":
+            return function(*args, **kwargs)
+        return _mean(self.batch, "labels", function, args, kwargs)
+
+
+class _PlainGradient(torch.autograd.Function):
+    """Identity of a loss whose backward takes a tensor where a term that was added to it makes a DTensor of it."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        """Returns the loss, a scalar."""
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Returns the gradient, a scalar, that all ranks agree on."""
+        return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+class LossHooks:
+    """Model hooks around everything that a call's losses need to know of their batch."""
+
+    def __init__(self, batch: BatchLoss, model: nn.Module, *, pipelined: bool, has_dtensors: bool):
+        self.batch, self.pipelined, self.has_dtensors = batch, pipelined, has_dtensors
+        self.signature = inspect.signature(type(model).forward)
+        self.leaving: list[Callable[[], None]] = []
+        self.takes_loss = False
+
+    def install(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self._enter, with_kwargs=True)
+        model.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
+
+    def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        batch = self.batch
+        bound = self.signature.bind_partial(model, *args)
+        given = {**bound.arguments, **kwargs}
+        batch.counted, batch.terms = given.get("num_items_in_batch") is not None, 0
+        self.takes_loss = any(is_target(name) and value is not None for name, value in given.items())
+        self.leaving.append(router_losses_of(batch, given))
+        if self.takes_loss and (batch.over_ranks or self.pipelined):
+            _require_known_loss(model)
+        if not batch.over_ranks:
+            return args, kwargs
+        if given.get("return_loss"):
+            raise UnsupportedError(
+                f"{type(model).__name__}(return_loss=True): its loss compares the rows of a batch with each other, of "
+                "which every rank has some only. Call it without, and compute the loss from what it returns."
+            )
+        if self.pipelined:
+            # Its stages are called with microbatches, whose labels know the batch.
+            return args, kwargs
+        names = list(bound.arguments)[1:]
+        args = (
+            tuple(
+                know_batch(value, batch, name) if is_target(name) else value
+                for name, value in zip(names, args, strict=False)
+            )
+            + args[len(names) :]
+        )
+        return args, with_known_targets(kwargs, batch)
+
+    def _leave(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        batch = self.batch
+        if self.leaving:
+            self.leaving.pop()()
+        output = self._with_plain_gradient(output)
+        counted, over_ranks, terms = batch.counted, batch.over_ranks, batch.terms
+        batch.counted = False
+        loss = _loss(output, self.takes_loss)
+        # A pipeline has seen to the losses of its microbatches.
+        if loss is None or not over_ranks or (self.pipelined and not terms):
+            return output
+        if not terms and loss.requires_grad:
+            raise UnsupportedError(
+                f"{type(model).__name__} computes its loss in a way that cannot be taken over the rows of all data "
+                "parallel ranks. Call it without labels and compute the loss from its outputs, or use dp_size=1."
+            )
+        return _with_loss(output, loss / batch.mesh.dp_size) if counted else output
+
+    def _with_plain_gradient(self, output: Any) -> Any:
+        loss = _loss(output, self.takes_loss)
+        if not self.has_dtensors or loss is None or not loss.requires_grad or torch.compiler.is_compiling():
+            return output
+        return _with_loss(output, _PlainGradient.apply(loss))
+
+
+def _require_known_loss(model: Any) -> None:
+    """Refuses a function that somebody put in the place of transformers' loss: it would see a part of the batch."""
+    function = model.loss_function
+    if not (is_marked(function) or is_of_checked_library(function)):
+        raise UnsupportedError(
+            f"{type(model).__name__}.loss_function is not one of transformers' own: each data parallel rank, or each "
+            "microbatch of a pipeline, would call it with a part of the batch. Mark it with hf_megatron.works_on_parts "
+            "if all that it returns is the mean of one of torch's losses over the labels. Else call the model without "
+            "labels and compute the loss from its outputs."
+        )
+
+
+def _loss(output: Any, takes_loss: bool) -> Tensor | None:
+    """Finds the loss, a scalar, in what a model returned; a tuple begins with it if there is one."""
+    value = output.get("loss") if isinstance(output, Mapping) else None
+    if isinstance(output, tuple) and takes_loss:
+        value = output[0]
+    return value if isinstance(value, Tensor) and value.dim() == 0 else None
+
+
+def _with_loss(output: Any, loss: Tensor) -> Any:
+    if isinstance(output, tuple):
+        return (loss, *output[1:])
+    output["loss"] = loss
+    return output

@@ -1,0 +1,155 @@
+"""The losses that models add for their routers, over the batch whose parts lie on several ranks.
+
+The load balancing loss is a product of two means over a batch's tokens, and so no mean of those of its parts:
+
+| `auxiliary_loss` | what is added | equal under |
+|---|---|---|
+| `"batch"` | of the whole batch, as in one process | dp, tp, sp; a pipeline with one microbatch |
+| `"sequence"` | the mean over rows of each row's own | every layout and accumulation |
+| `"microbatch"` | the mean over the parts of a batch, weighted by rows | tp, sp |
+| `"global"` | choices of the step so far, times probabilities of the part (Megatron) | the same parts on every layout |
+
+The z-loss (ST-MoE, 2.2; Megatron's `--moe-z-loss-coeff`) is a mean over tokens, and equal wherever these are weighed
+alike.
+
+transformers keeps a copy of the function in each file that has routers; each one is replaced by what is here, and is
+itself used where no layout is concerned.
+"""
+
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .batch_loss import BatchLoss
+
+_CALL: ContextVar["_Call | None"] = ContextVar("hf_megatron_router_losses", default=None)
+
+_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids")
+
+
+@dataclass(frozen=True)
+class _Call:
+    batch: BatchLoss
+    arguments: Mapping[str, Any]
+
+    @property
+    def rows(self) -> int:
+        share = self.batch.share
+        arguments = self.arguments if share is None else share.arguments
+        return next(value.shape[0] for name in _INPUTS if isinstance(value := arguments.get(name), Tensor))
+
+
+def router_losses_of(batch: BatchLoss, arguments: Mapping[str, Any]) -> Callable[[], None]:
+    """Lets the router losses of a call of the model know their batch, until the function returned is called."""
+    token = _CALL.set(_Call(batch, arguments))
+    return lambda: _CALL.reset(token)
+
+
+def load_balancing_loss(
+    original: Callable,
+    gate_logits: Any,
+    num_experts: int | None = None,
+    top_k: int = 2,
+    attention_mask: Tensor | None = None,
+) -> Any:
+    """Computes the loss of softmax routers, a scalar, from a tuple of logits `[tokens, experts]`."""
+
+    call = _CALL.get()
+    if call is None or num_experts is None or not isinstance(gate_logits, tuple):
+        return original(gate_logits, num_experts, top_k, attention_mask)
+    batch = call.batch
+    gate_logits = tuple(map(batch.join_tokens, gate_logits))
+    loss = _FORMS[batch.auxiliary](original, call, gate_logits, num_experts, top_k, attention_mask)
+    if batch.z_loss:
+        loss = loss + batch.z_loss * _z_loss(call, gate_logits, attention_mask)
+    return loss
+
+
+def _of_batch(original: Callable, call: "_Call", gate_logits: Any, experts: int, top_k: int, mask: Any) -> Tensor:
+    batch = call.batch
+    if not batch.over_ranks:
+        whole: Tensor = original(gate_logits, experts, top_k, mask)
+        return whole
+    chosen, probabilities, tokens = _statistics(gate_logits, experts, top_k, mask, 1)
+    sums = batch.sum(torch.cat([chosen.flatten(), probabilities.flatten(), tokens]))
+    chosen, probabilities, tokens = sums[:experts], sums[experts:-1], sums[-1]
+    return experts * (chosen * probabilities).sum() / tokens.square()
+
+
+def _of_rows(original: Callable, call: "_Call", gate_logits: Any, experts: int, top_k: int, mask: Any) -> Tensor:
+    chosen, probabilities, tokens = _statistics(gate_logits, experts, top_k, mask, call.rows)
+    # A row of padding alone has no tokens, and adds nothing.
+    losses = experts * (chosen * probabilities).sum(-1) / tokens.square().clamp(min=1)
+    return call.batch.row_mean(losses.sum(), call.rows)
+
+
+def _of_part(original: Callable, call: "_Call", gate_logits: Any, experts: int, top_k: int, mask: Any) -> Tensor:
+    return call.batch.row_mean(original(gate_logits, experts, top_k, mask) * call.rows, call.rows)
+
+
+def _of_step(original: Callable, call: "_Call", gate_logits: Any, experts: int, top_k: int, mask: Any) -> Tensor:
+    batch = call.batch
+    chosen, probabilities, tokens = _statistics(gate_logits, experts, top_k, mask, 1)
+    counts = batch.counts_of_step(torch.cat([chosen.flatten(), tokens]).detach())
+    total = experts * (counts[:-1] / counts[-1].clamp(min=1) * probabilities[0]).sum()
+    return batch.token_share(total, tokens[0], call.rows)
+
+
+# How `MegatronConfig.auxiliary_loss` takes the loss of a call.
+_FORMS: Mapping[str, Callable[..., Tensor]] = {
+    "batch": _of_batch,
+    "sequence": _of_rows,
+    "microbatch": _of_part,
+    "global": _of_step,
+}
+
+
+def _z_loss(call: "_Call", gate_logits: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
+    """Adds up the layers' means over tokens of the squared log of the sum of exponentials, a scalar."""
+    batch, rows = call.batch, call.rows
+    per_row = torch.zeros(rows, device=gate_logits[0].device)
+    tokens = torch.zeros(rows, device=gate_logits[0].device)
+    for logits in gate_logits:
+        counts = torch.ones(len(logits), device=logits.device) if mask is None else mask.reshape(-1).to(logits).float()
+        squared = logits.float().logsumexp(-1).square() * counts
+        per_row = per_row + squared.view(rows, -1).sum(1).to(per_row.device)
+        tokens = counts.view(rows, -1).sum(1).to(tokens.device)
+    if batch.auxiliary == "sequence":
+        return batch.row_mean((per_row / tokens.clamp(min=1)).sum(), rows)
+    if batch.auxiliary == "microbatch":
+        return batch.row_mean(per_row.sum() / tokens.sum().clamp(min=1) * rows, rows)
+    return batch.token_share(per_row.sum(), tokens.sum(), rows)
+
+
+def row_mean(original: Callable, *args: Tensor, **kwargs: Tensor) -> Tensor:
+    """Computes a loss, a scalar, that is a mean over rows already, of `[rows, tokens, experts]` (Switch)."""
+    call, loss = _CALL.get(), original(*args, **kwargs)
+    if call is None or not (call.batch.over_ranks or call.batch.share):
+        return loss
+    rows = len(next(iter((*args, *kwargs.values()))))
+    return call.batch.row_mean(loss * rows, rows)
+
+
+def _statistics(
+    gate_logits: tuple[Tensor, ...], experts: int, top_k: int, mask: Tensor | None, rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums over layers, for each of `rows` parts of the tokens: choices, probabilities `[rows, experts]`; tokens."""
+    device = gate_logits[0].device
+    choices = torch.zeros(rows * experts, device=device)
+    probability = torch.zeros(rows, experts, device=device)
+    tokens = torch.zeros(rows, device=device)
+    for logits in gate_logits:
+        weights = F.softmax(logits.to(device), dim=-1)
+        chosen = weights.topk(top_k, dim=-1).indices
+        counts = torch.ones(len(chosen), device=device) if mask is None else mask.reshape(-1).to(device).float()
+        row = torch.arange(rows, device=device).repeat_interleave(len(chosen) // rows)
+        index = chosen + row.unsqueeze(-1) * experts
+        choices = choices.scatter_add(0, index.flatten(), counts.repeat_interleave(chosen.shape[-1]))
+        probability = probability + (weights.float() * counts.unsqueeze(-1)).view(rows, -1, experts).sum(1)
+        tokens = tokens + counts.view(rows, -1).sum(1)
+    return choices.view(rows, experts), probability, tokens

@@ -1,0 +1,102 @@
+"""transformers' losses over a vocabulary, for a batch whose parts lie on several ranks.
+
+What turns logits into a sum is handed in: dense logits go to transformers' own function, logits that are no tensor
+(`tensor_parallel/vocab_parallel_head.py`) know themselves how to be a loss.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ..compat.patch_registry import Shared
+from ..compat.upstream import leave_uncompiled, loss_functions, loss_of_type, token_loss_functions, uses_loss_function
+from ..errors import UnsupportedError
+from .batch_loss import BatchLoss
+from .targets import IGNORE_INDEX, targets_of
+
+
+class PendingLogits(Protocol):
+    """Logits `[batch, sequence, vocab]` that were not computed yet."""
+
+    def cross_entropy(self, targets: Tensor, *, num_items_in_batch: Any, ignore_index: int) -> Tensor:
+        """Sums the losses of targets `[batch, sequence]` over `num_items_in_batch`, by default those that count."""
+
+
+class TokenLoss(Shared):
+    """Stands in the place of `model.loss_function`, where that is one of transformers' token losses.
+
+    Args:
+        original (`Callable`): `ForCausalLMLoss` or `ForMaskedLMLoss`.
+        batch (`BatchLoss`): says what its sum is divided by.
+    """
+
+    def __init__(self, original: Callable[..., Tensor], batch: BatchLoss):
+        functools.update_wrapper(self, original)
+        self.original, self.batch = original, batch
+        self.shifts = token_loss_functions()[original]
+
+    def __call__(
+        self,
+        logits: "Tensor | PendingLogits",
+        labels: Tensor | None = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = IGNORE_INDEX,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        batch = self.batch
+        # Plain ones, as what they know of the batch is known here.
+        labels, shift_labels = _plain(labels), _plain(shift_labels)
+        targets = targets_of(labels, shift_labels, shifts=self.shifts, ignore_index=ignore_index)
+        if isinstance(logits, Tensor):
+            given = {"labels": labels, "shift_labels": targets} if self.shifts else {"labels": targets}
+            kernel = functools.partial(
+                self.original, logits=logits, vocab_size=vocab_size, ignore_index=ignore_index, **given, **kwargs
+            )
+        else:
+            # Nothing else of the call concerns the loss: transformers ignores `label_smoothing`, for one.
+            kernel = functools.partial(logits.cross_entropy, targets, ignore_index=ignore_index)
+        if batch.share is not None:
+            if batch.share.is_probe:
+                # A class may hand its labels in as shifted ones: those of a decoder behind an encoder.
+                batch.require_terms((targets != ignore_index).sum(), "labels")
+            return kernel(num_items_in_batch=batch.divisor_of_share("labels"))
+        if num_items_in_batch is not None:
+            return kernel(num_items_in_batch=batch.given(num_items_in_batch))
+        if not batch.over_ranks:
+            return kernel(num_items_in_batch=None)
+        return batch.mean(kernel(num_items_in_batch=1), (targets != ignore_index).sum())
+
+
+def _plain(labels: Tensor | None) -> Tensor | None:
+    return None if labels is None else labels.as_subclass(Tensor)
+
+
+def install_loss(model: Any, state: Any) -> BatchLoss:
+    """Makes what divides a model's losses, and puts it in front of transformers' token losses."""
+    kind = model.loss_function
+    shifts = loss_functions().get(kind)
+    is_token_loss = kind in token_loss_functions()
+    config, divides_itself = state.config, is_token_loss and uses_loss_function(model)
+    if shifts and not uses_loss_function(model):
+        # What stands for its loss says nothing of one that is written out: a pipeline's rehearsal will tell.
+        shifts = False
+    batch = BatchLoss(state.mesh, shifts, divides_itself, config.auxiliary_loss, config.router_z_loss)
+    if is_token_loss:
+        state.patches.replace(model, "loss_function", TokenLoss(kind, batch))
+        if kind is loss_of_type(model):
+            model.register_forward_pre_hook(functools.partial(_require_loss, kind))
+    return batch
+
+
+@leave_uncompiled
+def _require_loss(kind: Any, model: Any, args: Any) -> None:
+    """Raises `UnsupportedError` where the model's type of loss stands for another function than when it was loaded."""
+    if isinstance(model.loss_function, TokenLoss) and loss_of_type(model) is not kind:
+        raise UnsupportedError(
+            f"loss_type={model.loss_type!r} gives another loss function than when {type(model).__name__} was loaded: "
+            "assign model.loss_function, or change transformers' LOSS_MAPPING before from_pretrained."
+        )

@@ -1,1 +1,0 @@
-"""What backward keeps of forward, and what it computes again instead."""

@@ -1,0 +1,101 @@
+"""Specs of models made of others: of images or audio around a text model, of an encoder and a decoder."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from ..errors import PlanError
+from .derive import derive_spec, with_head
+from .name_patterns import module_name
+from .spec import ModelSpec
+
+# Fields that hold patterns of modules or parameters, as keys, as values, or one by one.
+_KEYS = (
+    "plan",
+    "local_attributes",
+    "local_arguments",
+    "regions",
+    "head_blocks",
+    "experts",
+    "identity_experts",
+    "token_inputs",
+)
+_VALUES = ("regions",)
+_EACH = (
+    "several_inputs",
+    "transparent",
+    "stacks",
+    "before_layers",
+    "after_layers",
+    "prefixes",
+    "on_all_stages",
+    "whole_blocks",
+    "layer_parameters",
+    "layer_parts",
+    "behind_encoder",
+)
+# Names that are no patterns, and what one part alone keeps the whole from.
+_OF_ALL = ("sequence_arguments", "plain_linear_classes", "early_arguments", "layer_containers")
+_REASONS = ("no_sequence_parallel", "no_split_backward", "no_pipeline", "no_context_parallel")
+
+
+def spec_around_text(model: Any, builders: Mapping[str, Callable[[Any], ModelSpec]]) -> ModelSpec | None:
+    """Returns the spec of a model whose text part is of a type with a builder; `None` for all others.
+
+    What transformers' plan says of towers is kept beside what the builder says of the text.
+    """
+    text = model.config.get_text_config()
+    builder = None if text is model.config else builders.get(str(text.model_type))
+    name = None if builder is None else _text_model(model, text)
+    if builder is None or name is None:
+        return None
+    spec = moved_spec(builder(model.get_submodule(name)), f"{name}.")
+    try:
+        around = derive_spec(model).plan
+    except PlanError:
+        around = {}
+    return replace(spec, model_type=model.config.model_type, plan=with_head(model, {**around, **spec.plan}))
+
+
+def spec_of_parts(model: Any, parts: Mapping[str, ModelSpec]) -> ModelSpec:
+    """Returns the spec of a model that calls others one after another, each as its own spec says.
+
+    Args:
+        parts (`Mapping[str, ModelSpec]`): name of a module in it -> the spec of that, by names from there.
+    """
+    specs = [moved_spec(spec, f"{name}.") for name, spec in parts.items()]
+    changes: dict[str, Any] = {}
+    for name in _KEYS:
+        changes[name] = {key: value for spec in specs for key, value in getattr(spec, name).items()}
+    changes |= {name: tuple(pattern for spec in specs for pattern in getattr(spec, name)) for name in _EACH}
+    for name in _OF_ALL:
+        changes[name] = tuple(dict.fromkeys(value for spec in specs for value in getattr(spec, name)))
+    changes |= {name: next(filter(None, (getattr(spec, name) for spec in specs)), None) for name in _REASONS}
+    changes["token_dims"] = {key: value for spec in specs for key, value in spec.token_dims.items()}
+    changes["streams_before"] = any(spec.streams_before for spec in specs)
+    return ModelSpec(model.config.model_type, layer_values=max(spec.layer_values for spec in specs), **changes)
+
+
+def _text_model(model: Any, text: Any) -> str | None:
+    """Names the whole of the text model, of whose layers alone some classes tell."""
+    decoder = model.get_decoder()
+    if not isinstance(decoder, nn.Module):
+        return None
+    path = module_name(model, decoder).split(".")
+    names = (".".join(path[: depth + 1]) for depth in range(len(path)))
+    return next((name for name in names if getattr(model.get_submodule(name), "config", None) is text), None)
+
+
+def moved_spec(spec: ModelSpec, prefix: str) -> ModelSpec:
+    """Returns a spec with a prefix before each of its patterns."""
+    changes: dict[str, Any] = {}
+    for name in _KEYS:
+        values = getattr(spec, name)
+        is_pattern = name in _VALUES
+        changes[name] = {prefix + key: prefix + value if is_pattern else value for key, value in values.items()}
+    changes |= {name: tuple(prefix + pattern for pattern in getattr(spec, name)) for name in _EACH}
+    if spec.layers is not None:
+        changes["layers"] = prefix + spec.layers
+    return replace(spec, **changes)

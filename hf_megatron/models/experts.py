@@ -1,0 +1,51 @@
+"""Finds the modules of a model that hold all experts of a layer."""
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from ..compat.upstream import counted_experts
+from .name_patterns import lookup
+from .spec import ModelSpec
+
+_HIDDEN_STATES = "hidden_states"
+
+
+def find_experts(model: Any, spec: ModelSpec) -> dict[str, int]:
+    """Maps the modules that hold experts, each weight with those along dim 0, to how many they hold.
+
+    They are the classes that transformers decorates with `use_experts_implementation`, and what a spec names.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        attribute = lookup(name, spec.experts)
+        count = counted_experts(module) if attribute is None else getattr(module, attribute)
+        if count is not None and next(module.parameters(), None) is not None:
+            found[name] = count
+    return found
+
+
+def find_identity_experts(model: Any, spec: ModelSpec, experts: Iterable[str]) -> dict[str, int]:
+    """Maps those of the modules that hold experts to how many more a router can choose, which hand tokens back."""
+    attributes = {name: attribute for name in experts if (attribute := lookup(name, spec.identity_experts)) is not None}
+    return {name: getattr(model.get_submodule(name), attribute) for name, attribute in attributes.items()}
+
+
+def mixtures_of_tokens(model: Any, experts: Iterable[str]) -> dict[str, list[str]]:
+    """Maps the blocks around experts to their children, if all of them take nothing but one token at a time."""
+    blocks = {name.rpartition(".")[0] for name in experts}
+    forwards = [type(model.get_submodule(block)).forward for block in blocks]
+    if any(list(inspect.signature(forward).parameters) != ["self", _HIDDEN_STATES] for forward in forwards):
+        return {}
+    return {block: [f"{block}.{child}" for child, _ in model.get_submodule(block).named_children()] for block in blocks}
+
+
+def names_inside(model: nn.Module, modules: Mapping[str, Any]) -> dict[str, str]:
+    """Maps the parameters of modules, those of modules inside of them too, to the module they belong to."""
+    return {
+        f"{name}.{parameter}": name
+        for name in modules
+        for parameter, _ in model.get_submodule(name).named_parameters(remove_duplicate=False)
+    }

@@ -1,0 +1,13 @@
+"""BitNet: norms over the features of all heads, and over those of the MLP, before the last linears."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import family_spec, gated_decoder_plan
+
+
+@register_model("bitnet")
+def bitnet(model: Any) -> ModelSpec:
+    norms = dict.fromkeys(("layers.*.self_attn.attn_sub_norm", "layers.*.mlp.ffn_sub_norm"), "norm_of_ranks")
+    return family_spec(model, gated_decoder_plan() | norms)

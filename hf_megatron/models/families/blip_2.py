@@ -1,0 +1,44 @@
+"""BLIP-2 and InstructBLIP: a tower of images, a Q-Former that reads it, and a text model of any type."""
+
+from typing import Any
+
+from ..registry import REGISTRY, register_model
+from ..spec import ModelSpec
+from ..spec_helpers import around_text_spec
+
+# The tower cuts its fused projection by the width of its input: every rank computes all of its heads.
+TOWER = {"self_attn.qkv": "column_gather", "self_attn.projection": "row_split", "mlp.fc1": "column", "mlp.fc2": "row"}
+_ATTENTIONS = ("attention", "crossattention")
+_QFORMER = {
+    **{f"{block}.attention.{name}": "column" for block in _ATTENTIONS for name in ("query", "key", "value")},
+    **{f"{block}.output.dense": "row" for block in _ATTENTIONS},
+    **{f"intermediate{of}.dense": "column" for of in ("", "_query")},
+    **{f"output{of}.dense": "row" for of in ("", "_query")},
+}
+
+
+@register_model("blip-2")
+@register_model("instructblip")
+def blip_2(model: Any) -> ModelSpec:
+    return _around_text(model, "image")
+
+
+@register_model("instructblipvideo")
+def instructblipvideo(model: Any) -> ModelSpec:
+    return _around_text(model, "video")
+
+
+def _around_text(model: Any, kind: str) -> ModelSpec:
+    layer = "qformer.encoder.layer.*"
+    return around_text_spec(
+        model,
+        REGISTRY,
+        {
+            **{f"vision_model.encoder.layers.*.{name}": style for name, style in TOWER.items()},
+            **{f"{layer}.{name}": style for name, style in _QFORMER.items()},
+        },
+        features_argument=f"mm_encoder_outputs.{kind}",
+        local_attributes={
+            f"{layer}.{block}.attention": ("num_attention_heads", "all_head_size") for block in _ATTENTIONS
+        },
+    )

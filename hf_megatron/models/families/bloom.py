@@ -1,0 +1,28 @@
+"""BLOOM: each head's query, key and value lie together in one linear; alibi comes from the model, for all heads."""
+
+from typing import Any
+
+from ...errors import UnsupportedError
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import family_spec
+
+
+@register_model("bloom")
+def bloom(model: Any) -> ModelSpec:
+    if model.config.pretraining_tp > 1 and model.config.slow_but_exact:
+        raise UnsupportedError(
+            "bloom with slow_but_exact=True multiplies slices of the row linears' weights by itself; set it to False."
+        )
+    return family_spec(
+        model,
+        {
+            "word_embeddings": "vocab_embedding",
+            "h.*.self_attention.query_key_value": "column",
+            "h.*.self_attention.dense": "row",
+            "h.*.mlp.dense_h_to_4h": "column",
+            "h.*.mlp.dense_4h_to_h": "row",
+        },
+        local_attributes={"h.*.self_attention": ("num_heads",)},
+        local_arguments={"h.*.self_attention": ("alibi",)},
+    )

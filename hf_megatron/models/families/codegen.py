@@ -1,0 +1,24 @@
+"""CodeGen: its projection has queries, values and keys of a fourth of the heads, then of the next one, and so on."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import HeadBlock, ModelSpec
+from ..spec_helpers import base_prefix, family_spec
+
+_HEADS = ("num_attention_heads", "head_dim")
+ATTENTION = HeadBlock(
+    ("num_attention_heads",),
+    {"qkv_proj.weight": (0, (_HEADS,) * 3), "out_proj.weight": (1, (_HEADS,))},
+    # Written into its forward.
+    rounds=4,
+)
+
+
+@register_model("codegen")
+def codegen(model: Any) -> ModelSpec:
+    return family_spec(
+        model,
+        {"wte": "vocab_embedding", "h.*.mlp.fc_in": "column", "h.*.mlp.fc_out": "row"},
+        head_blocks={f"{base_prefix(model)}h.*.attn": ATTENTION},
+    )

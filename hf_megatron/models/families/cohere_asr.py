@@ -1,0 +1,12 @@
+"""Cohere's speech recognition: its decoder defines behind its layers what it runs before them."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import corrected_spec
+
+
+@register_model("cohere_asr")
+def cohere_asr(model: Any) -> ModelSpec:
+    return corrected_spec(model, before_layers=("decoder.pos_emb",), behind_encoder=("decoder.proj",))

@@ -1,0 +1,21 @@
+"""CTRL: the linears of its MLPs have numbers for names."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import family_spec
+
+_LAYER = {
+    **{f"multi_head_attention.W{name}": "column" for name in "qkv"},
+    **{"multi_head_attention.dense": "row", "ffn.0": "column", "ffn.2": "row"},
+}
+
+
+@register_model("ctrl")
+def ctrl(model: Any) -> ModelSpec:
+    layers = range(model.config.n_layer)
+    return family_spec(
+        model,
+        {"w": "vocab_embedding", **{f"h.{layer}.{name}": style for layer in layers for name, style in _LAYER.items()}},
+    )

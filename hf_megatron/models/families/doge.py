@@ -1,0 +1,18 @@
+"""Doge: attention stays whole on every rank, because its dynamic mask mixes the values of all heads (`dt_proj`)."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import corrected_spec
+
+
+@register_model("doge")
+def doge(model: Any) -> ModelSpec:
+    linears = ("q_proj", "k_proj", "v_proj", "dt_proj", "o_proj")
+    return corrected_spec(
+        model,
+        {f"layers.*.self_attn.{name}": "replicated" for name in linears},
+        # Its mask is made of the values of all tokens.
+        whole_blocks=("layers.*.self_attn",),
+    )

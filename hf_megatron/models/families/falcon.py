@@ -1,0 +1,41 @@
+"""Falcon: three layouts of the fused query/key/value, with rotary positions or alibi.
+
+New architecture: one group after the other, each with its queries, its key and its value. Old without multi-query: one
+head after the other. Both are split between groups or heads. Old with multi-query (falcon-7b): all queries, then the
+one key and value that all of them share. A split of that would be no split of the tensor, and falcon-7b has 71 heads,
+which no tp size divides, so attention is computed whole on every rank; the MLP, the embedding and the head are split.
+"""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import family_spec
+
+
+@register_model("falcon")
+def falcon(model: Any) -> ModelSpec:
+    config = model.config
+    attention = {
+        "h.*.self_attention.query_key_value": "column",
+        "h.*.self_attention.dense": "row",
+    }
+    splits = config.new_decoder_architecture or not config.multi_query
+    return family_spec(
+        model,
+        {
+            "word_embeddings": "vocab_embedding",
+            "h.*.mlp.dense_h_to_4h": "column",
+            "h.*.mlp.dense_4h_to_h": "row",
+        }
+        | (attention if splits else {}),
+        local_attributes={"h.*.self_attention": ("num_heads", "num_kv_heads")} if splits else {},
+        # With alibi the mask carries it.
+        local_arguments={"h.*.self_attention": ("alibi", "attention_mask")} if splits and config.alibi else {},
+        plain_linear_classes=("FalconLinear",),
+        no_sequence_parallel=(
+            "attention is computed whole and would draw another dropout mask on every rank; set attention_dropout=0."
+            if config.alibi and not splits and config.attention_dropout > 0
+            else None
+        ),
+    )

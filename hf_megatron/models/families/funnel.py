@@ -1,0 +1,16 @@
+"""Funnel: its encoder makes sequences shorter between layers, and its decoder reads states of both lengths."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import corrected_spec
+
+
+@register_model("funnel")
+def funnel(model: Any) -> ModelSpec:
+    return corrected_spec(
+        model,
+        no_sequence_parallel="its layers read queries, keys and values of several lengths.",
+        no_pipeline="its decoder reads the states of an early layer and of the last one, of several lengths.",
+    )

@@ -1,0 +1,62 @@
+"""Gemma 3n and 4: every layer gets an input per token of its own; Gemma 3n's sparse MLPs look at all gate features."""
+
+from dataclasses import replace
+from typing import Any
+
+from ..composite import spec_around_text
+from ..name_patterns import module_name
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import corrected_spec
+
+_PER_LAYER = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
+
+
+@register_model("gemma4_text")
+def gemma4_text(model: Any) -> ModelSpec:
+    reason = "its mixture of experts is called from the layer itself, with flattened tokens."
+    per_layer = ("per_layer_input",) if model.config.hidden_size_per_layer_input else ()
+    return corrected_spec(
+        model,
+        sequence_arguments=per_layer,
+        before_layers=_PER_LAYER,
+        early_arguments=per_layer,
+        layer_containers=("shared_kv_states",) if model.config.num_kv_shared_layers else (),
+        no_sequence_parallel=reason if model.config.enable_moe_block else None,
+    )
+
+
+@register_model("gemma4")
+def gemma4(model: Any) -> ModelSpec | None:
+    spec = spec_around_text(model, {"gemma4_text": gemma4_text})
+    if spec is None or not model.config.get_text_config().hidden_size_per_layer_input:
+        return spec
+    # For the inputs per layer the model reads the padding token's row of the table itself: every rank holds all rows.
+    ends = {module_name(model, end) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
+    return replace(spec, plan={name: style for name, style in spec.plan.items() if name not in ends})
+
+
+@register_model("gemma3n_text")
+def gemma3n_text(model: Any) -> ModelSpec:
+    # The cutoff of a sparse activation is made of the mean and the deviation over all gate features of a token.
+    sparse = [layer for layer, share in enumerate(model.config.activation_sparsity_pattern) if share > 0]
+    return corrected_spec(
+        model,
+        {
+            f"layers.{layer}.mlp.{name}": "replicated"
+            for layer in sparse
+            for name in ("gate_proj", "up_proj", "down_proj")
+        },
+        before_layers=(
+            *_PER_LAYER,
+            "altup_projections",
+        ),
+        after_layers=("altup_unembed_projections",),
+        # Of one token at a time.
+        transparent=("layers.*.altup", "layers.*.laurel"),
+        sequence_arguments=("per_layer_input",),
+        streams_before=True,
+        early_arguments=("per_layer_input",),
+        layer_containers=("shared_kv_states",),
+        no_split_backward="each of its layers asks a router twice.",
+    )

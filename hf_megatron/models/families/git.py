@@ -1,0 +1,39 @@
+"""GIT: BERT's layers over a tower of images, whose features stand before the text."""
+
+from typing import Any
+
+from ..infer import CHUNKS
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import base_prefix, family_spec
+
+_LAYER, _TOWER = "encoder.layer.*", "image_encoder.vision_model.encoder.layers.*"
+
+
+@register_model("git")
+def git(model: Any) -> ModelSpec:
+    layers = f"{base_prefix(model)}encoder.layer"
+    return family_spec(
+        model,
+        {
+            "embeddings.word_embeddings": "vocab_embedding",
+            **{f"{_LAYER}.attention.self.{name}": "column" for name in ("query", "key", "value")},
+            f"{_LAYER}.attention.output.dense": "row",
+            f"{_LAYER}.intermediate.dense": "column",
+            f"{_LAYER}.output.dense": "row",
+            **{f"{_TOWER}.self_attn.{name}": "column" for name in ("q_proj", "k_proj", "v_proj")},
+            f"{_TOWER}.self_attn.out_proj": "row",
+            f"{_TOWER}.mlp.fc1": "column",
+            f"{_TOWER}.mlp.fc2": "row",
+        },
+        local_attributes={f"{_LAYER}.attention.self": ("num_attention_heads", "all_head_size")},
+        regions={
+            f"{_LAYER}.attention.self": f"{_LAYER}.attention.output.dense",
+            f"{_LAYER}.intermediate": f"{_LAYER}.output.dense",
+        },
+        transparent=tuple(f"{_LAYER}.{block}" for block in ("attention", "attention.output", "output")),
+        no_sequence_parallel=CHUNKS if model.config.chunk_size_feed_forward else None,
+        stacks=(layers,),
+        layers=layers,
+        prefixes=tuple(base_prefix(model) + name for name in ("image_encoder", "visual_projection")),
+    )

@@ -1,0 +1,25 @@
+"""GPT-2: query, key and value are three blocks of one transposed `Conv1D`."""
+
+from typing import Any
+
+from ...errors import UnsupportedError
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import family_spec
+
+
+@register_model("gpt2")
+def gpt2(model: Any) -> ModelSpec:
+    if model.config.add_cross_attention:
+        raise UnsupportedError("gpt2 with add_cross_attention=True: no parity check covers its cross attention.")
+    return family_spec(
+        model,
+        {
+            "wte": "vocab_embedding",
+            "h.*.attn.c_attn": "fused_qkv",
+            "h.*.attn.c_proj": "row",
+            "h.*.mlp.c_fc": "column",
+            "h.*.mlp.c_proj": "row",
+        },
+        local_attributes={"h.*.attn": ("num_heads", "split_size")},
+    )

@@ -1,0 +1,12 @@
+"""GPT-NeoX Japanese: the last layer adds a bias of its attention to hidden states itself."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import base_prefix, corrected_spec
+
+
+@register_model("gpt_neox_japanese")
+def gpt_neox_japanese(model: Any) -> ModelSpec:
+    return corrected_spec(model, layer_parameters=(f"{base_prefix(model)}layers.*.attention.dense_bias",))

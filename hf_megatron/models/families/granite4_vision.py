@@ -1,0 +1,15 @@
+"""Granite 4 Vision: text layers of Granite, before some of which its model adds features of images itself."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import corrected_spec
+
+
+@register_model("granite4_vision_text")
+def granite4_vision_text(model: Any) -> ModelSpec:
+    return corrected_spec(
+        model,
+        no_sequence_parallel="its loop adds features of images to the hidden states of whole rows between layers.",
+    )

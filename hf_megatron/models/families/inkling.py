@@ -1,0 +1,38 @@
+"""Inkling: the experts' fused weight is two blocks, not one as in transformers' plan; shared experts beside them."""
+
+import inspect
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import base_prefix, corrected_spec
+
+_CORRECTIONS = {
+    "layers.*.mlp.experts.gate_up_proj": "packed_rows",
+    # Their own parameters read the input, so that its gradient is summed as well.
+    "layers.*.mlp.shared_experts": "partial_sum",
+}
+_OTHER_INPUTS = ("key_hidden_states", "value_hidden_states")
+
+
+@register_model("inkling_text")
+def inkling_text(model: Any) -> ModelSpec:
+    return corrected_spec(model, corrections=_CORRECTIONS)
+
+
+@register_model("inkling2_text")
+def inkling2_text(model: Any) -> ModelSpec:
+    layers, prefix = model.base_model.layers, f"{base_prefix(model)}layers"
+    several = [
+        i for i, layer in enumerate(layers) if _OTHER_INPUTS[0] in inspect.signature(layer.self_attn.forward).parameters
+    ]
+    return corrected_spec(
+        model,
+        corrections=_CORRECTIONS,
+        # Attention of each token to its own states of earlier layers.
+        transparent=("layers.*.attention_input", "layers.*.mlp_input"),
+        sequence_arguments=("block_states",),
+        token_inputs={f"{prefix}.{index}.self_attn": _OTHER_INPUTS for index in several},
+        no_context_parallel="its loop keeps whole hidden states for later layers.",
+        kept_inputs=tuple(index for index, layer in enumerate(layers) if layer.is_block_boundary),
+    )

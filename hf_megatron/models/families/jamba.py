@@ -1,0 +1,40 @@
+"""Jamba and Mamba: mixers whose states are apart for each channel; steps, B and C are made of all channels together."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import HeadBlock, ModelSpec
+from ..spec_helpers import corrected_spec
+
+_CHANNELS = ("intermediate_size",)
+_ROWS = 0, ()
+_COLUMNS = 1, ()
+_STATES_AND_GATES = 0, (_CHANNELS, _CHANNELS)
+MIXER = HeadBlock(
+    _CHANNELS,
+    {
+        "in_proj.weight": _STATES_AND_GATES,
+        "in_proj.bias": _STATES_AND_GATES,
+        "conv1d.weight": _ROWS,
+        "conv1d.bias": _ROWS,
+        "x_proj.weight": _COLUMNS,
+        "dt_proj.weight": _ROWS,
+        "dt_proj.bias": _ROWS,
+        "A_log": _ROWS,
+        "D": _ROWS,
+        "out_proj.weight": _COLUMNS,
+    },
+    summed=("out_proj.bias",),
+    joined=("x_proj",),
+)
+
+
+@register_model("jamba")
+def jamba(model: Any) -> ModelSpec:
+    return corrected_spec(model, head_blocks={"layers.*.mamba": MIXER})
+
+
+@register_model("mamba")
+@register_model("falcon_mamba")
+def mamba(model: Any) -> ModelSpec:
+    return corrected_spec(model, head_blocks={"layers.*.mixer": MIXER})

@@ -1,0 +1,35 @@
+"""JetMoE: experts of queries and of outputs, which share keys and values, and experts of MLPs."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import HeadBlock, ModelSpec
+from ..spec_helpers import base_prefix, family_spec
+
+ATTENTION = HeadBlock(
+    ("num_heads", "num_key_value_heads", "kv_projection_size", "experts.hidden_size"),
+    {
+        "kv_proj.weight": (0, (("kv_projection_size",),) * 2),
+        "experts.input_linear.weight": (1, ()),
+        "experts.output_linear.weight": (2, ()),
+    },
+    summed=("experts.bias",),
+    routers=("experts.router",),
+)
+
+
+@register_model("jetmoe")
+def jetmoe(model: Any) -> ModelSpec:
+    return family_spec(
+        model,
+        {
+            "embed_tokens": "vocab_embedding",
+            "layers.*.mlp": "partial_sum",
+            "layers.*.mlp.bias": "shared_addend",
+            "layers.*.mlp.router": "shared_logits",
+            "layers.*.mlp.router.layer": "replicated_sum",
+            "layers.*.mlp.input_linear.weight": "packed_rows",
+            "layers.*.mlp.output_linear.weight": "split_columns",
+        },
+        head_blocks={f"{base_prefix(model)}layers.*.self_attention": ATTENTION},
+    )

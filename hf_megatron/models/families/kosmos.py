@@ -1,0 +1,49 @@
+"""KOSMOS-2 and 2.5: a text model of their own, behind a tower of images and a projection that attends to it."""
+
+from typing import Any
+
+from ..registry import REGISTRY, register_model
+from ..spec import ModelSpec
+from ..spec_helpers import around_text_spec, family_spec
+
+_QKV, _MLP = ("q_proj", "k_proj", "v_proj"), {"fc1": "column", "fc2": "row"}
+_ATTENTION = dict.fromkeys(_QKV, "column") | {"out_proj": "row"}
+# Where a norm stands before the last linear, over all features: every rank computes all of them.
+_NORMED = {"column": "column_gather", "row": "row_split"}
+_TOWERS = {
+    **{f"vision_model.model.encoder.layers.*.self_attn.{name}": style for name, style in _ATTENTION.items()},
+    **{f"vision_model.model.encoder.layers.*.mlp.{name}": style for name, style in _MLP.items()},
+    **{f"vision_model.encoder.layer.*.attention.{name}": "column" for name in ("query", "key", "value")},
+    "vision_model.encoder.layer.*.attention.output": "row",
+    **{f"vision_model.encoder.layer.*.mlp.{name}": "column" for name in ("wi_0", "wi_1")},
+    "vision_model.encoder.layer.*.mlp.wo": "row",
+    **{f"image_to_text_projection.x_attn.{name}": style for name, style in _ATTENTION.items()},
+}
+
+
+@register_model("kosmos_2_text_model")
+@register_model("kosmos_2_5_text_model")
+def kosmos_text(model: Any) -> ModelSpec:
+    names = {name for name, _ in model.named_modules()}
+    attention = {f"self_attn.{name}": style for name, style in _ATTENTION.items()}
+    if "model.layers.0.self_attn.inner_attn_ln" in names:
+        attention = {name: _NORMED[style] for name, style in attention.items()}
+    blocks = attention | {f"ffn.{name}": _NORMED[style] for name, style in _MLP.items()}
+    return family_spec(
+        model,
+        {"model.embed_tokens": "vocab_embedding"} | {f"model.layers.*.{name}": style for name, style in blocks.items()},
+        after_layers=("model.layer_norm",),
+    )
+
+
+@register_model("kosmos-2")
+@register_model("kosmos-2.5")
+def kosmos(model: Any) -> ModelSpec:
+    return around_text_spec(
+        model,
+        REGISTRY,
+        _TOWERS,
+        several_inputs=("image_to_text_projection.x_attn",),
+        # Version 2.5 does without images.
+        features_argument="image_embeds" if model.config.model_type == "kosmos-2" else None,
+    )

@@ -1,0 +1,54 @@
+"""Mamba 2 mixers: each group of heads has its B, C, norm and states to itself."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ..registry import register_model
+from ..spec import HeadBlock, ModelSpec
+from ..spec_helpers import corrected_spec
+
+_STATES = ("n_groups", "ssm_state_size")
+_MIXED = (("intermediate_size",), _STATES, _STATES)
+_ROWS = 0, ()
+HEADS = HeadBlock(
+    ("num_heads", "n_groups", "intermediate_size"),
+    {
+        "in_proj.weight": (0, (("intermediate_size",), *_MIXED, ("num_heads",))),
+        "in_proj.bias": (0, (("intermediate_size",), *_MIXED, ("num_heads",))),
+        "conv1d.weight": (0, _MIXED),
+        "conv1d.bias": (0, _MIXED),
+        "norm.weight": _ROWS,
+        "dt_bias": _ROWS,
+        "A_log": _ROWS,
+        "D": _ROWS,
+        "out_proj.weight": (1, ()),
+    },
+    summed=("out_proj.bias",),
+    groups="n_groups",
+    norms_of_groups=("norm",),
+    lengths={"conv_dim": "conv1d.weight"},
+)
+# With a norm or without, and a multiplier for each output of the first projection.
+HEADS_WITH_MULTIPLIERS = replace(
+    HEADS, weights={**HEADS.weights, "mup_vector": (2, HEADS.weights["in_proj.weight"][1])}
+)
+
+
+def of_mixers(mixer: str) -> Callable[[Any], ModelSpec]:
+    """Returns a function that makes the spec of a model with such mixers in its layers, by their name."""
+    return lambda model: corrected_spec(model, head_blocks={f"layers.*.{mixer}": HEADS})
+
+
+for _model_type in ("mamba2", "nemotron_h"):
+    register_model(_model_type, of_mixers("mixer"))
+for _model_type in ("bamba", "granitemoehybrid"):
+    register_model(_model_type, of_mixers("mamba"))
+
+
+@register_model("falcon_h1")
+def falcon_h1(model: Any) -> ModelSpec:
+    # The norm counts groups itself; only those of several groups are compared one by one.
+    counts = ("norm.n_groups",) if model.config.mamba_rms_norm and model.config.mamba_n_groups > 1 else ()
+    heads = replace(HEADS_WITH_MULTIPLIERS, counts=(*HEADS.counts, *counts))
+    return corrected_spec(model, head_blocks={"layers.*.mamba": heads})

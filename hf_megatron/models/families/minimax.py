@@ -1,0 +1,30 @@
+"""MiniMax: lightning attention decays by constants of each head, and one norm goes over all heads together."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import HeadBlock, ModelSpec
+from ..spec_helpers import corrected_spec
+
+_FIRST = 0, ()
+_SECOND = 1, ()
+LIGHTNING = HeadBlock(
+    ("num_attention_heads",),
+    {
+        # Queries, keys and values of a head are side by side.
+        "qkv_proj.weight": _FIRST,
+        "slope_rate": _FIRST,
+        "query_decay": _FIRST,
+        "key_decay": _FIRST,
+        "diagonal_decay": _SECOND,
+        "norm.weight": _FIRST,
+        "output_gate.weight": _FIRST,
+        "out_proj.weight": _SECOND,
+    },
+    norms=("norm",),
+)
+
+
+@register_model("minimax")
+def minimax(model: Any) -> ModelSpec:
+    return corrected_spec(model, head_blocks={"layers.*.self_attn": LIGHTNING})

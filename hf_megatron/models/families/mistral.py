@@ -1,0 +1,19 @@
+"""Mistral Large 4: sparse attention that later layers reuse, and layers that read the keys and values of others."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import corrected_spec
+
+
+@register_model("mistral_large4_text")
+def mistral_large4_text(model: Any) -> ModelSpec:
+    sources = model.config.kv_source_layers
+    return corrected_spec(
+        model,
+        whole_blocks=("layers.*.self_attn",),
+        # Token indices that later layers read.
+        layer_values=2,
+        layer_containers=("shared_kv_states",) if sources != list(range(len(sources))) else (),
+    )

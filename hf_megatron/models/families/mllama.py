@@ -1,0 +1,42 @@
+"""Mllama (Llama 3.2 Vision): some layers read images in place of tokens, so that these cross to later stages."""
+
+from dataclasses import replace
+from typing import Any
+
+from ..composite import moved_spec, spec_around_text
+from ..name_patterns import module_name
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import family_spec, gated_decoder_plan
+
+_ATTENTION, _CROSS = "layers.*.self_attn", "layers.*.cross_attn"
+_TEXT = "model"
+_COUNTS = ("num_heads", "num_key_value_heads")
+
+
+@register_model("mllama_text_model")
+def mllama_text_model(model: Any) -> ModelSpec:
+    if _TEXT in model._modules:
+        # The class with a head goes by the name that it has in one of images.
+        spec = moved_spec(mllama_text_model(model.get_submodule(_TEXT)), f"{_TEXT}.")
+        return replace(spec, plan={**spec.plan, module_name(model, model.get_output_embeddings()): "vocab_head"})
+    cross = {f"{_CROSS}.{name}_proj": "column" for name in "qkv"} | {f"{_CROSS}.o_proj": "row"}
+    # Their weights are those of one head, and each rank computes with some of the heads.
+    cross |= {f"{_CROSS}.{name}_norm": "replicated_sum" for name in "qk"}
+    return family_spec(
+        model,
+        gated_decoder_plan() | cross,
+        local_attributes={_ATTENTION: _COUNTS, _CROSS: _COUNTS},
+        several_inputs=(_CROSS,),
+        sequence_arguments=("full_text_row_masked_out_mask",),
+        token_dims={"full_text_row_masked_out_mask": 2},
+        early_arguments=("cross_attention_states",),
+    )
+
+
+@register_model("mllama")
+def mllama(model: Any) -> ModelSpec | None:
+    spec, head = spec_around_text(model, {"mllama_text_model": mllama_text_model}), model.get_output_embeddings()
+    if spec is None or head is None:
+        return spec
+    return replace(spec, plan={**spec.plan, module_name(model, head): "vocab_head"})

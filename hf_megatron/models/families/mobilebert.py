@@ -1,0 +1,31 @@
+"""MobileBERT: its head reads the table of tokens and a second one as one matrix; attention reads several tensors."""
+
+from dataclasses import replace
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import base_prefix, corrected_spec
+
+_BOTTLENECKS = ("bottleneck", "bottleneck.input", "bottleneck.attention", "output.bottleneck")
+
+
+@register_model("mobilebert")
+def mobilebert(model: Any) -> ModelSpec:
+    prefix = base_prefix(model)
+    attention = f"{prefix}encoder.layer.*.attention"
+    modules = {name for name, _ in model.get_submodule(f"{prefix}encoder.layer.0").named_modules()}
+    spec = corrected_spec(
+        model,
+        several_inputs=(f"{attention}.self",),
+        token_inputs={attention: ("key_tensor", "value_tensor", "layer_input")},
+        transparent=tuple(f"encoder.layer.*.{name}" for name in _BOTTLENECKS if name in modules),
+    )
+    # Neither half of the joined matrix is called, and its rows are the vocabulary's in one half alone.
+    ends = ("vocab_head", "vocab_embedding", "split_rows")
+    return replace(
+        spec,
+        plan={name: style for name, style in spec.plan.items() if style not in ends},
+        regions={block: row for block, row in spec.regions.items() if block != f"{attention}.self"},
+        transparent=tuple(name for name in spec.transparent if not name.startswith(attention)),
+    )

@@ -1,0 +1,16 @@
+"""Molmo 2: text layers of Qwen3, or of OLMo, whose norms look at all heads together."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import family_spec, gated_decoder_plan
+
+
+@register_model("molmo2_text")
+def molmo2_text(model: Any) -> ModelSpec:
+    norms = ("q_norm", "k_norm")
+    if model.config.qk_norm_type == "qwen3":
+        return family_spec(model, gated_decoder_plan(norms=norms))
+    joined = {f"layers.*.self_attn.{name}_proj": "column_gather" for name in "qkv"}
+    return family_spec(model, gated_decoder_plan() | joined | {"layers.*.self_attn.o_proj": "row_split"})

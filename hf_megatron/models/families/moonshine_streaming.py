@@ -1,0 +1,16 @@
+"""Moonshine Streaming: masks of its encoder's layers come of the convolutions before them."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import base_prefix, corrected_spec
+
+
+@register_model("moonshine_streaming")
+def moonshine_streaming(model: Any) -> ModelSpec:
+    return corrected_spec(
+        model,
+        on_all_stages=(base_prefix(model) + "encoder.embedder",),
+        behind_encoder=("decoder.pos_emb", "decoder.proj"),
+    )

@@ -1,0 +1,13 @@
+"""MPNet: biases of scores by distance are made once, of a table behind the layers."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import corrected_spec
+
+
+@register_model("mpnet")
+def mpnet(model: Any) -> ModelSpec:
+    table = ("encoder.relative_attention_bias",)
+    return corrected_spec(model, before_layers=table, early_arguments=("position_bias",))

@@ -1,0 +1,13 @@
+"""MRA: its attention has a kernel of its own, and is nothing but zeros where that is not there."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import corrected_spec
+
+
+@register_model("mra")
+def mra(model: Any) -> ModelSpec:
+    # Zeros compare nothing: what splits heads would be believed.
+    return corrected_spec(model, left_whole=("encoder.layer.*.attention",))

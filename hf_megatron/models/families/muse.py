@@ -1,0 +1,23 @@
+"""Muse Spark: transformers' plan lacks attention and experts, whose products a norm adds up before they are weighed."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import corrected_spec
+
+_ATTENTION = {f"layers.*.self_attn.{name}_proj": "column" for name in ("q", "k", "v", "gate")}
+_EXPERTS = {
+    "layers.*.mlp.experts.gate_up_proj": "packed_rows",
+    "layers.*.mlp.experts.down_proj": "split_columns",
+    "layers.*.mlp.experts": "summed_inside",
+    "layers.*.mlp.experts.post_expert_norm": "norm_of_sum",
+}
+# They weigh what a block adds to the residual stream, token by token.
+_GATES = ("layers.*.post_attention_residual_gate", "layers.*.post_feedforward_residual_gate")
+
+
+@register_model("muse_spark_text")
+def muse_spark_text(model: Any) -> ModelSpec:
+    corrections = {"embed_tokens": "vocab_embedding", "layers.*.self_attn.o_proj": "row", **_ATTENTION, **_EXPERTS}
+    return corrected_spec(model, corrections, transparent=_GATES)

@@ -1,0 +1,12 @@
+"""MusicGen's decoder: its cross attention reads a prompt that is no part of a row."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import corrected_spec
+
+
+@register_model("musicgen_decoder")
+def musicgen_decoder(model: Any) -> ModelSpec:
+    return corrected_spec(model, no_context_parallel="the ranks of a row cannot share out the tokens of its prompt.")

@@ -1,0 +1,29 @@
+"""Pegasus-X: its encoder's layers compute global tokens beside those of the text, with the same weights."""
+
+from dataclasses import replace
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import base_prefix, corrected_spec
+
+_ATTENTION = "encoder.layers.*.self_attn"
+
+
+@register_model("pegasus_x")
+def pegasus_x(model: Any) -> ModelSpec:
+    base = base_prefix(model)
+    columns = {f"{_ATTENTION}.{name}_proj": "column_gather" for name in "qkv"}
+    # Of some heads its attention could make no output: that has the width which it reads off its input.
+    spec = corrected_spec(
+        model,
+        {**columns, f"{_ATTENTION}.out_proj": "row_split"},
+        # Its encoder's layers have more than one sequence.
+        stacks=(f"{base}decoder.layers",),
+    )
+    attention = f"{base}{_ATTENTION}"
+    return replace(
+        spec,
+        regions={block: row for block, row in spec.regions.items() if block != attention},
+        local_attributes={name: counts for name, counts in spec.local_attributes.items() if name != attention},
+    )

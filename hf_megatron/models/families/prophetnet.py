@@ -1,0 +1,23 @@
+"""ProphetNet: its decoder computes streams of several future tokens beside each other."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import corrected_spec
+
+_PLAN = {
+    **{f"{stack}.layers.*.feed_forward.intermediate": "column" for stack in ("encoder", "decoder")},
+    **{f"{stack}.layers.*.feed_forward.output": "row" for stack in ("encoder", "decoder")},
+    # Of some heads it could make no output: that has the width which it reads off its input.
+    **{f"decoder.layers.*.self_attn.{name}_proj": "column_gather" for name in ("query", "key", "value")},
+    "decoder.layers.*.self_attn.relative_pos_embeddings": "column_gather",
+    "decoder.layers.*.self_attn.out_proj": "row_split",
+}
+
+
+@register_model("prophetnet")
+def prophetnet(model: Any) -> ModelSpec:
+    names = [name for name, _ in model.named_modules() if name.endswith("position_embeddings")]
+    # They tell which positions they have embedded, and are asked for others.
+    return corrected_spec(model, _PLAN, on_all_stages=tuple(names))

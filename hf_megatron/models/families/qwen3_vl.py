@@ -1,0 +1,20 @@
+"""Qwen3-VL and Qwen3-Omni: text layers of Qwen3, of which transformers' plans lack all, or the norms of heads."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import corrected_spec, family_spec, gated_decoder_plan
+
+_NORMS = ("q_norm", "k_norm")
+
+
+@register_model("qwen3_vl_text")
+def qwen3_vl_text(model: Any) -> ModelSpec:
+    return family_spec(model, gated_decoder_plan(norms=_NORMS))
+
+
+@register_model("qwen3_vl_moe_text")
+@register_model("qwen3_omni_moe_text")
+def qwen3_mixture_text(model: Any) -> ModelSpec:
+    return corrected_spec(model, {f"layers.*.self_attn.{norm}": "replicated_sum" for norm in _NORMS})

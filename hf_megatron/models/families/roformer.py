@@ -1,0 +1,12 @@
+"""RoFormer: a table beside the layers gives all of them the angles that their heads are rotated by."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import corrected_spec
+
+
+@register_model("roformer")
+def roformer(model: Any) -> ModelSpec:
+    return corrected_spec(model, early_arguments=("sinusoidal_pos",), token_dims={"sinusoidal_pos": 2})

@@ -1,0 +1,31 @@
+"""RWKV: channels whose states decay apart from each other, and MLPs behind a gate of all channels."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import HeadBlock, ModelSpec
+from ..spec_helpers import base_prefix, family_spec
+
+_ROWS = 0, ()
+_COLUMNS = 1, ()
+CHANNELS = HeadBlock(
+    ("attention_hidden_size",),
+    dict.fromkeys(("time_decay", "time_first", *(f"{name}.weight" for name in ("key", "value", "receptance"))), _ROWS)
+    | {"output.weight": _COLUMNS},
+)
+MLP = HeadBlock((), {"key.weight": _ROWS, "value.weight": _COLUMNS})
+
+
+@register_model("rwkv")
+def rwkv(model: Any) -> ModelSpec:
+    prefix = base_prefix(model)
+    return family_spec(
+        model,
+        {"embeddings": "vocab_embedding"},
+        head_blocks={f"{prefix}blocks.*.attention": CHANNELS, f"{prefix}blocks.*.feed_forward": MLP},
+        # Each token is mixed with the one before it, in both.
+        whole_blocks=("blocks.*.attention", "blocks.*.feed_forward"),
+        no_cache="its model makes them as wide as hidden states, and a rank has its own channels.",
+        # States and attentions beside hidden states.
+        layer_values=3,
+    )

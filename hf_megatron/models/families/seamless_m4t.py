@@ -1,0 +1,19 @@
+"""Seamless M4T: an adapter of layers of its own shortens what the layers of its speech encoder made."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import corrected_spec
+
+_ADAPTER, _FEATURES = "speech_encoder.adapter", "speech_encoder.feature_projection"
+_STACKS = ("speech_encoder.encoder.layers", "text_decoder.layers")
+
+
+@register_model("seamless_m4t")
+@register_model("seamless_m4t_v2")
+def seamless_m4t(model: Any) -> ModelSpec:
+    parts = {name for name, _ in model.named_modules()}
+    if _ADAPTER not in parts:
+        return corrected_spec(model)
+    return corrected_spec(model, behind_encoder=(_ADAPTER,), on_all_stages=(_FEATURES,), stacks=_STACKS)

@@ -1,0 +1,26 @@
+"""SpeechT5: all heads of its encoder read one table of distances, whose vectors are as wide as a head."""
+
+from dataclasses import replace
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import base_prefix, corrected_spec
+
+_ENCODER = "encoder.wrapped_encoder"
+_DISTANCES = f"{_ENCODER}.embed_positions"
+
+
+@register_model("speecht5")
+def speecht5(model: Any) -> ModelSpec:
+    spec = corrected_spec(
+        model,
+        # Each rank's heads give it a part of its gradient.
+        {f"{_DISTANCES}.pe_k": "replicated_sum"},
+        # Makes the mask that its encoder's layers on all stages read, of the clips. The decoder's hands on its own.
+        on_all_stages=tuple(f"{base_prefix(model)}{stack}.prenet" for stack in ("encoder", "decoder")),
+        before_layers=(_DISTANCES,),
+        early_arguments=("position_bias",),
+    )
+    # No tables with an entry for each head are among the arguments of its blocks.
+    return replace(spec, local_arguments={})

@@ -1,0 +1,30 @@
+"""StableLM: heads are counted by attributes; with `qk_layernorm` every head has a norm of its own."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import family_spec
+
+
+@register_model("stablelm")
+def stablelm(model: Any) -> ModelSpec:
+    plan = {
+        "embed_tokens": "vocab_embedding",
+        "layers.*.self_attn.q_proj": "column",
+        "layers.*.self_attn.k_proj": "column",
+        "layers.*.self_attn.v_proj": "column",
+        "layers.*.self_attn.o_proj": "row",
+        "layers.*.mlp.gate_proj": "column",
+        "layers.*.mlp.up_proj": "column",
+        "layers.*.mlp.down_proj": "row",
+    }
+    if model.config.qk_layernorm:
+        for norm in ("q_layernorm", "k_layernorm"):
+            plan[f"layers.*.self_attn.{norm}"] = "norm_per_head"
+            plan[f"layers.*.self_attn.{norm}.norms.*"] = "replicated_sum"
+    return family_spec(
+        model,
+        plan,
+        local_attributes={"layers.*.self_attn": ("num_heads", "num_key_value_heads")},
+    )

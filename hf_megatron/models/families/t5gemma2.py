@@ -1,0 +1,12 @@
+"""T5Gemma 2: attention of its decoder reads its own hidden states and the encoder's output in one block."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import base_prefix, corrected_spec
+
+
+@register_model("t5gemma2")
+def t5gemma2(model: Any) -> ModelSpec:
+    return corrected_spec(model, several_inputs=(f"{base_prefix(model)}decoder.layers.*.self_attn",))

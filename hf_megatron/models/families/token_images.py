@@ -1,0 +1,26 @@
+"""Chameleon and Emu3: images become tokens of the vocabulary; decoder layers of which transformers has no plan."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import base_prefix, family_spec, gated_decoder_plan
+
+
+@register_model("emu3_text_model")
+def emu3_text(model: Any) -> ModelSpec:
+    return family_spec(model, gated_decoder_plan())
+
+
+@register_model("chameleon")
+def chameleon(model: Any) -> ModelSpec:
+    # Each head has weights of its own.
+    prefix = base_prefix(model)
+    norms = {f"layers.*.self_attn.{name}_norm.{part}": "split_rows" for name in "qk" for part in ("weight", "bias")}
+    return family_spec(
+        model,
+        gated_decoder_plan() | norms,
+        local_attributes={"layers.*.self_attn": ("num_heads", "num_key_value_heads")},
+        layers=f"{prefix}layers",
+        before_layers=(f"{prefix}vqmodel",),
+    )

@@ -1,0 +1,14 @@
+"""Voxtral Realtime: features of a clip are added to the tokens of its row, which all stages read the length of."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import base_prefix, corrected_spec
+
+_PARTS = ("audio_tower", "multi_modal_projector")
+
+
+@register_model("voxtral_realtime")
+def voxtral_realtime(model: Any) -> ModelSpec:
+    return corrected_spec(model, prefixes=tuple(base_prefix(model) + name for name in _PARTS))

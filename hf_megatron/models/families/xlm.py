@@ -1,0 +1,24 @@
+"""XLM and FlauBERT: the parts of a layer lie in lists beside each other, and their loop adds them up."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import base_prefix, corrected_spec
+
+
+@register_model("xlm")
+@register_model("flaubert")
+def xlm(model: Any) -> ModelSpec:
+    prefix = base_prefix(model)
+    # With norms first the loop adds what a layer's last part makes to what its second one did.
+    adds_last = bool(getattr(model.config, "pre_norm", False))
+    return corrected_spec(
+        model,
+        layers=f"{prefix}layer_norm2",
+        layer_parts=tuple(f"{prefix}{name}" for name in ("attentions", "layer_norm1", "ffns")),
+        no_pipeline="with pre_norm its loop adds up the parts of a layer behind the last one. Load it with pp_size=1."
+        if adds_last
+        else None,
+        no_context_parallel="its loop works on hidden states between the parts of a layer.",
+    )

@@ -1,0 +1,35 @@
+"""xLSTM: matrix memories of heads, whose gates are beside queries, keys and values."""
+
+from typing import Any
+
+from ...errors import UnsupportedError
+from ..registry import register_model
+from ..spec import HeadBlock, ModelSpec
+from ..spec_helpers import base_prefix, family_spec
+
+_LINEARS = ("q", "k", "v", "ogate_preact", "igate_preact", "fgate_preact")
+_KINDS = ("weight", "bias")
+MEMORY = HeadBlock(
+    ("config.num_heads", "multihead_norm.num_heads", "qk_dim", "v_dim"),
+    {f"{name}.{kind}": (0, ()) for name in (*_LINEARS, "multihead_norm") for kind in _KINDS}
+    | {"out_proj.weight": (1, ())},
+    summed=("out_proj.bias",),
+)
+
+
+@register_model("xlstm")
+def xlstm(model: Any) -> ModelSpec:
+    if model.config.weight_mode != "single":
+        raise UnsupportedError(
+            f"xlstm with weight_mode={model.config.weight_mode!r}: transformers cannot draw its weights, and no parity "
+            "check covers it; set weight_mode='single'."
+        )
+    mlp = {"proj_up_gate": "column", "proj_up": "column", "proj_down": "row"}
+    return family_spec(
+        model,
+        {"embeddings": "vocab_embedding", **{f"blocks.*.ffn.{name}": style for name, style in mlp.items()}},
+        head_blocks={f"{base_prefix(model)}blocks.*.mlstm_layer": MEMORY},
+        whole_blocks=("blocks.*.mlstm_layer",),
+        # The memory's state beside hidden states.
+        layer_values=2,
+    )

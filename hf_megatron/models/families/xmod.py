@@ -1,0 +1,15 @@
+"""X-MOD: adapters of languages, which work on one token at a time, chosen for each row."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import corrected_spec
+
+_ADAPTERS = "encoder.layer.*.output.adapter_modules"
+
+
+@register_model("xmod")
+def xmod(model: Any) -> ModelSpec:
+    adapters = tuple(f"{_ADAPTERS}.{language}" for language in model.config.languages)
+    return corrected_spec(model, transparent=(_ADAPTERS, *adapters), no_sequence_parallel=None)

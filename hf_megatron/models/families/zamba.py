@@ -1,0 +1,60 @@
+"""Zamba: attention and MLP that several layers share, which read the embedded tokens too, before Mamba mixers."""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import HeadBlock, ModelSpec
+from ..spec_helpers import base_prefix, family_spec
+from .mamba2 import HEADS
+
+_ROWS = 0, ()
+# Each head has its states, steps, B and C to itself; its channels lie beside those of its gates.
+OF_ZAMBA = HeadBlock(
+    ("n_mamba_heads", "intermediate_size"),
+    dict.fromkeys([f"{name}.{kind}" for name in ("in_proj", "conv1d") for kind in ("weight", "bias")], _ROWS)
+    | dict.fromkeys(("x_proj_weight", "dt_proj_weight", "dt_proj_bias", "A_log", "D"), _ROWS)
+    | {"out_proj.weight": (1, ())},
+    summed=("out_proj.bias",),
+)
+
+
+def with_shared_blocks(model: Any, block: str, plan: dict[str, str], mixer: HeadBlock) -> ModelSpec:
+    """Returns the spec of a model whose layers share attention and MLP.
+
+    Args:
+        block (`str`): what holds both.
+        plan (`dict[str, str]`): what else is split, and the first linears of the MLP.
+    """
+    shared, mixers = f"layers.*.{block}", (f"layers.*.{place}mamba" for place in ("", "mamba_decoder."))
+    styles = dict.fromkeys((f"self_attn.{name}_proj" for name in "qkv"), "column")
+    rows = {"self_attn": "self_attn.o_proj", "feed_forward": "feed_forward.down_proj"}
+    styles |= dict.fromkeys(rows.values(), "row")
+    return family_spec(
+        model,
+        {"embed_tokens": "vocab_embedding", **{f"{shared}.{name}": style for name, style in styles.items()}} | plan,
+        # Beside their linears they may have adapters.
+        regions={f"{shared}.{name}": f"{shared}.{row}" for name, row in rows.items()},
+        transparent=(shared, "layers.*.mamba_decoder"),
+        sequence_arguments=("original_hidden_states",),
+        early_arguments=("original_hidden_states",),
+        head_blocks={base_prefix(model) + name: mixer for name in mixers},
+    )
+
+
+@register_model("zamba")
+def zamba(model: Any) -> ModelSpec:
+    firsts = dict.fromkeys((f"layers.*.shared_transf.feed_forward.{name}_proj" for name in ("gate", "up")), "column")
+    return with_shared_blocks(model, "shared_transf", firsts, OF_ZAMBA)
+
+
+@register_model("zamba2")
+def zamba2(model: Any) -> ModelSpec:
+    # Pairs of linears, whose names are numbers as the layers' are.
+    kinds = {"q": "column", "k": "column", "v": "column", "gate_up_proj": "packed_column"}
+    plan = {"layers.*.shared_transformer.feed_forward.gate_up_proj": "packed_column"}
+    for name, _ in model.named_modules():
+        owner, _, number = name.removeprefix(base_prefix(model)).rpartition(".")
+        if "_adapter_list." in owner and number in ("0", "1"):
+            kind = next(kind for part, kind in kinds.items() if f"{part}_adapter_list." in owner)
+            plan[f"{owner}.{number}"] = kind if number == "1" else "replicated_sum"
+    return with_shared_blocks(model, "shared_transformer", plan, HEADS)

@@ -1,0 +1,29 @@
+"""ZAYA: queries and keys of neighbouring tokens meet in convolutions, values in a delayed half, inside of attention.
+
+Half of the values are the heads before the others: of two heads no rank can have its own, and attention is whole.
+"""
+
+from typing import Any
+
+from ..registry import register_model
+from ..spec import ModelSpec
+from ..spec_helpers import base_prefix, family_spec
+
+
+@register_model("zaya")
+def zaya(model: Any) -> ModelSpec:
+    return family_spec(
+        model,
+        {
+            "embed_tokens": "vocab_embedding",
+            "layers.*.mlp.experts": "partial_sum",
+            "layers.*.mlp.experts.gate_up_proj": "packed_rows",
+            "layers.*.mlp.experts.down_proj": "split_columns",
+        },
+        # They add two tensors per token.
+        transparent=tuple(f"layers.*.post_{block}_residual_scale" for block in ("attention", "mlp")),
+        whole_blocks=("layers.*.self_attn",),
+        before_layers=tuple(f"{base_prefix(model)}input_hidden_states_{name}" for name in ("scale", "bias")),
+        # What routers of later layers read.
+        layer_values=2,
+    )

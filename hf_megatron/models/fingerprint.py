@@ -1,0 +1,295 @@
+"""What of a model changes the way through the code, from its modules and claims; the same for a model and its twin.
+
+A model has *parts*: what stands around its layers, each kind of layer, and the linears of which several ranks hold one
+shard. They meet in nothing but hidden states, so each part is compared by itself, and as a whole: every combination of
+what is inside of one is a part of its own.
+Lines say what a part consists of; sizes are left out, since a twin has others.
+"""
+
+import functools
+import hashlib
+import math
+import re
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from ..core.placement import Claim
+from .name_patterns import generic as generic_name
+
+# Where random numbers are drawn, by the name of the rate.
+_EXPERT = re.compile(r"(?<=\.expert_)\d+(?=\.|$)")
+_RATE = re.compile(r"drop(?!less)|jitter|noise")
+# Numbers whose being zero says nothing: tokens, positions, seeds.
+_POSITION = re.compile(r"(_id|_ids|_dim|_idx|_index|_indices|_layer|_layers|_length|_seed|_eps|_epsilon|_range|_std)$")
+# A forward may be asked for these at any call, whatever the config says.
+_PER_CALL = re.compile(r"^(use_cache|return_dict|output_.*|gradient_checkpointing)$")
+# Words that count layers.
+_OF_ONE_LAYER = re.compile(r"_layer_\d+$")
+ENDS = "around the layers"
+COPIES = "linears in copies"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One kind of layer, what stands around the layers, or the linears in copies.
+
+    Attributes:
+        name: the pattern of the layer's name, `ENDS` or `COPIES`.
+        lines: what it consists of, one line for each kind of module and for each parameter that is tied.
+    """
+
+    name: str
+    lines: frozenset[str]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Names the part in a record."""
+        text = "\n".join((self.name, *sorted(self.lines)))
+        return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a model is made of.
+
+    Attributes:
+        parts: its kinds of layers, and what stands around them.
+        draws: patterns of the sites that draw random numbers in training.
+        split: share of the layers' parameter entries that tensor parallelism splits.
+    """
+
+    parts: frozenset[Part]
+    draws: frozenset[str]
+    split: float
+
+
+@dataclass(frozen=True)
+class _Module:
+    """One module as far as a line says it: its name inside its part, its class and what the config made of it."""
+
+    part: str
+    layer: str
+    path: str
+    kind: str
+    parameters: Mapping[str, str]
+    settings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Description:
+    """What `describe_model` read of a model.
+
+    Attributes:
+        modules: in their order.
+        draws: patterns of the sites that draw random numbers in training.
+        tied: parameter -> the one it is tied to.
+    """
+
+    modules: tuple[_Module, ...]
+    draws: frozenset[str]
+    tied: Mapping[str, str]
+
+    def features(self, claims: Mapping[str, Claim]) -> Features:
+        """Joins it with what tensor parallelism claims; with nothing where it leaves modules whole."""
+        ends = {line for module in self.modules if not module.layer and (line := _line(module, claims)) is not None}
+        ends |= {f"{_generic(name)} is tied to {_generic(other)}" for name, other in self.tied.items()}
+        parts = {Part(ENDS, frozenset(ends)), *self.layers(claims).values()}
+        copied = {_line(module, claims) or "" for module in self.modules if _in_copies(module, claims)}
+        parts |= {Part(COPIES, frozenset(copied))} if copied else set()
+        return Features(frozenset(parts), self.draws, _split_share(self.modules, claims))
+
+    def layers(self, claims: Mapping[str, Claim]) -> dict[str, Part]:
+        """Maps the outermost layers to the parts they are, in their order."""
+        found: dict[tuple[str, str], set[str]] = {}
+        for module in self.modules:
+            if module.layer:
+                line = _line(module, claims)
+                found.setdefault((module.layer, module.part), set()).update([] if line is None else [line])
+        return {layer: Part(name, frozenset(lines)) for (layer, name), lines in found.items()}
+
+
+def _generic(name: str) -> str:
+    """Turns numbers of layers and experts in a name into `*`; experts of one dict have names of their own."""
+    return _EXPERT.sub("*", generic_name(name))
+
+
+def describe_model(model: Any) -> Description:
+    """Reads a model's modules, on any device; before a pipeline takes some of them away."""
+    layers = layer_patterns(model)
+    modules = tuple(_describe(name, module, layers) for name, module in model.named_modules())
+    return Description(modules, random_sites(model), dict(model.all_tied_weights_keys))
+
+
+def random_sites(model: nn.Module) -> frozenset[str]:
+    """Finds where a model draws random numbers in training: dropout modules and attributes with a rate above zero."""
+    sites = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            sites |= {_generic(name)} if module.p > 0 else set()
+            continue
+        rates = {**_config_reads(module), **vars(module)}
+        active = [attribute for attribute, value in rates.items() if is_rate(attribute, value) and value > 0]
+        sites |= {_generic(f"{name}.{attribute}" if name else attribute) for attribute in active}
+    return frozenset(sites)
+
+
+def silence(model: nn.Module) -> None:
+    """Sets the rates of all sites that draw random numbers to zero."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        config = vars(module).get("config")
+        for owner in (module, config) if isinstance(config, PreTrainedConfig) else (module,):
+            for name, value in list(vars(owner).items()):
+                if is_rate(name, value):
+                    setattr(owner, name, type(value)(0))
+
+
+def is_rate(name: str, value: Any) -> bool:
+    """Tells whether an attribute is the rate at which something is dropped or disturbed."""
+    return bool(_RATE.search(name)) and isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def layer_patterns(model: nn.Module) -> dict[str, str]:
+    """Maps the outermost layers to their patterns."""
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    return {f"{name}.{index}": f"{name}.*" for name in outermost for index in model.get_submodule(name)._modules}
+
+
+def _describe(name: str, module: nn.Module, layers: Mapping[str, str]) -> _Module:
+    path = name.split(".")
+    layer = next((start for end in range(len(path), 0, -1) if (start := ".".join(path[:end])) in layers), "")
+    inside = name.removeprefix(layer).removeprefix(".") if layer else name
+    parameters = {
+        leaf: f"{name}.{leaf}" if name else leaf for leaf, value in module._parameters.items() if value is not None
+    }
+    settings = _settings(module, path) if layer or next(module.parameters(), None) is not None else ()
+    return _Module(
+        layers.get(layer, ENDS), layer, _generic(f".{inside}")[1:], type(module).__name__, parameters, settings
+    )
+
+
+def _settings(module: nn.Module, path: list[str]) -> tuple[str, ...]:
+    """Says what a module took from its config, or reads of it in a forward, as far as it is no size."""
+    given = _common_attributes().union(*(vars(cls).get("__constants__", ()) for cls in type(module).__mro__))
+    own = {name: value for name, value in vars(module).items() if not name.startswith("_") and name not in given}
+    if type(module).__module__.startswith("torch."):
+        own = {}
+    texts = {f"{name}={text}" for name, value in own.items() if (text := _setting(name, value, path)) is not None}
+    read = _config_reads(module)
+    texts |= {
+        f"config.{name}={text}" for name, value in read.items() if (text := _setting(name, value, path)) is not None
+    }
+    return tuple(sorted(texts))
+
+
+def _setting(name: str, value: Any, path: list[str]) -> str | None:
+    """Returns what of a value holds for every size: a switch, a word, nothing or zero; `None` if nothing does."""
+    if _PER_CALL.search(name) or _RATE.search(name):
+        return None
+    position = _POSITION.search(name) or str(value) in path
+    if isinstance(value, bool) or (value is None and not position):
+        return str(value)
+    if isinstance(value, str):
+        is_other = value in _activations() or not value.isprintable() or _OF_ONE_LAYER.search(value)
+        return None if is_other else value
+    if isinstance(value, (int, float)):
+        return "0" if value == 0 and not position else None
+    return None
+
+
+def _config_reads(module: nn.Module) -> dict[str, Any]:
+    """Returns what methods of a module read of its config when they run."""
+    config = vars(module).get("config")
+    if not isinstance(config, PreTrainedConfig):
+        return {}
+    values = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+    cls: Any = type(module)
+    return {name: values[name] for name in sorted(_names_read(cls) & (values.keys() - _common_fields()))}
+
+
+@functools.cache
+def _common_fields() -> frozenset[str]:
+    return frozenset(vars(PreTrainedConfig())) | {"distributed_config", "model_type"}
+
+
+@functools.cache
+def _activations() -> frozenset[str]:
+    from transformers.activations import ACT2FN
+
+    return frozenset(ACT2FN)
+
+
+@functools.cache
+def _common_attributes() -> frozenset[str]:
+    """Names the attributes that every model and every module has."""
+    # Imported here: this module is loaded while transformers' own modeling_utils is being imported.
+    from transformers import PreTrainedModel
+
+    # A class of its own: transformers keeps on the class what its instances can do, where every subclass inherits
+    # it (`_can_set_experts_implementation`). On PreTrainedModel it would hold for every model made afterwards.
+    class Bare(PreTrainedModel):
+        pass
+
+    return frozenset(vars(Bare(PreTrainedConfig()))) | vars(nn.Module()).keys()
+
+
+@functools.cache
+def _names_read(cls: type) -> frozenset[str]:
+    """Collects the attribute names in a class's methods, but for what makes a module."""
+    from transformers import PreTrainedModel
+
+    names: set[str] = set()
+    for owner in cls.__mro__:
+        if owner.__module__.startswith("torch.") or owner in PreTrainedModel.__mro__:
+            continue
+        for name, member in vars(owner).items():
+            function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+            if isinstance(function, types.FunctionType) and name not in ("__init__", "_init_weights"):
+                for code in _codes(function):
+                    names.update(code.co_names)
+    return frozenset(names)
+
+
+def _codes(function: Any) -> Iterator[types.CodeType]:
+    while function is not None:
+        pending = [function.__code__] if isinstance(function, types.FunctionType) else []
+        while pending:
+            code = pending.pop()
+            yield code
+            pending += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        function = vars(function).get("__wrapped__") if isinstance(function, types.FunctionType) else None
+
+
+def _line(module: _Module, claims: Mapping[str, Claim]) -> str | None:
+    """Writes a module down; `None` for one without parameters that took nothing from its config."""
+    held: dict[str, list[str]] = {}
+    for leaf, name in module.parameters.items():
+        held.setdefault(_style(claims.get(name)), []).append(leaf)
+    texts = [f"({', '.join(leaves)}){style}" for style, leaves in held.items()]
+    if not texts and not module.settings:
+        return None
+    name = f"{module.path}: " if module.path else ""
+    return " ".join([f"{name}{module.kind}{' '.join(texts)}", *module.settings])
+
+
+def _style(claim: Claim | None) -> str:
+    return "" if claim is None or claim.style == "replicated" else f" {claim.style}"
+
+
+def _in_copies(module: _Module, claims: Mapping[str, Claim]) -> bool:
+    held = (claims[name].placement for name in module.parameters.values() if name in claims)
+    return any(split.copies > 1 for placement in held for split in placement.splits)
+
+
+def _split_share(modules: tuple[_Module, ...], claims: Mapping[str, Claim]) -> float:
+    of_layers = [name for module in modules if module.layer for name in module.parameters.values() if name in claims]
+    sizes = {name: math.prod(claims[name].shape) for name in of_layers}
+    split = sum(size for name, size in sizes.items() if claims[name].placement.is_split)
+    return split / max(sum(sizes.values()), 1)

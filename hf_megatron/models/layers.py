@@ -1,0 +1,142 @@
+"""Which of a model's module lists holds its layers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..errors import UnsupportedError
+from .modalities.sample_index import reads_media
+from .name_patterns import module_name
+from .spec import ModelSpec
+
+_TOKENS = "input_ids"
+
+
+def find_text_model(model: Any) -> nn.Module | None:
+    """Returns the text model inside of one of images and text, whose towers have layers of their own."""
+    return model.get_decoder() if reads_media(model) and not model.config.is_encoder_decoder else None
+
+
+def names_in_encoder(model: Any) -> tuple[str, ...]:
+    """Names what an encoder has in it, which generation calls by itself; nothing in models without one."""
+    encoder = model.get_encoder() if model.config.is_encoder_decoder else None
+    # Base models of one process's classes return themselves where they have none.
+    if not isinstance(encoder, nn.Module) or encoder is model:
+        return ()
+    name = module_name(model, encoder)
+    return tuple(f"{name}.{child}" for child, _ in encoder.named_children())
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """A model's layers in the order in which they run: those of one module list, or of an encoder's and a decoder's.
+
+    Args:
+        lists (`tuple[str, ...]`): names of the module lists.
+        lengths (`tuple[int, ...]`): layers of each.
+        parts (`tuple[str, ...]`): lists of further modules of each layer, which a loop calls before it.
+    """
+
+    lists: tuple[str, ...]
+    lengths: tuple[int, ...]
+    parts: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, model: Any, spec: ModelSpec, field: str) -> "LayerRow":
+        """Finds a model's; raises as `find_layers`."""
+        is_both = model.config.is_encoder_decoder
+        lists = _lists_of_both(model, spec, field) if is_both else (find_layers(model, spec, field),)
+        return cls(lists, tuple(len(model.get_submodule(name)) for name in lists), spec.layer_parts)
+
+    @property
+    def decoder(self) -> int:
+        """Returns the first layer of a decoder behind an encoder, 0 without an encoder."""
+        return self.lengths[0] if len(self.lists) > 1 else 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names the layers."""
+        found = zip(self.lists, self.lengths, strict=True)
+        return tuple(f"{name}.{index}" for name, length in found for index in range(length))
+
+    def parts_of(self, layer: int) -> tuple[str, ...]:
+        """Names all modules of a layer, in their order."""
+        return (*(f"{name}.{layer}" for name in self.parts), self.names[layer])
+
+    def list_of(self, layer: int) -> str:
+        """Names the list of a layer."""
+        return self.lists[int(0 < self.decoder <= layer)]
+
+    def layer_of(self, name: str) -> int | None:
+        """Returns which layer a module or parameter belongs to, if any."""
+        numbered = [*enumerate(self.lists), *((0, parts) for parts in self.parts)]
+        for number, layers in numbered:
+            if name.startswith(f"{layers}."):
+                return sum(self.lengths[:number]) + int(name.removeprefix(f"{layers}.").partition(".")[0])
+        return None
+
+
+def _lists_of_both(model: Any, spec: ModelSpec, field: str) -> tuple[str, ...]:
+    """Names the lists of an encoder and of a decoder, but not of what runs behind the encoder's."""
+    found = []
+    names = {module: name for name, module in model.named_modules()}
+    for stack in (model.get_encoder(), model.get_decoder()):
+        inside = [] if stack is None else _lists_of_text(stack)
+        behind = tuple(f"{part.removeprefix(f'{names.get(stack)}.')}." for part in spec.behind_encoder)
+        inside = [name for name in inside if not name.startswith(behind)]
+        if len(inside) != 1 or stack not in names:
+            raise UnsupportedError(
+                f"MegatronConfig.{field}: {type(model).__name__} has to have one list of layers in its encoder and one "
+                f"in its decoder; found: {', '.join(inside) or 'none'} in one of them. Load it with {field}=1."
+            )
+        found.append(f"{names[stack]}.{inside[0]}" if names[stack] else inside[0])
+    return tuple(found)
+
+
+def _lists_of_text(stack: Any) -> list[str]:
+    """Lists those of one stack, of a stack with towers those beside the table of tokens."""
+    lists = _uniform_lists(stack)
+    if len(lists) > 1 and stack.main_input_name == _TOKENS:
+        table = next(name for name, module in stack.named_modules() if module is stack.get_input_embeddings())
+        lists = [name for name in lists if name.startswith(table.rpartition(".")[0])]
+    return lists
+
+
+def find_layers(model: Any, spec: ModelSpec, field: str) -> str:
+    """Returns the name of the spec's layer list, or of the only one made of the class's `_no_split_modules`.
+
+    Where there is none, the only outermost list of modules of one class is meant.
+
+    Raises:
+        UnsupportedError: there are none or several; the size of `field` has to be 1 then.
+    """
+    if spec.layers is not None:
+        return spec.layers
+    classes = set(model._no_split_modules or ())
+    lists = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) and {type(layer).__name__ for layer in module} <= classes
+    ]
+    if len(lists) > 1 and (text := find_text_model(model)) is not None:
+        lists = [name for name in lists if any(model.get_submodule(name) is module for module in text.modules())]
+    if not lists:
+        lists = _uniform_lists(model)
+    if len(lists) != 1:
+        found = ", ".join(lists) or "none"
+        raise UnsupportedError(
+            f"MegatronConfig.{field}: {type(model).__name__} has to have one list of {sorted(classes)} to cut; found: "
+            f"{found}. Load it with {field}=1, or register a spec with `layers`."
+        )
+    return lists[0]
+
+
+def _uniform_lists(model: nn.Module) -> list[str]:
+    """Lists the outermost module lists of modules of one class, with attention or other parts inside of each."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, nn.ModuleList) and not is_inside and len({type(layer) for layer in module}) == 1:
+            found += [name] if len([*module[0].modules()]) > 2 else []
+    return found

@@ -1,0 +1,1 @@
+"""Model inputs other than text: images, video and audio."""

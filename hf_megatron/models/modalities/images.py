@@ -1,0 +1,259 @@
+"""Which images of a batch belong to which rows: those whose placeholders stand in them."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ConfigError
+
+PIXELS = "pixel_values"
+# A mask of the places of images, of models without a token for them.
+PLACES = "image_embeds_position_mask"
+# Patches of an image, each behind its row and its column.
+_FLAT_PATCHES = "flattened_patches"
+GRID = "image_grid_thw"
+# Between the frames of each video; of images there are none.
+SECONDS = "image_seconds"
+# Parts of names: what towers make of them belongs to rows by rules of their own.
+NOT_OF_ROWS = ("video", "audio", "input_features", "input_values", "feature_attention_mask", "image_pixel_values")
+# Arguments with an entry for each image.
+_ONE_PER_IMAGE = (
+    *(GRID, "image_grid_hw", "image_sizes", "image_merge_sizes", "image_position_ids"),
+    *("spatial_shapes", "target_sizes", "num_local_patches", "patches_grid", "image_grids", "image_num_crops"),
+    SECONDS,
+)
+# What is asked of each image before any text is written.
+_QUESTIONS = ("qformer_input_ids", "qformer_attention_mask")
+# Entries of other media, of lengths by which their placeholders are shared out.
+ENTRIES = "image_num_crops"
+# Sizes that say how many patches or crops the tower is given of an image: the product of an entry's numbers.
+_PATCHES = (GRID, "image_grid_hw", "target_sizes", "image_num_crops")
+# Which patches of all images a placeholder stands for, and of each image: rows and columns of placeholders, twice.
+_POOLED, _POOLED_GRIDS = "image_token_pooling", "image_grids"
+# Views of parts of images, all in a row, and how many there are of each image.
+_VIEWS, _NUMBER_OF_VIEWS = "pixel_values_local", "num_local_patches"
+# Dims of pixels that layers read beside the tokens: rows, images, tiles, channels, height, width.
+_TILES_OF_ROWS = 6
+# Numbers of images, with an entry for each row.
+_PER_ROW = ("batch_num_images",)
+VIDEO_PIXELS = "pixel_values_videos"
+# Features of clips, their samples, or tokens of them.
+SOUNDS = ("input_features", "input_values", "audio_input_ids", "audio_input_features")
+
+
+def image_token(config: Any) -> int | None:
+    """Returns the token that stands for a part of an image, or of a video where nothing else has one.
+
+    A config may have it under another name.
+    """
+    found = (getattr(config, name, None) for name in ("image_token_id", "image_token_index", "video_token_index"))
+    return next((token for token in found if token is not None), None)
+
+
+def is_of_images(name: str) -> bool:
+    """Tells whether an argument has an entry for each image, or parts of images."""
+    is_named = name in (*_ONE_PER_IMAGE, *_QUESTIONS, *_PER_ROW) or name.startswith("image_") or _is_of_pixels(name)
+    return is_named and "video" not in name and name != PLACES
+
+
+def is_of_media(name: str) -> bool:
+    """Tells whether an argument has entries for images, videos or sounds, in whatever number, and not for rows."""
+    return is_of_images(name) or any(part in name for part in ("pixel", *NOT_OF_ROWS))
+
+
+def _is_of_pixels(name: str) -> bool:
+    return "pixel" in name or name == _FLAT_PATCHES
+
+
+def pixels_of(arguments: Mapping[str, Any]) -> Tensor | None:
+    """Returns the images of a call `[images, ...]`, or in another form of those that `rows_with_images` knows."""
+    found = (arguments.get(name) for name in (PIXELS, _FLAT_PATCHES))
+    return next((pixels for pixels in found if isinstance(pixels, Tensor)), None)
+
+
+def has_places(arguments: Mapping[str, Any], config: Any) -> bool:
+    """Tells whether images stand in places of the text."""
+    return image_token(config) is not None or arguments.get(PLACES) is not None
+
+
+def without_pixels(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves images, videos and sounds out of a call of stages without a tower; their places and sizes stay."""
+    left_out = {name for name in arguments if _is_of_pixels(name) and (is_of_images(name) or name == VIDEO_PIXELS)}
+    left_out |= arguments.keys() & {*SOUNDS}
+    return {name: value for name, value in arguments.items() if name not in left_out}
+
+
+def placeholders(arguments: Mapping[str, Any], config: Any) -> Tensor:
+    """Returns a mask `[rows, sequence]` of the places that parts of images stand in."""
+    places = arguments.get(PLACES)
+    if isinstance(places, Tensor):
+        return places != 0
+    ids, token = arguments["input_ids"], image_token(config)
+    return torch.zeros_like(ids, dtype=torch.bool) if token is None else ids == token
+
+
+def tokens_of_images(arguments: Mapping[str, Any], config: Any) -> list[int]:
+    """Counts the placeholders of each image of a batch.
+
+    Raises:
+        ConfigError: as many placeholders as are there are no whole number for each image.
+    """
+    is_image = placeholders(arguments, config)
+    per_row = is_image.sum(1).tolist()
+    ends = {0, *itertools.accumulate(per_row)}
+    images, found = _count(arguments), []
+    for found in _guesses(arguments, config, is_image, images):
+        if all(found) and sum(found) == sum(per_row) and ends <= {0, *itertools.accumulate(found)}:
+            return found
+    if found and all(found) and sum(found) == sum(per_row):
+        raise ConfigError("The placeholders of an image stand in two rows of input_ids: an image belongs to one row.")
+    raise ConfigError(
+        f"{sum(per_row)} placeholders of images in input_ids for {images} images, which need {sum(found) or images}."
+    )
+
+
+def rows_with_images(arguments: Mapping[str, Any], rows: slice, config: Any) -> dict[str, Any]:
+    """Returns the images of some rows of a batch, in the arguments that they were given in, if there are any.
+
+    Args:
+        arguments (`Mapping`): `input_ids` `[rows, sequence]`; `pixel_values` in one of these forms, and others that
+            have an entry where it has one:
+
+            - `[images, ...]`, with sizes `[images, ...]` or without;
+            - `[patches, ...]` or `[1, ..., patches * width]` of all images, and a grid `[images, 2 or 3]` of each;
+            - `[crops, patches, ...]` of all images, with the numbers of crops `[images]` and the patches of each
+              placeholder, counted through all images;
+            - `[rows, images, channels, height, width]`, with as many for each row;
+            - `[rows, images, tiles, channels, height, width]`, which rows without placeholders see as well;
+            - `[rows, ...]`, of models without places for them in the text.
+        rows (`slice`): of the batch.
+        config (`PreTrainedConfig`): of the model.
+
+    Raises:
+        ConfigError: an image of which placeholders stand in two rows, or of another number of them.
+    """
+    ids = arguments["input_ids"]
+    given = {name: value for name, value in arguments.items() if is_of_images(name) and _has_entries(value)}
+    per_row = placeholders(arguments, config).sum(1).tolist()
+    start, stop, _ = rows.indices(len(ids))
+    if not has_places(arguments, config):
+        return {name: _entries(name, value, len(ids), slice(start, stop)) for name, value in given.items()}
+    if _is_of_rows(arguments, sum(per_row)):
+        cut = {name: _entries(name, value, len(ids), slice(start, stop)) for name, value in given.items()}
+        return cut if sum(per_row[start:stop]) or arguments[PIXELS].dim() == _TILES_OF_ROWS else {}
+    ends = [0, *itertools.accumulate(tokens_of_images(arguments, config))]
+    images = slice(*(ends.index(sum(per_row[:row])) for row in (start, stop)))
+    if images.start == images.stop:
+        return {}
+    found = {}
+    for name, value in given.items():
+        if name in _PER_ROW:
+            found[name] = _entries(name, value, len(ids), slice(start, stop))
+        elif name == _POOLED:
+            found[name] = _pooled_of(arguments, slice(ends[images.start], ends[images.stop]), images)
+        elif name == _VIEWS:
+            ends_of_views = [0, *itertools.accumulate(int(count) for count in arguments[_NUMBER_OF_VIEWS])]
+            views = slice(*(ends_of_views[place] for place in (images.start, images.stop)))
+            # None at all are no argument of a tower.
+            found |= {name: part} if len(part := _entries(name, value, ends_of_views[-1], views)) else {}
+        elif name != PIXELS or len(value) == len(ends) - 1:
+            found[name] = _entries(name, value, len(ends) - 1, images)
+        else:
+            found[name] = _patches_of(arguments, images)
+    return found
+
+
+def _has_entries(value: Any) -> bool:
+    return isinstance(value, Tensor | list | tuple)
+
+
+def _is_of_rows(arguments: Mapping[str, Any], placeholders: int) -> bool:
+    """Tells whether pixels `[rows, images, ...]` are given for each row, and not for each placeholder."""
+    pixels = pixels_of(arguments)
+    assert pixels is not None
+    if pixels.dim() == _TILES_OF_ROWS:
+        return True
+    has_sizes = any(isinstance(arguments.get(name), Tensor) for name in (*_ONE_PER_IMAGE, *_QUESTIONS))
+    return pixels.dim() > 4 and not has_sizes and len(pixels) != placeholders
+
+
+def _count(arguments: Mapping[str, Any]) -> int:
+    """Counts the images of a batch."""
+    sizes = (arguments.get(name) for name in (*_ONE_PER_IMAGE, PIXELS, _FLAT_PATCHES))
+    return next(len(size) for size in sizes if isinstance(size, Tensor))
+
+
+def _guesses(arguments: Mapping[str, Any], config: Any, is_image: Tensor, images: int) -> Iterator[list[int]]:
+    """Yields what the numbers of placeholders of the images may be, the surest ones first."""
+    total = int(is_image.sum())
+    if isinstance(arguments.get(GRID), Tensor):
+        merged = getattr(config.vision_config, "spatial_merge_size", 1) ** 2
+        yield (arguments[GRID].prod(1) // merged).tolist()
+    if isinstance(arguments.get(_POOLED_GRIDS), Tensor) and arguments[_POOLED_GRIDS].shape[-1] == 4:
+        yield arguments[_POOLED_GRIDS].unflatten(-1, (2, 2)).prod(-1).sum(-1).tolist()
+    runs = _runs(is_image)
+    if len(runs) == images and (_PER_ROW[0] in arguments or _agree(runs, arguments)):
+        yield runs
+    patches = next((arguments[name] for name in _PATCHES if isinstance(arguments.get(name), Tensor)), None)
+    if patches is not None:
+        counts = _numbers_of(patches)
+        yield [total * count // sum(counts) for count in counts]
+    yield [total // images] * images
+
+
+def _runs(is_image: Tensor) -> list[int]:
+    """Lists the lengths of what stands side by side of a mask `[rows, sequence]`, row after row."""
+    groups = (itertools.groupby(row) for row in is_image.tolist())
+    return [sum(1 for _ in group) for row in groups for value, group in row if value]
+
+
+def _agree(lengths: list[int], arguments: Mapping[str, Any]) -> bool:
+    """Tells whether images of the same size have as many placeholders."""
+    sizes = [arguments[name] for name in _ONE_PER_IMAGE if _has_entries(arguments.get(name))]
+    keys = [
+        tuple(str(size.tolist() if isinstance(size, Tensor) else size) for size in of_one)
+        for of_one in zip(*sizes, strict=False)
+    ]
+    keys = keys or [()] * len(lengths)
+    return len({*zip(keys, lengths, strict=True)}) == len({*keys})
+
+
+def _entries(name: str, value: Any, count: int, part: slice) -> Any:
+    if len(value) != count:
+        raise ConfigError(
+            f"{name} has {len(value)} entries beside {count} images, parts of them or rows: it cannot be told which of "
+            "its entries belong to which row of a batch."
+        )
+    return value[part]
+
+
+def _patches_of(arguments: Mapping[str, Any], images: slice) -> Tensor:
+    """Cuts pixels of all images in a row `[patches, ...]`, or side by side `[1, ..., patches * width]`."""
+    pixels = arguments[PIXELS]
+    grid = next((arguments[name] for name in _PATCHES if isinstance(arguments.get(name), Tensor)), None)
+    ends = [0] if grid is None else [0, *itertools.accumulate(_numbers_of(grid))]
+    dim = 0 if len(pixels) == ends[-1] else pixels.dim() - 1
+    width, rest = divmod(pixels.shape[dim], ends[-1]) if ends[-1] else (0, 1)
+    if rest or (dim and len(pixels) != 1):
+        raise ConfigError(
+            f"{PIXELS} of shape {tuple(pixels.shape)} beside {_count(arguments)} images of {ends[-1]} patches: it "
+            "cannot be told which of them belong to which row of a batch."
+        )
+    first, last = (ends[place] * width for place in (images.start, images.stop))
+    return pixels.narrow(dim, first, last - first)
+
+
+def _numbers_of(sizes: Tensor) -> list[int]:
+    """Counts the patches of images of sizes `[images]` or `[images, dims]`."""
+    return sizes.reshape(len(sizes), -1).prod(1).tolist()
+
+
+def _pooled_of(arguments: Mapping[str, Any], placeholders: slice, images: slice) -> Tensor:
+    """Cuts the patches `[placeholders, patches]` that are pooled, counted among those of some images; -1 is none."""
+    crops = _numbers_of(arguments[_PATCHES[-1]])
+    before = sum(crops[: images.start]) * arguments[PIXELS].shape[1]
+    pooled = arguments[_POOLED][placeholders]
+    return pooled.where(pooled < 0, pooled - before)

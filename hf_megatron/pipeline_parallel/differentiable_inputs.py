@@ -1,0 +1,82 @@
+"""Inputs of a pipelined model that are trained themselves: soft prompts, embeddings with a graph behind them."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+from ..core.off_stage import AbsentTensor
+from ..errors import UnsupportedError
+
+
+class TrainedInputs:
+    """The tensors of a call that require a gradient, cut off from what is behind them.
+
+    Args:
+        arguments (`Mapping`): of the call.
+        ranks (`ProcessGroup`): of the pipeline, for tensors on the host.
+
+    Attributes:
+        arguments: the same with leaves of this call in the place of those tensors.
+        tensors: those tensors themselves, of any shape.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], ranks: dist.ProcessGroup):
+        self.tensors: list[Tensor] = []
+        self.names: list[str] = []
+        self._leaves: list[Tensor] = []
+        embeddings = arguments.get("inputs_embeds")
+        self._trains_embeddings = False
+        if torch.is_grad_enabled() and isinstance(embeddings, Tensor):
+            # A rank without the model's embedding does not know whether what that returned is trained.
+            trained = torch.tensor(embeddings.requires_grad, dtype=torch.int32)
+            dist.all_reduce(trained, dist.ReduceOp.MAX, group=ranks)
+            self._trains_embeddings = bool(trained)
+        self.arguments = {name: _map(value, partial(self._cut, name)) for name, value in arguments.items()}
+
+    def _cut(self, name: str, tensor: Tensor) -> Tensor:
+        found = tensor
+        if isinstance(tensor, AbsentTensor):
+            # Only the first stage reads embeddings.
+            found = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        trained = tensor.requires_grad or (name == "inputs_embeds" and self._trains_embeddings)
+        if not torch.is_grad_enabled() or not trained:
+            return found
+        leaf = found.detach().requires_grad_()
+        self.tensors.append(tensor)
+        self.names.append(name)
+        self._leaves.append(leaf)
+        return leaf
+
+    def require_first_stage(self, schedule: str) -> None:
+        """Raises for trained inputs that later stages read too, where a split backward would not reach them."""
+        for name in self.names:
+            if name != "inputs_embeds":
+                raise UnsupportedError(
+                    f"{name} requires a gradient: pipeline_schedule = {schedule!r} splits backwards and computes that "
+                    "of inputs_embeds only. Use '1f1b' or 'interleaved_1f1b'."
+                )
+
+    def collect(self, group: dist.ProcessGroup) -> list[Tensor]:
+        """Returns the gradients, of the tensors' shapes, that the stages have added up; every rank calls it."""
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self._leaves]
+        for leaf, gradient in zip(self._leaves, gradients, strict=True):
+            leaf.grad = None
+            dist.all_reduce(gradient, group=group)
+        return gradients
+
+
+def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple | list) and type(value) in (tuple, list):
+        return type(value)(_map(item, function) for item in value)
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: _map(item, function) for name, item in value.items()})
+    if type(value) is dict:
+        return {name: _map(item, function) for name, item in value.items()}
+    return value

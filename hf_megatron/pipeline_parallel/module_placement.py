@@ -1,0 +1,87 @@
+"""How modules stand in a pipeline: what surrounds a rank's own ones, and what becomes of those that a loop exchanges.
+
+After `model.lm_head = nn.Linear(...)` the last stage computes with the new head, and the others know its shape.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..compat.class_mixin import stand_around
+from ..core.off_stage import AbsentTensor, Owner, as_parameter, is_absent
+from ..errors import UnsupportedError
+from .module_mixins import StagedInput, StagedLayer, output_width
+from .multi_part_layers import StagedPart
+from .off_stage_module import Placeholder, names_in
+
+_STANDING = (Placeholder, StagedLayer, StagedPart, StagedInput)
+
+
+def _take_place(owner: nn.Module, name: str, module: nn.Module | None) -> nn.Module | None:
+    """Has a module that a loop exchanges stand in the pipeline as the one before it; returns what to register."""
+    before = owner._modules.get(name)
+    if module is None or not isinstance(before, _STANDING):
+        return None
+    parts = list(module.modules())
+    # What wraps the one before goes through it.
+    if any(part is before for part in parts):
+        return None
+    if any(isinstance(part, _STANDING) for part in parts):
+        raise UnsupportedError(
+            f"{name} of a {type(owner).__name__} cannot become another part of a pipelined model: each stands at its "
+            "own place in it. Load the model with pp_size=1."
+        )
+    if isinstance(before, Placeholder):
+        placeholder = before.standing_for(module)
+        list_absent_weights(placeholder, [weight for weight, _ in module.named_parameters()])
+        return placeholder
+    kept: dict[str, Any] = {"_stage_boundary": before._stage_boundary}
+    if isinstance(before, StagedLayer | StagedPart):
+        standing = StagedLayer if isinstance(before, StagedLayer) else StagedPart
+        stand_around(module, standing, **kept, _layer_index=before._layer_index)
+    else:
+        stand_around(module, StagedInput, **kept, _name=before._name, _width=output_width(module))
+    return None
+
+
+def list_absent_weights(model: nn.Module, names: Collection[str]) -> None:
+    """Has the placeholders in a model list weights of these names of the model."""
+    found = {path: module for path, module in model.named_modules() if isinstance(module, Placeholder)}
+    for path, module in found.items():
+        # Others are parts of these.
+        if path.rpartition(".")[0] not in found:
+            module.list_weights(names_in(path, names))
+    # `model.apply(model._init_weights)` leaves weights alone that a file had.
+    if any("_is_hf_initialized" in vars(parameter) for parameter in model.parameters()):
+        for parameter in filter(is_absent, model.parameters()):
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def list_weights_beside(model: nn.Module, weights: Mapping[str, Tensor], owner: Owner, device: torch.device) -> None:
+    """Has a model list the parameters of the first stage that belong to no module of its, without values.
+
+    Args:
+        weights: name -> a tensor of its shape and dtype.
+    """
+    for weight, tensor in weights.items():
+        path, _, name = weight.rpartition(".")
+        absent = AbsentTensor(tensor.to("meta"), device, "lies on stage 0 of the pipeline")
+        model.get_submodule(path)._parameters[name] = as_parameter(absent, owner, tensor.requires_grad)  # type: ignore[assignment]
+
+
+def share_tied_weights(model: nn.Module, sources: Mapping[str, str]) -> None:
+    """Has placeholders list the parameter that theirs is tied to, by the names of both in the model."""
+    for target, source in sources.items():
+        path, _, name = target.rpartition(".")
+        module = model.get_submodule(path)
+        if isinstance(module, Placeholder):
+            module.share_weight(name, model.get_parameter(source))
+
+
+def follow_exchanged_modules() -> Any:
+    """Registers what keeps exchanged modules on their stages; returns the handle to remove it."""
+    # Torch registers what a hook returns, which its annotation leaves out.
+    register: Any = nn.modules.module.register_module_module_registration_hook
+    return register(_take_place)

@@ -1,0 +1,246 @@
+"""What stands where a module of another pipeline stage is: its names, shapes and dtypes, without values."""
+
+from collections.abc import Callable, Collection, Iterator
+from functools import cache
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..compat.upstream import follow_forward_of_bases
+from ..core.off_stage import AbsentTensor, Owner, StandsForAnother, as_parameter
+from ..errors import UnsupportedError
+
+# By which transformers asks a module for a part of it while it loads.
+_ACCESSORS = ("get_input_embeddings", "get_output_embeddings")
+# Objects of settings that models read of their parts.
+_CONFIGS = ("config", "generation_config")
+
+
+class PartElsewhere(UnsupportedError, AttributeError):
+    """A part of a module that lies on another stage; `hasattr` answers no."""
+
+
+class Progress(Protocol):
+    """What a model's placeholders ask.
+
+    Attributes:
+        is_filled: whether its weights are loaded, until when no loader must look for weights of other stages.
+        owner: knows this rank's own, once they are.
+    """
+
+    is_filled: bool
+    owner: Owner | None
+
+
+class Placeholder(StandsForAnother, nn.Module):
+    """Stands where another rank's module is: its class, plain attributes, names and parameters without values.
+
+    Args:
+        module (`nn.Module`): the one it stands for, on the meta device.
+        place (`str`): where that is, in words.
+        progress (`Progress`): of the model.
+    """
+
+    def __init__(self, module: nn.Module, place: str, progress: Progress):
+        super().__init__()
+        self._kind, self._place, self._progress = type(module), place, progress
+        self._own_class = type(self)
+        vars(self).update({name: value for name, value in vars(module).items() if _is_plain(name, value)})
+        self._parts = {name: self._part(name, child) for name, child in module.named_children()}
+        parts = tuple(f"{name}." for name in self._parts)
+        named = module.state_dict()
+        self._weights = {name: tensor.to("meta") for name, tensor in named.items() if not name.startswith(parts)}
+        self._unsaved = {name: b.to("meta") for name, b in module.named_buffers(recurse=False) if name not in named}
+        self._trained = {name: p.requires_grad for name, p in module.named_parameters(recurse=False)}
+        self._left_out = [name for name, parameter in module._parameters.items() if parameter is None]
+        self._dtype = first_dtype(module)
+        # Follows the model's dtype and device.
+        self.register_buffer("_follower", torch.empty(0, dtype=self._dtype), persistent=False)
+
+    def __getattr__(self, name: str) -> Any:
+        known = self.__dict__.get("_weights", {})
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name in known:
+                # Until it is filled, a module around this one may draw weights for it: those of a meta tensor.
+                return self._absent(known[name]) if self._progress.is_filled else known[name]
+            if name.startswith("_") or "_place" not in self.__dict__:
+                raise
+            if name in _ACCESSORS and name in dir(self._kind):
+                return MethodType(getattr(self._kind, name), self)
+            if not self._progress.is_filled and name in (unfilled := {**self._parts, **self._unsaved}):
+                return unfilled[name]
+            raise self._elsewhere(name) from error
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Parameter | nn.Module) and self._progress.is_filled:
+            if value is self._parameters.get(name):
+                return
+            before = self._modules.get(name)
+            # Adapters stand around linears on every stage, and are taken away again.
+            if (
+                before is None
+                or not isinstance(value, nn.Module)
+                or not (_stands_around(value, before) or _stands_around(before, value))
+            ):
+                raise self._elsewhere(name)
+        super().__setattr__(name, value)
+
+    def _absent(self, weight: Tensor) -> AbsentTensor:
+        follower = self.get_buffer("_follower")
+        if weight.is_floating_point() and follower.dtype != self._dtype:
+            weight = weight.to(follower.dtype)
+        return AbsentTensor(weight, follower.device, self._place)
+
+    def _elsewhere(self, name: str) -> "PartElsewhere":
+        return PartElsewhere(
+            f"{name} of a {self._kind.__name__}: it {self._place}, and this rank has the names, shapes and dtypes of "
+            "its weights only (model.state_dict()). Read and change it on the ranks of that stage, or load the model "
+            "with pp_size=1."
+        )
+
+    def _part(self, name: str, child: nn.Module) -> "Placeholder":
+        return Placeholder(child, self._place, self._progress)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(f"A {self._kind.__name__} was called by itself: it {self._place}. Call the whole model.")
+
+    def hold_parts(self) -> None:
+        """Shows the module's children, which nobody moved until now."""
+        device = self.get_buffer("_follower").device
+        for name, part in self._parts.items():
+            # What has an attribute of a name already, as this has, takes no module of it otherwise.
+            self._modules[name] = part.to(device)
+
+    def hold_real(self, name: str, part: nn.Module) -> None:
+        """Has a part of the module itself, which this rank has too."""
+        del self._parts[name]
+        self.add_module(name, part)
+
+    def list_weights(self, names: Collection[str]) -> None:
+        """Lists those of the module's parameters that have these names in it; afterwards it shows all of its parts.
+
+        Loops find it by the class of the module then, as they find the rank's own ones. Until then it has another one,
+        so that no loader draws weights for it.
+        """
+        assert self._progress.owner is not None
+        self.__class__ = _standing_class(self._own_class, self._kind)  # type: ignore[arg-type, assignment]
+        self._parameters.update(dict.fromkeys(self._left_out))
+        for name, requires_grad in self._trained.items():
+            if name in names:
+                weight = as_parameter(self._absent(self._weights[name]), self._progress.owner, requires_grad)
+                self._parameters[name] = weight  # type: ignore[assignment]
+        self.hold_parts()
+        for part, child in self._parts.items():
+            child.list_weights(names_in(part, names))
+
+    def __iter__(self) -> Iterator["Placeholder"]:
+        if not issubclass(self._kind, nn.ModuleList | nn.Sequential):
+            raise TypeError(f"'{self._kind.__name__}' object is not iterable")
+        return iter(self._parts.values())
+
+    def share_weight(self, name: str, parameter: nn.Parameter) -> None:
+        """Lists a parameter of any shape that another module of this rank lists too: a tied one."""
+        self._parameters[name] = parameter
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Placeholder":
+        """Moves and casts as the module would."""
+        listed, self._parameters = self._parameters, {}
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._parameters = listed
+        for name, weight in listed.items():
+            if isinstance(weight, AbsentTensor):
+                weight.data = self._absent(self._weights[name])
+        return self
+
+    def list_around(self, wrapper: nn.Module) -> None:
+        """Has a module around this one list its parameters without values, as those of this one are."""
+        assert self._progress.owner is not None
+        for module in wrapper.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and not isinstance(parameter, AbsentTensor):
+                    weight = self._absent(parameter.detach().to("meta"))
+                    module._parameters[name] = as_parameter(  # type: ignore[assignment]
+                        weight, self._progress.owner, parameter.requires_grad
+                    )
+
+    def standing_for(self, module: nn.Module) -> "Placeholder":
+        """Makes the placeholder of a module that is exchanged for this one's on the ranks that have it."""
+        return self._own_class(module, self._place, self._progress)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if not self._progress.is_filled:
+            return
+        for name, tensor in self._weights.items():
+            listed = self._parameters.get(name) if keep_vars else None
+            destination[prefix + name] = listed if isinstance(listed, AbsentTensor) else self._absent(tensor)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Finds what one process would find wrong; there is nothing to load."""
+        if not self._progress.is_filled:
+            return
+        for name, tensor in self._weights.items():
+            value = state_dict.get(prefix + name)
+            if value is None:
+                missing_keys.extend([prefix + name] if strict else [])
+            elif value.shape != tensor.shape:
+                error_msgs.append(
+                    f"size mismatch for {prefix + name}: copying a param with shape {value.shape} from checkpoint, the "
+                    f"shape in current model is {tensor.shape}."
+                )
+        if strict:
+            parts = tuple(f"{name}." for name, _ in self.named_children())
+            names = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
+            surplus = [name for name in names if name not in self._weights and not name.startswith(parts)]
+            unexpected_keys.extend(prefix + name for name in surplus)
+
+
+def _stands_around(wrapper: nn.Module, inner: nn.Module) -> bool:
+    """Tells whether a module of PEFT's, which every stage makes alike, was put around another one."""
+    is_known = any(base.__module__.partition(".")[0] == "peft" for base in type(wrapper).__mro__)
+    return is_known and any(module is inner for module in wrapper.modules())
+
+
+@cache
+def _standing_class(base: Any, kind: Any) -> type[nn.Module]:
+    made = type(kind.__name__, (base, kind), {})
+    follow_forward_of_bases(made)
+    return made
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    # Some sizes are tensors of one number (Inkling's projections).
+    is_number = isinstance(value, Tensor) and value.dim() == 0 and not isinstance(value, nn.Parameter)
+    is_plain = name in _CONFIGS or is_number or isinstance(value, str | int | float | bool | tuple | None)
+    return is_plain and name != "training" and not name.startswith("_")
+
+
+def first_dtype(module: nn.Module) -> torch.dtype | None:
+    """Returns the dtype of a module's first parameter, else of its first buffer."""
+    return next((tensor.dtype for tensors in (module.parameters(), module.buffers()) for tensor in tensors), None)
+
+
+def names_in(part: str, names: Collection[str]) -> set[str]:
+    """Returns what names of a module's weights are called in one of its parts."""
+    prefix = f"{part}." if part else ""
+    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Puts a module in the place of a model's of this name."""
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, module)

@@ -1,0 +1,103 @@
+"""A packed row as microbatches: cut between documents that neither attention nor targets join.
+
+    one row                  a a a a a | b b | c c c c c | d d
+    as two microbatches      a a a a a | b b     c c c c c | d d
+
+Documents are where positions begin anew, as transformers finds them, and in `cu_seq_lens_*` where a caller gives them
+too. A document's last token predicts the next one's first unless labels leave it out: only where they do is a border.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..context_parallel.packed_sequences import POSITIONS, where_positions_begin
+from ..losses.targets import IGNORE_INDEX
+from .microbatches import batch_rows
+
+_TOKENS = 1
+_ENDS = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"}
+# Others may mean something else in a part: `logits_to_keep`; `is_causal`, which attention ignores beside a mask.
+_OF_ANY_PART = frozenset(
+    (
+        *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
+        *("num_items_in_batch", "ignore_index", *_ENDS.values()),
+    )
+)
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """One row of several documents.
+
+    Args:
+        arguments: of the call.
+        borders: tokens at which it may be cut, ascending.
+    """
+
+    arguments: Mapping[str, Any]
+    borders: tuple[int, ...]
+
+    @classmethod
+    def of_call(cls, arguments: Mapping[str, Any]) -> "PackedRow | None":
+        """Finds the documents of a call; `None` where it is no packed row that can be cut."""
+        positions = arguments.get(POSITIONS)
+        if batch_rows(arguments) != 1 or not isinstance(positions, Tensor) or positions.dim() != 2:
+            return None
+        length = positions.shape[_TOKENS]
+        if any(not _can_be_cut(name, value, length) for name, value in arguments.items()):
+            return None
+        may_cut = where_positions_begin(positions)[0]
+        may_cut[0] = False
+        if (ends := arguments.get("cu_seq_lens_q")) is not None:
+            may_cut &= torch.isin(torch.arange(length, device=may_cut.device), ends.to(may_cut.device))
+        labels = arguments.get("labels")
+        if arguments.get("shift_labels") is None and labels is not None:
+            may_cut &= (labels[0] == arguments.get("ignore_index", IGNORE_INDEX)).to(may_cut.device)
+        borders = may_cut.nonzero().flatten().tolist()
+        return cls(arguments, tuple(borders)) if borders else None
+
+    @property
+    def length(self) -> int:
+        """Tokens of the row."""
+        return self.arguments[POSITIONS].shape[_TOKENS]
+
+    def microbatches(self, count: int) -> list[dict[str, Any]]:
+        """Cuts the row where `count` equal shares of its tokens would end, or as near as documents allow.
+
+        There are fewer of them where a document is longer than its share.
+        """
+        wanted = (self.length * number / count for number in range(1, count))
+        nearest = {min((abs(border - place), border) for border in self.borders)[1] for place in wanted}
+        return [dict(self._part(start, stop)) for start, stop in pairwise((0, *sorted(nearest), self.length))]
+
+    def _part(self, start: int, stop: int) -> Iterator[tuple[str, Any]]:
+        for name, value in self.arguments.items():
+            if name in _ENDS and value is not None:
+                ends = value[(value >= start) & (value <= stop)] - start
+                yield name, ends
+                yield _ENDS[name], int(ends.diff().max())
+            elif name not in _ENDS.values() or self.arguments.get(_end_of(name)) is None:
+                yield name, value[:, start:stop] if isinstance(value, Tensor) and value.dim() > 1 else value
+
+
+def count_tokens(microbatch: Mapping[str, Any]) -> int:
+    """Counts the tokens of a packed row's part."""
+    return microbatch[POSITIONS].shape[_TOKENS]
+
+
+def _end_of(longest: str) -> str:
+    return next(ends for ends, name in _ENDS.items() if name == longest)
+
+
+def _can_be_cut(name: str, value: Any, length: int) -> bool:
+    if value is None or name in _ENDS or name in _OF_ANY_PART:
+        return True
+    if not isinstance(value, Tensor):
+        return False
+    # A mask of ones makes transformers take the documents for one.
+    return name != "attention_mask" and (value.dim() == 0 or tuple(value.shape[:2]) == (1, length))

@@ -1,0 +1,267 @@
+"""One step of a pipeline schedule played on what its stages cost: when each rank computes and waits; what it holds."""
+
+import dataclasses
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..core.spans import Span
+from ..diagnostics.timeline import Timeline
+from ..errors import ConfigError
+from .schedules import Action, Kind, Plan, computations, rank_of_stage, schedule
+
+_RECEIVES = {
+    Kind.FORWARD: "receive_forward",
+    Kind.BACKWARD: "receive_backward",
+    Kind.BACKWARD_INPUT: "receive_backward",
+}
+# What ends a microbatch's stay on a stage: its last gradients.
+_ENDS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+# Microbatches, in pipelines full of them, after which a schedule repeats itself.
+_SETTLED = 4
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Seconds that one stage takes for one microbatch.
+
+    Args:
+        forward (`float`): the forward.
+        inputs, weights (`float`): the two halves of a backward; one that is not split takes their sum.
+    """
+
+    forward: float
+    inputs: float
+    weights: float
+
+    def of(self, kind: Kind) -> float:
+        """Returns the seconds of a computation; 0 for a send or a receive, which do not occupy a rank."""
+        if kind is Kind.FORWARD:
+            return self.forward
+        if kind is Kind.BACKWARD:
+            return self.inputs + self.weights
+        return {Kind.BACKWARD_INPUT: self.inputs, Kind.BACKWARD_WEIGHT: self.weights}.get(kind, 0.0)
+
+
+class SimulatedSpan(NamedTuple):
+    """A computation of a rank, from `start` to `stop` in seconds after the step's begin."""
+
+    rank: int
+    action: Action
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """What `simulate` found.
+
+    Attributes:
+        spans: computations of each rank, in its order.
+        duration (`float`): seconds until the last rank has finished.
+        idle: seconds of each rank, of `duration`, in which it did not compute.
+        live: for each stage the most microbatches whose forward had run and whose last gradients had not.
+    """
+
+    spans: tuple[tuple[SimulatedSpan, ...], ...]
+    duration: float
+    idle: tuple[float, ...]
+    live: tuple[int, ...]
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time that they are idle."""
+        return sum(self.idle) / (len(self.idle) * self.duration) if self.duration else 0.0
+
+
+def simulate(
+    name: str,
+    ranks: int,
+    stages_per_rank: int,
+    microbatches: int,
+    costs: Sequence[StageCosts],
+    sends: float | Sequence[float] = 0.0,
+) -> SimulatedStep:
+    """Plays one step of a schedule.
+
+    A rank computes in the schedule's order and waits for what it needs at the moment it needs it. A send occupies no
+    rank, but the link between two ranks in its direction, on which one follows the other.
+
+    Args:
+        name, ranks, stages_per_rank, microbatches: as of `rank_actions`.
+        costs: of each stage, `ranks * stages_per_rank` of them.
+        sends (`float` or one for each pair of neighbouring stages, defaults to 0): seconds that an activation, or a
+            gradient, of a microbatch takes from one rank to another; nothing where both stages are one rank's.
+
+    Raises:
+        ConfigError: as of `check_schedule`; another number of costs or sends; an order in which ranks wait for ever.
+    """
+    orders = computations(name, ranks, stages_per_rank, microbatches)
+    return simulate_orders(orders, rank_of_stage(name, ranks, stages_per_rank), costs, sends)
+
+
+def simulate_orders(
+    orders: Plan, rank_of: Sequence[int], costs: Sequence[StageCosts], sends: float | Sequence[float] = 0.0
+) -> SimulatedStep:
+    """Plays what each rank computes as `simulate` does; sends and receives among the actions are left out.
+
+    Args:
+        orders: of each rank.
+        rank_of: the rank of each stage.
+        costs, sends: as of `simulate`.
+    """
+    crossings = _crossings(rank_of, costs, sends)
+    last, count = len(rank_of) - 1, len(orders)
+    waiting = [[action for action in order if not action.kind.communicates] for order in orders]
+    clocks, following = [0.0] * count, [0] * count
+    spans: list[list[SimulatedSpan]] = [[] for _ in orders]
+    # When the outputs of a stage have come to the next one, and its gradients of inputs to the one before.
+    arrived: dict[tuple[bool, int, int], float] = {}
+    blocked: dict[tuple[bool, int, int], int] = {}
+    free: dict[tuple[int, int], float] = {}
+    # Each rank is walked until it waits, and again when what it waits for is sent: no action is looked at twice.
+    ready = deque(range(count))
+    while ready:
+        rank = ready.popleft()
+        order, index, clock = waiting[rank], following[rank], clocks[rank]
+        while index < len(order):
+            action = order[index]
+            kind, stage, microbatch = action.kind, action.stage, action.microbatch
+            forward, start = kind is Kind.FORWARD, clock
+            if kind is not Kind.BACKWARD_WEIGHT and stage != (0 if forward else last):
+                needed = forward, stage, microbatch
+                if needed not in arrived:
+                    blocked[needed] = rank
+                    break
+                start = max(start, arrived.pop(needed))
+            clock = start + costs[stage].of(kind)
+            spans[rank].append(SimulatedSpan(rank, action, start, clock))
+            index += 1
+            other = stage + 1 if forward else stage - 1
+            if kind is Kind.BACKWARD_WEIGHT or not 0 <= other <= last:
+                continue
+            there, takes = clock, crossings[min(stage, other)]
+            if takes:
+                link = rank, rank_of[other]
+                there = free[link] = max(clock, free.get(link, 0.0)) + takes
+            arrived[forward, other, microbatch] = there
+            if (receiver := blocked.pop((forward, other, microbatch), None)) is not None:
+                ready.append(receiver)
+        following[rank], clocks[rank] = index, clock
+    _require_finished(waiting, following)
+    duration = max(clocks, default=0.0)
+    idle = tuple(duration - sum(span.stop - span.start for span in row) for row in spans)
+    return SimulatedStep(tuple(map(tuple, spans)), duration, idle, live_microbatches(orders, len(rank_of)))
+
+
+def _crossings(
+    rank_of: Sequence[int], costs: Sequence[StageCosts], sends: float | Sequence[float]
+) -> tuple[float, ...]:
+    """Returns the seconds from each stage to the next one, 0 on the same rank."""
+    stages = len(rank_of)
+    if len(costs) != stages:
+        raise ConfigError(f"costs of {len(costs)} stages: expected those of {stages}.")
+    each = [sends] * (stages - 1) if isinstance(sends, (int, float)) else list(sends)
+    if len(each) != stages - 1:
+        raise ConfigError(f"sends between {len(each)} pairs of stages: expected {stages - 1}, or one number.")
+    pairs = zip(each, rank_of[:-1], rank_of[1:], strict=True)
+    return tuple(0.0 if one == other else float(seconds) for seconds, one, other in pairs)
+
+
+def _require_finished(waiting: Sequence[Sequence[Action]], following: Sequence[int]) -> None:
+    stuck = [
+        f"rank {rank} at {order[index]}"
+        for rank, (order, index) in enumerate(zip(waiting, following, strict=True))
+        if index < len(order)
+    ]
+    if stuck:
+        raise ConfigError(f"a pipeline schedule in which ranks wait for ever: {', '.join(stuck)}.")
+
+
+def live_microbatches(orders: Plan, stages: int) -> tuple[int, ...]:
+    """Counts for each stage the most microbatches between their forward and their last gradients."""
+    live, most = [0] * stages, [0] * stages
+    for order in orders:
+        for action in order:
+            if action.kind is Kind.FORWARD:
+                live[action.stage] += 1
+                most[action.stage] = max(most[action.stage], live[action.stage])
+            elif action.kind in _ENDS:
+                live[action.stage] -= 1
+    return tuple(most)
+
+
+def most_held(order: Sequence[Action], size_of: Mapping[int, float]) -> float:
+    """Returns the most that the live microbatches of one rank's stages take together.
+
+    Args:
+        order: the rank's actions.
+        size_of: stage -> what one microbatch of it takes, in any unit.
+    """
+    held = most = 0.0
+    for action in order:
+        if action.kind is Kind.FORWARD:
+            held += size_of[action.stage]
+            most = max(most, held)
+        elif action.kind in _ENDS:
+            held -= size_of[action.stage]
+    return most
+
+
+def simulated_seconds(
+    name: str,
+    ranks: int,
+    stages_per_rank: int,
+    microbatches: int,
+    costs: Sequence[StageCosts],
+    sends: float | Sequence[float] = 0.0,
+) -> float:
+    """Returns `simulate`'s duration, of many microbatches from two steps with fewer of them.
+
+    Every schedule here repeats itself once a pipeline is full, so that each round of microbatches adds as much as the
+    one before: what a search asks for thousands of times takes milliseconds.
+    """
+    # Both leave the same rest when divided among the ranks, as the whole does.
+    more = _SETTLED * ranks * stages_per_rank + microbatches % ranks
+    few = more - ranks * stages_per_rank
+    runs = schedule(name).runs
+    if microbatches <= more or not all(runs(ranks, stages_per_rank, number) for number in (few, more)):
+        return simulate(name, ranks, stages_per_rank, microbatches, costs, sends).duration
+    rest = simulate(name, ranks, stages_per_rank, few, costs, sends).duration
+    full = simulate(name, ranks, stages_per_rank, more, costs, sends).duration
+    # Of unequal stages a pipeline may fill longer than that; its busiest rank is never faster.
+    own = [0.0] * ranks
+    for stage, rank in enumerate(rank_of_stage(name, ranks, stages_per_rank)):
+        own[rank] += sum(dataclasses.astuple(costs[stage]))
+    return max(full + (microbatches - more) * (full - rest) / (more - few), microbatches * max(own))
+
+
+def bubble(
+    name: str, ranks: int, stages_per_rank: int, microbatches: int, costs: tuple[float, float, float] = (1.0, 1.0, 1.0)
+) -> float:
+    """Returns the share of all ranks' time that a schedule leaves idle, without communication.
+
+    Args:
+        costs (`tuple[float, float, float]`): time of one stage's forward, gradient of inputs and gradient of weights.
+    """
+    stages = [StageCosts(*costs)] * max(0, ranks * stages_per_rank)
+    return simulate(name, ranks, stages_per_rank, microbatches, stages).bubble
+
+
+def simulated_timeline(step: SimulatedStep, name: str, microbatches: int) -> Timeline:
+    """Turns a simulated step into what `profile.timeline` draws; waiting for a neighbour is a receive, as recorded.
+
+    Args:
+        name, microbatches: of the schedule, as given to `simulate`.
+    """
+    rows = []
+    for row in step.spans:
+        spans, clock = [], 0.0
+        for _, action, start, stop in row:
+            if start > clock and action.kind in _RECEIVES:
+                spans.append(Span(_RECEIVES[action.kind], action.stage, action.microbatch, clock, start))
+            spans.append(Span(action.kind.value, action.stage, action.microbatch, start, stop))
+            clock = stop
+        rows.append(spans)
+    return Timeline(rows, name, len(rows), len(step.live), microbatches)

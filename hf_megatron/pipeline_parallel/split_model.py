@@ -1,0 +1,291 @@
+"""Cuts a model on the meta device: what another rank owns is replaced before anything is loaded for it."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..compat.class_mixin import stand_around
+from ..config import MegatronConfig
+from ..context_parallel.full_sequence_blocks import find_whole_blocks
+from ..core.axes import Axes
+from ..data_parallel.dynamic_rope import scales_by_length
+from ..errors import UnsupportedError
+from ..models.layers import LayerRow
+from ..models.spec import ModelSpec
+from .boundary import StageBoundary
+from .layers_per_stage import make_stages, require_features_on_first_stage
+from .module_mixins import (
+    ForeignBetween,
+    ForeignLayer,
+    ForeignOutput,
+    StagedBetween,
+    StagedInput,
+    StagedLayer,
+    convolves,
+    embeds_tokens,
+    hold_parts,
+    layer_indices,
+    output_width,
+)
+from .multi_part_layers import stand_for_parts
+from .off_stage_images import (
+    ForeignShapes,
+    ForeignTower,
+    StagedChange,
+    StagedPrefix,
+    call_in_first_stage,
+    kind_of_input,
+    required_images,
+)
+from .off_stage_module import Placeholder, first_dtype, replace_module
+from .partition import Stages
+from .pre_post_process import (
+    drop_ties,
+    find_around,
+    find_beside,
+    find_tied,
+    find_tied_before,
+    find_towers,
+    has_parameters,
+    put_head_last,
+)
+from .stage_payload import Carried
+from .support_checks import row_to_cut
+from .tied_layers import find_shared, hold_shared
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a model was cut.
+
+    Attributes:
+        layers: in the order in which they run.
+        before, between, after: names of the modules with parameters before the layers, behind those of an encoder, and
+            behind all.
+        beside: names of the first stage's parameters that belong to no module of its.
+        elsewhere: those of them that another rank has -> their shapes and dtypes.
+        tied: names of parameters that two ranks hold, the first and the last in most cases.
+        sources: names of tied weights -> those before the layers whose parameters they are.
+        holds_first: whether this rank holds the first stage.
+        mixes_documents: whether those of a packed row meet elsewhere than in attention.
+    """
+
+    boundary: StageBoundary
+    layers: LayerRow
+    before: tuple[str, ...]
+    between: tuple[str, ...]
+    after: tuple[str, ...]
+    beside: tuple[str, ...]
+    elsewhere: Mapping[str, torch.Tensor]
+    tied: tuple[str, ...]
+    sources: Mapping[str, str]
+    holds_first: bool
+    mixes_documents: bool
+
+    def require_order(self, model: nn.Module) -> None:
+        """Raises `UnsupportedError`, on all ranks alike, where a loop lists the layers otherwise than they were cut."""
+        # Modules that stand twice are their owner's children once.
+        layers = [layer for name in self.layers.lists for layer in model.get_submodule(name)._modules.values()]
+        places = [index for layer in layers if layer is not None for index in layer_indices(layer)]
+        if places != list(range(self.boundary.stages.ranges[-1][1])):
+            raise UnsupportedError(
+                f"{' and '.join(self.layers.lists)} lists the layers {places} of the model that was cut into pipeline "
+                "stages: none can be left out, moved or listed twice. Load the model with pp_size=1."
+            )
+
+    def refuse_added(self, model: nn.Module, known: Collection[str]) -> None:
+        """Raises `UnsupportedError`, on all ranks alike, where trained weights came to the model beside its stages.
+
+        Args:
+            known: names of the weights that were laid out, when the model was loaded or with an adapter.
+        """
+        lists = *self.layers.lists, *self.layers.parts
+        parts = tuple(f"{name}." for name in (*lists, *self.before, *self.between, *self.after))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and name not in known and not name.startswith(parts):
+                raise UnsupportedError(
+                    f"{name} came to a pipelined model after loading, and to none of its stages: every rank would "
+                    "train a copy of its own. Make it part of the model before from_pretrained(..., "
+                    "megatron_config=...), with a class of your own, freeze it, or load the model with pp_size=1."
+                )
+
+    def modules_of(self, model: nn.Module, stage: int) -> list[nn.Module]:
+        """Lists the modules with parameters of one of this rank's stages."""
+        start, stop = self.boundary.stages.ranges[stage]
+        names = [name for layer in range(start, stop) for name in self.layers.parts_of(layer)]
+        if stage == 0:
+            names = [*self.before, *names]
+        if start < self.layers.decoder <= stop:
+            names = [*names, *self.between]
+        if stage == len(self.boundary.stages.ranges) - 1:
+            names = [*names, *self.after]
+        return [model.get_submodule(name) for name in names]
+
+    def parameters_of(self, model: nn.Module, stage: int) -> list[nn.Parameter]:
+        """Lists the parameters of one of this rank's stages; a shared one may stand twice."""
+        beside = [model.get_parameter(name) for name in self.beside] if stage == 0 else []
+        return beside + [parameter for module in self.modules_of(model, stage) for parameter in module.parameters()]
+
+    def ends(self, model: nn.Module) -> list[nn.Module]:
+        """Lists the modules with parameters around the layers that run on this rank."""
+        used = (*(self.before if self.holds_first else ()), *self.between, *self.after)
+        modules = [model.get_submodule(name) for name in used]
+        return [module for module in modules if not isinstance(module, Placeholder) and has_parameters(module)]
+
+    def dtypes(self, model: nn.Module) -> tuple[torch.dtype | None, ...]:
+        """Lists dtypes that change on every rank when a module's does, its own or another's."""
+        return tuple(first_dtype(model.get_submodule(name)) for name in (*self.before, *self.layers.names))
+
+    def stages_of(self, parameter: str) -> str:
+        """Names the stages that hold a parameter."""
+        first = self.stage_of(parameter)
+        last = len(self.boundary.stages.ranges) - 1
+        return f"{first} and {last}" if parameter in self.tied else str(first)
+
+    def owner(self, name: str) -> int:
+        """Returns the pipeline rank that a weight or buffer belongs to; of a tied weight the first stage's."""
+        return self.boundary.stages.rank_of[self.stage_of(name)]
+
+    def stage_of(self, parameter: str) -> int:
+        """Returns the stage that owns a parameter; a tied one belongs to the first."""
+        if (layer := self.layers.layer_of(parameter)) is not None:
+            return self.boundary.stages.stage_of_layer(layer)
+        if any(parameter.startswith(f"{module}.") for module in self.between):
+            return self.boundary.stages.stage_of_layer(self.layers.decoder - 1)
+        behind = any(parameter.startswith(f"{module}.") for module in self.after)
+        return len(self.boundary.stages.ranges) - 1 if behind else 0
+
+
+def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
+    """Leaves of a meta model what this rank's stages need.
+
+    Raises `UnsupportedError` for a model that is no single stack, `ConfigError` for stages that do not fit its layers.
+    """
+    row = row_to_cut(model, spec, config, axes)
+    layers = [model.get_submodule(name) for name in row.names]
+    put_head_last(model, row.lists[0])
+    in_parts = [nn.ModuleList(map(model.get_submodule, row.parts_of(layer))) for layer in range(len(layers))]
+    stages = make_stages(model, in_parts if row.parts else layers, config)
+    require_features_on_first_stage(model, stages)
+    boundary = StageBoundary(stages, Carried.of(spec, layers, row.decoder))
+    mixes_documents = scales_by_length(model.config) or bool(find_whole_blocks(model, spec, row.lists[-1]))
+    owned = stages.of_rank(axes.rank("pp"))
+    holds_first, holds_last = 0 in owned, len(stages.ranges) - 1 in owned
+    around = find_around(model, row, spec)
+    before, between, after = around.before, around.between, around.after
+    beside = find_beside(model, row, spec)
+    tied = find_tied(model, before, after)
+    tied_before = find_tied_before(model, before)
+    shared_layers = find_shared(model, row, stages, config, axes)
+    if tied_before and config.zero_stage == 3 and axes.size("dp_cp") > 1:
+        raise UnsupportedError(
+            f"MegatronConfig.pp_size = {config.pp_size} with zero_stage = 3: {', '.join(tied_before)} of "
+            f"{type(model).__name__} are {next(iter(tied_before.values()))}, which FSDP2 would split as weights of "
+            "their own. Use zero_stage 1 or 2."
+        )
+    if inside := [source for target, source in tied.items() if not _can_be_held(model, target, source, before)]:
+        raise UnsupportedError(
+            f"MegatronConfig.pp_size = {config.pp_size}: the head of {type(model).__name__} is tied to {inside[0]}, a "
+            "part of what comes before the layers, which only the first stage has. Load it with pp_size=1, or with "
+            "tie_word_embeddings=False."
+        )
+
+    away: dict[str, nn.Module] = {}
+    for index, (name, layer) in enumerate(zip(row.names, layers, strict=True)):
+        place = None if stages.stage_of_layer(index) in owned else _place(stages, stages.stage_of_layer(index))
+        if place is None:
+            stand_around(layer, StagedLayer, _stage_boundary=boundary, _layer_index=index)
+        else:
+            replace_module(model, name, ForeignLayer(layer, place, boundary, index))
+            away[name] = layer
+        away |= stand_for_parts(model, row.parts_of(index)[:-1], index, boundary, place)
+    hold_shared(model, row, away, set(shared_layers.values()))
+    towers = find_towers(model)
+    for module_name in before:
+        module = model.get_submodule(module_name)
+        if module_name in towers and module_name not in spec.prefixes:
+            if not holds_first:
+                replace_module(model, module_name, ForeignTower(module_name, module, _place(stages, 0), boundary))
+            elif required_images(model.forward):
+                # Other forwards leave it out in later stages of this rank, which get no images.
+                call_in_first_stage(module, boundary)
+            continue
+        runs_everywhere = module_name in spec.on_all_stages
+        is_prefix = module_name in spec.prefixes or (row.decoder > 0 and convolves(module) and not runs_everywhere)
+        if is_prefix and holds_first:
+            stand_around(module, StagedPrefix, _stage_boundary=boundary)
+            continue
+        needed_by_head = [name for name in tied.values() if holds_last and name.startswith(f"{module_name}.")]
+        if runs_everywhere and (holds_first or len(needed_by_head) == len([*module.parameters()])):
+            continue
+        if (holds_first or needed_by_head) and not is_prefix:
+            width = output_width(module)
+            if not holds_first:
+                needed = [name.removeprefix(f"{module_name}.").split(".") for name in needed_by_head]
+                if all(len(path) > 1 for path in needed):
+                    parts_of_head = {path[0] for path in needed}
+                    hold_parts(module, parts_of_head, module_name, _place(stages, 0), boundary)
+            stand_around(module, StagedInput, _stage_boundary=boundary, _name=module_name, _width=width)
+        else:
+            kind = kind_of_input(module, is_prefix=is_prefix, runs_everywhere=runs_everywhere)
+            replace_module(model, module_name, kind(module_name, module, _place(stages, 0), boundary))
+    for module_name in between:
+        module, stage = model.get_submodule(module_name), stages.stage_of_layer(row.decoder - 1)
+        if stage in owned:
+            mixin = StagedChange if convolves(module) else StagedBetween
+            stand_around(module, mixin, _stage_boundary=boundary, _stage=stage, _width=output_width(module))
+        else:
+            standing = ForeignShapes if convolves(module) else ForeignBetween
+            replace_module(model, module_name, standing(module_name, module, _place(stages, stage), boundary))
+    for module_name in after if not holds_last else ():
+        module, place = model.get_submodule(module_name), _place(stages, len(stages.ranges) - 1)
+        replace_module(model, module_name, ForeignOutput(module_name, module, place, boundary))
+    absent = {side for side, is_held in (("before", holds_first), ("after", holds_last)) if not is_held}
+    if absent or away:
+        drop_ties(model, absent, around, away)
+    elsewhere = {} if holds_first else {weight: _take_away(model, weight) for weight in beside}
+    crossing = stages.rank_of[0] != stages.rank_of[-1]
+    shared = sorted({*(tied.values() if crossing else ()), *shared_layers.values()})
+    parts = (
+        tuple(before),
+        tuple(between),
+        tuple(after),
+        tuple(beside),
+        MappingProxyType(elsewhere),
+        tuple(shared),
+        MappingProxyType(tied | tied_before | shared_layers),
+    )
+    return Cut(boundary, row, *parts, holds_first, mixes_documents)
+
+
+def _can_be_held(model: nn.Module, target: str, source: str, before: list[str]) -> bool:
+    """Tells whether the last stage can hold a weight before the layers for its head: of a module, or of a table in it.
+
+    A weight is known by its first name, which has to be the same on both ends.
+    """
+    table = source.rpartition(".")[0]
+    embeddings = table.rpartition(".")[0]
+    if table in before or embeddings not in before:
+        return table in before
+    names = [name for name, _ in model.named_modules()]
+    comes_first = names.index(table) < names.index(target.rpartition(".")[0])
+    return comes_first and embeds_tokens(model.get_submodule(embeddings))
+
+
+def _place(stages: Stages, stage: int) -> str:
+    return f"lies on stage {stage} of the pipeline, pp rank {stages.rank_of[stage]}"
+
+
+def _take_away(model: nn.Module, weight: str) -> torch.Tensor:
+    """Leaves no parameter of a name for a loader to fill; returns what it was."""
+    path, _, name = weight.rpartition(".")
+    owner = model.get_submodule(path)
+    parameter = owner.get_parameter(name)
+    owner._parameters[name] = None
+    # Nor one to draw weights for.
+    owner._is_hf_initialized = True  # type: ignore[assignment]
+    return parameter

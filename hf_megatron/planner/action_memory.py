@@ -1,0 +1,199 @@
+"""What each action of a pipeline schedule allocates and sends, measured once and played over whole schedules."""
+
+import functools
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from ..diagnostics.allocation_tracker import StepLedger
+from ..pipeline_parallel import p2p
+from ..pipeline_parallel.executor import Execution
+from ..pipeline_parallel.schedules import Action, Kind, Plan, Schedule, rank_of_stage
+
+Collectives = Mapping[tuple[str, str], tuple[int, int]]
+_SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+_HALVES = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+# The first gradients of a stage make what later ones are added to, and the last ones are reduced.
+_FIRST, _BETWEEN, _LAST = "first", "between", "last"
+_Key = tuple[Kind, int, str]
+# The microbatch whose backward is measured as a whole, where others are in halves.
+_WHOLE = 2
+
+
+@dataclass(frozen=True)
+class ActionFigures:
+    """What one action does to a rank's memory, in bytes, and what it communicates.
+
+    Attributes:
+        peak: the most that was there while it ran, above what was there when it began.
+        left: what was there when it ended, above that; negative where it frees.
+        collectives: (group, operation) -> number of calls and bytes of their largest tensors.
+    """
+
+    peak: int
+    left: int
+    collectives: Collectives = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes of a step, and when: an action of the schedule, or `None` for before or after it."""
+
+    size: int
+    action: Action | None
+
+
+@dataclass
+class StepOfActions:
+    """A step as it was measured: its actions, and what was there around them.
+
+    Attributes:
+        figures: of each kind of action of this rank's stages.
+        microbatches: how many were measured.
+        before: bytes when the first action began.
+        around: the most bytes before the first and after the last action.
+        collectives_around: as of `ActionFigures`, before the first and after the last action.
+    """
+
+    figures: dict[_Key, ActionFigures] = field(default_factory=dict)
+    microbatches: int = 0
+    before: int = 0
+    around: int = 0
+    collectives_around: Collectives = field(default_factory=dict)
+
+    def of(self, kind: Kind, stage: int, place: str) -> ActionFigures:
+        """Returns the figures of an action like those that were measured."""
+        if (kind, stage, place) in self.figures:
+            return self.figures[kind, stage, place]
+        # A whole backward, where the first and the last that were measured were in halves.
+        usual = self.figures[kind, stage, _BETWEEN]
+        more, less = ([self.figures[half, stage, where] for half in _HALVES] for where in (place, _BETWEEN))
+        left = sum(half.left for half in more) - sum(half.left for half in less)
+        peak = max(usual.peak, usual.left + left)
+        collectives = functools.reduce(_sum, (half.collectives for half in more))
+        return ActionFigures(peak, usual.left + left, collectives)
+
+    def moved_to(self, stages: Sequence[int]) -> "StepOfActions":
+        """Returns the same figures for a rank of the same kind that holds other stages, in the same order."""
+        own = sorted({stage for _, stage, _ in self.figures})
+        other = dict(zip(own, stages, strict=True))
+        figures = {(kind, other[stage], first): found for (kind, stage, first), found in self.figures.items()}
+        return replace(self, figures=figures)
+
+    def peak_of(self, actions: Sequence[Action]) -> Peak:
+        """Plays the actions of a rank, in order, on what each kind of them was measured to allocate."""
+        total, peak = self.before, Peak(self.around, None)
+        sends: deque[int] = deque()
+        for action, place in _placed(actions):
+            found = self.of(action.kind, action.stage, place)
+            if total + found.peak > peak.size:
+                peak = Peak(total + found.peak, action)
+            if action.kind in _SENDS:
+                # What is sent is let go of a little later.
+                sends.append(found.left)
+                total += sends.popleft() if len(sends) > p2p.IN_FLIGHT else 0
+            else:
+                total += found.left
+        return peak
+
+    def collectives_of(self, actions: Sequence[Action]) -> dict[tuple[str, str], tuple[int, int]]:
+        """Adds up what the actions of a rank communicate, and what is communicated around them."""
+        calls, sizes = _counted(self.collectives_around)
+        for action, place in _placed(actions):
+            own = _counted(self.of(action.kind, action.stage, place).collectives)
+            calls += own[0]
+            sizes += own[1]
+        return {name: (calls[name], sizes[name]) for name in sorted(calls)}
+
+
+def _placed(actions: Sequence[Action]) -> Iterator[tuple[Action, str]]:
+    """Yields actions and whether they are the first or the last of their kind and stage; two halves are one kind."""
+    kinds = [(_HALVES[1] if action.kind is Kind.BACKWARD else action.kind, action.stage) for action in actions]
+    first = {kind: index for index, kind in reversed([*enumerate(kinds)])}
+    last = {kind: index for index, kind in enumerate(kinds)}
+    for index, (action, kind) in enumerate(zip(actions, kinds, strict=True)):
+        yield action, _FIRST if index == first[kind] else _LAST if index == last[kind] else _BETWEEN
+
+
+def _counted(collectives: Collectives) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+    return (
+        Counter({name: calls for name, (calls, _) in collectives.items()}),
+        Counter({name: size for name, (_, size) in collectives.items()}),
+    )
+
+
+def one_at_a_time(schedule: Schedule) -> Schedule:
+    """Returns a schedule of the same stages in which each microbatch goes forward and backward before the next.
+
+    It asks for no number of microbatches, and no more of them than are measured are ever there.
+    """
+
+    def orders(ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
+        rank_of = rank_of_stage(schedule.name, ranks, stages_per_rank)
+        found: list[list[Action]] = [[] for _ in range(ranks)]
+        for microbatch in range(microbatches):
+            for stage, rank in enumerate(rank_of):
+                found[rank].append(Action(Kind.FORWARD, stage, microbatch))
+            # There are schedules that do some in halves and some as a whole, but the first and the last.
+            kinds = _HALVES if schedule.splits_backward and microbatch != _WHOLE else (Kind.BACKWARD,)
+            for stage, rank in reversed([*enumerate(rank_of)]):
+                found[rank] += [Action(kind, stage, microbatch) for kind in kinds]
+        return tuple(map(tuple, found))
+
+    return replace(schedule, orders=orders, runs=lambda *_: True)
+
+
+def microbatches_to_measure(schedule: Schedule) -> int:
+    """Returns how many show all that `StepOfActions` knows: the first, the last, and one for each kind of others."""
+    return 4 if schedule.splits_backward else 3
+
+
+@contextmanager
+def measured_actions(step: StepOfActions, ledger: StepLedger) -> Iterator[None]:
+    """Measures the actions of one step, which runs inside, by a ledger that counts them."""
+    original, in_flight = Execution.do, p2p.IN_FLIGHT
+    # What an action frees is not to hang on how many others have run.
+    p2p.IN_FLIGHT = 0
+    done: list[tuple[Action, ActionFigures]] = []
+    sent: list[Collectives] = []
+    most_around = [ledger.window()[1]]
+
+    def do(execution: Execution, action: Action) -> None:
+        before, most = ledger.window()
+        if not done:
+            step.before = before
+            most_around.append(most)
+        sent.append(dict(ledger.figures.collectives))
+        original(execution, action)
+        after, most = ledger.window()
+        own = _difference(ledger.figures.collectives, sent[-1])
+        sent[1:] = [dict(ledger.figures.collectives)]
+        done.append((action, ActionFigures(most - before, after - before, own)))
+
+    Execution.do = do  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        Execution.do, p2p.IN_FLIGHT = original, in_flight  # type: ignore[method-assign]
+    most_around.append(ledger.window()[1])
+    step.around = max(most_around[1:])
+    if done:
+        step.collectives_around = _sum(sent[0], _difference(ledger.figures.collectives, sent[-1]))
+    step.microbatches = len({action.microbatch for action, _ in done})
+    for (action, place), (_, figures) in zip(_placed([action for action, _ in done]), done, strict=True):
+        step.figures[action.kind, action.stage, place] = figures
+
+
+def _difference(now: Collectives, before: Collectives) -> Collectives:
+    found = {}
+    for name, (calls, size) in now.items():
+        old_calls, old_size = before.get(name, (0, 0))
+        if calls > old_calls:
+            found[name] = calls - old_calls, size - old_size
+    return found
+
+
+def _sum(one: Collectives, other: Collectives) -> Collectives:
+    calls, sizes = (a + b for a, b in zip(_counted(one), _counted(other), strict=True))
+    return {name: (calls[name], sizes[name]) for name in calls}

@@ -1,1 +1,0 @@
-"""What the ranks of a pipeline did when: recorded, gathered and drawn."""

@@ -1,0 +1,125 @@
+"""What counts heads outside the linears: tensors the model makes for all heads, and lists of one norm per head."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..core.communication.collectives import copy_to_ranks
+from ..core.communication.mean_grad_ops import sum_over_ranks
+from ..core.mesh import ParallelMesh
+from ..errors import PlanError, UnsupportedError
+from .local_parameters import local_view
+
+
+@dataclass
+class LocalArguments:
+    """Cuts arguments of an attention block to this rank's heads: alibi, a mask that carries it, learned biases.
+
+    Args:
+        names (`tuple[str, ...]`): the arguments, each `None`, `[batch, heads, ...]` or `[batch * heads, 1, ...]`; a
+            4-dim tensor with one entry for all heads stays as it is.
+        heads (`int`): heads of the whole model.
+        mesh (`ParallelMesh`): over whose tp ranks gradients of what is learned are summed.
+    """
+
+    names: tuple[str, ...]
+    heads: int
+    mesh: ParallelMesh
+
+    def install(self, block: nn.Module) -> None:
+        block.register_forward_pre_hook(self._enter, with_kwargs=True)
+
+    def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        places = {name: place for place, name in enumerate(inspect.signature(block.forward).parameters)}
+        positional, named, missing = list(args), dict(kwargs), []
+        for name in self.names:
+            if name in named:
+                named[name] = self._cut(name, named[name])
+            elif places.get(name, len(args)) < len(args):
+                positional[places[name]] = self._cut(name, positional[places[name]])
+            else:
+                missing.append(name)
+        if missing:
+            raise UnsupportedError(f"{type(block).__name__} was called without arguments {', '.join(missing)}.")
+        return tuple(positional), named
+
+    def _cut(self, name: str, value: Tensor | None) -> Tensor | None:
+        if value is None or (value.dim() == 4 and value.shape[1] == 1):
+            return value
+        value = copy_to_ranks(value, self.mesh.tp_group)
+        share, rank = self.heads // self.mesh.tp_size, self.mesh.tp_rank
+        if value.dim() == 4 and value.shape[1] == self.heads:
+            return value.narrow(1, rank * share, share)
+        if value.dim() == 3 and value.shape[0] % self.heads == 0:
+            per_head = value.unflatten(0, (-1, self.heads))
+            return per_head.narrow(1, rank * share, share).flatten(0, 1)
+        raise UnsupportedError(f"argument {name!r} of shape {tuple(value.shape)} does not show its {self.heads} heads.")
+
+
+class NormPerHead(nn.Module):
+    """One `nn.LayerNorm` per head in `norms`: `[batch, heads / tp, sequence, head_dim]` -> the same shape.
+
+    Every rank keeps all norms, so that names do not depend on the layout, and uses those of its heads. With fewer
+    key/value heads than ranks neighbouring ranks use the same ones.
+    """
+
+    mesh: ParallelMesh
+    norms: nn.ModuleList
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weights = [local_view(norm._parameters["weight"]) for norm in self.norms]
+        weight = copy_to_ranks(torch.stack(weights), self.mesh.tp_group)  # type: ignore[arg-type]
+        heads = hidden_states.shape[1]
+        copies = self.mesh.tp_size * heads // len(self.norms)
+        weight = weight.narrow(0, self.mesh.tp_rank // copies * heads, heads)
+        normed = F.layer_norm(hidden_states, hidden_states.shape[-1:], eps=self.norms[0].eps)  # type: ignore[arg-type]
+        return normed * weight.unsqueeze(1)
+
+
+class NormOfRanks(nn.Module):
+    """An RMS norm over the features of all ranks: `[..., features of this rank]` -> the same shape.
+
+    Attributes:
+        width: features of all ranks, which need not have equally many.
+    """
+
+    mesh: ParallelMesh
+    width: int
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        numbers = hidden_states.float()
+        squares = sum_over_ranks(numbers.pow(2).sum(-1, keepdim=True), self.mesh.tp_group) / self.width
+        return self.weight * (numbers * torch.rsqrt(squares + self.variance_epsilon)).to(hidden_states.dtype)
+
+
+def norm_of_all_ranks(norm: Any, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    """Returns the forward of an RMS norm over the features of all ranks, each of which has as many."""
+
+    def forward(hidden: Tensor) -> Tensor:
+        numbers = hidden.float()
+        squares = sum_over_ranks(numbers.pow(2).mean(-1, keepdim=True), group) / dist.get_world_size(group)
+        return norm.weight * (numbers * torch.rsqrt(squares + norm.variance_epsilon)).to(hidden.dtype)
+
+    return forward
+
+
+def check_norm_of_ranks(module: nn.Module, name: str) -> None:
+    """Raises `PlanError` when the module is no RMS norm as transformers has them."""
+    if "variance_epsilon" not in vars(module) or [*module._parameters] != ["weight"]:
+        raise PlanError(f"{name}: {type(module).__name__} is no RMS norm with a weight alone, for 'norm_of_ranks'.")
+
+
+def check_norm_per_head(module: nn.Module, name: str) -> None:
+    """Raises `PlanError` when the module is not a list of `nn.LayerNorm` without bias."""
+    norms = module._modules.get("norms")
+    plain = isinstance(norms, nn.ModuleList) and all(type(n) is nn.LayerNorm and n.bias is None for n in norms)
+    if not plain:
+        raise PlanError(f"{name}: {type(module).__name__} lacks `norms`, LayerNorms without bias, for 'norm_per_head'.")

@@ -1,0 +1,57 @@
+"""Around a whole model's forward: claims checked, outputs refused that no rank has in full."""
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..core.off_stage import own_parameters
+from ..errors import PlanError, UnsupportedError
+from .quantization.weight import QuantizedWeight
+
+
+class ClaimCheck:
+    """Every parameter is claimed and filled: after loading, and again before the first optimizer step can happen."""
+
+    def __init__(self, claimed: Container[str]):
+        self.claimed = claimed
+        self.done = False
+
+    def install(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self._enter)
+
+    def _enter(self, model: nn.Module, args: tuple) -> None:
+        if model.training and not self.done:
+            self.check(model)
+            self.done = True
+
+    def check(self, model: nn.Module) -> None:
+        """Raises `PlanError` for a parameter without a claim, or one that was not loaded as planned."""
+        for name, parameter in own_parameters(model):
+            if name not in self.claimed:
+                raise PlanError(
+                    f"{name} appeared after the plan was made; nobody claims it. Add modules before loading."
+                )
+            if not isinstance(parameter, DTensor | QuantizedWeight) or parameter.device.type == "meta":
+                raise PlanError(f"{name} is not laid out as planned: {type(parameter).__name__} on {parameter.device}.")
+
+
+class RefusedOutputs:
+    """Refuses outputs that would be one rank's part.
+
+    Args:
+        reasons: name of the argument that asks for an output -> why it is refused, and what to do.
+    """
+
+    def __init__(self, reasons: Mapping[str, str]):
+        self.reasons = reasons
+
+    def install(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self._enter, with_kwargs=True)
+
+    def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        for name, reason in self.reasons.items():
+            wanted = kwargs.get(name)
+            if wanted or (wanted is None and getattr(model.config, name, False)):
+                raise UnsupportedError(f"{type(model).__name__}(..., {name}=True): {reason}")

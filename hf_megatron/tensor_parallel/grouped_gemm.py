@@ -1,0 +1,98 @@
+"""Which widths experts may have on a rank: torch's grouped matrix product takes rows of whole 16 bytes only."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..compat.patch_registry import Shared
+from ..compat.upstream import uses_grouped_product
+from ..core.axes import Axes
+from ..core.placement import Claim
+from ..errors import ConfigError
+
+_BYTES = 16
+
+
+@dataclass(frozen=True)
+class SplitWidth:
+    """One split dim of an expert's weights.
+
+    Attributes:
+        name: of the parameter.
+        whole: entries of the dim in one process.
+        local: of each tp rank.
+    """
+
+    name: str
+    whole: int
+    local: tuple[int, ...]
+
+    def fits(self, dtype: torch.dtype) -> bool:
+        return all(width * dtype.itemsize % _BYTES == 0 for width in self.local)
+
+
+def split_widths(claims: Iterable[Claim], axes: Axes) -> tuple[SplitWidth, ...]:
+    """Lists the split dims of those of one module's parameters that are `[experts, rows, columns]`."""
+    tp_ranks = [axes.of_rank(rank) for rank in axes.ranks("tp")]
+    return tuple(
+        SplitWidth(
+            claim.name,
+            claim.shape[split.dim],
+            tuple(claim.placement.local_shape(claim.shape, seen)[split.dim] for seen in tp_ranks),
+        )
+        for claim in claims
+        if len(claim.shape) == 3
+        for split in claim.placement.splits
+        if split.axis == "tp"
+    )
+
+
+def require_expert_widths(model: nn.Module, claims: Mapping[str, Claim], axes: Axes) -> None:
+    """Raises `ConfigError` where a planned model's experts would have widths that they cannot compute with."""
+    for name, module in model.named_modules():
+        if uses_grouped_product(module):
+            own = [claims[f"{name}.{parameter}"] for parameter in module._parameters]
+            _require(module, split_widths(own, axes), next(module.parameters()).dtype, axes.size("tp"))
+
+
+class GroupedWidths(Shared):
+    """Hook of experts that looks at their widths again, after a cast or another choice of product."""
+
+    def __init__(self, widths: tuple[SplitWidth, ...], tp_size: int):
+        self.widths, self.tp_size = widths, tp_size
+        self.seen: torch.dtype | None = None
+
+    def install(self, experts: nn.Module) -> None:
+        experts.register_forward_pre_hook(self._enter)
+
+    def _enter(self, experts: nn.Module, args: tuple) -> None:
+        dtype = next(iter(experts._parameters.values())).dtype  # type: ignore[union-attr]
+        # Compiled, only bfloat16 is multiplied by torch's product.
+        if dtype == self.seen or (torch.compiler.is_compiling() and dtype != torch.bfloat16):
+            return
+        if uses_grouped_product(experts):
+            _require(experts, self.widths, dtype, self.tp_size)
+            self.seen = dtype
+
+
+def _require(experts: Any, widths: tuple[SplitWidth, ...], dtype: torch.dtype, tp_size: int) -> None:
+    odd = sorted((width for width in widths if not width.fits(dtype)), key=lambda width: width.whole)
+    if not odd:
+        return
+    entries, first = _BYTES // dtype.itemsize, odd[0]
+    fields = [name for name, value in experts.config.to_dict().items() if value == first.whole and "inter" in name]
+    sizes = [
+        size
+        for size in range(1, tp_size)
+        if all(width.whole % size == 0 and width.whole // size % entries == 0 for width in odd)
+    ]
+    raise ConfigError(
+        f"MegatronConfig.tp_size = {tp_size}: of {first.name}, {first.whole} wide"
+        + (f" (config.{fields[0]})" if fields else "")
+        + f", a rank has {min(first.local)}, and experts_implementation='grouped_mm' multiplies multiples of {entries} "
+        f"entries of {dtype} only. Load the model with experts_implementation='eager' or 'batched_mm'"
+        + (f", or with a tp_size among {sizes}." if len(sizes) > 1 else ".")
+    )

@@ -1,0 +1,138 @@
+"""The regions of a whole model, made from its structure."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.utils import ModelOutput
+
+from ..compat.patch_registry import Shared
+from ..core.communication.rng import RandomStreams
+from ..core.off_stage import computes_here
+from ..models.name_patterns import lookup
+from .gathered_input import GatheredInputs
+from .layer_rng import draw_alone
+from .per_token_arguments import SequenceArguments
+from .region import SEQUENCE_DIM, SequenceStack, UniformRegion, WholeSequenceRegion
+from .structure import Structure
+from .styles import style
+
+ROUTER_LOGITS = "router_logits"
+# Ends the names of rates at which layers are left out.
+_LAYERDROP = "layerdrop"
+
+
+class Regions(Shared):
+    """All regions of a model; with `sequence_parallel` the residual stream between blocks is split.
+
+    With `packs` layers of a split sequence keep shards and what can be computed again for backward.
+
+    Attributes:
+        of_linear: column or row linear -> the uniform region that it reads or ends.
+    """
+
+    def __init__(
+        self,
+        structure: Structure,
+        styles: Mapping[str, str],
+        group: dist.ProcessGroup,
+        streams: RandomStreams,
+        *,
+        sequence_parallel: bool,
+        packs: bool,
+        token_dim: int = SEQUENCE_DIM,
+        streams_before: bool = False,
+    ):
+        self.group, self.streams = group, streams
+        stacks = structure.stacks if sequence_parallel else ()
+        self.stacks = {
+            name: SequenceStack(group, token_dim=token_dim, streams_before=streams_before) for name in stacks
+        }
+        self.whole = structure.whole if sequence_parallel else {}
+        inputs = GatheredInputs(token_dim, group) if packs else None
+        self.uniform = {
+            block: UniformRegion(group, streams, self.stacks.get(structure.stack_of.get(block, "")), inputs)
+            for block in structure.uniform
+        }
+        self.of_linear = {row: self.uniform[block] for block, row in structure.uniform.items()}
+        for block, region in self.uniform.items():
+            inside = (name for name in styles if f"{name}.".startswith(f"{block}."))
+            self.of_linear |= {name: region for name in inside if style(styles[name]).is_column}
+
+    def install(
+        self,
+        model: Any,
+        arguments: Mapping[str, int],
+        token_inputs: Mapping[str, tuple[str, ...]],
+        whole: Mapping[str, str] | None = None,
+        whole_before: tuple[int, ...] = (),
+    ) -> Callable[[Tensor, str], Tensor] | None:
+        """Puts the hooks in their places; returns what ends a stack where a stage ends inside of it.
+
+        That takes hidden states `[batch, sequence, hidden]` and the name of the list of layers.
+
+        Args:
+            arguments: further arguments of the layers that are split along the sequence -> its dim in them.
+            token_inputs: patterns of blocks -> further arguments of theirs that are joined along it.
+            whole: arguments of the layers that are refused beside a part of the sequence -> why.
+            whole_before: numbers of the layers before which a loop reads whole hidden states.
+        """
+        for block, region in self.uniform.items():
+            region.install(model.get_submodule(block))
+        for block, name in self.whole.items():
+            further = lookup(block, token_inputs) or ()
+            WholeSequenceRegion(self.stacks[name], self.streams, further).install(model.get_submodule(block))
+        for name, stack in self.stacks.items():
+            layers: Any = model.get_submodule(name)
+            stack.may_leave_out = leaves_layers_out(model.config)
+            stack.install(layers, whole_before)
+            owned = list(filter(computes_here, layers))
+            for layer in owned:
+                draw_alone(layer, self.streams)
+            if arguments or whole:
+                SequenceArguments(arguments, self.group, whole or {}).install(owned)
+        if self.stacks:
+            model.register_forward_pre_hook(self._require_ends)
+            for name in self.stacks:
+                _around_layers(model, name).register_forward_hook(functools.partial(self._require_left, name))
+        return self._leave_split if self.stacks else None
+
+    def _leave_split(self, hidden_states: Tensor, layers: str) -> Tensor:
+        return self.stacks[layers].leave_split(hidden_states) if layers in self.stacks else hidden_states
+
+    def joined_rows(self, part: Any) -> Any:
+        """Joins what has an entry for each token of this rank in layers whose sequence is split, `[tokens, ...]`."""
+        for stack in self.stacks.values():
+            part = stack.joined_rows(part)
+        return part
+
+    def join_router_logits(self, model: Any, args: tuple, output: Any) -> None:
+        """Forward hook of a model whose routers see pieces of the sequence: makes what it returns of them whole."""
+        if isinstance(output, ModelOutput) and isinstance(parts := output.get(ROUTER_LOGITS), tuple):
+            output[ROUTER_LOGITS] = tuple(map(self.joined_rows, parts))
+
+    def _require_ends(self, model: Any, args: tuple) -> None:
+        for name, stack in self.stacks.items():
+            stack.is_inside = False
+            stack.require_ends(model.get_submodule(name), name)
+
+    def _require_left(self, name: str, around: nn.Module, args: tuple, output: Any) -> None:
+        self.stacks[name].require_left(name)
+
+
+def leaves_layers_out(config: PreTrainedConfig) -> bool:
+    """Tells whether a model, or a part of it, leaves out layers at random in training."""
+    parts = (part for part in vars(config).values() if isinstance(part, PreTrainedConfig))
+    own = (value for name, value in vars(config).items() if name.endswith(_LAYERDROP))
+    return any(own) or any(map(leaves_layers_out, parts))
+
+
+def _around_layers(model: Any, stack: str) -> nn.Module:
+    """Returns the module around a stack whose forward ends behind its last layer, on the stage that has it."""
+    if model.base_model is not model or "." not in stack:
+        return model.base_model
+    # Of a model beside its towers.
+    return model.get_submodule(stack.partition(".")[0])

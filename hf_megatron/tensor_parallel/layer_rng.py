@@ -1,0 +1,63 @@
+"""Where random numbers are drawn, whoever draws them.
+
+| where | stream |
+|---|---|
+| before, between and behind layers | replicated |
+| inside a layer | replicated; with a split sequence the rank's own |
+| inside a block on the whole sequence, and before its column linears | replicated |
+| behind a column linear, until the ranks' parts are added up | the rank's own |
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..compat.patch_registry import Shared
+from ..core.communication.rng import RandomStreams, broadcast_state
+
+
+class OneRandomState(Shared):
+    """Starts every training forward from the same random state on all ranks, whatever seeds the user set.
+
+    Args:
+        before (`Callable`, *optional*): called first.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup, before: Callable[[], None] | None = None):
+        self.device, self.group, self.before = device, group, before
+
+    def install(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self._enter)
+
+    def _enter(self, model: nn.Module, args: tuple) -> None:
+        if model.training or torch.is_grad_enabled():
+            if self.before is not None:
+                self.before()
+            broadcast_state(self.device, self.group, of_host=True)
+
+
+@functools.cache
+def _on_own_stream(base: Any) -> type[nn.Module]:
+    @functools.wraps(base.forward)
+    def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not layer.training:
+            return base.forward(layer, *args, **kwargs)
+        layer._random_streams.use_own()
+        output = base.forward(layer, *args, **kwargs)
+        layer._random_streams.use_replicated()
+        return output
+
+    return type(base.__name__, (base,), {"forward": forward})
+
+
+def draw_alone(layer: nn.Module, streams: RandomStreams) -> None:
+    """Lets a layer of a split sequence draw from the rank's own stream.
+
+    A subclass rather than hooks: transformers recomputes `forward`, and there the stream has to be switched again.
+    """
+    object.__setattr__(layer, "_random_streams", streams)
+    layer.__class__ = _on_own_stream(type(layer))  # type: ignore[arg-type]

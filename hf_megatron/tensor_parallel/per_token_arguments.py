@@ -1,0 +1,58 @@
+"""Arguments of a module beside its hidden states that hold one entry per token."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..compat.patch_registry import Shared
+from ..core.communication.collectives import split_over_ranks
+from ..errors import UnsupportedError
+
+
+def replace_arguments(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], changes: Mapping[str, Callable[[Tensor], Tensor]]
+) -> tuple[tuple, dict[str, Any]]:
+    """Returns the arguments of a module's call, of any shape, with changed ones in the place of some that are there.
+
+    Args:
+        changes (`Mapping[str, Callable]`): name -> what is made of it.
+    """
+    places = {name: index for index, name in enumerate(inspect.signature(module.forward).parameters)}
+    positional, named = list(args), dict(kwargs)
+    for name, change in changes.items():
+        if named.get(name) is not None:
+            named[name] = change(named[name])
+        elif name not in named and places[name] < len(positional) and positional[places[name]] is not None:
+            positional[places[name]] = change(positional[places[name]])
+    return tuple(positional), named
+
+
+class SequenceArguments(Shared):
+    """Splits further arguments of a layer, one entry per token each, along the sequence like its hidden states.
+
+    Args:
+        dims (`Mapping[str, int]`): name -> the dim of the tokens.
+        refused (`Mapping[str, str]`): arguments that a layer cannot be called with -> why.
+    """
+
+    def __init__(self, dims: Mapping[str, int], group: dist.ProcessGroup, refused: Mapping[str, str]):
+        self.dims, self.refused = dims, refused
+        self.group = group
+
+    def install(self, layers: Iterable[nn.Module]) -> None:
+        for layer in layers:
+            layer.register_forward_pre_hook(self._enter, with_kwargs=True)
+
+    def _enter(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        splits = {
+            name: functools.partial(split_over_ranks, dim=dim, group=self.group) for name, dim in self.dims.items()
+        }
+        refusals = {name: functools.partial(self._refuse, name) for name in self.refused}
+        return replace_arguments(layer, args, kwargs, {**refusals, **splits})
+
+    def _refuse(self, name: str, value: Tensor) -> Tensor:
+        raise UnsupportedError(f"{self.refused[name]} Load the model with sequence_parallel=False.")

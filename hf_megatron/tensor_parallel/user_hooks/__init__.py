@@ -1,0 +1,1 @@
+"""User forward hooks on modules with sharded activations."""

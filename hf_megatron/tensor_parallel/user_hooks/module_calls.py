@@ -1,0 +1,61 @@
+"""What a user's forward hook does with the modules of a split model while it has whole tensors."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...compat.patch_registry import Shared
+from ...compat.upstream import around_all_modules
+from ...errors import UnsupportedError
+from ..local_parameters import ForwardsUnderWay
+from .module_layouts import Activations
+from .tensor_layouts import WHOLE
+
+
+class CallsInHooks(Shared):
+    """Lets hooks call modules that take and return whole tensors, and refuses calls of others, by name.
+
+    Args:
+        names: of the model's modules that are split or lie in a layer, by identity.
+    """
+
+    def __init__(self, activations: Activations, names: dict[int, str], forwards: ForwardsUnderWay):
+        self.activations, self.names, self.forwards = activations, names, forwards
+
+    @contextmanager
+    def guarded(self, hook: str) -> Iterator[None]:
+        """Raises `UnsupportedError` for what a hook, named in words, may not call or read inside."""
+        if torch.compiler.is_compiling():
+            yield
+            return
+        before, self.forwards.in_hook = self.forwards.in_hook, hook
+        inner: list[nn.Module] = []
+
+        def enter(module: nn.Module, args: tuple) -> None:
+            if not inner:
+                self._require_whole(hook, module)
+                self.forwards.in_hook = None
+            inner.append(module)
+
+        def leave(module: nn.Module, args: tuple, output: Any) -> None:
+            if inner and inner.pop() is not None and not inner:
+                self.forwards.in_hook = hook
+
+        try:
+            with around_all_modules(enter, leave):
+                yield
+        finally:
+            self.forwards.in_hook = before
+
+    def _require_whole(self, hook: str, module: nn.Module) -> None:
+        name = self.names.get(id(module))
+        forms = None if name is None else self.activations.of(name, module)
+        if forms is not None and not (forms.given is WHOLE and forms.returned is WHOLE):
+            raise UnsupportedError(
+                f"{hook} calls {name} ({type(module).__name__}), which takes or returns this rank's part of a tensor: "
+                "what the hook has is whole. Call a whole block without sequence_parallel, or load the model with "
+                "tp_size=1."
+            )

@@ -1,0 +1,171 @@
+"""How the tensors that each module is given and returns lie over the tp ranks, as far as its place and style say."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from ...compat.patch_registry import Shared
+from ...compat.upstream import computes_own_attention, fetches_attention_core
+from ...core.placement import Claim
+from ..install_regions import Regions
+from ..region import SequenceStack, UniformRegion
+from ..structure import Structure
+from ..styles import style
+from .tensor_layouts import WHOLE, Addends, Columns, Form, Heads, InsideMLP, Logits, Tokens
+
+_ADDENDS = ("partial_sum", "summed_inside")
+_SUMS = (*_ADDENDS, "output_sum")
+
+
+@dataclass(frozen=True)
+class Forms:
+    """How the hidden states of one module lie, or why that is not known.
+
+    Attributes:
+        given: as its caller gives them.
+        inside: as its forward has them.
+        returned: as its caller gets them.
+        maps (*optional*): what is returned behind them with four dims.
+    """
+
+    given: Form | str
+    inside: Form | str
+    returned: Form | str
+    maps: Form | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the module takes and returns whole tensors; a head's logits become whole when they are read."""
+        return self.given is WHOLE and (self.returned is WHOLE or isinstance(self.returned, Logits))
+
+
+class Activations(Shared):
+    """The forms of a model's modules, by name."""
+
+    def __init__(
+        self,
+        structure: Structure,
+        styles: Mapping[str, str],
+        claims: Mapping[str, Claim],
+        regions: Regions,
+        kinds: Mapping[str, type],
+    ):
+        self.structure, self.styles, self.claims, self.regions = structure, styles, claims, regions
+        self.group = regions.group
+        self.attention = {name for name, kind in kinds.items() if _is_attention(kind)}
+        self.split_blocks = {block for block in structure.whole if self._has(block, "splits")}
+        rows = {name.rpartition(".")[0] for name, of in styles.items() if style(of).is_row}
+        self.with_parts = {*regions.stacks} | {*structure.uniform, *self.split_blocks, *rows}
+
+    def of(self, name: str, module: nn.Module) -> Forms:
+        """Returns the forms of a module that was there when the model was laid out."""
+        found = self._of(name, module)
+        has_maps = any(_is_attention(type(part)) for part in module.modules()) and self._has(name, "is_column")
+        ends = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+        starts = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]
+        return Forms(
+            WHOLE if any(isinstance(end, SequenceStack) for end in ends) else found.given,
+            found.inside,
+            WHOLE if any(isinstance(start, SequenceStack) for start in starts) else found.returned,
+            Heads(self.group) if has_maps else None,
+        )
+
+    def see_parts(self, name: str) -> bool:
+        """Tells whether what the functions of a module are called with may be a part of a tensor."""
+        is_block = name in self.with_parts and name not in self.regions.stacks
+        return is_block or self._within(name, self.with_parts) is not None
+
+    def _of(self, name: str, module: nn.Module) -> Forms:
+        style_name, outer = self.styles.get(name, "replicated"), self._outer(name)
+        rules, region = style(style_name), self.regions.of_linear.get(name)
+        if self._within(name, [other for other, of in self.styles.items() if of in _SUMS]):
+            return unknown("experts compute addends of a sum, each rank its part of their width")
+        if self._within(name, [other for other, of in self.styles.items() if of == "dispatched"]):
+            return unknown("experts compute tokens of all ranks that share them")
+        if style_name == "dispatched":
+            return Forms(outer, outer, outer)
+        if style_name == "vocab_head":
+            return Forms(WHOLE, WHOLE, Logits())
+        if rules.is_column:
+            before = WHOLE if region is None else Addends(self.group)
+            return Forms(before, before, self._columns(name))
+        if rules.is_row:
+            before = self._width(name)
+            return Forms(before, before, self._behind(region))
+        if style_name == "latent_with_rotary":
+            return Forms(outer, outer, "of its output a part goes to this rank's heads alone")
+        if style_name in _SUMS:
+            return Forms(outer, Addends(self.group) if style_name in _ADDENDS else outer, outer)
+        if style_name in ("column_gather", "row_split") or (rules.splits and isinstance(module, nn.Embedding)):
+            return Forms(outer, outer, outer)
+        if block := self._within(name, self.structure.uniform):
+            return self._inside(name, block, module)
+        if not self._has(name, "splits"):
+            return self._replicated(name, module, outer)
+        if name in self.structure.uniform:
+            row = self.structure.uniform[name]
+            inside = row.startswith(f"{name}.")
+            return Forms(outer, Addends(self.group), outer if inside else self._width(row))
+        if self._ends_what_it_splits(name):
+            return Forms(outer, WHOLE if name in self.regions.whole else outer, outer)
+        return unknown("its weights are split, and how its tensors are is not known")
+
+    def _inside(self, name: str, block: str, module: nn.Module) -> Forms:
+        if block in self.attention or any(True for _ in module.parameters()):
+            return unknown(f"it sees this rank's heads or features of {block}")
+        row = self.structure.uniform[block]
+        form = InsideMLP(self.regions.uniform[block], self._width(row), self._behind(self.regions.uniform[block]))
+        return Forms(form, form, form)
+
+    def _replicated(self, name: str, module: nn.Module, outer: Form) -> Forms:
+        claims = [self.claims[f"{name}.{parameter}"] for parameter, _ in module.named_parameters()]
+        if not claims and (block := self._within(name, self.split_blocks)):
+            return unknown(f"it may see a part of what {block} computes")
+        partial = [claim.gradient.sum is not None for claim in claims]
+        if any(partial) and (not outer.is_split or any(style(c.style).works_on_heads for c in claims)):
+            return unknown("it sees this rank's heads or features")
+        return Forms(outer, outer, outer)
+
+    def _outer(self, name: str) -> Form:
+        stack = self._within(name, self.regions.stacks)
+        if stack is None or self._within(name, (*self.structure.whole, *self.structure.stack_of)):
+            return WHOLE
+        return Tokens(self.regions.stacks[stack])
+
+    def _columns(self, name: str) -> Form | str:
+        claim = self.claims[f"{name}.weight"]
+        [split] = claim.placement.splits
+        if split.copies > 1:
+            return "several ranks have the same key and value heads, and a part of their gradient each"
+        return Columns(claim.shape[split.dim], self.group, split.groups)
+
+    def _width(self, row: str) -> Columns:
+        claim = self.claims[f"{row}.weight"]
+        return Columns(claim.shape[claim.placement.splits[0].dim], self.group)
+
+    def _behind(self, region: UniformRegion | None) -> Form:
+        return WHOLE if region is None or region.stack is None else Tokens(region.stack)
+
+    def _within(self, name: str, others: Iterable[str]) -> str | None:
+        return next((other for other in others if name.startswith(f"{other}.")), None)
+
+    def _has(self, name: str, what: str) -> bool:
+        inside = (of for other, of in self.styles.items() if f"{other}.".startswith(f"{name}."))
+        return any(getattr(style(of), what) for of in inside)
+
+    def _ends_what_it_splits(self, name: str) -> bool:
+        """Tells whether a block has both linears that split its tensors and such that put them together again."""
+        inside = {of for other, of in self.styles.items() if other.startswith(f"{name}.")}
+        splits = any(style(of).is_column or of == "column_gather" for of in inside)
+        joins = any(style(of).is_row or of == "row_split" for of in inside)
+        return (splits and joins) or not inside.isdisjoint((*_SUMS, "dispatched"))
+
+
+def unknown(reason: str) -> Forms:
+    """Returns forms that are not known."""
+    return Forms(reason, reason, reason)
+
+
+def _is_attention(kind: type) -> bool:
+    return fetches_attention_core(kind) or computes_own_attention(kind)

@@ -1,0 +1,155 @@
+"""Functions that were put in the place of those that a split model was compared with.
+
+Inside of split blocks, and with sequence parallelism in layers, a function is called with this rank's part. What works
+on single entries may stand there; another one is refused before the model computes.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers.loss import loss_utils
+
+from ...compat.shard_safe import is_marked, is_of_checked_library
+from ...compat.upstream import activation_classes, chosen_functions, leave_uncompiled
+from ...errors import UnsupportedError
+
+# Files of functions that layers and losses of every model call.
+_SHARED = (functional.__name__, loss_utils.__name__)
+
+
+class ExchangedFunctions:
+    """The modules, methods and functions of a model as they were when it was laid out.
+
+    A deep copy is compared with what was copied. What was exchanged in a library's classes and files before is no
+    part of what was compared either.
+
+    Args:
+        modules: by name, of those whose functions see a part of a tensor.
+        field (`str`): of the layout, whose size would have to be 1.
+    """
+
+    def __init__(self, modules: dict[str, nn.Module], field: str = "tp_size"):
+        self.modules, self.field = dict(modules), field
+        self.children = {name: dict(module._modules) for name, module in modules.items()}
+        self.forwards = {name: type(module).forward for name, module in modules.items()}
+        self.functions = {name: found for name, module in modules.items() if (found := _functions(module))}
+        bases = {base for module in modules.values() for base in type(module).__mro__} | {nn.Embedding}
+        self.methods = {base: vars(base)["forward"] for base in bases if "forward" in vars(base)}
+        files = {base.__module__ for base in bases if base.__module__.startswith("transformers.models.")} | {*_SHARED}
+        self.files = {name: _functions_of(vars(sys.modules[name])) for name in files}
+        self.exchanged_before = [f"{file}.{name}" for file in files for name in _foreign(file, self.files[file])]
+        configs = [vars(module).get("config") for module in modules.values()]
+        self.configs = list({id(config): config for config in configs if config is not None}.values())
+
+    def install(self, *models: nn.Module) -> None:
+        for model in models:
+            model.register_forward_pre_hook(self._enter)
+
+    def follow(self, modules: Mapping[str, nn.Module]) -> None:
+        """Takes modules that were put around others, or in their place, for those that were laid out, by name."""
+        for name, module in modules.items():
+            parent, _, child = name.rpartition(".")
+            if child in self.children.get(parent, ()):
+                self.children[parent][child] = module
+
+    def found(self) -> Iterator[str]:
+        """Names what was exchanged."""
+        yield from self.exchanged_before
+        for base, method in self.methods.items():
+            present = vars(base)["forward"]
+            if _is_exchanged(present, method) or (is_of_checked_library(base) and _is_users(present)):
+                yield f"{base.__qualname__}.forward"
+        for file, functions in self.files.items():
+            present = vars(sys.modules[file])
+            for name, function in functions.items():
+                if _is_exchanged(present.get(name), function):
+                    yield f"{file}.{name}"
+        for name, module in self.modules.items():
+            yield from self._found_in(name, module)
+        for name, functions in self.functions.items():
+            for attribute, function in functions.items():
+                found = vars(self.modules[name]).get(attribute)
+                if found is not function and callable(found) and not is_marked(found):
+                    yield f"{name}.{attribute}"
+        for config in self.configs:
+            for option, function in chosen_functions(config).items():
+                if _is_users(function):
+                    yield option
+
+    @leave_uncompiled
+    def _enter(self, model: nn.Module, args: tuple) -> None:
+        if (name := next(self.found(), None)) is not None:
+            self._refuse(name)
+
+    def _found_in(self, name: str, module: nn.Module) -> Iterator[str]:
+        if type(module).forward is not self.forwards[name] and not is_marked(type(module).forward):
+            yield f"{name}.__class__ ({type(module).__name__})"
+        # Modules are equal where they are the same.
+        for child, found in module._modules.items() if module._modules != self.children[name] else ():
+            before = self.children[name].get(child)
+            if found is not before and before is not None and not _works_on_entries(found, before):
+                yield f"{name}.{child} ({type(found).__name__} in the place of {type(before).__name__})"
+        if "forward" in module.__dict__ and not _is_own(module.__dict__["forward"], module):
+            yield f"{name}.forward"
+
+    def _refuse(self, what: str) -> None:
+        raise UnsupportedError(
+            f"{what} was exchanged: it is called with this rank's part of a tensor. Mark it "
+            "with hf_megatron.works_on_parts if it looks at single entries (attention: heads; layers: tokens), or load "
+            f"the model with {self.field}=1."
+        )
+
+
+def follow_names(known: dict[str, nn.Module], modules: Mapping[str, nn.Module]) -> None:
+    """Has a table of modules by name hold others in the place of some of them, with what lies inside."""
+    for name, module in modules.items():
+        if name in known:
+            for inner in [inner for inner in known if inner.startswith(f"{name}.")]:
+                del known[inner]
+            known |= {f"{name}.{part}".rstrip("."): inside for part, inside in module.named_modules()}
+
+
+def _functions(module: nn.Module) -> dict[str, Any]:
+    """Lists the functions among a module's own attributes."""
+    return {n: value for n, value in vars(module).items() if callable(value) and n != "forward" and n[0] != "_"}
+
+
+def _functions_of(names: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in names.items() if inspect.isroutine(value)}
+
+
+def _is_exchanged(present: Any, before: Any) -> bool:
+    return present is not before and not is_marked(present)
+
+
+def _is_users(function: Any) -> bool:
+    return not is_of_checked_library(function) and not is_marked(function)
+
+
+def _foreign(file: str, functions: dict[str, Any]) -> list[str]:
+    """Lists functions that a file of transformers defines, and that are of other origin."""
+    users = [name for name, function in functions.items() if _is_users(function)]
+    source = inspect.getsource(sys.modules[file]) if users else ""
+    return [name for name in users if f"\ndef {name}(" in source or f"\n{name} = _add_docstr(" in source]
+
+
+def _works_on_entries(found: nn.Module | None, before: nn.Module) -> bool:
+    if found is None or is_marked(found) or is_marked(type(found).forward):
+        return True
+    if "forward" in vars(found) or next(found.parameters(), None) is not None:
+        return False
+    return type(found) in {type(before), nn.Dropout, nn.Identity, nn.GELU, *activation_classes()}
+
+
+def _is_own(forward: Any, module: nn.Module) -> bool:
+    """Tells whether a forward that was set on a module is that of its class, perhaps inside torch's checkpoint."""
+    while isinstance(forward, partial) and forward.func is checkpoint and forward.args and not is_marked(forward):
+        forward = forward.args[0]
+    own = getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward
+    return own or is_marked(forward)

@@ -1,0 +1,189 @@
+"""The forms in which a rank has the tensors that modules pass on, and how to have them whole.
+
+| form | forward, opened and closed | backward |
+|---|---|---|
+| `Form` | as it is: every rank has all of it | as it is |
+| `Tokens` | all-gather along the sequence, own part | own part, all-gather |
+| `Columns` | the same along the last dim, for each of its blocks | the same |
+| `Addends` | as it is, of which each rank computes an addend of the gradient | the first rank's alone, all-reduce |
+| `InsideMLP` | `Columns` until the block's row linear has summed | the same |
+
+Whatever is computed between opening and closing is computed by all ranks alike, from one process's tensors and
+gradients.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...compat.patch_registry import Shared
+from ...core.communication.collectives import bounds, copy_to_ranks, gather_from_ranks, split_over_ranks
+from ...errors import UnsupportedError
+from ..hidden_states import HIDDEN_STATES
+from ..region import SequenceStack, UniformRegion
+from ..vocab_parallel_head import ShardedLogits
+
+HEADS_DIM = 1
+
+
+class _OfFirstRank(torch.autograd.Function):
+    """Identity whose gradient, which all ranks compute alike, is counted once in a sum over them."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.is_first = dist.get_rank(group) == 0
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient if ctx.is_first else torch.zeros_like(gradient), None
+
+
+class Form(Shared):
+    """A tensor that every rank has whole, with its whole gradient."""
+
+    is_split = False
+
+    def open(self, tensor: Any) -> Any:
+        """Returns the whole tensor of what a rank has, of any shape."""
+        return tensor
+
+    def close(self, whole: Any) -> Any:
+        """Returns what a rank has of a whole tensor."""
+        return whole
+
+
+class Logits(Form):
+    """What a vocabulary head returns: logits that may not be computed yet."""
+
+    def open(self, tensor: Any) -> Any:
+        return tensor.gather(warn=False) if isinstance(tensor, ShardedLogits) else tensor
+
+
+@dataclass
+class Tokens(Form):
+    """`[batch, held, ...]` or `[batch * held, ...]` of `[batch, sequence, ...]`."""
+
+    stack: SequenceStack
+    is_split = True
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Tells whether a tensor `[batch, tokens, ...]` has the tokens of this rank alone."""
+        group = self.stack.group
+        start, stop = bounds(self.stack.length, dist.get_world_size(group), dist.get_rank(group))
+        return tensor.shape[self.stack.dim_of_tokens(tensor)] == stop - start != self.stack.length
+
+    def open(self, tensor: Tensor) -> Tensor:
+        if tensor.dim() == 2:
+            return self.open(tensor.view(self.stack.batch, -1, tensor.shape[1])).flatten(0, 1)
+        return gather_from_ranks(tensor, self.stack.dim_of_tokens(tensor), self.stack.length, self.stack.group)
+
+    def close(self, whole: Tensor) -> Tensor:
+        if whole.dim() == 2:
+            return self.close(whole.unflatten(0, (self.stack.batch, self.stack.length))).flatten(0, 1)
+        dim = self.stack.dim_of_tokens(whole)
+        if whole.shape[dim] != self.stack.length:
+            raise UnsupportedError(
+                f"A forward hook made {whole.shape[dim]} tokens of {self.stack.length}: with "
+                "sequence_parallel=True each rank has its part of them between layers. Set sequence_parallel=False."
+            )
+        return split_over_ranks(whole, dim, self.stack.group)
+
+
+@dataclass
+class Columns(Form):
+    """`[..., held]` of `[..., size]`, in each of `groups` blocks of the last dim."""
+
+    size: int
+    group: dist.ProcessGroup
+    groups: int = 1
+    is_split = True
+
+    def open(self, tensor: Tensor) -> Tensor:
+        parts = tensor.unflatten(-1, (self.groups, tensor.shape[-1] // self.groups))
+        return gather_from_ranks(parts, -1, self.size // self.groups, self.group).flatten(-2)
+
+    def close(self, whole: Tensor) -> Tensor:
+        blocks = whole.unflatten(-1, (self.groups, whole.shape[-1] // self.groups))
+        return split_over_ranks(blocks, -1, self.group).flatten(-2)
+
+
+@dataclass
+class Heads(Form):
+    """`[batch, heads / tp, ...]` of `[batch, heads, ...]`."""
+
+    group: dist.ProcessGroup
+    is_split = True
+
+    def open(self, tensor: Tensor) -> Tensor:
+        return gather_from_ranks(tensor, HEADS_DIM, tensor.shape[HEADS_DIM] * self.group.size(), self.group)
+
+    def close(self, whole: Tensor) -> Tensor:
+        return split_over_ranks(whole, HEADS_DIM, self.group)
+
+
+@dataclass
+class Addends(Form):
+    """A whole tensor inside a split block: each rank's gradient of it is an addend."""
+
+    group: dist.ProcessGroup
+
+    def open(self, tensor: Tensor) -> Tensor:
+        return _OfFirstRank.apply(tensor, self.group)
+
+    def close(self, whole: Tensor) -> Tensor:
+        return copy_to_ranks(whole, self.group)
+
+
+@dataclass
+class InsideMLP(Form):
+    """What an activation function or a dropout of an MLP meets: features before its row linear, its output behind."""
+
+    region: UniformRegion
+    features: Columns
+    behind: Form
+    is_split = True
+
+    def _form(self, held: int, has: str) -> Form:
+        if not self.region.is_inside:
+            return self.behind
+        start, stop = bounds(self.features.size, self.features.group.size(), dist.get_rank(self.features.group))
+        if held != (stop - start if has == "part" else self.features.size):
+            raise UnsupportedError(
+                f"A forward hook inside an MLP meets {held} features: how they are split is unknown."
+            )
+        return self.features
+
+    def open(self, tensor: Tensor) -> Tensor:
+        return self._form(tensor.shape[-1], "part").open(tensor)
+
+    def close(self, whole: Tensor) -> Tensor:
+        return self._form(whole.shape[-1], "whole").close(whole)
+
+
+WHOLE = Form()
+
+
+def change_input(args: tuple, kwargs: dict[str, Any], change: Callable[[Any], Any]) -> tuple[tuple, dict[str, Any]]:
+    """Applies `change` to the hidden states of a call: the first positional argument, or `hidden_states=`."""
+    if args and isinstance(args[0], Tensor):
+        return (change(args[0]), *args[1:]), kwargs
+    if isinstance(kwargs.get(HIDDEN_STATES), Tensor):
+        return args, {**kwargs, HIDDEN_STATES: change(kwargs[HIDDEN_STATES])}
+    if any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
+        raise UnsupportedError("A module with a forward hook was called without hidden states as its first argument.")
+    return args, kwargs
+
+
+def change_output(output: Any, first: Callable[[Any], Any], maps: Callable[[Any], Any] | None) -> Any:
+    """Applies `first` to what a module returns, or to the first entry of it, and `maps` to later ones of four dims."""
+    if not isinstance(output, tuple):
+        return first(output)
+    rest = [maps(v) if maps is not None and isinstance(v, Tensor) and v.dim() == 4 else v for v in output[1:]]
+    return (first(output[0]), *rest)

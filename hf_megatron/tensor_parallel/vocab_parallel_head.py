@@ -1,0 +1,299 @@
+"""The vocabulary head and what it returns while a loss is pending: logits that know how to be a loss.
+
+In `model(**batch, labels=...)` the head returns `ShardedLogits`: the head's input and the elementwise functions the
+model applies to its logits (soft-cap, scale, tokens ruled out). The model's loss function turns it into a scalar
+without making full logits. Anything else that reads it gets the gathered tensor, with the right gradient, and one
+warning.
+"""
+
+import builtins
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..compat.patch_registry import Shared
+from ..core.communication.collectives import bounds, copy_to_ranks, gather_from_ranks
+from ..data_parallel.autograd_boundary import LateOutput
+from ..data_parallel.fsdp_checks import is_sharded
+from ..errors import UnsupportedError
+from ..losses.inline_losses import BatchLabels
+from ..losses.targets import IGNORE_INDEX, count_targets
+from .cross_entropy import CrossEntropyOptions, linear_cross_entropy
+from .linear import ColumnParallelLinear
+from .local_parameters import local_view
+from .local_tokens import TokensOfRank
+from .vocab_range import filling, rows_everywhere
+
+_ELEMENTWISE = {torch.tanh, torch.mul, torch.div, torch.true_divide, Tensor.tanh, Tensor.mul, Tensor.div, F.tanh}
+
+
+class StepsTaken(Shared):
+    """Counts how often optimizers have taken a model's gradients."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def count(self) -> None:
+        self.number += 1
+
+
+class ShardedLogits(LateOutput):
+    """Logits `[batch, sequence, vocab]` that were not computed yet.
+
+    Attributes:
+        hidden (`Tensor`): the head's input, of `tokens` alone where there are such.
+        head (`VocabParallelHead`): the head.
+        tokens (`TokensOfRank`, *optional*): those that `hidden` is of, if they are not all.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        head: "VocabParallelHead",
+        functions: tuple[Callable[[Tensor], Tensor], ...] = (),
+        tokens: TokensOfRank | None = None,
+    ):
+        self.hidden = hidden
+        self.head = head
+        self.functions = functions
+        self.tokens = tokens
+        # Of what is seen of them, the vocabulary left out.
+        self.leading: tuple[int, ...] = tuple(hidden.shape[:-1])
+        if tokens is not None:
+            self.leading = hidden.shape[0], tokens.length
+        self.loss_taken = False
+        self.steps = head.steps.number if isinstance(head, VocabParallelHead) else 0
+
+    # What the model itself may do to its logits before the loss.
+    def _then(self, function: Callable[[Tensor], Tensor]) -> "ShardedLogits | Tensor":
+        if self.loss_taken:
+            return function(self.gather())
+        return self._like(self.hidden, (*self.functions, function))
+
+    def _like(self, hidden: Tensor, functions: tuple[Callable[[Tensor], Tensor], ...]) -> "ShardedLogits":
+        logits = ShardedLogits(hidden, self.head, functions, self.tokens)
+        logits.leaving, logits.steps = self.leaving, self.steps
+        if self.tokens is not None:
+            logits.leading = self.leading
+        return logits
+
+    def __mul__(self, factor: Any) -> "ShardedLogits | Tensor":
+        return self._then(lambda z: z * factor) if isinstance(factor, int | float) else self.gather() * factor
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> "ShardedLogits | Tensor":
+        return self._then(lambda z: z / divisor) if isinstance(divisor, int | float) else self.gather() / divisor
+
+    def float(self) -> "ShardedLogits":
+        # Accelerate casts what a model returns in half precision, when the loss is taken already.
+        logits = self._like(self.hidden, (*self.functions, lambda z: z.float()))
+        logits.loss_taken = self.loss_taken
+        return logits
+
+    def to(self, *args: Any, **kwargs: Any) -> "ShardedLogits | Tensor":
+        return self._then(lambda z: z.to(*args, **kwargs))
+
+    def contiguous(self) -> "ShardedLogits":
+        return self
+
+    def view(self, *shape: Any) -> "ShardedLogits | Tensor":
+        sizes = shape[0] if isinstance(shape[0], tuple | list) else shape
+        if self.loss_taken or sizes[-1] != self.head.out_features:
+            return self.gather().view(*shape)
+        if self.tokens is not None:
+            # What this rank holds cannot be counted by the sizes of the whole.
+            logits = self._like(self.hidden, self.functions)
+            logits.leading = tuple(torch.empty(self.leading, device="meta").view(*sizes[:-1]).shape)
+            return logits
+        return self._like(self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]), self.functions)
+
+    reshape = view
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return self.shape if dim is None else self.shape[dim]
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(other, BatchLabels) for other in types):
+            # They know what the loss is divided by, and ask for the sum.
+            return NotImplemented
+        logits = args[0] if args else None
+        if function is F.cross_entropy and isinstance(logits, cls) and _is_of_tokens(logits, *args[1:], **kwargs):
+            # Models with a `CrossEntropyLoss()` of their own.
+            return logits.cross_entropy(
+                args[1],
+                num_items_in_batch=1 if kwargs.get("reduction") == "sum" else None,
+                ignore_index=kwargs.get("ignore_index", IGNORE_INDEX),
+                label_smoothing=kwargs.get("label_smoothing", 0.0),
+            )
+        scalars = not kwargs and all(isinstance(value, int | float) for value in args[1:])
+        if isinstance(logits, cls) and function in _ELEMENTWISE and scalars:
+            return logits._then(lambda z: function(z, *args[1:]))
+        return function(
+            *(value.gather() if isinstance(value, cls) else value for value in args),
+            **{name: value.gather() if isinstance(value, cls) else value for name, value in kwargs.items()},
+        )
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.leading, self.head.out_features))
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.hidden.dtype
+
+    def transform(self, local_logits: Tensor) -> Tensor:
+        """Applies the functions to logits `[..., rows]`."""
+        for function in self.functions:
+            local_logits = function(local_logits)
+        return local_logits
+
+    def gather(self, *, warn: bool = True) -> Tensor:
+        """Gathers the full logits `[batch, sequence, vocab]`, differentiable; every rank has to call it."""
+        if warn:
+            warnings.warn(
+                "Full logits are gathered from all ranks: reading `outputs.logits` in training, or a loss outside the "
+                "model, costs the memory that the vocab-parallel loss saves.",
+                stacklevel=3,
+            )
+        logits = self._whole()
+        return logits if self.leaving is None else self.leaving(logits)
+
+    def _whole(self) -> Tensor:
+        head = self.head
+        if self.steps != head.steps.number:
+            raise UnsupportedError(
+                "outputs.logits are read behind an optimizer step: they are computed when they are read, and the "
+                "weights are others now. Read them before optimizer.step()."
+            )
+        unit: Any = head.model() if is_sharded(head.weight) else None
+        if unit is None:
+            return self._gathered()
+        # FSDP2 has split the weight again behind the forward, and knows nothing of this use of it.
+        unit.unshard()
+        try:
+            logits = self._gathered()
+        finally:
+            unit.reshard()
+        if logits.requires_grad:
+            logits.register_hook(lambda gradient: unit.unshard())
+        return logits
+
+    def _gathered(self) -> Tensor:
+        local = self.transform(self.head.local_logits(self.hidden))
+        logits = gather_from_ranks(local, -1, self.head.out_features, self.head.group)
+        return logits if self.tokens is None else self.tokens.join(logits).view(self.shape)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.gather(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.gather()[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Sets the logits of tokens that the model rules out, as in `logits[..., tokens] = value`, before the loss."""
+        tokens = None if self.loss_taken else rows_everywhere(index, self.shape)
+        if tokens is None or not isinstance(value, int | float):
+            raise UnsupportedError(
+                "Logits of a vocab-parallel head: only the model itself can set some, before it takes its loss, and "
+                "only to a number for some tokens in all places, as in `logits[..., tokens] = value`. Set those of "
+                "`logits.clone()`, which are gathered from all ranks."
+            )
+        first = self.head.first_row if isinstance(self.head, VocabParallelHead) else 0
+        self.functions = (*self.functions, filling(tokens, value, first))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"ShardedLogits(shape={tuple(self.shape)}, not gathered)"
+
+    def cross_entropy(
+        self,
+        targets: Tensor,
+        *,
+        num_items_in_batch: Any,
+        ignore_index: int,
+        label_smoothing: builtins.float = 0.0,
+    ) -> Tensor:
+        """Returns the loss, a scalar, against `targets` `[batch, sequence]`; see `linear_cross_entropy`."""
+        self.loss_taken = True
+        head = self.head
+        weight, bias = local_view(head.weight), local_view(head.bias)
+        assert weight is not None
+        options = CrossEntropyOptions(
+            group=head.group,
+            first_row=head.first_row,
+            vocabulary=head.out_features,
+            transform=self.transform if self.functions else None,
+            chunk_size=head.loss_chunk_size,
+            label_smoothing=label_smoothing,
+            ignore_index=ignore_index,
+            with_gradient=torch.is_grad_enabled(),
+        )
+        hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
+        targets = targets.to(self.device)
+        if self.tokens is None:
+            return linear_cross_entropy(hidden, weight, bias, targets.reshape(-1), num_items_in_batch, options)
+        if num_items_in_batch is None:
+            num_items_in_batch = count_targets(targets, ignore_index)
+        own = self.tokens.own(targets.reshape(self.hidden.shape[0], self.tokens.length)).reshape(-1)
+        return self.tokens.sum(linear_cross_entropy(hidden, weight, bias, own, num_items_in_batch, options))
+
+
+def _on_gathered(name: str) -> Callable[..., Any]:
+    return lambda logits, *args: getattr(logits.gather(), name)(*args)
+
+
+for _name in ("add", "radd", "sub", "rsub", "neg", "pow", "rtruediv", "matmul", "lt", "le", "gt", "ge", "iter"):
+    # Python looks operators up in classes.
+    setattr(ShardedLogits, f"__{_name}__", _on_gathered(f"__{_name}__"))
+
+
+def _is_of_tokens(logits: ShardedLogits, target: Tensor, weight: Tensor | None = None, **options: Any) -> bool:
+    """Tells whether `F.cross_entropy` is called for the mean or sum over class indices, one per row of the logits."""
+    plain = weight is None and options.get("size_average") is None and options.get("reduce") is None
+    rows = len(logits.leading) == 1 and target.dim() == 1 and not target.is_floating_point()
+    return plain and rows and options.get("reduction", "mean") in ("mean", "sum")
+
+
+class VocabParallelHead(ColumnParallelLinear):
+    """The output embedding, split over the vocabulary.
+
+    `[batch, sequence, hidden]` -> full logits `[batch, sequence, vocab]`, or `ShardedLogits` while the model's forward
+    has labels to take a loss of.
+    """
+
+    model: Callable[[], nn.Module | None]
+    loss_is_pending: bool = False
+    loss_chunk_size: int | None = None
+    steps: "StepsTaken"
+    # The part of its input that this rank takes the loss of, and which tokens these are.
+    part_of: Callable[[Tensor], tuple[Tensor, TokensOfRank | None]] | None = None
+
+    @property
+    def first_row(self) -> int:
+        return bounds(self.weight.shape[0], self.mesh.tp_size, self.mesh.tp_rank)[0]
+
+    def local_logits(self, hidden: Tensor) -> Tensor:
+        """Computes this rank's logits `[..., rows]` of `[..., hidden]`."""
+        return self.matmul(copy_to_ranks(hidden, self.group), local_view(self.bias))
+
+    def forward(self, x: Tensor) -> Any:
+        tokens = None
+        if self.loss_is_pending and self.part_of is not None:
+            x, tokens = self.part_of(x)
+        logits = ShardedLogits(x, self, tokens=tokens)
+        return logits if self.loss_is_pending else logits.gather(warn=False)

@@ -1,0 +1,192 @@
+"""PEFT's adapters on tiny twins: each method with settings that leave none of its parameters without a gradient."""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+from ..models.experts import find_experts, names_inside
+from ..models.spec import ModelSpec
+from .parity import Twin, best_draw, measured, result_of_fork
+from .tiny_model import draw_parameters
+
+# PEFT takes these for the experts', of mixtures that had a module for each expert once.
+_OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+
+# Types whose mixers' last linear PEFT refuses: a fused kernel reads its weight.
+_OF_FUSED_KERNELS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What adapters can be put on in a model, by name.
+
+    Attributes:
+        linears: modules but the head's, as far as they are no expert's.
+        norms: modules that hold vectors alone.
+        experts: parameters that hold a matrix for each expert, from their module's name on.
+        ends: the embedding and the head.
+        text: the linears of the text model, as opposed to those of towers and projectors.
+    """
+
+    linears: list[str]
+    norms: list[str]
+    experts: list[str]
+    ends: list[str]
+    text: list[str]
+
+
+def find_targets(model: Any, twin: Twin) -> Targets:
+    """Finds what adapters can be put on: modules that return a tensor and have a gradient in the reference.
+
+    Modules whose owners read their weights themselves are never called, and adapters around them are not, either.
+    """
+    reference, called = twin.reference, _called(model, twin.batches[0])
+    vocabulary = model.config.get_text_config().vocab_size
+    head, experts = model.get_output_embeddings(), find_experts(model, ModelSpec(model.config.model_type))
+    unused = {name for name, gradient in reference.gradients.items() if gradient is None}
+    used = {
+        name: module
+        for name, module in model.named_modules()
+        if name in called and not any(f"{name}.{own}" in unused for own in module._parameters)
+    }
+    linears = [
+        name
+        for name, module in used.items()
+        if module is not head and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+        # Some classes do not say which one their head is.
+        if getattr(module, "out_features", None) != vocabulary
+        if not (experts and name.rpartition(".")[2] in _OF_EXPERTS)
+        # PEFT 0.21 takes it for the end of a parameter's name, and does not find what it has saved.
+        if "weight" not in name
+        if not (model.config.model_type in _OF_FUSED_KERNELS and name.endswith(".out_proj"))
+    ]
+    norms = [
+        name
+        for name, module in used.items()
+        if (own := list(module._parameters.values())) and all(p is None or p.dim() == 1 for p in own)
+    ]
+    inside = (name for name in names_inside(model, experts) if model.get_parameter(name).dim() == 3)
+    matrices = sorted({f"experts.{name.rpartition('.')[2]}" for name in inside})
+    ends = [name for name, module in used.items() if module in (model.get_input_embeddings(), head)]
+    decoder = set(model.get_decoder().modules())
+    return Targets(linears, norms, matrices, ends, [name for name in linears if used[name] in decoder])
+
+
+def _called(model: Any, batch: dict[str, Any]) -> set[str]:
+    """Names the modules that a forward calls and that return a tensor alone: PEFT adds to nothing else."""
+    found: set[str] = set()
+
+    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor):
+            found.add(name)
+
+    hooks = [module.register_forward_hook(functools.partial(note, name)) for name, module in model.named_modules()]
+    with torch.no_grad():
+        model(**batch)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def _lora(targets: Targets, **settings: Any) -> Any:
+    from peft import LoraConfig
+
+    # Small beside the base: a steep model makes round-off of every number.
+    return LoraConfig(r=4, lora_alpha=1, target_modules=targets.linears, **settings)
+
+
+def _ia3(targets: Targets) -> Any:
+    from peft import IA3Config
+
+    return IA3Config(target_modules=targets.linears, feedforward_modules=targets.linears[::2])
+
+
+def _norms(targets: Targets) -> Any:
+    from peft import LNTuningConfig
+
+    return LNTuningConfig(target_modules=targets.norms)
+
+
+def _prompts(kind: str, targets: Targets, **settings: Any) -> Any:
+    import peft
+
+    return getattr(peft, kind)(num_virtual_tokens=5, task_type="CAUSAL_LM", **settings)
+
+
+# Name of a case -> what makes PEFT's config for a model.
+METHODS: Mapping[str, Callable[[Targets], Any]] = {
+    "lora": _lora,
+    # Beside towers and projectors that are whole and frozen: no gradient reaches what they make of images.
+    "lora_text": lambda targets: _lora(replace(targets, linears=targets.text)),
+    "rslora": functools.partial(_lora, use_rslora=True),
+    "lora_bias": functools.partial(_lora, lora_bias=True),
+    "patterns": functools.partial(_lora, rank_pattern={r"layers\.0.*": 6}, alpha_pattern={r".*(q_proj|down_proj)": 12}),
+    "biases": functools.partial(_lora, bias="all"),
+    "dora": functools.partial(_lora, use_dora=True),
+    "pissa": functools.partial(_lora, init_lora_weights="pissa"),
+    "olora": functools.partial(_lora, init_lora_weights="olora"),
+    "experts": lambda targets: _lora(targets, target_parameters=targets.experts),
+    "embedding": lambda targets: _lora(replace(targets, linears=[targets.ends[0], *targets.linears])),
+    "saved": lambda targets: _lora(targets, modules_to_save=targets.norms),
+    "vocabulary": lambda targets: _lora(targets, modules_to_save=targets.ends),
+    "ia3": _ia3,
+    "ln_tuning": _norms,
+    "prompt": functools.partial(_prompts, "PromptTuningConfig"),
+    "p_tuning": functools.partial(_prompts, "PromptEncoderConfig", encoder_hidden_size=24),
+    "prefix": functools.partial(_prompts, "PrefixTuningConfig"),
+    "prefix_projection": functools.partial(
+        _prompts, "PrefixTuningConfig", prefix_projection=True, encoder_hidden_size=24
+    ),
+}
+
+
+def _with_prompts(method: str, seed: int, model: Any) -> Any:
+    """Puts new prompts in front of a model."""
+    from peft import get_peft_model
+
+    torch.manual_seed(seed)
+    return get_peft_model(model, METHODS[method](Targets([], [], [], [], [])))
+
+
+def adapted(twin: Twin, method: str) -> Twin:
+    """Returns a twin with an adapter whose parameters are drawn at random, and its one-process numbers.
+
+    Raises:
+        ConfigError: for a method that is not in `METHODS`.
+    """
+    from peft import PeftModel, get_peft_model
+
+    if method not in METHODS:
+        raise ConfigError(f"adapter {method!r}: valid are {', '.join(METHODS)}.")
+
+    def folder_of(seed: int) -> Path:
+        return Path(twin.directory, f"{method}_{seed}")
+
+    def is_saved(seed: int) -> bool:
+        """Saves drawn parameters, but of prompts, which PEFT does not train once they are saved."""
+        model = twin.load()
+        config = METHODS[method](find_targets(model, twin))
+        if config.is_prompt_learning:
+            return False
+        wrapped = get_peft_model(model, config)
+        draw_parameters(wrapped, seed, trained_only=True)
+        wrapped.save_pretrained(folder_of(seed))
+        return True
+
+    def drawn(seed: int, best: float) -> Twin:
+        # PEFT uses a GPU where it sees one.
+        if not result_of_fork(lambda: is_saved(seed)):
+            return measured(replace(twin, adapt=functools.partial(_with_prompts, method, seed)), best)
+
+        def load(model: Any) -> Any:
+            return PeftModel.from_pretrained(model, folder_of(seed), is_trainable=True).get_base_model()
+
+        return measured(replace(twin, adapt=load), best)
+
+    return best_draw(drawn)[0]

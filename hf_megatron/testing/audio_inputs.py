@@ -1,0 +1,101 @@
+"""The forms in which models take sounds: features of clips in two orders, samples, or tokens; of unequal lengths."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models.modalities.audio import MASKS_OF_SOUNDS
+from ..models.modalities.images import SOUNDS
+
+# What configs have of a model that takes sounds, by the names that they have for it.
+_PARTS = ("audio_config", "encoder_config", "acoustic_tokenizer_encoder_config", "acoustic_tokenizer_config")
+# Features of a frame, by the names that configs have for them.
+_FEATURES = (
+    *("input_size", "num_mel_bins", "n_mel_bins", "feature_size", "audio_embed_dim", "input_feat_per_channel"),
+    "feature_projection_input_dim",
+)
+# Of towers whose configs do not say.
+_WIDTH = 128
+# Samples of a token.
+_SAMPLES = ("samples_per_token", "audio_samples_per_token")
+# Frames that convolutions with a stride and groups of what they return divide; fewer make features of nothing.
+_FRAMES = 32
+# Tokens of a clip of samples.
+_TOKENS = 6
+# Samples of a clip, where a config does not say how many a token stands for.
+_RAW = 4096
+# Frames of a clip of samples, where a config says how many are one.
+_FRAMES_OF_SAMPLES = 60
+# What a shorter clip lacks.
+_SHORTER = 4
+
+
+def sound_forms(
+    config: Any,
+    asked: set[str],
+    total: int,
+    generator: torch.Generator,
+    masks: Sequence[str] = MASKS_OF_SOUNDS,
+    frames: int | None = None,
+) -> Iterator[dict[str, Tensor]]:
+    """Yields the sounds of a batch as a model may take them: of unequal lengths, of one length, and without a mask.
+
+    Args:
+        config (`PreTrainedConfig`): of the model.
+        asked (`set[str]`): the names of its arguments.
+        total (`int`): clips.
+        generator (`torch.Generator`): of the features.
+        masks (`Sequence[str]`): names of arguments that say which parts of a clip are no padding.
+        frames (`int`, *optional*): of each clip, where it has to be as long as a text.
+    """
+    name = next((name for name in SOUNDS if name in asked), None)
+    if name is None:
+        return
+    audio = next((part for name in _PARTS if (part := getattr(config, name, None)) is not None), config)
+    values = audio.to_dict()
+    width = next((getattr(audio, key) for key in _FEATURES if isinstance(getattr(audio, key, None), int)), _WIDTH)
+    # Some towers take clips of one length alone, others whole windows.
+    longest = frames or 2 * (values.get("n_window") or values.get("max_source_positions") or _FRAMES // 2)
+    samples = next((getattr(audio, key) for key in _SAMPLES if isinstance(getattr(audio, key, None), int)), None)
+    if "downsampling_ratios" in values:
+        samples = math.prod(values["downsampling_ratios"])
+    lengths_of_clips = [longest]
+    if name == "input_values":
+        # Convolutions over samples begin with wide kernels and strides.
+        lengths_of_clips = [_TOKENS * samples] if samples else [longest, _RAW]
+        if "frame_ms" in values:
+            lengths_of_clips = [_FRAMES_OF_SAMPLES * round(values["sample_rate"] * values["frame_ms"] / 1000)]
+    named = [mask for mask in masks if mask in asked]
+    given = [(True, named), (False, named), (False, [])] if named else [(False, [])]
+    for longest, (is_uneven, are_given) in itertools.product(lengths_of_clips, given):
+        shorter = longest // _SHORTER if is_uneven else 0
+        lengths = torch.tensor([longest - shorter * (clip % 2) for clip in range(total)])
+        is_there = torch.arange(longest) < lengths[:, None]
+        for shape in _shapes(name, width, longest, values):
+            sounds = _draw(name, (total, *shape), values, generator)
+            dim = 1 + shape.index(longest)
+            seen = is_there.view(total, *(longest if dim == at else 1 for at in range(1, sounds.dim())))
+            found = {name: sounds * seen} | dict.fromkeys(are_given, is_there)
+            if "chunk_sample_lengths" in asked:
+                found["chunk_sample_lengths"] = lengths * values["hop_length"]
+            yield found
+
+
+def _shapes(name: str, width: int, longest: int, values: dict[str, Any]) -> list[tuple[int, ...]]:
+    if name == "input_values":
+        return [(longest,), (1, longest)]
+    if name == "audio_input_ids":
+        return [(longest, values.get("n_mel_bins", width))]
+    # Some encoders are given what their layers take.
+    embedded = [(longest, values["d_model"])] if "d_model" in values else []
+    return [(width, longest), (longest, width), *embedded]
+
+
+def _draw(name: str, shape: tuple[int, ...], values: dict[str, Any], generator: torch.Generator) -> Tensor:
+    if name == "audio_input_ids":
+        return torch.randint(values.get("mel_vocab_size", 2), shape, generator=generator)
+    return torch.randn(*shape, generator=generator)

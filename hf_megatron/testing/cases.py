@@ -1,0 +1,204 @@
+"""Which types are checked, and on which task: what a class of transformers is trained on."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
+
+from ..models.modalities.images import SOUNDS, VIDEO_PIXELS, image_token, is_of_images
+from .tiny_model import full_config
+
+BASE_CLASSES = frozenset(
+    name for names in MODEL_MAPPING_NAMES.values() for name in ((names,) if isinstance(names, str) else names)
+)
+# Own specs that are not causal, and the tasks they are checked on.
+OTHER_TASKS = {"bert": ("masked", "classification"), "t5": ("seq2seq",)}
+_CLASS_TASKS = {
+    "SequenceClassification": "classification",
+    "TokenClassification": "token_classification",
+    "QuestionAnswering": "question_answering",
+    "MaskedLM": "masked",
+}
+# Of types without a causal class, the first that they have.
+_OTHER_CLASSES = {
+    "masked": MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "seq2seq": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "sound": MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    "speech": MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+}
+
+
+def causal_types() -> list[str]:
+    """Lists the causal model types."""
+    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING]
+
+
+def image_types() -> list[str]:
+    """Lists the model types that read images and text."""
+    return [name for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if name in CONFIG_MAPPING]
+
+
+def takes_videos(model_type: str) -> bool:
+    """Tells whether the class for images of a type takes videos in arguments of their own."""
+    forward = getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]).forward
+    return VIDEO_PIXELS in inspect.signature(forward).parameters
+
+
+def sound_types() -> list[str]:
+    """Lists the model types that write text about sounds, or about sounds and images."""
+    listed = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    return [name for name in listed if name in CONFIG_MAPPING and _class_of_sounds(name) is not None]
+
+
+def _class_of_sounds(model_type: str) -> str | None:
+    """Returns the class that writes about sounds, which a type without one for all media has among encoder-decoders."""
+    name: str | None = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(model_type)
+    found = getattr(transformers, name or MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(model_type, ""), None)
+    if found is None or not _takes_sounds(found.forward):
+        return None
+    is_other = name is None and (found.main_input_name in SOUNDS or found.config_class().is_encoder_decoder)
+    return None if is_other else found.__name__
+
+
+def _takes_sounds(forward: Callable[..., Any]) -> bool:
+    return not {*inspect.signature(forward).parameters}.isdisjoint(SOUNDS)
+
+
+def task_of_class(class_name: str, config: PreTrainedConfig) -> str:
+    """Returns the task whose batches fit a class; `...ForConditionalGeneration` are models of images too."""
+    if class_name in BASE_CLASSES and class_name != _class_of_images(config):
+        return "hidden_states"
+    is_of_images = _is_of_images(config) or (class_name == _class_of_images(config) and _takes_images(config))
+    is_masked = class_name == MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(config.model_type)
+    if is_masked and class_name != MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):
+        return "seq2seq" if config.is_encoder_decoder else "masked"
+    has_encoder = config.is_encoder_decoder and not class_name.endswith("ForCausalLM")
+    is_of_speech = class_name == MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.get(config.model_type)
+    if is_of_speech and _class_of_sounds(config.model_type) is None:
+        return "speech"
+    default = "seq2seq" if has_encoder else "image" if is_of_images else "causal"
+    return next((task for part, task in _CLASS_TASKS.items() if part in class_name), default)
+
+
+def _class_of_images(config: PreTrainedConfig) -> str | None:
+    found: str | None = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    return found
+
+
+def _takes_images(config: PreTrainedConfig) -> bool:
+    # Some name no placeholder by default.
+    return "vision_config" in config.to_dict() or image_token(full_config(config)) is not None
+
+
+def _is_of_images(config: PreTrainedConfig) -> bool:
+    """Tells whether a type has no class for text alone."""
+    image, text = _class_of_images(config), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    return image is not None and text in (None, image) and _takes_images(config)
+
+
+def default_task(config: PreTrainedConfig) -> str:
+    """Returns the task of the class that users of a type load: causal, if it has one for text alone."""
+    if _is_of_images(config):
+        return "image"
+    sounds: str | None = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
+    if sounds == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type) and config.model_type in sound_types():
+        # Those with a head for text alone are compared on that by default.
+        return "causal" if sounds is None or sounds.endswith("ForCausalLM") else "sound"
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        for task, names in _OTHER_CLASSES.items():
+            if config.model_type in names:
+                return task
+    return "causal"
+
+
+def _class_of_text(config: PreTrainedConfig) -> str | None:
+    """Returns the class of a type that transformers lists as one of images alone although it takes none."""
+    name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    if name is None or not name.endswith("ForCausalLM") or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return None
+    arguments = inspect.signature(getattr(transformers, name).forward).parameters
+    return None if any(map(is_of_images, arguments)) else name
+
+
+def _part_with_causal_class(config: PreTrainedConfig) -> PreTrainedConfig | None:
+    """Returns the part of a config that its type's causal class is made of, where Auto classes do not find it."""
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    return None if name is None or "text_config" in config.sub_configs else _part_of_class(config, name)
+
+
+def _part_of_class(config: PreTrainedConfig, class_name: str) -> PreTrainedConfig | None:
+    """Returns the part of a config that a class is made of, where it does not take the whole."""
+    kind = getattr(getattr(transformers, class_name, None), "config_class", None)
+    if kind is None or isinstance(config, kind):
+        return None
+    return next((part for part in vars(config).values() if isinstance(part, kind)), None)
+
+
+def case_of(config: PreTrainedConfig, task: str, class_name: str | None) -> tuple[PreTrainedConfig, str, str | None]:
+    """Returns what is checked of a type: the config or its part, the task, and a class that no Auto class finds.
+
+    Args:
+        task (`str`): a key of `TASKS`; `"causal"` is what the type is for.
+        class_name (`str`, *optional*): a transformers class, whose task it is then.
+    """
+    if class_name is not None:
+        config = _part_of_class(config, class_name) or config
+        return config, task_of_class(class_name, config), class_name
+    if task == "sound":
+        return config, task, _class_of_sounds(config.model_type)
+    if task in ("causal", "image") and (of_text := _class_of_text(config)):
+        return config, "causal", of_text
+    if task != "causal":
+        return config, task, None
+    task = default_task(config)
+    if task == "causal" and (part := _part_with_causal_class(config)) is not None:
+        return part, task, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+    return config, task, None
+
+
+def cases_of(models: list[str], task: str = "causal", *, given_class: bool = False) -> Iterator[tuple[str, str]]:
+    """Yields model types, or names, with the task that each is checked on.
+
+    Args:
+        models (`list[str]`): `"all"` stands for all causal types, all types of images, sounds, masked language models
+            and encoder-decoders; with another task than the default, for the types of that one.
+        given_class (`bool`): a class is named, whose task it is.
+    """
+    for model in models:
+        if model == "all":
+            every = [(name, "causal") for name in causal_types()]
+            every += [(name, "image") for name in image_types() if task == "image" or not _has_one_class(name)]
+            every += [(name, "video") for name in image_types() if task == "video" and takes_videos(name)]
+            every += [(name, "sound") for name in sound_types()]
+            every += [(name, "masked") for name in MODEL_FOR_MASKED_LM_MAPPING_NAMES if name in CONFIG_MAPPING]
+            sounds = {*sound_types()}
+            every += [
+                (name, "seq2seq")
+                for name in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+                if name in CONFIG_MAPPING and name not in sounds
+            ]
+            of_speech = MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+            every += [(name, "speech") for name in of_speech if name in CONFIG_MAPPING and name not in sounds]
+            every += [(name, other) for name, tasks in OTHER_TASKS.items() for other in tasks]
+            every = list(dict.fromkeys(every))
+            yield from (case for case in every if task in ("causal", case[1]))
+        else:
+            tasks = OTHER_TASKS.get(model, ()) if task == "causal" and not given_class else ()
+            yield from ((model, other) for other in tasks or (task,))
+
+
+def _has_one_class(model_type: str) -> bool:
+    """Tells whether the class for images is the causal one, which is given images then."""
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return names[0].get(model_type) == names[1][model_type]

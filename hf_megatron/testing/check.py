@@ -1,0 +1,337 @@
+"""`hf-megatron check`: any architecture, by model type, folder or hub name."""
+
+import contextlib
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from ..config import MegatronConfig
+from ..core.axes import Axes
+from ..errors import ConfigError, MegatronError, RankError, UnsupportedError
+from ..models.experts import find_experts
+from ..models.fingerprint import Features, describe_model
+from ..models.registry import own_spec
+from ..models.spec import ModelSpec
+from ..models.verified import layout_kind, recorded_draw, tested_versions, write_results
+from ..parallelize import plan
+from ..pipeline_parallel.layers_per_stage import layers_with_features
+from .adapters import adapted
+from .cases import case_of, cases_of
+from .fork_harness import first_reason
+from .model_overrides import WITH_SOUNDS, without_gradient
+from .parity import UNBUILDABLE, Twin, check_twin, make_twin
+from .resolve_model import resolve_config
+from .rng_parity import check_draws
+from .tiny_model import TASKS
+from .token_mixing import unknown_mixing, whole_share
+from .tolerances import Judgement
+from .variants import variants_of
+from .workers import in_forks
+
+_LAYOUT_WORDS = {
+    "tp": "tp_size",
+    "pp": "pp_size",
+    "mb": "num_microbatches",
+    "dp": "dp_size",
+    "zero": "zero_stage",
+    "replicas": "dp_replicate_size",
+    "cp": "cp_size",
+    "ep": "ep_size",
+    "etp": "etp_size",
+}
+_SCHEMES = {"a2a": "a2a", "gather": "all_gather"}
+
+
+def parse_layouts(text: str) -> list[MegatronConfig]:
+    """Parses `tp2,tp2+sp,tp2+dp2+zero3` into configs; a word that is no layout raises `ConfigError`."""
+    configs = []
+    for layout in text.split(","):
+        fields: dict[str, Any] = {}
+        for word in layout.strip().split("+"):
+            name = word.rstrip("0123456789")
+            if word == "sp":
+                fields["sequence_parallel"] = True
+            elif word in _SCHEMES:
+                fields["cp_comm_type"] = _SCHEMES[word]
+            elif name in _LAYOUT_WORDS and name != word:
+                fields[_LAYOUT_WORDS[name]] = int(word[len(name) :])
+            else:
+                raise ConfigError(
+                    f"layout {layout!r}: expected tpN, sp, cpN, a2a, gather, ppN, mbN (microbatches), dpN, zeroN, "
+                    "replicasN, epN, etpN joined by +, such as tp2,tp2+sp,tp4,cp2,cp2+a2a,dp2+ep2."
+                )
+        if "cp_size" in fields:
+            fields.setdefault("cp_comm_type", "p2p")
+        configs.append(MegatronConfig(**fields))
+    return configs
+
+
+# Less of the layers' parameters that is split is said.
+_LARGE_SHARE = 0.5
+# See `tiny_config`.
+_TWIN_HEADS = 4
+# Of a twin's batch.
+_ROWS = 3
+# Of a twin that adds features of images behind its first layers, at most two of them.
+_LAYERS_WITH_FEATURES = 4
+
+
+def check_models(
+    models: list[str],
+    layouts: list[MegatronConfig],
+    *,
+    class_name: str | None = None,
+    task: str = "causal",
+    changes: Mapping[str, Any] | None = None,
+    variants: bool = False,
+    adapter: str | None = None,
+    timeout: float = 120.0,
+    device: str = "cpu",
+    record: Path | None = None,
+    workers: int = 1,
+    echo: Callable[[str], Any] = print,
+) -> list[dict[str, Any]]:
+    """Checks the tiny twin of each model on each layout; returns the rows that `--record` writes.
+
+    Args:
+        models (`list[str]`): types, folders, hub names; `"all"` as in `cases_of`, each type's rows written as soon as
+            they are there.
+        changes (`Mapping`, *optional*): what to change in the models' configs.
+        variants (`bool`): check what is listed in `variants.py`, too.
+        adapter (`str`, *optional*): a key of `adapters.METHODS`, trained in the place of the model's own weights.
+        device (`str`): of the ranks: `"cpu"` or `"cuda"`; the numbers they are compared with are a CPU's.
+        record (`Path`, *optional*): a results file that takes up the rows of each model as soon as it is checked.
+        workers (`int`, defaults to 1): models that are checked beside each other, each with ranks of its own.
+
+    Raises:
+        ConfigError: an unknown task or model, or changes that a config does not take.
+    """
+    if task not in TASKS:
+        raise ConfigError(f"task {task!r}: valid are {', '.join(TASKS)}.")
+    largest = max(layout.tp_size for layout in layouts)
+    if largest > _TWIN_HEADS:
+        raise ConfigError(
+            f"tp_size = {largest}: tiny twins have {_TWIN_HEADS} attention heads, and a result of tp{_TWIN_HEADS} "
+            "stands for every larger size; `hf-megatron plan MODEL` says which sizes divide a model."
+        )
+    check = functools.partial(
+        _check_case,
+        # Every pipeline stage needs a layer.
+        layers=max(layout.pp_size * (layout.virtual_stages or 1) for layout in layouts),
+        layouts=layouts,
+        class_name=class_name,
+        changes=dict(changes or {}),
+        variants=variants,
+        everything="all" in models or variants,
+        adapter=adapter,
+        timeout=timeout,
+        device=device,
+    )
+    rows = []
+    for (model, _), outcome in in_forks(check, cases_of(models, task, given_class=class_name is not None), workers):
+        try:
+            found, said = outcome()
+        except ConfigError as error:
+            if "all" not in models:
+                raise
+            # One type without a valid default config ends no check of the others.
+            found, said = [], [f"{model:24} {error}"]
+        for line in said:
+            echo(line)
+        rows += found
+        if record is not None:
+            write_results(record, found)
+    return rows
+
+
+def _check_case(
+    model: str,
+    task: str,
+    *,
+    layouts: list[MegatronConfig],
+    class_name: str | None,
+    changes: dict[str, Any],
+    variants: bool,
+    **how: Any,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Returns the rows of one model, with those of its variants, and what is said of them."""
+    said: list[str] = []
+    check = functools.partial(_check_changed, model, task=task, layouts=layouts, class_name=class_name, **how)
+    rows = check(changes=changes, echo=said.append)
+    if variants and model in CONFIG_MAPPING and rows and rows[0]["class"] != "-":
+        for variant in variants_of(model, rows[0]["class"]):
+            rows += check(changes=changes | dict(variant), echo=said.append)
+    return rows, said
+
+
+def _check_changed(
+    model: str,
+    *,
+    changes: dict[str, Any],
+    layouts: list[MegatronConfig],
+    layers: int,
+    class_name: str | None,
+    task: str,
+    everything: bool,
+    adapter: str | None,
+    timeout: float,
+    device: str,
+    echo: Callable[[str], Any],
+) -> list[dict[str, Any]]:
+    """Returns the rows of one model with changes in its config."""
+    if task == "sound":
+        changes = {**WITH_SOUNDS.get(model, {}), **changes}
+    config = resolve_config(model, changes)
+    config, task, class_name = case_of(config, task, class_name)
+    if layers_with_features(config):
+        # Those behind which features of images are added lie on the first stage, with one more.
+        layers = max(layers, _LAYERS_WITH_FEATURES)
+    twin: Twin | None = None
+    # Every dp rank needs one, and some have more.
+    rows = max(_ROWS, max(layout.dp_size or 1 for layout in layouts) + 1)
+    reason, results = "", []
+    made_of = {"task": task, "layers": layers, "rows": rows}
+    try:
+        twin = make_twin(
+            config,
+            task=task,
+            class_name=class_name,
+            microbatches=2,
+            min_layers=layers,
+            batch_size=rows,
+            known_draw=recorded_draw(config.model_type, changes, made_of),
+        )
+        twin = twin if adapter is None else adapted(twin, adapter)
+    except UNBUILDABLE as error:
+        reason = f"its tiny twin cannot be built: {type(error).__name__}: {error}"
+        if not everything:
+            raise ConfigError(f"{model}: {reason}") from error
+    for layout in layouts:
+        if layout.ep_size > 1 and twin is not None and not _has_experts(twin):
+            if everything:
+                continue
+            with contextlib.suppress(UnsupportedError):
+                # Wrong usage, unless it has some that are refused by name, which makes a row.
+                plan(twin.model_on_meta(), layout, Axes.of(layout, 0))
+        row = _check_layout(config, twin, layout, timeout, device, reason, adapter) | {"changes": changes}
+        if twin is not None and twin.draw:
+            row["draw"] = {**made_of, "number": twin.draw}
+        results.append(row)
+        refused = row.pop("refused", False) or row["worst"].startswith(("UnsupportedError", "ConfigError"))
+        verdict = "equal" if row["passed"] else "refused" if refused else "DIFFERS"
+        name = f"{row['class']} {json.dumps(changes)}" if changes else row["class"]
+        share = f", {row['split']:.0%} of its layers' parameters split" if row.get("split", 1.0) < _LARGE_SHARE else ""
+        share += f", {row['whole']:.0%} of its layers' parameters computed whole by each rank" if "whole" in row else ""
+        echo(f"{row['model_type']:24} {name:36} {layout.layout():8} {verdict:8} {row['worst']}{share}")
+        if details := row.pop("details", None):
+            echo(details)
+    if twin is not None:
+        twin.delete()
+    return results
+
+
+def _check_layout(
+    config: PreTrainedConfig,
+    twin: Twin | None,
+    layout: MegatronConfig,
+    timeout: float,
+    device: str,
+    reason: str,
+    adapter: str | None,
+) -> dict[str, Any]:
+    """Returns the row of one twin on one layout; with an adapter all axes of the layout are named."""
+    row: dict[str, Any] = {
+        "model_type": config.model_type,
+        "class": "-" if twin is None else twin.class_name,
+        "layout": layout_kind(layout) if adapter is None else f"{layout.layout()} {adapter}",
+        "tp_size": layout.tp_size,
+        "pp_size": layout.pp_size,
+        **({"cp_size": layout.cp_size} if layout.cp_size > 1 else {}),
+        **({"ep_size": layout.ep_size} if layout.ep_size > 1 else {}),
+        "parts": [],
+        "draws": [],
+        "versions": tested_versions(),
+        **_media(twin),
+    }
+    if twin is None:
+        return row | {"passed": False, "worst": reason}
+    try:
+        if adapter is not None:
+            return row | _verdict(check_twin(twin, layout, timeout=timeout, device=device), twin)
+        features = features_on_layout(twin.model_on_meta(), layout)
+        row |= {"parts": list(features.parts)} | ({"split": _split_share(twin, layout)} if layout.tp_size > 1 else {})
+        if unlike := describe_model(twin.model_on_meta()).features({}).parts ^ twin.full.features({}).parts:
+            found = "; ".join(sorted(str(line) for part in unlike for line in part.lines))
+            return row | {"passed": False, "worst": f"its twin is another model: {found}"[:300]}
+        if layout.cp_size > 1:
+            row |= _whole_blocks(twin, layout)
+            if reason := row.pop("mixing", None):
+                return row | {"passed": False, "worst": reason}
+        comparison = check_twin(twin, layout, timeout=timeout, device=device)
+        if comparison.passed and layout.tp_size > 1 and layout.pp_size == 1:
+            sites, problem = check_draws(twin, layout, timeout=timeout, device=device)
+            row |= {"draws": sorted(sites)} | ({"draws_differ": problem} if problem else {})
+            if twin.full.draws - sites:
+                return row | {"passed": False, "worst": f"while {sorted(twin.full.draws - sites)} drew: {problem}"}
+    except MegatronError as error:
+        refused = not isinstance(error, RankError)
+        return row | {"passed": False, "worst": first_reason(str(error)), "refused": refused}
+    return row | _verdict(comparison, twin)
+
+
+def _media(twin: Twin | None) -> dict[str, Any]:
+    """Says what a twin's batches have beside text."""
+    if twin is None:
+        return {}
+    return {"media": list(twin.media)} if twin.media else {}
+
+
+def _verdict(comparison: Judgement, twin: Twin) -> dict[str, Any]:
+    found: dict[str, Any] = {"passed": comparison.passed, "worst": str(comparison.worst)}
+    if reasons := without_gradient(twin.config, twin.media):
+        found["no_gradient"] = sorted(reasons.values())
+    return found if comparison.passed else found | {"details": comparison.report()}
+
+
+def _has_experts(twin: Twin) -> bool:
+    model = twin.model_on_meta()
+    return bool(find_experts(model, own_spec(model) or ModelSpec(model.config.model_type)))
+
+
+def _whole_blocks(twin: Twin, layout: MegatronConfig) -> dict[str, Any]:
+    """Says which share of the layers cp computes on whole rows, and what mixes tokens that it does not know."""
+    state = plan(twin.model_on_meta(), layout, Axes.of(layout, 0))
+    assert twin.build_full is not None
+    with torch.device("meta"):
+        share = whole_share(twin.build_full(), state)
+    model = twin.load()
+    arguments = inspect.signature(type(model).forward).parameters
+    needed = {name for name, argument in arguments.items() if argument.default is argument.empty}
+    batch = {name: value for name, value in twin.batches[0].items() if name in {"input_ids", *needed}}
+    reason = unknown_mixing(model, state.spec, batch)
+    return ({"whole": round(share, 3)} if share else {}) | ({} if reason is None else {"mixing": reason})
+
+
+def _split_share(twin: Twin, layout: MegatronConfig) -> float:
+    """Returns which share of the layers' parameters is split, of the full model: a twin's tower is a larger part."""
+    assert twin.build_full is not None
+    with torch.device("meta"):
+        full = twin.build_full()
+    try:
+        features = features_on_layout(full, layout)
+    except MegatronError:
+        # Sizes of a default config that tp_size does not divide.
+        features = features_on_layout(twin.model_on_meta(), layout)
+    return round(features.split, 3)
+
+
+def features_on_layout(model: Any, layout: MegatronConfig) -> Features:
+    """Returns what a model on the meta device is made of on a layout."""
+    description = describe_model(model)
+    return description.features(plan(model, layout, Axes.of(layout, 0)).claims if layout.tp_size > 1 else {})

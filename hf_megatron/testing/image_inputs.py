@@ -1,0 +1,269 @@
+"""The forms in which models take images: whole, in patches, tiles or crops, of each row or of all rows together."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models.modalities.images import GRID, PIXELS, VIDEO_PIXELS
+
+# Patches along a side that one feature is made of: the product of what the configs name.
+_MERGES = (
+    *("spatial_merge_size", "merge_size", "merge_kernel_size", "window_kernel_size", "pooling_kernel_size"),
+    *("downsample_factor", "scale_factor"),
+)
+# Of a video.
+_FRAMES = 2
+
+
+class Canvas:
+    """What the configs of a model say of the images it takes.
+
+    Args:
+        config (`PreTrainedConfig`): of the model.
+        generator (`torch.Generator`): of the pixels.
+    """
+
+    def __init__(self, config: Any, generator: torch.Generator) -> None:
+        # An encoder that sees images has its tower to itself.
+        owner = getattr(config, "encoder", None) or config
+        vision = getattr(owner, "vision_config", None) or getattr(config, "vq_config", None) or config
+        # Of several towers in a row the first one.
+        vision = getattr(vision, "sam_config", None) or vision
+        self.values: Mapping[str, Any] = config.to_dict() | vision.to_dict()
+        self.channels = next(
+            (self.values[name] for name in ("num_channels", "in_channels", "in_chans") if self.values.get(name)), 3
+        )
+        self.patch = _side(self.values.get("patch_size") or 1)
+        self.unit = math.prod(_side(self.values[name]) for name in _MERGES if self.values.get(name))
+        if merged := getattr(vision, "model_patch_size", None):
+            # Merged before the tower sees them.
+            self.patch, self.unit = merged, 2
+        if halvings := len(self.values.get("channel_multiplier") or ()):
+            # Between levels of convolutions.
+            self.patch = 2 ** (halvings - 1)
+        if isinstance(self.values.get("downsample_ratio"), float):
+            self.unit *= round(1 / self.values["downsample_ratio"])
+        self.frames = self.values.get("temporal_patch_size") or self.values.get("patch_temporal") or 1
+        size: Any = self.values.get("image_size") or 4 * self.patch * self.unit
+        self.height: int
+        self.width: int
+        self.height, self.width = (size, size) if isinstance(size, int) else size
+        # Patches of all images in a row, of which nothing says where one ends: one of each then.
+        self.is_of_patches = "patch_dim" in dir(type(config))
+        self._generator = generator
+
+    def draw(self, *shape: int) -> Tensor:
+        """Draws pixels of any shape."""
+        return torch.randn(*shape, generator=self._generator)
+
+    def tokens(self, part: str, like: Tensor) -> Tensor:
+        """Draws tokens of a part of the model, but for that of padding, as many as another tensor has entries."""
+        return torch.randint(1, self.values[part]["vocab_size"], like.shape, generator=self._generator)
+
+    def grids(self, count: int) -> Tensor:
+        """Returns the height and width `[images, 2]` of each image in patches, of two sizes."""
+        return torch.tensor([[self.unit * (1 + image % 2), self.unit * 2] for image in range(count)])
+
+
+def _side(value: Any) -> int:
+    return value if isinstance(value, int) else value[-1]
+
+
+def image_forms(canvas: Canvas, asked: set[str], counts: Sequence[int]) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Yields makers of images in the forms that the names of a model's arguments allow, the narrowest ones first."""
+    total = sum(counts)
+    if asked & {"image_grid_thw", "image_grid_hw"}:
+        side, merged = canvas.patch, canvas.patch * canvas.unit
+        yield lambda: _patches(canvas, asked, total, (canvas.frames * canvas.channels * side**2,))
+        yield lambda: _patches(canvas, asked, total, (canvas.channels, side, side))
+        yield lambda: _patches(canvas, asked, total, (merged, merged, canvas.channels), merged=canvas.unit)
+    elif canvas.frames > 1:
+        yield lambda: {PIXELS: canvas.draw(total, canvas.frames, canvas.patch, canvas.patch, canvas.channels)}
+    if "target_sizes" in asked:
+        yield lambda: _packed(canvas, total)
+    if "spatial_shapes" in asked or "image_position_ids" in asked:
+        yield lambda: _padded_patches(canvas, asked, total)
+    if "image_sizes" in asked and canvas.values.get("image_grid_pinpoints"):
+        yield lambda: _tiles(canvas, asked, counts)
+    if "image_token_pooling" in asked:
+        yield lambda: _crops(canvas, total)
+    if "pixel_attention_mask" in asked:
+        yield lambda: _of_rows(canvas, counts, of_pixels=True)
+        yield lambda: _of_rows(canvas, counts, of_pixels=False)
+    if "flattened_patches" in asked:
+        yield lambda: _flat_patches(canvas, total)
+    if "qformer_input_ids" in asked:
+        yield lambda: _with_questions(canvas, total)
+        yield lambda: _with_questions(canvas, total, _FRAMES)
+    yield lambda: _whole(canvas, asked, total)
+    if "num_local_patches" in asked:
+        # Or numbers for the host alone.
+        yield lambda: {name: _as_list(name, value) for name, value in _whole(canvas, asked, total).items()}
+    # Towers of some kinds take no sizes, of a model for several.
+    yield lambda: _whole(canvas, asked - {"image_sizes"}, total)
+    # Without a tower patches are projected as they are.
+    if canvas.is_of_patches:
+        yield lambda: {PIXELS: canvas.draw(total, canvas.channels * canvas.patch**2)}
+    numbers = canvas.height // canvas.patch * (canvas.width // canvas.patch)
+    yield lambda: {PIXELS: canvas.draw(total, numbers, canvas.channels * canvas.patch**2)}
+
+
+def video_form(canvas: Canvas, asked: set[str], total: int, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns videos of two and four frames in patches like those of the images, or of two whole frames.
+
+    Args:
+        images (`Mapping`): in the form that the model takes.
+    """
+    if "video_grid_thw" not in asked:
+        found = {VIDEO_PIXELS: canvas.draw(total, _FRAMES, canvas.channels, canvas.height, canvas.width)}
+        if "image_sizes_videos" in asked:
+            found["image_sizes_videos"] = torch.tensor([[canvas.height, canvas.width]] * total)
+        return found
+    sizes = images[GRID][:, 1:].repeat(total, 1)[:total]
+    frames = torch.tensor([[_FRAMES * (1 + video % 2)] for video in range(total)])
+    grids = torch.cat([frames, sizes], 1)
+    found = {VIDEO_PIXELS: canvas.draw(int(grids.prod(1).sum()), *images[PIXELS].shape[1:]), "video_grid_thw": grids}
+    if "video_merge_sizes" in asked:
+        found["video_merge_sizes"] = images["image_merge_sizes"].repeat(total)[:total]
+    for name in ("second_per_grid_ts", "video_second_per_grid"):
+        if name in asked:
+            found[name] = torch.tensor([1.0 + video % 2 for video in range(total)])
+    return found
+
+
+def _patches(canvas: Canvas, asked: set[str], total: int, shape: tuple[int, ...], merged: int = 1) -> dict[str, Tensor]:
+    """Returns patches of all images in a row, `[patches, *shape]`, with `merged` of the tower's along their sides."""
+    grids = canvas.grids(total) // merged
+    sizes = {"image_grid_hw": grids, "image_grid_thw": torch.cat([torch.ones(total, 1, dtype=torch.long), grids], 1)}
+    found = {PIXELS: canvas.draw(int(grids.prod(1).sum()), *shape)}
+    found |= {name: value for name, value in sizes.items() if name in asked}
+    if "image_merge_sizes" in asked:
+        found["image_merge_sizes"] = torch.full((total,), canvas.unit)
+    return found
+
+
+def _packed(canvas: Canvas, total: int) -> dict[str, Tensor]:
+    """Returns patches side by side, `[1, channels, patch, patches * patch]`."""
+    grids = canvas.grids(total)
+    width = int(grids.prod(1).sum()) * canvas.patch
+    return {PIXELS: canvas.draw(1, canvas.channels, canvas.patch, width), "target_sizes": grids.int()}
+
+
+def _padded_patches(canvas: Canvas, asked: set[str], total: int) -> dict[str, Tensor]:
+    """Returns patches of each image with padding behind them, `[images, patches, width]`."""
+    grids = canvas.grids(total)
+    lengths = grids.prod(1)
+    longest = int(lengths.max())
+    mask = torch.arange(longest) < lengths[:, None]
+    pixels = canvas.draw(total, longest, canvas.channels * canvas.patch**2) * mask[..., None]
+    if "spatial_shapes" in asked:
+        return {PIXELS: pixels, "spatial_shapes": grids, "pixel_attention_mask": mask.long()}
+    places = torch.full((total, longest, 2), -1)
+    for image, (height, width) in enumerate(grids.tolist()):
+        rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        places[image, : height * width] = torch.stack([columns, rows], -1).flatten(0, 1)
+    return {PIXELS: pixels, "image_position_ids": places}
+
+
+def _tiles(canvas: Canvas, asked: set[str], counts: Sequence[int]) -> dict[str, Tensor]:
+    """Returns an image as a small one and tiles of it, `[images, tiles, channels, height, width]`, padded."""
+    total, side = sum(counts), min(canvas.height, canvas.width)
+    grids = sorted(canvas.values["image_grid_pinpoints"])[:2]
+    # A side that is not a multiple of a tile's: a part of the padding is cut off.
+    sizes = torch.tensor([[grids[image % len(grids)][0], grids[image % len(grids)][1] - 1] for image in range(total)])
+    tiles = 1 + max(math.prod(length // side for length in grid) for grid in grids)
+    found = {PIXELS: canvas.draw(total, tiles, canvas.channels, canvas.height, canvas.width), "image_sizes": sizes}
+    if "batch_num_images" in asked:
+        found["batch_num_images"] = torch.tensor(counts)
+    return found
+
+
+def _crops(canvas: Canvas, total: int) -> dict[str, Tensor]:
+    """Returns crops of images in patches, `[crops, patches, width]`, and which of them are pooled to a feature."""
+    rows, columns = canvas.height // canvas.patch, canvas.width // canvas.patch
+    # The first one is of the whole image.
+    numbers = torch.tensor([2 + image % 2 for image in range(total)])
+    places = torch.arange(int(numbers.sum()) * rows * columns).view(-1, rows // 2, 2, columns // 2, 2)
+    pooled = places.transpose(2, 3).reshape(-1, 4).clone()
+    # A patch that lacks at the edge.
+    pooled[::5, -1] = -1
+    whole = torch.tensor([rows // 2, columns // 2]).repeat(total, 1)
+    return {
+        PIXELS: canvas.draw(int(numbers.sum()), rows * columns, canvas.channels * canvas.patch**2),
+        "image_token_pooling": pooled,
+        "image_grids": torch.cat([whole, whole * torch.stack([numbers - 1, torch.ones_like(numbers)], 1)], 1),
+        "image_num_crops": numbers,
+    }
+
+
+def _of_rows(canvas: Canvas, counts: Sequence[int], *, of_pixels: bool) -> dict[str, Tensor]:
+    """Returns the images of each row, `[rows, images, channels, height, width]`, those that lack being zero.
+
+    A mask is of pixels, `[rows, images, height, width]`, or of images `[rows, images]`.
+    """
+    is_there = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+    pixels = canvas.draw(*is_there.shape, canvas.channels, canvas.height, canvas.width)
+    mask = is_there[..., None, None].repeat(1, 1, canvas.height, canvas.width)
+    if of_pixels:
+        # The second image of a row is lower.
+        mask[:, 1:, canvas.height - canvas.patch :] = False
+    pixels = pixels * mask[:, :, None]
+    return {PIXELS: pixels, "pixel_attention_mask": mask if of_pixels else is_there}
+
+
+def _flat_patches(canvas: Canvas, total: int) -> dict[str, Tensor]:
+    """Returns patches of images of two sizes behind their rows and columns, from 1 on, padded with zeros."""
+    grids = torch.tensor([[1 + image % 2, 3] for image in range(total)])
+    patches = torch.zeros(total, int(grids.prod(1).max()), 2 + canvas.values["patch_embed_hidden_size"])
+    for image, grid in enumerate(grids.tolist()):
+        found = torch.cartesian_prod(*(torch.arange(1, side + 1) for side in grid))
+        patches[image, : len(found)] = torch.cat([found, canvas.draw(len(found), patches.shape[-1] - 2)], 1)
+    return {"flattened_patches": patches}
+
+
+def _with_questions(canvas: Canvas, total: int, *frames: int) -> dict[str, Tensor]:
+    """Returns images `[images, channels, height, width]`, or videos, and tokens of a question about each, padded."""
+    lengths = torch.tensor([4 + image % 3 for image in range(total)])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    return {
+        PIXELS: canvas.draw(total, *frames, canvas.channels, canvas.height, canvas.width),
+        "qformer_input_ids": canvas.tokens("qformer_config", mask) * mask,
+        "qformer_attention_mask": mask.long(),
+    }
+
+
+def tiles_of_rows(canvas: Canvas, counts: Sequence[int]) -> dict[str, Tensor]:
+    """Returns the images of each row as tiles, `[rows, images, tiles, channels, height, width]`, in two shapes."""
+    ratios = [math.prod(ratio) for ratio in canvas.values["supported_aspect_ratios"]]
+    tiles, most = canvas.values["max_num_tiles"], max(counts)
+    # Numbered from 1 on; 0 is for what lacks, of which the first tile is seen as well.
+    kinds = torch.tensor([[1 + image % 2 if image < count else 0 for image in range(most)] for count in counts])
+    mask = torch.arange(tiles) < torch.tensor([1, *ratios])[kinds][..., None]
+    pixels = canvas.draw(*mask.shape, canvas.channels, canvas.height, canvas.width)
+    pixels = pixels * (mask & (kinds > 0)[..., None])[..., None, None, None]
+    return {PIXELS: pixels, "aspect_ratio_ids": kinds, "aspect_ratio_mask": mask.long()}
+
+
+def _whole(canvas: Canvas, asked: set[str], total: int) -> dict[str, Tensor]:
+    """Returns images of one size, `[images, channels, height, width]`."""
+    images = {PIXELS: canvas.draw(total, canvas.channels, canvas.height, canvas.width)}
+    if "high_res_pixel_values" in asked:
+        side = canvas.values["high_res_vision_config"]["image_size"]
+        images["high_res_pixel_values"] = canvas.draw(total, canvas.channels, side, side)
+    if "pixel_values_local" in asked:
+        # Columns and rows of views of parts of an image, in uneven numbers.
+        grids = [[1 + image % 2, 2] for image in range(total)]
+        numbers = [math.prod(grid) for grid in grids]
+        views = {"num_local_patches": torch.tensor(numbers), "patches_grid": torch.tensor(grids)}
+        images |= {name: value for name, value in views.items() if name in asked}
+        images["pixel_values_local"] = canvas.draw(sum(numbers), canvas.channels, canvas.height, canvas.width)
+    if "image_sizes" in asked:
+        images["image_sizes"] = torch.tensor([[canvas.height, canvas.width]] * total)
+    return images
+
+
+def _as_list(name: str, value: Tensor) -> Any:
+    return value.tolist() if name in ("num_local_patches", "patches_grid") else value

@@ -1,0 +1,253 @@
+"""Batches of media and text for a tiny model: rows with one, two and no images, videos or sounds, of several sizes."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models.modalities.audio import FRAMES_OF_TOKEN, audio_token
+from ..models.modalities.images import PIXELS, PLACES, SOUNDS, VIDEO_PIXELS, image_token
+from ..models.modalities.videos import video_token
+from .audio_inputs import sound_forms
+from .image_inputs import Canvas, image_forms, tiles_of_rows, video_form
+from .tiny_model import plain_tokens
+
+# Images of the rows of a batch, over and over.
+_IMAGES = (1, 2, 0)
+# Videos, or sounds, of them.
+_VIDEOS = (1, 0, 2)
+# Tokens of a clip, at most.
+_TOKENS_OF_SOUND = 64
+# Tokens of a row of text and sound at once, beside those of every row.
+_TOKENS_BETWEEN = 6
+_KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+# Methods that make features of images, or of videos where nothing else has them.
+_FEATURES = ("get_image_features", "get_video_features")
+# What models raise for images of another form than theirs.
+_UNFIT = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NameError)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What stands in a row between texts: an image, or a video, whose frames may stand apart.
+
+    Attributes:
+        kind: of the tokens: 0 for text, 1 for images, 2 for videos, 3 for sounds.
+        token: the placeholder, if there is one.
+        sizes: numbers of tokens side by side.
+    """
+
+    kind: int
+    token: int | None
+    sizes: tuple[int, ...]
+
+
+def make_media_batch(
+    model: Any, *, batch_size: int = 3, seed: int = 0, videos: bool = False, sounds: bool = False
+) -> dict[str, Tensor]:
+    """Makes a batch with padding behind all rows but the longest.
+
+    The placeholders of an image are as many as the model makes features of it.
+
+    Args:
+        model (`PreTrainedModel`): of a type with places for images in its text, or with an image for each row.
+        videos (`bool`): videos beside the images, or alone where the model takes either.
+        sounds (`bool`): sounds beside the images, or alone where the model takes no images.
+
+    Returns:
+        `dict[str, Tensor]`: `input_ids`, `attention_mask`, `labels` and what the model asks for of the kinds of tokens,
+        `[batch, sequence]`; images in the form that the model takes, see `media.rows_with_images`.
+
+    Raises:
+        ValueError: with `videos` or `sounds`, a model that takes none in a known form.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    asked = inspect.signature(model.forward).parameters
+    has_places = image_token(model.config) is not None or PLACES in asked
+    counts = [_IMAGES[row % len(_IMAGES)] if has_places else 1 for row in range(batch_size)]
+    if PIXELS not in asked and "flattened_patches" not in asked:
+        counts = [0] * batch_size
+    images, sizes = _images(model, counts, generator) if any(counts) else ({}, [])
+    left = iter(sizes)
+    pieces = [[_Piece(1, image_token(model.config), (next(left),)) for _ in range(count)] for count in counts]
+    if not videos and not sounds:
+        return _written(model, pieces, images, generator)
+    problems: list[str] = []
+    for tensors, found in (_with_videos if videos else _with_sounds)(model, pieces, images, generator):
+        batch = _written(model, found, tensors, generator)
+        try:
+            if _depends_on(model, batch, VIDEO_PIXELS if videos else next(name for name in SOUNDS if name in batch)):
+                return batch
+            problems.append("its loss does not depend on them")
+        except (*_UNFIT, StopIteration) as error:
+            problems.append(str(error))
+    kind = "videos" if videos else "sounds"
+    raise ValueError(f"{type(model).__name__} takes no {kind} in a known form: {'; '.join(problems)[:300]}")
+
+
+def _written(
+    model: Any, pieces: Sequence[Sequence[_Piece]], media: Mapping[str, Tensor], generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Returns a batch of rows of text with pieces in between."""
+    asked, tokens = inspect.signature(model.forward).parameters, plain_tokens(model.config)
+
+    def text(length: int) -> list[int]:
+        return tokens[torch.randint(len(tokens), (length,), generator=generator)].tolist()
+
+    # Positions begin anew behind it, in models that have one.
+    names = ("vision_start_token_id",) * 2 + ("audio_start_token_id",)
+    starts = [[token for token in [getattr(model.config, name, None)] if token is not None] for name in names]
+    rows, places = [], []
+    for row, of_row in enumerate(pieces):
+        rows.append(text(4 + row))
+        places.append([0] * len(rows[-1]))
+        for piece in of_row:
+            start = starts[piece.kind - 1]
+            for size in piece.sizes:
+                rows[-1] += start + (text(size) if piece.token is None else [piece.token] * size) + text(3)
+                places[-1] += [0] * len(start) + [piece.kind] * size + [0] * 3
+    length, pad = max(map(len, rows)), getattr(model.config.get_text_config(), "pad_token_id", None) or 0
+    input_ids = torch.tensor([row + [pad] * (length - len(row)) for row in rows])
+    attention_mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
+    kinds = torch.tensor([row + [0] * (length - len(row)) for row in places])
+    batch = {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "labels": input_ids.masked_fill((attention_mask == 0) | (kinds > 0), -100),
+    }
+    batch |= {name: kinds for name in _KINDS_OF_TOKENS if name in asked}
+    if PLACES in asked:
+        batch[PLACES] = (kinds == 1).long()
+    if "cross_attention_mask" in asked:
+        batch["cross_attention_mask"] = _seen_tiles(kinds > 0, media["aspect_ratio_mask"])
+    return batch | dict(media)
+
+
+def _with_videos(
+    model: Any, pieces: Sequence[Sequence[_Piece]], images: Mapping[str, Tensor], generator: torch.Generator
+) -> Iterator[tuple[dict[str, Tensor], list[list[_Piece]]]]:
+    """Yields images with videos beside them, then videos alone, each written in one piece, then frame by frame."""
+    token, parts = video_token(model.config), (model, model.base_model)
+    named = [part for part in parts if "get_video_features" in dir(type(part))]
+    if VIDEO_PIXELS not in inspect.signature(model.forward).parameters or not named:
+        return
+    counts = [_VIDEOS[row % len(_VIDEOS)] for row in range(len(pieces))]
+    asked = {*inspect.signature(model.forward).parameters}
+    videos = video_form(Canvas(model.config, generator), asked, sum(counts), images)
+    # Some classes pass on what only the base model's method names.
+    taken = {name for part in named for name in inspect.signature(part.get_video_features).parameters}
+    of_features = {name: value for name, value in videos.items() if name in taken}
+    sizes = _features(named[0].get_video_features, of_features, sum(counts))
+    grids = videos.get("video_grid_thw")
+    frames = [1] * len(sizes) if grids is None else grids[:, 0].tolist()
+    for are_beside in (True, False):
+        of_video = token if are_beside else image_token(model.config)
+        if are_beside and token in (None, image_token(model.config)):
+            continue
+        for is_apart in (False, True):
+            left = iter(
+                _Piece(2, of_video, (size // number,) * number if is_apart else (size,))
+                for size, number in zip(sizes, frames, strict=True)
+            )
+            found = [
+                [*(of_row if are_beside else ()), *(next(left) for _ in range(count))]
+                for of_row, count in zip(pieces, counts, strict=True)
+            ]
+            yield (dict(images) if are_beside else {}) | videos, found
+
+
+def _with_sounds(
+    model: Any, pieces: Sequence[Sequence[_Piece]], images: Mapping[str, Tensor], generator: torch.Generator
+) -> Iterator[tuple[dict[str, Tensor], list[list[_Piece]]]]:
+    """Yields images with sounds behind them, in every form in which the model takes single clips."""
+    asked, token = {*inspect.signature(model.forward).parameters}, audio_token(model.config)
+    if token is None and (frames := getattr(model.config, FRAMES_OF_TOKEN, None)) is not None:
+        # A clip for each row, as long as that is.
+        texts = [[_Piece(0, None, (_TOKENS_BETWEEN,))] for _ in pieces]
+        length = _written(model, texts, {}, generator)["input_ids"].shape[1]
+        for sounds in sound_forms(model.config, asked, len(pieces), generator, frames=frames * length):
+            yield sounds, texts
+        return
+    counts = [_VIDEOS[row % len(_VIDEOS)] for row in range(len(pieces))]
+    for sounds in sound_forms(model.config, asked, sum(counts), generator):
+        clips = [{name: value[clip : clip + 1] for name, value in sounds.items()} for clip in range(sum(counts))]
+        # Every other one is shorter.
+        of_length = [_tokens_of_clip(model, clip, token, generator) for clip in clips[:2]]
+        sizes = [of_length[clip % 2] for clip in range(len(clips))]
+        left = iter(_Piece(3, token, (size,)) for size in sizes)
+        yield (
+            {**images, **sounds, **_lengths(asked, sizes)},
+            [[*of_row, *(next(left) for _ in range(count))] for of_row, count in zip(pieces, counts, strict=True)],
+        )
+
+
+def _tokens_of_clip(model: Any, clip: Mapping[str, Tensor], token: int | None, generator: torch.Generator) -> int:
+    """Counts the placeholders with which the model takes a clip; one, where there is no such number.
+
+    A batch with a clip that the model does not take is refused by it.
+    """
+    asked = {*inspect.signature(model.forward).parameters}
+    # Some take more features than there are places for them.
+    for size in range(_TOKENS_OF_SOUND, 0, -1):
+        try:
+            with torch.no_grad():
+                model(**_written(model, [[_Piece(3, token, (size,))]], {**clip, **_lengths(asked, [size])}, generator))
+            return size
+        except _UNFIT:
+            continue
+    return 1
+
+
+def _lengths(asked: set[str], sizes: Sequence[int]) -> dict[str, Tensor]:
+    return {"audio_embed_sizes": torch.tensor(sizes)} if "audio_embed_sizes" in asked else {}
+
+
+def _depends_on(model: Any, batch: Mapping[str, Tensor], name: str) -> bool:
+    """Tells whether the loss depends on pixels of videos, or on sounds."""
+    others = {**batch, name: torch.zeros_like(batch[name])}
+    with torch.no_grad():
+        losses = [model.eval()(**given).loss.item() for given in (batch, others)]
+    model.train()
+    return losses[0] != losses[1]
+
+
+def _images(model: Any, counts: Sequence[int], generator: torch.Generator) -> tuple[dict[str, Tensor], list[int]]:
+    """Returns the images of rows in the first form that the model takes, and the features it makes of each of them."""
+    canvas, asked = Canvas(model.config, generator), {*inspect.signature(model.forward).parameters}
+    if "aspect_ratio_ids" in asked:
+        # Layers read images beside the tokens, of which one stands for each.
+        return tiles_of_rows(canvas, counts), [1] * sum(counts)
+    named = [(part, name) for part in (model, model.base_model) for name in _FEATURES if name in dir(type(part))]
+    if not named:
+        # As many as the config says, or none in the text.
+        form = next(image_forms(canvas, asked, counts))
+        return form(), [getattr(model.config, "latent_query_num", 0)] * sum(counts)
+    features = getattr(*named[0])
+    asked |= {*inspect.signature(features).parameters}
+    problems = []
+    for form in image_forms(canvas, asked, counts):
+        images = form()
+        try:
+            return images, _features(features, images, sum(counts))
+        except _UNFIT as error:
+            problems.append(str(error))
+    raise RuntimeError("; ".join(problems))
+
+
+def _seen_tiles(is_image: Tensor, tiles: Tensor) -> Tensor:
+    """Returns which tiles tokens see, `[rows, sequence, images, tiles]`: those of the images that begin before them."""
+    begun = is_image.cumsum(1)[..., None] > torch.arange(tiles.shape[1])
+    return begun[..., None].long() * tiles[:, None]
+
+
+def _features(features: Callable[..., Any], images: Mapping[str, Tensor], total: int) -> list[int]:
+    """Counts what the model makes of each image."""
+    with torch.no_grad():
+        output = features(**images)
+        found = output.last_hidden_state if output.pooler_output is None else output.pooler_output
+    parts = [found] if isinstance(found, Tensor) else found
+    lengths = [part.numel() // part.shape[-1] for part in parts]
+    return lengths if len(lengths) == total else [sum(lengths) // total] * total

@@ -1,0 +1,293 @@
+"""A parity case: a tiny twin in one process against the same twin on several ranks."""
+
+import functools
+import math
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ..config import MegatronConfig
+from ..data_parallel.batch_norm import batch_norms, splits_batches
+from ..integrations.transformers.verification_gate import ConfigUnderTest
+from ..models.fingerprint import Description, Part, describe_model
+from ..models.modalities.audio import is_of_sounds
+from ..models.modalities.images import PIXELS, image_token, is_of_images
+from ..models.modalities.videos import is_of_videos
+from .fork_harness import run_forks, run_ranks
+from .measure import Measurement, measure
+from .model_overrides import LONG_ROWS
+from .multimodal_batch import make_media_batch
+from .reference import take_reference
+from .speech_batch import make_speech_batch
+from .tiny_model import TASKS, draw_parameters, full_config, make_batch, tiny_config
+from .tolerances import WELL_CONDITIONED, Error, Judgement, frozen_errors, judge
+
+# What transformers raises for configs of tiny sizes.
+UNBUILDABLE = (
+    *(ValueError, RuntimeError, TypeError, KeyError, AttributeError, AssertionError, ImportError, StrictDataclassError),
+)
+# Seeds tried for a well-conditioned draw.
+_DRAWS = 10
+
+
+@dataclass
+class Twin:
+    """A tiny model saved to disk, its batches and its one-process numbers; `full` is the model it was made for.
+
+    Attributes:
+        build_full (`Callable`, *optional*): makes that one, on the device that is the default.
+        adapt (`Callable`, *optional*): puts an adapter into a model that was loaded, and returns the model.
+        arguments (`Mapping`, *optional*): of `from_pretrained`, beside the layout.
+        draw (`int`): which of the draws of its parameters it is.
+        frozen_norms (`Measurement`, *optional*): its numbers with norms by the statistics of a batch in evaluation
+            mode, for layouts that split batches; taken when the first of these asks.
+    """
+
+    class_name: str
+    directory: Path
+    batches: list[dict[str, Tensor]]
+    reference: Measurement
+    config: PreTrainedConfig
+    full: Description = Description((), frozenset(), {})
+    build_full: Callable[[], Any] | None = None
+    adapt: Callable[[Any], Any] | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    draw: int = 0
+    frozen_norms: Measurement | None = None
+
+    def model_on_meta(self) -> Any:
+        """Makes the twin's model on the meta device, as it is before any layout."""
+        cls = getattr(transformers, self.class_name)
+        with torch.device("meta"):
+            return cls(cls.config_class.from_pretrained(self.directory))
+
+    def load(self, **kwargs: Any) -> Any:
+        """Loads the twin, with `megatron_config=` on the ranks of a job."""
+        model = getattr(transformers, self.class_name).from_pretrained(self.directory, **self.arguments, **kwargs)
+        return model if self.adapt is None else self.adapt(model)
+
+    @property
+    def media(self) -> tuple[str, ...]:
+        """Lists what some of the batches have beside text: `"images"`, `"videos"`, `"sounds"`."""
+        of_kinds = {"images": is_of_images, "videos": is_of_videos, "sounds": is_of_sounds}
+        names = {name for batch in self.batches for name in batch}
+        return tuple(kind for kind, belongs in of_kinds.items() if any(map(belongs, names)))
+
+    def delete(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def make_twin(
+    config: PreTrainedConfig,
+    *,
+    task: str = "causal",
+    class_name: str | None = None,
+    changes: dict[str, Any] | None = None,
+    microbatches: int = 1,
+    seed: int = 0,
+    sequence_length: int = 13,
+    batch_size: int = 3,
+    min_layers: int = 2,
+    known_draw: int | None = None,
+) -> Twin:
+    """Builds a twin and measures it in this process.
+
+    A draw of parameters whose own one-process numbers are off by more than half the limit between fp32 and fp64 is no
+    reference for anything: a router may choose other experts after one optimizer step. The next seed is tried then. The
+    choice never looks at a parallel run.
+
+    Args:
+        config (`PreTrainedConfig`): of any size; it is shrunk.
+        task (`str`): a key of `TASKS`.
+        class_name (`str`, *optional*): a transformers class instead of the task's Auto class.
+        changes (`dict`, *optional*): attributes set on the tiny config.
+        microbatches (`int`): batches per optimizer step, with unequal numbers of labels.
+        seed, sequence_length, batch_size (`int`): of the parameters and the batches.
+        min_layers (`int`): layers of the twin, as far as the config has them; more, if it has more kinds of them.
+        known_draw (`int`, *optional*): the draw that was chosen before; no other is made.
+    """
+    build_full = functools.partial(build, full_config(config), task, class_name)
+    with torch.device("meta"):
+        full = describe_model(build_full())
+    tiny = tiny_config(config, min_layers, one_of_each_kind(full))
+    text = tiny.get_text_config()
+    if task == "classification" and text.pad_token_id is None:
+        # Decoders classify at the last token that is no padding, and ask which one padding is.
+        changes = {"pad_token_id": 0, **(changes or {})}
+    for name, value in (changes or {}).items():
+        setattr(text, name, value)
+    length = max(sequence_length, LONG_ROWS.get(config.model_type, 0))
+    sizes = {"batch_size": batch_size, "sequence_length": length}
+    best, others = best_draw(
+        lambda draw, best: _draw(tiny, task, class_name, microbatches, seed + draw, sizes, best), known_draw
+    )
+    for twin in others:
+        twin.delete()
+    best.full, best.build_full = full, build_full
+    return best
+
+
+def best_draw(draw: Callable[[int, float], Twin], known: int | None = None) -> tuple[Twin, list[Twin]]:
+    """Returns the first of several draws that is well-conditioned, or the best of them; and the others.
+
+    Args:
+        draw (`Callable`): (number of the draw, the smallest round-off of those before) makes a twin.
+        known (`int`, *optional*): which one it is, from before.
+    """
+    threads = torch.get_num_threads()
+    numbers = range(_DRAWS) if known is None else [known]
+    draws: list[Twin] = []
+    try:
+        # As ranks compute; several wait for each other longer than they work on tensors of this size.
+        torch.set_num_threads(1)
+        for number in numbers:
+            best = min((twin.reference.round_off for twin in draws), default=math.inf)
+            draws.append(draw(number, best))
+            draws[-1].draw = number
+            if draws[-1].reference.round_off <= WELL_CONDITIONED:
+                break
+    finally:
+        torch.set_num_threads(threads)
+    chosen = min(draws, key=lambda twin: twin.reference.round_off)
+    return chosen, [twin for twin in draws if twin is not chosen]
+
+
+def build(config: PreTrainedConfig, task: str, class_name: str | None = None) -> Any:
+    """Makes a model of a transformers class, or of the task's Auto class, with its initial weights."""
+    builder = getattr(transformers, class_name or TASKS[task])
+    return builder(config) if class_name else builder.from_config(config)
+
+
+def one_of_each_kind(full: Description) -> frozenset[int]:
+    """Finds the first layer of each kind in the full model, which no twin may lack."""
+    first: dict[Part, int] = {}
+    for layer, part in full.layers({}).items():
+        first.setdefault(part, int(layer.rpartition(".")[2]))
+    return frozenset(first.values())
+
+
+def _draw(
+    tiny: PreTrainedConfig,
+    task: str,
+    class_name: str | None,
+    microbatches: int,
+    seed: int,
+    sizes: dict[str, Any],
+    best: float,
+) -> Twin:
+    torch.manual_seed(seed)
+    model = build(tiny, task, class_name).float()
+    draw_parameters(model, seed)
+    directory = Path(tempfile.mkdtemp(prefix="hf_megatron_twin_"))
+    model.save_pretrained(directory)
+    if task in ("image", "video", "sound") or (task == "masked" and image_token(model.config) is not None):
+        given = {"batch_size": sizes["batch_size"], "videos": task == "video", "sounds": task == "sound"}
+        batches = [make_media_batch(model, **given, seed=seed + index) for index in range(microbatches)]
+        if task == "video" and PIXELS not in batches[0]:
+            # A model that takes either images or videos: every other batch is of images.
+            given["videos"] = False
+            batches[1::2] = [make_media_batch(model, **given, seed=seed + n) for n in range(1, microbatches, 2)]
+    elif task == "seq2seq" and image_token(model.config) is not None:
+        batches = [
+            make_media_batch(model, batch_size=sizes["batch_size"], seed=seed + index)
+            | {"labels": make_batch(tiny, seed=seed + index, task=task, **sizes)["labels"]}
+            for index in range(microbatches)
+        ]
+    elif task == "speech":
+        batches = [make_speech_batch(model, seed=seed + index, **sizes) for index in range(microbatches)]
+    else:
+        batches = [make_batch(tiny, seed=seed + index, task=task, **sizes) for index in range(microbatches)]
+    # Read back, so that both sides start from the same file.
+    return measured(Twin(type(model).__name__, directory, batches, Measurement(0, 0, 0), model.config), best)
+
+
+def measured(twin: Twin, best: float = math.inf) -> Twin:
+    """Returns a twin with its numbers in one process, a fork of this one; `best` as in `take_reference`."""
+    twin.reference = result_of_fork(lambda: take_reference(twin, best=best))
+    twin.frozen_norms = None
+    return twin
+
+
+def _measured_with_frozen_norms(twin: Twin) -> Measurement:
+    if twin.frozen_norms is None:
+        twin.frozen_norms = result_of_fork(lambda: take_reference(twin, norms_are_frozen=True))
+    return twin.frozen_norms
+
+
+def result_of_fork(function: Callable[[], Any]) -> Any:
+    """Returns what the function returns in a fork of this process, which must be picklable.
+
+    A backward here would have torch start a thread for each GPU, and so would a tensor on one: no later fork of this
+    process could use it.
+
+    Raises:
+        RuntimeError: the function failed as a model does that cannot be built.
+    """
+
+    def outcome() -> tuple[Any, str, str]:
+        try:
+            return function(), "", ""
+        except UNBUILDABLE as error:
+            # Some exceptions cannot be handed over.
+            return None, "".join(traceback.format_exception_only(error)).strip(), traceback.format_exc()
+
+    [(found, problem, trace)] = run_forks(outcome, [0], 1, lambda *_: None, timeout=1200)
+    if problem:
+        error = RuntimeError(problem)
+        error.add_note(trace)
+        raise error
+    return found
+
+
+def check_twin(
+    twin: Twin,
+    config: MegatronConfig,
+    *,
+    sabotage: Callable[[], None] | None = None,
+    timeout: float = 120.0,
+    prepare: Callable[[Any], None] | None = None,
+    device: str = "cpu",
+) -> Judgement:
+    """Compares the twin on the ranks of `config` with its reference.
+
+    Args:
+        twin (`Twin`): from `make_twin`.
+        config (`MegatronConfig`): the layout, whether or not a result is recorded for it.
+        sabotage (`Callable`, *optional*): called on every rank before the model is made, to seed a fault.
+        timeout (`float`): seconds.
+        prepare (`Callable`, *optional*): called with the model before it is measured.
+        device (`str`): of the ranks, see `run_ranks`.
+    """
+
+    layout = ConfigUnderTest(**config.to_dict())
+    freezes = splits_batches(layout, config.dp_size or 1) and bool(batch_norms(twin.model_on_meta()))
+    reference = _measured_with_frozen_norms(twin) if freezes else twin.reference
+
+    def on_rank() -> Measurement:
+        if sabotage is not None:
+            sabotage()
+        model = twin.load(megatron_config=layout)
+        if prepare is not None:
+            prepare(model)
+        return measure(model, twin.batches, norms_are_frozen=freezes)
+
+    ranks = config.ranks_per_replica * (config.dp_size or 1)
+    measurements = run_ranks(on_rank, ranks, timeout=timeout, device=device)
+    comparison = judge(measurements[0], reference)
+    if twin.adapt is not None:
+        comparison = Judgement((*frozen_errors(measurements[0], reference), *comparison.errors))
+    for rank, other in enumerate(measurements[1:], 1):
+        if (other.loss, other.norm) != (measurements[0].loss, measurements[0].norm):
+            disagreement = Error(f"rank {rank} reports another loss or norm than rank 0", float("inf"))
+            return Judgement((disagreement, *comparison.errors))
+    return comparison

@@ -1,0 +1,122 @@
+"""`hf-megatron timeline`: a small model of any architecture runs on a pipeline of CPU ranks, and its step is drawn."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from ..config import MegatronConfig
+from ..core.spans import SpanRecorder
+from ..data_parallel.distributed_optimizer import prepare_optimizer
+from ..diagnostics.timeline import Timeline, bubble_share, gather_timeline, require_plots, write_pictures
+from ..errors import ConfigError
+from ..integrations.transformers.verification_gate import ConfigUnderTest
+from ..parallel_state import parallel_state
+from ..pipeline_parallel.schedule_simulator import bubble
+from ..pipeline_parallel.schedules import check_schedule, schedule
+from .fork_harness import run_ranks
+from .resolve_model import resolve_config
+from .tiny_model import LAYER_COUNTS, LAYER_INDICES, make_batch, tiny_config
+
+
+def small_config(
+    config: PreTrainedConfig, *, layers: int, sequence_length: int, hidden: int | None = None
+) -> PreTrainedConfig:
+    """Returns the tiny twin's config with as many layers as asked for; kinds of layers repeat in the twin's order.
+
+    Positions last for `sequence_length` tokens, and an MLP is four times as wide as `hidden` (by default the twin's).
+    """
+    tiny = tiny_config(config)
+    text, original = tiny.get_text_config(), config.get_text_config().to_dict()
+    values = text.to_dict()
+    counts = [original[name] for name in LAYER_COUNTS if original.get(name) is not None]
+    for name, value in values.items():
+        listed = isinstance(original.get(name), Sequence) and not isinstance(original[name], str)
+        if name in LAYER_COUNTS and value is not None:
+            setattr(text, name, layers)
+        elif listed and name not in LAYER_INDICES and len(original[name]) in counts and value:
+            setattr(text, name, [value[index % len(value)] for index in range(layers)])
+        elif name in ("max_position_embeddings", "n_positions") and value is not None:
+            setattr(text, name, max(value, sequence_length))
+        elif hidden is not None and name in ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"):
+            setattr(text, name, hidden)
+        elif hidden is not None and name in ("intermediate_size", "ffn_hidden_size", "ffn_dim", "d_ff"):
+            setattr(text, name, 4 * hidden)
+    return tiny
+
+
+def draw_timeline(
+    model: str,
+    config: MegatronConfig,
+    output: str | os.PathLike[str],
+    *,
+    layers: int = 8,
+    hidden: int | None = None,
+    batch_size: int = 8,
+    sequence_length: int = 64,
+    steps: int = 3,
+    device: str = "cpu",
+    timeout: float = 300.0,
+    echo: Callable[[str], Any] = print,
+) -> Timeline:
+    """Trains a small model on forked ranks and draws its last step into `output`.
+
+    Args:
+        model (`str`): a model type, a local folder or a hub name; its config is read, never its weights.
+        config (`MegatronConfig`): the layout; one data parallel rank.
+        output (`str` or `Path`): the directory of `timeline-step{N}.png`, `.html` and `.json`.
+        batch_size, sequence_length (`int`): of the batch that is split into the microbatches.
+        device (`str`): of the ranks, see `run_ranks`; a GPU's recorder waits for it before and after every span.
+        timeout (`float`): seconds.
+        echo (`Callable`): gets the lines of the report.
+
+    Raises:
+        ConfigError: sizes that do not fit each other, an unknown model, or no matplotlib.
+        RankError: a rank failed.
+    """
+    require_plots()
+    if config.pp_size < 2:
+        raise ConfigError(f"MegatronConfig.pp_size = {config.pp_size}: a pipeline has 2 ranks or more.")
+    # Here rather than as the error of a rank.
+    order = schedule(config.pipeline_schedule)
+    check_schedule(order.name, config.pp_size, config.virtual_stages or order.stages_per_rank)
+    stages = config.pp_size * (config.virtual_stages or order.stages_per_rank)
+    if layers < stages:
+        raise ConfigError(f"layers = {layers}: expected {stages} or more, one for each stage.")
+    if steps < 1:
+        raise ConfigError(f"steps = {steps}: expected 1 or more; the last one is drawn.")
+    small = small_config(resolve_config(model), layers=layers, sequence_length=sequence_length, hidden=hidden)
+    layout = ConfigUnderTest(**config.to_dict())
+    ids = make_batch(small, batch_size=batch_size, sequence_length=sequence_length)["input_ids"]
+
+    def on_rank() -> tuple[Timeline, dict[str, Any]]:
+        torch.manual_seed(0)
+        tokens = ids.to(device)
+        instance = AutoModelForCausalLM.from_config(small, megatron_config=layout).train()
+        parallel = parallel_state(instance)
+        assert parallel is not None and parallel.pipeline is not None
+        optimizer = prepare_optimizer(torch.optim.SGD(instance.parameters(), lr=1e-3))
+        recorder = SpanRecorder(torch.cuda.synchronize if device == "cuda" else None)
+        for step in range(steps):
+            optimizer.zero_grad()
+            if step == steps - 1:
+                # Ranks start the step that counts together.
+                dist.barrier()
+                parallel.pipeline.recorder = recorder
+            instance(input_ids=tokens, labels=tokens).loss.backward()
+            with recorder.record("optimizer", parallel.mesh.pp_rank):
+                optimizer.step()
+            if step < steps - 1:
+                recorder.clear()
+        facts = parallel.pipeline.describe()
+        return gather_timeline(recorder, parallel.mesh.pp_group, **facts), facts
+
+    timeline, facts = run_ranks(on_rank, config.ranks_per_replica, timeout=timeout, device=device)[0]
+    formula = bubble(facts["schedule"], facts["ranks"], facts["stages_per_rank"], timeline.microbatches)
+    for path in write_pictures(timeline, output, f"timeline-step{steps - 1}", formula):
+        echo(str(path))
+    echo(f"bubble: measured {bubble_share(timeline):.1%}, formula {formula:.1%}")
+    return timeline

@@ -1,0 +1,69 @@
+"""What a name on the command line stands for: a model type, a folder or a hub name; its config, and its plan."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import hf_hub_download
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from ..checkpoint.untrusted_config import CONFIG, read_config
+from ..compat.upstream import without_output
+from ..config import MegatronConfig
+from ..core.axes import Axes
+from ..core.text import first_line
+from ..errors import CheckpointError, ConfigError
+from ..models.auto_class import auto_class
+from ..parallelize import ParallelPlan, plan
+
+
+def resolve_config(model: str, changes: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+    """Returns the config of a model type, a folder or a hub name, with changes; raises `ConfigError` for bad ones."""
+    known = not Path(model).exists() and model in CONFIG_MAPPING
+    if model.startswith((".", os.sep)) and not Path(model).exists():
+        raise ConfigError(f"MODEL = {model!r}: there is no such folder.")
+    try:
+        config = CONFIG_MAPPING[model]() if known else read_config(_folder_of(model))
+    except CheckpointError as error:
+        raise ConfigError(f"MODEL = {model!r} has no config that can be read: {error}") from error
+    except Exception as error:  # noqa: BLE001 - whatever keeps the Hub's file from being fetched
+        raise ConfigError(f"MODEL = {model!r} has no config that can be read: {first_line(error)}") from error
+    if not changes:
+        return config
+    try:
+        return type(config).from_dict(config.to_dict() | dict(changes))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{model} with {dict(changes)}: {error}") from error
+
+
+def _folder_of(model: str) -> str | Path:
+    """Returns a folder as it is, or that of a hub name's config.json in the cache."""
+    return model if Path(model).exists() else Path(hf_hub_download(model, CONFIG)).parent
+
+
+def print_plan(model: str, layout: MegatronConfig) -> str:
+    """Returns the plan of a model's full-size config on a layout, made on the meta device, without weights and ranks.
+
+    Of several heads it is the one that the config names, else one that writes text.
+
+    Raises:
+        ConfigError: a config that cannot be read, or of which no model can be made.
+    """
+    config = resolve_config(model)
+    instance = _without_weights(model, config)
+    state = plan(instance, layout, Axes.of(layout, 0))
+    return str(ParallelPlan(state.claims.values(), state.cut))
+
+
+def _without_weights(model: str, config: PreTrainedConfig) -> Any:
+    names = config.architectures or []
+    named = getattr(transformers, names[0], None) if len(names) == 1 and isinstance(names[0], str) else None
+    make = auto_class(config).from_config if named is None else named._from_config
+    try:
+        with torch.device("meta"), without_output():
+            return make(config)
+    except Exception as error:  # noqa: BLE001 - a model class, of sizes that it was not made for
+        raise ConfigError(f"MODEL = {model!r}: no model can be made of its config: {first_line(error)}") from error

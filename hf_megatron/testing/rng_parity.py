@@ -1,0 +1,196 @@
+"""Whether ranks stay alike while a model draws random numbers: its dropout and jitter on, ranks seeded differently."""
+
+import contextlib
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import PreTrainedConfig
+
+from ..compat.upstream import local_tensor
+from ..config import MegatronConfig
+from ..core.off_stage import own_parameters
+from ..errors import RankError
+from ..integrations.transformers.verification_gate import ConfigUnderTest
+from ..models.fingerprint import is_rate, random_sites
+from ..parallel_state import parallel_state
+from .fork_harness import first_reason, run_ranks
+from .measure import loss_of_batch, on_device
+from .parity import UNBUILDABLE, Twin
+
+# Of some sites each draws one number a layer: ranks that draw apart agree half of the time.
+_RATE = 0.5
+
+
+def rates(config: PreTrainedConfig) -> frozenset[str]:
+    """Names the rates of a config and of its parts."""
+    found = {name for name, value in vars(config).items() if is_rate(name, value)}
+    return frozenset(
+        found.union(*(rates(part) for part in vars(config).values() if isinstance(part, PreTrainedConfig)))
+    )
+
+
+def set_rates(config: PreTrainedConfig, rate: float, names: frozenset[str]) -> None:
+    """Sets the named rates of a config and of its parts."""
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            set_rates(value, rate, names)
+        elif name in names and is_rate(name, value):
+            # Some are whole numbers, by what their classes allow.
+            with contextlib.suppress(StrictDataclassError):
+                setattr(config, name, rate)
+
+
+def _take_rates(model: nn.Module, other: nn.Module) -> None:
+    """Sets the rates of all sites of a model to those of another one of the same class, of another config."""
+    others = dict(other.named_modules())
+    for name, module in model.named_modules():
+        # A rate of zero may leave the module out.
+        source = others.get(name)
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = float(getattr(source, "p", 0.0))
+        if source is not None:
+            _take_numbers(module, source)
+            if isinstance(config := vars(module).get("config"), PreTrainedConfig):
+                _take_numbers(config, vars(source).get("config"))
+
+
+def _take_numbers(owner: Any, source: Any) -> None:
+    values = vars(source) if source is not None else {}
+    for name, value in list(vars(owner).items()):
+        if is_rate(name, value) and is_rate(name, values.get(name)):
+            setattr(owner, name, values[name])
+
+
+def check_draws(
+    twin: Twin, layout: MegatronConfig, *, timeout: float = 120.0, device: str = "cpu"
+) -> tuple[frozenset[str], str]:
+    """Trains the twin with each of its rates on, then with all that may be, and ranks that were seeded differently.
+
+    Alone, because what one site does for all may hide what another one lacks.
+
+    Returns:
+        the sites that drew random numbers while all replicated weights stayed bit-equal over the ranks, and what went
+        wrong where not all of them did.
+    """
+    together = sorted(rates(twin.model_on_meta().config))
+    if not together:
+        return frozenset(), ""
+    alone = [[name] for name in together if _is_read(twin, name)]
+    if len(alone) < 2:
+        # Then it is alone with those that nothing reads.
+        alone = []
+    last: _Outcome | None
+    try:
+        *outcomes, last = _train(twin, layout, [*alone, together], timeout, device)
+    except RankError:
+        # One of them failed, and ended what others would have shown.
+        outcomes = [_train_alone(twin, layout, trial, timeout, device) for trial in alone]
+        last = None
+    apart = {name for [name], outcome in zip(alone, outcomes, strict=True) if outcome.problem}
+    alike = [name for name in together if name not in apart]
+    if last is None or apart:
+        last = _train_alone(twin, layout, alike, timeout, device)
+    trials = zip([*alone, alike], [*outcomes, last], strict=True)
+    said = {"+".join(names): outcome.problem for names, outcome in trials if outcome.problem}
+    problem = "; ".join(f"{names}: {problem}" for names, problem in said.items())
+    return (frozenset() if last.problem else last.sites), problem
+
+
+def _is_read(twin: Twin, name: str) -> bool:
+    """Tells whether one rate alone has the twin draw anything, or refuse it."""
+    config = twin.model_on_meta().config
+    set_rates(config, 0.0, rates(config))
+    set_rates(config, _RATE, frozenset([name]))
+    model = _on_meta(twin, config)
+    return model is None or bool(random_sites(model))
+
+
+def _on_meta(twin: Twin, config: PreTrainedConfig) -> Any:
+    """Makes the twin's model of another config, without weights; `None` where its class refuses that."""
+    try:
+        with torch.device("meta"):
+            return type(twin.model_on_meta())(config)
+    except UNBUILDABLE:
+        return None
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a trial showed: where the twin drew random numbers, and what went wrong."""
+
+    sites: frozenset[str]
+    problem: str
+
+
+def _train_alone(twin: Twin, layout: MegatronConfig, trial: list[str], timeout: float, device: str) -> _Outcome:
+    try:
+        [outcome] = _train(twin, layout, [trial], timeout, device)
+    except RankError as error:
+        return _Outcome(frozenset(), first_reason(str(error)))
+    return outcome
+
+
+def _train(twin: Twin, layout: MegatronConfig, trials: list[list[str]], timeout: float, device: str) -> list[_Outcome]:
+    """Trains the twin once for each list of rates, of which the last has all others."""
+    under_test = ConfigUnderTest(**layout.to_dict())
+    configs = []
+    for trial in trials:
+        configs.append(twin.model_on_meta().config)
+        set_rates(configs[-1], _RATE, frozenset(trial))
+    others = [_on_meta(twin, config) for config in configs]
+
+    def on_rank() -> list[tuple[frozenset[str], dict[str, torch.Tensor]]]:
+        model = twin.load(config=configs[-1], megatron_config=under_test)
+        start = [parameter.detach().clone() for parameter in model.parameters()]
+        found = []
+        for config, other in zip(configs, others, strict=True):
+            if other is not None:
+                _take_rates(model, other)
+            if other is None or random_sites(model) != random_sites(other):
+                # A class that is made otherwise where a rate is zero, or not at all.
+                loaded = twin.load(config=config, megatron_config=under_test)
+                found.append(_trained(loaded, twin.batches))
+                continue
+            found.append(_trained(model, twin.batches))
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), start, strict=True):
+                    parameter.copy_(value)
+            model.zero_grad()
+        return found
+
+    results = run_ranks(on_rank, layout.ranks_per_replica, timeout=timeout * len(trials), device=device)
+    return [_outcome([rank[index] for rank in results]) for index in range(len(trials))]
+
+
+def _trained(model: Any, batches: list[dict[str, Any]]) -> tuple[frozenset[str], dict[str, torch.Tensor]]:
+    """Returns where a model drew random numbers, and its replicated weights after a step."""
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+        seed(dist.get_rank())
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for batch in on_device(batches, model):
+        loss_of_batch(model, batch)[0].backward()
+    optimizer.step()
+    return random_sites(model), _replicated(model)
+
+
+def _outcome(ranks: list[tuple[frozenset[str], dict[str, torch.Tensor]]]) -> _Outcome:
+    sites, weights = ranks[0]
+    apart = [name for name in weights if any(not torch.equal(weights[name], other[name]) for _, other in ranks)]
+    return _Outcome(sites, f"replicated weights differ between ranks: {', '.join(apart[:3])}" if apart else "")
+
+
+def _replicated(model: Any) -> dict[str, torch.Tensor]:
+    state = parallel_state(model)
+    assert state is not None
+    return {
+        name: local_tensor(parameter.detach()).to("cpu", copy=True)
+        for name, parameter in own_parameters(model)
+        if not state.placement(name).is_split
+    }

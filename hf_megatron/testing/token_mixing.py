@@ -1,0 +1,151 @@
+"""Where tokens of a row meet otherwise than in transformers' attention functions: found by changing one of them.
+
+Attention is replaced by a function that hands each token its own value. Then one token is changed: a module whose
+outputs at other tokens change, though its inputs there do not, mixes tokens by itself. Context parallelism computes
+such modules on whole rows, so each has to be one that it knows (`ModelSpec.whole_blocks`).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..compat.upstream import attention_replaced
+from ..context_parallel.full_sequence_blocks import find_whole_blocks
+from ..context_parallel.head_parallel_blocks import heads_to_share
+from ..models.layers import find_layers
+from ..models.spec import ModelSpec
+from ..parallel_state import ParallelState
+
+# Products of several tokens round otherwise when one of them changes.
+_TOLERANCE = 1e-4
+
+
+def _own_value(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attention of `[batch, heads, tokens, width]` in which each token sees itself."""
+    groups = query.shape[1] // value.shape[1]
+    seen = value[:, :, -query.shape[2] :].repeat_interleave(groups, dim=1)
+    return seen.transpose(1, 2).contiguous(), None
+
+
+class _Calls:
+    """What the modules of a forward were given and returned first, by their names."""
+
+    def __init__(self, rows: int, tokens: int):
+        self.rows, self.tokens = rows, tokens
+        self.given: dict[str, Tensor] = {}
+        self.returned: dict[str, Tensor] = {}
+
+    def note(self, name: str, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
+        given = args[0] if args else next(iter(kwargs.values()), None)
+        returned = output[0] if isinstance(output, tuple) and output else output
+        for found, value in ((self.given, given), (self.returned, returned)):
+            if (by_token := self._by_token(value)) is not None:
+                # Some layers add to what a module returned, in place.
+                found.setdefault(name, by_token.clone())
+
+    def _by_token(self, value: Any) -> Tensor | None:
+        """Returns `[rows, tokens, numbers]`; `None` of what has no entry for each token."""
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return None
+        if value.dim() > 2 and value.shape[:2] == (self.rows, self.tokens):
+            return value.detach().flatten(2)
+        if value.dim() > 1 and value.shape[0] == self.rows * self.tokens:
+            return value.detach().view(self.rows, self.tokens, -1)
+        return None
+
+
+def find_token_mixing(model: nn.Module, batch: Mapping[str, Any], layers: str) -> frozenset[str]:
+    """Names the innermost modules of a model's layers in which tokens meet outside of attention functions.
+
+    Args:
+        model: stock, in one process.
+        batch: with `input_ids` `[batch, sequence]` or `[batch, codebooks, sequence]`; what it has beside them is handed
+            on.
+        layers (`str`): the name of the list of layers.
+    """
+    ids: Tensor = batch["input_ids"]
+    rows, tokens = len(ids), ids.shape[-1]
+    changed, place = ids.clone(), tokens // 2
+    changed[..., place] = (ids[..., place] + 1) % int(ids.max() + 1)
+    first, second = _Calls(rows, tokens), _Calls(rows, tokens)
+    inputs: dict[str, Tensor] = {}
+    modules = {name: module for name, module in model.named_modules() if name.startswith(f"{layers}.")}
+    mode, calls = model.training, first
+
+    def note(name: str) -> Any:
+        return lambda module, args, kwargs, output: calls.note(name, args, kwargs, output)
+
+    def enter(name: str) -> Any:
+        """Lets what a layer before has mixed reach the changed token alone."""
+
+        def cleaned(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if calls is first:
+                inputs[name] = hidden
+            # Streams of several parts may stand before the rows.
+            if calls is first or hidden.shape[:2] != (rows, tokens):
+                return None
+            clean = inputs[name].clone()
+            clean[:, place] = hidden[:, place]
+            return ((clean, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": clean})
+
+        return cleaned
+
+    handles = [module.register_forward_hook(note(name), with_kwargs=True) for name, module in modules.items()]
+    direct = (name for name in modules if "." not in name.removeprefix(f"{layers}."))
+    handles += [modules[name].register_forward_pre_hook(enter(name), with_kwargs=True, prepend=True) for name in direct]
+    others = {name: value for name, value in batch.items() if name not in ("input_ids", "labels")}
+    try:
+        model.eval()
+        with torch.no_grad(), attention_replaced(_own_value):
+            model(input_ids=ids, **others)
+            calls = second
+            model(input_ids=changed, **others)
+    finally:
+        model.train(mode)
+        for handle in handles:
+            handle.remove()
+
+    def differs(one: dict[str, Tensor], other: dict[str, Tensor], name: str) -> bool:
+        if name not in one or name not in other:
+            return False
+        elsewhere = torch.arange(tokens) != place
+        difference = (one[name] - other[name])[:, elsewhere].abs().amax()
+        return bool(difference > _TOLERANCE * one[name].abs().amax())
+
+    found = {
+        name
+        for name in modules
+        if differs(first.returned, second.returned, name) and not differs(first.given, second.given, name)
+    }
+    return frozenset(name for name in found if not any(other.startswith(f"{name}.") for other in found))
+
+
+def unknown_mixing(model: nn.Module, spec: ModelSpec, batch: Mapping[str, Any]) -> str | None:
+    """Says which modules mix tokens that context parallelism would compute on parts of rows; `None` if none does."""
+    layers = find_layers(model, spec, "cp_size")
+    known = find_whole_blocks(model, spec, layers)
+    found = find_token_mixing(model, batch, layers)
+    unknown = sorted(name for name in found if not any(f"{name}.".startswith(f"{block}.") for block in known))
+    if not unknown:
+        return None
+    kinds = {type(model.get_submodule(name)).__name__ for name in unknown}
+    return f"tokens meet in {unknown[0]} ({', '.join(sorted(kinds))}), which is no block on whole rows"
+
+
+def whole_share(model: nn.Module, state: ParallelState) -> float:
+    """Returns the share of the layers' parameters whose compute context parallelism does not share out.
+
+    Args:
+        state (`ParallelState`): the plan of this model, or of one with fewer layers.
+    """
+    layers = find_layers(model, state.spec, "cp_size")
+    blocks = find_whole_blocks(model, state.spec, layers)
+    known = [name for name in blocks if heads_to_share(model.get_submodule(name), name, state) is None]
+    sizes = {name: parameter.numel() for name, parameter in model.get_submodule(layers).named_parameters(prefix=layers)}
+    whole = sum(size for name, size in sizes.items() if any(name.startswith(f"{block}.") for block in known))
+    return whole / max(1, sum(sizes.values()))

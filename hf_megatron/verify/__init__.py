@@ -1,1 +1,0 @@
-"""The proof that ships: ranks forked from one process, tiny twins, and the comparison with one process."""

@@ -1,0 +1,64 @@
+"""What models and data come from, as ids on the Hub: no path of this machine is one."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import metadata_load
+
+from ..core.io.untrusted_json import read_json_table
+from ..errors import CheckpointError
+from .existing_card import CARD, stored_card
+
+_CONFIG = "config.json"
+
+
+def hub_id(name: Any) -> str | None:
+    """Returns the name that a model was loaded by if it is one on the Hub, which its files in the cache prove."""
+    from huggingface_hub import try_to_load_from_cache
+
+    return name if is_id(name) and isinstance(try_to_load_from_cache(name, _CONFIG), str) else None
+
+
+def is_id(name: Any) -> bool:
+    """Tells whether a name can be one on the Hub: of the right form, and no file or folder here."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    if not isinstance(name, str) or not name or os.path.exists(name):
+        return False
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def base_of(name: Any) -> str | None:
+    """Returns the id of the model that one derives from which was loaded by a name.
+
+    That is the name itself if it came from the Hub. A folder here is nobody's base: what its card says that it derives
+    from is taken, or the name in its config, if that is an id on the Hub.
+    """
+    if not isinstance(name, str) or not os.path.isdir(name):
+        return hub_id(name)
+    return _of_card(Path(name)) or _of_config(Path(name) / _CONFIG)
+
+
+def _of_card(folder: Path) -> str | None:
+    try:
+        stated = (metadata_load(folder / CARD) or {}).get("base_model") if stored_card(folder) else None
+    except (yaml.YAMLError, ValueError, OSError, AttributeError, CheckpointError):
+        # Somebody else's card may hold anything.
+        return None
+    if isinstance(stated, list) and len(stated) == 1:
+        (stated,) = stated
+    return stated if is_id(stated) else None
+
+
+def _of_config(file: Path) -> str | None:
+    try:
+        return hub_id(read_json_table(file).get("_name_or_path"))
+    except CheckpointError:
+        return None

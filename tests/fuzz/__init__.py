@@ -1,0 +1,1 @@
+"""Fuzzer: random training loops of tiny models, compared with the single-process run."""

@@ -1,0 +1,118 @@
+"""A run of the fuzzer: cases by number, one line of a log each, what differs shrunk and written down as a script."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from hf_megatron.errors import ConfigError
+from tests.fuzz.cases import LAYOUTS, draw_case
+from tests.fuzz.models import MODELS
+from tests.fuzz.patterns import HABITS
+from tests.fuzz.runner import run_cases
+from tests.fuzz.script import reproduction
+from tests.fuzz.shrinking import shrink
+from tests.fuzz.verdicts import ACCEPTED
+
+# Cases that are drawn at a time, so that many share a fork.
+_DRAWN = 48
+
+
+def read_log(file: Path) -> list[dict[str, Any]]:
+    """Reads a log; a line that was cut off by a kill is left out."""
+    rows = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+        if line.endswith("}"):
+            rows.append(json.loads(line))
+    return rows
+
+
+def _numbers(done: set[int], cases: int | None) -> Iterator[int]:
+    number = 0
+    while cases is None or number < cases:
+        if number not in done:
+            yield number
+        number += 1
+
+
+def run_campaign(
+    *,
+    seed: int = 0,
+    cases: int | None = 100,
+    minutes: float | None = None,
+    log: Path | None = None,
+    only: Sequence[str] = (),
+    layouts: Sequence[str] = (),
+    scripts: Path | None = None,
+    timeout: float = 20.0,
+    shrinks: bool = True,
+    echo: Callable[[str], Any] = print,
+) -> list[dict[str, Any]]:
+    """Runs random cases against one process; returns a row of each that was run now.
+
+    Args:
+        seed (`int`): of the cases; a case depends on it and on its number alone.
+        cases (`int`, *optional*): the run ends with this number.
+        minutes (`float`, *optional*): the run ends after this time.
+        log (`Path`, *optional*): JSON lines, appended to; the numbers in it are not run again.
+        only: model types and habits that are drawn.
+        layouts: that are drawn, such as `"tp2"` and `"dp2+zero3"`.
+        scripts (`Path`, *optional*): the folder of the reproduction scripts; printed if there is none.
+        timeout (`float`): seconds of one case.
+        shrinks (`bool`): makes failing cases simpler.
+
+    Raises:
+        ConfigError: a name in `only` or `layouts` that is none.
+    """
+    for names, known, what in ((only, {*MODELS, *HABITS}, "only"), (layouts, set(LAYOUTS), "layouts")):
+        if wrong := [name for name in names if name not in known]:
+            raise ConfigError(f"{what}: {wrong[0]!r} is none of {', '.join(sorted(known))}.")
+    done = {row["number"] for row in read_log(log) if row["seed"] == seed} if log else set()
+    numbers, end = _numbers(done, cases), time.monotonic() + 60 * minutes if minutes else None
+    rows: list[dict[str, Any]] = []
+    while end is None or time.monotonic() < end:
+        drawn = [(number, draw_case(seed, number, only, layouts)) for number in islice(numbers, _DRAWN)]
+        if not drawn:
+            break
+        by_place = {id(case): number for number, case in drawn}
+        for case, result in run_cases([case for _, case in drawn], timeout):
+            row = {"seed": seed, "number": by_place[id(case)], "case": case} | result
+            row.pop("traceback", None)
+            rows.append(row)
+            if row["verdict"] not in ACCEPTED:
+                _report(row, scripts, timeout, shrinks, echo)
+            if log is not None:
+                with log.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+    counts = Counter(row["verdict"] for row in rows)
+    echo(f"{len(rows)} cases: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
+    return rows
+
+
+def one_line(case: dict[str, Any]) -> str:
+    """Returns a case in one line."""
+    layout = "+".join(f"{name}={value}" for name, value in case["layout"].items())
+    words = (case["type"], case["task"], case["dtype"], layout, case["loop"], case["way"])
+    return " ".join((*words, " & ".join(case["habits"])))
+
+
+def _report(
+    row: dict[str, Any], scripts: Path | None, timeout: float, shrinks: bool, echo: Callable[[str], Any]
+) -> None:
+    echo(f"case {row['number']}: {row['verdict']}: {row['worst']}\n    {one_line(row['case'])}")
+    if not shrinks:
+        return
+    row["shrunk"] = shrink(row["case"], row["verdict"], timeout)
+    [(_, result)] = run_cases([row["shrunk"]], timeout)
+    text = reproduction(row["shrunk"], result, result.get("norm", 1.0))
+    echo(f"    shrunk: {one_line(row['shrunk'])}")
+    if scripts is None:
+        echo(text)
+        return
+    scripts.mkdir(parents=True, exist_ok=True)
+    file = scripts / f"case_{row['seed']}_{row['number']}.py"
+    file.write_text(text, encoding="utf-8")
+    echo(f"    {file}")

@@ -1,0 +1,138 @@
+"""A case: model, layout, habits, batches and way in, drawn from a seed and a number."""
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tests.fuzz.models import MODELS, draw_features, has, is_random, simplest
+from tests.fuzz.patterns import HABITS, habits_of
+
+BATCH: Mapping[str, Any] = {
+    "rows": 4,
+    "length": 9,
+    "accumulation": 1,
+    "uneven": False,
+    "steps": 3,
+    "last_rows": 0,
+    "padding": "none",
+    "mask": "some",
+}
+# Text of a layout -> its fields, and how often it is drawn.
+LAYOUTS: Mapping[str, tuple[Mapping[str, Any], int]] = {
+    "tp2": ({"tp_size": 2}, 4),
+    "tp2+sp": ({"tp_size": 2, "sequence_parallel": True}, 2),
+    "dp2+zero0": ({"dp_size": 2, "zero_stage": 0}, 1),
+    "dp2": ({"dp_size": 2, "zero_stage": 1}, 4),
+    "dp2+zero2": ({"dp_size": 2, "zero_stage": 2}, 1),
+    "dp2+zero3": ({"dp_size": 2, "zero_stage": 3}, 1),
+    "pp2": ({"pp_size": 2}, 4),
+    "pp2+mb2": ({"pp_size": 2, "num_microbatches": 2}, 1),
+    "tp2+pp2": ({"tp_size": 2, "pp_size": 2}, 1),
+    "tp4": ({"tp_size": 4}, 1),
+    "tp2+dp2": ({"tp_size": 2, "dp_size": 2}, 1),
+    "dp2+pp2": ({"dp_size": 2, "pp_size": 2}, 1),
+    "dp3": ({"dp_size": 3}, 1),
+    # Drawn from the next change of the others on, so that seeds keep their cases.
+    "cp2": ({"cp_size": 2}, 0),
+    "cp2+zero3": ({"cp_size": 2, "zero_stage": 3}, 0),
+    "tp2+sp+dp2+zero3": ({"tp_size": 2, "sequence_parallel": True, "dp_size": 2, "zero_stage": 3}, 1),
+}
+
+
+def ranks_of(layout: Mapping[str, Any]) -> int:
+    """Counts the ranks of a layout."""
+    return math.prod(layout.get(f"{axis}_size", 1) for axis in ("tp", "cp", "pp", "dp"))
+
+
+def fits(case: Mapping[str, Any], name: str) -> bool:
+    """Tells whether a habit makes sense for a case's model, loop and layout."""
+    habit = HABITS[name]
+    if case["loop"] == "trainer" and (habit.loop or not habit.made or habit.before_step or habit.after_step):
+        return False
+    return all(has(case, need) for need in habit.needs) and habit.loop in ("", case["loop"])
+
+
+def together(names: Sequence[str], layout: Mapping[str, Any]) -> bool:
+    """Tells whether habits take different places, and mean the same loss on a layout."""
+    taken: set[str] = set()
+    habits = habits_of(names)
+    has_parts = layout.get("dp_size", 1) > 1 and any(habit.local for habit in habits)
+    if has_parts and any(habit.of_whole for habit in habits):
+        return False
+    for habit in habits:
+        own = {place for place in ("forward", "backward", "step", "clear", "batch") if getattr(habit, place)}
+        if taken & own:
+            return False
+        taken |= own
+    return True
+
+
+def simple_case(layout: str, habit: str, model: str = "llama", **changes: Any) -> dict[str, Any]:
+    """Makes the case of one habit on one layout."""
+    case = simplest(model) | {
+        "layout": dict(LAYOUTS[layout][0]),
+        "habits": [habit],
+        "batch": dict(BATCH),
+        "way": "from_pretrained",
+        "loop": HABITS[habit].loop or "plain",
+        "optimizer": "sgd",
+        "dtype": "float32",
+        "seed": 0,
+        "rate": 1.0,
+    }
+    return case | changes
+
+
+def draw_case(seed: int, number: int, only: Sequence[str] = (), layouts: Sequence[str] = ()) -> dict[str, Any]:
+    """Draws a case, which depends on its arguments alone.
+
+    Args:
+        seed, number (`int`): of the case.
+        only: model types and habits that are drawn; all by default.
+        layouts: names in `LAYOUTS`; all by default.
+    """
+    chance = random.Random(f"{seed}/{number}")
+    models = [name for name in MODELS if name in only] or list(MODELS)
+    chosen = list(layouts) or list(LAYOUTS)
+    case = draw_features(chance, models)
+    if not layouts and case["task"] != "causal" and chance.random() < 0.95:
+        # Hardly ever open to pipelines.
+        chosen = [name for name in chosen if "pp" not in name]
+    layout = chance.choices(chosen, [LAYOUTS[name][1] for name in chosen])[0]
+    case["layout"] = dict(LAYOUTS[layout][0])
+    case["dtype"] = "bfloat16" if chance.random() < 0.12 else "float32"
+    case["loop"] = chance.choices(("plain", "accelerate", "trainer"), (10, 1, 1))[0]
+    if case["class"] == "AutoModelForSequenceClassification" and case["type"] == "bert":
+        case["loop"] = chance.choice(("plain", "trainer"))
+    batch = dict(BATCH)
+    dp_size = case["layout"].get("dp_size", 1)
+    batch["rows"] = chance.choice((4, 2 * dp_size, 3, 5, 6)) if case["loop"] != "trainer" else 2 * dp_size
+    batch["rows"] = max(batch["rows"], dp_size)
+    batch["length"] = chance.choice((9, 8, 7, 12, 13))
+    batch["padding"] = chance.choice(("none", "none", "right", "left"))
+    batch["mask"] = chance.choice(("some", "some", "half", "rows", "borders", "none"))
+    batch["accumulation"] = chance.choice((1, 1, 1, 2, 3))
+    if case["loop"] == "plain":
+        batch["uneven"] = batch["accumulation"] > 1 and chance.random() < 0.5
+        batch["last_rows"] = max(chance.choice((0, 0, 2, 3)), dp_size) if chance.random() < 0.5 else 0
+    case["batch"] = batch
+    case["way"] = "from_config" if chance.random() < 0.12 else "from_pretrained"
+    case["optimizer"] = chance.choice(("sgd", "sgd", "sgd", "adamw"))
+    case["seed"] = chance.randrange(1_000_000)
+    case["rate"] = 1.0
+    possible = [name for name in HABITS if fits(case, name) and not HABITS[name].slow]
+    asked = [name for name in possible if name in only]
+    habits = [chance.choice(asked or possible)]
+    if not asked and chance.random() < 0.4:
+        second = chance.choice(possible)
+        if second not in habits and together([*habits, second], case["layout"]):
+            habits.append(second)
+    case["habits"] = habits
+    return case
+
+
+def draws(case: Mapping[str, Any]) -> bool:
+    """Tells whether a case is random, so that only its ranks can be compared."""
+    habits = habits_of(case["habits"])
+    return is_random(case["config"]) or any(habit.random for habit in habits)

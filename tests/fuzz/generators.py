@@ -1,0 +1,78 @@
+"""Models and batches of a case, drawn from its seed."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from tests.fuzz.pattern import Habit
+
+
+def config_of(case: Mapping[str, Any], habits: Sequence[Habit]) -> Any:
+    """Makes the config of a case's model."""
+    changes = {name: value for habit in habits for name, value in habit.changes.items()}
+    return transformers.AutoConfig.for_model(case["type"], **{**case["config"], **changes})
+
+
+def draw_model(case: Mapping[str, Any], habits: Sequence[Habit], folder: str) -> None:
+    """Saves a model with drawn weights: no norm is all ones and no bias all zeros."""
+    torch.manual_seed(case["seed"])
+    config = config_of(case, habits)
+    model = getattr(transformers, case["class"]).from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape)
+            if parameter.dim() < 2:
+                parameter.copy_(0.1 * noise + (1.0 if parameter.mean() > 0.5 else 0.0))
+            else:
+                embeds = "embed" in name or "wte" in name or "wpe" in name or "shared" in name
+                parameter.copy_(noise * (0.3 if embeds else 0.8 / parameter.shape[-1] ** 0.5))
+    model.save_pretrained(folder)
+
+
+def batches_of(case: Mapping[str, Any], habits: Sequence[Habit]) -> list[list[dict[str, Tensor]]]:
+    """Draws the microbatches of each step, whole: `input_ids`, `attention_mask`, `labels` of `[rows, length]`."""
+    wanted = {**case["batch"], **{name: value for habit in habits for name, value in habit.batch.items()}}
+    generator = torch.Generator().manual_seed(case["seed"] + 1)
+    steps = []
+    for step in range(wanted["steps"]):
+        count = wanted["accumulation"]
+        rows = [wanted["rows"] + (2 * index if wanted["uneven"] else 0) for index in range(count)]
+        if step == wanted["steps"] - 1:
+            rows[-1] = wanted["last_rows"] or rows[-1]
+        steps.append([_batch(case, wanted, number, generator) for number in rows])
+    return steps
+
+
+def _batch(case: Mapping[str, Any], wanted: Mapping[str, Any], rows: int, generator: torch.Generator) -> dict:
+    length = wanted["length"]
+    ids = torch.randint(3, case["config"]["vocab_size"], (rows, length), generator=generator)
+    seen = torch.ones_like(ids)
+    if wanted["padding"] != "none":
+        padding = length // 3
+        seen[-1, slice(0, padding) if wanted["padding"] == "left" else slice(length - padding, None)] = 0
+        ids[seen == 0] = 0
+    batch = {"input_ids": ids, "attention_mask": seen}
+    if case["task"] == "classification":
+        return batch | {"labels": torch.randint(3, (rows,), generator=generator)}
+    labels = ids.clone()
+    if case["task"] == "seq2seq":
+        labels = torch.randint(3, case["config"]["vocab_size"], (rows, length - 2), generator=generator)
+    elif case["task"] == "tokens":
+        labels = torch.randint(3, (rows, length), generator=generator)
+    ignored = torch.rand(labels.shape, generator=generator) < (0.6 if case["task"] == "masked" else 0.1)
+    if wanted["mask"] == "half":
+        ignored[: rows // 2] = True
+    elif wanted["mask"] == "rows":
+        ignored[::2] = True
+    elif wanted["mask"] == "borders":
+        ignored[:, :2] = ignored[:, -2:] = True
+    elif wanted["mask"] == "none":
+        ignored[:] = False
+    # Never nothing at all, which is no number in one process either.
+    ignored[-1, length // 2 : length // 2 + 2] = False
+    if case["task"] != "seq2seq":
+        ignored |= seen == 0
+    return batch | {"labels": labels.masked_fill(ignored, -100)}

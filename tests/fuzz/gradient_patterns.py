@@ -1,0 +1,241 @@
+"""Habits that concern gradients between `backward` and `step`."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_megatron.core.off_stage import own_parameters
+from tests.fuzz.loop import Loop
+from tests.fuzz.pattern import Habit
+
+
+def _bind_early() -> Callable[..., Any]:
+    """Returns torch's own function, as a script has it that imports it before this library."""
+    library = importlib.import_module("hf_megatron")
+    library.disable()
+    try:
+        return torch.nn.utils.clip_grad_norm_
+    finally:
+        library.enable()
+
+
+early_clip_grad_norm_ = _bind_early()
+
+
+def _clear_by_hand(loop: Loop) -> None:
+    for parameter in loop.model.parameters():
+        parameter.grad = None
+
+
+def _zero_in_place(loop: Loop) -> None:
+    loop.optimizer.zero_grad(set_to_none=False)
+
+
+def _clear_model(loop: Loop) -> None:
+    loop.model.zero_grad()
+
+
+def _freeze_after_first(loop: Loop) -> None:
+    if loop.steps == 1:
+        # By names, which mean the same parameters on every stage of a pipeline.
+        for name, parameter in loop.model.named_parameters():
+            if any(part in name for part in ("mlp", "wi", "dense", "fc", "experts")):
+                parameter.requires_grad_(False)
+
+
+def _thaw_after_second(loop: Loop) -> None:
+    if loop.steps == 2:
+        for parameter in loop.model.parameters():
+            parameter.requires_grad_(True)
+
+
+def _freeze_then_thaw(loop: Loop) -> None:
+    _freeze_after_first(loop)
+    _thaw_after_second(loop)
+
+
+def _freeze_from_start(loop: Loop) -> None:
+    for name, parameter in loop.model.named_parameters():
+        if parameter.dim() < 2 or "embed" in name:
+            parameter.requires_grad_(False)
+
+
+def _freeze_first_half(loop: Loop) -> None:
+    parameters = list(loop.model.parameters())
+    for parameter in parameters[: len(parameters) // 2]:
+        parameter.requires_grad_(False)
+
+
+def _scale_by_place(loop: Loop) -> None:
+    for place, parameter in enumerate(loop.model.parameters()):
+        if parameter.grad is not None:
+            parameter.grad.mul_((place % 5) / 4)
+
+
+def _early_clipping(loop: Loop) -> None:
+    loop.log("norm", early_clip_grad_norm_(loop.model.parameters(), 0.5 * loop.case["norm"]))
+
+
+def _late_clipping(loop: Loop) -> None:
+    loop.log("norm", torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.5 * loop.case["norm"]))
+
+
+def _infinite_clipping(loop: Loop) -> None:
+    limit = 0.1 * loop.case["norm"]
+    loop.log("norm", torch.nn.utils.clip_grad_norm_(loop.model.parameters(), limit, norm_type=float("inf")))
+
+
+def _accelerates_clipping(loop: Loop) -> None:
+    loop.log("norm", loop.accelerator.clip_grad_norm_(loop.model.parameters(), 0.5 * loop.case["norm"]))
+
+
+def _clipping_of_a_part(loop: Loop) -> None:
+    part = [parameter for parameter in loop.model.parameters() if parameter.dim() < 2]
+    loop.log("norm", torch.nn.utils.clip_grad_norm_(part, 0.01 * loop.case["norm"]))
+
+
+def _value_clipping(loop: Loop) -> None:
+    torch.nn.utils.clip_grad_value_(loop.model.parameters(), 0.01 * loop.case["norm"])
+
+
+def _total_norm(loop: Loop) -> None:
+    gradients = [parameter.grad for parameter in loop.model.parameters() if parameter.grad is not None]
+    loop.log("total norm", torch.nn.utils.get_total_norm(gradients))
+
+
+def _norm_by_hand(loop: Loop) -> None:
+    norms = [parameter.grad.norm().item() for parameter in loop.model.parameters() if parameter.grad is not None]
+    loop.log("norm by hand", sum(norm**2 for norm in norms) ** 0.5)
+
+
+def _scale_by_hand(loop: Loop) -> None:
+    for parameter in loop.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def _gradients_of_tokens(loop: Loop) -> list[tuple[Tensor, int]]:
+    """Lists gradients with a row for each token, and how many of them belong to old tokens."""
+    gradients = [parameter.grad for parameter in loop.vocabulary() if parameter.grad is not None]
+    return [(gradient, gradient.shape[0] * 3 // 4) for gradient in gradients]
+
+
+def _zero_rows(loop: Loop) -> None:
+    for gradient, old in _gradients_of_tokens(loop):
+        gradient[:old].zero_()
+
+
+def _assign_rows(loop: Loop) -> None:
+    for gradient, old in _gradients_of_tokens(loop):
+        gradient[:old] = 0
+
+
+def _mask_rows(loop: Loop) -> None:
+    for gradient, old in _gradients_of_tokens(loop):
+        mask = torch.ones(gradient.shape[0], 1, dtype=gradient.dtype)
+        mask[:old] = 0
+        gradient.mul_(mask)
+
+
+def _gradients_of_autograd(loop: Loop, loss: Tensor) -> None:
+    parameters = loop.parameters()
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def _halving_hooks(loop: Loop) -> None:
+    for parameter in loop.model.parameters():
+        parameter.register_hook(lambda gradient: gradient * 0.5)
+
+
+def _looking_hooks(loop: Loop) -> None:
+    loop.kept["seen"] = 0
+
+    def look(parameter: nn.Parameter) -> None:
+        loop.kept["seen"] += parameter.grad is not None
+
+    for parameter in loop.model.parameters():
+        parameter.register_post_accumulate_grad_hook(look)
+
+
+def _has_seen(loop: Loop) -> None:
+    # Hooks on weights of other stages run there: only whether every own one saw a gradient is the same everywhere.
+    own = [parameter for _, parameter in own_parameters(loop.model) if parameter.requires_grad]
+    loop.log("hooks that saw a gradient", loop.kept["seen"] >= len(own))
+
+
+def _read_of_modules(loop: Loop) -> None:
+    norms = [module for module in loop.model.modules() if type(module).__name__.endswith("Norm")]
+    reporting = [norm for norm in norms if float(norm.weight.grad.abs().sum()) > 0]
+    loop.log("norms that report a gradient", len(reporting) == len(norms) > 0)
+
+
+def _second_backward(loop: Loop, loss: Tensor) -> None:
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _without_no_sync(loop: Loop) -> None:
+    loop.not_the_last = lambda waits: torch.enable_grad()  # type: ignore[method-assign]
+
+
+_TWO = {"accumulation": 2}
+
+GRADIENT_HABITS = (
+    Habit("plain", "loss, backward, step, `optimizer.zero_grad()`"),
+    Habit("model cleared", "`model.zero_grad()`", clear=_clear_model),
+    Habit("cleared by hand", "`p.grad = None` for every parameter", clear=_clear_by_hand),
+    Habit("zeroed in place", "`optimizer.zero_grad(set_to_none=False)`", clear=_zero_in_place),
+    Habit(
+        "zeroed then frozen",
+        "`zero_grad(set_to_none=False)`, then freezing a parameter that has stepped",
+        clear=_zero_in_place,
+        after_step=_freeze_after_first,
+        acts=1,
+    ),
+    Habit("frozen", "training without norms, biases and embeddings", made=_freeze_from_start),
+    Habit("frozen by place", "freezing the first half of `list(model.parameters())`", made=_freeze_first_half),
+    Habit("scaled by place", "a factor for each place in `model.parameters()`", before_step=_scale_by_place),
+    Habit("frozen later", "freezing after the first step", after_step=_freeze_after_first, acts=1),
+    Habit(
+        "frozen and thawed",
+        "freezing after the first step, thawing after the second",
+        after_step=_freeze_then_thaw,
+        acts=1,
+    ),
+    Habit("clipped bound early", "`clip_grad_norm_` imported before this library", before_step=_early_clipping),
+    Habit("clipped", "`torch.nn.utils.clip_grad_norm_`", before_step=_late_clipping),
+    Habit("clipped by infinity", "`clip_grad_norm_(norm_type=inf)`", before_step=_infinite_clipping),
+    Habit("clipped in part", "`clip_grad_norm_` of some parameters", before_step=_clipping_of_a_part),
+    Habit(
+        "clipped by Accelerate",
+        "`accelerator.clip_grad_norm_`",
+        before_step=_accelerates_clipping,
+        loop="accelerate",
+    ),
+    Habit("value clipped", "`clip_grad_value_`", before_step=_value_clipping),
+    Habit("total norm", "`get_total_norm` of all gradients, logged", before_step=_total_norm),
+    Habit(
+        "norm by hand",
+        "`p.grad.norm().item() ** 2` of all summed",
+        before_step=_norm_by_hand,
+    ),
+    Habit("gradients scaled", "`p.grad.mul_(0.5)`", before_step=_scale_by_hand),
+    Habit("gradient rows zeroed", "`p.grad[:50].zero_()` of embedding and head", before_step=_zero_rows),
+    Habit("gradient rows assigned", "`p.grad[:50] = 0` of embedding and head", before_step=_assign_rows),
+    Habit("gradient masked", "`p.grad.mul_(mask)`, the mask a plain tensor", before_step=_mask_rows),
+    Habit("autograd.grad", "`torch.autograd.grad(loss, parameters)`", backward=_gradients_of_autograd),
+    Habit("gradient hooks", "`p.register_hook` that scales", made=_halving_hooks),
+    Habit("accumulation hooks", "`p.register_post_accumulate_grad_hook`", made=_looking_hooks, before_step=_has_seen),
+    Habit("gradients of modules", "`module.weight.grad` of norms read in a log", before_step=_read_of_modules),
+    Habit("backward twice", "`retain_graph=True` and a second backward", backward=_second_backward),
+    Habit("accumulated", "two equal microbatches, the first inside `no_sync`", batch=_TWO),
+    Habit("accumulated unevenly", "microbatches of unequal rows", batch={**_TWO, "uneven": True}),
+    Habit("accumulated synchronised", "two backwards without `no_sync`", made=_without_no_sync, batch=_TWO),
+    Habit("accumulated by Accelerate", "`accelerator.accumulate`", loop="accelerate", batch=_TWO),
+)

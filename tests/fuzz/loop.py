@@ -1,0 +1,273 @@
+"""One training loop that runs alike in one process and on the ranks of a layout, with places where habits change it.
+
+The reproduction scripts of `python -m tests.fuzz` carry the text of this file: what it imports of this library is public.
+"""
+
+import contextlib
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_megatron.config import MegatronConfig
+from hf_megatron.core.off_stage import own_parameters
+from hf_megatron.data_parallel.distributed_optimizer import prepare_optimizer
+from tests.fuzz.generators import batches_of, config_of
+from tests.fuzz.pattern import Habit
+
+
+def number(value: Any) -> float:
+    """Returns what a user prints of a scalar."""
+    return float(value.detach() if isinstance(value, Tensor) else value)
+
+
+class Loop:
+    """A training loop.
+
+    Args:
+        case: what `cases.draw_case` makes.
+        habits: what the loop does differently.
+        folder: of the model; with `case["way"] == "from_config"` the drawn model is saved there.
+        on_ranks (`bool`): lays the model out.
+
+    Attributes:
+        steps: that have changed weights.
+        logged: names and numbers, in order.
+    """
+
+    def __init__(self, case: Mapping[str, Any], habits: Sequence[Habit], folder: str, on_ranks: bool):
+        self.case, self.habits, self.on_ranks = case, habits, on_ranks
+        self.folder = folder
+        layout = case["layout"] if on_ranks else {}
+        self.replica_ranks = math.prod(layout.get(f"{axis}_size", 1) for axis in ("tp", "cp", "pp"))
+        self.rank = dist.get_rank() if on_ranks else 0
+        self.dp_size = dist.get_world_size() // self.replica_ranks if on_ranks else 1
+        self.dp_rank = self.rank // self.replica_ranks
+        self.steps = 0
+        self.logged: list[tuple[str, float]] = []
+        self.accelerator: Any = None
+        # What habits remember between two places.
+        self.kept: dict[str, Any] = {}
+        self.random = any(habit.random for habit in habits)
+
+    def log(self, name: str, value: Any) -> None:
+        """Notes a number that every rank has to have as one process has it."""
+        self.logged.append((name, number(value)))
+
+    def log_loss(self, name: str, loss: Tensor) -> None:
+        """Notes a loss, which with some habits is this rank's part of it."""
+        local = any(habit.local for habit in self.habits)
+        self.log(name, self.total(loss) / self.dp_size if local else loss)
+
+    def total(self, value: Tensor) -> Tensor:
+        """Sums what each data parallel rank has of its own rows, as loops over ranks have to."""
+        if self.dp_size == 1:
+            return value
+        value = value.detach().clone()
+        dist.all_reduce(value)
+        return value / self.replica_ranks
+
+    def load(self) -> None:
+        """Makes the model, on ranks with the case's layout."""
+        builder = getattr(transformers, self.case["class"])
+        arguments: dict[str, Any] = {"dtype": getattr(torch, self.case["dtype"])}
+        if self.case["dtype"] == "float64":
+            # torch's grouped product takes no doubles.
+            arguments["experts_implementation"] = "eager"
+        if self.on_ranks:
+            layout = self.case["layout"]
+            arguments["megatron_config"] = MegatronConfig(**layout, allow_unverified=False, timeout=60.0)
+        if self.on_ranks and self.case["way"] == "from_config":
+            self.model = builder.from_config(config_of(self.case, self.habits), **arguments)
+            self.model.save_pretrained(self.folder)
+        else:
+            self.model = builder.from_pretrained(self.folder, **arguments)
+        if "disturbed" in self.case:
+            self._disturb(self.case["disturbed"])
+        self.model.train()
+
+    @torch.no_grad()
+    def _disturb(self, seed: int) -> None:
+        """Rounds the weights otherwise."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.model.parameters():
+            noise = 2 * torch.rand(parameter.shape, generator=generator) - 1
+            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * noise.to(parameter.dtype))
+
+    def optimizer_of(self, parameters: Any) -> torch.optim.Optimizer:
+        """Makes the case's optimizer, not prepared yet."""
+        if self.case["optimizer"] == "adamw":
+            return torch.optim.AdamW(parameters, lr=self.case["rate"] * 1e-2, eps=1e-4)
+        return torch.optim.SGD(parameters, lr=self.case["rate"] / self.case["norm"], momentum=0.9, weight_decay=1e-2)
+
+    def prepare(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Prepares an optimizer as the kind of loop does."""
+        if self.accelerator is not None:
+            return self.accelerator.prepare(optimizer)
+        return prepare_optimizer(optimizer) if self.on_ranks else optimizer
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Lists the parameters that train."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def vocabulary(self) -> list[nn.Parameter]:
+        """Lists the matrices with a row for each token: embeddings and a head."""
+        rows = self.model.config.get_text_config().vocab_size
+        return [parameter for parameter in self.model.parameters() if parameter.dim() == 2 and len(parameter) == rows]
+
+    def own_rows(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Cuts out the rows that this data parallel rank sees."""
+        return {name: value.tensor_split(self.dp_size)[self.dp_rank] for name, value in batch.items()}
+
+    def all(self, place: str) -> None:
+        """Lets every habit act at a place."""
+        for habit in self.habits:
+            if getattr(habit, place) is not None:
+                getattr(habit, place)(self)
+
+    def instead(self, place: str, plain: Callable[..., Any], *arguments: Any) -> Any:
+        """Lets the first habit that knows a place act there, else the plain way."""
+        own = [getattr(habit, place) for habit in self.habits if getattr(habit, place) is not None]
+        return own[0](self, *arguments) if own else plain(*arguments)
+
+    def evaluate(self) -> Tensor:
+        """Returns the loss of one whole batch, the same on every rank; the model trains on afterwards."""
+        self.model.eval()
+        with torch.no_grad():
+            loss = self.model(**self.batches[0][0]).loss
+        self.model.train()
+        return loss
+
+    def run(self) -> None:
+        """Trains."""
+        if self.random:
+            torch.manual_seed(1234 + self.rank)
+        self.load()
+        self.batches = batches_of(self.case, self.habits)
+        if self.case["loop"] == "accelerate":
+            import accelerate
+
+            accumulation = len(self.batches[0])
+            self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+            self.model = self.accelerator.prepare(self.model)
+        self.all("made")
+        if self.case["loop"] == "trainer":
+            self.train_with_trainer()
+        else:
+            self.optimizer = self.prepare(self.optimizer_of(self.parameters()))
+            self.all("prepared")
+            for microbatches in self.batches:
+                self.window(microbatches)
+
+    def window(self, microbatches: list[dict[str, Tensor]]) -> None:
+        """Runs one optimizer step."""
+        for index, batch in enumerate(microbatches):
+            with self.not_the_last(index < len(microbatches) - 1):
+                loss = self.instead("forward", self.plain_forward, self.own_rows(batch))
+                self.log_loss("loss", loss)
+                self.instead("backward", self.plain_backward, loss if self.accelerator else loss / len(microbatches))
+        self.all("before_step")
+        self.instead("step", self.optimizer.step)
+        self.steps += 1
+        self.instead("clear", self.optimizer.zero_grad)
+        self.all("after_step")
+
+    def not_the_last(self, waits: bool) -> Any:
+        """Opens what a loop over microbatches opens around all but the last."""
+        if self.accelerator is not None:
+            return self.accelerator.accumulate(self.model)
+        return self.model.no_sync() if waits and self.dp_size > 1 else contextlib.nullcontext()
+
+    def plain_forward(self, batch: dict[str, Tensor]) -> Tensor:
+        """Returns the model's loss of a batch."""
+        return self.model(**batch).loss
+
+    def plain_backward(self, loss: Tensor) -> None:
+        """Runs backward as the kind of loop does."""
+        loss.backward() if self.accelerator is None else self.accelerator.backward(loss)
+
+    def train_with_trainer(self) -> None:
+        """Trains with stock Trainer and logs what it logs."""
+        rows = [
+            {name: value[row] for name, value in batch.items()}
+            for microbatches in self.batches
+            for batch in microbatches
+            for row in range(len(batch["labels"]))
+        ]
+        wanted = self.case["batch"]
+        size = max(1, wanted["rows"] // self.dp_size)
+        arguments = transformers.TrainingArguments(
+            output_dir=self.folder + "_trainer",
+            use_cpu=True,
+            report_to=[],
+            max_steps=wanted["steps"],
+            per_device_train_batch_size=size,
+            per_device_eval_batch_size=size,
+            gradient_accumulation_steps=wanted["accumulation"],
+            optim="sgd",
+            learning_rate=self.case["rate"] / self.case["norm"],
+            lr_scheduler_type="constant",
+            max_grad_norm=0.5 * self.case["norm"],
+            logging_steps=1,
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = transformers.Trainer(
+            self.model, arguments, train_dataset=rows, eval_dataset=rows[: 2 * wanted["rows"]]
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        self.model = trainer.model
+        for entry in trainer.state.log_history:
+            for name in ("loss", "grad_norm"):
+                if name in entry:
+                    self.log(name, entry[name])
+        self.log("eval_loss", trainer.evaluate()["eval_loss"])
+
+
+def fingerprints(model: nn.Module) -> dict[str, int]:
+    """Says in a number what this rank holds of each parameter; equal keys on two ranks are to have equal numbers."""
+    found = {}
+    for name, parameter in own_parameters(model):
+        key, local = name, parameter.detach()
+        if isinstance(parameter, DTensor):
+            places = zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=False)
+            own = [place for place, placement in places if not placement.is_replicate()]
+            key, local = f"{name}{own}", parameter.to_local().detach()
+        found[key] = (
+            zlib.crc32(local.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) if local.numel() else 0
+        )
+    return found
+
+
+def run_loop(case: Mapping[str, Any], habits: Sequence[Habit], folder: str, out: str, on_ranks: bool) -> dict[str, Any]:
+    """Trains and saves the weights in `out`; returns what is compared, or the error and where it was raised."""
+    loop = Loop(case, habits, folder, on_ranks)
+    try:
+        loop.run()
+        marks = fingerprints(loop.model) if on_ranks else {}
+        loop.model.save_pretrained(out)
+        if not loop.random:
+            loop.log("eval loss", loop.evaluate())
+        loop.all("ended")
+        return {"logged": loop.logged, "marks": marks, "steps": loop.steps}
+    except Exception as error:  # noqa: BLE001, what was raised is the result
+        import traceback
+
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        text = "".join(traceback.format_exception(error))
+        return {"error": f"{kinds[0]}: {error}", "kinds": kinds, "steps": loop.steps, "traceback": text[-3000:]}
+
+
+def gradient_norm_of(case: Mapping[str, Any], habits: Sequence[Habit], folder: str) -> float:
+    """Returns the norm of the plain loss's gradient in one process, in whole powers of two."""
+    model = getattr(transformers, case["class"]).from_pretrained(folder, dtype=torch.float32).train()
+    model(**batches_of(case, habits)[0][0]).loss.backward()
+    total = sum(float(p.grad.pow(2).sum()) for p in model.parameters() if p.grad is not None) ** 0.5
+    return 2.0 ** round(math.log2(total)) if total > 0 and math.isfinite(total) else 1.0

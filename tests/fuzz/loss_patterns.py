@@ -1,0 +1,211 @@
+"""Habits that concern what is passed to the model, and what is made of its loss before `backward`."""
+
+import torch
+from torch import Tensor, nn
+
+from tests.fuzz.loop import Loop
+from tests.fuzz.pattern import Habit
+
+
+def _quarter(loop: Loop, loss: Tensor) -> None:
+    (loss / 4).backward()
+
+
+def _regularised(loop: Loop, loss: Tensor) -> None:
+    # Each stage adds what it has: as many entries in all whatever the layout.
+    square = sum((parameter.float() ** 2).sum() for parameter in loop.model.parameters())
+    (loss + 1e-3 * loop.case["norm"] * square).backward()
+
+
+def _regularised_and_scaled(loop: Loop, loss: Tensor) -> None:
+    square = sum((parameter.float() ** 2).sum() for parameter in loop.model.parameters())
+    ((loss + 1e-3 * loop.case["norm"] * square) / 4).backward()
+
+
+def _squared(loop: Loop, loss: Tensor) -> None:
+    (loss**2 / 2).backward()
+
+
+def _two_forwards(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+    other = {name: value.flip(-1) if name == "input_ids" else value for name, value in batch.items()}
+    return loop.model(**batch).loss + 0.5 * loop.model(**other).loss
+
+
+def _evaluation_before_backward(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+    loss = loop.model(**batch).loss
+    loop.log("evaluated", loop.evaluate())
+    return loss
+
+
+def _evaluated(loop: Loop) -> None:
+    loop.log("evaluated", loop.evaluate())
+
+
+def _loss_not_used(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+    loop.model(**batch)
+    return loop.model(**batch).loss
+
+
+def _trained_inputs(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+    batch = dict(batch)
+    embeds = loop.model.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
+    loop.kept["embeds"] = embeds
+    return loop.model(inputs_embeds=embeds, **batch).loss
+
+
+def _log_inputs(loop: Loop) -> None:
+    loop.log("squares of the inputs' gradient", loop.total(loop.kept["embeds"].grad.pow(2).sum()))
+
+
+def _make_prompt(loop: Loop) -> None:
+    generator = torch.Generator().manual_seed(5)
+    width = loop.model.config.get_text_config().hidden_size
+    loop.kept["prompt"] = nn.Parameter(0.3 * torch.randn(3, width, generator=generator))
+
+
+def _with_prompt(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+    prompt, rows = loop.kept["prompt"], len(batch["input_ids"])
+    embeds = loop.model.get_input_embeddings()(batch["input_ids"])
+    embeds = torch.cat([prompt.expand(rows, -1, -1), embeds], 1)
+    seen = torch.cat([torch.ones(rows, 3, dtype=torch.long), batch["attention_mask"]], 1)
+    labels = torch.cat([torch.full((rows, 3), -100), batch["labels"]], 1)
+    return loop.model(inputs_embeds=embeds, attention_mask=seen, labels=labels).loss
+
+
+def _step_prompt(loop: Loop) -> None:
+    prompt = loop.kept["prompt"]
+    gradient = loop.total(prompt.grad) / loop.dp_size
+    loop.log("norm of the prompt's gradient", gradient.norm())
+    with torch.no_grad():
+        prompt -= gradient / loop.case["norm"]
+    prompt.grad = None
+
+
+def _smoothed(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+    return loop.model(**batch, label_smoothing=0.3).loss
+
+
+def _counted(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+    count = loop.total((batch["labels"][:, 1:] != -100).sum()).long()
+    # The ranks' parts are summed where gradients are averaged: Trainer multiplies by the ranks too.
+    return loop.model(**batch, num_items_in_batch=count).loss * loop.dp_size
+
+
+def _label_outside(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+    labels = batch["labels"].clone()
+    labels[-1, labels.shape[1] // 2] = loop.case["config"]["vocab_size"]
+    return loop.model(**{**batch, "labels": labels}).loss
+
+
+def _negative_label(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+    labels = batch["labels"].clone()
+    labels[-1, labels.shape[1] // 2] = -1
+    return loop.model(**{**batch, "labels": labels}).loss
+
+
+def _token_outside(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+    ids = batch["input_ids"].clone()
+    ids[-1, -1] = loop.case["config"]["vocab_size"]
+    return loop.model(**{**batch, "input_ids": ids}).loss
+
+
+def _own_loss(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+    batch = dict(batch)
+    labels = batch.pop("labels")
+    logits = loop.model(**batch).logits[:, :-1]
+    # The sum over this rank's rows, divided by the rows of all: what a loop of one's own has to do over ranks.
+    losses = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum")
+    count = loop.total((labels[:, 1:] != -100).sum().float())
+    return losses * loop.dp_size / count
+
+
+def _as_tuple(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+    return loop.model(**batch, return_dict=False)[0]
+
+
+def _packed(loop: Loop, batch: dict[str, Tensor], **more: bool) -> Tensor:
+    length = batch["input_ids"].shape[1]
+    first = length // 2
+    places = torch.cat([torch.arange(first), torch.arange(length - first)])
+    positions = places.expand(len(batch["input_ids"]), -1).contiguous()
+    labels = batch["labels"].masked_fill(positions == 0, -100)
+    return loop.model(input_ids=batch["input_ids"], position_ids=positions, labels=labels, **more).loss
+
+
+def _packed_evaluation(loop: Loop) -> None:
+    loop.model.eval()
+    with torch.no_grad():
+        loop.log("eval loss of packed rows", _packed(loop, loop.batches[0][0]))
+    loop.model.train()
+
+
+def _packed_without_cache(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+    return _packed(loop, batch, use_cache=False)
+
+
+def _reported_by_rank(loop: Loop, loss: Tensor) -> None:
+    loop.log_loss("loss read after backward", loss.detach() + 0)
+    loss.backward()
+    loop.log_loss("loss read after backward", loss.detach() + 0)
+
+
+_ROUTER_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+
+LOSS_HABITS = (
+    Habit("loss scaled", "`(loss / 4).backward()`", backward=_quarter),
+    Habit("loss squared", "a function of the loss", backward=_squared, of_whole=True),
+    Habit("regularised", "the loss and a sum of squares of all parameters", backward=_regularised),
+    Habit("regularised and scaled", "the same, divided by 4", backward=_regularised_and_scaled),
+    Habit("two forwards", "backward of the sum of two calls' losses", forward=_two_forwards),
+    Habit("loss thrown away", "a training call without backward before the one that counts", forward=_loss_not_used),
+    Habit("evaluated between", "an evaluation between forward and backward", forward=_evaluation_before_backward),
+    Habit("evaluated after steps", "evaluation after each step", after_step=_evaluated, acts=1),
+    Habit("loss read", "the loss read before and after backward", backward=_reported_by_rank),
+    Habit(
+        "inputs trained",
+        "`inputs_embeds` that require a gradient",
+        forward=_trained_inputs,
+        before_step=_log_inputs,
+        needs=("causal", "decoder"),
+    ),
+    Habit(
+        "soft prompt",
+        "a trained prompt in front of the embeddings, a graph behind both",
+        made=_make_prompt,
+        forward=_with_prompt,
+        before_step=_step_prompt,
+        needs=("causal", "decoder"),
+    ),
+    Habit("label smoothing", "`model(..., label_smoothing=0.3)`", forward=_smoothed, needs=("causal", "kwargs")),
+    Habit(
+        "items counted",
+        "`num_items_in_batch` of all ranks, times the ranks",
+        forward=_counted,
+        needs=("causal", "kwargs"),
+        local=True,
+    ),
+    Habit("label outside", "a label that is no token", forward=_label_outside, needs=("causal",)),
+    Habit("label of -1", "a label below the vocabulary", forward=_negative_label, needs=("causal",)),
+    Habit("token outside", "a token the embedding does not have", forward=_token_outside),
+    Habit("own loss", "a loss of one's own from `outputs.logits`", forward=_own_loss, needs=("causal",), local=True),
+    Habit("tuple outputs", "`return_dict=False`", forward=_as_tuple),
+    Habit(
+        "packed",
+        "documents told apart by `position_ids`, while the config asks for a cache",
+        forward=_packed,
+        needs=("causal", "positions"),
+    ),
+    Habit(
+        "packed without cache",
+        "the same with `use_cache=False`",
+        forward=_packed_without_cache,
+        needs=("causal", "positions"),
+    ),
+    Habit(
+        "packed evaluation",
+        "the same in evaluation, while the config asks for a cache",
+        made=_packed_evaluation,
+        needs=("causal", "positions"),
+    ),
+    Habit("router loss", "`output_router_logits=True`", changes=_ROUTER_LOSS, needs=("experts",)),
+)

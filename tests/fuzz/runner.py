@@ -1,0 +1,237 @@
+"""Runs cases on forked ranks and in one process: many in one fork, a failing one in a fork of its own."""
+
+import contextlib
+import os
+import pickle
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_megatron.errors import RankError
+from hf_megatron.testing.fork_harness import leave_parents_objects, make_ready_to_fork, run_ranks
+from tests.fuzz.cases import draws, ranks_of
+from tests.fuzz.generators import draw_model
+from tests.fuzz.loop import gradient_norm_of, run_loop
+from tests.fuzz.patterns import habits_of
+from tests.fuzz.verdicts import compare_runs, judge_case
+
+_BETTER = {"float32": "float64", "bfloat16": "float32"}
+# One process that is off by this share of the error, for no reason but its precision, is no reference.
+_UNSTABLE = 0.3
+# How often the start is rounded otherwise to see what one process makes of that.
+_DISTURBED = 4
+# In limits. A unit whose input is zero but for round-off, and whose ReLU is on for one order of sums and off for the
+# other, made 364.
+_ROUND_OFF_AT_MOST = 3000
+# Cases that share a fork; each leaves descriptors and threads behind.
+_TOGETHER = 16
+
+
+def run_cases(
+    cases: Sequence[dict[str, Any]], timeout: float = 20.0
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yields each case with its result: `verdict`, `worst` and `seconds`, grouped by what can share a fork.
+
+    Args:
+        cases: that `cases.draw_case` or `simple_case` made.
+        timeout (`float`): seconds for one case; more is a hang.
+    """
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for number, case in enumerate(cases):
+        # Accelerator and Trainer keep state of the process.
+        alone = case["loop"] != "plain" or "stock afterwards" in case["habits"]
+        groups.setdefault(number if alone else ranks_of(case["layout"]), []).append(case)
+    for group in groups.values():
+        for first in range(0, len(group), _TOGETHER):
+            for case, result in _run_group(group[first : first + _TOGETHER], timeout):
+                if result["verdict"] in ("crash", "hang") and len(group) > 1:
+                    # What came before in the same fork must not be the reason, nor a busy machine.
+                    [(_, again)] = _run_group([case], 2 * timeout)
+                    result = again | {"seconds": round(result["seconds"] + again["seconds"], 2)}  # noqa: PLW2901
+                yield case, result
+
+
+def _run_group(cases: list[dict[str, Any]], timeout: float) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    with tempfile.TemporaryDirectory(prefix="hf_megatron_fuzz_", ignore_cleanup_errors=True) as directory:
+        runs = [_Run(case, Path(directory) / str(number)) for number, case in enumerate(cases)]
+        begin = time.monotonic()
+        in_fork([run.draw for run in runs], timeout)
+        waiting = runs
+        while waiting:
+            _on_ranks(waiting, timeout)
+            # The one that stopped the others has a result too, unless every rank of it died.
+            left = [run for run in waiting if not run.is_done]
+            waiting = left if len(left) < len(waiting) else left[1:]
+        in_fork([run.in_one_process for run in runs], timeout)
+        results = [run.judge(timeout) for run in runs]
+    seconds = (time.monotonic() - begin) / len(runs)
+    for run, result in zip(runs, results, strict=True):
+        yield run.case, result | {"seconds": round(seconds, 2)}
+
+
+class _Run:
+    """One case and the files of what became of it."""
+
+    def __init__(self, case: dict[str, Any], place: Path):
+        self.case, self.place = case, place
+        place.mkdir()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a rank has written what became of it."""
+        return any((self.place / f"rank{rank}").exists() for rank in range(ranks_of(self.case["layout"])))
+
+    def full_case(self) -> dict[str, Any]:
+        """Returns the case with what drawing its model has shown."""
+        file = self.place / "norm"
+        return self.case | {"norm": pickle.loads(file.read_bytes()) if file.exists() else 1.0}
+
+    def draw(self) -> None:
+        """Saves the model and notes its gradient's norm."""
+        if self.case["way"] == "from_config":
+            return
+        habits = habits_of(self.case["habits"])
+        try:
+            draw_model(self.case, habits, str(self.place / "start"))
+            norm = gradient_norm_of(self.case, habits, str(self.place / "start"))
+        except Exception:  # noqa: BLE001, the loop raises it again and reports it
+            norm = 1.0
+        (self.place / "norm").write_bytes(pickle.dumps(norm))
+
+    def on_rank(self) -> dict[str, Any]:
+        """Trains on this rank."""
+        habits = habits_of(self.case["habits"])
+        return run_loop(self.full_case(), habits, str(self.place / "start"), str(self.place / "ranks"), True)
+
+    def in_one_process(self) -> None:
+        """Trains in this process."""
+        habits = habits_of(self.case["habits"])
+        case, place = self.full_case(), self.place
+        result = run_loop(case, habits, str(place / "start"), str(place / "one"), False)
+        (place / "one_process").write_bytes(pickle.dumps(result))
+
+    def nearby(self) -> None:
+        """Trains in this process in the next better precision, and from weights that are rounded otherwise."""
+        habits = [habit for habit in habits_of(self.case["habits"]) if habit.name != "bfloat16"]
+        case, place = self.full_case(), self.place
+        was_cast = len(habits) < len(self.case["habits"])
+        precise = {} if was_cast else {"dtype": _BETTER[case["dtype"]]}
+        disturbed: list[dict[str, Any]] = [{"disturbed": seed} for seed in range(1, _DISTURBED + 1)]
+        for number, change in enumerate([precise, *disturbed]):
+            chosen = habits if number == 0 else habits_of(self.case["habits"])
+            result = run_loop(case | change, chosen, str(place / "start"), str(place / f"nearby{number}"), False)
+            _write(place / f"nearby_process{number}", result)
+
+    def judge(self, timeout: float) -> dict[str, Any]:
+        """Reads the files and compares."""
+        missing = {"error": "the process died", "kinds": ["Died"], "steps": 0, "traceback": ""}
+        files = [self.place / f"rank{rank}" for rank in range(ranks_of(self.case["layout"]))]
+        ranks = [pickle.loads(file.read_bytes()) if file.exists() else missing for file in files]
+        file = self.place / "one_process"
+        one = pickle.loads(file.read_bytes()) if file.exists() else missing
+        if draws(self.case) and "error" not in one:
+            one = None
+        folders = {name: self.place / name for name in ("start", "ranks", "one")}
+        result = judge_case(self.case, ranks, one, folders) | {"norm": self.full_case()["norm"]}
+        small = result["verdict"] == "differs" and (result["error"] or _ROUND_OFF_AT_MOST) < _ROUND_OFF_AT_MOST
+        if small and one is not None and self._is_unstable(one, result["error"], timeout):
+            result["verdict"] = "unstable"
+        return result
+
+    def _is_unstable(self, one: Mapping[str, Any], error: float, timeout: float) -> bool:
+        """Tells whether one process itself is as far from what it is with other round-off."""
+        in_fork([self.nearby], timeout * (1 + _DISTURBED))
+        for file in sorted(self.place.glob("nearby_process?")):
+            near = pickle.loads(file.read_bytes())
+            folders = {name: self.place / name for name in ("start", "one")}
+            folders["ranks"] = self.place / file.name.replace("_process", "")
+            if "error" not in near and compare_runs(self.case, [near], one, folders).worst.value > _UNSTABLE * error:
+                return True
+        return False
+
+
+def _on_ranks(runs: list[_Run], timeout: float) -> None:
+    """Runs cases on the same forks until one of them fails."""
+    size = ranks_of(runs[0].case["layout"])
+
+    def on_rank() -> None:
+        rank = dist.get_rank()
+        for run in runs:
+            with _Watchdog(run.place / f"rank{rank}", timeout):
+                result = run.on_rank()
+            _write(run.place / f"rank{rank}", result)
+            if not _all_went_on(run, size, "error" in result, timeout):
+                return
+
+    # Each rank has written what it knows.
+    with contextlib.suppress(RankError):
+        run_ranks(on_rank, size, timeout=(timeout + 5.0) * len(runs))
+
+
+def _write(file: Path, result: Mapping[str, Any]) -> None:
+    partial = file.with_suffix(".partial")
+    partial.write_bytes(pickle.dumps(dict(result)))
+    partial.rename(file)
+
+
+def _all_went_on(run: _Run, size: int, failed: bool, timeout: float) -> bool:
+    """Waits for the other ranks' results; tells whether all of them finished the case."""
+    # Ranks that wait for a failed one end when it leaves.
+    deadline = time.monotonic() + (0.5 if failed else timeout)
+    files = [run.place / f"rank{rank}" for rank in range(size)]
+    while time.monotonic() < deadline and not all(file.exists() for file in files):
+        time.sleep(0.002)
+    return all(file.exists() and "error" not in pickle.loads(file.read_bytes()) for file in files)
+
+
+class _Watchdog:
+    """Ends the process when what it guards takes too long, and says where it was."""
+
+    def __init__(self, file: Path, timeout: float):
+        self.file, self.timer = file, threading.Timer(timeout, self._end)
+        self.timeout, self.thread = timeout, threading.get_ident()
+        self.timer.daemon = True
+
+    def __enter__(self) -> None:
+        self.timer.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self.timer.cancel()
+
+    def _end(self) -> None:
+        frames = sys._current_frames()
+        text = "".join(traceback.format_stack(frames[self.thread])) if self.thread in frames else ""
+        error = f"not done after {self.timeout:g} s"
+        _write(self.file, {"error": error, "kinds": ["Hang"], "steps": 0, "traceback": text[-3000:]})
+        os._exit(3)
+
+
+def in_fork(functions: Sequence[Callable[[], None]], timeout: float) -> None:
+    """Calls functions in a fork of this process, which is killed when they take longer than so many seconds each."""
+    make_ready_to_fork()
+    process = os.fork()
+    if process == 0:
+        try:
+            leave_parents_objects()
+            torch.set_num_threads(1)
+            for function in functions:
+                function()
+        except BaseException:  # noqa: BLE001, a fork must not return
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    deadline = time.monotonic() + timeout * len(functions)
+    while time.monotonic() < deadline:
+        if os.waitpid(process, os.WNOHANG)[0]:
+            return
+        time.sleep(0.003)
+    os.kill(process, 9)
+    os.waitpid(process, 0)

@@ -1,0 +1,139 @@
+"""Writes a script of one file that shows what a case does: it needs torch, transformers and this library."""
+
+import ast
+import inspect
+import pprint
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from tests.fuzz import generators, loop, pattern
+from tests.fuzz.cases import ranks_of
+from tests.fuzz.patterns import habits_of
+
+_PLACES = (
+    "made",
+    "prepared",
+    "forward",
+    "backward",
+    "before_step",
+    "step",
+    "clear",
+    "after_step",
+    "ended",
+)
+# Dots of an import from the library itself.
+_TO_ROOT = 3
+_BEGIN = '''"""{verdict}: {worst}
+
+Run both, in this order:
+
+    {first}
+    {second}
+"""
+
+import os
+import pprint
+import sys
+import copy
+import gc
+
+from torch.nn.utils import clip_grad_norm_ as early_clip_grad_norm_
+
+'''
+_END = """
+def say(*words: str) -> None:
+    # One write: ranks that share an output, unbuffered, write between the words of a `print`.
+    sys.stdout.write(" ".join(words) + "\\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    on_ranks = "RANK" in os.environ
+    folder = "fuzz_case"
+    os.makedirs(folder, exist_ok=True)
+    case, start = dict(CASE), folder + "/start"
+    if on_ranks:
+        dist.init_process_group("gloo")
+    elif case["way"] != "from_config":
+        draw_model(case, HABITS, start)
+    case["norm"] = NORM
+    result = run_loop(case, HABITS, start, folder + ("/ranks" if on_ranks else "/one"), on_ranks)
+    rank = dist.get_rank() if on_ranks else 0
+    result.pop("marks", None)
+    say(f"rank {rank}:" if on_ranks else "one process:", pprint.pformat(result))
+    if SECOND == on_ranks and rank == 0 and os.path.exists(folder + "/one") and os.path.exists(folder + "/ranks"):
+        from safetensors.torch import load_file
+
+        one, ranks = (load_file(f"{folder}/{name}/model.safetensors") for name in ("one", "ranks"))
+        apart = {name: float((ranks[name] - one[name]).abs().max()) for name in one if name in ranks}
+        say("largest differences of weights:", str(sorted(apart.items(), key=lambda item: -item[1])[:5]))
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def reproduction(case: Mapping[str, Any], result: Mapping[str, Any], norm: float = 1.0) -> str:
+    """Returns the text of a script that runs a case on ranks and in one process.
+
+    Args:
+        case: the case, shrunk or not.
+        result: its `verdict` and `worst`, for the first lines.
+        norm (`float`): of the plain loss's gradient, in whole powers of two.
+    """
+    one, ranks = "python case.py", f"torchrun --nproc_per_node {ranks_of(case['layout'])} case.py"
+    # A model that is drawn on the ranks is there for one process afterwards only.
+    ranks_first = case["way"] == "from_config"
+    first, second = (ranks, one) if ranks_first else (one, ranks)
+    worst = " ".join(str(result["worst"]).split()).replace("\\", "/").replace('"""', "'")
+    text = _BEGIN.format(verdict=result["verdict"], worst=worst, first=first, second=second)
+    text += _joined(pattern, generators, loop)
+    functions: dict[str, str] = {}
+    constructors = [_constructor(given, functions) for given in habits_of(case["habits"])]
+    text += "".join("\n\n" + source for source in functions.values())
+    text += f"\n\nHABITS = [{', '.join(constructors)}]\n"
+    text += f"NORM = {norm}\nSECOND = {not ranks_first}\nCASE = {pprint.pformat(dict(case), width=110)}\n\n"
+    return text + _END
+
+
+def _joined(*modules: ModuleType) -> str:
+    """Returns the text of modules as that of one file: what they import of the world first, and once."""
+    imports: dict[str, None] = {}
+    bodies = []
+    for module in modules:
+        text = inspect.getsource(module)
+        nodes = ast.parse(text).body
+        for node in nodes:
+            if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and not node.level):
+                imports[ast.unparse(node)] = None
+            elif isinstance(node, ast.ImportFrom) and node.level == _TO_ROOT:
+                imports[f"from hf_megatron import {', '.join(alias.name for alias in node.names)}"] = None
+        first = next(node for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef))
+        line = min([first.lineno, *(decorator.lineno for decorator in first.decorator_list)])
+        bodies.append("".join(text.splitlines(keepends=True)[line - 1 :]))
+    return "\n".join(imports) + "\n\n\n" + "\n\n".join(bodies)
+
+
+def _constructor(given: pattern.Habit, functions: dict[str, str]) -> str:
+    words = [repr(given.name), repr(given.description)]
+    for place in _PLACES:
+        function = getattr(given, place)
+        if function is not None:
+            _collect(function, functions)
+            words.append(f"{place}={function.__name__}")
+    words += [f"changes={dict(given.changes)!r}", f"batch={dict(given.batch)!r}"]
+    return f"Habit({', '.join(words)}, random={given.random}, local={given.local})"
+
+
+def _collect(function: Callable[..., Any], functions: dict[str, str]) -> None:
+    """Adds the text of a function and of those of its module that it calls."""
+    plain = inspect.unwrap(function)
+    if plain.__name__ in functions:
+        return
+    for name in plain.__code__.co_names:
+        other = plain.__globals__.get(name)
+        if inspect.isfunction(other) and other.__module__ == plain.__module__:
+            _collect(other, functions)
+    functions[plain.__name__] = inspect.getsource(plain)

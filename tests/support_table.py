@@ -1,0 +1,135 @@
+"""The support table of the documents and README's summary of it, generated from `verified.json`."""
+
+import json
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_megatron.models.verified import records
+
+# Heading -> kind of layout, tp size, pp size, cp size, ep size.
+COLUMNS = {
+    "tp2": ("tp", 2, 1, 1, 1),
+    "tp2 + sp": ("tp+sp", 2, 1, 1, 1),
+    "tp4": ("tp", 4, 1, 1, 1),
+    "pp2": ("pp", 1, 2, 1, 1),
+    "cp2": ("cp", 1, 1, 2, 1),
+    "cp2 + a2a": ("cp+a2a", 1, 1, 2, 1),
+    "cp4": ("cp", 1, 1, 4, 1),
+    "dp2 + ep2": ("ep", 1, 1, 1, 2),
+    "tp2 + ep2": ("tp+ep", 2, 1, 1, 2),
+    "tp2 + sp + ep2": ("tp+sp+ep", 2, 1, 1, 2),
+}
+# What an error says before its reason: the field, and which model it is.
+_REASON = re.compile(r"^\w+Error: (MegatronConfig\.\w+( = \S+)?: )?(model type '\w+' )?")
+_PART = "<!-- {0} -->\n", "<!-- end of {0} -->"
+
+
+def _layout(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    sizes = (row.get(name, 1) for name in ("pp_size", "cp_size", "ep_size"))
+    return row["layout"], row["tp_size"], *sizes
+
+
+def _cell(row: Mapping[str, Any] | None) -> str:
+    if row is None or not row["passed"]:
+        return "-" if row is None else "no"
+    found = re.search(r": ([\d.e+-]+) x the limit", row.get("worst", ""))
+    return f"yes ({float(found[1]):.2f})" if found else "yes"
+
+
+def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
+    """Renders a line per model class and a column per layout; then shares that are split, and what is refused."""
+    by_class: dict[tuple[str, str], dict[tuple[Any, ...], Mapping[str, Any]]] = defaultdict(dict)
+    further: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    reasons: dict[str, list[str]] = defaultdict(list)
+    whole: dict[str, float] = {}
+    gathered: dict[str, float] = {}
+    for row in records() if rows is None else rows:
+        name, layout = (row["model_type"], row["class"]), _layout(row)
+        if not row["changes"]:
+            by_class[name][layout] = row
+            if row["passed"] and row.get("split", 1.0) < 0.5:
+                whole[row["class"]] = row["split"]
+            if row["passed"] and "whole" in row:
+                gathered[row["class"]] = row["whole"]
+        else:
+            further[name][_changes(row)].append(row)
+    lines = [
+        f"| model type | class | {' | '.join(COLUMNS)} | also compared with | for example |",
+        "|---|---" + "|---" * len(COLUMNS) + "|---|---|",
+    ]
+    names = json.loads(Path(__file__).with_name("checkpoint_names.json").read_text(encoding="utf-8"))
+    for name, results in sorted(by_class.items()):
+        cells = [_cell(results.get(column)) for column in COLUMNS.values()]
+        lines.append(f"| {' | '.join((*name, *cells))} | {_further(further[name])} | {names.get(name[0], '')} |")
+        for heading, column in COLUMNS.items():
+            if column in results and not results[column]["passed"]:
+                reasons[_REASON.sub("", results[column]["worst"])].append(f"{name[1]} on {heading.replace(' ', '')}")
+    shares, blocks = (
+        ", ".join(f"{name} ({share:.0%})" for name, share in sorted(found.items())) for found in (whole, gathered)
+    )
+    refused = "".join(f"- {', '.join(cases)}: {reason}\n" for reason, cases in reasons.items())
+    return (
+        "\n".join(lines)
+        + "\n"
+        + (
+            "\nTensor parallelism splits less than half of the parameters in the layers of a default model of: "
+            f"{shares}.\n"
+            if shares
+            else ""
+        )
+        + (
+            "\nContext parallelism computes blocks that mix tokens by themselves whole on each rank; their share of "
+            f"the layers' parameters: {blocks}.\n"
+            if blocks
+            else ""
+        )
+        + (f"\nRefused, and why:\n\n{refused}" if refused else "")
+    )
+
+
+def _further(compared: Mapping[str, list[Mapping[str, Any]]]) -> str:
+    """Lists changed configs that were equal, and the layouts on which they were not."""
+    headings = {column: heading.replace(" ", "") for heading, column in COLUMNS.items()}
+    texts = []
+    for changes, rows in sorted(compared.items()):
+        layouts = {_layout(row): row["passed"] for row in rows}
+        failed = [headings[column] for column in headings if layouts.get(column) is False]
+        if any(layouts.values()):
+            texts.append(changes + (f" (not on {', '.join(failed)})" if failed else ""))
+    return "; ".join(texts)
+
+
+def _changes(row: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{name}={json.dumps(value)}`" for name, value in sorted(row["changes"].items()))
+
+
+def support_summary(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
+    """Counts in one sentence how many model classes pass on which layout."""
+    found = [row for row in (records() if rows is None else rows) if not row["changes"]]
+    classes = {(row["model_type"], row["class"]) for row in found}
+    passed = Counter(_layout(row) for row in found if row["passed"])
+    counts = ", ".join(f"{passed[column]} on {heading.replace(' ', '')}" for heading, column in COLUMNS.items())
+    return (
+        "Loss, every gradient and the weights after two optimizer steps were compared with one process for "
+        f"{len(classes)} model classes: {counts} are equal, [all others raise](docs/supported_models.md).\n"
+    )
+
+
+def update(path: Path) -> None:
+    """Writes the table, or the summary, between the markers of a Markdown file."""
+    text = path.read_text(encoding="utf-8")
+    for name, content in (("support table", support_table()), ("support summary", support_summary())):
+        begin, end = (marker.format(name) for marker in _PART)
+        before, found, rest = text.partition(begin)
+        if found:
+            text = before + begin + content + end + rest.partition(end)[2]
+    path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        update(Path(argument))
