@@ -28,8 +28,8 @@ from transformers.distributed import DistributedConfig
 from workers import forget_peak_memory, give_back_memory, peak_memory_mib
 
 from hf_megatron import MegatronConfig, own_parameters, prepare_optimizer
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
-from hf_megatron.testing.fork_harness import run_ranks
 
 MODEL = {
     "hidden_size": 768,

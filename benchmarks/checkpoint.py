@@ -28,8 +28,8 @@ import hf_megatron
 from hf_megatron.checkpoint.reader import open_checkpoint
 from hf_megatron.checkpoint.training_state import facts, load_model, load_optimizers, pieces
 from hf_megatron.checkpoint.transaction import Transaction
-from hf_megatron.compat.upstream import dtensor_from_local
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.compat.torch_dtensor import dtensor_from_local
+from hf_megatron.core.fork_harness import run_ranks
 
 
 def _timed(action):

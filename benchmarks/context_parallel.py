@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import hf_megatron  # noqa: F401
 from hf_megatron import MegatronConfig
 from hf_megatron.context_parallel import token_exchange
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.core.fork_harness import run_ranks
 
 MODEL = {
     "hidden_size": 256,

@@ -23,8 +23,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_megatron.conversion import TargetOptions, convert
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.io.checksums import hash_file
-from hf_megatron.testing.fork_harness import run_ranks
 
 # name -> (layout of the source, layout of the target)
 CONVERSIONS = {

@@ -28,6 +28,7 @@ from train_step import versions, write_report
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_megatron import MegatronConfig, prepare_optimizer
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.diagnostics.nonfinite import NonFiniteWatch
 from hf_megatron.diagnostics.replica_check import ReplicaCheck
 from hf_megatron.diagnostics.run_record import read_run
@@ -35,7 +36,6 @@ from hf_megatron.diagnostics.run_report import write_page
 from hf_megatron.diagnostics.stragglers import StragglerWatch
 from hf_megatron.diagnostics.throughput import Throughput
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
-from hf_megatron.testing.fork_harness import run_ranks
 
 MODEL = {
     "hidden_size": 768,

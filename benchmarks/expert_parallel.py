@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.distributed import DistributedConfig
 
 from hf_megatron import MegatronConfig, prepare_optimizer
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
-from hf_megatron.testing.fork_harness import run_ranks
 
 MODEL = {
     "hidden_size": 512,

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from hf_megatron.core.communication.collectives import bounds, copy_to_ranks, gather_from_ranks
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.tensor_parallel.cross_entropy import CrossEntropyOptions, linear_cross_entropy
-from hf_megatron.testing.fork_harness import run_ranks
 
 TOKENS, HIDDEN, VOCABULARY = 2048, 256, 32000
 CHUNKS = {"gathered": None, "hf_megatron": None, "hf_megatron_chunk_512": 512, "hf_megatron_chunk_128": 128}

@@ -29,11 +29,11 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from workers import forget_peak_memory, give_back_memory, peak_memory_mib
 
 from hf_megatron import token_divergences
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.losses.targets import next_tokens
 from hf_megatron.tensor_parallel import token_log_probs
 from hf_megatron.tensor_parallel.token_log_probs import hooked_call, scores_of_call
-from hf_megatron.testing.fork_harness import run_ranks
 
 TOKENIZER = Path(__file__).parents[1] / "tests" / "data" / "stories260K_hf"
 MODEL = {

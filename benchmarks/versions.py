@@ -58,7 +58,7 @@ def serve(scenario):
     from transformers.utils import logging
 
     import hf_megatron  # noqa: F401 - before the ranks are forked
-    from hf_megatron.testing.fork_harness import run_ranks
+    from hf_megatron.core.fork_harness import run_ranks
 
     logging.disable_progress_bar()
     name, layout, shape, _ = SCENARIOS[scenario]

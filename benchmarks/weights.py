@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 import hf_megatron
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.core.fork_harness import run_ranks
 
 VARIANTS = ("hf_megatron", "transformers")
 CONFIG = LlamaConfig(

@@ -11,7 +11,7 @@ import torch
 
 from ..checkpoint.meta_model import meta_model, meta_model_of
 from ..checkpoint.untrusted_config import CONFIG, settings
-from ..compat.upstream import untied_state_dict
+from ..compat.transformers_loading import untied_state_dict
 from ..core.io.safetensors import MOST_TENSORS, TensorMeta
 from ..core.text import shown
 from ..errors import CheckpointError

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..compat.upstream import without_output
+from ..compat.transformers_loading import without_output
 from ..core.text import first_line, shown
 from ..errors import CheckpointError
 from .architecture import Architecture, untie

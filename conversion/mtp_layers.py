@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ..compat.upstream import further_layer, without_output
+from ..compat.transformers_loading import without_output
+from ..compat.transformers_models import further_layer
 from ..core.text import shown
 from ..errors import CheckpointError
 from .architecture import Architecture

@@ -12,7 +12,7 @@ is imported, and does nothing for models loaded without `megatron_config`.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .compat.patch_registry import LEDGER
+from .compat.patch_registry import PATCH_REGISTRY
 from .compat.versions import __version__
 from .config import MegatronConfig
 from .errors import (
@@ -25,12 +25,8 @@ from .errors import (
     UnsupportedError,
     UnverifiedLayoutError,
 )
-from .integrations.accelerate.accelerator import (
-    MegatronPlugin,
-    config_from_environment,
-    give_back_launch,
-    take_over_launch,
-)
+from .integrations.accelerate.environment import config_from_environment, give_back_launch, take_over_launch
+from .integrations.accelerate.plugin import MegatronPlugin
 from .integrations.patch_table import HOOKS, PATCHES
 from .models.spec import ModelSpec
 
@@ -76,12 +72,12 @@ _LAZY = {
 def enable() -> None:
     """Applies the patches, now or when their modules are imported; twice is once. Called by the import."""
     for patch in PATCHES:
-        if LEDGER.patches.get(patch.target) is not patch:
-            LEDGER.declare(patch)
+        if PATCH_REGISTRY.patches.get(patch.target) is not patch:
+            PATCH_REGISTRY.declare(patch)
     for module_name, make in HOOKS:
-        LEDGER.declare_hook(module_name, make)
+        PATCH_REGISTRY.declare_hook(module_name, make)
     take_over_launch()
-    LEDGER.enable()
+    PATCH_REGISTRY.enable()
 
 
 def disable() -> None:
@@ -89,7 +85,7 @@ def disable() -> None:
 
     Laid out models cannot be called until `enable()`.
     """
-    LEDGER.disable()
+    PATCH_REGISTRY.disable()
     give_back_launch()
 
 

@@ -1,6 +1,6 @@
 """Every exception the library raises on purpose; all derive from `MegatronError`."""
 
-from .core.text import clean
+pass
 
 # A list of names that came from a file may be as long as the file.
 _LONGEST = 16_000
@@ -63,3 +63,13 @@ __all__ = [
     "UnsupportedError",
     "UnverifiedLayoutError",
 ]
+
+
+_MOST = 200
+
+
+def clean(text: str, most: int = _MOST) -> str:
+    """Returns a text of at most `most` characters, in one line, with what cannot be printed spelled out."""
+    cut = text[: most + 1]
+    printable = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in cut)
+    return printable if len(printable) <= most else f"{printable[: most - 3]}..."

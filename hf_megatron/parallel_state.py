@@ -9,11 +9,13 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from .compat.instance_patches import ModelPatches
-from .compat.patch_registry import LEDGER, Shared
+from .compat.patch_registry import PATCH_REGISTRY
+from .compat.shared import Shared
 from .config import MegatronConfig
 from .core.axes import Axes
 from .core.mesh import ParallelMesh
 from .core.placement import ADAPTER, Claim, Placement
+from .core.runtime import RUNTIME
 from .errors import ConfigError
 from .losses.batch_loss import BatchLoss
 from .models.layers import LayerRow
@@ -224,7 +226,7 @@ class ParallelState(Shared):
 def attach_state(model: nn.Module, state: ParallelState) -> None:
     """Makes a model one of ours."""
     setattr(model, _STATE, state)
-    LEDGER.add_model(model)
+    RUNTIME.add_model(model)
     model.register_forward_pre_hook(_require_enabled)
 
 
@@ -252,7 +254,7 @@ def laid_out_model(model: nn.Module) -> Any:
 
 
 def _require_enabled(model: nn.Module, args: tuple) -> None:
-    if not LEDGER.enabled:
+    if not PATCH_REGISTRY.enabled:
         raise ConfigError(
             f"This {type(model).__name__} is laid out over ranks, and hf_megatron.disable() put the stock functions "
             "back: call hf_megatron.enable() first, or load the model without megatron_config."

@@ -13,10 +13,9 @@ from typing import Any, Protocol
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from .compat.upstream import adds_router_loss, function_between_layers
+from .compat.transformers_models import adds_router_loss, function_between_layers
 from .config import MegatronConfig
 from .context_parallel import axis as context_parallel
-from .context_parallel.packed_sequences import RowsOfCalls
 from .core.axes import Axes
 from .core.memory.training_kv_cache import leave_out_in_training, refuse_cache
 from .core.mesh import ParallelMesh
@@ -25,6 +24,7 @@ from .core.placement import Claim, GradientRule, Placement, copies_of_model
 from .data_parallel import axis as data_parallel
 from .data_parallel.batch_norm import BatchNormGuard
 from .data_parallel.dynamic_rope import LargestPosition
+from .data_parallel.packed_sequences import RowsOfCalls
 from .errors import ConfigError, UnsupportedError
 from .expert_parallel import axis as expert_parallel
 from .losses.inline_losses import LossHooks

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.reader import Checkpoint
-from ..compat.upstream import installed_version
-from ..compat.versions import __version__
+from ..compat.versions import __version__, installed_version
 from ..config import MegatronConfig
 from ..models.verified import layout_kinds, records
 from ..parallel_state import ParallelState, parallel_state

@@ -27,7 +27,7 @@ from hf_megatron.models.fingerprint import describe_model
 from hf_megatron.models.verified import differences
 from hf_megatron.parallelize import plan
 from hf_megatron.testing.parity import build, check_twin, make_twin
-from hf_megatron.testing.tiny_model import tiny_config
+from hf_megatron.testing.tiny_config import tiny_config
 
 TYPES = ("llama", "qwen2", "qwen3_moe", "gemma2", "mistral", "gpt2", "gpt_neox", "falcon", "opt", "stablelm")
 FILE = Path(__file__).parent / "data" / "flipped_fields.json"

@@ -196,7 +196,7 @@ def _hops_on_rank(directory: str) -> dict[str, list[str]]:
 
 def hops() -> dict[str, list[str]]:
     """What is done -> this library's frames on the stack when it is."""
-    from hf_megatron.testing.fork_harness import run_ranks
+    from hf_megatron.core.fork_harness import run_ranks
 
     with tempfile.TemporaryDirectory() as directory:
         return run_ranks(_hops_on_rank, 2, directory)[0]

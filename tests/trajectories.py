@@ -15,7 +15,7 @@ import trl
 from peft import LoraConfig
 from trl.experimental import cpo, gkd, orpo
 
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.core.fork_harness import run_ranks
 from tests.integration import test_trl
 from tests.integration.dp_training import ranks_of
 from tests.integration.test_trl import adapter, completions, laid_out_reference, layout, preferences, train

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ...checkpoint.tensor_chunks import Box
-from ...compat.upstream import dcp_version, storage_info
+from ...compat.torch_distributed import dcp_version
+from ...compat.torch_memory import storage_info
 from ...core.io.checksums import NewFile
 from ...errors import CheckpointError
 from ..chunks import check_cover

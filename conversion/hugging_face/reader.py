@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ...checkpoint.strict_loading import check_weight_index
-from ...compat.upstream import LoadingGroup, convert_loaded, loading_groups
+from ...compat.transformers_loading import LoadingGroup, convert_loaded, loading_groups
 from ...core.io.safe_paths import inside, is_file
 from ...core.io.safetensors import SafetensorsFile, TensorMeta
 from ...core.io.untrusted_json import read_weight_map

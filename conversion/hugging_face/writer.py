@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
-from ...compat.upstream import conversion_groups, revert_conversion
+from ...compat.transformers_loading import conversion_groups, revert_conversion
 from ...core.io.safetensors import SafetensorsWriter, TensorMeta
 from ...errors import CheckpointError
 from ..architecture import Architecture

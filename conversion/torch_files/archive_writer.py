@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat.upstream import rebuild_tensor
+from ...compat.torch_memory import rebuild_tensor
 from ...core.io.checksums import NewFile
 from ...core.io.safetensors import TensorMeta
 from ...errors import CheckpointError

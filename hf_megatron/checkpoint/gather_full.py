@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..compat.upstream import local_tensor, untied_state_dict
+from ..compat.torch_dtensor import local_tensor
+from ..compat.transformers_loading import untied_state_dict
 from ..core.communication.rank_errors import agreed
 from ..core.mesh import ParallelMesh
 from ..core.off_stage import own_parameters, own_state_dict

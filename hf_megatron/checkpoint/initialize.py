@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..compat.upstream import dtensor_from_local
+from ..compat.torch_dtensor import dtensor_from_local
 from ..core.axes import Axes
 from ..core.placement import Claim, Placement
 from ..parallel_state import ParallelState

@@ -11,15 +11,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat.upstream import local_tensor
+from ..compat.torch_dtensor import local_tensor
 from ..core.axes import Axes
 from ..core.off_stage import own_parameters, own_state_dict
 from ..core.placement import Placement
+from ..core.quantized_weight import QuantizedWeight
 from ..data_parallel.buckets import owned_range
 from ..data_parallel.distributed_optimizer import Leaf
 from ..data_parallel.fsdp import owned_rows
 from ..parallel_state import ParallelState, parallel_state
-from ..tensor_parallel.quantization.weight import QuantizedWeight
 from .stage_consistency import is_owned, resharded
 from .tensor_chunks import Box, Piece, local_boxes
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..compat.upstream import conversion_groups, revert_conversion, untied_state_dict, without_progress_bars
+from ..compat.transformers_loading import conversion_groups, revert_conversion, untied_state_dict, without_progress_bars
 from ..core.communication.rank_errors import agreed
 from ..core.off_stage import own_state_dict
 from ..errors import UnsupportedError

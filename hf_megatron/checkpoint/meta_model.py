@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from ..compat.upstream import without_output
+from ..compat.transformers_loading import without_output
 from ..core.io.safe_paths import is_file
 from ..core.io.safetensors import MOST_TENSORS
 from ..core.text import shown

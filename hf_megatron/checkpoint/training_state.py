@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..compat.upstream import local_tensor
+from ..compat.torch_dtensor import local_tensor
 from ..core.communication.rank_errors import agreed
 from ..core.off_stage import is_absent
 from ..data_parallel.distributed_optimizer import Leaf, sharded

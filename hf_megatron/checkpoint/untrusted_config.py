@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..compat.upstream import rope_types, without_output
+from ..compat.transformers_loading import without_output
+from ..compat.transformers_models import rope_types
 from ..core.io.safe_paths import inside
 from ..core.io.untrusted_json import read_json_table
 from ..core.text import first_line, shown

@@ -81,7 +81,7 @@ def check(
     Exit codes: 0 all equal, 1 a mismatch, 2 wrong usage.
     """
     from ..errors import ConfigError
-    from ..integrations.accelerate.accelerator import look_for_gpus_without_using_them
+    from ..integrations.accelerate.environment import look_for_gpus_without_using_them
 
     look_for_gpus_without_using_them()
 

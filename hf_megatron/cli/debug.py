@@ -49,10 +49,10 @@ def compare_memory(
     directory: Annotated[Path, typer.Argument(help="Folder of what StepMemory counted in a step, of all ranks.")],
 ) -> None:
     """Say what the ranks of a run held in memory in a step, and what was planned for them."""
+    from ..core.fork_harness import first_reason
     from ..diagnostics.step_memory import memory_in
     from ..errors import RankError
     from ..planner.memory_report import memory_table, plan_for
-    from ..testing.fork_harness import first_reason
 
     with failing():
         found, planned, reason = memory_in(directory), None, "some of the model is frozen"
@@ -87,11 +87,11 @@ def make_page(
     plan: Annotated[bool, typer.Option(help="Plan the recorded step's memory, to be shown beside it.")] = True,
 ) -> None:
     """Write the page of a run: layout, losses, speed, where a step's time and memory go, slow ranks."""
+    from ..core.fork_harness import first_reason
     from ..diagnostics.run_record import read_run
     from ..diagnostics.run_report import write_page
     from ..errors import RankError
     from ..planner.memory_report import plan_for
-    from ..testing.fork_harness import first_reason
 
     with failing():
         run, planned = read_run(directory), {}

@@ -142,11 +142,11 @@ def dry_run_kinds(
     """Run a training step of MODEL on every kind of rank of a job that is nowhere: bytes, collectives, waits."""
     import torch
 
+    from ..core.fork_harness import refusal
     from ..errors import ConfigError, RankError
     from ..planner.rank_predictions import predict_ranks
     from ..planner.report import as_rows, as_text
     from ..testing.check import parse_layouts
-    from ..testing.fork_harness import refusal
     from ..testing.resolve_model import resolve_config
 
     dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

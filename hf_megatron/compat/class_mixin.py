@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from .upstream import follow_forward_of_bases, names_of_recorder
+from .torch_autograd import follow_forward_of_bases
+from .transformers_models import names_of_recorder
 
 
 @cache

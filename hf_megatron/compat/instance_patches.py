@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .patch_registry import LEDGER, Shared
+from .patch_registry import PATCH_REGISTRY
+from .shared import Shared
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class ModelPatches(Shared):
     def __init__(self) -> None:
         self._replaced: list[tuple[weakref.ref, str, Any, Any]] = []
         self._applied = True
-        LEDGER.instances.add(self)
+        PATCH_REGISTRY.instances.add(self)
 
     def replace(self, owner: Any, attribute: str, value: Any) -> None:
         """Puts a value in the place of an attribute that `INSTANCE_PATCHES` lists."""

@@ -1,14 +1,11 @@
-"""The ledger: everything of this library that lasts longer than a call, and how to take it back.
+"""Patch registry: every upstream function and object this library replaces, and how to restore it.
 
-    patches     upstream functions that are replaced, by what
-    hooks       what is registered with an upstream module for the whole process
-    instances   what is replaced on single objects, those of laid out models (`instance_patches.py`)
-    models      the laid out models that still exist, in the order they were loaded
-    meshes      the process groups of this job's layouts, which models of one layout share
-    launch      what lays out the models of a script that knows nothing of layouts
+    patches     replaced upstream functions
+    hooks       callbacks registered with an upstream module for the whole process
+    instances   attributes replaced on single objects of parallelized models (`instance_patches.py`)
 
-If a patch's module is imported already it is applied at once, otherwise when it is imported, so that
-`import hf_megatron` neither imports optional packages nor has to come first.
+A patch is applied at once if its module is imported, otherwise when it is imported, so that `import hf_megatron`
+neither imports optional packages nor has to come first.
 """
 
 import functools
@@ -25,13 +22,6 @@ from types import CellType, FunctionType, ModuleType
 from typing import Any, Protocol
 
 from ..errors import MegatronError
-
-
-class Shared:
-    """Base of what a deep copy of a model shares with the original."""
-
-    def __deepcopy__(self, memo: dict) -> Any:
-        return self
 
 
 @dataclass
@@ -87,7 +77,7 @@ class Patch:
 
     def _require_other_version(self) -> None:
         # Not at the top: torch's own targets are patched while torch is imported.
-        from .upstream import is_of_other_versions
+        from .versions import is_of_other_versions
 
         if not is_of_other_versions(self.target):
             raise MegatronError(
@@ -164,17 +154,13 @@ class Instance(Protocol):
 
 
 @dataclass
-class Ledger:
-    """All patches and hooks of the process, in the order they were declared, and what laid out models need."""
+class PatchRegistry:
+    """Patches, hooks and patched instances of the process, in the order they were declared."""
 
     patches: dict[str, Patch] = field(default_factory=dict)
     hooks: dict[str, Hook] = field(default_factory=dict)
     instances: "weakref.WeakSet[Instance]" = field(default_factory=weakref.WeakSet)
     enabled: bool = False
-    meshes: dict[Any, Any] = field(default_factory=dict)
-    launch: Any = None
-    context: Any = None
-    _models: list[weakref.ref] = field(default_factory=list)
 
     def declare(self, patch: Patch) -> None:
         """Declares a patch; a target has one patch, a second declaration raises `MegatronError`."""
@@ -188,15 +174,6 @@ class Ledger:
 
     def _entries(self) -> list[Patch | Hook]:
         return [*self.patches.values(), *self.hooks.values()]
-
-    @property
-    def models(self) -> list[Any]:
-        """The laid out models that still exist, the last one loaded last."""
-        return [model for model in (reference() for reference in self._models) if model is not None]
-
-    def add_model(self, model: Any) -> None:
-        """Takes note of a laid out model, for as long as it exists."""
-        self._models = [weakref.ref(other) for other in (*self.models, model)]
 
     def enable(self) -> None:
         """Applies every patch whose module is imported and waits for the others; twice is once."""
@@ -238,26 +215,26 @@ def _is_initializing(module: ModuleType) -> bool:
 class _WatchedSpec(importlib.machinery.ModuleSpec):
     """The spec of a module under way to being imported, whose patches follow when import says that it is done."""
 
-    _hf_megatron_ledger: Any = None
+    _hf_megatron_registry: Any = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name == "_initializing" and not value:
-            ledger, self._hf_megatron_ledger = self._hf_megatron_ledger, None
-            if ledger is not None and ledger.enabled and self.name in sys.modules:
-                ledger.apply_to(self.name)
+            registry, self._hf_megatron_registry = self._hf_megatron_registry, None
+            if registry is not None and registry.enabled and self.name in sys.modules:
+                registry.apply_to(self.name)
 
 
-def _apply_when_imported(module: ModuleType, ledger: Ledger) -> None:
+def _apply_when_imported(module: ModuleType, registry: PatchRegistry) -> None:
     spec = module.__spec__
     assert spec is not None
     spec.__class__ = _WatchedSpec
-    vars(spec)["_hf_megatron_ledger"] = ledger
+    vars(spec)["_hf_megatron_registry"] = registry
 
 
 class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader, ledger: Ledger):
-        self.loader, self.ledger = loader, ledger
+    def __init__(self, loader: importlib.abc.Loader, registry: PatchRegistry):
+        self.loader, self.registry = loader, registry
 
     def create_module(self, spec):
         return self.loader.create_module(spec)
@@ -266,27 +243,27 @@ class _Loader(importlib.abc.Loader):
         self.loader.exec_module(module)
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
-        self.ledger.apply_to(module.__name__)
+        self.registry.apply_to(module.__name__)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds nothing itself; wraps the real loader of a patched module so that the patches follow its execution."""
 
-    def __init__(self, ledger: Ledger):
-        self.ledger = ledger
+    def __init__(self, registry: PatchRegistry):
+        self.registry = registry
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None):
-        if not any(entry.module_name == fullname for entry in self.ledger._entries()):
+        if not any(entry.module_name == fullname for entry in self.registry._entries()):
             return None
         for finder in sys.meta_path:
             if isinstance(finder, _Finder):
                 continue
             spec = finder.find_spec(fullname, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _Loader(spec.loader, self.ledger)  # type: ignore[arg-type]
+                spec.loader = _Loader(spec.loader, self.registry)  # type: ignore[arg-type]
             if spec is not None:
                 return spec
         return None
 
 
-LEDGER = Ledger()
+PATCH_REGISTRY = PatchRegistry()

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from .upstream import CHECKED
+from .versions import CHECKED
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK, _LAST = "_hf_megatron_works_on_parts", "_hf_megatron_comes_last"

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.patch_registry import LEDGER
 from ..core.memory.recompute import recomputing
+from ..core.runtime import RUNTIME
+from ..data_parallel.packed_sequences import without_asking
 from ..errors import ConfigError, UnsupportedError
 from .attention import context_attention, with_blind_queries
 from .kernels import Kernel
 from .mask_specs import ContextMask, describe_mask
-from .packed_sequences import without_asking
 
 # Arguments of attention functions that are read here, or say what the mask says already.
 _KNOWN = frozenset(
@@ -39,9 +39,9 @@ def mask_function(original: Callable, self: Any, name: str) -> Any:
     found = original(self, name)
     if type(self).__name__ != "AttentionMaskInterface":
         return found
-    if LEDGER.context is None:
+    if RUNTIME.context is None:
         return without_asking(found)
-    return partial(_describe, LEDGER.context, found, name == "eager")
+    return partial(_describe, RUNTIME.context, found, name == "eager")
 
 
 def _describe(
@@ -94,7 +94,7 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     if not isinstance(attention_mask, ContextMask):
-        stack = LEDGER.context
+        stack = RUNTIME.context
         if stack is not None and stack.has_parts and module not in stack.towers:
             given = "no mask" if attention_mask is None else f"a mask {tuple(attention_mask.shape)} of its own"
             raise UnsupportedError(

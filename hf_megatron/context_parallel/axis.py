@@ -7,13 +7,14 @@ from torch import Tensor
 
 from ..core.communication.rng import StreamOfPart
 from ..errors import UnsupportedError
+from ..models.full_sequence_blocks import find_whole_blocks
 from ..models.layers import find_layers
 from ..parallel_state import ParallelState
 from ..tensor_parallel.axis import GUARDS, REGIONS
 from ..tensor_parallel.forward_checks import RefusedOutputs
 from ..tensor_parallel.layer_rng import OneRandomState
 from .attention import ContextGroups
-from .full_sequence_blocks import WholeBlock, find_whole_blocks
+from .full_sequence_blocks import WholeBlock
 from .head_parallel_blocks import SharedHeadBlock, heads_to_share
 from .lm_head import place_head
 from .sequence_split import ContextStack

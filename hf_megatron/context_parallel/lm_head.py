@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from ..compat.upstream import reshapes_to_inputs
+from ..compat.transformers_models import reshapes_to_inputs
 from ..parallel_state import ParallelState
 from ..tensor_parallel.local_parameters import ForwardsUnderWay, become
 from ..tensor_parallel.loss_mode import install_pending_loss

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.upstream import mask_parts
+from ..compat.transformers_models import mask_parts
 from ..errors import UnsupportedError
 from .attention import SharedRow
 from .masks import SequenceMask

@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import nn
 
-from ..compat.patch_registry import LEDGER, Shared
-from ..compat.upstream import fetches_attention_core
+from ..compat.shared import Shared
+from ..compat.transformers_models import fetches_attention_core
+from ..core.runtime import RUNTIME
 from ..models.name_patterns import module_name
 
 
@@ -28,13 +29,13 @@ class Towers(Shared):
             tower.register_forward_hook(self._leave, prepend=True, always_call=True)
 
     def _enter(self, tower: nn.Module, args: tuple) -> None:
-        self._before.append(LEDGER.context)
-        LEDGER.context = None
+        self._before.append(RUNTIME.context)
+        RUNTIME.context = None
 
     def _leave(self, tower: nn.Module, args: tuple, output: Any) -> None:
         # A hook before this one's may have raised.
         if self._before:
-            LEDGER.context = self._before.pop()
+            RUNTIME.context = self._before.pop()
 
 
 def _beside(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:

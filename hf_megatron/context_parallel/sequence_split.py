@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.utils import ModelOutput
 
-from ..compat.patch_registry import LEDGER, Shared
-from ..compat.upstream import in_backward, leave_uncompiled
+from ..compat.shared import Shared
+from ..compat.torch_autograd import in_backward, leave_uncompiled
 from ..core.communication.rng import StreamOfPart
+from ..core.runtime import RUNTIME
 from ..errors import UnsupportedError
 from ..tensor_parallel.install_regions import ROUTER_LOGITS
 from .attention import ContextGroups, SharedRow
@@ -193,7 +194,7 @@ class ContextStack(Shared):
         self._call = frozenset(kwargs)
         kept = given.get("logits_to_keep")
         self.keeps_some_logits = kept is not None and not (isinstance(kept, int) and kept == 0)
-        self._before, LEDGER.context = LEDGER.context, self if self._is_cut else None
+        self._before, RUNTIME.context = RUNTIME.context, self if self._is_cut else None
 
         def entering(tensor: Tensor) -> Tensor:
             return _OfAllRanks.apply(tensor, self.group) if tensor.requires_grad else tensor
@@ -208,7 +209,7 @@ class ContextStack(Shared):
         self._under_way.remove(id(module))
         if self._under_way:
             return None
-        LEDGER.context = self._before
+        RUNTIME.context = self._before
         if self._is_cut and isinstance(output, ModelOutput) and isinstance(parts := output.get(ROUTER_LOGITS), tuple):
             output[ROUTER_LOGITS] = tuple(map(self.joined_rows, parts))
         return output

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..compat.upstream import all_gather_flat
+from ..compat.torch_distributed import all_gather_flat
 from ..core.communication.collectives import reduce_scatter
 from .load_balancing import SequenceOrder
 

@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..compat.patch_registry import Shared
 from ..compat.shard_safe import is_marked, is_of_checked_library
-from ..compat.upstream import global_forward_hooks, leave_uncompiled
+from ..compat.shared import Shared
+from ..compat.torch_autograd import global_forward_hooks, leave_uncompiled
 from ..errors import UnsupportedError
 from ..tensor_parallel.user_hooks.replaced_functions import ExchangedFunctions, follow_names
 

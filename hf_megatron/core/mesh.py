@@ -4,11 +4,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..compat.patch_registry import LEDGER, Shared
-from ..compat.upstream import flat_mesh, root_mesh, split_mesh_axis
+from ..compat.shared import Shared
+from ..compat.torch_dtensor import flat_mesh, root_mesh, split_mesh_axis
 from ..errors import UnsupportedError
 from .axes import Axes, Axis
 from .placement import Placement
+from .runtime import RUNTIME
 
 # Outermost first, as DeviceMesh wants them.
 WORLD_AXES = ("dp", "pp", "cp", "tp")
@@ -33,9 +34,9 @@ class ParallelMesh(Shared):
         for the same (`DeviceMesh.__eq__`) and keeps the first of them in DTensor's caches, so that operations on a
         later model's weights may use the groups of an earlier one.
         """
-        kept = {key: mesh for key, mesh in LEDGER.meshes.items() if mesh.job is dist.group.WORLD}
+        kept = {key: mesh for key, mesh in RUNTIME.meshes.items() if mesh.job is dist.group.WORLD}
         # Of a job that ended, the groups are gone.
-        LEDGER.meshes = kept
+        RUNTIME.meshes = kept
         key = axes, device_type
         if key not in kept:
             kept[key] = cls(axes, device_type)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ..compat.upstream import draws_numbers, writes_to
+from ..compat.torch_autograd import draws_numbers, writes_to
 from ..errors import UnsupportedError
 from .off_stage_ops import (
     FACTORS,

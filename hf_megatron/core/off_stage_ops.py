@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ..compat.upstream import make_wrapper
+from ..compat.torch_dtensor import make_wrapper
 from ..errors import UnsupportedError
 
 SUMS = {"add", "add_", "sub", "sub_", "rsub"}

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed.tensor import Replicate, Shard
 
-from ..compat.upstream import strided_shard
+from ..compat.torch_dtensor import strided_shard
 from .axes import Axes, Axis
 
 # Style of the claims of parameters that belong to an adapter.

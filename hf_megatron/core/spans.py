@@ -2,12 +2,14 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
+
+from ..errors import ConfigError
 
 # Forward, full backward, and its two halves where a schedule splits it: gradient of the input and of the weights.
 COMPUTE = ("F", "B", "I", "W")
@@ -115,3 +117,61 @@ def clock_offset(group: dist.ProcessGroup | None = None) -> float:
 def align(spans: tuple[Span, ...], offset: float) -> tuple[Span, ...]:
     """Moves spans to the clock of the rank that `clock_offset` compared with."""
     return tuple(replace(span, start=span.start - offset, stop=span.stop - offset) for span in spans)
+
+
+@dataclass
+class Timeline:
+    """The spans of one step.
+
+    Args:
+        spans (`Sequence[Sequence[Span]]`): of each pipeline rank, on one clock.
+        schedule (`str`): its name.
+        ranks, stages, microbatches (`int`): pipeline ranks, stages of all ranks together, microbatches of the step.
+    """
+
+    spans: Sequence[Sequence[Span]]
+    schedule: str
+    ranks: int
+    stages: int
+    microbatches: int
+
+    def __post_init__(self) -> None:
+        if len(self.spans) != self.ranks:
+            raise ConfigError(f"Timeline.ranks = {self.ranks}: got the spans of {len(self.spans)} ranks.")
+
+    @property
+    def start(self) -> float:
+        """Returns when the first span of any rank starts."""
+        return min(span.start for spans in self.spans for span in spans)
+
+    @property
+    def duration(self) -> float:
+        """Returns the seconds from the first span's start to the last one's end."""
+        return max(span.stop for spans in self.spans for span in spans) - self.start
+
+    def title(self, formula: float) -> str:
+        """Names schedule, sizes, time of the step, and the measured bubble beside the formula's."""
+        chunks = f" x {self.stages // self.ranks} stages" if self.stages > self.ranks else ""
+        return (
+            f"{self.schedule}, pp {self.ranks}{chunks}, {self.microbatches} microbatches: step "
+            f"{_milliseconds(self.duration)}, bubble measured {bubble_share(self):.1%}, formula {formula:.1%}"
+        )
+
+
+def bubble_share(timeline: Timeline) -> float:
+    """Returns the share of the ranks' time, from the first computation to the last, in which they did not compute.
+
+    Waiting for neighbours counts as bubble, and so does everything else between two computations.
+
+    Raises:
+        ConfigError: nothing was computed while the recorder was on.
+    """
+    compute = [span for spans in timeline.spans for span in spans if span.kind in COMPUTE]
+    if not compute:
+        raise ConfigError("The timeline has no forward or backward span: the recorder was not on during a step.")
+    window = max(span.stop for span in compute) - min(span.start for span in compute)
+    return 1 - sum(span.duration for span in compute) / (timeline.ranks * window)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"

@@ -2,8 +2,11 @@
 
 from typing import Any
 
-_MOST = 200
+from ..errors import _MOST, clean
+
 _DEEPEST = 3
+
+
 _ITEMS = 8
 
 
@@ -23,13 +26,6 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     return f"{type(error).__name__}: {shown(text)}"
-
-
-def clean(text: str, most: int = _MOST) -> str:
-    """Returns a text of at most `most` characters, in one line, with what cannot be printed spelled out."""
-    cut = text[: most + 1]
-    printable = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in cut)
-    return printable if len(printable) <= most else f"{printable[: most - 3]}..."
 
 
 def _text(value: Any, depth: int) -> str:

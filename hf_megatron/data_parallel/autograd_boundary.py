@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat.upstream import accumulator, backward_node, is_asked_for, runs_all
+from ..compat.torch_autograd import accumulator, backward_node, is_asked_for, runs_all
 from ..errors import UnsupportedError
 
 

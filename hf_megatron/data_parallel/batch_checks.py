@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.patch_registry import Shared
-from ..compat.upstream import is_fake, leave_uncompiled
+from ..compat.shared import Shared
+from ..compat.torch_autograd import leave_uncompiled
+from ..compat.torch_memory import is_fake
 from ..core.communication.rank_errors import gather
 from ..core.mesh import ParallelMesh
 from ..errors import ConfigError

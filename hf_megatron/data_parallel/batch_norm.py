@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..compat.patch_registry import Shared
+from ..compat.shared import Shared
 from ..config import MegatronConfig
 from ..errors import UnsupportedError
 from ..parallel_state import ParallelState

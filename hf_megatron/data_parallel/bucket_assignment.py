@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from ..compat.upstream import local_tensor
+from ..compat.torch_dtensor import local_tensor
 from ..core.communication.bucket_collectives import is_pairwise
 from ..core.communication.collectives import share
 from .buckets import Bucket, Slot

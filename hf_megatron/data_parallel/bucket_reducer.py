@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..compat.patch_registry import Shared
-from ..compat.upstream import dtensor_from_local, local_tensor
+from ..compat.shared import Shared
+from ..compat.torch_dtensor import dtensor_from_local, local_tensor
 from ..core.communication.bucket_collectives import ReduceScatter, gather_rows, is_pairwise, sum_over
 from .buckets import Bucket, Slot
 from .sharded_grad import ReducedGradient

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..compat.upstream import share_memory
+from ..compat.torch_memory import share_memory
 from ..core.communication.collectives import bounds
 from .grad_sync_groups import Sharing
 

@@ -13,15 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat.upstream import local_tensor, runs_behind, step_hook_last
+from ..compat.torch_autograd import step_hook_last
+from ..compat.torch_dtensor import local_tensor
+from ..compat.torch_memory import runs_behind
 from ..config import MegatronConfig
 from ..core.communication.full_tensor import placed_gradient
 from ..core.off_stage import is_absent
 from ..errors import ConfigError, UnsupportedError
 from .buckets import owned_range
-from .engine import DataParallel, Verdict, engine_of
+from .engine import DataParallel, engine_of
 from .fsdp import reshard
 from .grad_norm import clip_grad_norm, has_finite_gradients
+from .grad_status import Verdict
 from .grad_sync_groups import Sharing
 from .optimizer_state import StateByParameter
 from .param_gather import Publisher

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..compat.patch_registry import Shared
 from ..compat.shard_safe import works_on_parts
-from ..context_parallel.packed_sequences import POSITIONS
+from ..compat.shared import Shared
 from ..parallel_state import ParallelState
+from .packed_sequences import POSITIONS
 
 _BY_LENGTH = ("dynamic", "longrope")
 _INPUTS = ("input_ids", "inputs_embeds")

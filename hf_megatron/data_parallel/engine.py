@@ -7,24 +7,24 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..compat.patch_registry import LEDGER, Shared
-from ..compat.upstream import find_units, is_functional, leave_uncompiled, local_tensor
+from ..compat.shared import Shared
+from ..compat.torch_autograd import is_functional, leave_uncompiled
+from ..compat.torch_dtensor import local_tensor
+from ..compat.torch_fsdp import find_units
 from ..core.inference_mode import left_inference_mode
 from ..core.off_stage import is_absent, own_parameters
 from ..core.placement import Claim
-from ..errors import ConfigError, NonFiniteGradientError, UnsupportedError
+from ..core.runtime import RUNTIME
+from ..errors import NonFiniteGradientError, UnsupportedError
 from ..parallel_state import ParallelState, parallel_state
 from .autograd_boundary import (
-    UNREDUCED,
     GradientWatch,
-    refuse_foreign,
     refuse_hooks,
     refuse_partial_backward,
     with_trained_inputs,
@@ -33,6 +33,7 @@ from .batch_checks import SharedBatch
 from .fsdp import no_sync
 from .fsdp_checks import SplitPlaces, refuse_cast, refuse_copy
 from .grad_reducer import GradientReducer
+from .grad_status import Verdict
 from .grad_store import GradientStore, PlainGradients
 from .grad_sync_groups import Sharing
 from .inplace_edits import PartVersions, unedited
@@ -41,26 +42,10 @@ from .parameter_cache import ParameterList
 
 # Stock loops hand over parameters, not models: each one carries its engine.
 _MARK = "_hf_megatron"
-_LISTED = "_hf_megatron_listed"
+
+
 # Whose optimizers step on each parameter by itself.
 _ONE_BY_ONE = ("torch.optim.", "transformers.optimization.", "apex.", "transformer_engine.", "lion_pytorch.")
-
-
-@dataclass
-class Verdict:
-    """What is known of the gradients of one step before optimizers take them.
-
-    Attributes:
-        clipped: the loop has clipped them.
-        finite: whether all are, once somebody has looked at all of them.
-        scaled: a loss scaler has looked at them and decides itself whether to step.
-        used: an optimizer has stepped on it; another one of the same model may still.
-    """
-
-    clipped: bool = False
-    finite: bool | None = None
-    scaled: bool = False
-    used: bool = False
 
 
 class DataParallel(Shared):
@@ -142,7 +127,7 @@ class DataParallel(Shared):
         twin.guards, twin.on_stepped, twin.on_cleared, twin.on_discarded = [], [], [], []
         twin.verdict = Verdict()
         twin.state = copy.deepcopy(self.state, memo)
-        LEDGER.add_model(model)
+        RUNTIME.add_model(model)
         return twin
 
     @property
@@ -442,69 +427,6 @@ class DataParallel(Shared):
             optimizer.refresh_main_weights()
 
 
-def engine_of(parameter: Tensor) -> DataParallel | None:
-    """Returns the engine of the model that a parameter of any shape belongs to, if it is one of ours."""
-    engine = vars(parameter).get(_MARK)
-    if engine is None:
-        # `Module.to` may have put another tensor into the parameter, without its attributes.
-        engines = all_engines()
-        engine = next((other for other in engines if other.holds(parameter)), None)
-        if engine is None:
-            engine = next((other for other in engines if other.finds(parameter)), None)
-        if engine is not None:
-            setattr(parameter, _MARK, engine)
-    return engine
-
-
-def all_engines() -> list[DataParallel]:
-    """Lists the engines of the laid out models."""
-    engines = (state.data_parallel for state in map(parallel_state, LEDGER.models) if state is not None)
-    return [engine for engine in engines if isinstance(engine, DataParallel)]
-
-
-def data_parallel_engines() -> list[DataParallel]:
-    """Lists those whose gradients ranks add up that see parts of a batch."""
-    return [engine for engine in all_engines() if engine.mesh.adds_up_gradients]
-
-
-def reducer_of(parameter: Tensor) -> GradientReducer | None:
-    """Returns the reducer that takes the gradient of a parameter of any shape out of `.grad`."""
-    engine = engine_of(parameter)
-    if engine is None or engine.reducer is None or not engine.reducer.owns(parameter):
-        return None
-    return engine.reducer
-
-
-def before_unprepared_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Leaves a stock optimizer its own parameters; raises if it would find no gradient at all, and do nothing."""
-    if _MARK in vars(optimizer):
-        return
-    groups = optimizer.param_groups
-    if any(is_absent(parameter) for group in groups for parameter in group["params"]):
-        vars(optimizer)[_LISTED] = [group["params"] for group in groups]
-        for group in groups:
-            group["params"] = [parameter for parameter in group["params"] if not is_absent(parameter)]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    refuse_foreign(p for p in parameters if type(p) is Tensor and UNREDUCED in vars(p))
-    first = parameters[0] if parameters else None
-    engine = None if first is None else engine_of(first)
-    if engine is not None:
-        engine.refuse_sums_over_parameters(optimizer)
-        engine.check_before_step()
-    if first is not None and reducer_of(first) is not None:
-        raise ConfigError(
-            f"{type(optimizer).__name__} steps on a data parallel model without knowing it: pass it through "
-            "accelerator.prepare(...) or hf_megatron.prepare_optimizer(optimizer)."
-        )
-
-
-def after_unprepared_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Lists the parameters of other stages in a stock optimizer's groups again."""
-    listed = vars(optimizer).pop(_LISTED, ())
-    for group, parameters in zip(optimizer.param_groups, listed, strict=bool(listed)):
-        group["params"] = parameters
-
-
 def _pass() -> None:
     """Requires nothing."""
 
@@ -533,3 +455,36 @@ def _zero_grad(model: Any, set_to_none: bool = True) -> None:
             engine.reducer.discard()
         for cleared in (*engine.on_cleared, *engine.on_discarded):
             cleared()
+
+
+def engine_of(parameter: Tensor) -> DataParallel | None:
+    """Returns the engine of the model that a parameter of any shape belongs to, if it is one of ours."""
+    engine = vars(parameter).get(_MARK)
+    if engine is None:
+        # `Module.to` may have put another tensor into the parameter, without its attributes.
+        engines = all_engines()
+        engine = next((other for other in engines if other.holds(parameter)), None)
+        if engine is None:
+            engine = next((other for other in engines if other.finds(parameter)), None)
+        if engine is not None:
+            setattr(parameter, _MARK, engine)
+    return engine
+
+
+def all_engines() -> list[DataParallel]:
+    """Lists the engines of the laid out models."""
+    engines = (state.data_parallel for state in map(parallel_state, RUNTIME.models) if state is not None)
+    return [engine for engine in engines if isinstance(engine, DataParallel)]
+
+
+def data_parallel_engines() -> list[DataParallel]:
+    """Lists those whose gradients ranks add up that see parts of a batch."""
+    return [engine for engine in all_engines() if engine.mesh.adds_up_gradients]
+
+
+def reducer_of(parameter: Tensor) -> GradientReducer | None:
+    """Returns the reducer that takes the gradient of a parameter of any shape out of `.grad`."""
+    engine = engine_of(parameter)
+    if engine is None or engine.reducer is None or not engine.reducer.owns(parameter):
+        return None
+    return engine.reducer

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from ..compat.upstream import at_end_of_backward, fill_missing_gradients, follow_forward_of_bases, local_tensor
+from ..compat.torch_autograd import at_end_of_backward, follow_forward_of_bases
+from ..compat.torch_dtensor import local_tensor
+from ..compat.torch_fsdp import fill_missing_gradients
 from ..core.axes import Axes
 from ..core.communication.bucket_collectives import AllGather, ReduceScatter
 from ..core.communication.collectives import all_gather, bounds

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..compat.patch_registry import Shared
-from ..compat.upstream import unsharded_parameters
+from ..compat.shared import Shared
+from ..compat.torch_fsdp import unsharded_parameters
 from ..core.mesh import is_weight_axis
 from ..core.off_stage import is_absent
 from ..errors import UnsupportedError

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..compat.upstream import local_tensor
+from ..compat.torch_dtensor import local_tensor
 from ..errors import UnsupportedError
 from .bucket_reducer import BucketReduction, Place
 from .buckets import owned_range

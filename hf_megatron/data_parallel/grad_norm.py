@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..compat.upstream import local_tensor
+from ..compat.torch_dtensor import local_tensor
 from ..core.communication.full_tensor import placed_gradient
 from ..core.off_stage import is_absent
 from ..errors import ConfigError

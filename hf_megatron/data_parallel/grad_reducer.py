@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat.upstream import at_end_of_backward, gradient_hooks, local_tensor
+from ..compat.torch_autograd import at_end_of_backward, gradient_hooks
+from ..compat.torch_dtensor import local_tensor
 from ..errors import UnsupportedError
 from .bucket_assignment import make_buckets
 from .bucket_reducer import Place

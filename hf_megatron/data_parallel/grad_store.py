@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..compat.upstream import gradient_hooks, local_tensor
+from ..compat.torch_autograd import gradient_hooks
+from ..compat.torch_dtensor import local_tensor
 
 
 class GradientStore(Protocol):

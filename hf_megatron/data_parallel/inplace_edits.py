@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..compat.upstream import check_soon, local_tensor
+from ..compat.torch_dtensor import local_tensor
+from ..compat.torch_memory import check_soon
 
 
 class PartVersions:

@@ -4,7 +4,7 @@ from itertools import chain
 
 from torch import nn
 
-from ..compat.upstream import has_global_backward_hooks
+from ..compat.torch_autograd import has_global_backward_hooks
 from ..core.mesh import ParallelMesh
 from ..errors import UnsupportedError
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor
 
-from ..compat.patch_registry import LEDGER
 from ..core.off_stage import is_absent
+from ..core.runtime import RUNTIME
 from ..errors import UnsupportedError
 from ..parallel_state import parallel_state
 from .engine import DataParallel, engine_of
@@ -92,11 +92,11 @@ def joins(parameters: Sequence[Tensor]) -> bool:
 
 def pipelines() -> list["ParallelMesh"]:
     """Lists the meshes of this job's pipelines, the same on every rank."""
-    return [mesh for mesh in LEDGER.meshes.values() if mesh.pp_size > 1 and mesh.job is dist.group.WORLD]
+    return [mesh for mesh in RUNTIME.meshes.values() if mesh.pp_size > 1 and mesh.job is dist.group.WORLD]
 
 
 def _all_engines() -> list[DataParallel]:
-    states = [state for state in map(parallel_state, LEDGER.models) if state is not None and state.cut is not None]
+    states = [state for state in map(parallel_state, RUNTIME.models) if state is not None and state.cut is not None]
     return [state.data_parallel for state in states if isinstance(state.data_parallel, DataParallel)]
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..compat.upstream import local_tensor
+from ..compat.torch_dtensor import local_tensor
 from ..core.communication.bucket_collectives import AllGather, is_pairwise
 from .bucket_assignment import make_buckets
 from .buckets import Bucket, owned_range

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..compat.upstream import dtensor_from_local, in_backward, local_tensor, returns_view
+from ..compat.torch_autograd import in_backward, returns_view
+from ..compat.torch_dtensor import dtensor_from_local, local_tensor
 from ..core.communication.full_tensor import part_like, whole_of
 from ..core.communication.proxy_tensor import StandIn, StandInDTensor
 from ..core.communication.write_through import Whole

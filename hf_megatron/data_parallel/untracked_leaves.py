@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from ..compat.upstream import in_backward, unsharded_parameters
+from ..compat.torch_autograd import in_backward
+from ..compat.torch_fsdp import unsharded_parameters
 from ..errors import UnsupportedError
 from .autograd_boundary import LEAVING, STOPPED, UNREDUCED, refuse_foreign, walk
 from .engine import DataParallel, data_parallel_engines, engine_of

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ..compat.upstream import enlarge_word_cache
+from ..compat.ecosystem import enlarge_word_cache
 from ..core.io.safe_paths import replace_file, sync_directory
 from ..errors import DataError
 from .indexed import token_dtype

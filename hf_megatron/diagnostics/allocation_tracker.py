@@ -23,16 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ..compat.shard_safe import works_on_parts
-from ..compat.upstream import (
-    fakes_are_on,
-    group_of_operation,
-    in_backward,
-    is_fake,
-    is_made_of_others,
-    local_tensor,
-    storage_key,
-    without_fakes,
-)
+from ..compat.torch_autograd import in_backward
+from ..compat.torch_distributed import group_of_operation
+from ..compat.torch_dtensor import local_tensor
+from ..compat.torch_memory import fakes_are_on, is_fake, is_made_of_others, storage_key, without_fakes
 from .step_stats import HostRead, StepFigures
 
 _aten = torch.ops.aten

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..compat.upstream import local_tensor, out_of_memory_observed, storage_key
+from ..compat.torch_dtensor import local_tensor
+from ..compat.torch_memory import out_of_memory_observed, storage_key
 from ..core.io.safe_paths import replace_file
 from ..data_parallel.distributed_optimizer import stepping_optimizer
 from ..data_parallel.sharded_grad import ReducedGradient

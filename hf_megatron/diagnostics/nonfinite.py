@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..compat.upstream import in_backward, without_dispatch_modes
+from ..compat.torch_autograd import in_backward, without_dispatch_modes
 from ..core.communication.host_rng import host_state, set_host_state
 from ..core.communication.rng import default_generator
 from ..data_parallel.distributed_optimizer import sharded, stepping_optimizer

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from ..compat.shard_safe import comes_last
-from ..compat.upstream import in_backward, local_tensor
+from ..compat.torch_autograd import in_backward
+from ..compat.torch_dtensor import local_tensor
 from ..core.off_stage import own_parameters
 from ..models.fingerprint import layer_patterns
 from ..parallel_state import ParallelState

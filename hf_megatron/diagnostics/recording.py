@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from ..compat.shard_safe import comes_last
-from ..compat.upstream import in_backward, local_tensor
+from ..compat.torch_autograd import in_backward
+from ..compat.torch_dtensor import local_tensor
 from ..compat.versions import __version__
 from ..context_parallel.load_balancing import Interval
 from ..core.off_stage import own_parameters

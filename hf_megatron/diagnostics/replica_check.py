@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..compat.upstream import local_tensor, plain_parts
+from ..compat.torch_dtensor import local_tensor, plain_parts
 from ..core.communication.host_rng import host_state
 from ..core.communication.rng import default_generator
 from ..core.off_stage import is_absent, own_parameters

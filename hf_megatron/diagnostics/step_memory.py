@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..compat.upstream import dispatch_modes, in_backward
+from ..compat.torch_autograd import dispatch_modes, in_backward
 from ..core.off_stage import own_parameters
 from ..data_parallel.distributed_optimizer import stepping_optimizer
 from ..errors import ConfigError

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from ..compat.shard_safe import comes_last, works_on_parts
-from ..compat.upstream import communication_through, group_description, in_backward
+from ..compat.torch_autograd import in_backward
+from ..compat.torch_distributed import communication_through, group_description
 from ..core.spans import clock_offset
 from ..data_parallel.distributed_optimizer import stepping_optimizer
 from ..data_parallel.fsdp import outermost_layers

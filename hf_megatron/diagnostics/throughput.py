@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..compat.upstream import in_backward
+from ..compat.torch_autograd import in_backward
 from ..core.off_stage import own_parameters
 from ..models.auto_class import auto_class
+from ..models.layer_cost import estimate_cost
 from ..models.modalities.sample_index import reads_media
 from ..parallel_state import computes_again, laid_out_model, parallel_state
-from ..pipeline_parallel.partition import estimate_cost
 
 _NO_ATTENTION = ("linear_attention", "mamba", "recurrent", "conv")
 

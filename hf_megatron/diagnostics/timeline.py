@@ -4,17 +4,26 @@ import itertools
 import json
 import os
 import socket
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from ..compat.ecosystem import require_plots
 from ..core.io.safe_paths import replace_file
-from ..core.spans import COMMUNICATION, COMPUTE, NO_MICROBATCH, Span, SpanRecorder, align, clock_offset
-from ..errors import ConfigError
+from ..core.spans import (
+    COMMUNICATION,
+    COMPUTE,
+    NO_MICROBATCH,
+    Span,
+    SpanRecorder,
+    Timeline,
+    _milliseconds,
+    align,
+    bubble_share,
+    clock_offset,
+)
 
 # Name and colours of every kind of span; computing is darker from chunk to chunk.
 _KINDS = {
@@ -29,46 +38,9 @@ _KINDS = {
     "tied": ("tied embedding sum", "#e39fc2"),
     "optimizer": ("optimizer", "#5c5c5c"),
 }
+
+
 _TEMPLATE = Path(__file__).with_name("timeline.html")
-
-
-@dataclass
-class Timeline:
-    """The spans of one step.
-
-    Args:
-        spans (`Sequence[Sequence[Span]]`): of each pipeline rank, on one clock.
-        schedule (`str`): its name.
-        ranks, stages, microbatches (`int`): pipeline ranks, stages of all ranks together, microbatches of the step.
-    """
-
-    spans: Sequence[Sequence[Span]]
-    schedule: str
-    ranks: int
-    stages: int
-    microbatches: int
-
-    def __post_init__(self) -> None:
-        if len(self.spans) != self.ranks:
-            raise ConfigError(f"Timeline.ranks = {self.ranks}: got the spans of {len(self.spans)} ranks.")
-
-    @property
-    def start(self) -> float:
-        """Returns when the first span of any rank starts."""
-        return min(span.start for spans in self.spans for span in spans)
-
-    @property
-    def duration(self) -> float:
-        """Returns the seconds from the first span's start to the last one's end."""
-        return max(span.stop for spans in self.spans for span in spans) - self.start
-
-    def title(self, formula: float) -> str:
-        """Names schedule, sizes, time of the step, and the measured bubble beside the formula's."""
-        chunks = f" x {self.stages // self.ranks} stages" if self.stages > self.ranks else ""
-        return (
-            f"{self.schedule}, pp {self.ranks}{chunks}, {self.microbatches} microbatches: step "
-            f"{_milliseconds(self.duration)}, bubble measured {bubble_share(self):.1%}, formula {formula:.1%}"
-        )
 
 
 def gather_timeline(
@@ -102,21 +74,6 @@ def gather_timeline(
     dist.all_gather_object(gathered, spans, group)
     recorded = {span.microbatch for spans in gathered for span in spans if span.kind in COMPUTE}
     return Timeline(gathered, schedule, ranks, ranks * stages_per_rank, len(recorded) or microbatches)
-
-
-def bubble_share(timeline: Timeline) -> float:
-    """Returns the share of the ranks' time, from the first computation to the last, in which they did not compute.
-
-    Waiting for neighbours counts as bubble, and so does everything else between two computations.
-
-    Raises:
-        ConfigError: nothing was computed while the recorder was on.
-    """
-    compute = [span for spans in timeline.spans for span in spans if span.kind in COMPUTE]
-    if not compute:
-        raise ConfigError("The timeline has no forward or backward span: the recorder was not on during a step.")
-    window = max(span.stop for span in compute) - min(span.start for span in compute)
-    return 1 - sum(span.duration for span in compute) / (timeline.ranks * window)
 
 
 class _Bar(NamedTuple):
@@ -211,12 +168,6 @@ def to_html(timeline: Timeline, path: str | os.PathLike[str], formula: float) ->
     replace_file(Path(path), lambda partial: partial.write_text(page, encoding="utf-8"))
 
 
-def require_plots() -> None:
-    """Raises `ConfigError`, with the command that installs it, where matplotlib is absent."""
-    if find_spec("matplotlib") is None:
-        raise ConfigError('PNG pictures need matplotlib: pip install "hf_megatron[plots]"')
-
-
 def to_png(timeline: Timeline, path: str | os.PathLike[str], formula: float) -> None:
     """Draws the timeline with matplotlib; `formula` is as for `to_html`.
 
@@ -285,10 +236,6 @@ def _length(timeline: Timeline) -> float:
     """Returns the step's length in computations of the shorter kind: what a picture needs to show their numbers."""
     durations = sorted(span.duration for spans in timeline.spans for span in spans if span.kind in COMPUTE)
     return timeline.duration / max(durations[len(durations) // 4], 1e-9)
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g} ms"
 
 
 def _ticks(duration: float, most: int) -> list[float]:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..compat.patch_registry import Shared
-from ..diagnostics.timeline import require_plots
+from ..compat.ecosystem import require_plots
+from ..compat.shared import Shared
 from ..errors import ConfigError
 from ..parallel_state import ParallelState, parallel_state
 from .token_dispatcher import ExpertBlocks, Route

@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..compat.shard_safe import works_on_parts
-from ..compat.upstream import grouped_rows, in_backward, leave_uncompiled, local_tensor
+from ..compat.torch_autograd import in_backward, leave_uncompiled
+from ..compat.torch_dtensor import local_tensor
+from ..compat.transformers_models import grouped_rows
 from ..core.communication.collectives import gather_from_ranks, split_over_ranks
 from ..errors import UnsupportedError
 from ..tensor_parallel.local_parameters import ForwardsUnderWay

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..compat.patch_registry import Shared
 from ..compat.shard_safe import works_on_parts
-from ..compat.upstream import in_backward, leave_uncompiled, local_tensor
+from ..compat.shared import Shared
+from ..compat.torch_autograd import in_backward, leave_uncompiled
+from ..compat.torch_dtensor import local_tensor
 from ..errors import ConfigError, UnsupportedError
 from ..models.experts import find_experts
 from ..parallel_state import ParallelState

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..compat.patch_registry import LEDGER
 from ..compat.shard_safe import works_on_parts
-from ..compat.upstream import in_backward, leave_uncompiled
+from ..compat.torch_autograd import in_backward, leave_uncompiled
 from ..core.communication.collectives import bounds
+from ..core.runtime import RUNTIME
 from ..errors import ConfigError, UnsupportedError
 from ..models.experts import find_experts, find_identity_experts
 from ..models.spec import ModelSpec
@@ -63,7 +63,7 @@ class Routers:
         state = self.state
         length = call.tokens if state is None or state.part is None else state.part.tokens
         held = torch.arange(length)
-        context = LEDGER.context
+        context = RUNTIME.context
         if context is not None and context.has_parts:
             held = context.row.order.tokens(context.groups.rank)
         if name.rpartition(".")[0] in self._split:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..compat.upstream import reentrant_checkpoints
+from ..compat.torch_autograd import reentrant_checkpoints
 from ..data_parallel.fsdp import outermost_layers
 from ..errors import ConfigError, UnsupportedError
 from ..models.registry import own_spec

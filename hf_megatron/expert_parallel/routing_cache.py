@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..compat.shard_safe import works_on_parts
-from ..compat.upstream import in_backward
+from ..compat.torch_autograd import in_backward
 from .shared_experts import SharedExperts
 from .token_dispatcher import Route
 

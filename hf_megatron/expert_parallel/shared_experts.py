@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..compat.class_mixin import stand_around
-from ..compat.upstream import leave_uncompiled
+from ..compat.torch_autograd import leave_uncompiled
 
 _NAME = "shared"
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..compat.patch_registry import Shared
+from ..compat.shared import Shared
 from .all_to_all import exchange_rows, send_rows
 
 

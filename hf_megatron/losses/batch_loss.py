@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..compat.patch_registry import Shared
-from ..compat.upstream import check_soon
+from ..compat.shared import Shared
+from ..compat.torch_memory import check_soon
 from ..core.communication.mean_grad_ops import average_over_ranks, mean_over_ranks, sum_over_ranks
 from ..core.mesh import ParallelMesh
 from ..errors import UnsupportedError

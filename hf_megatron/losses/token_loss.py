@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..compat.patch_registry import Shared
-from ..compat.upstream import leave_uncompiled, loss_functions, loss_of_type, token_loss_functions, uses_loss_function
+from ..compat.shared import Shared
+from ..compat.torch_autograd import leave_uncompiled
+from ..compat.transformers_models import loss_functions, loss_of_type, token_loss_functions, uses_loss_function
 from ..errors import UnsupportedError
 from .batch_loss import BatchLoss
 from .targets import IGNORE_INDEX, targets_of

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from ..compat.upstream import KNOWN_STYLES, merged_tp_plan
+from ..compat.transformers_models import KNOWN_STYLES, merged_tp_plan
 from ..errors import PlanError
 from .name_patterns import generic, module_name
 from .spec import ModelSpec

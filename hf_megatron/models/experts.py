@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..compat.upstream import counted_experts
+from ..compat.transformers_models import counted_experts
 from .name_patterns import lookup
 from .spec import ModelSpec
 

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..compat.upstream import installed_version
+from ..compat.versions import installed_version
 from ..config import MegatronConfig
 from .fingerprint import ENDS, Features, Part
 

@@ -3,7 +3,7 @@
 import types
 from typing import Any
 
-from ..compat.upstream import renamed_by_loader
+from ..compat.transformers_loading import renamed_by_loader
 from ..data_parallel.engine import DataParallel
 from ..parallel_state import ParallelState
 from .engine import Pipeline

@@ -19,8 +19,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..compat.patch_registry import Shared
-from ..compat.upstream import recorded_outputs, share_memory
+from ..compat.shared import Shared
+from ..compat.torch_memory import share_memory
+from ..compat.transformers_models import recorded_outputs
 from ..core.off_stage import Owner, zeros_for_absent
 from ..errors import PlanError, UnsupportedError
 from .layer_output_proxy import PassedOn, version_of

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.upstream import at_end_of_backward, finishing_itself, keeps_graph
+from ..compat.torch_autograd import at_end_of_backward, keeps_graph
+from ..compat.torch_fsdp import finishing_itself
 from ..errors import ConfigError
 from ..losses.targets import losses_of
 from .differentiable_inputs import TrainedInputs

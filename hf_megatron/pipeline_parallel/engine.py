@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.upstream import ties_embeddings
+from ..compat.transformers_models import ties_embeddings
 from ..core.inference_mode import left_inference_mode
 from ..data_parallel.engine import DataParallel
 from ..errors import UnsupportedError

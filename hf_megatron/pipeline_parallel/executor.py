@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat.upstream import backward_inputs, backward_weights, detachable
+from ..compat.torch_autograd import detachable
+from ..compat.torch_pipelining import backward_inputs, backward_weights
 from .boundary import StageBoundary
 from .p2p import Arriving, Transport
 from .schedules import Action, Kind

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..compat.patch_registry import Shared
-from ..compat.upstream import loss_functions, uses_loss_function
+from ..compat.shared import Shared
+from ..compat.transformers_models import loss_functions, uses_loss_function
 from ..core.communication.rank_errors import gather
 from ..errors import ConfigError, UnsupportedError
 from ..losses.targets import IGNORE_INDEX, LABELS, OF_SENTENCES, POSITIONS, is_target, losses_of

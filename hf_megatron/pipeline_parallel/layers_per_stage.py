@@ -7,7 +7,8 @@ from torch import nn
 
 from ..config import MegatronConfig
 from ..errors import ConfigError
-from .partition import Stages, check_partition, estimate_cost, estimate_costs, even, partition
+from ..models.layer_cost import estimate_cost, estimate_costs
+from .partition import Stages, check_partition, even, partition
 from .pre_post_process import find_towers
 from .schedules import check_schedule, rank_of_stage, schedule
 

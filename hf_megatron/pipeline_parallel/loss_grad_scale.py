@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat.upstream import check_soon, without_gradient_hooks
+from ..compat.torch_autograd import without_gradient_hooks
+from ..compat.torch_memory import check_soon
 from ..data_parallel.grad_store import GradientStore
 from ..errors import ConfigError
 from .schedules import Action, Kind

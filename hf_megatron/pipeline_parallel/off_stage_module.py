@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..compat.upstream import follow_forward_of_bases
+from ..compat.torch_autograd import follow_forward_of_bases
 from ..core.off_stage import AbsentTensor, Owner, StandsForAnother, as_parameter
 from ..errors import UnsupportedError
 

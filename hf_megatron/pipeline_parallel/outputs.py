@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from ..compat.upstream import is_reached
+from ..compat.torch_autograd import is_reached
 from ..core.unavailable_output import AbsentValue
 from ..errors import UnsupportedError
 from ..losses.batch_loss import BatchLoss

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..context_parallel.packed_sequences import POSITIONS, where_positions_begin
+from ..data_parallel.packed_sequences import POSITIONS, where_positions_begin
 from ..losses.targets import IGNORE_INDEX
 from .microbatches import batch_rows
 

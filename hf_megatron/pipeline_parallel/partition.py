@@ -1,16 +1,10 @@
 """How many layers each pipeline stage holds, and what a layer costs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
-
-from torch import nn
 
 from ..errors import ConfigError
-
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts")
 
 
 @dataclass(frozen=True)
@@ -120,36 +114,6 @@ def partition(costs: Sequence[float], stages: int, *, before: float = 0.0, after
     return best[0][1]
 
 
-def estimate_cost(module: nn.Module, config: Any = None) -> float:
-    """Counts a module's multiply-adds for one token from its weights' shapes, attention's own product left out.
-
-    Of experts only those a token is sent to count, and embeddings cost nothing. Parameters may be on the meta device.
-
-    Args:
-        module (`nn.Module`): a layer, or an output head.
-        config (`PretrainedConfig`, *optional*): says how many experts there are and how many see a token; without it
-            every weight counts.
-    """
-    experts, active = _first_number(config, EXPERTS), _first_number(config, EXPERTS_PER_TOKEN)
-    share = active / experts if experts and active else 1.0
-    found = ((name, child) for name, child in module.named_modules() if isinstance(child, nn.ModuleList))
-    lists = tuple(f"{name}." for name, child in found if len(child) == experts)
-    total = 0.0
-    for name, parameter in module.named_parameters():
-        owner = module.get_submodule(name.rpartition(".")[0])
-        # Biases of experts have two dims.
-        if parameter.dim() < 2 or name.endswith("bias") or isinstance(owner, nn.Embedding):
-            continue
-        routed = (parameter.dim() == 3 and parameter.shape[0] == experts) or name.startswith(lists)
-        total += parameter.numel() * (share if routed else 1.0)
-    return total
-
-
-def estimate_costs(layers: Iterable[nn.Module], config: Any = None) -> tuple[float, ...]:
-    """Returns `estimate_cost` of each layer."""
-    return tuple(estimate_cost(layer, config) for layer in layers)
-
-
 def _starts(stage: int, stages: int, layers: int) -> range:
     """Returns the layers that a stage may start with when every stage has one."""
     return range(1) if stage == 0 else range(stage, layers - (stages - stage) + 1)
@@ -161,9 +125,3 @@ def _check_stages(layers: int, stages: int) -> None:
             f"MegatronConfig.pp_size x virtual_stages = {stages}: expected 1 to {layers} stages, one for each of the "
             f"model's {layers} layers at most."
         )
-
-
-def _first_number(config: Any, names: tuple[str, ...]) -> int | None:
-    """Returns the first of several attributes that is set to a number; families name the same differently."""
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int) and value > 0), None)

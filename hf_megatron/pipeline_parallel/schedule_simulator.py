@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..core.spans import Span
-from ..diagnostics.timeline import Timeline
+from ..core.spans import Span, Timeline
 from ..errors import ConfigError
 from .schedules import Action, Kind, Plan, computations, rank_of_stage, schedule
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-from ..compat.upstream import add_sends_and_receives, pipeline_orders
+from ..compat.torch_pipelining import add_sends_and_receives, pipeline_orders
 from ..errors import ConfigError
 
 

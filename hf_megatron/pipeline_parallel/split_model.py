@@ -10,10 +10,10 @@ from torch import nn
 
 from ..compat.class_mixin import stand_around
 from ..config import MegatronConfig
-from ..context_parallel.full_sequence_blocks import find_whole_blocks
 from ..core.axes import Axes
 from ..data_parallel.dynamic_rope import scales_by_length
 from ..errors import UnsupportedError
+from ..models.full_sequence_blocks import find_whole_blocks
 from ..models.layers import LayerRow
 from ..models.spec import ModelSpec
 from .boundary import StageBoundary

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..compat.patch_registry import Shared
-from ..compat.upstream import local_tensor
-from ..context_parallel.packed_sequences import POSITIONS, KnownRows
+from ..compat.shared import Shared
+from ..compat.torch_dtensor import local_tensor
 from ..core.communication.rng import MicrobatchStreams
 from ..core.memory.training_kv_cache import leave_out
 from ..data_parallel.engine import DataParallel
 from ..data_parallel.fsdp import reshard
 from ..data_parallel.grad_store import GradientStore
+from ..data_parallel.packed_sequences import POSITIONS, KnownRows
 from ..errors import UnsupportedError
 from ..losses.batch_loss import Share
 from ..losses.inline_losses import with_known_targets

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat.upstream import splits_python_functions
+from ..compat.torch_autograd import splits_python_functions
 from ..config import MegatronConfig
 from ..core.axes import Axes
 from ..errors import UnsupportedError

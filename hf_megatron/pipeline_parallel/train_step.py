@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..compat.upstream import keeps_graph, runs_behind
+from ..compat.torch_autograd import keeps_graph
+from ..compat.torch_memory import runs_behind
 from ..core.off_stage import own_parameters
 from ..data_parallel.inplace_edits import Contents
 from ..errors import ConfigError

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..compat.patch_registry import Shared
+from ..compat.shared import Shared
 from ..data_parallel.fsdp import reshard
 from ..errors import MegatronError, UnsupportedError
 from ..losses.batch_loss import Share

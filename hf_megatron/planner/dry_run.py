@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ..compat.upstream import allocated_bytes, local_tensor, storage_key
+from ..compat.torch_dtensor import local_tensor
+from ..compat.torch_memory import allocated_bytes, storage_key
 from ..config import MegatronConfig
+from ..core.fork_harness import run_ranks
 from ..core.off_stage import own_parameters
 from ..data_parallel.distributed_optimizer import prepare_optimizer
 from ..diagnostics.allocation_tracker import StepLedger
@@ -22,7 +24,6 @@ from ..errors import ConfigError
 from ..integrations.transformers.verification_gate import ConfigUnderTest
 from ..models.auto_class import auto_class
 from ..parallel_state import laid_out_model, parallel_state
-from ..testing.fork_harness import run_ranks
 from .fake_world import FakeWorld, run_fake_ranks
 from .model_class import model_on_meta
 from .uniform_routing import balanced_experts

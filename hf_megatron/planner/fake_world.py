@@ -32,9 +32,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checkpoint import initialize
-from ..compat.upstream import fake_mode, is_fake, join_fake_job, take_fakes_for_real
+from ..compat.torch_memory import fake_mode, is_fake, join_fake_job, take_fakes_for_real
 from ..core.communication import rng, watchdog
 from ..core.communication.collectives import bounds
+from ..core.fork_harness import run_forks, set_rank_environment
 from ..core.off_stage import own_parameters
 from ..data_parallel import norm_checks
 from ..diagnostics.allocation_tracker import StepLedger
@@ -42,7 +43,6 @@ from ..errors import PlanError, UnsupportedError
 from ..losses.inline_losses import MeansOfBatch
 from ..parallel_state import parallel_state
 from ..pipeline_parallel.p2p import Shapes
-from ..testing.fork_harness import run_forks, set_rank_environment
 
 
 class FakeWorld:

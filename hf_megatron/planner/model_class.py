@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from ..compat.upstream import without_output
+from ..compat.transformers_loading import without_output
 from ..core.text import first_line
 from ..errors import ConfigError, UnsupportedError
 from ..models.auto_class import auto_class

@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..compat.ecosystem import require_plots
 from ..config import MegatronConfig
 from ..core.io.safe_paths import replace_file
-from ..diagnostics.timeline import draw_bars, require_plots
+from ..diagnostics.timeline import draw_bars
 from ..errors import ConfigError
 from ..pipeline_parallel.layers_per_stage import stages_per_rank
 from ..pipeline_parallel.schedule_simulator import simulate, simulated_timeline

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from transformers import PreTrainedConfig
 
 from ..config import MegatronConfig
+from ..core.fork_harness import first_reason
 from ..errors import ConfigError, RankError
-from ..testing.fork_harness import first_reason
 from .candidates import Bounds, Candidate, Candidates
 from .dry_run import require_lengths
 from .estimate import Estimate, Estimator

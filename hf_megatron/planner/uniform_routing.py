@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..compat.upstream import is_fake
+from ..compat.torch_memory import is_fake
 from ..expert_parallel.token_dispatcher import AllToAll
 
 

@@ -10,8 +10,8 @@ from ..config import MegatronConfig
 from ..core.axes import Axes
 from ..data_parallel.memory_model import LocalParameter, gradient_bytes, kept_bytes
 from ..errors import MegatronError
+from ..models.layer_cost import estimate_cost
 from ..pipeline_parallel.layers_per_stage import share_out
-from ..pipeline_parallel.partition import estimate_cost
 from .dry_run import StepSizes
 from .job import Job
 from .load_checks import without_pipeline

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..compat.upstream import local_tensor
+from ..compat.torch_dtensor import local_tensor
 from ..config import MegatronConfig
 from ..core.axes import Axes
 from ..core.off_stage import own_parameters

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from ..compat.shard_safe import works_on_parts
-from ..compat.upstream import group_of_operation, in_backward, is_fake, storage_key
+from ..compat.torch_autograd import in_backward
+from ..compat.torch_distributed import group_of_operation
+from ..compat.torch_memory import is_fake, storage_key
 from ..diagnostics.allocation_tracker import StepLedger
 from .unit_work import Work
 

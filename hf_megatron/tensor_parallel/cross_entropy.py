@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..compat.upstream import check_soon, keeps_graph, runs_behind
+from ..compat.torch_autograd import keeps_graph
+from ..compat.torch_memory import check_soon, runs_behind
 from ..core.communication.collectives import copy_to_ranks, refuse_second_derivatives
 from ..data_parallel.inplace_edits import Contents
 from ..errors import ConfigError

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..compat.patch_registry import Shared
+from ..compat.shared import Shared
 from ..core.communication.collectives import copy_to_ranks, reduce_from_ranks
 from ..core.communication.mean_grad_ops import scale_gradient
 from ..core.communication.rng import RandomStreams

@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..core.off_stage import own_parameters
+from ..core.quantized_weight import QuantizedWeight
 from ..errors import PlanError, UnsupportedError
-from .quantization.weight import QuantizedWeight
 
 
 class ClaimCheck:

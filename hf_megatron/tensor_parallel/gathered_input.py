@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..compat.patch_registry import Shared
-from ..compat.upstream import in_backward, storage_id
+from ..compat.shared import Shared
+from ..compat.torch_autograd import in_backward
+from ..compat.torch_memory import storage_id
 from ..core.communication.collectives import all_gather
 from ..core.memory.saved_tensor_hooks import Kept, Packed, Remade, Version, saved_as
 

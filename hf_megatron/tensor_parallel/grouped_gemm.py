@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat.patch_registry import Shared
-from ..compat.upstream import uses_grouped_product
+from ..compat.shared import Shared
+from ..compat.transformers_models import uses_grouped_product
 from ..core.axes import Axes
 from ..core.placement import Claim
 from ..errors import ConfigError

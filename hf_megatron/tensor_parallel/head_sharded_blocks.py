@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..compat.patch_registry import Shared
 from ..compat.shard_safe import works_on_parts
+from ..compat.shared import Shared
 from ..core.communication.collectives import copy_to_ranks, gather_from_ranks, reduce_from_ranks, split_over_ranks
 from ..core.communication.mean_grad_ops import sum_over_ranks
 from ..core.communication.rng import RandomStreams

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.utils import ModelOutput
 
-from ..compat.patch_registry import Shared
+from ..compat.shared import Shared
 from ..core.communication.rng import RandomStreams
 from ..core.off_stage import computes_here
 from ..models.name_patterns import lookup

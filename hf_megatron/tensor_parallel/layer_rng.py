@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..compat.patch_registry import Shared
+from ..compat.shared import Shared
 from ..core.communication.rng import RandomStreams, broadcast_state
 
 

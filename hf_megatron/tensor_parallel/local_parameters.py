@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..compat.patch_registry import Shared
-from ..compat.upstream import dtensor_local_view as differentiable_local
-from ..compat.upstream import in_backward, names_of_recorder
+from ..compat.shared import Shared
+from ..compat.torch_autograd import in_backward
+from ..compat.torch_dtensor import dtensor_local_view as differentiable_local
+from ..compat.transformers_models import names_of_recorder
 from ..core.communication.collectives import copy_to_ranks
 from ..core.communication.mean_grad_ops import scale_gradient
 from ..core.mesh import ParallelMesh

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat.upstream import called_module
+from ..compat.torch_autograd import called_module
 from ..parallel_state import ParallelState
 from .vocab_parallel_head import ShardedLogits, StepsTaken, VocabParallelHead
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..compat.patch_registry import Shared
+from ..compat.shared import Shared
 from ..core.communication.collectives import split_over_ranks
 from ..errors import UnsupportedError
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..compat.patch_registry import Shared
+from ..compat.shared import Shared
 from ..core.communication.collectives import (
     bounds,
     copy_to_ranks,

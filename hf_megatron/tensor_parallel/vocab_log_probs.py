@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..compat.upstream import called_module
+from ..compat.torch_autograd import called_module
 from ..core.communication.collectives import copy_to_ranks, refuse_second_derivatives
 from ..errors import ConfigError, UnsupportedError
 from ..losses.targets import IGNORE_INDEX

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..compat.patch_registry import Shared
+from ..compat.shared import Shared
 from ..core.communication.collectives import bounds, copy_to_ranks, gather_from_ranks
 from ..data_parallel.autograd_boundary import LateOutput
 from ..data_parallel.fsdp_checks import is_sharded

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.upstream import check_soon
+from ..compat.torch_memory import check_soon
 
 
 def require_tokens(ids: Tensor, vocabulary: int, what: str, ignore_index: int | None = None) -> None:

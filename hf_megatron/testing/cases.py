@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from ..models.modalities.images import SOUNDS, VIDEO_PIXELS, image_token, is_of_images
-from .tiny_model import full_config
+from .tiny_config import full_config
 
 BASE_CLASSES = frozenset(
     name for names in MODEL_MAPPING_NAMES.values() for name in ((names,) if isinstance(names, str) else names)

@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from ..config import MegatronConfig
 from ..core.axes import Axes
+from ..core.fork_harness import first_reason
 from ..errors import ConfigError, MegatronError, RankError, UnsupportedError
 from ..models.experts import find_experts
 from ..models.fingerprint import Features, describe_model
@@ -23,7 +24,6 @@ from ..parallelize import plan
 from ..pipeline_parallel.layers_per_stage import layers_with_features
 from .adapters import adapted
 from .cases import case_of, cases_of
-from .fork_harness import first_reason
 from .model_overrides import WITH_SOUNDS, without_gradient
 from .parity import UNBUILDABLE, Twin, check_twin, make_twin
 from .resolve_model import resolve_config

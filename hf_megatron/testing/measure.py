@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checkpoint.gather_full import gather_parameter
-from ..compat.upstream import is_base_model, local_tensor
+from ..compat.torch_dtensor import local_tensor
+from ..compat.transformers_models import is_base_model
 from ..core.mesh import ParallelMesh
 from ..core.off_stage import own_parameters
 from ..data_parallel.batch_norm import batch_norms

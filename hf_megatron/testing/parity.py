@@ -17,19 +17,20 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..config import MegatronConfig
+from ..core.fork_harness import run_forks, run_ranks
 from ..data_parallel.batch_norm import batch_norms, splits_batches
 from ..integrations.transformers.verification_gate import ConfigUnderTest
 from ..models.fingerprint import Description, Part, describe_model
 from ..models.modalities.audio import is_of_sounds
 from ..models.modalities.images import PIXELS, image_token, is_of_images
 from ..models.modalities.videos import is_of_videos
-from .fork_harness import run_forks, run_ranks
 from .measure import Measurement, measure
 from .model_overrides import LONG_ROWS
 from .multimodal_batch import make_media_batch
 from .reference import take_reference
 from .speech_batch import make_speech_batch
-from .tiny_model import TASKS, draw_parameters, full_config, make_batch, tiny_config
+from .tiny_config import full_config, tiny_config
+from .tiny_model import TASKS, draw_parameters, make_batch
 from .tolerances import WELL_CONDITIONED, Error, Judgement, frozen_errors, judge
 
 # What transformers raises for configs of tiny sizes.

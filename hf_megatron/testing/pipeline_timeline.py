@@ -8,18 +8,20 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from ..compat.ecosystem import require_plots
 from ..config import MegatronConfig
-from ..core.spans import SpanRecorder
+from ..core.fork_harness import run_ranks
+from ..core.spans import SpanRecorder, Timeline, bubble_share
 from ..data_parallel.distributed_optimizer import prepare_optimizer
-from ..diagnostics.timeline import Timeline, bubble_share, gather_timeline, require_plots, write_pictures
+from ..diagnostics.timeline import gather_timeline, write_pictures
 from ..errors import ConfigError
 from ..integrations.transformers.verification_gate import ConfigUnderTest
 from ..parallel_state import parallel_state
 from ..pipeline_parallel.schedule_simulator import bubble
 from ..pipeline_parallel.schedules import check_schedule, schedule
-from .fork_harness import run_ranks
 from .resolve_model import resolve_config
-from .tiny_model import LAYER_COUNTS, LAYER_INDICES, make_batch, tiny_config
+from .tiny_config import LAYER_COUNTS, LAYER_INDICES, tiny_config
+from .tiny_model import make_batch
 
 
 def small_config(

@@ -11,7 +11,7 @@ from huggingface_hub import hf_hub_download
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from ..checkpoint.untrusted_config import CONFIG, read_config
-from ..compat.upstream import without_output
+from ..compat.transformers_loading import without_output
 from ..config import MegatronConfig
 from ..core.axes import Axes
 from ..core.text import first_line

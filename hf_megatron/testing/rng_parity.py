@@ -12,14 +12,14 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ..compat.upstream import local_tensor
+from ..compat.torch_dtensor import local_tensor
 from ..config import MegatronConfig
+from ..core.fork_harness import first_reason, run_ranks
 from ..core.off_stage import own_parameters
 from ..errors import RankError
 from ..integrations.transformers.verification_gate import ConfigUnderTest
 from ..models.fingerprint import is_rate, random_sites
 from ..parallel_state import parallel_state
-from .fork_harness import first_reason, run_ranks
 from .measure import loss_of_batch, on_device
 from .parity import UNBUILDABLE, Twin
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat.upstream import attention_replaced
-from ..context_parallel.full_sequence_blocks import find_whole_blocks
+from ..compat.transformers_models import attention_replaced
 from ..context_parallel.head_parallel_blocks import heads_to_share
+from ..models.full_sequence_blocks import find_whole_blocks
 from ..models.layers import find_layers
 from ..models.spec import ModelSpec
 from ..parallel_state import ParallelState

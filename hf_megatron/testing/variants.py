@@ -8,7 +8,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING
 
-from .tiny_model import full_config
+from .tiny_config import full_config
 
 Changes = Mapping[str, Any]
 

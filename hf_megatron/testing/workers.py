@@ -5,7 +5,7 @@ import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from .fork_harness import make_ready_to_fork
+from ..core.fork_harness import make_ready_to_fork
 
 
 def in_forks(

@@ -29,8 +29,8 @@ from hf_megatron.checkpoint.manifest import MANIFEST
 from hf_megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from hf_megatron.checkpoint.tensor_chunks import Box, Piece
 from hf_megatron.checkpoint.transaction import Transaction
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import CheckpointError, RankError
-from hf_megatron.testing.fork_harness import run_ranks
 
 ENTRIES = 3000
 SHARDS = ["shard-00000-of-00002.safetensors", "shard-00001-of-00002.safetensors"]

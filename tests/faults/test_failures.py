@@ -26,11 +26,11 @@ from transformers import AutoModelForCausalLM
 
 import hf_megatron
 from hf_megatron import ConfigError, MegatronConfig
-from hf_megatron.compat.upstream import default_store, set_group_timeouts
+from hf_megatron.compat.torch_distributed import default_store, set_group_timeouts
 from hf_megatron.core.communication import watchdog
-from hf_megatron.integrations.accelerate.accelerator import ensure_process_group, set_rank_environment
+from hf_megatron.core.fork_harness import run_ranks, set_rank_environment
+from hf_megatron.integrations.accelerate.process_group import ensure_process_group
 from hf_megatron.integrations.transformers import loading as integration
-from hf_megatron.testing.fork_harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
 # What ranks wait for each other; on a busy machine also for one that is late.

@@ -16,10 +16,10 @@ from hf_megatron.cli import app
 from hf_megatron.compat.shard_safe import works_on_parts
 from hf_megatron.config import MegatronConfig
 from hf_megatron.core.communication.flight_recorder import write_flight_record
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.diagnostics.hang import find_discords, read_flight_records, tell_hang
 from hf_megatron.errors import ConfigError
-from hf_megatron.integrations.accelerate.accelerator import ensure_process_group
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.integrations.accelerate.process_group import ensure_process_group
 
 LLAMA = LlamaConfig(
     vocab_size=64,

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from hf_megatron import MegatronConfig, RankError
 from hf_megatron.checkpoint import transaction
 from hf_megatron.checkpoint.discovery import committed, latest
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.core.fork_harness import run_ranks
 from tests.integration import test_resume
 
 DP2 = MegatronConfig(dp_size=2)

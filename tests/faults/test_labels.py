@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hf_megatron import prepare_optimizer
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration.dp_training import batch, error_of, layout, load, own_rows, ranks_of, snapshot, unmoved
 
 LAYOUTS = ["dp2", "dp2+zero0", "tp2+dp2+zero2", "tp2+sp+dp2", "dp2+zero3"]

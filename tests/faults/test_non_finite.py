@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 
 from hf_megatron import MegatronConfig, NonFiniteGradientError, prepare_optimizer
-from hf_megatron.compat.upstream import accumulator, local_tensor
+from hf_megatron.compat.torch_autograd import accumulator
+from hf_megatron.compat.torch_dtensor import local_tensor
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.data_parallel import grad_scaler
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration.dp_training import (
     backward,
     batch,

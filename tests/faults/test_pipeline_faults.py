@@ -3,12 +3,12 @@
 import pytest
 
 from hf_megatron import RankError
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.data_parallel.grad_reducer import GradientReducer
 from hf_megatron.data_parallel.grad_store import PlainGradients
 from hf_megatron.integrations.trainer import pipeline as integration
 from hf_megatron.pipeline_parallel.engine import Pipeline
 from hf_megatron.pipeline_parallel.loss_grad_scale import ScheduledGradients
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration.dp_training import ranks_of
 from tests.integration.test_pipeline_accelerate import mixed, preferences, worst
 from tests.integration.test_pipeline_trainer import PP2, OwnLoss, apart, layout, train

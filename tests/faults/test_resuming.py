@@ -5,7 +5,7 @@ import torch
 
 from hf_megatron import CheckpointError, ConfigError, MegatronConfig
 from hf_megatron.checkpoint.discovery import latest
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.core.fork_harness import run_ranks
 from tests.integration.test_resume import (
     LAYOUTS,
     SAVED,

@@ -1,6 +1,7 @@
 """One training loop that runs alike in one process and on the ranks of a layout, with places where habits change it.
 
-The reproduction scripts of `python -m tests.fuzz` carry the text of this file: what it imports of this library is public.
+The reproduction scripts of `python -m tests.fuzz` carry the text of this file. It imports only public names of
+this library.
 """
 
 import contextlib

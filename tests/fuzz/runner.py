@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_megatron.core.fork_harness import leave_parents_objects, make_ready_to_fork, run_ranks
 from hf_megatron.errors import RankError
-from hf_megatron.testing.fork_harness import leave_parents_objects, make_ready_to_fork, run_ranks
 from tests.fuzz.cases import draws, ranks_of
 from tests.fuzz.generators import draw_model
 from tests.fuzz.loop import gradient_norm_of, run_loop

@@ -7,11 +7,11 @@ from transformers import AutoModelForCausalLM
 
 from hf_megatron import own_parameters
 from hf_megatron.checkpoint.gather_full import gather_to_first
-from hf_megatron.compat.upstream import local_tensor
+from hf_megatron.compat.torch_dtensor import local_tensor
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.data_parallel.fsdp import whole_local
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.testing.check import parse_layouts
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration.test_trainer import rows
 
 

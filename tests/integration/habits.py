@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_megatron import own_parameters, prepare_optimizer
 from hf_megatron.checkpoint.gather_full import gather_to_first
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.data_parallel.fsdp import whole_local
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 from hf_megatron.testing.measure import Measurement, _full
 from hf_megatron.testing.tolerances import judge
 from tests.integration import dp_training

@@ -21,11 +21,11 @@ from hf_megatron.checkpoint.reader import open_checkpoint
 from hf_megatron.checkpoint.training_state import facts, load_model, load_optimizers, pieces, write_config
 from hf_megatron.checkpoint.transaction import Transaction
 from hf_megatron.conversion import convert
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.io.checksums import hash_tensor
 from hf_megatron.data_parallel.distributed_optimizer import prepare_optimizer
 from hf_megatron.integrations.hub.pull import pull
 from hf_megatron.integrations.hub.push import push_checkpoint, push_folder
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration.test_trainer import rows
 
 

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_megatron import UnsupportedError, own_parameters, prepare_optimizer
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.off_stage import AbsentTensor
 from hf_megatron.pipeline_parallel import axis
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration.dp_training import ranks_of
 from tests.integration.habits import batch, layout, own_rows, save_tiny
 

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from hf_megatron import ConfigError, MegatronConfig, UnsupportedError
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.core.fork_harness import run_ranks
 from tests.integration.test_trainer import rows
 
 TP2 = MegatronConfig(tp_size=2)

@@ -12,9 +12,9 @@ import transformers
 from transformers import AutoConfig
 
 from hf_megatron import ConfigError, MegatronConfig, UnsupportedError
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.patch_table import PATCHES
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 from hf_megatron.testing.measure import Measurement, measure
 from hf_megatron.testing.tiny_model import draw_parameters
 from hf_megatron.testing.tolerances import judge

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from hf_megatron import MegatronError, prepare_optimizer
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.core.fork_harness import run_ranks
 from tests.integration.habits import batch, layout, own_rows
 
 

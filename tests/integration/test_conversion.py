@@ -20,7 +20,7 @@ from hf_megatron.conversion.families import check_config
 from hf_megatron.conversion.formats import FORMATS
 from hf_megatron.conversion.interfaces import WEIGHT, Key
 from hf_megatron.conversion.output_folder import Output
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.core.fork_harness import run_ranks
 from tests.twins import FAMILIES, twin
 
 OTHERS = [name for name in FORMATS if name != "hf"]

@@ -30,7 +30,8 @@ from hf_megatron.conversion.megatron.arguments import check_arguments
 from hf_megatron.conversion.torch_files.reader import read_saved
 from hf_megatron.conversion.torch_files.safe_pickle import unpickle
 from hf_megatron.conversion.torch_files.weight_file import PickledFile
-from hf_megatron.core.text import clean, shown
+from hf_megatron.core.text import shown
+from hf_megatron.errors import clean
 from hf_megatron.model_cards import CardFacts, check_card, write_card
 
 MEGATRON = ("megatron_core", "megatron_legacy")

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_megatron import MegatronConfig, RankError, UnsupportedError
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration.dp_training import backward, gradients, layout, load, ranks_of, snapshot, unmoved, weights
 
 STAGES = ["dp2", "dp2+zero3", "tp2+dp2+zero0", "tp2+dp2+zero1", "tp2+dp2+zero3"]

@@ -22,8 +22,8 @@ from hf_megatron.conversion.interfaces import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, 
 from hf_megatron.conversion.output_folder import Output
 from hf_megatron.conversion.shards.reader import ShardFolder
 from hf_megatron.conversion.shards.writer import ShardsWriter
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.io.safetensors import TensorMeta
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.twins import twin
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

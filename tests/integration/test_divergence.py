@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_megatron import ConfigError, UnsupportedError, token_divergences
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.tensor_parallel import vocab_divergence
-from hf_megatron.testing.fork_harness import run_ranks
 from hf_megatron.testing.measure import Measurement, _full, _gradients
 from hf_megatron.testing.tolerances import gradient_errors
 from tests.integration.dp_training import ranks_of

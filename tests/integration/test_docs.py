@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.core.fork_harness import run_ranks
 from tests.generated_docs import LONG_FILES, LONGEST, PARTS, generated, length, library
 from tests.support_table import support_summary, support_table, update
 

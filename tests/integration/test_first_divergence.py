@@ -19,8 +19,10 @@ from typer.testing import CliRunner
 
 from hf_megatron.cli import app
 from hf_megatron.compat.shard_safe import comes_last, works_on_parts
-from hf_megatron.compat.upstream import communication_through, local_tensor
+from hf_megatron.compat.torch_distributed import communication_through
+from hf_megatron.compat.torch_dtensor import local_tensor
 from hf_megatron.config import MegatronConfig
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.off_stage import own_parameters
 from hf_megatron.data_parallel.distributed_optimizer import prepare_optimizer
 from hf_megatron.diagnostics.divergence import compare_recordings
@@ -30,7 +32,6 @@ from hf_megatron.errors import ConfigError
 from hf_megatron.integrations.trainer.callbacks.recording import RecordStepCallback
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
 LLAMA = LlamaConfig(**SIZES, intermediate_size=48, num_hidden_layers=4)

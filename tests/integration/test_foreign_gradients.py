@@ -9,8 +9,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_megatron import RankError, UnsupportedError
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration.habits import Loop, Runs, batch, layout, own_rows, ranks_of
 
 LAYOUTS = ["dp2", "dp2+zero3"]

@@ -11,12 +11,12 @@ from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaModel, LlamaPreTrainedModel
 
 from hf_megatron import MegatronConfig, UnsupportedError, UnverifiedLayoutError
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers import verification_gate
 from hf_megatron.models import verified
-from hf_megatron.testing.fork_harness import run_ranks
 from hf_megatron.testing.measure import _on_all_ranks
 from hf_megatron.testing.parity import check_twin
-from hf_megatron.testing.tiny_model import tiny_config
+from hf_megatron.testing.tiny_config import tiny_config
 from tests import flips
 from tests.shared_twins import make_twin
 

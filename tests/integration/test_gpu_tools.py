@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArg
 
 from hf_megatron import MegatronConfig
 from hf_megatron.compat.shard_safe import works_on_parts
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.data_parallel.distributed_optimizer import prepare_optimizer
 from hf_megatron.diagnostics.divergence import compare_recordings
 from hf_megatron.diagnostics.hang import read_flight_records, tell_hang
@@ -30,7 +31,6 @@ from hf_megatron.integrations.trainer.callbacks.throughput import ThroughputCall
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.planner.memory_report import memory_table, plan_for
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration import test_first_divergence, test_non_finite, test_replicas, test_step_trace
 from tests.integration.test_gpu import forks_can_use_the_gpu  # noqa: F401  (a fixture)
 

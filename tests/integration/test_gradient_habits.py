@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 
 import hf_megatron
 from hf_megatron import UnsupportedError, own_parameters
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration.dp_training import layout
 from tests.integration.habits import LAYOUTS, PIPELINES, WHOLE_BATCH, Runs, batch, cells, own_rows
 

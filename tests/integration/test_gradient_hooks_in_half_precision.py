@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_megatron import prepare_optimizer
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.core.fork_harness import run_ranks
 from tests.integration.dp_training import layout
 from tests.integration.habits import batch, full
 

@@ -18,8 +18,8 @@ from transformers import (
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
-from hf_megatron.testing.fork_harness import run_ranks
 from hf_megatron.testing.multimodal_batch import make_media_batch
 from tests.shared_twins import make_twin
 

@@ -20,9 +20,9 @@ def test_either_order_patches(order):
         f"""
 import {order}
 from transformers import PreTrainedModel, Trainer
-from hf_megatron.compat.patch_registry import LEDGER
+from hf_megatron.compat.patch_registry import PATCH_REGISTRY
 for name in ("transformers.modeling_utils:PreTrainedModel.from_pretrained", "transformers.trainer:Trainer.__init__"):
-    assert LEDGER.patches[name].applied, name
+    assert PATCH_REGISTRY.patches[name].applied, name
 assert PreTrainedModel.from_pretrained.__func__.__code__.co_filename.endswith("patch_ledger.py")
 """
     )
@@ -65,9 +65,9 @@ def test_every_patch_target_exists():
     python(
         """
 import importlib, hf_megatron
-from hf_megatron.compat.patch_registry import LEDGER
+from hf_megatron.compat.patch_registry import PATCH_REGISTRY
 from hf_megatron.compat.upstream import is_of_other_versions
-for patch in LEDGER.patches.values():
+for patch in PATCH_REGISTRY.patches.values():
     importlib.import_module(patch.module_name)
     assert patch.applied != is_of_other_versions(patch.target), patch.target
 """

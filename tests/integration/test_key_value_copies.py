@@ -7,8 +7,8 @@ from transformers import LlamaForCausalLM
 
 from hf_megatron import MegatronConfig
 from hf_megatron.core.axes import Axes
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.placement import Claim, GradientRule, Placement, copies_of_model
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration.habits import Runs, save_tiny
 
 

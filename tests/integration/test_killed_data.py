@@ -11,9 +11,9 @@ import pytest
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 from hf_megatron import MegatronConfig
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import RankError
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration.test_ordered_data import LAYOUTS, dataset_of, prefix, ranks_of
 
 __all__ = ["prefix"]

@@ -23,11 +23,11 @@ from transformers import (
 )
 
 from hf_megatron import MegatronConfig, UnsupportedError, config_from_environment
-from hf_megatron.compat.patch_registry import LEDGER
-from hf_megatron.integrations.accelerate.accelerator import export_layout
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.runtime import RUNTIME
+from hf_megatron.integrations.accelerate.environment import export_layout
 from hf_megatron.integrations.accelerate.launched_script import Launch, run_script
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 
 TP2, PP2 = MegatronConfig(tp_size=2), MegatronConfig(pp_size=2)
 SCRIPT = """
@@ -125,11 +125,11 @@ def test_a_layout_goes_through_the_environment(layout, monkeypatch):
 
 def in_launch(function, layout, *args):
     """Runs a function on every rank as a script would be."""
-    LEDGER.launch = Launch(layout)
+    RUNTIME.launch = Launch(layout)
     try:
         return function(*args)
     finally:
-        LEDGER.launch = None
+        RUNTIME.launch = None
 
 
 def tiny_vit():
@@ -182,7 +182,7 @@ def run_here(script, layout):
     sys.path.insert(0, "")
     with pytest.raises(ValueError, match="of the script"):
         run_script(str(script), [], layout)
-    assert LEDGER.launch is None
+    assert RUNTIME.launch is None
     return True
 
 

@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM
 import hf_megatron
 from hf_megatron import ConfigError, MegatronConfig, prepare_optimizer
 from hf_megatron.compat.instance_patches import INSTANCE_PATCHES
-from hf_megatron.compat.patch_registry import LEDGER
+from hf_megatron.compat.patch_registry import PATCH_REGISTRY
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.runtime import RUNTIME
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.pipeline_parallel.executor import Execution
-from hf_megatron.testing.fork_harness import run_ranks
 
 LAYOUTS = (
     MegatronConfig(tp_size=2),
@@ -70,8 +71,8 @@ def counts():
         "Python's threads": threading.active_count(),
         "step hooks": len(torch_optimizer._global_optimizer_pre_hooks),
         "tensor bytes": live_bytes(),
-        "models": len(LEDGER.models),
-        "patched instances": len(LEDGER.instances),
+        "models": len(RUNTIME.models),
+        "patched instances": len(PATCH_REGISTRY.instances),
     }
 
 

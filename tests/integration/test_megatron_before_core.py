@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForPreTraining
 
 from hf_megatron.conversion import convert
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import CheckpointError
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.megatron_before_core import bert_parts, gpt2_parts, llama_parts, write_checkpoint
 from tests.twins import twin
 

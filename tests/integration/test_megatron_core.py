@@ -15,7 +15,7 @@ from hf_megatron.conversion import TargetOptions, compare, convert
 from hf_megatron.conversion.families import family_of
 from hf_megatron.conversion.interfaces import MAIN_WEIGHT, WEIGHT
 from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.core.fork_harness import run_ranks
 from tests.twins import FAMILIES, VOCABULARY, config_of, twin
 
 ROOT = Path(__file__).parents[2]

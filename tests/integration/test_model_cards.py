@@ -13,6 +13,7 @@ from trl import SFTConfig, SFTTrainer
 
 from hf_megatron import MegatronConfig
 from hf_megatron.checkpoint.reader import Checkpoint
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.model_cards import (
     MARKER,
     carry_card,
@@ -24,7 +25,6 @@ from hf_megatron.model_cards import (
     render,
     write_card,
 )
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration.test_trainer import rows
 
 TP2_SP, PP2 = MegatronConfig(tp_size=2, sequence_parallel=True), MegatronConfig(pp_size=2)

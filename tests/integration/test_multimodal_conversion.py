@@ -257,7 +257,7 @@ def loaded_logits(folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("to", ["megatron_core", "megatron_legacy"])
 def test_from_pretrained_reads_them(sources, tmp_path, to):
-    from hf_megatron.testing.fork_harness import run_ranks
+    from hf_megatron.core.fork_harness import run_ranks
 
     convert(sources / "qwen2_5_vl", tmp_path / "made", to)
     (expected,), (found,) = (run_ranks(loaded_logits, 1, at) for at in (sources / "qwen2_5_vl", tmp_path / "made"))

@@ -6,7 +6,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from transformers import AutoModelForCausalLM
 
 from hf_megatron import UnsupportedError, own_parameters, prepare_optimizer
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.core.fork_harness import run_ranks
 from tests.integration.dp_training import layout
 from tests.integration.habits import batch, save_tiny
 

@@ -11,11 +11,11 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from hf_megatron import ConfigError, MegatronConfig, UnsupportedError, prepare_optimizer
 from hf_megatron.checkpoint.initialize import local_part
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.data_parallel import bucket_assignment, grad_reducer
 from hf_megatron.data_parallel import distributed_optimizer as optimizers
 from hf_megatron.data_parallel.buckets import Bucket
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration.dp_training import (
     backward,
     batch,

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from hf_megatron import MegatronConfig
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.datasets.blended import BlendedDataset
 from hf_megatron.datasets.indexed_writer import IndexedWriter
 from hf_megatron.datasets.masked import BertDataset, T5Dataset
@@ -36,7 +37,6 @@ from hf_megatron.datasets.schedules import MegatronSchedule, MegatronScheduler
 from hf_megatron.errors import DataError, RankError
 from hf_megatron.integrations.trainer.sample_counter import SamplesCallback
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 
 LLAMA = LlamaConfig(
     vocab_size=96,

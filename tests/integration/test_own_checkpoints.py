@@ -8,9 +8,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from hf_megatron import RankError, works_on_parts
-from hf_megatron.compat.upstream import local_tensor
+from hf_megatron.compat.torch_dtensor import local_tensor
 from hf_megatron.core.communication import rng
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.core.fork_harness import run_ranks
 from tests.integration.dp_training import layout
 from tests.integration.habits import batch
 

@@ -15,11 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
 from hf_megatron import ConfigError, MegatronConfig, own_parameters, prepare_optimizer, works_on_parts
-from hf_megatron.compat.upstream import local_tensor, nodes_can_pack, storage_id
+from hf_megatron.compat.torch_autograd import nodes_can_pack
+from hf_megatron.compat.torch_dtensor import local_tensor
+from hf_megatron.compat.torch_memory import storage_id
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.memory import saved_tensor_hooks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.tensor_parallel import gathered_input
-from hf_megatron.testing.fork_harness import run_ranks
 from hf_megatron.testing.measure import measure
 from tests.integration.test_recompute import count_collectives
 from tests.shared_twins import make_twin

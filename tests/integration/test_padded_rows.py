@@ -19,8 +19,8 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.trainer import global_batches
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration.dp_training import ranks_of
 from tests.integration.test_repeated_rows import COUNTS, layout
 

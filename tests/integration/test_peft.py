@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3MoeConfig, Trainer, TrainingArguments
 
 from hf_megatron import CheckpointError, RankError, UnsupportedError, prepare_optimizer
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.testing.check import parse_layouts
-from hf_megatron.testing.fork_harness import run_ranks
 from hf_megatron.testing.tiny_model import draw_parameters
 
 LAYOUTS = ("tp2", "tp2+sp", "cp2", "pp2", "dp2+zero2", "dp2+zero3", "tp2+sp+pp2")

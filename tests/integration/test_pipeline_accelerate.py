@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from hf_megatron import RankError, own_parameters, prepare_optimizer
-from hf_megatron.compat.upstream import local_tensor
+from hf_megatron.compat.torch_dtensor import local_tensor
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration.dp_training import gradients, load, own_rows, ranks_of
 from tests.integration.test_pipeline_trainer import story_blocks
 from tests.integration.test_trainer import rows

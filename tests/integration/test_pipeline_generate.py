@@ -19,12 +19,13 @@ from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_megatron import MegatronConfig, UnsupportedError
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import RankError
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.pipeline_parallel.kv_cache import StagedCache
-from hf_megatron.testing.fork_harness import run_ranks
 from hf_megatron.testing.parity import ConfigUnderTest
-from hf_megatron.testing.tiny_model import draw_parameters, tiny_config
+from hf_megatron.testing.tiny_config import tiny_config
+from hf_megatron.testing.tiny_model import draw_parameters
 
 PP2 = ConfigUnderTest(pp_size=2)
 NEW_TOKENS = 14

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_megatron import UnsupportedError, prepare_optimizer
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.core.fork_harness import run_ranks
 from tests.integration.habits import batch, layout, own_rows, save_tiny
 
 

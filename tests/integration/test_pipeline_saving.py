@@ -18,10 +18,11 @@ from hf_megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from hf_megatron.checkpoint.training_state import facts, load_model, load_optimizers, pieces
 from hf_megatron.checkpoint.transaction import Transaction
 from hf_megatron.conversion import convert
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
-from hf_megatron.testing.tiny_model import draw_parameters, tiny_config
+from hf_megatron.testing.tiny_config import tiny_config
+from hf_megatron.testing.tiny_model import draw_parameters
 from tests.integration.test_resume import train, whole_tensors
 from tests.integration.test_state import loop
 from tests.integration.test_trainer import rows

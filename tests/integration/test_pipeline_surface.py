@@ -24,12 +24,12 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from hf_megatron import ConfigError, MegatronConfig, RankError, UnsupportedError, own_parameters
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.pipeline_parallel.microbatches import split
 from hf_megatron.testing.check import parse_layouts
-from hf_megatron.testing.fork_harness import run_ranks
-from hf_megatron.testing.tiny_model import tiny_config
+from hf_megatron.testing.tiny_config import tiny_config
 from tests.shared_twins import make_twin
 
 

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 from hf_megatron import ConfigError, RankError, UnsupportedError
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.data_parallel.grad_reducer import GradientReducer
 from hf_megatron.data_parallel.grad_store import PlainGradients
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration.dp_training import ranks_of
 from tests.integration.test_stories import examples
 from tests.integration.test_trainer import accuracy, mean_loss, rows

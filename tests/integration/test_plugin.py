@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from hf_megatron import ConfigError, MegatronConfig, MegatronPlugin, UnsupportedError
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.core.fork_harness import run_ranks
 
 # name -> world size and fields; every layout that spreads data.
 LAYOUTS = {"tp1 x dp2": (2, {}), "tp2 x dp2": (4, {"tp_size": 2}), "tp2": (2, {"tp_size": 2})}

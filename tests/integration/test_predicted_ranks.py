@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from hf_megatron import ConfigError, MegatronConfig
 from hf_megatron.cli import app
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.pipeline_parallel.schedules import SCHEDULES
 from hf_megatron.planner import action_memory
 from hf_megatron.planner.dry_run import dry_run
@@ -18,7 +19,6 @@ from hf_megatron.planner.rank_classes import kinds_of_ranks
 from hf_megatron.planner.rank_predictions import predict_ranks
 from hf_megatron.planner.report import as_text
 from hf_megatron.planner.truncated_model import shorten
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration.test_fake_world import llama
 
 MICROBATCHES, TOKENS = 8, 128

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, Traine
 from transformers import default_data_collator as collator
 
 from hf_megatron import own_parameters, prepare_optimizer, works_on_parts
-from hf_megatron.compat.upstream import local_tensor
+from hf_megatron.compat.torch_dtensor import local_tensor
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 from hf_megatron.testing.measure import measure
 from hf_megatron.testing.tiny_model import draw_parameters
 from hf_megatron.testing.tolerances import judge

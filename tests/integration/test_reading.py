@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from hf_megatron import CheckpointError
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.core.fork_harness import run_ranks
 from tests.integration.habits import Runs, batch, cells, layout, own_rows
 
 LAYOUTS = ["tp2", "tp2+sp", "dp2", "dp2+zero2", "dp2+zero3", "tp2+dp2+zero3"]

@@ -6,9 +6,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.testing.check import parse_layouts
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.shared_twins import make_twin
 
 TASKS = {

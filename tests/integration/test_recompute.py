@@ -21,9 +21,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hf_megatron import ConfigError, MegatronConfig, UnsupportedError
-from hf_megatron.compat.upstream import recomputes_hooks
+from hf_megatron.compat.torch_autograd import recomputes_hooks
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.memory.recompute import apply_recompute
-from hf_megatron.testing.fork_harness import run_ranks
 
 TP2 = MegatronConfig(tp_size=2)
 SP2 = MegatronConfig(tp_size=2, sequence_parallel=True)

@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from hf_megatron import MegatronConfig, UnsupportedError
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.torch.ddp_check import refuse_other_trl_trainers
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
-from hf_megatron.testing.fork_harness import run_ranks
 
 TP2 = MegatronConfig(tp_size=2)
 

@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from hf_megatron import ConfigError, MegatronPlugin
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.accelerate import batch_shards
 from hf_megatron.testing.check import parse_layouts
-from hf_megatron.testing.fork_harness import run_ranks
 from hf_megatron.testing.parity import ConfigUnderTest
 from tests.integration import test_resume, test_trainer
 from tests.integration.dp_training import ranks_of

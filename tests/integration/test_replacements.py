@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-from hf_megatron.compat.upstream import is_of_other_versions
+from hf_megatron.compat.versions import is_of_other_versions
 from hf_megatron.integrations.patch_table import PATCHES
 
 # Variables of a closure, by which a function is replaced under all its names, are tested as what they hold.

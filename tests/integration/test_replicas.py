@@ -16,8 +16,9 @@ from transformers import (
     default_data_collator,
 )
 
-from hf_megatron.compat.upstream import local_tensor
+from hf_megatron.compat.torch_dtensor import local_tensor
 from hf_megatron.config import MegatronConfig
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.off_stage import own_parameters
 from hf_megatron.data_parallel.distributed_optimizer import prepare_optimizer, sharded
 from hf_megatron.diagnostics.nonfinite_hooks import weights_not_finite
@@ -26,7 +27,6 @@ from hf_megatron.errors import ConfigError, RankError
 from hf_megatron.integrations.trainer.callbacks.replicas import ReplicaCallback
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
 LLAMA = LlamaConfig(**SIZES, intermediate_size=48, num_hidden_layers=2)

@@ -26,8 +26,8 @@ from hf_megatron.checkpoint.training_state import facts, load_model, load_optimi
 from hf_megatron.checkpoint.transaction import Transaction
 from hf_megatron.cli import app
 from hf_megatron.conversion import convert
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration.test_trainer import rows
 
 LAYOUTS = {

@@ -23,13 +23,13 @@ from typer.testing import CliRunner
 from hf_megatron.cli import app
 from hf_megatron.compat.shard_safe import works_on_parts
 from hf_megatron.config import MegatronConfig
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.diagnostics.run_charts import line_chart
 from hf_megatron.diagnostics.run_record import add_logs, add_skipped, read_run
 from hf_megatron.diagnostics.run_report import write_page
 from hf_megatron.errors import ConfigError
 from hf_megatron.integrations.trainer.callbacks.run import RunCallback
 from hf_megatron.integrations.trainer.callbacks.traces import TraceCallback
-from hf_megatron.testing.fork_harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
 LLAMA = LlamaConfig(

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration.dp_training import ranks_of
 
 LAYOUTS = {

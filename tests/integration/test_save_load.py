@@ -26,8 +26,8 @@ from transformers import (
 
 from hf_megatron import CheckpointError, ConfigError, MegatronConfig, UnsupportedError
 from hf_megatron.checkpoint.gather_full import full_state_dict
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import local_numel
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.shared_twins import make_twin
 
 TP2 = MegatronConfig(tp_size=2)
@@ -256,7 +256,7 @@ def from_scratch(config, layout):
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
 def test_from_scratch_weights_do_not_depend_on_the_layout(model_type):
-    from hf_megatron.testing.tiny_model import tiny_config
+    from hf_megatron.testing.tiny_config import tiny_config
 
     config = tiny_config(CONFIG_MAPPING[model_type]())
     two = run_ranks(from_scratch, 2, config, MegatronConfig(tp_size=2))[0]

@@ -21,11 +21,11 @@ from transformers import TrainerCallback
 
 from hf_megatron import UnsupportedError
 from hf_megatron.core.communication.collectives import gather_from_ranks
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import RankError
 from hf_megatron.integrations import sentence_transformers as replaced
 from hf_megatron.integrations.accelerate import batch_shards
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.conftest import TESTS
 
 STEPS = 20

@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from hf_megatron import CheckpointError, ConfigError
 from hf_megatron.core.communication.rank_errors import raise_together
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration.dp_training import ranks_of
 from tests.integration.habits import batch, layout, save_tiny
 from tests.integration.test_absent_weights import load

@@ -6,9 +6,9 @@ import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, WhisperConfig, WhisperForConditionalGeneration
 
 from hf_megatron.checkpoint.gather_full import full_state_dict
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 
 STEPS = 20
 FRAMES, BINS, VOCABULARY, START, PAD = 32, 8, 64, 1, 0

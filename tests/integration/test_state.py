@@ -15,8 +15,8 @@ import hf_megatron
 from hf_megatron import CheckpointError, MegatronConfig
 from hf_megatron.checkpoint.discovery import is_committed, latest
 from hf_megatron.checkpoint.transaction import prune
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.accelerate import checkpoints as accelerate_checkpoints
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration.test_trainer import rows
 
 

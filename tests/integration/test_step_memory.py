@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from hf_megatron.cli import app
 from hf_megatron.compat.shard_safe import works_on_parts
 from hf_megatron.config import MegatronConfig
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.off_stage import own_parameters
 from hf_megatron.data_parallel.distributed_optimizer import prepare_optimizer
 from hf_megatron.diagnostics.memory_snapshot import MemorySnapshot, is_out_of_memory
@@ -29,7 +30,6 @@ from hf_megatron.integrations.transformers.verification_gate import ConfigUnderT
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.planner.memory_report import memory_table, plan_for
 from hf_megatron.planner.uniform_routing import balanced_experts
-from hf_megatron.testing.fork_harness import run_ranks
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
 LLAMA = LlamaConfig(**SIZES, intermediate_size=96, num_hidden_layers=4)

@@ -21,8 +21,9 @@ from typer.testing import CliRunner
 
 from hf_megatron.cli import app
 from hf_megatron.compat.shard_safe import works_on_parts
-from hf_megatron.compat.upstream import dispatch_modes
+from hf_megatron.compat.torch_autograd import dispatch_modes
 from hf_megatron.config import MegatronConfig
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.data_parallel.distributed_optimizer import prepare_optimizer
 from hf_megatron.diagnostics.kernel_spans import with_kernels
 from hf_megatron.diagnostics.rank_trace import Communication, RankTrace, traces_in
@@ -38,7 +39,6 @@ from hf_megatron.integrations.trainer.callbacks.stragglers import StragglerCallb
 from hf_megatron.integrations.trainer.callbacks.traces import TraceCallback
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
 LLAMA = LlamaConfig(**SIZES, intermediate_size=48, num_hidden_layers=4)

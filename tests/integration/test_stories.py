@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from hf_megatron import MegatronConfig
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.core.fork_harness import run_ranks
 
 
 def examples(stories, texts):

@@ -17,6 +17,7 @@ from transformers import (
 
 from hf_megatron.compat.shard_safe import works_on_parts
 from hf_megatron.config import MegatronConfig
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.data_parallel.distributed_optimizer import prepare_optimizer
 from hf_megatron.diagnostics.stack_sampler import ThreadSampler
 from hf_megatron.diagnostics.stragglers import SlowRanks, StepWindow, StragglerWatch
@@ -24,7 +25,6 @@ from hf_megatron.errors import ConfigError
 from hf_megatron.integrations.trainer.callbacks.stragglers import StragglerCallback
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
 LLAMA = LlamaConfig(**SIZES, intermediate_size=48, num_hidden_layers=4)

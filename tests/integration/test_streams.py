@@ -20,13 +20,13 @@ from transformers import (
 )
 
 from hf_megatron import MegatronConfig
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.datasets.ordered_dataset import OrderedDataset
 from hf_megatron.datasets.ramp_up import BatchRampUp
 from hf_megatron.datasets.streams import RowStream
 from hf_megatron.errors import DataError, RankError
 from hf_megatron.integrations.trainer.sample_counter import SamplesCallback
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 
 datasets = pytest.importorskip("datasets")
 

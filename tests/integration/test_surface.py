@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hf_megatron import CheckpointError, ConfigError, MegatronConfig, UnsupportedError
 from hf_megatron.checkpoint.gather_full import full_state_dict, gather_to_first
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 
 TP2 = MegatronConfig(tp_size=2)
 SP2 = MegatronConfig(tp_size=2, sequence_parallel=True)

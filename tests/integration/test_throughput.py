@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from hf_megatron.config import MegatronConfig
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.diagnostics.throughput import Throughput, work_of_model
 from hf_megatron.errors import ConfigError
 from hf_megatron.integrations.trainer.callbacks.throughput import ThroughputCallback
@@ -25,7 +26,6 @@ from hf_megatron.planner.devices import device
 from hf_megatron.planner.job import Job
 from hf_megatron.planner.truncated_model import shorten
 from hf_megatron.planner.unit_cost_cache import UnitBook
-from hf_megatron.testing.fork_harness import run_ranks
 
 SIZES = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 1024, "hidden_size": 256}
 LLAMA = LlamaConfig(**SIZES, intermediate_size=512, num_hidden_layers=4, tie_word_embeddings=True)

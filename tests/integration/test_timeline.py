@@ -9,12 +9,11 @@ from typer.testing import CliRunner
 
 from hf_megatron.cli import app
 from hf_megatron.config import MegatronConfig
-from hf_megatron.core.spans import COMPUTE
-from hf_megatron.diagnostics.timeline import bubble_share
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.spans import COMPUTE, bubble_share
 from hf_megatron.integrations.trainer.callbacks.timeline import TimelineCallback
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.pipeline_parallel.schedules import rank_actions
-from hf_megatron.testing.fork_harness import run_ranks
 from hf_megatron.testing.pipeline_timeline import draw_timeline
 
 RANKS, MICROBATCHES = 2, 4

@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, defau
 
 from hf_megatron import MegatronConfig
 from hf_megatron.checkpoint.gather_full import full_state_dict
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.references import trained_alone
 
 TP2_SP = MegatronConfig(tp_size=2, sequence_parallel=True)

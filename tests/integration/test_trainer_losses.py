@@ -6,8 +6,8 @@ import transformers
 from transformers import Trainer, TrainingArguments, default_data_collator
 
 from hf_megatron.checkpoint.gather_full import full_state_dict
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.parity.test_losses import _CONFIGS, HEADS, _layout, batch
 from tests.references import in_one_process
 

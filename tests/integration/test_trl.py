@@ -22,7 +22,8 @@ from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, S
 
 from hf_megatron import ConfigError, MegatronConfig, UnsupportedError, token_log_probs, token_statistics
 from hf_megatron.checkpoint.gather_full import full_state_dict
-from hf_megatron.compat.upstream import is_of_other_versions
+from hf_megatron.compat.versions import is_of_other_versions
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.integrations.trl import base as integration
 from hf_megatron.integrations.trl import losses as trl_losses
@@ -32,7 +33,6 @@ from hf_megatron.pipeline_parallel import engine, outputs
 from hf_megatron.pipeline_parallel.p2p import Transport
 from hf_megatron.tensor_parallel import vocab_log_probs
 from hf_megatron.testing.check import parse_layouts
-from hf_megatron.testing.fork_harness import run_ranks
 from hf_megatron.testing.measure import Measurement, _full, _gradients
 from hf_megatron.testing.tolerances import gradient_errors
 from tests.integration.dp_training import ranks_of

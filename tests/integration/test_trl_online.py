@@ -22,12 +22,12 @@ from trl import DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer import grpo_trainer
 
 from hf_megatron import ConfigError, MegatronConfig, UnsupportedError
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import RankError
 from hf_megatron.expert_parallel import router_replay
 from hf_megatron.integrations.transformers import generation
 from hf_megatron.integrations.trl import online
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration import test_trl
 from tests.integration.test_trl import StopsAt, adapter, compare, preferences
 

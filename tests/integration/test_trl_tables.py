@@ -14,6 +14,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from hf_megatron import MegatronConfig
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.datasets.dataset_order import has_own_order
 from hf_megatron.datasets.indexed_writer import IndexedWriter
 from hf_megatron.datasets.ordered_dataset import WithoutSamples
@@ -21,7 +22,6 @@ from hf_megatron.datasets.pretraining import PretrainingDataset
 from hf_megatron.datasets.table_datasets import table_of
 from hf_megatron.errors import DataError
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 
 LENGTH, SAMPLES = 16, 40
 OPTIONS = {"logging_steps": 1, "learning_rate": 1e-3, "report_to": [], "use_cpu": True, "bf16": False}

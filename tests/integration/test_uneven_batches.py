@@ -10,9 +10,9 @@ from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from hf_megatron import UnsupportedError
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.trainer import padded_batches
 from hf_megatron.testing.check import parse_layouts
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration.test_trl import DEFAULTS, UNEQUAL, policy, preferences, texts, whole_reference
 from tests.integration.test_trl_losses import conversations, tokenizer, unpaired
 from tests.references import trained_alone

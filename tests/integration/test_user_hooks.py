@@ -22,10 +22,10 @@ from transformers.loss import loss_utils
 from transformers.models.llama import modeling_llama
 
 from hf_megatron import UnsupportedError, own_parameters, works_on_parts
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.tensor_parallel.user_hooks import tensor_layouts
 from hf_megatron.tensor_parallel.user_hooks.hooks import UserHooks
 from hf_megatron.tensor_parallel.user_hooks.tensor_layouts import Addends, Columns
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.integration.habits import Runs, batch, layout, ranks_of, save_tiny
 
 LAYOUTS = ["tp2", "tp2+sp"]

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate
 from transformers import AutoModelForCausalLM
 
 from hf_megatron import UnsupportedError
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.core.fork_harness import run_ranks
 from tests.integration.dp_training import layout, weights
 from tests.integration.habits import LAYOUTS, PIPELINES, Loop, Runs, cells, ranks_of
 from tests.twins import twin

@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from hf_megatron import MegatronConfig
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.torch import dtensor_methods
-from hf_megatron.testing.fork_harness import run_ranks
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_megatron import MegatronConfig, UnsupportedError
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.core.fork_harness import run_ranks
 from tests.integration.test_trainer import rows
 
 LAYOUTS = [

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING
 
 from hf_megatron import own_parameters
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.placement import GradientRule, Placement
 from hf_megatron.integrations.peft import dora, dropout, experts, factors, layout, lora, prompts, saving
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
@@ -23,7 +24,6 @@ from hf_megatron.parallel_state import parallel_state
 from hf_megatron.pipeline_parallel.off_stage_module import Placeholder
 from hf_megatron.testing.adapters import METHODS, adapted
 from hf_megatron.testing.check import check_models, parse_layouts
-from hf_megatron.testing.fork_harness import run_ranks
 from hf_megatron.testing.parity import check_twin
 from tests.shared_twins import make_twin
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
-from hf_megatron.testing.fork_harness import run_ranks
 from hf_megatron.testing.measure import measure
 from hf_megatron.testing.tolerances import reference_error
 from tests.shared_twins import make_twin

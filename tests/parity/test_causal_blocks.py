@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import RankError
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.losses import batch_loss, inline_losses
@@ -14,7 +15,6 @@ from hf_megatron.losses.targets import losses_of
 from hf_megatron.pipeline_parallel import boundary, module_mixins, stage_payload
 from hf_megatron.tensor_parallel import attention_heads, axis, head_sharded_blocks, region
 from hf_megatron.tensor_parallel.experts import SharedLogits
-from hf_megatron.testing.fork_harness import run_ranks
 from hf_megatron.testing.parity import check_twin
 from tests.shared_twins import make_twin
 

@@ -14,7 +14,7 @@ from hf_megatron.context_parallel.kernels import Kernel
 from hf_megatron.context_parallel.masks import SequenceMask
 from hf_megatron.context_parallel.token_exchange import Passing, take_tokens
 from hf_megatron.context_parallel.varlen_batching import JoinedBlocks
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.core.fork_harness import run_ranks
 from tests.unit.test_context_order import masks
 
 # Name -> ranks, those that exchange heads, whether keys are gathered.

@@ -8,10 +8,10 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import CONFIG_MAPPING
 
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.data_parallel import dynamic_rope
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.testing.fork_harness import run_ranks
 from hf_megatron.testing.measure import measure
 from hf_megatron.testing.parity import check_twin
 from tests.shared_twins import make_twin

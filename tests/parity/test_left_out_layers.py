@@ -7,11 +7,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING
 
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import RankError
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.models.fingerprint import silence
 from hf_megatron.tensor_parallel import install_regions
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.shared_twins import make_twin
 
 SEEDS = range(4)

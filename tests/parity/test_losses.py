@@ -10,10 +10,10 @@ from transformers import BartConfig, BertConfig, GPT2Config, LlamaConfig, Mixtra
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from hf_megatron import UnsupportedError, works_on_parts
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.testing.check import parse_layouts
-from hf_megatron.testing.fork_harness import run_ranks
 from hf_megatron.testing.measure import measure
 from hf_megatron.testing.tiny_model import draw_parameters
 from hf_megatron.testing.tolerances import cancelled, judge

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_megatron import ConfigError, MegatronConfig, RankError, UnsupportedError, own_parameters
-from hf_megatron.compat.upstream import splits_python_functions
+from hf_megatron.compat.torch_autograd import splits_python_functions
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.pipeline_parallel.schedules import SCHEDULES
 from hf_megatron.testing.check import parse_layouts
-from hf_megatron.testing.fork_harness import run_ranks
 from hf_megatron.testing.measure import Measurement, _full, _gradients, measure
 from hf_megatron.testing.parity import Twin, check_twin
 from hf_megatron.testing.tiny_model import make_batch

@@ -11,17 +11,18 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from hf_megatron import MegatronConfig, UnverifiedLayoutError
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.models import verified
 from hf_megatron.models.fingerprint import ENDS
 from hf_megatron.models.registry import REGISTRY, register_model, registered_types
 from hf_megatron.testing import parity
 from hf_megatron.testing.cases import case_of, cases_of, causal_types, image_types, task_of_class
 from hf_megatron.testing.check import features_on_layout, parse_layouts
-from hf_megatron.testing.fork_harness import run_ranks
 from hf_megatron.testing.parity import check_twin
 from hf_megatron.testing.parity import make_twin as make_own_twin
 from hf_megatron.testing.resolve_model import resolve_config
-from hf_megatron.testing.tiny_model import TASKS, tiny_config
+from hf_megatron.testing.tiny_config import tiny_config
+from hf_megatron.testing.tiny_model import TASKS
 from tests.shared_twins import make_twin
 from tests.structure import ROOT
 

@@ -10,10 +10,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import RankError
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.pipeline_parallel.stage_runner import StageRunner
-from hf_megatron.testing.fork_harness import run_ranks
 from hf_megatron.testing.parity import check_twin
 from tests.shared_twins import make_twin
 

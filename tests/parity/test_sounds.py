@@ -6,12 +6,12 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from hf_megatron import MegatronConfig
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import RankError
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.models import verified
 from hf_megatron.models.modalities import sample_index
 from hf_megatron.pipeline_parallel import microbatches
-from hf_megatron.testing.fork_harness import run_ranks
 from hf_megatron.testing.model_overrides import WITH_SOUNDS
 from hf_megatron.testing.parity import check_twin
 from tests.shared_twins import make_twin

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import RankError
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.models.layers import LayerRow
@@ -13,7 +14,6 @@ from hf_megatron.models.registry import spec_for
 from hf_megatron.pipeline_parallel import microbatches, off_stage_images, stage_payload
 from hf_megatron.tensor_parallel import install_regions, local_attributes
 from hf_megatron.testing import measure
-from hf_megatron.testing.fork_harness import run_ranks
 from hf_megatron.testing.parity import check_twin, measured
 from tests.shared_twins import make_twin
 

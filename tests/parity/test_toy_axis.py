@@ -7,9 +7,9 @@ from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_megatron import parallelize
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.testing.check import parse_layouts
-from hf_megatron.testing.fork_harness import run_ranks
 from hf_megatron.testing.parity import check_twin
 from tests.shared_twins import make_twin
 from tests.toy_axis import axis

@@ -8,11 +8,11 @@ from torch import nn
 
 from hf_megatron import MegatronConfig, UnsupportedError
 from hf_megatron.core.axes import Axes
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.mesh import ParallelMesh
 from hf_megatron.losses.batch_loss import BatchLoss, Share
 from hf_megatron.losses.inline_losses import BatchLabels, know_batch
 from hf_megatron.losses.targets import count_terms, with_codebooks
-from hf_megatron.testing.fork_harness import run_ranks
 
 CLASSES = 5
 

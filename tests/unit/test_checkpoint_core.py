@@ -17,10 +17,10 @@ from hf_megatron.checkpoint.reader import PARTIAL, Checkpoint, open_checkpoint, 
 from hf_megatron.checkpoint.tensor_chunks import Box, Piece, local_boxes
 from hf_megatron.checkpoint.transaction import Transaction, prune
 from hf_megatron.core.axes import Axes
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.placement import Placement
 from hf_megatron.errors import CheckpointError
 from hf_megatron.integrations.trainer.resume import checkpoint_to_resume
-from hf_megatron.testing.fork_harness import run_ranks
 
 # name -> global shape, dtype, placement
 TENSORS = {

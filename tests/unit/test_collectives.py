@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from hf_megatron.core.communication import collectives as c
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.core.fork_harness import run_ranks
 
 
 def _whole(size: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ from hf_megatron.testing.measure import Measurement
 from hf_megatron.testing.parity import one_of_each_kind
 from hf_megatron.testing.resolve_model import resolve_config
 from hf_megatron.testing.rng_parity import rates, set_rates
-from hf_megatron.testing.tiny_model import full_config, tiny_config
+from hf_megatron.testing.tiny_config import full_config, tiny_config
 from hf_megatron.testing.tolerances import gradient_errors
 
 TP2 = MegatronConfig(tp_size=2)

@@ -10,8 +10,8 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from hf_megatron.context_parallel.packed_sequences import KnownRows, _mask
-from hf_megatron.context_parallel.packed_sequences import find_packed_sequence_indices as find
+from hf_megatron.data_parallel.packed_sequences import KnownRows, _mask
+from hf_megatron.data_parallel.packed_sequences import find_packed_sequence_indices as find
 
 STOCK = getattr(find_packed_sequence_indices, "__wrapped__", find_packed_sequence_indices)
 FULL, RIGHT, LEFT = ([[1] * 6] * 2, [[1] * 6, [1, 1, 1, 1, 0, 0]], [[0, 0, 1, 1, 1, 1], [1] * 6])
@@ -69,7 +69,7 @@ def test_each_microbatch_has_its_own_answer(monkeypatch):
 def test_documents_are_those_of_transformers(rows, monkeypatch):
     positions = torch.tensor(rows)
     known = KnownRows([{"position_ids": positions}])
-    monkeypatch.setattr("hf_megatron.context_parallel.packed_sequences._calls_under_way", lambda: [known])
+    monkeypatch.setattr("hf_megatron.data_parallel.packed_sequences._calls_under_way", lambda: [known])
     expected, found = STOCK(positions), find(STOCK, positions)
     assert (found is None) == (expected is None)
     assert expected is None or torch.equal(found, expected)

@@ -11,13 +11,13 @@ from accelerate.utils import MegatronLMPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 from hf_megatron import ConfigError, MegatronConfig, MegatronPlugin, UnsupportedError, config_from_environment
-from hf_megatron.integrations.accelerate.accelerator import config_of_plugin
 from hf_megatron.integrations.accelerate.launch_keys import (
     LAUNCH_KEYS,
     PREFIX,
     fields_of_variables,
     variables_of_fields,
 )
+from hf_megatron.integrations.accelerate.plugin import config_of_plugin
 
 LAUNCHED = {"HF_MEGATRON_LAUNCH": "true"}
 

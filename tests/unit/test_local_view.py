@@ -7,9 +7,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from hf_megatron.compat.upstream import dtensor_local_view
+from hf_megatron.compat.torch_dtensor import dtensor_local_view
 from hf_megatron.core.communication.collectives import copy_to_ranks
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.core.fork_harness import run_ranks
 
 ADDENDS = {"as they are": lambda tensor: tensor, "views": lambda tensor: tensor.view(1, 3)}
 

@@ -6,8 +6,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from hf_megatron.core.communication.collectives import bounds
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.tensor_parallel.cross_entropy import CrossEntropyOptions, linear_cross_entropy
-from hf_megatron.testing.fork_harness import run_ranks
 
 TOKENS, HIDDEN = 11, 6
 

@@ -9,14 +9,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, MixtralConfig
 
 from hf_megatron.errors import ConfigError
-from hf_megatron.pipeline_parallel.partition import (
-    Stages,
-    check_partition,
-    estimate_cost,
-    estimate_costs,
-    even,
-    partition,
-)
+from hf_megatron.models.layer_cost import estimate_cost, estimate_costs
+from hf_megatron.pipeline_parallel.partition import Stages, check_partition, even, partition
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96}
 ATTENTION = 32 * (32 + 16 + 16 + 32)

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from hf_megatron.compat.upstream import pipeline_orders
+from hf_megatron.compat.torch_pipelining import pipeline_orders
 from hf_megatron.errors import ConfigError
 from hf_megatron.pipeline_parallel import schedules
 from hf_megatron.pipeline_parallel.schedule_simulator import bubble

@@ -5,7 +5,8 @@ from collections import Counter
 
 import pytest
 
-from hf_megatron.diagnostics.timeline import bubble_share, to_perfetto
+from hf_megatron.core.spans import bubble_share
+from hf_megatron.diagnostics.timeline import to_perfetto
 from hf_megatron.errors import ConfigError
 from hf_megatron.pipeline_parallel.schedule_simulator import (
     StageCosts,

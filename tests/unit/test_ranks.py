@@ -9,8 +9,8 @@ import torch.distributed as dist
 from transformers import LlamaConfig
 
 from hf_megatron import RankError, UnsupportedError
-from hf_megatron.testing import fork_harness
-from hf_megatron.testing.fork_harness import first_reason, run_ranks
+from hf_megatron.core import fork_harness
+from hf_megatron.core.fork_harness import first_reason, run_ranks
 from hf_megatron.testing.parity import make_twin
 
 

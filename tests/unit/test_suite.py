@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.core.fork_harness import run_ranks
 from tests.references import in_one_process
 from tests.shared_twins import make_twin
 

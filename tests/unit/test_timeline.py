@@ -11,17 +11,9 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from hf_megatron import ConfigError
-from hf_megatron.core.spans import Span, SpanRecorder, align, clock_offset
-from hf_megatron.diagnostics.timeline import (
-    Timeline,
-    bubble_share,
-    gather_timeline,
-    to_html,
-    to_perfetto,
-    to_png,
-    write_pictures,
-)
-from hf_megatron.testing.fork_harness import run_ranks
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.spans import Span, SpanRecorder, Timeline, align, bubble_share, clock_offset
+from hf_megatron.diagnostics.timeline import gather_timeline, to_html, to_perfetto, to_png, write_pictures
 from hf_megatron.testing.pipeline_timeline import draw_timeline, small_config
 
 FORWARD, BACKWARD, START = 0.010, 0.020, 1_700_000_000.0

@@ -11,8 +11,8 @@ from hf_megatron.conversion.chunks import check_cover
 from hf_megatron.conversion.dcp.store_reader import StoreReader
 from hf_megatron.conversion.dcp.store_writer import StoreWriter
 from hf_megatron.conversion.output_folder import Output
+from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.io.random_access_file import DataFile
-from hf_megatron.testing.fork_harness import run_ranks
 from tests.unit.torch_stores import refused, save, some
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

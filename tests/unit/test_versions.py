@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from hf_megatron.compat.upstream import CHECKED
+from hf_megatron.compat.versions import CHECKED
 from tests.matrix import COMBINATIONS, NEWEST, OLDEST, outcomes, recorded, table
 from tests.structure import ROOT
 

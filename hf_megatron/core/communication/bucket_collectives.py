@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ...compat.upstream import all_gather_started, reduce_scatter_started
+from ...compat.torch_distributed import all_gather_started, reduce_scatter_started
 
 
 def is_pairwise(group: dist.ProcessGroup) -> bool:

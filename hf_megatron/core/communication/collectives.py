@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...compat.upstream import all_gather_flat, all_reduce_, all_to_all_flat, reduce_scatter_flat
+from ...compat.torch_distributed import all_gather_flat, all_reduce_, all_to_all_flat, reduce_scatter_flat
 from ...errors import UnsupportedError
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ...compat.upstream import flight_record, group_members
+from ...compat.torch_distributed import flight_record, group_members
 from ..io.safe_paths import replace_file
 
 # What its file says that it is.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ...compat.upstream import blocks_of_shard, dtensor_from_local, local_tensor, split_dim
+from ...compat.torch_dtensor import blocks_of_shard, dtensor_from_local, local_tensor, split_dim
 from ...errors import ConfigError, UnsupportedError
 from ..mesh import is_weight_axis
 from .collectives import bounds

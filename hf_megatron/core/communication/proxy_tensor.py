@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...compat.upstream import ask_subclass_of_dtensor, local_tensor
+from ...compat.torch_dtensor import ask_subclass_of_dtensor, local_tensor
 
 
 class StandIn(Tensor):

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...compat.patch_registry import Shared
-from ...compat.upstream import in_backward
+from ...compat.shared import Shared
+from ...compat.torch_autograd import in_backward
 from ...errors import UnsupportedError
 from .host_rng import host_state, set_host_state
 

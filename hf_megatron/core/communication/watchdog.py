@@ -28,7 +28,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ...compat.upstream import default_store, group_description, set_group_timeouts
+from ...compat.torch_distributed import default_store, group_description, set_group_timeouts
 from .flight_recorder import record_path, write_flight_record
 
 # Seconds between heartbeats; a rank is silent after missing two.
@@ -39,7 +39,7 @@ _STORE_SECONDS = 3.0
 # the thread to come back from the store when the process ends.
 _GRACE_SECONDS = 10.0
 
-_COMMUNICATION = ("torch.distributed", "hf_megatron.core.communication", "hf_megatron.compat.upstream")
+_COMMUNICATION = ("torch.distributed", "hf_megatron.core.communication", "hf_megatron.compat.torch_distributed")
 # Who waits for what another rank sends, beside those.
 _WAITING = (
     *_COMMUNICATION,

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ...compat.upstream import local_tensor, returns_view, writes_to
+from ...compat.torch_autograd import returns_view, writes_to
+from ...compat.torch_dtensor import local_tensor
 from ...errors import UnsupportedError
 from .full_tensor import take_part, whole_of
 from .proxy_tensor import StandIn, StandInDTensor

@@ -11,7 +11,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from ...compat.upstream import local_tensor
+from ...compat.torch_dtensor import local_tensor
 from ...errors import CheckpointError
 
 # What is copied from a device at a time, and what is hashed and written at a time, in bytes.

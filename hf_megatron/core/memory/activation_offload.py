@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...compat.class_mixin import stand_around
-from ...compat.upstream import from_host, to_host
+from ...compat.torch_memory import from_host, to_host
 from .saved_tensor_hooks import Version
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat.upstream import pack_saved
+from ...compat.torch_autograd import pack_saved
 from .saved_tensor_hooks import Kept, Packed, Version
 
 _KERNELS = "ScaledDotProduct"

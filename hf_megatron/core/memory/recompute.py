@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ...compat.shard_safe import works_on_parts
-from ...compat.upstream import computes_own_attention, fetches_attention_core, recompute_layers
+from ...compat.torch_autograd import recompute_layers
+from ...compat.transformers_models import computes_own_attention, fetches_attention_core
 from ...config import CHOICES
 from ...errors import ConfigError, UnsupportedError
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...compat.upstream import pack_saved
+from ...compat.torch_autograd import pack_saved
 from .saved_tensor_hooks import Kept, Packed, Remade, Version, saved_as
 
 _PRODUCT = "MulBackward0"

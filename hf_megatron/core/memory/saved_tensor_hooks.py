@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...compat.upstream import hooks_on_saved_tensors_are_free, in_backward, storage_id
+from ...compat.torch_autograd import hooks_on_saved_tensors_are_free, in_backward
+from ...compat.torch_memory import storage_id
 
 
 class Packed(Protocol):

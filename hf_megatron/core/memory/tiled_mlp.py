@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ...compat.class_mixin import stand_around
-from ...compat.upstream import fetches_attention_core
+from ...compat.transformers_models import fetches_attention_core
 from ...errors import UnsupportedError
 
 _TOKENS = -2

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from ...compat.patch_registry import Shared
+from ...compat.shared import Shared
 from ...errors import UnsupportedError
 from ..unavailable_output import AbsentValue
 

@@ -6,287 +6,27 @@ package, so the block is read here and the switch is cleared when hf_megatron is
 """
 
 import dataclasses
-import gc
 import inspect
 import os
-import tempfile
-from collections.abc import Callable, Mapping
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ...compat.patch_registry import LEDGER
 from ...config import MegatronConfig
+from ...core.runtime import RUNTIME
 from ...errors import ConfigError, UnsupportedError
-from .launch_keys import (
-    FIELD_PREFIX,
-    fields_of_block,
-    fields_of_plugin,
-    fields_of_variables,
-    merge_fields,
-    variables_of_fields,
-)
+from .environment import _INTERNAL, _is_launched, config_from_environment, job_world_size
+from .launch_keys import FIELD_PREFIX
+from .plugin import config_of_plugin, is_ours, layout_of_models, parallelism_config, replicas
+from .process_group import ensure_process_group
 
 if TYPE_CHECKING:
-    import torch
-
-SWITCH = "ACCELERATE_USE_MEGATRON_LM"
-# Set once the launcher's block has been taken over, so that later reads and child processes still find it.
-TAKEN_OVER = "HF_MEGATRON_LAUNCH"
-
-# Ranks start at different times: joining the job gets at least this long, whatever a collective may take.
-_START_SECONDS = 60.0
-# Collectives that torch's flight recorder keeps, in memory of the host.
-_RECORDED = "2000"
-
-# Variables with the prefix of the fields that are no fields.
-_INTERNAL = (TAKEN_OVER,)
-
-
-def take_over_launch() -> None:
-    """Clears the switch that would make Accelerate look for the legacy Megatron package; twice is once."""
-    if os.environ.get(SWITCH, "false").lower() in ("true", "1"):
-        os.environ[SWITCH] = "false"
-        os.environ[TAKEN_OVER] = "true"
-
-
-def give_back_launch() -> None:
-    """Sets the switch again that `take_over_launch` cleared; twice is once."""
-    if os.environ.pop(TAKEN_OVER, None) == "true":
-        os.environ[SWITCH] = "true"
-
-
-def config_from_environment(environment: Mapping[str, str] | None = None) -> MegatronConfig:
-    """Reads the layout that the launcher describes.
-
-    `HF_MEGATRON_<FIELD>` variables (`HF_MEGATRON_TP_SIZE=2`) over the `megatron_lm_config` block of an accelerate YAML
-    (see `launch_keys`), over the defaults.
-
-    Raises:
-        ConfigError: a value that cannot be read or a name that is no field, naming the variable.
-        UnsupportedError: a key or size this version does not support.
-    """
-    return _merged(os.environ if environment is None else environment, {})
-
-
-def export_layout(layout: MegatronConfig) -> None:
-    """Has this process and those that it starts read a layout from the environment."""
-    for name in [name for name in os.environ if name.startswith(FIELD_PREFIX) and name not in _INTERNAL]:
-        del os.environ[name]
-    os.environ.update(variables_of_fields(layout.to_dict()))
-
-
-def _merged(environment: Mapping[str, str], plugin: Mapping[str, Any]) -> MegatronConfig:
-    """Merges the launcher's block, what a `MegatronLMPlugin` adds, and `HF_MEGATRON_<FIELD>` variables over both."""
-    block = fields_of_block(environment) if _is_launched(environment) else {}
-    return MegatronConfig.from_dict(merge_fields(block, plugin, fields_of_variables(environment, _INTERNAL)))
-
-
-def _is_launched(environment: Mapping[str, str]) -> bool:
-    """Tells whether an accelerate YAML of type MEGATRON_LM started this process."""
-    return environment.get(TAKEN_OVER) == "true" or environment.get(SWITCH, "false").lower() in ("true", "1")
-
-
-class MegatronPlugin:
-    """Tells an `Accelerator` which ranks share a batch, before or after the model is loaded.
-
-        plugin = MegatronPlugin(tp_size=2)
-        accelerator = Accelerator(megatron_lm_plugin=plugin)
-        model = AutoModelForCausalLM.from_pretrained(path, megatron_config=plugin.config)
-
-    Args:
-        config (`MegatronConfig`, `dict` or path of a YAML file, *optional*): the layout.
-        fields: fields of `MegatronConfig`, instead of `config`. With neither, what the launcher says
-            (`config_from_environment()`); otherwise exactly what is passed.
-
-    Raises:
-        ConfigError: both a config and fields, or a field with a value out of range.
-    """
-
-    config: MegatronConfig
-
-    def __init__(self, config: Any = None, **fields: Any):
-        if config is not None and fields:
-            raise ConfigError(f"MegatronPlugin(config, {', '.join(fields)}): pass a config or its fields, not both.")
-        if config is not None:
-            self.config = MegatronConfig.coerce(config)
-        elif fields:
-            self.config = MegatronConfig.from_dict(fields)
-        else:
-            self.config = config_from_environment()
-
-    def __repr__(self) -> str:
-        return f"MegatronPlugin({self.config!r})"
-
-
-def job_world_size() -> int:
-    """Returns the number of ranks of this job, before or after the process group exists."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def ensure_process_group(timeout: float, cpu: bool = False) -> "torch.device":
-    """Joins the job's process group through Accelerate's `PartialState`; returns this rank's device.
-
-    A collective may take `timeout` seconds. With `cpu` the ranks are CPUs where there are accelerators too.
-
-    Raises:
-        ConfigError: something created Accelerate's state before, without joining the job's ranks.
-    """
-    import torch
-    import torch.distributed as dist
-    from accelerate import PartialState
-
-    for name in ("FSDP", "DEEPSPEED"):
-        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
-            raise UnsupportedError(
-                f"ACCELERATE_USE_{name} is set (accelerate's {name} plugin) beside megatron_config: launch without it."
-            )
-    use_cpu = cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
-    use_cpu = use_cpu or not torch.accelerator.is_available()
-    records = _flight_records(is_nccl=not use_cpu)
-    state = PartialState(cpu=use_cpu, timeout=timedelta(seconds=max(timeout, _START_SECONDS)))
-    if not dist.is_initialized():
-        raise ConfigError(
-            "Accelerate's state was created before the model and did not join the job's ranks. On CPUs pass "
-            "TrainingArguments(use_cpu=True) or Accelerator(cpu=True), or load the model first."
-        )
-    if dist.get_world_size() > 1:
-        from ...core.communication.watchdog import watch_ranks
-
-        # torchrun and accelerate launch hold the store in the launcher, which outlives the ranks.
-        by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "false").lower() == "true"
-        watch_ranks(timeout, store_host=None if by_launcher else 0, records=records)
-    # Accelerate says `cpu:0`, which torch takes for another device than `cpu`: every weight would be copied.
-    return torch.device("cpu") if state.device.type == "cpu" else state.device
-
-
-def _flight_records(*, is_nccl: bool) -> Path | None:
-    """Has torch record the last collectives of NCCL; returns where records of a job that stands still go.
-
-    What is set already stays. On gloo nothing is recorded unless `TORCH_FR_BUFFER_SIZE` is set.
-    """
-    size, older = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
-    if is_nccl and size not in os.environ:
-        os.environ[size] = os.environ.get(older, _RECORDED)
-        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    if os.environ.get(size, "0") == "0":
-        return None
-    if named := os.environ.get("TORCH_FR_DUMP_TEMP_FILE"):
-        return Path(named).parent
-    folder = Path(tempfile.gettempdir(), f"hf_megatron_flight_{os.environ.get('MASTER_PORT', 'job')}")
-    # What NCCL itself writes at its timeout, into a folder that has to be there.
-    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{folder}_nccl_rank"
-    return folder
-
-
-def default_timeout(original: Callable, backend: Any = None) -> timedelta:
-    """Gives groups made without a timeout of their own (meshes, FSDP2) the job's instead of half an hour."""
-    from ...core.communication.watchdog import running_watch
-
-    watch = running_watch()
-    return original(backend) if watch is None else timedelta(seconds=watch.timeout)
-
-
-def layout_of_models() -> MegatronConfig | None:
-    """Returns the layout of the laid out model that was loaded last, of those that still exist."""
-    if LEDGER.models:
-        # A model that was dropped may wait for the cyclic collector.
-        gc.collect()
-    models = LEDGER.models
-    return _state(models[-1]).config if models else None
-
-
-def set_rank_environment(rank: int, world_size: int) -> None:
-    """Exports what a launcher would for this rank; used by the fork harness of `hf_megatron.testing`."""
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="29500",
-        OMP_NUM_THREADS="1",
-        # Without a name gloo asks the resolver for this host's address, which may not answer.
-        GLOO_SOCKET_IFNAME="lo",
-        # Whether or not there are accelerators beside them.
-        ACCELERATE_USE_CPU="true",
-    )
-
-
-def set_gpu_environment(rank: int, world_size: int, gpus: int) -> None:
-    """Makes a rank of `set_rank_environment` one on a GPU.
-
-    NCCL refuses two ranks of one host on one GPU. Ranks that share one are given hosts of their own, which talk through
-    sockets.
-    """
-    os.environ["ACCELERATE_USE_CPU"] = "false"
-    if gpus < world_size:
-        os.environ.update(
-            NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", LOCAL_RANK=str(rank % gpus)
-        )
-
-
-def look_for_gpus_without_using_them() -> None:
-    """Has torch ask the driver's management library whether there are GPUs, after which forks can still use them."""
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-
-
-def parallelism_config(ranks_per_batch: int) -> Any:
-    """Makes this job's `ParallelismConfig`: ranks that share a batch are tensor parallel there, the others dp shards.
-
-    From it Accelerate's data loaders give each dp rank its own batches. The stock class refuses MULTI_CPU, because its
-    own engines do not run there, and on GPUs counts the processes as `Accelerator.num_processes`, which here are the
-    replicas.
-    """
-    from accelerate import ParallelismConfig
-
-    class MegatronParallelismConfig(ParallelismConfig):
-        def _validate_accelerator(self, accelerator: Any) -> None:
-            if self.total_size != accelerator.state.num_processes:
-                raise ConfigError(
-                    f"The layout uses {self.total_size} ranks, the job has {accelerator.state.num_processes}."
-                )
-
-    # Every size is given: those left out would be read from PARALLELISM_CONFIG_* variables.
-    shards = max(1, job_world_size() // ranks_per_batch)
-    return MegatronParallelismConfig(
-        tp_size=ranks_per_batch, dp_shard_size=shards, dp_replicate_size=1, cp_size=1, sp_size=1
-    )
-
-
-def is_ours(accelerator: Any) -> bool:
-    """Tells whether an Accelerator was set up for a layout of this library."""
-    return type(accelerator.parallelism_config).__name__ == "MegatronParallelismConfig"
-
-
-def replicas(accelerator: Any) -> int:
-    """Counts the data parallel replicas of an Accelerator that was set up for a layout of this library."""
-    config = accelerator.parallelism_config
-    return config.total_size // config.tp_size
+    pass
 
 
 def _state(model: Any) -> Any:
     from ...parallel_state import parallel_state
 
     return parallel_state(model)
-
-
-def config_of_plugin(plugin: Any) -> MegatronConfig | None:
-    """Returns the layout that our plugin or accelerate's describes, `None` for anything else.
-
-    What accelerate's class leaves at its defaults comes from the launcher.
-    """
-    from accelerate.utils import MegatronLMPlugin
-
-    if isinstance(plugin, MegatronPlugin):
-        return plugin.config
-    if isinstance(plugin, MegatronLMPlugin):
-        return _merged(os.environ, fields_of_plugin(plugin))
-    return None
 
 
 def init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -377,14 +117,14 @@ def prepare_model(
         # reduced by the model's own hooks.
         return original(self, model, device_placement, True, **kwargs)
     trained = any(parameter.requires_grad for parameter in model.parameters())
-    if LEDGER.models and trained and not evaluation_mode:
+    if RUNTIME.models and trained and not evaluation_mode:
         from .wrapped_models import model_to_prepare
 
         inner = model_to_prepare(model)
         if inner is not None:
             return _prepare_around(original, self, model, inner, **kwargs)
-    if LEDGER.launch is not None and not evaluation_mode:
-        LEDGER.launch.require_laid_out(model)
+    if RUNTIME.launch is not None and not evaluation_mode:
+        RUNTIME.launch.require_laid_out(model)
     # Stock takes a whole model beside tensor parallel ones for a mistake, unless it is only asked.
     return original(self, model, device_placement, evaluation_mode or (is_ours(self) and not trained), **kwargs)
 
@@ -473,7 +213,7 @@ def clip_grad_norm_(original: Callable, self: Any, parameters: Any, max_norm: fl
 
 def get_state_dict(original: Callable, self: Any, model: Any, unwrap: bool = True) -> Any:
     """Returns all weights in full, of any shape, on rank 0 and nothing on the others."""
-    if not LEDGER.models:
+    if not RUNTIME.models:
         return original(self, model, unwrap)
     from .wrapped_models import full_state_dict_around
 

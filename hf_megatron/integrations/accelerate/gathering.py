@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .accelerator import is_ours
 from .batch_shards import cut_rows, last_ranks, last_rows
+from .plugin import is_ours
 
 
 def _data_parallel_size(accelerator: Any) -> int:
@@ -132,7 +132,7 @@ def reduce(original: Callable, self: Any, tensor: Any, reduction: str = "sum", s
         return original(self, tensor, reduction, scale)
     from accelerate.utils.operations import recursively_apply
 
-    from ...compat.upstream import local_tensor
+    from ...compat.torch_dtensor import local_tensor
     from ...data_parallel.fsdp_checks import is_sharded
     from ...errors import UnsupportedError
 

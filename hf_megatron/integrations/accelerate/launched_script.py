@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from ...compat.patch_registry import LEDGER
 from ...config import MegatronConfig, validate_world_size
+from ...core.runtime import RUNTIME
 from ...errors import MegatronError, PlanError, UnsupportedError, UnverifiedLayoutError
 from ...parallel_state import parallel_state
-from .accelerator import config_from_environment, export_layout, job_world_size
+from .environment import config_from_environment, export_layout, job_world_size
 
 _BY_HAND = (
     "it was made by its class or put together of parts. Models are laid out where `from_pretrained` or an Auto class's "
@@ -110,7 +110,7 @@ def run_script(script: str, arguments: Sequence[str], layout: MegatronConfig, *,
         as_module: whether `script` is a module's name.
     """
     validate_world_size(layout, job_world_size())
-    LEDGER.launch = Launch(layout) if job_world_size() > 1 else None
+    RUNTIME.launch = Launch(layout) if job_world_size() > 1 else None
     sys.argv = [script, *arguments]
     try:
         if as_module:
@@ -119,14 +119,14 @@ def run_script(script: str, arguments: Sequence[str], layout: MegatronConfig, *,
             sys.path[0] = os.path.dirname(os.path.abspath(script))
             runpy.run_path(script, run_name="__main__")
     finally:
-        LEDGER.launch = None
+        RUNTIME.launch = None
 
 
 def follow_launcher() -> None:
     """Lays out the models that this process makes from now on, as the launcher says; alone it leaves them whole."""
     layout = config_from_environment()
     validate_world_size(layout, job_world_size())
-    LEDGER.launch = Launch(layout) if job_world_size() > 1 else None
+    RUNTIME.launch = Launch(layout) if job_world_size() > 1 else None
 
 
 def launch() -> None:

@@ -5,9 +5,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...checkpoint.gather_full import full_state_dict
-from ...compat.patch_registry import LEDGER
-from ...compat.upstream import is_sentence_transformer
+from ...compat.ecosystem import is_sentence_transformer
 from ...core.off_stage import own_parameters
+from ...core.runtime import RUNTIME
 from ...errors import UnsupportedError
 from ...parallel_state import ParallelState, parallel_state, share_state_around
 
@@ -116,7 +116,7 @@ def full_state_dict_around(module: nn.Module) -> dict[str, Tensor] | None:
 
 
 def _refuse_parts(module: nn.Module, what: str) -> None:
-    models = LEDGER.models
+    models = RUNTIME.models
     if not models:
         return
     name_of = {id(weight): (name, model) for model in models for name, weight in own_parameters(model)}

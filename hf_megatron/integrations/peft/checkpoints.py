@@ -10,7 +10,7 @@ from ...checkpoint.base_model_hash import base_identity, identity_in_one_process
 from ...checkpoint.reader import Checkpoint
 from ...checkpoint.tensor_chunks import Piece
 from ...checkpoint.training_state import facts, load_model, optimizer_pieces, pieces
-from ...compat.upstream import adapter_prefix
+from ...compat.ecosystem import adapter_prefix
 from ...errors import CheckpointError
 from ...parallel_state import laid_out_model, parallel_state
 

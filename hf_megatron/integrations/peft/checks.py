@@ -108,7 +108,7 @@ def require_targets(tuner: Any, model: Any, adapter: str, state: Any) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer, _maybe_include_all_linear_layers
     from torch import nn
 
-    from ...compat.upstream import ties_embeddings
+    from ...compat.transformers_models import ties_embeddings
     from .layout import require_parameter_rule, require_rules
 
     # As PEFT does before it looks for targets: those of the model's type, or all linears.
@@ -144,7 +144,7 @@ def require_targets(tuner: Any, model: Any, adapter: str, state: Any) -> None:
 
 def require_saved(config: Any, model: Any, state: Any) -> None:
     """Raises `UnsupportedError` for modules to save whose weights others read."""
-    from ...compat.upstream import ties_embeddings
+    from ...compat.transformers_models import ties_embeddings
 
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     for name, module in model.named_modules():

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, einsum, nn
 from torch.distributed.tensor import DTensor
 
-from ...compat.upstream import dtensor_from_local, local_tensor
+from ...compat.torch_dtensor import dtensor_from_local, local_tensor
 from ...core.placement import Placement, Split
 from ...tensor_parallel.local_parameters import LocalParameters, read_locally
 from ...tensor_parallel.styles import AXIS

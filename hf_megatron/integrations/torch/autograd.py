@@ -6,7 +6,7 @@ torch imports the targets itself, so nothing of it may be imported before a wrap
 from collections.abc import Callable
 from typing import Any
 
-from ...compat.patch_registry import LEDGER
+from ...core.runtime import RUNTIME
 
 
 def backward(original: Callable, tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -14,7 +14,7 @@ def backward(original: Callable, tensors: Any, *args: Any, **kwargs: Any) -> Non
 
     Of the inputs that a backward is asked for this rank has its own; without any it takes part for the others.
     """
-    if LEDGER.models:
+    if RUNTIME.models:
         from ...core.off_stage import gradients_of, is_absent, own_terms
         from ...data_parallel.untracked_leaves import check_backward
 
@@ -39,7 +39,7 @@ def run_backward(
 
     Refuses the gradients of inputs, of any shape, that hooks of split modules were given.
     """
-    if LEDGER.models:
+    if RUNTIME.models:
         from ...data_parallel.engine import all_engines
         from ...tensor_parallel.user_hooks.hooks import refuse_inputs_of_hooks
 
@@ -51,7 +51,7 @@ def run_backward(
 
 def register_hook(original: Callable, self: Any, hook: Callable) -> Any:
     """Refuses hooks on the gradients of activations, of any shape, that would see them with a factor."""
-    if LEDGER.models and self.grad_fn is not None:
+    if RUNTIME.models and self.grad_fn is not None:
         from ...data_parallel.untracked_leaves import refuse_activation_hook
 
         refuse_activation_hook(self, hook)
@@ -71,7 +71,7 @@ class RetainedGradients:
         stock = torch.Tensor.retain_grad
 
         def retain_grad(tensor: Any) -> None:
-            if LEDGER.models and tensor.grad_fn is not None:
+            if RUNTIME.models and tensor.grad_fn is not None:
                 from ...data_parallel.untracked_leaves import refuse_gradient
 
                 refuse_gradient(tensor, "retain_grad()")
@@ -91,8 +91,8 @@ def watch_retained_gradients() -> RetainedGradients:
 def swap_tensors(original: Callable, t1: Any, t2: Any) -> None:
     """Swaps two tensors, as casts of split weights do, and has autograd call the hooks of both again."""
     original(t1, t2)
-    if LEDGER.models:
-        from ...compat.upstream import restore_hooks
+    if RUNTIME.models:
+        from ...compat.torch_autograd import restore_hooks
 
         restore_hooks(t1)
         restore_hooks(t2)

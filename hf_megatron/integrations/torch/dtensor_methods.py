@@ -14,7 +14,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
-from ...compat.upstream import dtensor_from_local, local_tensor, restore_state, split_dim, take_memory
+from ...compat.torch_dtensor import dtensor_from_local, local_tensor, restore_state, split_dim
+from ...compat.torch_fsdp import take_memory
 from ...core.communication.full_tensor import part_like, whole_of
 from ...core.mesh import is_of_layout
 from ...errors import CheckpointError, UnsupportedError

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ...compat.upstream import (
+from ...compat.torch_autograd import sums_of_mean, writes_to
+from ...compat.torch_dtensor import (
     add_up_in_place,
     blocks_of_shard,
     dtensor_from_local,
@@ -24,11 +25,9 @@ from ...compat.upstream import (
     has_no_rule,
     joins_split_dims,
     local_tensor,
-    share_memory,
     split_dim,
-    sums_of_mean,
-    writes_to,
 )
+from ...compat.torch_memory import share_memory
 from ...core.communication.full_tensor import is_split_along, part_like, take_part, whole_of
 from ...core.communication.write_through import Whole
 from ...core.mesh import is_of_layout

@@ -6,7 +6,7 @@ Some of the targets are imported by torch itself, so nothing of it may be import
 from collections.abc import Callable
 from typing import Any
 
-from ...compat.patch_registry import LEDGER
+from ...core.runtime import RUNTIME
 
 
 def prepare_optimizer(original: Callable, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -104,11 +104,11 @@ def clip_grads_with_norm_(
 
 def _parameters_of(gradients: list[Any]) -> list[Any] | None:
     """Finds the parameters of laid out models that these tensors are the gradients of; `None` if some are none."""
-    from ...compat.upstream import local_tensor
+    from ...compat.torch_dtensor import local_tensor
     from ...core.off_stage import AbsentTensor, own_parameters
     from ...data_parallel.sharded_grad import ReducedGradient
 
-    models = LEDGER.models
+    models = RUNTIME.models
     if not models or not gradients:
         return None
     known = {
@@ -133,7 +133,7 @@ def watch_unprepared_steps() -> Any:
     """Registers what comes before steps of unprepared optimizers; returns the handle to remove it."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    from ...data_parallel.engine import before_unprepared_step
+    from ...data_parallel.unprepared_steps import before_unprepared_step
 
     return register_optimizer_step_pre_hook(before_unprepared_step)
 
@@ -142,6 +142,6 @@ def end_unprepared_steps() -> Any:
     """Registers what comes after them."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from ...data_parallel.engine import after_unprepared_step
+    from ...data_parallel.unprepared_steps import after_unprepared_step
 
     return register_optimizer_step_post_hook(after_unprepared_step)

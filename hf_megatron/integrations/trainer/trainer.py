@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.trainer_pt_utils import LabelSmoother
 
-from ...compat.patch_registry import LEDGER
 from ...core.mesh import is_of_layout
 from ...core.off_stage import is_absent
+from ...core.runtime import RUNTIME
 from ...errors import ConfigError, UnsupportedError
 from ...losses.batch_loss import BatchLoss
 from ...parallel_state import parallel_state
-from ..accelerate.accelerator import parallelism_config
+from ..accelerate.plugin import parallelism_config
 from ..accelerate.wrapped_models import state_around
 from ..torch.ddp_check import refuse_other_trl_trainers
 from .checkpoints import probe
@@ -34,10 +34,10 @@ def has_mixed_dtensor(original: Callable, tensors: Iterable[Tensor]) -> bool:
 def init(original: Callable, self: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
     """Refuses, before anything is built, arguments that would train differently from one process."""
     state = None if model is None else parallel_state(model)
-    if state is None and LEDGER.models:
+    if state is None and RUNTIME.models:
         state = state_around(model, type(self).__name__)
-    if state is None and model is not None and LEDGER.launch is not None:
-        LEDGER.launch.require_laid_out(model)
+    if state is None and model is not None and RUNTIME.launch is not None:
+        RUNTIME.launch.require_laid_out(model)
     if state is None or args is None:
         return original(self, model, args, *rest, **kwargs)
     for name in ("deepspeed", "fsdp"):

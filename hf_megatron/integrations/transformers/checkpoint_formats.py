@@ -19,7 +19,7 @@ from ...core.io.safe_paths import inside, is_file
 from ...core.io.safetensors import read_header
 from ...core.io.untrusted_json import read_json_table
 from ...errors import CheckpointError
-from ..accelerate.accelerator import ensure_process_group
+from ..accelerate.process_group import ensure_process_group
 from ..hub.hooks import readable_part
 
 if TYPE_CHECKING:

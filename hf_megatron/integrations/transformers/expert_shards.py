@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...compat.upstream import place_in_run
+from ...compat.torch_dtensor import place_in_run
 from ...core.mesh import is_of_layout
 
 

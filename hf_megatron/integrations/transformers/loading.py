@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor
 from ...checkpoint.initialize import initialize_missing
 from ...checkpoint.merged_export import save_merged
 from ...checkpoint.strict_loading import check_loaded, own_memory
-from ...compat.patch_registry import LEDGER
-from ...compat.upstream import forget_conversions, quiet_loading, warn_of_unchecked_versions
-from ...compat.versions import __version__
+from ...compat.transformers_loading import forget_conversions, quiet_loading
+from ...compat.versions import __version__, warn_of_unchecked_versions
 from ...config import MegatronConfig, validate_world_size
 from ...core.axes import Axes
 from ...core.communication.config_handshake import agree
@@ -31,13 +30,15 @@ from ...core.communication.rank_errors import agreed, gather
 from ...core.memory.activation_offload import offload_inputs
 from ...core.memory.recompute import apply_recompute
 from ...core.memory.tiled_mlp import tile_mlps
+from ...core.runtime import RUNTIME
 from ...errors import ConfigError, UnsupportedError
 from ...models.fingerprint import describe_model
 from ...models.layers import LayerRow
 from ...parallel_state import ParallelState, model_inside, parallel_state
 from ...parallelize import install, parallel_plan, place, plan
 from ...tensor_parallel.grouped_gemm import require_expert_widths
-from ..accelerate.accelerator import ensure_process_group, job_world_size
+from ..accelerate.environment import job_world_size
+from ..accelerate.process_group import ensure_process_group
 from ..hub.hooks import check_part, push_saved
 from .checkpoint_formats import opened, save_in_format
 from .model_cards import write_model_card
@@ -90,7 +91,7 @@ def from_pretrained(
     laid_out = functools.partial(_load, original, cls, pretrained_model_name_or_path, *args)
     if megatron_config is not None:
         return laid_out(megatron_config=megatron_config, **kwargs)
-    return whole(**kwargs) if LEDGER.launch is None else LEDGER.launch.make(cls, laid_out, whole, kwargs)
+    return whole(**kwargs) if RUNTIME.launch is None else RUNTIME.launch.make(cls, laid_out, whole, kwargs)
 
 
 def _load(original: Callable, cls: Any, path: Any, *args: Any, megatron_config: Any, **kwargs: Any) -> Any:
@@ -131,7 +132,7 @@ def from_config(original: Callable, cls: Any, config: Any, *, megatron_config: A
     whole, laid_out = functools.partial(original, cls, config), functools.partial(_draw, original, cls, config)
     if megatron_config is not None:
         return laid_out(megatron_config=megatron_config, **kwargs)
-    return whole(**kwargs) if LEDGER.launch is None else LEDGER.launch.make(cls, laid_out, whole, kwargs)
+    return whole(**kwargs) if RUNTIME.launch is None else RUNTIME.launch.make(cls, laid_out, whole, kwargs)
 
 
 def _draw(original: Callable, cls: Any, config: Any, *, megatron_config: Any, **kwargs: Any) -> Any:

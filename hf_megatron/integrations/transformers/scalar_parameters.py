@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from ...compat.upstream import take_whole
+from ...compat.torch_dtensor import take_whole
 from ...core.mesh import is_of_layout
 
 

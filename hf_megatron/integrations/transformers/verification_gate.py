@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers import CONFIG_MAPPING
 
-from ...compat.upstream import has_labels, is_base_model
+from ...compat.transformers_models import has_labels, is_base_model
 from ...config import MegatronConfig
 from ...context_parallel.comm_type import with_scheme
 from ...errors import UnsupportedError, UnverifiedLayoutError

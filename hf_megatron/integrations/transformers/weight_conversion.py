@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...compat.upstream import rearranged_targets
+from ...compat.transformers_loading import rearranged_targets
 from ...core.communication.full_tensor import part_like
 from ...parallel_state import ParallelState
 

@@ -15,17 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...compat.patch_registry import LEDGER
-from ...compat.upstream import (
-    count_tokens_once,
-    local_tensor,
-    prepends_tokens,
-    trl_output,
-    trl_sums,
-    warn_of_unchecked_versions,
-)
+from ...compat.ecosystem import trl_output, trl_sums
+from ...compat.torch_dtensor import local_tensor
+from ...compat.transformers_models import count_tokens_once, prepends_tokens
+from ...compat.versions import warn_of_unchecked_versions
 from ...config import MegatronConfig, validate_world_size
 from ...core.off_stage import own_state_dict
+from ...core.runtime import RUNTIME
 from ...errors import UnsupportedError
 from ...losses.batch_loss import BatchLoss
 from ...losses.targets import IGNORE_INDEX, count_targets, next_tokens
@@ -33,7 +29,7 @@ from ...parallel_state import parallel_state
 from ...tensor_parallel.sampling import PLAIN, Sampling
 from ...tensor_parallel.token_log_probs import scores_of_call
 from ...tensor_parallel.vocab_log_probs import FIELDS, LOG_PROBS
-from ..accelerate.accelerator import job_world_size
+from ..accelerate.environment import job_world_size
 from ..torch.ddp_check import refuse_other_trl_trainers
 from ..trainer.padded_batches import evaluated
 from .checks import refuse_arguments, refuse_datasets_in_memory, refuse_losses_over_the_batch
@@ -102,8 +98,8 @@ def layout_of_policy(model: Any, args: Any) -> MegatronConfig | None:
     if state is not None:
         return state.config
     layout = None if args is None else (args.model_init_kwargs or {}).get("megatron_config")
-    if layout is None and LEDGER.launch is not None and isinstance(model, str):
-        return LEDGER.launch.layout
+    if layout is None and RUNTIME.launch is not None and isinstance(model, str):
+        return RUNTIME.launch.layout
     return None if layout is None else MegatronConfig.coerce(layout)
 
 
@@ -123,9 +119,9 @@ def create_model_from_path(original: Callable, model_id: str, *args: Any, **kwar
     if building is not None:
         kwargs.setdefault("device_map", None)
         layout, is_policy, building.loads_policy = building.layout, building.loads_policy, False
-        if is_policy and LEDGER.launch is None:
+        if is_policy and RUNTIME.launch is None:
             kwargs["megatron_config"] = layout
-        elif not is_policy and (LEDGER.launch is None or layout.frozen):
+        elif not is_policy and (RUNTIME.launch is None or layout.frozen):
             kwargs["megatron_config"] = layout.of_frozen(building.asks)
     return original(model_id, *args, **kwargs)
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...compat.upstream import is_of_other_versions
+from ...compat.versions import is_of_other_versions
 from ...errors import UnsupportedError
-from ..accelerate.accelerator import job_world_size
+from ..accelerate.environment import job_world_size
 
 _REFUSED = {
     "activation_offloading": "its hooks know one device's memory. Use MegatronConfig(recompute=...).",

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from ...compat.patch_registry import LEDGER
 from ...config import MegatronConfig, validate_world_size
+from ...core.runtime import RUNTIME
 from ...errors import ConfigError
 from ...parallel_state import parallel_state
-from ..accelerate.accelerator import job_world_size
+from ..accelerate.environment import job_world_size
 
 _GIVEN = "_hf_megatron_given"
 
@@ -32,9 +32,9 @@ def _known_layout(args: Any) -> MegatronConfig | None:
     layout = (args.model_init_kwargs or {}).get("megatron_config")
     if layout is not None:
         return MegatronConfig.coerce(layout)
-    if LEDGER.launch is not None:
-        return LEDGER.launch.layout
-    states = [state for state in map(parallel_state, LEDGER.models) if state is not None]
+    if RUNTIME.launch is not None:
+        return RUNTIME.launch.layout
+    states = [state for state in map(parallel_state, RUNTIME.models) if state is not None]
     return states[0].config if states else None
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...core.quantized_weight import QuantizedWeight
 from .scheme import WeightPart
-from .weight import QuantizedWeight
 
 
 @dataclass(frozen=True)

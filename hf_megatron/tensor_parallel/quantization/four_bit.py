@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...core.quantized_weight import QuantizedWeight
 from .scheme import WeightPart
-from .weight import QuantizedWeight
 
 _BLOCK = 64
 # Of the scales.

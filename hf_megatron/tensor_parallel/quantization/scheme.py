@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...compat.upstream import local_tensor
+from ...compat.torch_dtensor import local_tensor
 from ...core.axes import Axes
 from ...core.mesh import ParallelMesh
 from ...core.placement import Placement, copies_of_model
+from ...core.quantized_weight import QuantizedWeight
 from ...errors import UnsupportedError
 from ...parallel_state import ParallelState
-from .weight import QuantizedWeight
 
 NAME = "quantized"
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ...compat.shard_safe import is_marked, is_of_checked_library, is_to_come_last, origin, works_on_parts
-from ...compat.upstream import global_forward_hooks, leave_uncompiled
+from ...compat.torch_autograd import global_forward_hooks, leave_uncompiled
 from ...core.communication.rng import RandomStreams
 from ...errors import UnsupportedError
 from ..attention_heads import LocalArguments

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...compat.patch_registry import Shared
-from ...compat.upstream import around_all_modules
+from ...compat.shared import Shared
+from ...compat.torch_autograd import around_all_modules
 from ...errors import UnsupportedError
 from ..local_parameters import ForwardsUnderWay
 from .module_layouts import Activations

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ...compat.patch_registry import Shared
-from ...compat.upstream import computes_own_attention, fetches_attention_core
+from ...compat.shared import Shared
+from ...compat.transformers_models import computes_own_attention, fetches_attention_core
 from ...core.placement import Claim
 from ..install_regions import Regions
 from ..region import SequenceStack, UniformRegion

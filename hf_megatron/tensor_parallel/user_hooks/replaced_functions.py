@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.loss import loss_utils
 
 from ...compat.shard_safe import is_marked, is_of_checked_library
-from ...compat.upstream import activation_classes, chosen_functions, leave_uncompiled
+from ...compat.torch_autograd import leave_uncompiled
+from ...compat.transformers_models import activation_classes, chosen_functions
 from ...errors import UnsupportedError
 
 # Files of functions that layers and losses of every model call.

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...compat.patch_registry import Shared
+from ...compat.shared import Shared
 from ...core.communication.collectives import bounds, copy_to_ranks, gather_from_ranks, split_over_ranks
 from ...errors import UnsupportedError
 from ..hidden_states import HIDDEN_STATES

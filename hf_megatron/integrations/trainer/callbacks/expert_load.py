@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers.trainer_callback import TrainerState
 
-from ....diagnostics.timeline import require_plots
+from ....compat.ecosystem import require_plots
 from ....errors import ConfigError
 from ....expert_parallel.expert_load import ExpertLoad, expert_load
 from ....parallel_state import parallel_state

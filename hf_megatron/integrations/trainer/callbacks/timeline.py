@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from transformers.trainer_callback import TrainerControl, TrainerState
 
+from ....compat.ecosystem import require_plots
 from ....core.spans import SpanRecorder
-from ....diagnostics.timeline import gather_timeline, require_plots, write_pictures
+from ....diagnostics.timeline import gather_timeline, write_pictures
 from ....errors import ConfigError
 from ....parallel_state import parallel_state
 from ....pipeline_parallel.schedule_simulator import bubble

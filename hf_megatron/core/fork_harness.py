@@ -20,17 +20,14 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ..compat.upstream import build_weight_conversions, forget_accelerate_state
-from ..core.io.safe_paths import replace_file
+from ..compat.ecosystem import forget_accelerate_state
 from ..errors import RankError
-from ..integrations.accelerate.accelerator import set_gpu_environment, set_rank_environment
-from ..model_cards.card import card_template
-from ..models.registry import registered_types
+from .io.safe_paths import replace_file
 
 # After one rank failed, the others get this long to fail on their own before they are killed.
 _GRACE_SECONDS = 10.0
@@ -51,6 +48,12 @@ _LAZY_IMPORTS = (
     "hf_megatron.conversion",
     "hf_megatron.data_parallel.untracked_leaves",
     "hf_megatron.parallelize",
+)
+# Functions that cache their result: called once before the fork, so that no rank has to repeat them.
+_CACHED = (
+    ("hf_megatron.models.registry", "registered_types"),
+    ("hf_megatron.compat.transformers_loading", "build_weight_conversions"),
+    ("hf_megatron.model_cards.card", "card_template"),
 )
 # Extras that transformers imports when it saves a model.
 _OPTIONAL_IMPORTS = ("peft",)
@@ -144,9 +147,8 @@ def make_ready_to_fork() -> None:
     installed = [name for name in _OPTIONAL_IMPORTS if importlib.util.find_spec(name) is not None]
     for name in (*_LAZY_IMPORTS, *installed):
         importlib.import_module(name)
-    registered_types()
-    build_weight_conversions()
-    card_template()
+    for module_name, function_name in _CACHED:
+        getattr(importlib.import_module(module_name), function_name)()
 
 
 def leave_parents_objects() -> None:
@@ -236,3 +238,37 @@ def first_reason(text: str) -> str:
     last = [lines[-1].strip() for lines in ranks if lines]
     named = [line for line in last if line.startswith("hf_megatron.errors.")]
     return (named or last)[0].removeprefix("hf_megatron.errors.")[:300]
+
+
+if TYPE_CHECKING:
+    pass
+
+
+def set_rank_environment(rank: int, world_size: int) -> None:
+    """Exports what a launcher would for this rank; used by the fork harness of `hf_megatron.testing`."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",
+        OMP_NUM_THREADS="1",
+        # Without a name gloo asks the resolver for this host's address, which may not answer.
+        GLOO_SOCKET_IFNAME="lo",
+        # Whether or not there are accelerators beside them.
+        ACCELERATE_USE_CPU="true",
+    )
+
+
+def set_gpu_environment(rank: int, world_size: int, gpus: int) -> None:
+    """Makes a rank of `set_rank_environment` one on a GPU.
+
+    NCCL refuses two ranks of one host on one GPU. Ranks that share one are given hosts of their own, which talk through
+    sockets.
+    """
+    os.environ["ACCELERATE_USE_CPU"] = "false"
+    if gpus < world_size:
+        os.environ.update(
+            NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", LOCAL_RANK=str(rank % gpus)
+        )

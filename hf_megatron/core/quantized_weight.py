@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ...errors import UnsupportedError
+from ..errors import UnsupportedError
 
 # What looks at a parameter, or copies it as it is.
 _PASSING = {

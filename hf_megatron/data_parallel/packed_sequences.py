@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.patch_registry import LEDGER, Shared
+from ..compat.shared import Shared
+from ..core.runtime import RUNTIME
 from ..parallel_state import ParallelState, parallel_state
 
-POSITIONS = "position_ids"
 _MASK = "attention_mask"
+POSITIONS = "position_ids"
 
 
 class KnownRows:
@@ -95,14 +96,14 @@ class RowsOfCalls(Shared):
 
 
 def _calls_under_way() -> list[KnownRows]:
-    states = filter(None, map(parallel_state, LEDGER.models))
+    states = filter(None, map(parallel_state, RUNTIME.models))
     return [state.known_rows for state in states if state.known_rows is not None]
 
 
 def find_packed_sequence_indices(original: Callable, position_ids: Tensor) -> Tensor | None:
     """Tells documents in rows apart by positions `[rows, tokens]`; `None` where none begin anew."""
     if not torch.compiler.is_compiling():
-        states = filter(None, map(parallel_state, LEDGER.models))
+        states = filter(None, map(parallel_state, RUNTIME.models))
         if any(state.numbers_tokens for state in states):
             return None
         answers = [known.begins_anew(position_ids) for known in _calls_under_way()]

@@ -1,0 +1,212 @@
+"""Private and version-dependent symbols of torch.distributed."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+
+def group_of_operation(args: tuple) -> str:
+    """Returns how the process group was named that an operator of `c10d` was called with (private)."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in value._type().qualified_name():
+            return dist.ProcessGroup.unbox(value).group_desc
+    return ""
+
+
+def all_reduce_(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    """Sums a tensor of any shape over the group, in place; functionally under the compiler.
+
+    torch 2.11 compiles the in-place call away in the backward of an autograd function.
+    """
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.all_reduce(tensor, "sum", group))
+    dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def all_gather_flat(shard: torch.Tensor, group: Any) -> torch.Tensor:
+    """Gathers `[ranks * n, ...]` from `[n, ...]` (`all_gather_into_tensor`, `all_gather_single` in torch 2.13)."""
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.all_gather_tensor(shard, 0, group))
+    output = shard.new_empty((dist.get_world_size(group) * shard.shape[0], *shard.shape[1:]))
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, shard, group=group)
+    return output
+
+
+def reduce_scatter_flat(parts: torch.Tensor, group: Any) -> torch.Tensor:
+    """Sums `[ranks * n, ...]` into `[n, ...]` (`reduce_scatter_tensor`, renamed in torch 2.13)."""
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.reduce_scatter_tensor(parts, "sum", 0, group))
+    output = parts.new_empty((parts.shape[0] // dist.get_world_size(group), *parts.shape[1:]))
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(output, parts, group=group)
+    return output
+
+
+def all_to_all_flat(parts: torch.Tensor, group: Any) -> torch.Tensor:
+    """Sends the i-th of `ranks` equal parts of `[ranks * n, ...]` to rank i and returns what arrived."""
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.all_to_all_single(parts, None, None, group))
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received
+
+
+def reduce_scatter_started(output: torch.Tensor, parts: torch.Tensor, group: Any) -> Any:
+    """Starts the sum `[n]` into `output` from `[ranks * n]`; returns its work."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(output, parts, group=group, async_op=True)
+
+
+def all_gather_started(output: torch.Tensor, shard: torch.Tensor, group: Any) -> Any:
+    """Starts the gathering of `[ranks * n]` into `output` from `[n]`; returns its work."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, shard, group=group, async_op=True)
+
+
+def default_store(prefix: str) -> dist.Store:
+    """Connects to the job's store by a client of its own (`_get_default_store`, private in torch 2.11 to 2.13).
+
+    The store's own client is locked while a process group that is being made waits in it.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store: Any = _get_default_store()
+    return dist.PrefixStore(prefix, store.clone())
+
+
+def set_group_timeouts(seconds: float) -> None:
+    """Sets the timeout of this rank's process groups (`_set_pg_timeout`, private in torch 2.11 to 2.13)."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+
+    for group in list(_world.pg_map):
+        if dist.get_rank(group) >= 0:
+            _set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def group_description(group: Any) -> str | None:
+    """Returns how a process group was named when it was made; `None` for anything else."""
+    return group.group_desc or group.group_name if isinstance(group, dist.ProcessGroup) else None
+
+
+def dcp_version() -> str:
+    """Returns the version that torch's distributed checkpoints note in their metadata (not exported)."""
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+
+    return CURRENT_DCP_VERSION
+
+
+# Methods of a process group that send something; which of them there are says the version.
+_SENDING = (
+    "allreduce",
+    "allreduce_coalesced",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "_allgather_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor_coalesced",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "all_to_all_single",
+    "broadcast",
+    "gather",
+    "scatter",
+    "barrier",
+    "send",
+    "recv",
+)
+
+
+class _Through:
+    """What stands in the place of a class's method while it is active; others may stand above it when it ends."""
+
+    def __init__(self, owner: Any, name: str, below: Any):
+        # What a class hands out is bound to no instance, and could not be put back.
+        self.owner, self.name, self.below = owner, name, below
+        self.is_active = True
+
+    def install(self, function: Callable[..., Any]) -> None:
+        """Puts a function in the place of what is there."""
+        original = getattr(self.owner, self.name)
+
+        def stand_in(own: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.is_active:
+                return original(own, *args, **kwargs)
+            return function(lambda: original(own, *args, **kwargs), own, self.name, args)
+
+        vars(stand_in)[_THROUGH] = self
+        setattr(self.owner, self.name, stand_in)
+
+    def remove(self) -> None:
+        """Takes it away, and what has ended below it."""
+        self.is_active = False
+        found = vars(self.owner)[self.name]
+        while (through := getattr(found, _THROUGH, None)) is not None and not through.is_active:
+            found = through.below
+        setattr(self.owner, self.name, found)
+
+
+_THROUGH = "_hf_megatron_through"
+
+
+@contextmanager
+def communication_through(
+    call: Callable[[Callable[[], Any], Any, str, tuple], Any], wait: Callable[[Callable[[], Any], Any], Any]
+) -> Iterator[None]:
+    """Has calls of process groups and waits for their works go through functions, which call what they are given.
+
+    Several may be under way, and end in any order.
+
+    Args:
+        call: takes the call itself, the group, the method's name and its arguments.
+        wait: takes the waiting itself and the work.
+
+    torch's own functions call these methods, which are attributes of classes (private in torch 2.11 to 2.13).
+    """
+    group, work = dist.ProcessGroup, dist.Work
+    throughs = [_Through(group, name, vars(group)[name]) for name in _SENDING if name in vars(group)]
+    waiting = _Through(work, "wait", vars(work)["wait"])
+    for through in throughs:
+        through.install(call)
+    waiting.install(lambda own_wait, own, name, args: wait(own_wait, own))
+    try:
+        yield
+    finally:
+        for through in (*throughs, waiting):
+            through.remove()
+
+
+def flight_record() -> str | None:
+    """Returns what torch's flight recorder has as JSON; `None` where it records nothing (private in torch 2.13).
+
+    gloo's collectives are recorded from torch 2.13 on.
+    """
+    from torch._C import _distributed_c10d
+
+    own = "_dump_nccl_trace_json" if "nccl" in str(dist.get_backend()) else "_dump_fr_trace_json"
+    dump: Any = getattr(_distributed_c10d, own, None)
+    if dump is None:
+        return None
+    text = dump().decode()
+    return text if '"entries":[{' in text.replace(" ", "") else None
+
+
+def group_members() -> dict[str, list[int]]:
+    """Returns the ranks of each process group of this rank, by its name (private in torch 2.11 to 2.13)."""
+    from torch.distributed.distributed_c10d import _world
+
+    own = ((group, ranks) for group, ranks in _world.pg_group_ranks.items() if group in _world.pg_names)
+    return {_world.pg_names[group]: sorted(ranks) for group, ranks in own}

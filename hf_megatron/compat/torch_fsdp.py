@@ -1,0 +1,86 @@
+"""Private symbols of torch's FSDP2."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+def unsharded_parameters(model: Any) -> Iterator[torch.Tensor]:
+    """Yields the whole weights, of any shape, that FSDP2 computes with (private in torch 2.11 to 2.13)."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        for sharded in () if group is None else group.fsdp_params:
+            # Made by the first forward.
+            if (whole := vars(sharded).get("_unsharded_param")) is not None:
+                yield whole
+
+
+# Attribute of a parameter that FSDP2 has split: what FSDP2 knows of it.
+_UNIT = "_hf_megatron_unit"
+
+
+def take_memory(parameter: DTensor, value: DTensor) -> None:
+    """Has a parameter, of any shape, live in another DTensor's memory, for FSDP2 too (private)."""
+    local = value._local_tensor
+    parameter._local_tensor, parameter._spec = local if local.is_contiguous() else local.contiguous(), value._spec
+    sharded = vars(parameter).get(_UNIT)
+    if sharded is not None and parameter.dtype == sharded._sharded_param_data.dtype:
+        sharded.reset_sharded_param()
+
+
+def fill_missing_gradients(
+    unit: Any, fill: Callable[[torch.Tensor], torch.Tensor], filled: Callable[[Any], None]
+) -> None:
+    """Has FSDP2 reduce something for weights of a unit that a backward came by without reaching them.
+
+    Without it a rank's reduction of the unit is of other weights than another rank's (private in torch 2.11 to 2.13,
+    of which 2.13 has an option for zeros).
+
+    Args:
+        fill: whole weight -> what to take for its gradient.
+        filled: told of each parameter, as this rank holds it.
+    """
+    group = unit._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return
+    for sharded in group.fsdp_params:
+        vars(sharded.sharded_param)[_UNIT] = sharded
+    stock = group.post_backward
+
+    @wraps(stock)
+    def post_backward(*args: Any) -> Any:
+        if group.reduce_grads and group._training_state.name == "PRE_BACKWARD":
+            for sharded in group.fsdp_params:
+                whole = vars(sharded).get("_unsharded_param")
+                has_none = whole is not None and whole.grad is None and sharded.unsharded_accumulated_grad is None
+                if has_none and whole.requires_grad:
+                    whole.grad = fill(whole)
+                    filled(sharded.sharded_param)
+        return stock(*args)
+
+    group.post_backward = post_backward
+
+
+def find_units(root: Any) -> None:
+    """Has FSDP2 look for the units below a root, as its first forward does."""
+    root._get_fsdp_state()._lazy_init()
+
+
+@contextmanager
+def finishing_itself(model: Any) -> Iterator[None]:
+    """Has FSDP2 finish each backward that is run inside another at that one's end, not at the outer one's.
+
+    FSDP2 notes that it has queued its last work for the backward under way (private in torch 2.11 to 2.13).
+    """
+    context = model._get_fsdp_state()._state_ctx
+    before, context.post_backward_final_callback_queued = context.post_backward_final_callback_queued, False
+    try:
+        yield
+    finally:
+        context.post_backward_final_callback_queued = before

@@ -1,0 +1,162 @@
+"""Private symbols of torch's storages, fake tensors, allocators and devices."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Returns what views of the same memory have in common (`_cdata` is private; fake tensors have no `data_ptr`)."""
+    return tensor.untyped_storage()._cdata
+
+
+def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Tells whether two tensors of any shape, maybe without entries, have one storage (`_cdata` is private)."""
+    return storage_key(first) == storage_key(second)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Returns what the storage of a tensor of any shape is known by while it exists, without memory too (private)."""
+    return tensor.untyped_storage()._cdata  # type: ignore[attr-defined]
+
+
+def fake_mode() -> Any:
+    """Makes a mode in which tensors have no memory, and real ones may be used (private in torch 2.11 to 2.13)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Tells whether a tensor of any shape has no memory (private)."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def take_fakes_for_real() -> None:
+    """Lets transformers go the ways of a training step with fake tensors, not those of a trace (`is_fake_tensor`).
+
+    A truncated normal distribution is drawn until all of it is within its limits, which no fake tensor can say.
+    Lists of values are made of one, as all stand for the same; torch asks for each (private).
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from transformers.utils import import_utils
+
+    def listed(tensor: Any) -> Any:
+        value: Any = tensor.flatten()[0].item() if tensor.numel() else None
+        for size in reversed(tensor.shape):
+            value = [value] * size
+        return value
+
+    FakeTensor.tolist = listed  # type: ignore[assignment]
+    import_utils.is_fake_tensor = lambda x: False
+    init: Any = torch.nn.init
+    drawn = init._no_grad_trunc_normal_
+    init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: (
+        tensor if is_fake(tensor) else drawn(tensor, *args, **kwargs)
+    )
+
+
+def without_fakes() -> Any:
+    """Leaves the fake mode that is on, if any (private)."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def fakes_are_on() -> bool:
+    """Tells whether new tensors have no memory (private)."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # type: ignore[attr-defined]
+
+
+def is_made_of_others(kind: type) -> bool:
+    """Tells whether operations on a class of tensors run on others inside of it; fake tensors are their own."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return issubclass(kind, torch.Tensor) and kind not in (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+
+def join_fake_job(rank: int, world_size: int) -> None:
+    """Makes a process group whose collectives answer at once (a test tool of torch 2.11 to 2.13)."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def allocated_bytes(profiler: Any) -> list[int]:
+    """Returns what a profiler saw allocated, and freed as negative numbers, in order (private in torch 2.13)."""
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+def runs_behind(device: torch.device) -> bool:
+    """Tells whether the host would wait for a device to read a value; torch's fake group stands for accelerators'."""
+    return device.type != "cpu" or (dist.is_initialized() and dist.get_backend() == "fake")
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copies a tensor of any shape to pinned memory of the host, in the order of its device's work.
+
+    What is there already is not copied. A fake tensor stands for a device's memory, and gets memory that nobody fills.
+    """
+    if is_fake(tensor):
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        with _disable_current_modes():
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+    if tensor.device.type == "cpu":
+        return tensor.detach()
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return copied.copy_(tensor.detach(), non_blocking=True)
+
+
+def from_host(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Brings what `to_host` returned back to its device."""
+    if fakes_are_on():
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return tensor.to(device, non_blocking=True)
+
+
+def check_soon(condition: torch.Tensor, error: Callable[[], Exception]) -> None:
+    """Raises an error unless a scalar condition holds; on an accelerator without waiting for it.
+
+    The device fails on its own there (`_assert_async`, private in torch 2.11 to 2.13).
+    """
+    if runs_behind(condition.device):
+        torch._assert_async(condition)
+    elif not condition:
+        raise error()
+
+
+def rebuild_tensor() -> Callable[..., torch.Tensor]:
+    """Returns what makes tensors of any shape of storages of `torch.save` (private in torch 2.11 to 2.13)."""
+    return torch._utils._rebuild_tensor_v2
+
+
+def storage_info(relative_path: str, offset: int, length: int) -> Any:
+    """Says where a blob lies in a distributed checkpoint (`_StorageInfo`, private in torch 2.11 to 2.13)."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(relative_path, offset, length)
+
+
+@contextmanager
+def out_of_memory_observed(path: Path) -> Iterator[None]:
+    """Has torch's allocator of CUDA write its snapshot where memory ends inside (private in torch 2.11 to 2.13)."""
+    memory: Any = torch.cuda.memory
+
+    def write(*args: Any) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        memory._dump_snapshot(str(path))
+
+    memory._record_memory_history(max_entries=100_000)
+    cast(Any, torch._C)._cuda_attach_out_of_memory_observer(write)
+    try:
+        yield
+    finally:
+        memory._record_memory_history(enabled=None)

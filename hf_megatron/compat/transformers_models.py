@@ -1,0 +1,286 @@
+"""Private and version-dependent symbols of transformers' models: plans, masks, losses and recorded outputs."""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+# transformers' ALL_PARALLEL_STYLES of 5.21 to 5.23 that plans of models use. A name that is not here appeared
+# later, and `registry.derive` refuses it.
+KNOWN_STYLES = frozenset(
+    {
+        "all_reduce",
+        "colwise",
+        "colwise_gather_output",
+        "colwise_rep",
+        "embedding_colwise",
+        "embedding_rowwise",
+        "local_params",
+        "mla_kv_a_proj",
+        "moe_identity_expert",
+        "moe_tp_experts",
+        "packed_colwise",
+        "packed_rowwise",
+        "replicate",
+        "replicated_with_grad_allreduce",
+        "rowwise",
+        "rowwise_rep",
+        "rowwise_split_input",
+    }
+)
+
+
+def is_base_model(model: Any) -> bool:
+    """Tells whether a model returns hidden states, and is what other classes put a head on."""
+    return model.base_model is model and not has_labels(type(model))
+
+
+def has_labels(cls: type) -> bool:
+    """Tells whether a class computes a loss from labels that it is called with."""
+    from transformers.utils.generic import find_labels
+
+    return bool(find_labels(cls))
+
+
+def prepends_tokens(model: Any) -> bool:
+    """Tells whether PEFT puts prompts in front of a model's rows, so that their first tokens are targets, too."""
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return False
+    return model.active_peft_config.peft_type.value in ("PROMPT_TUNING", "P_TUNING")
+
+
+def ties_embeddings(model: Any) -> bool:
+    """Tells whether a model's config ties its head to its embedding; some configs say nothing of it."""
+    return bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+
+
+def merged_tp_plan(model: Any) -> dict[str, str]:
+    """Returns the plan transformers merged from config, class and children of a model (`_tp_plan`)."""
+    return dict(model._tp_plan or {})
+
+
+def uses_grouped_product(module: Any) -> bool:
+    """Tells whether experts multiply by torch's grouped product (names of transformers' decorator of experts)."""
+    if vars(module).get("is_transposed") is None or vars(module).get("has_gate") is None:
+        return False
+    return bool(module.config._experts_implementation == "grouped_mm")
+
+
+def grouped_rows(module: Any, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor | None:
+    """Computes `[rows, width]`, sorted by their experts `[rows]`, by products of transformers' `grouped_mm` experts.
+
+    Its own forward would sort the rows again and put them back. `None` for a module that does not multiply so.
+    """
+    from transformers.integrations import moe
+
+    product = getattr(moe, "_grouped_linear", None)
+    if product is None or not uses_grouped_product(module):
+        return None
+    local = torch.arange(module.num_experts, device=rows.device)
+    ends = torch.searchsorted(experts, local, right=True).to(torch.int32)
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+
+    def linear(values: torch.Tensor, name: str) -> torch.Tensor:
+        bias = getattr(module, f"{name}_bias").index_select(0, experts) if module.has_bias else None
+        made: torch.Tensor = product(values, getattr(module, name), ends, bias=bias, is_transposed=module.is_transposed)
+        return made
+
+    wide = linear(rows, first)
+    made = linear(module._apply_gate(wide) if module.has_gate else module.act_fn(wide), "down_proj")
+    return module.post_expert_norm(made) if vars(module).get("has_post_expert_norm") else made
+
+
+def counted_experts(module: Any) -> int | None:
+    """Counts the experts of a class that transformers' decorator of experts has made; `None` for another one."""
+    own = vars(module)
+    return own["num_experts"] if "_is_expert_parallel" in own else None
+
+
+def token_loss_functions() -> dict[Any, bool]:
+    """Maps transformers' losses over a vocabulary to whether they shift the labels."""
+    from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+
+    return {ForCausalLMLoss: True, ForMaskedLMLoss: False}
+
+
+def adds_router_loss(model: Any) -> bool:
+    """Tells whether a model adds the load balancing loss of its routers to its loss."""
+    asked = getattr(model.config.get_text_config(), "output_router_logits", False)
+    return bool(asked) and hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
+
+
+def loss_functions() -> dict[Any, bool]:
+    """Maps transformers' losses with one kind of target, `labels`, to whether they shift them."""
+    from transformers.loss.loss_utils import ForSequenceClassificationLoss, ForTokenClassification
+
+    return token_loss_functions() | {ForSequenceClassificationLoss: False, ForTokenClassification: False}  # type: ignore[dict-item]
+
+
+def loss_of_type(model: Any) -> Any:
+    """Looks up the loss that transformers would choose for a model now (`PreTrainedModel.loss_function`)."""
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    return LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), LOSS_MAPPING["ForCausalLM"])
+
+
+def uses_loss_function(model: Any) -> bool:
+    """Tells whether a model's forward takes its loss from `model.loss_function`, and not in lines of its own."""
+    return "loss_function" in _names_used(type(model))  # type: ignore[arg-type]
+
+
+@cache
+def _kinds_of_masks() -> Mapping[Any, str]:
+    """Returns the code of transformers' functions of masks, and what each of them is."""
+    from transformers import masking_utils as masks
+
+    closures = {
+        "and": masks.and_masks(),
+        "window": masks.sliding_window_overlay(1),
+        "window to both sides": masks.sliding_window_bidirectional_overlay(1),
+        "chunks": masks.chunked_overlay(1, torch.zeros(1)),
+        "documents": masks.packed_sequence_mask_function(torch.zeros(1)),
+        "padding": masks.padding_mask_function(torch.zeros(1)),
+        "causal": masks.causal_mask_function,
+        "full": masks.bidirectional_mask_function,
+    }
+    # transformers before 5.23 counts chunks of packed rows through.
+    remap = getattr(masks, "remap_positions_for_packed_sequence", None)
+    if remap is not None:
+        closures["positions"] = remap(masks.causal_mask_function, torch.zeros(1))
+    return MappingProxyType({function.__code__: kind for kind, function in closures.items()})
+
+
+def rope_types() -> frozenset[str]:
+    """Names the kinds of rotary positions that transformers computes."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    return frozenset(("default", *ROPE_INIT_FUNCTIONS))
+
+
+def mask_parts(function: Any) -> tuple[str | None, Mapping[str, Any]]:
+    """Returns what one of transformers' functions of masks is, `None` for any other, and what it was made of."""
+    kind = _kinds_of_masks().get(getattr(function, "__code__", None))
+    return kind, {} if kind is None else inspect.getclosurevars(function).nonlocals
+
+
+def fetches_attention_core(cls: type) -> bool:
+    """Tells whether a module class gets its attention function from transformers' interface, in whatever file."""
+    return {"ALL_ATTENTION_FUNCTIONS", "get_interface"} <= _names_used(cls)
+
+
+def computes_own_attention(cls: type) -> bool:
+    """Tells whether an attention class computes the softmax in its own methods; linear attention has none."""
+    softmax = {"softmax", "Softmax", "scaled_dot_product_attention", "multi_head_attention_forward"}
+    return "attention" in cls.__name__.lower() and not softmax.isdisjoint(_names_used(cls))
+
+
+def reshapes_to_inputs(cls: type) -> bool:
+    """Tells whether a base model brings what its layers return into the shape of its inputs (GPT-2 and its kin)."""
+    forward = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
+    return "output_shape" in forward.__code__.co_varnames
+
+
+@cache
+def _names_used(cls: type) -> frozenset[str]:
+    """Names that the methods of a module class use, those it inherits and nested functions included."""
+    values = [value for base in cls.__mro__ if base is not torch.nn.Module for value in vars(base).values()]
+    functions = [inspect.unwrap(value) for value in values if inspect.isfunction(value)]
+    codes = [function.__code__ for function in functions if inspect.isfunction(function)]
+    names: set[str] = set()
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes.extend(constant for constant in code.co_consts if inspect.iscode(constant))
+    return frozenset(names)
+
+
+def function_between_layers(decoder: torch.nn.Module) -> Any:
+    """Returns what adds features of images to `(hidden_states, ...)` between layers, of a text model that does."""
+    return getattr(decoder, "_deepstack_process", None)
+
+
+def recorded_outputs() -> dict[str, list[Any]]:
+    """Returns what the forward under way records, such as router logits (`_active_collector`, private)."""
+    from transformers.utils.output_capturing import _active_collector
+
+    return _active_collector.get() or {}
+
+
+def count_tokens_once(trainer: Any) -> None:
+    """Keeps a TRL trainer from dividing its count of tokens by the ranks that share a batch (`_tp_size`, private)."""
+    trainer._tp_size = 1
+
+
+def further_layer(model: Any, number: int) -> Any | None:
+    """Makes a layer of multi-token prediction under the names of its files, as `MtpModel` would for this model.
+
+    Returns:
+        a layer of the model's own class with `enorm`, `hnorm`, `eh_proj` and `shared_head.norm`; `None` for classes
+        without such layers, and those whose files name them otherwise.
+    """
+    from transformers.modeling_layers import MtpLayer
+
+    said = model.config.get_text_config()
+    others = ("layer_types", "mlp_layer_types", "chain_hidden_post_norm", "mtp_per_layer_config")
+    if getattr(said, "num_mtp_layers", None) is None or any(getattr(said, name, None) is not None for name in others):
+        return None
+    last = model.get_decoder().layers[-1]
+    norms = [type(module) for name, module in last.named_modules() if "norm" in name]
+    made = MtpLayer(model.config.get_mtp_config(), type(last), norms[0], number)
+    layer, head = made.mtp_block, torch.nn.Module()
+    head.add_module("norm", made.post_norm)
+    for name, module in {
+        "enorm": made.enorm,
+        "hnorm": made.hnorm,
+        "eh_proj": made.eh_proj,
+        "shared_head": head,
+    }.items():
+        layer.add_module(name, module)
+    return layer
+
+
+def activation_classes() -> set[Any]:
+    """Returns the classes of transformers' activation functions, which work on single entries (`ACT2CLS`)."""
+    from transformers.activations import ACT2CLS
+
+    return {value[0] if isinstance(value, tuple) else value for value in ACT2CLS.values()}
+
+
+def names_of_recorder(base: type) -> dict[str, str]:
+    """Returns the attributes by which a class made of another keeps recording what that one does, such as its states.
+
+    transformers looks up by the full name of a model's class what it records (`_CAN_RECORD_REGISTRY`, private). Other
+    classes do without: torch takes modules of its own packages for what it knows.
+    """
+    records = hasattr(base, "_can_record_outputs")
+    return {"__module__": base.__module__, "__qualname__": base.__qualname__} if records else {}
+
+
+@contextmanager
+def attention_replaced(function: Callable[..., Any]) -> Iterator[None]:
+    """Hands every attention module of the process this function, whatever implementation it asks for."""
+    from transformers.modeling_utils import AttentionInterface
+
+    stock = vars(AttentionInterface)["get_interface"]
+    AttentionInterface.get_interface = lambda self, *args, **kwargs: function  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AttentionInterface.get_interface = stock  # type: ignore[method-assign]
+
+
+def chosen_functions(config: Any) -> dict[str, Callable[..., Any]]:
+    """Returns what modules call because a config names it, without functions of their own files."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    tables = {"attn_implementation": ALL_ATTENTION_FUNCTIONS, "experts_implementation": ALL_EXPERTS_FUNCTIONS}
+    chosen = {option: getattr(config, f"_{option}", None) for option in tables}
+    found = {f"{option}={name!r}": tables[option].get(name) for option, name in chosen.items()}
+    return {option: function for option, function in found.items() if function is not None}

@@ -1,0 +1,43 @@
+"""Step hooks of optimizers that were not prepared: off-stage parameters and unreduced gradients."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.off_stage import is_absent
+from ..errors import ConfigError
+from .autograd_boundary import UNREDUCED, refuse_foreign
+from .engine import _MARK, engine_of, reducer_of
+
+_LISTED = "_hf_megatron_listed"
+
+
+def before_unprepared_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Leaves a stock optimizer its own parameters; raises if it would find no gradient at all, and do nothing."""
+    if _MARK in vars(optimizer):
+        return
+    groups = optimizer.param_groups
+    if any(is_absent(parameter) for group in groups for parameter in group["params"]):
+        vars(optimizer)[_LISTED] = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = [parameter for parameter in group["params"] if not is_absent(parameter)]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    refuse_foreign(p for p in parameters if type(p) is Tensor and UNREDUCED in vars(p))
+    first = parameters[0] if parameters else None
+    engine = None if first is None else engine_of(first)
+    if engine is not None:
+        engine.refuse_sums_over_parameters(optimizer)
+        engine.check_before_step()
+    if first is not None and reducer_of(first) is not None:
+        raise ConfigError(
+            f"{type(optimizer).__name__} steps on a data parallel model without knowing it: pass it through "
+            "accelerator.prepare(...) or hf_megatron.prepare_optimizer(optimizer)."
+        )
+
+
+def after_unprepared_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Lists the parameters of other stages in a stock optimizer's groups again."""
+    listed = vars(optimizer).pop(_LISTED, ())
+    for group, parameters in zip(optimizer.param_groups, listed, strict=bool(listed)):
+        group["params"] = parameters

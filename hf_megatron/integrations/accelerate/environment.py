@@ -1,0 +1,88 @@
+"""Environment variables: the launch block of `accelerate launch`, MegatronConfig's fields and rank variables.
+
+The only file that reads or writes the environment."""
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ...config import MegatronConfig
+from .launch_keys import (
+    FIELD_PREFIX,
+    fields_of_block,
+    fields_of_variables,
+    merge_fields,
+    variables_of_fields,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+SWITCH = "ACCELERATE_USE_MEGATRON_LM"
+
+
+# Set once the launcher's block has been taken over, so that later reads and child processes still find it.
+TAKEN_OVER = "HF_MEGATRON_LAUNCH"
+
+
+# Variables with the prefix of the fields that are no fields.
+_INTERNAL = (TAKEN_OVER,)
+
+
+def take_over_launch() -> None:
+    """Clears the switch that would make Accelerate look for the legacy Megatron package; twice is once."""
+    if os.environ.get(SWITCH, "false").lower() in ("true", "1"):
+        os.environ[SWITCH] = "false"
+        os.environ[TAKEN_OVER] = "true"
+
+
+def give_back_launch() -> None:
+    """Sets the switch again that `take_over_launch` cleared; twice is once."""
+    if os.environ.pop(TAKEN_OVER, None) == "true":
+        os.environ[SWITCH] = "true"
+
+
+def config_from_environment(environment: Mapping[str, str] | None = None) -> MegatronConfig:
+    """Reads the layout that the launcher describes.
+
+    `HF_MEGATRON_<FIELD>` variables (`HF_MEGATRON_TP_SIZE=2`) over the `megatron_lm_config` block of an accelerate YAML
+    (see `launch_keys`), over the defaults.
+
+    Raises:
+        ConfigError: a value that cannot be read or a name that is no field, naming the variable.
+        UnsupportedError: a key or size this version does not support.
+    """
+    return _merged(os.environ if environment is None else environment, {})
+
+
+def export_layout(layout: MegatronConfig) -> None:
+    """Has this process and those that it starts read a layout from the environment."""
+    for name in [name for name in os.environ if name.startswith(FIELD_PREFIX) and name not in _INTERNAL]:
+        del os.environ[name]
+    os.environ.update(variables_of_fields(layout.to_dict()))
+
+
+def _merged(environment: Mapping[str, str], plugin: Mapping[str, Any]) -> MegatronConfig:
+    """Merges the launcher's block, what a `MegatronLMPlugin` adds, and `HF_MEGATRON_<FIELD>` variables over both."""
+    block = fields_of_block(environment) if _is_launched(environment) else {}
+    return MegatronConfig.from_dict(merge_fields(block, plugin, fields_of_variables(environment, _INTERNAL)))
+
+
+def _is_launched(environment: Mapping[str, str]) -> bool:
+    """Tells whether an accelerate YAML of type MEGATRON_LM started this process."""
+    return environment.get(TAKEN_OVER) == "true" or environment.get(SWITCH, "false").lower() in ("true", "1")
+
+
+def job_world_size() -> int:
+    """Returns the number of ranks of this job, before or after the process group exists."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def look_for_gpus_without_using_them() -> None:
+    """Has torch ask the driver's management library whether there are GPUs, after which forks can still use them."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

@@ -1,0 +1,106 @@
+"""`MegatronPlugin` and the ParallelismConfig that Accelerate gets from a layout."""
+
+import gc
+import os
+from typing import TYPE_CHECKING, Any
+
+from ...config import MegatronConfig
+from ...core.runtime import RUNTIME
+from ...errors import ConfigError
+from .environment import _merged, config_from_environment, job_world_size
+from .launch_keys import fields_of_plugin
+
+if TYPE_CHECKING:
+    pass
+
+
+class MegatronPlugin:
+    """Tells an `Accelerator` which ranks share a batch, before or after the model is loaded.
+
+        plugin = MegatronPlugin(tp_size=2)
+        accelerator = Accelerator(megatron_lm_plugin=plugin)
+        model = AutoModelForCausalLM.from_pretrained(path, megatron_config=plugin.config)
+
+    Args:
+        config (`MegatronConfig`, `dict` or path of a YAML file, *optional*): the layout.
+        fields: fields of `MegatronConfig`, instead of `config`. With neither, what the launcher says
+            (`config_from_environment()`); otherwise exactly what is passed.
+
+    Raises:
+        ConfigError: both a config and fields, or a field with a value out of range.
+    """
+
+    config: MegatronConfig
+
+    def __init__(self, config: Any = None, **fields: Any):
+        if config is not None and fields:
+            raise ConfigError(f"MegatronPlugin(config, {', '.join(fields)}): pass a config or its fields, not both.")
+        if config is not None:
+            self.config = MegatronConfig.coerce(config)
+        elif fields:
+            self.config = MegatronConfig.from_dict(fields)
+        else:
+            self.config = config_from_environment()
+
+    def __repr__(self) -> str:
+        return f"MegatronPlugin({self.config!r})"
+
+
+def layout_of_models() -> MegatronConfig | None:
+    """Returns the layout of the laid out model that was loaded last, of those that still exist."""
+    if RUNTIME.models:
+        # A model that was dropped may wait for the cyclic collector.
+        gc.collect()
+    from ...parallel_state import parallel_state
+
+    models = RUNTIME.models
+    state = parallel_state(models[-1]) if models else None
+    return None if state is None else state.config
+
+
+def parallelism_config(ranks_per_batch: int) -> Any:
+    """Makes this job's `ParallelismConfig`: ranks that share a batch are tensor parallel there, the others dp shards.
+
+    From it Accelerate's data loaders give each dp rank its own batches. The stock class refuses MULTI_CPU, because its
+    own engines do not run there, and on GPUs counts the processes as `Accelerator.num_processes`, which here are the
+    replicas.
+    """
+    from accelerate import ParallelismConfig
+
+    class MegatronParallelismConfig(ParallelismConfig):
+        def _validate_accelerator(self, accelerator: Any) -> None:
+            if self.total_size != accelerator.state.num_processes:
+                raise ConfigError(
+                    f"The layout uses {self.total_size} ranks, the job has {accelerator.state.num_processes}."
+                )
+
+    # Every size is given: those left out would be read from PARALLELISM_CONFIG_* variables.
+    shards = max(1, job_world_size() // ranks_per_batch)
+    return MegatronParallelismConfig(
+        tp_size=ranks_per_batch, dp_shard_size=shards, dp_replicate_size=1, cp_size=1, sp_size=1
+    )
+
+
+def is_ours(accelerator: Any) -> bool:
+    """Tells whether an Accelerator was set up for a layout of this library."""
+    return type(accelerator.parallelism_config).__name__ == "MegatronParallelismConfig"
+
+
+def replicas(accelerator: Any) -> int:
+    """Counts the data parallel replicas of an Accelerator that was set up for a layout of this library."""
+    config = accelerator.parallelism_config
+    return config.total_size // config.tp_size
+
+
+def config_of_plugin(plugin: Any) -> MegatronConfig | None:
+    """Returns the layout that our plugin or accelerate's describes, `None` for anything else.
+
+    What accelerate's class leaves at its defaults comes from the launcher.
+    """
+    from accelerate.utils import MegatronLMPlugin
+
+    if isinstance(plugin, MegatronPlugin):
+        return plugin.config
+    if isinstance(plugin, MegatronLMPlugin):
+        return _merged(os.environ, fields_of_plugin(plugin))
+    return None
