@@ -9,7 +9,7 @@ PAGES = (
     ROOT / "CONTRIBUTING.md",
     ROOT / "examples" / "README.md",
     ROOT / "benchmarks" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 )
 _STARTS = ("hf-megatron ", "accelerate launch", "torchrun ", "python ", "python3 ", "pip ", "ruff ")
 

@@ -1,7 +1,7 @@
 """The metric of a parity case, and its limits.
 
-Limits (fp32). Calibrated on correct code over the recorded model types at tp2, tp2+sp and tp4; `docs/design.md` has the
-observed errors.
+Limits (fp32). Calibrated on correct code over the recorded model types at tp2, tp2+sp and tp4;
+`docs/design/verification.md` has the observed errors.
 """
 
 import re

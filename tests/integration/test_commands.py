@@ -24,7 +24,7 @@ HERE = {
     "megatron_lm_345m": "{before_core}",
     "openai-community/gpt2-medium": "{gpt2}",
     "outputs/megatron-llama/checkpoint-100": "{checkpoint}",
-    "hf_megatron/verified.json": "verified.json",
+    "hf_megatron/models/verified.json": "verified.json",
     "CHECKPOINT": "{checkpoint}",
     "MODEL": "{model}",
     "meta-llama/Llama-3.1-70B": "{model}",

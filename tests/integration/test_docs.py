@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from hf_megatron.core.fork_harness import run_ranks
-from tests.generated_docs import LONG_FILES, LONGEST, PARTS, generated, length, library
+from tests.generated_docs import PARTS, generated, shorten_targets
 from tests.support_table import support_summary, support_table, update
 
 ROOT = Path(__file__).parents[2]
-FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DESIGN = ROOT / "docs" / "design"
+LONGEST_DESIGN_PAGE = 200
 
 
 def blocks(file):
@@ -44,14 +46,37 @@ def test_parts_are_generated(page):
     assert generated(page) == (ROOT / page).read_text(encoding="utf-8"), "run `python -m tests.generated_docs`"
 
 
-def test_long_files_have_a_reason():
-    assert LONG_FILES.keys() == {path for path, text in library() if length(text) > LONGEST}
+def test_targets_of_one_replacement_are_shortened():
+    assert shorten_targets(["a.b:C.f"]) == "`a.b:C.f`"
+    assert shorten_targets(["a.b:C.f", "a.d:E.f"]) == "`a.*.f` for `b:C`, `d:E`"
+    assert shorten_targets(["a.bc:f", "a.bd:f"]) == "`a.*:f` for `bc`, `bd`"
+    assert shorten_targets(["a:f", "a.b:f"]) == "`*:f` for `a`, `a.b`"
+    model = "transformers.models.{0}.modeling_{0}:f"
+    assert (
+        shorten_targets([model.format("x"), model.format("y")])
+        == model.replace("{0}", "*").join("``") + " for `x`, `y`"
+    )
+
+
+def test_design_pages_are_short_and_indexed():
+    index = (DESIGN / "README.md").read_text(encoding="utf-8")
+    for page in DESIGN.glob("*.md"):
+        assert len(page.read_text(encoding="utf-8").splitlines()) <= LONGEST_DESIGN_PAGE, page.name
+        assert page.name == "README.md" or f"]({page.name})" in index, page.name
+
+
+def slugs(page):
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_links_resolve():
     for file in (*FILES, ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", ROOT / "benchmarks" / "README.md"):
-        for target in re.findall(r"\]\(([^)#]+)\)", file.read_text(encoding="utf-8")):
-            assert target.startswith("http") or (file.parent / target).exists(), f"{file.name}: {target}"
+        for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", file.read_text(encoding="utf-8")):
+            page = file.parent / target if target else file
+            assert target.startswith("http") or page.exists(), f"{file.name}: {target}"
+            if anchor and page.suffix == ".md":
+                assert anchor in slugs(page), f"{file.name}: {target}#{anchor}"
 
 
 def test_nothing_names_a_machine_or_an_index_host():
