@@ -248,7 +248,7 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
          "takes this rank's gradients for all", "torch's norm follows pipelines and gradients that are reduced late")
         for name in ("clip_grad_norm_", "_get_total_norm", "_clip_grads_with_norm_")
     ),
-    ("torch.distributed.distributed_c10d:_get_default_timeout", "accelerate.accelerator:default_timeout",
+    ("torch.distributed.distributed_c10d:_get_default_timeout", "accelerate.process_group:default_timeout",
      "gives new groups half an hour whatever the job has", "torch gives new groups the job's timeout"),
     ("torch.nn.parallel.distributed:DistributedDataParallel.__init__", "torch.ddp_check:data_parallel",
      "averages shards of different weights", _ALWAYS),
