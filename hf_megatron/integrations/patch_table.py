@@ -349,15 +349,15 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
         for name in ("GRPO", "RLOO")
         for target, function, stock in (
             ("config:{}Config.__post_init__", "trl.generation_sizes:count_generations", "counts prompts once per rank"),
-            ("trainer.trainer:{}Trainer._generate_and_score_completions", "trl.online:generate_and_score",
+            ("trainer:{}Trainer._generate_and_score_completions", "trl.online:generate_and_score",
              "takes the rows of a rank by its number"),
-            ("trainer.trainer:{}Trainer._generate_single_turn", "trl.routing:generate_turn",
+            ("trainer:{}Trainer._generate_single_turn", "trl.routing:generate_turn",
              "forgets which experts were chosen"),
-            ("trainer.trainer:{}Trainer._get_per_token_logps_and_entropies", "trl.routing:token_numbers",
+            ("trainer:{}Trainer._get_per_token_logps_and_entropies", "trl.routing:token_numbers",
              "forgets which experts were chosen"),
-            ("trainer.trainer:{}Trainer._compute_loss", "trl.online:loss_of_all_replicas",
+            ("trainer:{}Trainer._compute_loss", "trl.online:loss_of_all_replicas",
              "takes this rank's mean over tokens"),
-            ("trainer.trainer:{}Trainer._calculate_rewards", "trl.online:calculate_rewards",
+            ("trainer:{}Trainer._calculate_rewards", "trl.online:calculate_rewards",
              "calls reward functions on each rank of a batch"),
         )
     ),
