@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.distributed import DistributedConfig
 from workers import forget_peak_memory, give_back_memory, peak_memory_mib
 
-from hf_megatron import MegatronConfig, own_parameters, prepare_optimizer
+from hf_megatron import MegatronConfig, local_named_parameters, prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 
@@ -86,7 +86,7 @@ def bytes_of(model, optimizer):
     def held(tensors):
         return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
 
-    own = [parameter for _, parameter in own_parameters(model)]
+    own = [parameter for _, parameter in local_named_parameters(model)]
     moments = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
     return held(own), held(moments)
 

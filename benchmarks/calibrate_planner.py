@@ -135,13 +135,13 @@ def line_of(row: Row, model: dict, constants: Constants) -> Line:
     """Counts how often each piece is on the longest chain, by how much longer the step gets when the piece does."""
     pieces = step_pieces(row, model, *applied(constants, row.device))
     sizes = _sizes(pieces)
-    whole = pipeline_seconds(row, model, pieces)
+    unsharded = pipeline_seconds(row, model, pieces)
     parts = []
     for index, size in enumerate(sizes):
         nudge = size * _NUDGE
         more = [value + nudge * (number == index) for number, value in enumerate(sizes)]
         longer = replace(pieces, layer=(more[0], more[1]), head=(more[2], more[3]), send=more[4])
-        parts.append((pipeline_seconds(row, model, longer) - whole) / nudge if nudge else 0.0)
+        parts.append((pipeline_seconds(row, model, longer) - unsharded) / nudge if nudge else 0.0)
     return Line(row, model, tuple(parts))
 
 
@@ -224,10 +224,10 @@ def table(entries: list[dict]) -> str:
     for entry in entries:
         mark = " !" if abs(entry["error"]) > FAILS else ""
         other = entry["left_out"]
-        beside = "never fitted" if other is None else f"{other:+.1%}" + (" !" if abs(other) > FAILS else "")
+        alongside = "never fitted" if other is None else f"{other:+.1%}" + (" !" if abs(other) > FAILS else "")
         lines.append(
             f"| {entry['source']} | {entry['name']} | {entry['precision']} | {entry['published']:g} "
-            f"| {entry['error']:+.1%}{mark} | {beside} |"
+            f"| {entry['error']:+.1%}{mark} | {alongside} |"
         )
     return "\n".join(lines)
 
@@ -244,15 +244,15 @@ def main() -> None:
         return
     sources, models, rows = read_rows()
     constants, left_out = committed(), [math.nan] * len(rows)
-    told_by = [row for row in rows if not row.held_out]
-    told_by_none = untold([line_of(row, models[row.model], constants) for row in told_by], constants)
+    reported_by = [row for row in rows if not row.held_out]
+    reported_by_none = untold([line_of(row, models[row.model], constants) for row in reported_by], constants)
     if not options.only_check:
         constants = dict(START)
         for _ in range(options.rounds):
-            lines = [line_of(row, models[row.model], constants) for row in told_by]
+            lines = [line_of(row, models[row.model], constants) for row in reported_by]
             constants = fit_without(None, lines, constants)
         constants = {name: float(f"{value:.3g}") for name, value in constants.items()}
-        lines = [line_of(row, models[row.model], dict(START)) for row in told_by]
+        lines = [line_of(row, models[row.model], dict(START)) for row in reported_by]
         for source in sources:
             own = [index for index, row in enumerate(rows) if row.source == source and not row.held_out]
             without = fit_without(source, lines, dict(START))
@@ -262,14 +262,14 @@ def main() -> None:
     orders = right_orders(rows, errors)
     for row, error, other in zip(rows, errors, left_out, strict=True):
         mark = ("! fails" if abs(error) > FAILS else "") + (" (held out)" if row.held_out else "")
-        beside = " " * 8 if math.isnan(other) else f"{other:+8.1%}"
-        print(f"{row.source} {row.precision} {row.name:54} {row.published:8g} {error:+7.1%} {beside} {mark}")
+        alongside = " " * 8 if math.isnan(other) else f"{other:+8.1%}"
+        print(f"{row.source} {row.precision} {row.name:54} {row.published:8g} {error:+7.1%} {alongside} {mark}")
     print(f"fit: {summary([error for row, error in zip(rows, errors, strict=True) if not row.held_out])}")
     if not options.only_check:
         print(f"one source left out: {summary([error for error in left_out if not math.isnan(error)])}")
     print("order of step times right:", ", ".join(f"{source} {right}" for source, right in orders.items()))
     print("constants:", ", ".join(f"{name} {value:.3g}" for name, value in constants.items()))
-    print("told by no row:", ", ".join(told_by_none) or "none")
+    print("told by no row:", ", ".join(reported_by_none) or "none")
     if options.out:
         entries = [
             {"source": row.source, "name": row.name, "precision": row.precision, "published": row.published}
@@ -284,7 +284,7 @@ def main() -> None:
         found = {
             "versions": versions,
             "constants": constants,
-            "told_by_no_row": told_by_none,
+            "told_by_no_row": reported_by_none,
             "orders_right": orders,
             "rows": entries,
         }

@@ -36,8 +36,8 @@ def _loss(variant: str, hidden: torch.Tensor, weight: torch.Tensor, labels: torc
     if variant == "gathered":
         local = F.linear(copy_to_ranks(hidden, group), weight)
         return F.cross_entropy(gather_from_ranks(local, -1, VOCABULARY, group).float(), labels)
-    first_row = bounds(VOCABULARY, dist.get_world_size(), dist.get_rank())[0]
-    options = CrossEntropyOptions(group, first_row, VOCABULARY, chunk_size=CHUNKS[variant])
+    vocab_start = bounds(VOCABULARY, dist.get_world_size(), dist.get_rank())[0]
+    options = CrossEntropyOptions(group, vocab_start, VOCABULARY, chunk_size=CHUNKS[variant])
     return linear_cross_entropy(hidden, weight, None, labels, None, options)
 
 

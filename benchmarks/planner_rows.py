@@ -195,10 +195,10 @@ def step_pieces(row: Row, model: dict, device: Device, efficiency: Efficiency) -
     experts = layers * parameters["experts"]
     # Weights are gathered and gradients scattered in bf16; when sharded both ways, in each microbatch.
     each = 6 * row.microbatches if row.sharded else 4
-    whole = dp * layout.cp
-    sent = each * (dense * (whole - 1) / whole + experts * (copies - 1) / copies)
+    unsharded = dp * layout.cp
+    sent = each * (dense * (unsharded - 1) / unsharded + experts * (copies - 1) / copies)
     reduction = communication_seconds("dp", 1, sent, device, efficiency, links)
-    kept = dense / whole + experts / copies
+    kept = dense / unsharded + experts / copies
     optimizer = OPTIMIZER_BYTES * kept / (device.memory_tb_s * 1e12 * device.memory_share)
     # The head stays in bf16.
     layer = both(layer_work(model, row), row.precision)

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Train
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from workers import forget_peak_memory, give_back_memory, peak_memory_mib
 
-from hf_megatron import token_divergences
+from hf_megatron import token_kl_divergences
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.losses.targets import next_tokens
@@ -84,11 +84,11 @@ def hand_out_logits():
     """Has every rank make whole logits, and log-probabilities of all of them."""
 
     def numbers(logits, targets, wanted, sampling):
-        whole = (logits.gather(warn=False).float() / sampling.temperature).log_softmax(-1)
+        unsharded = (logits.gather(warn=False).float() / sampling.temperature).log_softmax(-1)
         mask = targets != -100
-        found = {"log_probs": whole.gather(2, targets.clamp(min=0).unsqueeze(2)).squeeze(2)}
-        found["entropy"] = -(whole.exp() * whole).sum(-1)
-        found["mean_logits"], found["is_top1"] = whole.mean(-1).detach(), whole.argmax(-1) == targets
+        found = {"log_probs": unsharded.gather(2, targets.clamp(min=0).unsqueeze(2)).squeeze(2)}
+        found["entropy"] = -(unsharded.exp() * unsharded).sum(-1)
+        found["mean_logits"], found["is_top1"] = unsharded.mean(-1).detach(), unsharded.argmax(-1) == targets
         return tuple(found[name] * mask for name in wanted)
 
     token_log_probs.token_scores = numbers
@@ -148,9 +148,9 @@ def full_divergence(student, teacher, batch):
     own = student(**batch).logits[:, :-1].float().log_softmax(-1)
     with torch.no_grad():
         other = teacher(**batch).logits[:, :-1].float().log_softmax(-1)
-    mixture = torch.logaddexp(own, other) - torch.log(torch.tensor(2.0))
-    terms = F.kl_div(mixture, own, log_target=True, reduction="none")
-    return (terms + F.kl_div(mixture, other, log_target=True, reduction="none")).sum(-1) / 2
+    moe_block = torch.logaddexp(own, other) - torch.log(torch.tensor(2.0))
+    terms = F.kl_div(moe_block, own, log_target=True, reduction="none")
+    return (terms + F.kl_div(moe_block, other, log_target=True, reduction="none")).sum(-1) / 2
 
 
 def loss_alone(path, variant, kind, tokens):
@@ -164,7 +164,9 @@ def loss_alone(path, variant, kind, tokens):
 
     def loss():
         if kind == "divergence":
-            found = full_divergence(*models, batch) if variant == "full" else token_divergences(*models, ids, **batch)
+            found = (
+                full_divergence(*models, batch) if variant == "full" else token_kl_divergences(*models, ids, **batch)
+            )
             return found.sum()
         if variant == "full":
             log_probs, entropy = full_numbers(models[0], ids, batch)

@@ -155,10 +155,10 @@ def _converting(scenario, folder, layout, shape):
     from hf_megatron.conversion import convert
 
     _, _, source, to = scenario.split()
-    beside = tempfile.mkdtemp()
-    first, made = folder, os.path.join(beside, "made")
+    alongside = tempfile.mkdtemp()
+    first, made = folder, os.path.join(alongside, "made")
     if source != "hf":
-        first = os.path.join(beside, "first")
+        first = os.path.join(alongside, "first")
         convert(folder, first, source)
 
     def step():

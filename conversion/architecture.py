@@ -13,7 +13,7 @@ from ..checkpoint.meta_model import meta_model, meta_model_of
 from ..checkpoint.untrusted_config import CONFIG, settings
 from ..compat.transformers_loading import untied_state_dict
 from ..core.io.safetensors import MOST_TENSORS, TensorMeta
-from ..core.text import shown
+from ..core.text import safe_repr
 from ..errors import CheckpointError
 from .interfaces import WEIGHT, Key
 
@@ -83,12 +83,13 @@ class Architecture:
             if name.endswith(_QUANTIZATIONS) and value:
                 method = value.get("quant_method") if isinstance(value, dict) else value
                 raise CheckpointError(
-                    f"{Path(path) / CONFIG}: {shown(name)} has quant_method {shown(method)}: quantized weights are not "
+                    f"{Path(path) / CONFIG}: {safe_repr(name)} has quant_method {safe_repr(method)}: quantized "
+                    f"weights are not "
                     "converted. Dequantize them first; where they are plain, delete it from the config."
                 )
         return made
 
-    def with_further_layers(self, layers: Sequence[Any]) -> "Architecture":
+    def include_mtp(self, layers: Sequence[Any]) -> "Architecture":
         """Makes it with these layers of multi-token prediction behind its own."""
         model = copy.deepcopy(self.model)
         model.get_decoder().layers.extend(layers)

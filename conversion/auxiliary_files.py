@@ -12,7 +12,7 @@ import torch
 from ..core.io.safe_paths import inside, is_file
 from ..core.io.safetensors import TensorMeta
 from ..core.io.untrusted_json import read_small
-from ..core.text import shown
+from ..core.text import safe_repr
 from ..errors import CheckpointError
 from ..model_cards.existing_card import CARD, PICTURE, stored_file
 from .formats import FORMATS
@@ -74,7 +74,11 @@ def note_of_tokenizer(source: Path, carried: Path, named: Any) -> list[str]:
     )
     if there or not (here or (named and isinstance(named, str))):
         return []
-    which = f"{shown(', '.join(here))} of the source" if here else f"the source names {shown(os.path.basename(named))}"
+    which = (
+        f"{safe_repr(', '.join(here))} of the source"
+        if here
+        else f"the source names {safe_repr(os.path.basename(named))}"
+    )
     return [f"no tokenizer goes along ({which}): there is none beside the config.json that was read"]
 
 
@@ -82,7 +86,9 @@ def note_of_adapter(*folders: Path) -> list[str]:
     """Returns what a user has to know of an adapter beside the weights or the config, which does not go along."""
     there = sorted({path.name for folder in folders for path in folder.glob("adapter_*") if path.is_file()})
     return (
-        [f"an adapter is left out ({shown(', '.join(there))}): merge it into the weights, or copy it"] if there else []
+        [f"an adapter is left out ({safe_repr(', '.join(there))}): merge it into the weights, or copy it"]
+        if there
+        else []
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.tensor_chunks import Box, check_boxes, overlaps
+from ..checkpoint.tensor_chunks import TensorChunk, check_boxes, overlaps
 from ..core.io.buffer_pool import FRESH, Memory
 from ..core.io.safetensors import TensorMeta
 from ..errors import CheckpointError
@@ -20,7 +20,7 @@ from ..errors import CheckpointError
 class Chunk:
     """A box of a tensor, and where its entries are stored."""
 
-    box: Box
+    box: TensorChunk
     place: Any
 
 
@@ -75,7 +75,7 @@ class ChunkedTensors(ABC):
     def read_into(self, name: str, offsets: Sequence[int], out: Tensor) -> None:
         """Reads the same into a tensor of any shape that is there."""
         chunks, reach = self._stored[name]
-        wanted = Box(tuple(offsets), tuple(out.shape))
+        wanted = TensorChunk(tuple(offsets), tuple(out.shape))
         check_boxes(name, self.entries[name].shape, [wanted])
         if wanted.offset:
             start, stop = wanted.offset[0], wanted.offset[0] + wanted.shape[0]
@@ -95,11 +95,11 @@ def _row(chunk: Chunk) -> int:
     return chunk.box.offset[0]
 
 
-def _end(box: Box) -> list[int]:
+def _end(box: TensorChunk) -> list[int]:
     return [start + length for start, length in zip(box.offset, box.shape, strict=True)]
 
 
-def check_cover(where: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+def check_cover(where: str, shape: Sequence[int], boxes: Sequence[TensorChunk]) -> None:
     """Checks that every entry of a tensor is in exactly one of its boxes.
 
     Raises:
@@ -112,7 +112,7 @@ def check_cover(where: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
         raise CheckpointError(f"{where}: {len(boxes)} chunks of {found} entries for a tensor of {size}: {kind}.")
 
 
-def _disjoint(boxes: list[Box]) -> bool:
+def _disjoint(boxes: list[TensorChunk]) -> bool:
     """Divides the boxes by cuts along any dim into fewer and fewer; compares the few that no cut divides."""
     remaining = [boxes]
     while remaining:
@@ -127,9 +127,9 @@ def _disjoint(boxes: list[Box]) -> bool:
     return True
 
 
-def _cut(boxes: list[Box], dim: int) -> list[list[Box]]:
+def _cut(boxes: list[TensorChunk], dim: int) -> list[list[TensorChunk]]:
     """Groups boxes that share no place along a dim; returns no groups when all belong together."""
-    groups: list[list[Box]] = []
+    groups: list[list[TensorChunk]] = []
     end = -1
     for box in sorted(boxes, key=lambda box: box.offset[dim]):
         if box.offset[dim] >= end:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..compat.transformers_loading import without_output
-from ..core.text import first_line, shown
+from ..core.text import error_summary, safe_repr
 from ..errors import CheckpointError
 from .architecture import Architecture, untie
 from .interfaces import MAIN_WEIGHT, WEIGHT, Key, Reader, same_bytes
@@ -55,8 +55,8 @@ class Comparison:
         parts += [f"config.{name}: {what}" for name, what in list(self.settings.items())[:20]]
         for where, keys in (("first", self.only_first), ("second", self.only_second)):
             if keys:
-                shown = ", ".join(map(str, keys[:5])) + (", ..." if len(keys) > 5 else "")
-                parts.append(f"{len(keys)} only in the {where}: {shown}")
+                listing = ", ".join(map(str, keys[:5])) + (", ..." if len(keys) > 5 else "")
+                parts.append(f"{len(keys)} only in the {where}: {listing}")
         for where, count in zip(("first", "second"), self.left_out, strict=True):
             if count:
                 parts.append(f"{count} tensors of the {where} were not compared, as the model has no place for them")
@@ -115,7 +115,7 @@ def differing_settings(first: Any, second: Any) -> dict[str, str]:
     one, other = first.to_dict(), second.to_dict()
     names = sorted((one.keys() | other.keys()) - _NOT_OF_THE_MODEL)
     found = {name: (one.get(name), other.get(name)) for name in names}
-    return {name: f"{shown(a)} and {shown(b)}" for name, (a, b) in found.items() if a != b}
+    return {name: f"{safe_repr(a)} and {safe_repr(b)}" for name, (a, b) in found.items() if a != b}
 
 
 def compare_logits(first: Source, second: Source) -> float:
@@ -157,9 +157,9 @@ def _logits(
             # A config may ask for tuples, which have no names.
             said = dict(model(input_ids=tokens, return_dict=True, **decoder))
     except Exception as error:  # noqa: BLE001 - a model class, of a config that it was not made for, or of other inputs
-        raise CheckpointError(f"{type(model).__name__} computes no logits of tokens: {first_line(error)}") from error
+        raise CheckpointError(f"{type(model).__name__} computes no logits of tokens: {error_summary(error)}") from error
     found = {name: value for name, value in said.items() if isinstance(value, torch.Tensor)}
     logits = {name: tensor for name, tensor in found.items() if name.endswith("logits")} or found
     if not logits:
-        raise CheckpointError(f"{type(model).__name__} computes no logits of tokens: it returns {shown([*said])}.")
+        raise CheckpointError(f"{type(model).__name__} computes no logits of tokens: it returns {safe_repr([*said])}.")
     return logits

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.gather_full import stream_weights
-from ..core.communication.rank_errors import agreed, raise_together, rank_and_size
+from ..core.communication.rank_errors import propagate_errors, raise_on_all_ranks, rank_and_size
 from ..core.io.safetensors import TensorMeta
 from ..errors import CheckpointError, UnsupportedError
 from .architecture import Architecture
@@ -40,7 +40,7 @@ def export(
     to, options, first = format_named(format), options or TargetOptions(), rank_and_size(None)[0] == 0
     check_options(to, options)
     stored, fetch = stream_weights(model)
-    with agreed(f"Saving {target}"):
+    with propagate_errors(f"Saving {target}"):
         if first and os.path.lexists(target):
             raise CheckpointError(f"{target} exists; give a folder that does not.")
         architecture = Architecture.from_class(stock_class(model), model.config)
@@ -55,7 +55,7 @@ def export(
         notes = notes_of(model.config) if to.megatron else []
         small_files = Path(tempfile.mkdtemp(prefix="hf_megatron_"))
     try:
-        with agreed(f"Saving {target}"):
+        with propagate_errors(f"Saving {target}"):
             write_config(small_files)
         tensors = _Stream(plan, lambda key: fetch(names[key.name]))
         error: Exception | None = None
@@ -82,7 +82,7 @@ def export(
                 pass
         except Exception as caught:  # noqa: BLE001 - the other ranks have to hear of it
             error = error or caught
-        raise_together(error, None, f"Saving {target}")
+        raise_on_all_ranks(error, None, f"Saving {target}")
     finally:
         shutil.rmtree(small_files, ignore_errors=True)
     return notes

@@ -15,7 +15,7 @@ from .interfaces import Reader, TargetOptions
 from .megatron.folder import TRACKER, iteration_folder
 from .megatron_core.format import FORMAT as MEGATRON_CORE
 from .megatron_legacy.format import FORMAT as MEGATRON_LEGACY
-from .mtp_layers import count_further, with_further_layers
+from .mtp_layers import count_further, include_mtp
 from .sharded.format import FORMAT as SHARDED
 from .shards.format import FORMAT as SHARDS
 
@@ -108,7 +108,7 @@ def open_reader(
         reader = format.open(path, architecture, False)
     try:
         count = count_further(reader.left_out, architecture.config) if further_layers else 0
-        extended = with_further_layers(architecture, count) if count else None
+        extended = include_mtp(architecture, count) if count else None
         if extended is not None:
             reader.close()
             architecture, reader = extended, format.open(path, extended, False)

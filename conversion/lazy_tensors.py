@@ -29,10 +29,10 @@ class LazyTensor:
 
     def __getitem__(self, index: Any) -> Tensor:
         with self._lock:
-            whole = self._reader.read(self._key)
-        part = whole[index]
+            unsharded = self._reader.read(self._key)
+        part = unsharded[index]
         # A view of a part would keep the whole alive.
-        return part if part.numel() == whole.numel() else part.clone()
+        return part if part.numel() == unsharded.numel() else part.clone()
 
 
 def lazy_weights(reader: Reader) -> dict[str, LazyTensor]:

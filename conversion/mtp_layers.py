@@ -13,7 +13,7 @@ import torch
 
 from ..compat.transformers_loading import without_output
 from ..compat.transformers_models import further_layer
-from ..core.text import shown
+from ..core.text import safe_repr
 from ..errors import CheckpointError
 from .architecture import Architecture
 
@@ -64,13 +64,13 @@ def count_further(names: Iterable[str], config: Any) -> int:
     numbers = sorted(number if mtp or layers is None else number - layers for mtp, number in found)
     if numbers != list(range(len(numbers))):
         raise CheckpointError(
-            f"Behind the last layer of the config, those of multi-token prediction are numbered {shown(numbers)}: "
+            f"Behind the last layer of the config, those of multi-token prediction are numbered {safe_repr(numbers)}: "
             f"expected {len(numbers)} from 0 on. --without-mtp (without_mtp=True) leaves them out."
         )
     return len(numbers)
 
 
-def with_further_layers(architecture: Architecture, count: int) -> Architecture | None:
+def include_mtp(architecture: Architecture, count: int) -> Architecture | None:
     """Returns an architecture with layers of multi-token prediction, `None` where its class has no such ones.
 
     Raises:
@@ -88,4 +88,4 @@ def with_further_layers(architecture: Architecture, count: int) -> Architecture 
             f"The checkpoint has {count} layers of multi-token prediction, and {name} is {said} by the config: correct "
             "the config.json, or leave them out with --without-mtp (without_mtp=True)."
         )
-    return architecture.with_further_layers(made)
+    return architecture.include_mtp(made)

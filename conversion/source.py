@@ -66,8 +66,8 @@ def find_source(
 
 def with_config(path: Path) -> Path:
     """Returns the folder of its config.json: Megatron's folders of iterations have it beside them."""
-    beside = path.parent if re.fullmatch(r"iter_\d{7,}|release", path.name) else path
-    return beside if (beside / "config.json").is_file() and not (path / "config.json").is_file() else path
+    alongside = path.parent if re.fullmatch(r"iter_\d{7,}|release", path.name) else path
+    return alongside if (alongside / "config.json").is_file() and not (path / "config.json").is_file() else path
 
 
 def local_folder(name: str | os.PathLike[str]) -> Path:

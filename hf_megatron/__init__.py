@@ -31,8 +31,8 @@ from .integrations.patch_table import HOOKS, PATCHES
 from .models.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from .compat.shard_safe import works_on_parts
-    from .core.off_stage import own_parameters
+    from .compat.shard_safe import shard_safe
+    from .core.off_stage import local_named_parameters
     from .data_parallel.distributed_optimizer import prepare_optimizer
     from .expert_parallel.expert_load import ExpertLoad, expert_load
     from .expert_parallel.router_replay import Routing, record_routing, replay_routing
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .integrations.trainer.termination import TerminationSignal
     from .models.registry import register_model
     from .parallelize import ParallelPlan, parallel_plan
-    from .tensor_parallel.token_divergence import token_divergences
+    from .tensor_parallel.token_divergence import token_kl_divergences
     from .tensor_parallel.token_log_probs import TokenStatistics, token_log_probs, token_statistics
 
 # Names whose modules import torch: loaded when first asked for.
@@ -52,7 +52,7 @@ _LAZY = {
     "ParallelPlan": "parallelize",
     "Routing": "expert_parallel.router_replay",
     "expert_load": "expert_parallel.expert_load",
-    "own_parameters": "core.off_stage",
+    "local_named_parameters": "core.off_stage",
     "parallel_plan": "parallelize",
     "pull": "integrations.hub.pull",
     "push_checkpoint": "integrations.hub.push",
@@ -61,11 +61,11 @@ _LAZY = {
     "TerminationSignal": "integrations.trainer.termination",
     "prepare_optimizer": "data_parallel.distributed_optimizer",
     "register_model": "models.registry",
-    "token_divergences": "tensor_parallel.token_divergence",
+    "token_kl_divergences": "tensor_parallel.token_divergence",
     "TokenStatistics": "tensor_parallel.token_log_probs",
     "token_log_probs": "tensor_parallel.token_log_probs",
     "token_statistics": "tensor_parallel.token_log_probs",
-    "works_on_parts": "compat.shard_safe",
+    "shard_safe": "compat.shard_safe",
 }
 
 
@@ -119,7 +119,7 @@ __all__ = [
     "disable",
     "enable",
     "expert_load",
-    "own_parameters",
+    "local_named_parameters",
     "parallel_plan",
     "prepare_optimizer",
     "pull",
@@ -127,9 +127,9 @@ __all__ = [
     "record_routing",
     "register_model",
     "replay_routing",
-    "token_divergences",
+    "token_kl_divergences",
     "TokenStatistics",
     "token_log_probs",
     "token_statistics",
-    "works_on_parts",
+    "shard_safe",
 ]

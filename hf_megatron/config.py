@@ -35,7 +35,7 @@ PARTITIONS = ("cost", "layers")
 FROZEN = ("reference", "reward", "teacher")
 CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "recompute": (None, "full", "selective"),
-    "auxiliary_loss": ("batch", "sequence", "microbatch", "global"),
+    "router_aux_loss_scope": ("batch", "sequence", "microbatch", "global"),
     "cp_comm_type": (None, "p2p", "a2a", "all_gather", "a2a+p2p"),
 }
 
@@ -50,7 +50,7 @@ class MegatronConfig:
         tp_size (`int`, defaults to 1): ranks that share each layer's weights (tensor parallel).
         sequence_parallel (`bool`, defaults to `False`): split the sequence over the tp ranks wherever weights are
             replicated (norms, dropout, residual stream).
-        pack_activations (`bool`, *optional*): with `sequence_parallel`, keep shards of gathered activations for
+        shard_saved_activations (`bool`, *optional*): with `sequence_parallel`, keep shards of gathered activations for
             backward, which gathers them again, and compute activation functions again. By default
             everywhere but on gloo, where gathering again costs time.
         dp_size (`int`, *optional*): ranks that see different batches (data parallel); derived from the world size by
@@ -61,7 +61,7 @@ class MegatronConfig:
             and repeated in each (hybrid sharding: a group per node).
         bucket_size (`int`, *optional*): MiB of gradient that are reduced together while backward goes on. By default
             Megatron's: 40 million entries, or a million for each rank that shares them if that is more; on CPUs 32 MiB.
-        main_weights_in_fp32 (`bool`, defaults to `True`): the optimizer keeps fp32 weights of bf16 and fp16
+        fp32_main_params (`bool`, defaults to `True`): the optimizer keeps fp32 weights of bf16 and fp16
             parameters, and their gradients are added up and reduced in fp32.
         max_skipped_steps (`int`, defaults to 10): optimizer steps that may be skipped in a row for a gradient that is
             not finite, before training is aborted.
@@ -102,13 +102,14 @@ class MegatronConfig:
             1; by default 1 with an `ep_size` of 2 or more, where ep takes the tp ranks itself.
         loss_chunk_size (`int`, *optional*): tokens per chunk of the fused head and cross entropy; the local logits of
             one chunk are all that exists at a time. By default all tokens are one chunk.
-        auxiliary_loss (`str`, defaults to `"batch"`): what a router's load balancing loss is taken over, where the
+        router_aux_loss_scope (`str`, defaults to `"batch"`): what a router's load balancing loss is taken over, where
+            the
             model adds one (`output_router_logits`): `"batch"`, the whole batch, as in one process; `"sequence"`, each
             row, which can be cut in any way; `"microbatch"`, what a rank computes at a time; `"global"`, the choices
             of the step so far with the probabilities of the batch (Megatron's `global_aux_loss`). With a pipeline and
             several microbatches `"batch"` raises.
-        router_z_loss (`float`, defaults to 0): how much of the routers' z-loss is added to their load balancing loss,
-            where the model adds one; its weight in the loss is that times the model's `router_aux_loss_coef`
+        router_z_loss_coef (`float`, defaults to 0): how much of the routers' z-loss is added to their load balancing
+            loss, where the model adds one; its weight in the loss is that times the model's `router_aux_loss_coef`
             (Megatron's `--moe-z-loss-coeff`, which adds it by itself).
         router_bias_update_rate (`float`, defaults to 0): after each step routers' biases, in families that choose by
             scores and a bias (DeepSeek-V3, GLM-4.5, ...), move by this towards experts with fewer tokens than the mean
@@ -132,12 +133,12 @@ class MegatronConfig:
 
     tp_size: int = 1
     sequence_parallel: bool = False
-    pack_activations: bool | None = None
+    shard_saved_activations: bool | None = None
     dp_size: int | None = None
     zero_stage: int = 1
     dp_replicate_size: int = 1
     bucket_size: int | None = None
-    main_weights_in_fp32: bool = True
+    fp32_main_params: bool = True
     max_skipped_steps: int = 10
     offload_optimizer: bool = False
     async_save: bool = False
@@ -157,8 +158,8 @@ class MegatronConfig:
     ep_size: int = 1
     etp_size: int | None = None
     loss_chunk_size: int | None = None
-    auxiliary_loss: str = "batch"
-    router_z_loss: float = 0.0
+    router_aux_loss_scope: str = "batch"
+    router_z_loss_coef: float = 0.0
     router_bias_update_rate: float = 0.0
     replay_routing: bool = False
     frozen: Mapping[str, Mapping[str, Any]] | None = field(default=None, hash=False)
@@ -189,14 +190,14 @@ class MegatronConfig:
             if getattr(self, name) not in choices:
                 listed = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
                 raise ConfigError(f"MegatronConfig.{name} = {getattr(self, name)!r}: expected {listed}.")
-        switches = ("sequence_parallel", "strict_loading", "allow_unverified", "main_weights_in_fp32", "async_save")
+        switches = ("sequence_parallel", "strict_loading", "allow_unverified", "fp32_main_params", "async_save")
         offloads = ("offload_optimizer", "offload_activations")
-        for name in (*switches, *offloads, "verify_checksums", "replay_routing", "pack_activations"):
+        for name in (*switches, *offloads, "verify_checksums", "replay_routing", "shard_saved_activations"):
             value = getattr(self, name)
-            if not isinstance(value, bool) and (value is not None or name != "pack_activations"):
+            if not isinstance(value, bool) and (value is not None or name != "shard_saved_activations"):
                 raise ConfigError(f"MegatronConfig.{name} = {value!r}: expected True or False.")
-        if self.pack_activations and not self.sequence_parallel:
-            raise ConfigError("MegatronConfig.pack_activations = True: needs sequence_parallel=True.")
+        if self.shard_saved_activations and not self.sequence_parallel:
+            raise ConfigError("MegatronConfig.shard_saved_activations = True: needs sequence_parallel=True.")
         if self.offload_activations and self.recompute != "full":
             raise ConfigError("MegatronConfig.offload_activations = True: needs recompute='full'.")
         if self.mlp_chunk_size is not None and self.sequence_parallel:
@@ -208,7 +209,7 @@ class MegatronConfig:
             raise ConfigError(f"MegatronConfig.seed = {self.seed!r}: expected an integer.")
         if not isinstance(self.timeout, int | float) or not math.isfinite(self.timeout) or self.timeout <= 0:
             raise ConfigError(f"MegatronConfig.timeout = {self.timeout!r}: expected seconds, more than 0.")
-        for name in ("router_bias_update_rate", "router_z_loss"):
+        for name in ("router_bias_update_rate", "router_z_loss_coef"):
             rate = getattr(self, name)
             if isinstance(rate, bool) or not isinstance(rate, int | float) or not math.isfinite(rate) or rate < 0:
                 raise ConfigError(f"MegatronConfig.{name} = {rate!r}: expected a number of 0 or more.")
@@ -220,10 +221,10 @@ class MegatronConfig:
         self._check_partition()
         self._check_context()
         self._check_frozen()
-        whole = 1 if self.ep_size > 1 else self.tp_size
-        if self.etp_size not in (None, whole, self.tp_size):
+        unsharded = 1 if self.ep_size > 1 else self.tp_size
+        if self.etp_size not in (None, unsharded, self.tp_size):
             raise ConfigError(
-                f"MegatronConfig.etp_size = {self.etp_size}: expected {whole} or tp_size = {self.tp_size}"
+                f"MegatronConfig.etp_size = {self.etp_size}: expected {unsharded} or tp_size = {self.tp_size}"
                 + (", with ep_size = 1 the tp ranks split every expert." if self.ep_size == 1 else ".")
             )
         if self.dp_size is not None and self.dp_size % (copies := self.dp_replicate_size):
@@ -359,7 +360,7 @@ class MegatronConfig:
 
     def packs_activations(self, backend: str) -> bool:
         """Tells whether activations are packed where the tp ranks talk over this backend of torch.distributed."""
-        is_on = self.pack_activations
+        is_on = self.shard_saved_activations
         return self.sequence_parallel and backend != "gloo" if is_on is None else is_on
 
     def layout(self) -> str:

@@ -30,14 +30,14 @@ class CheckpointError(MegatronError):
     """Weights that are missing, surplus, mis-shaped or unsafe to read; one line, names from files without escapes."""
 
     def __init__(self, message: object = ""):
-        super().__init__(clean(str(message), _LONGEST))
+        super().__init__(sanitize(str(message), _LONGEST))
 
 
 class DataError(MegatronError):
     """Files of training data that are missing, damaged or of another kind, or an order that they do not give."""
 
     def __init__(self, message: object = ""):
-        super().__init__(clean(str(message), _LONGEST))
+        super().__init__(sanitize(str(message), _LONGEST))
 
 
 class NonFiniteGradientError(MegatronError):
@@ -68,7 +68,7 @@ __all__ = [
 _MOST = 200
 
 
-def clean(text: str, most: int = _MOST) -> str:
+def sanitize(text: str, most: int = _MOST) -> str:
     """Returns a text of at most `most` characters, in one line, with what cannot be printed spelled out."""
     cut = text[: most + 1]
     printable = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in cut)

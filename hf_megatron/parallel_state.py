@@ -14,11 +14,11 @@ from .compat.shared import Shared
 from .config import MegatronConfig
 from .core.axes import Axes
 from .core.mesh import ParallelMesh
-from .core.placement import ADAPTER, Claim, Placement
+from .core.placement import ADAPTER, ParameterSharding, Placement
 from .core.runtime import RUNTIME
 from .errors import ConfigError
 from .losses.batch_loss import BatchLoss
-from .models.layers import LayerRow
+from .models.layers import LayerSequence
 from .models.spec import ModelSpec
 
 _STATE = "_hf_megatron"
@@ -26,11 +26,11 @@ _AROUND = "_hf_megatron_around"
 _INNER = "_hf_megatron_inner"
 
 
-class StageCut(Protocol):
+class StagePartition(Protocol):
     """How a model was cut into pipeline stages."""
 
     @property
-    def layers(self) -> LayerRow:
+    def layers(self) -> LayerSequence:
         """The layers in the order in which they run."""
 
     @property
@@ -96,12 +96,12 @@ class DataParallelEngine(Protocol):
     def gradients_apart(self) -> AbstractContextManager[None]:
         """Has backwards inside leave no gradients behind, and reduce none."""
 
-    def whole_root(self) -> AbstractContextManager[None]:
+    def full_root(self) -> AbstractContextManager[None]:
         """Puts the weights around the layers together for what calls modules without gradients, in stage 3."""
 
 
 @dataclass(frozen=True)
-class BatchPart:
+class MicrobatchSpan:
     """The part of a batch that a pipeline computes.
 
     Attributes:
@@ -128,14 +128,14 @@ class ParallelState(Shared):
         cut, pipeline (*optional*): how the layers were cut into stages, and what runs them.
         leaving (`Callable`, *optional*): (hidden states where a pipeline stage ends, the name of their list of
             layers) -> what is sent on.
-        whole_between: where ranks have parts of hidden states between layers, the name of the list of these and what
-            hands a function of a loop whole ones; the outermost part of a sequence first.
+        full_sequence_fns: where ranks have parts of hidden states between layers, the name of the list of these and
+            what hands a function of a loop whole ones; the outermost part of a sequence first.
         names: in the whole model's state dict, in its order; empty where no other stage holds any.
         elsewhere: those of them that other stages hold, under the names of files too.
         patches (`ModelPatches`): what was replaced on the model itself.
         shared_apart: modules whose weights other ranks repeat than those of one batch, all of them alike.
         numbers_tokens: whether the call under way was given no positions of tokens.
-        known_rows (*optional*): what the host knows of the rows of the call under way.
+        packing_info (*optional*): what the host knows of the rows of the call under way.
         part (*optional*): of the batch of the call under way, where a pipeline computes it part by part.
         rearranged: split parameters that files hold in another arrangement, while weights are read.
         reading (*optional*): handle of the hook that has the loader take those for whole ones.
@@ -147,11 +147,11 @@ class ParallelState(Shared):
     config: MegatronConfig
     axes: Axes
     spec: ModelSpec
-    claims: dict[str, Claim]
+    claims: dict[str, ParameterSharding]
     placed: dict[str, Any] = field(default_factory=dict)
-    cut: StageCut | None = None
+    cut: StagePartition | None = None
     leaving: Callable[[Tensor, str], Tensor] | None = None
-    whole_between: list[tuple[str, Callable[[Any], Any]]] = field(default_factory=list)
+    full_sequence_fns: list[tuple[str, Callable[[Any], Any]]] = field(default_factory=list)
     names: tuple[str, ...] = ()
     elsewhere: frozenset[str] = frozenset()
     rearranged: frozenset[str] = frozenset()
@@ -161,19 +161,19 @@ class ParallelState(Shared):
     patches: ModelPatches = field(default_factory=ModelPatches)
     shared_apart: tuple[str, ...] = ()
     is_quantized: bool = False
-    media: frozenset[str] = frozenset({"videos", "sounds"})
+    modalities: frozenset[str] = frozenset({"videos", "sounds"})
     numbers_tokens: bool = False
-    known_rows: Any = None
-    part: BatchPart | None = None
+    packing_info: Any = None
+    part: MicrobatchSpan | None = None
     pipeline: Pipeline | None = None
     data_parallel: DataParallelEngine | None = None
     _mesh: ParallelMesh | None = None
 
     def __deepcopy__(self, memo: dict) -> "ParallelState":
-        twin = copy.copy(self)
-        memo[id(self)] = twin
-        twin.data_parallel = copy.deepcopy(self.data_parallel, memo)
-        return twin
+        tiny_model = copy.copy(self)
+        memo[id(self)] = tiny_model
+        tiny_model.data_parallel = copy.deepcopy(self.data_parallel, memo)
+        return tiny_model
 
     @property
     def mesh(self) -> ParallelMesh:
@@ -239,7 +239,7 @@ def share_state(wrapper: nn.Module, model: nn.Module, state: ParallelState) -> N
 
 def share_state_around(module: nn.Module, model: nn.Module, state: ParallelState) -> None:
     """Has a module around a laid out model, which may have adapters, tell its layout."""
-    share_state(module, laid_out_model(model), state)
+    share_state(module, unwrap_parallel_model(model), state)
     vars(module)[_AROUND] = model
 
 
@@ -248,7 +248,7 @@ def model_inside(module: nn.Module) -> Any:
     return vars(module).get(_AROUND, module)
 
 
-def laid_out_model(model: nn.Module) -> Any:
+def unwrap_parallel_model(model: nn.Module) -> Any:
     """Returns the model that was laid out, which may be inside of another module that tells its layout."""
     return vars(model).get(_INNER, model)
 
@@ -261,7 +261,7 @@ def _require_enabled(model: nn.Module, args: tuple) -> None:
         )
 
 
-def computes_again(state: "ParallelState | None") -> bool:
+def is_rerunning_step(state: "ParallelState | None") -> bool:
     """Tells whether what a model computes now is a step's again, of which nothing is to stay."""
     return state is not None and state.data_parallel is not None and state.data_parallel.is_rerun
 

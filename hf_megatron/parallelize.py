@@ -19,20 +19,20 @@ from .context_parallel import axis as context_parallel
 from .core.axes import Axes
 from .core.memory.training_kv_cache import leave_out_in_training, refuse_cache
 from .core.mesh import ParallelMesh
-from .core.off_stage import own_parameters
-from .core.placement import Claim, GradientRule, Placement, copies_of_model
+from .core.off_stage import local_named_parameters
+from .core.placement import GradientRule, ParameterSharding, Placement, copies_of_model
 from .data_parallel import axis as data_parallel
 from .data_parallel.batch_norm import BatchNormGuard
-from .data_parallel.dynamic_rope import LargestPosition
-from .data_parallel.packed_sequences import RowsOfCalls
+from .data_parallel.dynamic_rope import DynamicRopeSync
+from .data_parallel.packed_sequences import ForwardInputHook
 from .errors import ConfigError, UnsupportedError
 from .expert_parallel import axis as expert_parallel
 from .losses.inline_losses import LossHooks
 from .losses.token_loss import install_loss
-from .models.batch_coupling import why_rows_mix
-from .models.registry import own_spec, spec_for
+from .models.batch_coupling import batch_coupling_reason
+from .models.registry import registered_spec, spec_for
 from .models.spec import ModelSpec
-from .parallel_state import ParallelState, StageCut, attach_state, parallel_state
+from .parallel_state import ParallelState, StagePartition, attach_state, parallel_state
 from .pipeline_parallel import axis as pipeline_parallel
 from .tensor_parallel import axis as tensor_parallel
 
@@ -53,14 +53,14 @@ class ParallelAxis(Protocol):
 AXES: tuple[ParallelAxis, ...] = (data_parallel, tensor_parallel, expert_parallel, context_parallel, pipeline_parallel)
 
 
-class ParallelPlan(list[Claim]):
+class ParallelPlan(list[ParameterSharding]):
     """The claims of a model, one row per parameter; prints as a table.
 
     Attributes:
         cut (*optional*): the pipeline stages, where there are several.
     """
 
-    def __init__(self, claims: Iterable[Claim] = (), cut: StageCut | None = None):
+    def __init__(self, claims: Iterable[ParameterSharding] = (), cut: StagePartition | None = None):
         super().__init__(claims)
         self.cut = cut
 
@@ -82,21 +82,22 @@ def plan(model: Any, config: MegatronConfig, axes: Axes, *, is_quantized: bool =
     Args:
         is_quantized (`bool`): linears will hold codes, of which no rows are read apart.
     """
-    mixing = why_rows_mix(model.config)
+    mixing = batch_coupling_reason(model.config)
     if mixing is not None and max(axes.size("dp"), axes.size("pp")) > 1:
         raise UnsupportedError(
             f"{type(model).__name__} on ranks or stages that see parts of a batch: {mixing}. Load it with dp_size=1 "
             "and pp_size=1."
         )
-    if config.router_z_loss and not adds_router_loss(model):
+    if config.router_z_loss_coef and not adds_router_loss(model):
         raise ConfigError(
-            f"MegatronConfig.router_z_loss = {config.router_z_loss}: {type(model).__name__} adds no router loss to its "
+            f"MegatronConfig.router_z_loss_coef = {config.router_z_loss_coef}: {type(model).__name__} adds no router "
+            "loss to its "
             "own. Load it with output_router_logits=True if it has one, or leave it 0."
         )
     # Where modules stay whole no plan is asked: any architecture will do.
-    spec = spec_for(model) if axes.size("tp") > 1 else own_spec(model) or ModelSpec(model.config.model_type)
+    spec = spec_for(model) if axes.size("tp") > 1 else registered_spec(model) or ModelSpec(model.config.model_type)
     claims = {
-        name: Claim(name, tuple(parameter.shape), "replicated", Placement(), GradientRule())
+        name: ParameterSharding(name, tuple(parameter.shape), "replicated", Placement(), GradientRule())
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
     state = ParallelState(config, axes, spec, claims, is_quantized=is_quantized)
@@ -124,23 +125,23 @@ def install(model: Any) -> None:
         refuse_cache(model, state.spec.no_cache)
     for axis in AXES:
         axis.install(model, state)
-    _hand_whole_between_layers(model, state)
+    _wrap_between_layer_fns(model, state)
     assert state.data_parallel is not None
     state.data_parallel.on_stepped.append(state.loss.end_step)
-    RowsOfCalls(model, state).install(model)
-    LargestPosition(model, state).install(model)
+    ForwardInputHook(model, state).install(model)
+    DynamicRopeSync(model, state).install(model)
     BatchNormGuard(model, state).install(model)
 
 
-def _hand_whole_between_layers(model: nn.Module, state: ParallelState) -> None:
+def _wrap_between_layer_fns(model: nn.Module, state: ParallelState) -> None:
     """Has what a loop adds to hidden states between layers see whole ones."""
-    for layers in dict.fromkeys(name for name, _ in state.whole_between):
+    for layers in dict.fromkeys(name for name, _ in state.full_sequence_fns):
         owner = model.get_submodule(layers.rpartition(".")[0])
         if (function := function_between_layers(owner)) is None:
             continue
         name = function.__name__
-        for whole_for in (hand for other, hand in reversed(state.whole_between) if other == layers):
-            function = whole_for(function)
+        for on_full_sequence in (hand for other, hand in reversed(state.full_sequence_fns) if other == layers):
+            function = on_full_sequence(function)
         state.patches.replace(owner, name, function)
 
 
@@ -183,7 +184,7 @@ def parallel_plan(model: Any) -> ParallelPlan:
 
 def local_numel(model: nn.Module) -> int:
     """Counts the parameter entries this rank holds."""
-    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for _, p in own_parameters(model))
+    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for _, p in local_named_parameters(model))
 
 
 __all__ = [

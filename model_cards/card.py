@@ -17,7 +17,7 @@ from jinja2 import Template
 from ..core.io.safe_paths import replace_file
 from ..errors import ConfigError
 from .existing_card import CARD, PICTURE, stored_card, stored_file
-from .facts import CardFacts
+from .facts import CardData
 from .licenses import LICENSES
 from .loss_plot import can_draw, draw_losses
 from .sections import template_variables
@@ -37,7 +37,7 @@ _TRAINED = re.compile(r"^(Trained|Saved)\b", re.MULTILINE)
 _ABSOLUTE_PATH = re.compile(r"(?<![\w:/.~<*)\]-])/(?:[\w.@+-]+/)+[\w.@+-]*|(?<!\w)~/|\bfile://|\b[A-Za-z]:\\\w")
 
 
-def render(facts: CardFacts, picture: str | None = None) -> ModelCard:
+def render(facts: CardData, picture: str | None = None) -> ModelCard:
     """Renders the card of a model; `picture` is the file with the losses, relative to the card."""
     variables = {"marker": MARKER, "facts": facts, "picture": picture, **template_variables(facts)}
     return ModelCard(card_template().render(card_data=card_data(facts).to_yaml(), **variables))
@@ -50,7 +50,7 @@ def card_template() -> Template:
     return Template(_TEMPLATE.read_text(encoding="utf-8"))
 
 
-def card_data(facts: CardFacts) -> ModelCardData:
+def card_data(facts: CardData) -> ModelCardData:
     """Returns the metadata block, with the evaluation's results where dataset and task have names on the Hub."""
     results = []
     if facts.evaluation_dataset is not None and facts.pipeline_tag is not None:
@@ -121,7 +121,7 @@ def _read(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
-def write_card(directory: str | os.PathLike[str], facts: CardFacts) -> Path | None:
+def write_card(directory: str | os.PathLike[str], facts: CardData) -> Path | None:
     """Writes `README.md`, and `loss.png` where there are losses and matplotlib is installed.
 
     A card that somebody else wrote is kept. Each file appears when it is complete.
@@ -151,7 +151,7 @@ def write_card(directory: str | os.PathLike[str], facts: CardFacts) -> Path | No
     return folder / CARD
 
 
-def _with_files(facts: CardFacts, folder: Path) -> CardFacts:
+def _with_files(facts: CardData, folder: Path) -> CardData:
     """Fills in what the facts leave open about the folder's files."""
     files, tokenizer = facts.files, facts.tokenizer
     if files is None and (folder / "manifest.json").exists():
@@ -168,7 +168,7 @@ def is_own_card(directory: str | os.PathLike[str]) -> bool:
     return MARKER in stored_card(directory)
 
 
-def carry_card(source: str | os.PathLike[str], directory: str | os.PathLike[str], facts: CardFacts) -> Path | None:
+def carry_card(source: str | os.PathLike[str], directory: str | os.PathLike[str], facts: CardData) -> Path | None:
     """Takes along the card of a model whose files have become others, such as a sharded checkpoint's that was merged.
 
     A card of ours comes with its picture and says anew what the files are and how to load them; its training, losses
@@ -177,7 +177,7 @@ def carry_card(source: str | os.PathLike[str], directory: str | os.PathLike[str]
     Args:
         source (`str` or `Path`): the folder before.
         directory (`str` or `Path`): the folder now; a card that is there already is replaced if it is ours.
-        facts (`CardFacts`): of the files as they are now; a new card says nothing else.
+        facts (`CardData`): of the files as they are now; a new card says nothing else.
 
     Returns:
         `Path`: the card, or `None` where somebody else's was copied or kept.

@@ -37,7 +37,7 @@ class Parity:
 
 
 @dataclass(frozen=True)
-class CardFacts:
+class CardData:
     """Everything a card may say.
 
     Attributes:
@@ -127,10 +127,10 @@ def task_of(architecture: str | None) -> str | None:
     return next((task for task, classes in tasks.items() if architecture in classes.values()), None)
 
 
-def facts_of_config(config: Any, **known: Any) -> CardFacts:
+def facts_of_config(config: Any, **known: Any) -> CardData:
     """Gathers the facts of a model of which only the config is at hand, as in a conversion.
 
-    `known` are further fields of `CardFacts`; they win over what the config says.
+    `known` are further fields of `CardData`; they win over what the config says.
     """
     architecture = config.architectures[0] if len(config.architectures or ()) == 1 else None
     found = {
@@ -141,13 +141,13 @@ def facts_of_config(config: Any, **known: Any) -> CardFacts:
         "pipeline_tag": task_of(architecture),
         "versions": installed_versions(),
     }
-    return CardFacts(**(found | known))
+    return CardData(**(found | known))
 
 
-def facts_of_model(model: Any, **known: Any) -> CardFacts:
+def card_data_from_model(model: Any, **known: Any) -> CardData:
     """Gathers the facts of a model that is loaded, laid out over ranks or not; one rank alone may call it.
 
-    `known` are further fields of `CardFacts`; they win over what the model says.
+    `known` are further fields of `CardData`; they win over what the model says.
     """
     state = parallel_state(model)
     # FSDP2 puts a class of its own in front.
@@ -180,7 +180,7 @@ def _parameters(model: Any, state: ParallelState | None) -> int:
     return sum(math.prod(claim.shape) for name, claim in state.claims.items() if name not in tied)
 
 
-def facts_of_checkpoint(path: str | Path) -> CardFacts:
+def facts_of_checkpoint(path: str | Path) -> CardData:
     """Gathers the facts of a sharded checkpoint from its config, its manifest and, where Trainer wrote it, its log.
 
     Raises:
@@ -196,7 +196,7 @@ def facts_of_checkpoint(path: str | Path) -> CardFacts:
     parity = None
     if layout is not None and architecture is not None and model_type is not None:
         parity = recorded_parity(architecture, model_type, layout)
-    return CardFacts(
+    return CardData(
         architecture=architecture,
         model_type=model_type,
         dtype=config.get("dtype"),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import MegatronConfig
-from .facts import CardFacts
+from .facts import CardData
 from .training import curves
 
 MOST_ROWS = 50
@@ -42,7 +42,7 @@ def loss_table(log: tuple[Mapping[str, Any], ...]) -> tuple[list[str], list[list
     return ["step", *columns], [[str(step), *(column.get(step) for column in columns.values())] for step in steps]
 
 
-def template_variables(facts: CardFacts) -> dict[str, Any]:
+def template_variables(facts: CardData) -> dict[str, Any]:
     """Returns what the template reads beside the facts themselves."""
     layout = facts.layout
     changed = {

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..parallel_state import parallel_state
-from .facts import CardFacts, facts_of_model, installed_versions
+from .facts import CardData, card_data_from_model, installed_versions
 
 _HUB = "hf://datasets/"
 # What an evaluation logs beside its metrics.
@@ -15,13 +15,13 @@ _TIMES = ("runtime", "samples_per_second", "steps_per_second", "tokens_per_secon
 _FILE_BUILDERS = (None, "csv", "json", "pandas", "parquet", "text", "generator")
 
 
-def facts_of_trainer(trainer: Any, **known: Any) -> CardFacts:
+def facts_of_trainer(trainer: Any, **known: Any) -> CardData:
     """Gathers the facts of a Trainer and its model; one rank alone may call it, before, during and after training.
 
-    `known` are further fields of `CardFacts`; they win over what the trainer says.
+    `known` are further fields of `CardData`; they win over what the trainer says.
     """
     args, state = trainer.args, trainer.state
-    model = facts_of_model(trainer.model)
+    model = card_data_from_model(trainer.model)
     name = args.hub_model_id.split("/")[-1] if args.hub_model_id else os.path.basename(os.path.abspath(args.output_dir))
     metrics, step = _last_evaluation(trainer)
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
@@ -36,7 +36,7 @@ def facts_of_trainer(trainer: Any, **known: Any) -> CardFacts:
         "trainer": type(trainer).__name__,
         "steps": state.global_step,
         "epochs": state.epoch,
-        "batch_size": _rows_of_a_step(trainer),
+        "batch_size": _samples_per_step(trainer),
         "accumulation": args.gradient_accumulation_steps,
         "tokens": state.num_input_tokens_seen or None,
         "optimizer": None if optimizer is None else type(optimizer).__name__,
@@ -59,7 +59,7 @@ def facts_of_trainer(trainer: Any, **known: Any) -> CardFacts:
     return dataclasses.replace(model, **(found | known))
 
 
-def _rows_of_a_step(trainer: Any) -> int:
+def _samples_per_step(trainer: Any) -> int:
     """Counts the rows of one optimizer step on all ranks; ranks that work on one batch count once."""
     layout = parallel_state(trainer.model)
     ranks = trainer.args.world_size if layout is None else layout.mesh.dp_size

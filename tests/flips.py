@@ -26,7 +26,7 @@ from hf_megatron.errors import MegatronError
 from hf_megatron.models.fingerprint import describe_model
 from hf_megatron.models.verified import differences
 from hf_megatron.parallelize import plan
-from hf_megatron.testing.parity import build, check_twin, make_twin
+from hf_megatron.testing.parity import build, check_tiny_model, make_tiny_model
 from hf_megatron.testing.tiny_config import tiny_config
 
 TYPES = ("llama", "qwen2", "qwen3_moe", "gemma2", "mistral", "gpt2", "gpt_neox", "falcon", "opt", "stablelm")
@@ -101,15 +101,15 @@ def _judge(
 
 def _compare(tiny: PreTrainedConfig, field: str, value: Any, seed: int) -> dict[str, Any]:
     try:
-        twin = make_twin(tiny, changes={field: value}, microbatches=2, seed=seed)
+        tiny_model = make_tiny_model(tiny, changes={field: value}, microbatches=2, seed=seed)
     except Exception as error:  # noqa: BLE001 whatever a class raises
         return {"verdict": "cannot be built", "said": f"{type(error).__name__}: {error}"[:200]}
     try:
-        comparison = check_twin(twin, TP2)
+        comparison = check_tiny_model(tiny_model, TP2)
     except MegatronError as error:
         return {"verdict": "DIFFERS", "said": str(error)[-300:]}
     finally:
-        twin.delete()
+        tiny_model.delete()
     return {"verdict": "equal" if comparison.passed else "DIFFERS", "said": str(comparison.worst)}
 
 

@@ -97,10 +97,10 @@ class _AddLayout(ast.NodeTransformer):
         self.count += 1
 
 
-def program(script: Path, is_laid_out: bool):
+def program(script: Path, is_parallelized: bool):
     """The script as it is, or with the import and the argument."""
     tree = ast.parse(script.read_text(encoding="utf-8"))
-    if is_laid_out:
+    if is_parallelized:
         adding = _AddLayout()
         tree = adding.visit(tree)
         assert adding.count == 1, f"{script.name} loads {adding.count} models"
@@ -359,8 +359,8 @@ def main() -> None:
                 except Exception as error:  # noqa: BLE001 - a row of the table
                     print(f"| {name} | {text} | | | | | {type(error).__name__}: {str(error)[-600:]} |", flush=True)
                     continue
-                verdict = "equal" if worst <= LOSS and apart <= WEIGHTS else "DIFFERS"
-                print(f"| {name} | {text} | {count} | {worst:.1e} | {number} | {apart:.1e} | {verdict} |", flush=True)
+                judgment = "equal" if worst <= LOSS and apart <= WEIGHTS else "DIFFERS"
+                print(f"| {name} | {text} | {count} | {worst:.1e} | {number} | {apart:.1e} | {judgment} |", flush=True)
 
 
 def trl_script(name: str) -> Path:

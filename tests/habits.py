@@ -20,22 +20,22 @@ ALLOWED = ("equal", "refused", "raises alike")
 def run(layout: str, names: list[str] | None = None, timeout: float = 60.0) -> dict[str, dict]:
     """Runs habits on a layout: their verdicts and what these rest on."""
     from tests.fuzz.cases import simple_case
-    from tests.fuzz.patterns import HABITS
+    from tests.fuzz.patterns import LOOP_PATTERNS
     from tests.fuzz.runner import run_cases
 
-    wanted = list(HABITS) if names is None else names
-    models = {name: "mixtral" if "experts" in HABITS[name].needs else "llama" for name in wanted}
+    wanted = list(LOOP_PATTERNS) if names is None else names
+    models = {name: "mixtral" if "experts" in LOOP_PATTERNS[name].needs else "llama" for name in wanted}
     cases = [simple_case(layout, name, model) for name, model in models.items()]
     return {case["habits"][0]: result for case, result in run_cases(cases, timeout)}
 
 
 def recorded() -> dict[str, dict[str, list[str]]]:
-    """Habit -> layout -> verdict, and the message of a refusal."""
+    """LoopPattern -> layout -> verdict, and the message of a refusal."""
     return json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
 
 
 def record(layouts: tuple[str, ...] = LAYOUTS) -> None:
-    from tests.fuzz.patterns import HABITS
+    from tests.fuzz.patterns import LOOP_PATTERNS
 
     for layout in layouts:
         known = recorded()
@@ -45,7 +45,8 @@ def record(layouts: tuple[str, ...] = LAYOUTS) -> None:
             if result["verdict"] not in ALLOWED:
                 print(f"{layout:10} {name:26} {result['verdict']:15} {result['worst'][:150]}", flush=True)
         kept = {
-            name: {place: known[name][place] for place in LAYOUTS if place in known.get(name, {})} for name in HABITS
+            name: {place: known[name][place] for place in LAYOUTS if place in known.get(name, {})}
+            for name in LOOP_PATTERNS
         }
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in kept.items())
         DATA.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
@@ -53,20 +54,20 @@ def record(layouts: tuple[str, ...] = LAYOUTS) -> None:
 
 def table() -> str:
     """The habits and their verdicts in Markdown, then why some are refused."""
-    from tests.fuzz.patterns import HABITS
+    from tests.fuzz.patterns import LOOP_PATTERNS
 
     rows = recorded()
     headings = [HEADINGS.get(layout, layout) for layout in LAYOUTS]
     lines = [f"| a loop | {' | '.join(headings)} |", "|---" * (1 + len(LAYOUTS)) + "|"]
     reasons: dict[str, list[str]] = defaultdict(list)
-    for name, habit in HABITS.items():
+    for name, loop_pattern in LOOP_PATTERNS.items():
         cells = []
         for layout in LAYOUTS:
-            verdict, reason = rows[name].get(layout, ["-", ""])
-            cells.append(verdict if verdict in (*ALLOWED, "-") else f"**{verdict}**")
+            judgment, reason = rows[name].get(layout, ["-", ""])
+            cells.append(judgment if judgment in (*ALLOWED, "-") else f"**{judgment}**")
             if reason:
                 reasons[f"{name}: {reason.partition('. ')[0]}"].append(HEADINGS.get(layout, layout))
-        lines.append(f"| {habit.description} | {' | '.join(cells)} |")
+        lines.append(f"| {loop_pattern.description} | {' | '.join(cells)} |")
     refused = [f"- {', '.join(where)}: {reason}" for reason, where in reasons.items()]
     return "\n".join(lines) + "\n" + ("\nRefused:\n\n" + "\n".join(refused) + "\n" if refused else "")
 

@@ -98,11 +98,11 @@ def outcome(case: Case, made: Made, source: Path, target: Path) -> tuple[str, st
     except BaseException as error:  # noqa: BLE001 - what a user would see as a traceback
         return "raised", f"{type(error).__name__}: {error}"[:300] + traceback.format_exc()[-900:]
     found = written(target, case.to)
-    verdict, reason = judged(case, made, source, found)
-    if verdict in ("same", "followed") and "README.md" not in case.what:
+    judgment, reason = judged(case, made, source, found)
+    if judgment in ("same", "followed") and "README.md" not in case.what:
         untrue = untrue_beside(source, target, found)
-        return ("untrue", untrue) if untrue else (verdict, reason)
-    return verdict, reason
+        return ("untrue", untrue) if untrue else (judgment, reason)
+    return judgment, reason
 
 
 def judged(case: Case, made: Made, source: Path, found: Tensors) -> tuple[str, str]:
@@ -179,8 +179,8 @@ def in_a_fork(function: Callable[[], tuple[str, str]]) -> tuple[str, str]:
     os.waitpid(process, 0)
     signal.setitimer(signal.ITIMER_REAL, 0)
     if answer:
-        verdict, reason = json.loads(answer)
-        return verdict, reason
+        judgment, reason = json.loads(answer)
+        return judgment, reason
     seconds = time.monotonic() - began
     return ("hang", f"over {SECONDS:.0f} s") if seconds >= SECONDS else ("died", f"after {seconds:.1f} s")
 
@@ -189,18 +189,18 @@ def run_case(seed: int, number: int, sources: Mapping[str, Made], folder: Path) 
     """Returns a case, its verdict and the reason; `folder` is empty before and afterwards."""
     source, target = folder / "source", folder / "target"
     case = drawn(seed, number, sources, source)
-    verdict, reason = in_a_fork(lambda: outcome(case, sources[case.name], source, target))
-    if verdict == "hang":
+    judgment, reason = in_a_fork(lambda: outcome(case, sources[case.name], source, target))
+    if judgment == "hang":
         # Twice: a busy machine, and a fork of a process with threads, may stand still once.
         shutil.rmtree(target, ignore_errors=True)
-        verdict, reason = in_a_fork(lambda: outcome(case, sources[case.name], source, target))
+        judgment, reason = in_a_fork(lambda: outcome(case, sources[case.name], source, target))
     left = [path.name for path in folder.iterdir() if path.name not in ("source", "target")]
-    if left or (verdict == "refused" and target.exists()):
-        verdict, reason = "unclear", f"{left or target} was left behind"
+    if left or (judgment == "refused" and target.exists()):
+        judgment, reason = "unclear", f"{left or target} was left behind"
     for path in folder.iterdir():
         # What a killed conversion leaves is a lock too.
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return case, verdict, reason
+    return case, judgment, reason
 
 
 def run(seed: int, cases: int, log: Path, minutes: float) -> collections.Counter[str]:
@@ -217,13 +217,13 @@ def run(seed: int, cases: int, log: Path, minutes: float) -> collections.Counter
         for number in range(cases):
             if number in done or time.monotonic() > end:
                 continue
-            case, verdict, reason = run_case(seed, number, sources, folder)
-            counts[verdict] += 1
-            row = {"seed": seed, "number": number, "what": case.what, "verdict": verdict, "reason": reason}
+            case, judgment, reason = run_case(seed, number, sources, folder)
+            counts[judgment] += 1
+            row = {"seed": seed, "number": number, "what": case.what, "verdict": judgment, "reason": reason}
             file.write(json.dumps(row) + "\n")
             file.flush()
-            if verdict in FINDINGS:
-                print(f"case {number}: {case.what}: {verdict}: {reason}", flush=True)
+            if judgment in FINDINGS:
+                print(f"case {number}: {case.what}: {judgment}: {reason}", flush=True)
     return counts
 
 
@@ -235,8 +235,8 @@ def main() -> None:
     parser.add_argument("--resume", type=Path, required=True, metavar="LOG", help="one line of JSON for each case")
     given = parser.parse_args()
     counts = run(given.seed, given.cases, given.resume, given.minutes)
-    print(f"{counts.total()} cases: {', '.join(f'{count} {verdict}' for verdict, count in counts.most_common())}")
-    sys.exit(any(counts[verdict] for verdict in FINDINGS))
+    print(f"{counts.total()} cases: {', '.join(f'{count} {judgment}' for judgment, count in counts.most_common())}")
+    sys.exit(any(counts[judgment] for judgment in FINDINGS))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from hf_megatron.checkpoint.manifest import MANIFEST, Manifest, PieceEntry, TensorEntry
-from hf_megatron.checkpoint.tensor_chunks import Box
+from hf_megatron.checkpoint.manifest import MANIFEST, ChunkEntry, Manifest, TensorEntry
+from hf_megatron.checkpoint.tensor_chunks import TensorChunk
 from hf_megatron.conversion import convert
 from hf_megatron.conversion.dcp.store_writer import StoreWriter
 from hf_megatron.conversion.interfaces import TargetOptions
@@ -329,10 +329,10 @@ def _split_pieces(folder: Path) -> None:
         pieces = []
         for rank in range(2):
             rows = range(rank, entry.shape[0], 2)
-            boxes = tuple(Box((row, *[0] * (tensor.dim() - 1)), (1, *entry.shape[1:])) for row in rows)
+            boxes = tuple(TensorChunk((row, *[0] * (tensor.dim() - 1)), (1, *entry.shape[1:])) for row in rows)
             file = f"rank{rank}-{piece.file}"
             parts.setdefault(file, {})[piece.key] = tensor[rank::2].flatten().clone()
-            pieces.append(PieceEntry(file, piece.key, boxes))
+            pieces.append(ChunkEntry(file, piece.key, boxes))
         tensors[name] = TensorEntry(entry.shape, entry.dtype, tuple(pieces))
     for file in {piece.file for entry in manifest.tensors.values() for piece in entry.pieces}:
         (folder / file).unlink()

@@ -12,19 +12,21 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from hf_megatron.testing import parity
-from hf_megatron.testing.parity import Twin
+from hf_megatron.testing.parity import TinyModel
 
 
-def make_twin(config: PreTrainedConfig, **arguments: Any) -> Twin:
-    """`hf_megatron.testing.parity.make_twin`, or what it returned for these arguments; others read the same files."""
+def make_tiny_model(config: PreTrainedConfig, **arguments: Any) -> TinyModel:
+    """`hf_megatron.testing.parity.make_tiny_model`, or what it returned for these arguments; others read the same
+    files.
+    """
     key = json.dumps([type(config).__name__, config.to_dict(), arguments], sort_keys=True)
     file = Path(os.environ["SHARED_TWINS"], hashlib.sha256(key.encode()).hexdigest())
     with open(file.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not file.exists():
-            twin = parity.make_twin(config, **arguments)
-            twin.directory = Path(shutil.move(twin.directory, file.with_suffix(".model")))
+            tiny_model = parity.make_tiny_model(config, **arguments)
+            tiny_model.directory = Path(shutil.move(tiny_model.directory, file.with_suffix(".model")))
             partial = file.with_suffix(".partial")
-            partial.write_bytes(pickle.dumps(twin))
+            partial.write_bytes(pickle.dumps(tiny_model))
             partial.rename(file)
     return pickle.loads(file.read_bytes())

@@ -18,7 +18,7 @@ from trl.experimental import cpo, gkd, orpo
 from hf_megatron.core.fork_harness import run_ranks
 from tests.integration import test_trl
 from tests.integration.dp_training import ranks_of
-from tests.integration.test_trl import adapter, completions, laid_out_reference, layout, preferences, train
+from tests.integration.test_trl import adapter, completions, layout, parallelized_reference, preferences, train
 from tests.integration.test_trl_losses import conversations, tokenizer, unpaired
 from tests.integration.test_trl_online import RECORDED, REWARDS, prompts, save_experts
 
@@ -48,7 +48,12 @@ TRAINERS = {
     "Reward": (trl.RewardTrainer, trl.RewardConfig, preferences, {}),
     "ORPO": (orpo.ORPOTrainer, orpo.ORPOConfig, preferences, CHAT),
     "CPO": (cpo.CPOTrainer, cpo.CPOConfig, preferences, CHAT),
-    "GKD": (gkd.GKDTrainer, gkd.GKDConfig, conversations, CHAT | {"lmbda": 0.0, "teacher_model": laid_out_reference}),
+    "GKD": (
+        gkd.GKDTrainer,
+        gkd.GKDConfig,
+        conversations,
+        CHAT | {"lmbda": 0.0, "teacher_model": parallelized_reference},
+    ),
     "GRPO": (trl.GRPOTrainer, trl.GRPOConfig, prompts, GROUPS | {"beta": 0.1}),
     "GRPO of experts": (trl.GRPOTrainer, trl.GRPOConfig, prompts, GROUPS | {"beta": 0.1}),
     "RLOO": (trl.RLOOTrainer, trl.RLOOConfig, prompts, GROUPS),
@@ -56,7 +61,7 @@ TRAINERS = {
         trl.DistillationTrainer,
         trl.DistillationConfig,
         prompts,
-        GENERATES | {"teacher_model": laid_out_reference},
+        GENERATES | {"teacher_model": parallelized_reference},
     ),
 }
 
@@ -69,7 +74,7 @@ def run(name, text, has_adapter):
     if has_adapter:
         options |= {"peft_config": classifier if name == "Reward" else adapter, "learning_rate": 1e-3}
     elif name in ("DPO", "KTO"):
-        options["ref_model"] = laid_out_reference
+        options["ref_model"] = parallelized_reference
     if text is not None and "dp2" in text and "max_completion_length" in options:
         options |= RECORDED
     with tempfile.TemporaryDirectory() as folder:

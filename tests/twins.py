@@ -230,7 +230,7 @@ def config_of(case: str) -> Any:
     return AutoConfig.for_model(model_type, **copy.deepcopy(changes))
 
 
-def twin(case: str, dtype: torch.dtype = torch.float32) -> Any:
+def tiny_model(case: str, dtype: torch.dtype = torch.float32) -> Any:
     """A model whose norms and biases are no constants, so that one in another's place is seen."""
     torch.manual_seed(0)
     config = config_of(case)

@@ -137,12 +137,12 @@ def _read_bridge(folder: Path, targets: list[Target]) -> dict[str, LowRank]:
     for stored, entry in store.entries.items():
         if ".adapter." not in stored or stored.startswith("optimizer."):
             continue
-        whole = FRESH.empty(entry.shape, entry.dtype)
-        store.read_into(stored, [0] * whole.dim(), whole)
+        unsharded = FRESH.empty(entry.shape, entry.dtype)
+        store.read_into(stored, [0] * unsharded.dim(), unsharded)
         if _STACKED.fullmatch(stored) or not stored.startswith("decoder.layers."):
-            tensors[stored] = whole
+            tensors[stored] = unsharded
             continue
-        for layer, tensor in enumerate(whole):
+        for layer, tensor in enumerate(unsharded):
             tensors[stored.replace("decoder.layers.", f"decoder.layers.{layer}.", 1)] = tensor
     return to_peft(tensors, targets, scale)
 
@@ -150,7 +150,7 @@ def _read_bridge(folder: Path, targets: list[Target]) -> dict[str, LowRank]:
 def _write_bridge(output: Output, adapters: Mapping[str, LowRank], targets: list[Target], to: str) -> list[str]:
     tensors, rank, alpha = to_bridge(adapters, targets, fused=to == "bridge")
     folder = f"{folder_name(None)}/"
-    store, is_stacked = StoreWriter(output, folder), _layers_are_alike(tensors, targets)
+    store, is_stacked = StoreWriter(output, folder), _layers_are_identical(tensors, targets)
     layers = len({match[2] for target in targets if (match := _STACKED.fullmatch(target.megatron))})
     for name, tensor in tensors.items():
         match = _STACKED.fullmatch(name)
@@ -178,17 +178,17 @@ def _settings(
         for module in adapters.keys() & set(target.modules):
             is_part = to == "bridge_canonical" and len(target.modules) > 1
             wanted.add(PARTS[module.rpartition(".")[2]][1] if is_part else target.kind)
-    whole = int(alpha) if alpha == int(alpha) else alpha
+    unsharded = int(alpha) if alpha == int(alpha) else alpha
     return {
         "_target_": f"megatron.bridge.peft.{_CLASSES[to]}",
         "target_modules": sorted(wanted),
         "dim": rank,
-        "alpha": whole,
+        "alpha": unsharded,
         "dropout": 0.0,
     }
 
 
-def _layers_are_alike(tensors: Mapping[str, Tensor], targets: list[Target]) -> bool:
+def _layers_are_identical(tensors: Mapping[str, Tensor], targets: list[Target]) -> bool:
     """Tells whether every layer has the same tensors, which Megatron stacks then."""
     layers: dict[str, dict[str, torch.Size]] = {}
     for name, tensor in tensors.items():

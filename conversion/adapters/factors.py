@@ -88,28 +88,28 @@ def to_bridge(
         UnsupportedError: naming adapters of modules that are no such linears.
     """
     known = {module for target in targets for module in target.modules}
-    if foreign := sorted(adapters.keys() - known):
+    if untracked := sorted(adapters.keys() - known):
         raise UnsupportedError(
-            f"Megatron-Bridge has no adapters of {', '.join(foreign[:5])}: it adapts query, key, value and output "
+            f"Megatron-Bridge has no adapters of {', '.join(untracked[:5])}: it adapts query, key, value and output "
             "projections and dense MLPs. Merge the adapter, and convert the model."
         )
-    whole: dict[str, LowRank] = {}
+    unsharded: dict[str, LowRank] = {}
     for target in targets:
         parts = [adapters.get(module) for module in target.modules]
         if not any(parts):
             continue
         if len(parts) == 1 and parts[0] is not None:
-            whole[target.megatron] = parts[0]
+            unsharded[target.megatron] = parts[0]
         elif fused:
-            whole[target.megatron] = _fused(target, parts)
+            unsharded[target.megatron] = _fused(target, parts)
         else:
             for module, part in zip(target.modules, parts, strict=True):
                 if part is not None:
-                    whole[f"{target.megatron}\0{PARTS[module.rpartition('.')[2]][0]}"] = part
-    rank = max(adapter.rank for adapter in whole.values())
+                    unsharded[f"{target.megatron}\0{PARTS[module.rpartition('.')[2]][0]}"] = part
+    rank = max(adapter.rank for adapter in unsharded.values())
     scale = next(iter(adapters.values())).scale
     tensors = {}
-    for name, adapter in whole.items():
+    for name, adapter in unsharded.items():
         filled, prefix = adapter.filled(rank, scale), name.replace("\0", ".adapter.")
         prefix = prefix if "\0" in name else f"{prefix}.adapter"
         tensors[f"{prefix}.linear_in.weight"] = filled.a
@@ -168,10 +168,10 @@ def to_peft(tensors: Mapping[str, Tensor], targets: Sequence[Target], scale: flo
 
 def _places(target: Target, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str | None, str]]:
     """Yields where adapters of a linear may be: of one of its modules, or of all of them (`None`)."""
-    whole = f"{target.megatron}.adapter"
+    unsharded = f"{target.megatron}.adapter"
     if len(target.modules) == 1:
-        yield target.modules[0], whole
+        yield target.modules[0], unsharded
         return
-    yield None, whole
+    yield None, unsharded
     for module in target.modules:
-        yield module, f"{whole}.{PARTS[module.rpartition('.')[2]][0]}"
+        yield module, f"{unsharded}.{PARTS[module.rpartition('.')[2]][0]}"

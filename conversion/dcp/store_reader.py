@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checkpoint.tensor_chunks import Box
+from ...checkpoint.tensor_chunks import TensorChunk
 from ...core.io.random_access_file import DataFile
 from ...core.io.safe_paths import inside
 from ...core.io.safetensors import MOST_TENSORS
-from ...core.text import first_line
+from ...core.text import error_summary
 from ...errors import CheckpointError
 from ..chunks import Chunk, ChunkedTensors
 from ..torch_files.blob import Blob
@@ -113,7 +113,7 @@ class StoreReader(ChunkedTensors):
             paths = metadata.get("planner_data") or {}
             self.paths = {name: tuple(path) for name, path in paths.items() if name in items}
         except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
-            raise CheckpointError(f"{self._where} does not describe a checkpoint: {first_line(error)}.") from error
+            raise CheckpointError(f"{self._where} does not describe a checkpoint: {error_summary(error)}.") from error
         super().__init__(self._where, tensors)
         self.objects = frozenset(self._objects)
 
@@ -140,7 +140,7 @@ class StoreReader(ChunkedTensors):
 
     def _chunks(self, name: str, item: Record, places: Mapping[tuple[str, str | None], Place]) -> list[Chunk]:
         found = []
-        boxes = [Box(tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in item["chunks"]]
+        boxes = [TensorChunk(tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in item["chunks"]]
         for (offset, _), box in {(_spelled(box.offset), _spelled(box.shape)): box for box in boxes}.items():
             place = places[name, offset]
             if place.length < box.numel * _dtype(item).itemsize:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ...checkpoint.tensor_chunks import Box
+from ...checkpoint.tensor_chunks import TensorChunk
 from ...compat.torch_distributed import dcp_version
 from ...compat.torch_memory import storage_info
 from ...core.io.checksums import NewFile
@@ -94,7 +94,7 @@ class StoreWriter:
         """
         for name, item in self._items.items():
             if isinstance(item, TensorStorageMetadata):
-                check_cover(name, item.size, [Box(tuple(c.offsets), tuple(c.sizes)) for c in item.chunks])
+                check_cover(name, item.size, [TensorChunk(tuple(c.offsets), tuple(c.sizes)) for c in item.chunks])
         # Nothing of the machine: torch would say where the folder was.
         metadata = Metadata(dict(self._items), paths, self._places, StorageMeta(), dcp_version())
         self._output.add(f"{self._folder}{METADATA}", pickle.dumps(metadata, protocol=4))

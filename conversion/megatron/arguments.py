@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ...core.text import shown
+from ...core.text import safe_repr
 from ...errors import CheckpointError
 from ..torch_files.safe_pickle import Record
 
@@ -120,7 +120,7 @@ def stored_arguments(content: Mapping[Any, Any], where: object) -> dict[Any, Any
             return found.state
         if found.state is None and found.kind in _NAMESPACES:
             return {}
-    said = f"an object of {shown(found.kind)}" if isinstance(found, Record) else shown(found)
+    said = f"an object of {safe_repr(found.kind)}" if isinstance(found, Record) else safe_repr(found)
     raise CheckpointError(f"{where}: args is {said}: expected a namespace of Megatron-LM's arguments.")
 
 
@@ -148,8 +148,8 @@ def check_arguments(found: Mapping[str, Any], expected: Mapping[str, Any], where
         given = NEUTRAL.get(known) if given is None else given
         if (given is None or wanted is None) and known not in NEUTRAL:
             continue
-        if not _alike(known, given, wanted, found, expected):
-            different.append(f"{name} is {shown(given)}, and {shown(wanted)} by the config")
+        if not _is_identical(known, given, wanted, found, expected):
+            different.append(f"{name} is {safe_repr(given)}, and {safe_repr(wanted)} by the config")
     if different:
         more = f" and {len(different) - _MOST_SHOWN} more" if len(different) > _MOST_SHOWN else ""
         raise CheckpointError(
@@ -166,7 +166,8 @@ def notes_of_arguments(found: Mapping[str, Any]) -> tuple[str, ...]:
     if not found.get("num_experts") or not isinstance(factor, (int, float)) or factor < 0:
         return ()
     return (
-        f"the run dropped tokens beyond moe_expert_capacity_factor={shown(factor)} of each expert, where transformers "
+        f"the run dropped tokens beyond moe_expert_capacity_factor={safe_repr(factor)} of each expert, where "
+        f"transformers "
         "computes all of them",
     )
 
@@ -199,7 +200,7 @@ def _left_out(expected: Mapping[str, Any]) -> set[str]:
     return left_out
 
 
-def _alike(name: str, given: Any, wanted: Any, found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+def _is_identical(name: str, given: Any, wanted: Any, found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
     if name == "num_query_groups" and found.get("group_query_attention") is False:
         # Megatron-LM's default of one group is not used then.
         given = expected.get("num_attention_heads")

@@ -61,8 +61,8 @@ class TransformersView(Reader):
             for kind in kinds:
                 sources = self._present(kind, rule)
                 if sources is None:
-                    if rule.absent is not None and kind == WEIGHT:
-                        self._filled |= {Key(kind, name): rule.absent for name in rule.transformers}
+                    if rule.off_stage is not None and kind == WEIGHT:
+                        self._filled |= {Key(kind, name): rule.off_stage for name in rule.transformers}
                     continue
                 used.update(sources)
                 try:
@@ -78,9 +78,10 @@ class TransformersView(Reader):
         self.left_out = tuple(key.name for key in further if key.kind == WEIGHT)
         unknown = [str(key) for key in reader.entries if key not in used and not of_mtp(key.name)]
         if unknown:
-            shown = ", ".join(unknown[:50]) + (", ..." if len(unknown) > 50 else "")
+            listing = ", ".join(unknown[:50]) + (", ..." if len(unknown) > 50 else "")
             raise CheckpointError(
-                f"{where}: {len(unknown)} tensors have no counterpart in {type(architecture.model).__name__}: {shown}; "
+                f"{where}: {len(unknown)} tensors have no counterpart in {type(architecture.model).__name__}: "
+                f"{listing}; "
                 "see that the config is the one of this checkpoint."
             )
         dtypes = [entry.dtype for key, entry in entries.items() if key.kind == WEIGHT]
@@ -193,9 +194,10 @@ class Regrouping:
     def check(self, where: str) -> None:
         """Raises for tensors that are still waiting for others of their rule."""
         if self._waiting:
-            shown = ", ".join(map(str, list(self._waiting)[:20]))
+            listing = ", ".join(map(str, list(self._waiting)[:20]))
             raise CheckpointError(
-                f"{where}: {shown} become one tensor of Megatron with others that are not there; frozen weights have "
+                f"{where}: {listing} become one tensor of Megatron with others that are not there; frozen "
+                f"weights have "
                 "no moments."
             )
 

@@ -59,8 +59,8 @@ class Joined(Operation):
         return [memory.joined(tensors, self.dim)]
 
     def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
-        (whole,) = tensors
-        return [memory.contiguous(part) for part in whole.split(self.sizes, self.dim)]
+        (unsharded,) = tensors
+        return [memory.contiguous(part) for part in unsharded.split(self.sizes, self.dim)]
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ class Rule:
     transformers: tuple[str, ...]
     megatron: tuple[str, ...]
     operation: Operation = Same()
-    absent: float | None = None
+    off_stage: float | None = None
 
     @property
     def copied(self) -> bool:

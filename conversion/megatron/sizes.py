@@ -61,5 +61,5 @@ def _divisors(number: int) -> list[int]:
 
 
 def _unfit(what: str, field: str, size: int, fit: list[int]) -> CheckpointError:
-    shown = ", ".join(map(str, fit[:16])) + (", ..." if len(fit) > 16 else "")
-    return CheckpointError(f"{what} {field} {size}: sizes that fit are {shown}.")
+    listing = ", ".join(map(str, fit[:16])) + (", ..." if len(fit) > 16 else "")
+    return CheckpointError(f"{what} {field} {size}: sizes that fit are {listing}.")

@@ -21,13 +21,13 @@ class RankSplit:
     Args:
         dim: of the global tensor; tensors of experts have the experts as dimension 0.
         halves: with a gated activation, gate and up are split by themselves (`mlp.py`, `apply_swiglu_sharded_factory`).
-        whole_in_te: TransformerEngine's layers hold it whole on every rank, the local ones split it
+        replicated_in_te: TransformerEngine's layers hold it whole on every rank, the local ones split it
             (`transformer/multi_latent_attention.py`: `parallel_mode` "duplicated" of TELinear).
     """
 
     dim: int
     halves: bool = False
-    whole_in_te: bool = False
+    replicated_in_te: bool = False
 
     def of_expert(self) -> "RankSplit":
         """Returns the same for the tensor of a single expert."""
@@ -40,7 +40,7 @@ _IN_LAYER: tuple[tuple[str, RankSplit | None], ...] = (
     # transformer/attention.py: the rows of linear_qkv lie in groups, and are cut evenly even inside a group.
     (r"self_attention\.linear_qkv\.(weight|bias)", RankSplit(0)),
     (r"self_attention\.linear_(q_proj|q_up_proj|kv_up_proj)\.(weight|bias)", RankSplit(0)),
-    (r"self_attention\.linear_(q|kv)_down_proj\.weight", RankSplit(0, whole_in_te=True)),
+    (r"self_attention\.linear_(q|kv)_down_proj\.weight", RankSplit(0, replicated_in_te=True)),
     (r"self_attention\.linear_proj\.weight", RankSplit(1)),
     (r"self_attention\.linear_proj\.bias", None),
     # transformer/dot_product_attention.py, `softmax_offset`: one value per head.

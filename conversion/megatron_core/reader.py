@@ -15,7 +15,7 @@ from torch import Tensor
 from ...core.io.random_access_file import DataFile
 from ...core.io.safe_paths import is_file
 from ...core.io.safetensors import MOST_TENSORS, TensorMeta
-from ...core.text import first_line, shown
+from ...core.text import error_summary, safe_repr
 from ...errors import CheckpointError
 from ..dcp.store_reader import METADATA, StoreReader
 from ..interfaces import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, MegatronReader
@@ -130,8 +130,8 @@ class MegatronCoreReader(MegatronReader):
         """Orders the parts of a tensor: for each expert its halves or blocks, a single one where nothing is split."""
         experts = sorted({expert for expert, _ in found})
         halves = sorted({half for _, half in found})
-        whole = experts in ([-1], list(range(len(experts)))) and halves in ([-1], list(range(_parts_of(key.name))))
-        if not whole or len(found) != len(experts) * len(halves):
+        unsharded = experts in ([-1], list(range(len(experts)))) and halves in ([-1], list(range(_parts_of(key.name))))
+        if not unsharded or len(found) != len(experts) * len(halves):
             raise CheckpointError(f"{self.path}: parts of {key} are missing; there are {sorted(found)[:8]}.")
         return tuple(tuple(found[expert, half] for half in halves) for expert in experts)
 
@@ -188,7 +188,7 @@ def check_format(path: Path) -> None:
             backend, version = config["sharded_backend"], config.get("sharded_backend_version", 1)
             common = config.get("common_backend", "torch"), config.get("common_backend_version", 1)
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{file.path} does not describe a checkpoint: {first_line(error)}.") from error
+            raise CheckpointError(f"{file.path} does not describe a checkpoint: {error_summary(error)}.") from error
     if backend == "fsdp_dtensor":
         raise CheckpointError(
             f"{path} is in Megatron's fsdp_dtensor format: turn it into torch_dist with Megatron-LM's "
@@ -196,8 +196,8 @@ def check_format(path: Path) -> None:
         )
     if (backend, version, *common) != ("torch_dist", 1, "torch", 1):
         raise CheckpointError(
-            f"{path} is in the format {shown(backend)} {shown(version)} (common state: "
-            f"{' '.join(map(shown, common))}), expected torch_dist 1: load it with the Megatron that wrote it and "
+            f"{path} is in the format {safe_repr(backend)} {safe_repr(version)} (common state: "
+            f"{' '.join(map(safe_repr, common))}), expected torch_dist 1: load it with the Megatron that wrote it and "
             "save it with --ckpt-format torch_dist."
         )
 
@@ -208,7 +208,7 @@ def _refusal(
     """Says why moments are not read, if there are any."""
     states = optimizers_of(common)
     found = (state.get("param_state_sharding_type") for state in states)
-    kinds = {shown(kind) for kind in found if kind not in (None, "fully_reshardable")}
+    kinds = {safe_repr(kind) for kind in found if kind not in (None, "fully_reshardable")}
     hidden = [name for name in objects if _OF_OPTIMIZER.match(name)]
     if kinds or others or hidden:
         kind = ", ".join(sorted(kinds)[:_MOST_SHOWN]) or f"one with {(others or hidden)[0]}"

@@ -58,7 +58,7 @@ class MegatronCoreWriter(Writer):
         self._folder = f"{folder_name(iteration)}/"
         self._check_moments()
         self._stack_sizes: dict[str, int] = {}
-        self._stacked = self._layers_are_alike()
+        self._stacked = self._layers_are_identical()
         self._store = StoreWriter(output, self._folder)
 
     def _check_moments(self) -> None:
@@ -73,7 +73,7 @@ class MegatronCoreWriter(Writer):
                     f"{name}: an optimizer of Megatron has {', '.join(_MOMENTS)} of a weight, planned {sorted(found)}."
                 )
 
-    def _layers_are_alike(self) -> bool:
+    def _layers_are_identical(self) -> bool:
         """Checks whether Megatron stacks the layers of such a model (transformer/transformer_block.py)."""
         stacks: dict[str, dict[int, dict[str, TensorMeta]]] = {}
         for key, entry in self.plan.items():

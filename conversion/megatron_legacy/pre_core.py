@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ...core.io.buffer_pool import Memory
-from ...core.text import shown
+from ...core.text import safe_repr
 from ...errors import CheckpointError
 
 _VERSIONS = (0, 1, 2, 3)
@@ -68,7 +68,7 @@ def flattened(path: Path, model: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in _entries(path, model, "", _DEEPEST):
         if found.setdefault(name, value) is not value:
-            raise CheckpointError(f"{path} is refused: it has {shown(name)} twice.")
+            raise CheckpointError(f"{path} is refused: it has {safe_repr(name)} twice.")
     return found
 
 
@@ -101,11 +101,12 @@ def core_names(path: Path, tensors: Mapping[str, Any], block: str) -> dict[str, 
         core = _core_name(name, block)
         if core is None:
             raise CheckpointError(
-                f"{path}: {shown(name)} is no tensor of a GPT or BERT of Megatron-LM before Megatron-Core that can be "
+                f"{path}: {safe_repr(name)} is no tensor of a GPT or BERT of Megatron-LM before Megatron-Core that "
+                f"can be "
                 "converted."
             )
         if core in found:
-            raise CheckpointError(f"{path} is refused: it has {core} twice, once as {shown(name)}.")
+            raise CheckpointError(f"{path} is refused: it has {core} twice, once as {safe_repr(name)}.")
         found[core] = value
     return found
 
@@ -130,10 +131,13 @@ def check_version(path: Path, version: float, older: bool) -> None:
         CheckpointError: naming the file and its version.
     """
     if older and version not in _VERSIONS:
-        raise CheckpointError(f"{path}: checkpoint_version is {shown(version)}: expected one of 0, 1.0, 2.0 and 3.0.")
+        raise CheckpointError(
+            f"{path}: checkpoint_version is {safe_repr(version)}: expected one of 0, 1.0, 2.0 and 3.0."
+        )
     if not older and not version >= _GROUPED:
         raise CheckpointError(
-            f"{path}: checkpoint_version is {shown(version)}, and the names are Megatron-Core's, which has written 3.0 "
+            f"{path}: checkpoint_version is {safe_repr(version)}, and the names are Megatron-Core's, which has "
+            f"written 3.0 "
             "from the start: the order of query, key and value is not known."
         )
 

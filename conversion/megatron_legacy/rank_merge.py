@@ -17,7 +17,7 @@ from ..torch_files.torch_save import StoredTensor
 from .ranks import RankFile
 
 
-class RankPart(NamedTuple):
+class RankShard(NamedTuple):
     """A tensor in a rank's file; `expert` is the index and number of experts of one that holds several."""
 
     file: RankFile
@@ -52,8 +52,8 @@ class RankPart(NamedTuple):
         if self.expert is None:
             self.file.blob.read_into(self.stored, starts, out)
         else:
-            whole = self.file.blob.read(self.stored).T
-            out.copy_(whole[tuple(slice(s, s + length) for s, length in zip(starts, out.shape, strict=True))])
+            unsharded = self.file.blob.read(self.stored).T
+            out.copy_(unsharded[tuple(slice(s, s + length) for s, length in zip(starts, out.shape, strict=True))])
 
 
 @dataclass
@@ -68,8 +68,8 @@ class MergedTensor:
 
     split: RankSplit | None
     experts: bool
-    pieces: list[list[RankPart]]
-    copies: list[tuple[RankPart, RankPart]] = field(default_factory=list)
+    pieces: list[list[RankShard]]
+    copies: list[tuple[RankShard, RankShard]] = field(default_factory=list)
 
     def entry(self) -> TensorMeta:
         """Returns the global shape and dtype, which every rank's have to fit."""
@@ -105,7 +105,7 @@ class MergedTensor:
         return merged
 
 
-def _merge(target: Tensor, split: RankSplit | None, ranks: Sequence[RankPart], blocks: Sequence[int]) -> None:
+def _merge(target: Tensor, split: RankSplit | None, ranks: Sequence[RankShard], blocks: Sequence[int]) -> None:
     """Reads what each rank has to its place in the global tensor."""
     for rank, piece in enumerate(ranks):
         views = (target,) if split is None else rank_views(target, split, rank, len(ranks), blocks)
@@ -116,7 +116,7 @@ def _merge(target: Tensor, split: RankSplit | None, ranks: Sequence[RankPart], b
                 starts[split.dim] += view.shape[split.dim]
 
 
-def _equal(first: RankPart, second: RankPart) -> bool:
+def _equal(first: RankShard, second: RankShard) -> bool:
     """Compares bit for bit, so that NaN equals itself; a few rows at a time."""
     entry = first.entry()
     if entry != second.entry():

@@ -12,7 +12,7 @@ from ..megatron.names import EMBEDDING, LAYER, OUTPUT, canonical, expert_of, of_
 from ..megatron.splits import blocks_of, tensor_parallel_split
 from ..torch_files.torch_save import StoredTensor
 from .pre_core import grouped_by_head, tower_in_order
-from .rank_merge import MergedTensor, RankPart
+from .rank_merge import MergedTensor, RankShard
 from .ranks import Rank, RankFile, Ranks
 
 
@@ -112,11 +112,11 @@ class MegatronLegacyReader(MegatronReader):
             split = tensor_parallel_split(name)
         except CheckpointError as error:
             raise CheckpointError(f"{stage[min(stage)].path}: {error}") from error
-        if split is not None and split.whole_in_te and _is_whole(key, stage[min(stage)].chunks[chunk]):
+        if split is not None and split.replicated_in_te and _is_replicated(key, stage[min(stage)].chunks[chunk]):
             split = None
-        of_tp: dict[int, list[RankPart]] = {}
+        of_tp: dict[int, list[RankShard]] = {}
         for rank, file in sorted(stage.items()):
-            of_tp.setdefault(rank.tp, []).append(RankPart(file, chunk, key))
+            of_tp.setdefault(rank.tp, []).append(RankShard(file, chunk, key))
         copies = [(pieces[0], other) for pieces in of_tp.values() for other in pieces[1:]]
         firsts = [of_tp[tp][0] for tp in sorted(of_tp)]
         if split is None:
@@ -149,7 +149,7 @@ class MegatronLegacyReader(MegatronReader):
         for ep in range(self._ranks.sizes.ep):
             files = [file for rank, file in sorted(stage.items()) if rank.ep == ep]
             for key, expert in local:
-                pieces = [RankPart(file, chunk, key, expert) for file in files]
+                pieces = [RankShard(file, chunk, key, expert) for file in files]
                 if split is None or self._ranks.expert_tp == 1:
                     made.copies += [(pieces[0], other) for other in pieces[1:]]
                     pieces = pieces[:1]
@@ -200,7 +200,7 @@ def _global_name(key: str, offset: int) -> str:
     return f"{match[1]}{int(match[2]) + offset}.{rest}"
 
 
-def _is_whole(key: str, tensors: Mapping[str, StoredTensor]) -> bool:
+def _is_replicated(key: str, tensors: Mapping[str, StoredTensor]) -> bool:
     """Checks whether a rank has all of a down projection: then the up projection reads no more than it makes.
 
     That of keys and values makes the part that rotates besides.

@@ -52,10 +52,10 @@ class _Shard:
 
     def pieces(self, tensor: Tensor, size: int) -> tuple[Tensor, ...]:
         """Returns the bytes, as tensors `[rows, ...]` one after the other."""
-        whole = tensor if self.expert is None else tensor[self.expert]
+        unsharded = tensor if self.expert is None else tensor[self.expert]
         if self.split is None:
-            return (whole.contiguous(),)
-        views = rank_views(whole, self.split, self.tp, size, self.blocks)
+            return (unsharded.contiguous(),)
+        views = rank_views(unsharded, self.split, self.tp, size, self.blocks)
         if self.split.dim == 0:
             return tuple(view.contiguous() for view in views)
         return (torch.cat(views, self.split.dim),)
@@ -114,7 +114,7 @@ class MegatronLegacyWriter(Writer):
                 f"{key}: the legacy format is written without optimizer state; leave it out or write torch_dist."
             )
         split = tensor_parallel_split(key.name)
-        if split is not None and split.whole_in_te and not self._local:
+        if split is not None and split.replicated_in_te and not self._local:
             split = None
         size, experts = self._sizes.tp, EXPERTS in key.name
         if experts and self._expert_tp == 1:

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from ...checkpoint.packed_state import unpack
 from ...checkpoint.reader import Checkpoint
-from ...checkpoint.tensor_chunks import Box
+from ...checkpoint.tensor_chunks import TensorChunk
 from ...core.io.safe_paths import inside
 from ...core.io.safetensors import SafetensorsFile, TensorMeta
-from ...core.text import first_line
+from ...core.text import error_summary
 from ...errors import CheckpointError
 from ..architecture import Architecture
 from ..interfaces import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, OptimizerState, Reader
@@ -41,7 +41,7 @@ class ShardedReader(Reader):
             self.optimizer, self.optimizer_refusal = _optimizer(described, facts.get("converted"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
-                f"{path}: what its manifest says of the optimizer cannot be read: {first_line(error)}"
+                f"{path}: what its manifest says of the optimizer cannot be read: {error_summary(error)}"
             ) from error
         names = {Key(WEIGHT, name): name for name in self._checkpoint.names() if not name.startswith("optimizer/")}
         architecture.check((key.name for key in names), str(path))
@@ -66,14 +66,14 @@ class ShardedReader(Reader):
     def read(self, key: Key) -> Tensor:
         entry, name = self.entries[key], self._names[key]
         pieces = self._checkpoint.manifest.tensors[name].pieces
-        if pieces[0].boxes == (whole_box(entry),):
+        if pieces[0].boxes == (full_chunk(entry),):
             file, stored = self._file(pieces[0].file), pieces[0].key
             span = file.locations.get(stored)
             if span is None or (span.dtype, span.numel) != (entry.dtype, entry.numel):
                 raise CheckpointError(f"{file.path}: {stored!r} is not what the manifest says of {name}.")
             return file.read(stored, self.memory).view(entry.shape)
         out = self.memory.empty([entry.numel], entry.dtype)
-        self._checkpoint.read(name, [whole_box(entry)], out)
+        self._checkpoint.read(name, [full_chunk(entry)], out)
         self._checkpoint.forget()
         return out.view(entry.shape)
 
@@ -88,9 +88,9 @@ class ShardedReader(Reader):
             file.close()
 
 
-def whole_box(entry: TensorMeta) -> Box:
+def full_chunk(entry: TensorMeta) -> TensorChunk:
     """Returns the box that a whole tensor of any shape fills."""
-    return Box((0,) * len(entry.shape), entry.shape)
+    return TensorChunk((0,) * len(entry.shape), entry.shape)
 
 
 def _optimizer(described: list[dict[str, Any]], converted: Any) -> tuple[OptimizerState | None, str | None]:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checkpoint.manifest import MANIFEST, Manifest, PieceEntry, TensorEntry
+from ...checkpoint.manifest import MANIFEST, ChunkEntry, Manifest, TensorEntry
 from ...checkpoint.packed_state import pack
 from ...core.io.safetensors import SafetensorsWriter, TensorMeta
 from ..architecture import Architecture
 from ..interfaces import WEIGHT, Key, OptimizerState, Writer
 from ..output_folder import Output
-from .reader import whole_box
+from .reader import full_chunk
 
 
 def _is_plain(value: Any) -> bool:
@@ -71,7 +71,7 @@ class ShardedWriter(Writer):
         tensors = {}
         for key, entry in self.plan.items():
             name = key.name if key.kind == WEIGHT else f"optimizer/0/{key.kind}/{key.name}"
-            piece = PieceEntry(self._file_of[key], key.name, (whole_box(entry),))
+            piece = ChunkEntry(self._file_of[key], key.name, (full_chunk(entry),))
             tensors[name] = TensorEntry(entry.shape, entry.dtype, (piece,))
         manifest = Manifest(1, self._facts(), self._output.digests(), dict(sorted(tensors.items())))
         self._output.add(MANIFEST, json.dumps(manifest.to_dict(), separators=(",", ":")))

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checkpoint.tensor_chunks import Box
+from ...checkpoint.tensor_chunks import TensorChunk
 from ...core.io.random_access_file import DataFile, read_strided, row_major
 from ...core.io.safe_paths import inside
 from ...core.io.safetensors import Location, read_header, read_metadata
-from ...core.text import first_line, shown
+from ...core.text import error_summary, safe_repr
 from ...errors import CheckpointError
 from ..chunks import Chunk, ChunkedTensors
 from ..interfaces import same_bytes
@@ -47,10 +47,14 @@ class ShardFolder(ChunkedTensors):
             for name, span in read_header(file).items():
                 offset = offsets.get(name, (0,) * len(span.shape))
                 if len(offset) != len(span.shape) or dtypes.setdefault(name, span.dtype) != span.dtype:
-                    raise CheckpointError(f"{file}: {shown(name)} differs from other files in its dims or its dtype.")
+                    raise CheckpointError(
+                        f"{file}: {safe_repr(name)} differs from other files in its dims or its dtype."
+                    )
                 if not all(type(start) is int and start >= 0 for start in offset):
-                    raise CheckpointError(f"{file}: {shown(name)} begins at {shown(offset)} of the whole tensor.")
-                chunks.setdefault(name, []).append(Chunk(Box(offset, span.shape), ((file, span),)))
+                    raise CheckpointError(
+                        f"{file}: {safe_repr(name)} begins at {safe_repr(offset)} of the whole tensor."
+                    )
+                chunks.setdefault(name, []).append(Chunk(TensorChunk(offset, span.shape), ((file, span),)))
         # The format says nothing of global shapes: a tensor ends where its last chunk does.
         shapes = {
             name: tuple(
@@ -73,7 +77,7 @@ class ShardFolder(ChunkedTensors):
 
 def _once(chunks: Sequence[Chunk]) -> list[Chunk]:
     """Puts together where the same chunk is stored: tensors that are not distributed are in every file."""
-    places: dict[Box, list[tuple[Path, Location]]] = {}
+    places: dict[TensorChunk, list[tuple[Path, Location]]] = {}
     for chunk in chunks:
         places.setdefault(chunk.box, []).extend(chunk.place)
     return [Chunk(box, tuple(found)) for box, found in places.items()]
@@ -94,5 +98,5 @@ def _offsets(path: Path) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(entry["saved_offsets"]) for name, entry in table.items()}
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{path}: the header does not say where its tensors belong: {first_line(error)}."
+            f"{path}: the header does not say where its tensors belong: {error_summary(error)}."
         ) from error

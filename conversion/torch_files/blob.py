@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...core.io.random_access_file import DataFile, Window
 from ...core.io.safetensors import MOST_TENSORS
-from ...core.text import shown
+from ...core.text import safe_repr
 from ...errors import CheckpointError
 from .safe_pickle import unpickle
 from .torch_save import LARGEST_PICKLE, MEGATRON, OBJECTS, TENSORS, Saved, storage_of
@@ -66,12 +66,12 @@ class Blob(Saved):
                 raise ValueError("it is one of several parts")
             _check_entries(file.read(offset + self._end, length - self._end), len(infos))
         except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error, UnicodeError) as error:
-            raise CheckpointError(f"{self.where} is no file of torch.save: {shown(str(error))}") from error
+            raise CheckpointError(f"{self.where} is no file of torch.save: {safe_repr(str(error))}") from error
         self._records = {info.filename: info for info in infos}
         pickles = [name for name in self._records if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(self._records) != len(infos) or len(pickles) != 1:
             raise CheckpointError(
-                f"{self.where} is no file of torch.save: it has the records {shown(list(self._records))}."
+                f"{self.where} is no file of torch.save: it has the records {safe_repr(list(self._records))}."
             )
         self._root = pickles[0].removesuffix("data.pkl")
         self._check_directory(infos)
@@ -86,7 +86,7 @@ class Blob(Saved):
         """Checks that every record is plain bytes of this file, which no two share: their sizes sum up to no more."""
         end = 0
         for info in sorted(infos, key=lambda info: info.header_offset):
-            where = f"{self.where}: record {shown(info.filename)}"
+            where = f"{self.where}: record {safe_repr(info.filename)}"
             if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
                 raise CheckpointError(f"{where} is compressed.")
             if info.flag_bits & _ENCRYPTED or info.volume:
@@ -101,22 +101,24 @@ class Blob(Saved):
         """Finds where the bytes of a record begin in the file, and how many there are."""
         info = self._records.get(self._root + name)
         if info is None:
-            raise CheckpointError(f"{self.where}: there is no record {shown(name)}.")
+            raise CheckpointError(f"{self.where}: there is no record {safe_repr(name)}.")
         try:
             header = self.file.read(self._start + info.header_offset, _HEADER)
             named, extra = struct.unpack_from("<HH", header, 26)
             written = self.file.read(self._start + info.header_offset + _HEADER, named)
         except CheckpointError as error:
-            raise CheckpointError(f"{self.where}: record {shown(name)} is cut off.") from error
+            raise CheckpointError(f"{self.where}: record {safe_repr(name)} is cut off.") from error
         begin = info.header_offset + _HEADER + named + extra
         if header[:4] != b"PK\3\4" or written != info.filename.encode() or begin + info.file_size > self._end:
-            raise CheckpointError(f"{self.where}: record {shown(name)} is not where the directory says.")
+            raise CheckpointError(f"{self.where}: record {safe_repr(name)} is not where the directory says.")
         return self._start + begin, info.file_size
 
     def _record(self, name: str) -> bytes:
         begin, size = self._locate(name)
         if size > LARGEST_PICKLE:
-            raise CheckpointError(f"{self.where}: record {shown(name)} has {size} bytes, more than {LARGEST_PICKLE}.")
+            raise CheckpointError(
+                f"{self.where}: record {safe_repr(name)} has {size} bytes, more than {LARGEST_PICKLE}."
+            )
         content = self.file.read(begin, size)
         self._compare(name, content)
         return content
@@ -124,14 +126,16 @@ class Blob(Saved):
     def find(self, storage: str) -> tuple[int, int]:
         return self._locate(f"data/{storage}")
 
-    def compare(self, storage: str, whole: Tensor) -> None:
-        self._compare(f"data/{storage}", whole.view(-1).view(torch.uint8).numpy().data)
+    def compare(self, storage: str, unsharded: Tensor) -> None:
+        self._compare(f"data/{storage}", unsharded.view(-1).view(torch.uint8).numpy().data)
 
     def _compare(self, name: str, content: bytes | memoryview) -> None:
         """Compares a record with its checksum, where it has one: torch can leave them out."""
         expected = self._records[self._root + name].CRC
         if expected and zlib.crc32(content) != expected:
-            raise CheckpointError(f"{self.where}: record {shown(name)} has another checksum than it was written with.")
+            raise CheckpointError(
+                f"{self.where}: record {safe_repr(name)} has another checksum than it was written with."
+            )
 
 
 def _check_entries(directory: bytes, count: int) -> None:

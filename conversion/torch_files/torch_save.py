@@ -14,7 +14,7 @@ from torch import Tensor
 from ...core.io import safetensors
 from ...core.io.buffer_pool import FRESH, Memory
 from ...core.io.random_access_file import DataFile, read_strided, row_major
-from ...core.text import shown
+from ...core.text import safe_repr
 from ...errors import CheckpointError
 from .safe_pickle import Named, Names, enumeration_names, record_names
 
@@ -69,18 +69,22 @@ class StoredTensor:
 def _stored(storage: Any, offset: Any, shape: Any, stride: Any, dtype: Any, pending: Any = None) -> StoredTensor:
     """Checks that a view stays inside of its storage, and that no change of sign or conjugate is `pending`."""
     if pending:
-        raise ValueError(f"a tensor with {shown(pending)}: its entries are not those that are stored")
+        raise ValueError(f"a tensor with {safe_repr(pending)}: its entries are not those that are stored")
     kind, name, numel = storage
     numbers = (numel, offset, *shape, *stride)
     if not all(type(number) is int and number >= 0 for number in numbers) or len(shape) != len(stride):
-        raise ValueError(f"a tensor of shape {shown(shape)} with strides {shown(stride)} at {shown(offset)}")
+        raise ValueError(
+            f"a tensor of shape {safe_repr(shape)} with strides {safe_repr(stride)} at {safe_repr(offset)}"
+        )
     held = kind if kind is not None else torch.uint8
     dtype = kind if dtype is None else dtype
     if not isinstance(dtype, torch.dtype):
         raise ValueError("a tensor without a dtype")
     last = offset + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
     if 0 not in shape and (last + 1) * dtype.itemsize > numel * held.itemsize:
-        raise ValueError(f"a tensor of shape {shown(shape)} with strides {shown(stride)} leaves its storage of {numel}")
+        raise ValueError(
+            f"a tensor of shape {safe_repr(shape)} with strides {safe_repr(stride)} leaves its storage of {numel}"
+        )
     return StoredTensor(dtype, tuple(shape), tuple(stride), offset, name, numel * held.itemsize)
 
 
@@ -149,7 +153,7 @@ class Saved(ABC):
     def find(self, storage: str) -> tuple[int, int]:
         """Finds where the bytes of a storage begin in the file, and how many there are."""
 
-    def compare(self, storage: str, whole: Tensor) -> None:  # noqa: B027 - the older format has no checksums
+    def compare(self, storage: str, unsharded: Tensor) -> None:  # noqa: B027 - the older format has no checksums
         """Compares a whole storage, read into a tensor of any shape, with its checksum."""
 
     def tensor(self) -> StoredTensor:
@@ -161,7 +165,7 @@ class Saved(ABC):
     def _found(self, stored: StoredTensor) -> tuple[int, int]:
         begin, size = self.find(stored.storage)
         if size != stored.storage_nbytes:
-            raise CheckpointError(f"{self.where}: {size} bytes where a storage has {shown(stored.storage_nbytes)}.")
+            raise CheckpointError(f"{self.where}: {size} bytes where a storage has {safe_repr(stored.storage_nbytes)}.")
         return begin, size
 
     def read_into(self, stored: StoredTensor, starts: Sequence[int], out: Tensor) -> None:
@@ -181,7 +185,7 @@ class Saved(ABC):
         """Reads a whole tensor of any shape."""
         # What is claimed is there before memory is taken for it.
         if math.prod(stored.shape) * stored.dtype.itemsize > stored.storage_nbytes:
-            raise CheckpointError(f"{self.where}: {shown(stored.shape)} entries repeat those of a smaller storage.")
+            raise CheckpointError(f"{self.where}: {safe_repr(stored.shape)} entries repeat those of a smaller storage.")
         self._found(stored)
         out = memory.empty(stored.shape, stored.dtype)
         self.read_into(stored, [0] * len(stored.shape), out)

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from .discovery import LATEST
-from .tensor_chunks import Piece
+from .tensor_chunks import LocalChunk
 from .transaction import Transaction
 
 # Every tensor of the snapshot starts at a multiple of this, in bytes.
@@ -35,7 +35,7 @@ class AsyncSaver:
 
     def save(
         self,
-        pieces: Iterable[Piece],
+        pieces: Iterable[LocalChunk],
         target: str | Path,
         facts: Mapping[str, Any] | None = None,
         files: Mapping[str, bytes] | None = None,
@@ -46,7 +46,7 @@ class AsyncSaver:
         """Waits for the save before this one, copies the pieces, and returns while they are being written.
 
         Args:
-            pieces (`Iterable[Piece]`): this rank's; they may change as soon as this returns.
+            pieces (`Iterable[LocalChunk]`): this rank's; they may change as soon as this returns.
             target, facts, on_step, pointer: as for `Transaction`.
             files (`Mapping[str, bytes]`, *optional*): further small files of this rank, by their paths in the folder.
             after (`Callable[[], None]`, *optional*): called in the background once the checkpoint is complete.
@@ -55,7 +55,7 @@ class AsyncSaver:
             CheckpointError: when the save before this one failed; nothing new was started then.
         """
         self.wait()
-        snapshot: list[Piece] = []
+        snapshot: list[LocalChunk] = []
         failure: Exception | None = None
         try:
             snapshot = self._snapshot(list(pieces))
@@ -77,7 +77,7 @@ class AsyncSaver:
 
         self._running = self._thread.submit(run)
 
-    def _snapshot(self, pieces: list[Piece]) -> list[Piece]:
+    def _snapshot(self, pieces: list[LocalChunk]) -> list[LocalChunk]:
         """Copies into memory that is kept for the next save; fresh pages would cost as much as the copying."""
         offsets, size = [], 0
         for piece in pieces:
@@ -93,7 +93,7 @@ class AsyncSaver:
             end = offset + piece.data.numel() * piece.data.element_size()
             data = self._memory[offset:end].view(piece.data.dtype)
             data.copy_(piece.data.detach(), non_blocking=True)
-            copies.append(Piece(piece.name, piece.shape, piece.boxes, data))
+            copies.append(LocalChunk(piece.name, piece.shape, piece.boxes, data))
         for device in {piece.data.device for piece in pieces if piece.data.device.type == "cuda"}:
             torch.cuda.synchronize(device)
         return copies

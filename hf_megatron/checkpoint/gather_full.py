@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from ..compat.torch_dtensor import local_tensor
 from ..compat.transformers_loading import untied_state_dict
-from ..core.communication.rank_errors import agreed
+from ..core.communication.rank_errors import propagate_errors
 from ..core.mesh import ParallelMesh
-from ..core.off_stage import own_parameters, own_state_dict
+from ..core.off_stage import local_named_parameters, own_state_dict
 from ..core.placement import Placement
-from ..data_parallel.fsdp import whole_local
-from ..parallel_state import ParallelState, laid_out_model, parallel_state
+from ..data_parallel.fsdp import full_local
+from ..parallel_state import ParallelState, parallel_state, unwrap_parallel_model
 from .stage_consistency import OwnedTensor, check_copies, in_order, join_stages, tensors_of_all_stages, tied_weights
 
 
@@ -111,7 +111,7 @@ def gather_parameter(model: Any, name: str, value: Tensor, staging: Staging | No
     assert state is not None
     placement, local = state.placement(name), None
     if state.shards(name) and isinstance(value, DTensor):
-        local = whole_local(value, placement.local_shape(value.shape, state.axes), state.mesh, state.average(name))
+        local = full_local(value, placement.local_shape(value.shape, state.axes), state.mesh, state.average(name))
     if placement.split_over(state.axes).ranks(state.axes.world_rank)[0] != state.axes.ranks("stage")[0]:
         # Another group of ranks has all of it.
         return None
@@ -159,24 +159,24 @@ def full_state_dict(model: Any) -> dict[str, Tensor]:
     Raises:
         CheckpointError: pipeline stages hold different copies of a tied weight.
     """
-    state, inner = parallel_state(model), laid_out_model(model)
+    state, inner = parallel_state(model), unwrap_parallel_model(model)
     assert state is not None
     if inner is not model:
         prefix = next(name for name, module in model.named_modules() if module is inner)
         return {f"{prefix}.{name}": tensor for name, tensor in full_state_dict(inner).items()}
     check_copies(state, tied_weights(model))
     tensors = own_state_dict(model)
-    parameters = dict(own_parameters(model, remove_duplicate=False))
+    parameters = dict(local_named_parameters(model, remove_duplicate=False))
     names: dict[int, str] = {}
     first = {name: names.setdefault(id(parameters.get(name, tensor)), name) for name, tensor in tensors.items()}
     # The head's stage knows under which name its tied weight comes.
     first = join_stages(state, {name: other for name, other in first.items() if name != other})
-    whole = tensors_of_all_stages(state, {name: tensor for name, tensor in tensors.items() if name not in first})
-    fetched = ((name, fetch(model, state, name, entry, tensors.get(name))) for name, entry in whole.items())
+    unsharded = tensors_of_all_stages(state, {name: tensor for name, tensor in tensors.items() if name not in first})
+    fetched = ((name, fetch(model, state, name, entry, tensors.get(name))) for name, entry in unsharded.items())
     gathered = {name: full for name, full in fetched if full is not None}
     if not gathered:
         return {}
-    order = in_order(state, [*whole, *first]) if state.names else tensors
+    order = in_order(state, [*unsharded, *first]) if state.names else tensors
     return {name: gathered[first.get(name, name)] for name in order}
 
 
@@ -191,11 +191,11 @@ def stream_weights(model: Any) -> tuple[dict[str, OwnedTensor], Callable[[str], 
             tied one.
     """
     state = parallel_state(model)
-    with agreed("Saving"):
+    with propagate_errors("Saving"):
         tensors = untied_state_dict(model, own_state_dict(model))
     if state is None:
         described = {name: OwnedTensor(0, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         return described, lambda name: tensors[name].cpu()
     check_copies(state, tied_weights(model))
-    whole = tensors_of_all_stages(state, tensors)
-    return whole, lambda name: fetch(model, state, name, whole[name], tensors.get(name))
+    unsharded = tensors_of_all_stages(state, tensors)
+    return unsharded, lambda name: fetch(model, state, name, unsharded[name], tensors.get(name))

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..compat.torch_dtensor import dtensor_from_local
 from ..core.axes import Axes
-from ..core.placement import Claim, Placement
+from ..core.placement import ParameterSharding, Placement
 from ..parallel_state import ParallelState
 
 
@@ -66,7 +66,7 @@ def _initializer(model: Any, name: str) -> Any:
 
 def initialize(
     model: Any,
-    claims: Mapping[str, Claim],
+    claims: Mapping[str, ParameterSharding],
     names: set[str],
     *,
     seed: int,
@@ -120,10 +120,10 @@ def initialize_missing(model: Any, state: ParallelState, names: set[str]) -> Non
     """
     # The loader may take a tied weight for filled.
     tied = getattr(model, "all_tied_weights_keys", {})
-    whole = all(name in names or name in tied for name, _ in model.named_parameters(remove_duplicate=False))
+    unsharded = all(name in names or name in tied for name, _ in model.named_parameters(remove_duplicate=False))
     ranks: list[tuple[bool, bool]] = [(False, False)] * dist.get_world_size()
-    dist.all_gather_object(ranks, (bool(names), whole))
-    if all(whole for _, whole in ranks):
+    dist.all_gather_object(ranks, (bool(names), unsharded))
+    if all(unsharded for _, unsharded in ranks):
         seed, device = state.config.seed, state.mesh.device
         return initialize(model, state.claims, names, seed=seed, axes=state.axes, device=device)
     drawing = [rank for rank, (some, _) in enumerate(ranks) if some]

@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 from ..compat.torch_dtensor import local_tensor
 from ..core.axes import Axes
-from ..core.off_stage import own_parameters, own_state_dict
+from ..core.off_stage import local_named_parameters, own_state_dict
 from ..core.placement import Placement
 from ..core.quantized_weight import QuantizedWeight
 from ..data_parallel.buckets import owned_range
-from ..data_parallel.distributed_optimizer import Leaf
+from ..data_parallel.distributed_optimizer import MainParam
 from ..data_parallel.fsdp import owned_rows
 from ..parallel_state import ParallelState, parallel_state
 from .stage_consistency import is_owned, resharded
-from .tensor_chunks import Box, Piece, local_boxes
+from .tensor_chunks import LocalChunk, TensorChunk, local_boxes
 
 
 @dataclass(frozen=True)
-class Holding:
+class LocalShard:
     """The entries `[start, stop)` of a rank's flattened part of a global tensor.
 
     Attributes:
@@ -41,20 +41,20 @@ class Holding:
     holders: int
     index: int
 
-    def boxes(self) -> tuple[Box, ...]:
+    def boxes(self) -> tuple[TensorChunk, ...]:
         """Returns the boxes of all that is held."""
         return local_boxes(self.shape, self.placement, self.axes, self.start, self.stop)
 
-    def share(self, name: str, data: Tensor) -> Piece | None:
+    def share(self, name: str, data: Tensor) -> LocalChunk | None:
         """Returns this rank's share of the writing; `data` holds the entries, `(entries,)` or in their local shape."""
         first, last = owned_range(self.stop - self.start, self.holders, self.index)
         if first == last:
             return None
         boxes = local_boxes(self.shape, self.placement, self.axes, self.start + first, self.start + last)
-        return Piece(name, self.shape, boxes, data.detach().reshape(-1)[first:last])
+        return LocalChunk(name, self.shape, boxes, data.detach().reshape(-1)[first:last])
 
 
-def holding(state: ParallelState, name: str, shape: tuple[int, ...], *, is_moment: bool = False) -> Holding:
+def holding(state: ParallelState, name: str, shape: tuple[int, ...], *, is_moment: bool = False) -> LocalShard:
     """Returns what a rank holds of a weight or buffer, or of a moment of it; no process group is asked.
 
     Args:
@@ -80,18 +80,18 @@ def holding(state: ParallelState, name: str, shape: tuple[int, ...], *, is_momen
         # The ranks of the first stage count before those of the last.
         index += 0 if is_owned(state, name) else holders
         holders *= 2
-    return Holding(shape, placement, axes, start, stop, holders, index)
+    return LocalShard(shape, placement, axes, start, stop, holders, index)
 
 
-def parameter_holding(state: ParallelState | None, name: str, parameter: Tensor) -> Holding:
+def parameter_holding(state: ParallelState | None, name: str, parameter: Tensor) -> LocalShard:
     """Returns what a rank holds of a parameter of any shape, or of a buffer, which every rank has whole."""
     shape = tuple(parameter.shape)
     if state is None:
-        return Holding(shape, Placement(), Axes.of_sizes(0), 0, parameter.numel(), 1, 0)
+        return LocalShard(shape, Placement(), Axes.of_sizes(0), 0, parameter.numel(), 1, 0)
     return holding(state, name, shape)
 
 
-def leaf_holding(state: ParallelState | None, leaf: Leaf) -> Holding:
+def leaf_holding(state: ParallelState | None, leaf: MainParam) -> LocalShard:
     """Returns what a rank holds of an optimizer's leaf, and of moments of its shape."""
     if state is None or not leaf.flat:
         return parameter_holding(state, leaf.name, leaf.parameter)
@@ -100,12 +100,12 @@ def leaf_holding(state: ParallelState | None, leaf: Leaf) -> Holding:
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields parameters of any shape, a tied one under its first name, and the buffers of a model's state."""
-    yield from own_parameters(resharded(model))
+    yield from local_named_parameters(resharded(model))
     persistent = own_state_dict(model, keep_vars=True).keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
-def model_pieces(model: Any) -> Iterator[Piece]:
+def model_pieces(model: Any) -> Iterator[LocalChunk]:
     """Yields this rank's share of a model's weights."""
     state = parallel_state(model)
     for name, tensor in named_tensors(model):

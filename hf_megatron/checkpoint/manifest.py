@@ -21,7 +21,7 @@ from ..core.io.safe_paths import inside
 from ..core.io.safetensors import DTYPES
 from ..core.io.untrusted_json import read_small
 from ..errors import CheckpointError
-from .tensor_chunks import Box, check_boxes
+from .tensor_chunks import TensorChunk, check_boxes
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -35,12 +35,12 @@ _DTYPE_OF_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
 @dataclass(frozen=True)
-class PieceEntry:
+class ChunkEntry:
     """Which boxes of a tensor a file's flat tensor `key` holds."""
 
     file: str
     key: str
-    boxes: tuple[Box, ...]
+    boxes: tuple[TensorChunk, ...]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class TensorEntry:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[PieceEntry, ...]
+    pieces: tuple[ChunkEntry, ...]
 
 
 def library_versions() -> dict[str, str]:
@@ -182,19 +182,21 @@ class _Checker:
             entries = self.sizes[file] // _DTYPE_OF_NAME[dtype].itemsize
             boxes = self.decode_boxes(self.value(piece, "boxes", list), name, file, 0 in shape, entries)
             check_boxes(f"{self.where}: {name}", shape, boxes)
-            pieces.append(PieceEntry(file, key, boxes))
+            pieces.append(ChunkEntry(file, key, boxes))
         return TensorEntry(shape, _DTYPE_OF_NAME[dtype], tuple(pieces))
 
-    def decode_boxes(self, runs: list[Any], name: str, file: str, is_empty: bool, entries: int) -> tuple[Box, ...]:
+    def decode_boxes(
+        self, runs: list[Any], name: str, file: str, is_empty: bool, entries: int
+    ) -> tuple[TensorChunk, ...]:
         """Spells out the boxes of a tensor in a file that has room for so many entries."""
-        boxes: list[Box] = []
+        boxes: list[TensorChunk] = []
         for run in runs:
             repeat = self.value(run, "repeat", int) if "repeat" in self.table(run, f"{name}: a box") else 1
             corners = self.value(run, "offset", list), self.value(run, "shape", list)
             step = self.value(run, "step", list) if repeat != 1 else []
             steps = self.integers(step, f"{name}: step")
             pattern = [
-                Box(self.integers(offset, f"{name}: offset"), self.integers(shape, f"{name}: shape"))
+                TensorChunk(self.integers(offset, f"{name}: offset"), self.integers(shape, f"{name}: shape"))
                 for offset, shape in zip(*corners, strict=False)
             ]
             self.boxes += max(repeat, 1) * len(pattern)
@@ -224,11 +226,11 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def _shifted(box: Box, step: Sequence[int], times: int) -> Box:
-    return Box(tuple(start + times * by for start, by in zip(box.offset, step, strict=True)), box.shape)
+def _shifted(box: TensorChunk, step: Sequence[int], times: int) -> TensorChunk:
+    return TensorChunk(tuple(start + times * by for start, by in zip(box.offset, step, strict=True)), box.shape)
 
 
-def _encode_boxes(boxes: Sequence[Box]) -> list[dict[str, Any]]:
+def _encode_boxes(boxes: Sequence[TensorChunk]) -> list[dict[str, Any]]:
     """Groups boxes into runs; interleaved intervals, thousands of boxes, become one run that repeats."""
     runs: list[dict[str, Any]] = []
     begin = 0
@@ -246,7 +248,7 @@ def _encode_boxes(boxes: Sequence[Box]) -> list[dict[str, Any]]:
     return runs
 
 
-def _repeats(boxes: Sequence[Box], begin: int, period: int) -> tuple[int, tuple[int, ...]]:
+def _repeats(boxes: Sequence[TensorChunk], begin: int, period: int) -> tuple[int, tuple[int, ...]]:
     pattern = boxes[begin : begin + period]
     following = boxes[begin + period : begin + period + 1]
     step = tuple(b - a for a, b in zip(pattern[0].offset, following[0].offset, strict=True)) if following else ()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..compat.transformers_loading import conversion_groups, revert_conversion, untied_state_dict, without_progress_bars
-from ..core.communication.rank_errors import agreed
+from ..core.communication.rank_errors import propagate_errors
 from ..core.off_stage import own_state_dict
 from ..errors import UnsupportedError
 from ..parallel_state import ParallelState, parallel_state
@@ -25,18 +25,22 @@ from .weight_files import write_weights
 
 
 def _converted(
-    model: Any, state: ParallelState, tensors: Mapping[str, Tensor], whole: Mapping[str, OwnedTensor], keep_names: bool
+    model: Any,
+    state: ParallelState,
+    tensors: Mapping[str, Tensor],
+    unsharded: Mapping[str, OwnedTensor],
+    keep_names: bool,
 ) -> Iterator[dict[str, Tensor]]:
     """Yields full tensors under their file names, a group that is converted together at a time; empty off rank 0."""
-    groups = [[name] for name in whole] if keep_names else conversion_groups(model, list(whole))
+    groups = [[name] for name in unsharded] if keep_names else conversion_groups(model, list(unsharded))
     mesh, first = state.mesh, dist.get_rank() == 0
     gathers = mesh.axes.rank("stage") == 0
-    alone = [whole[group[0]] for group in groups if len(group) == 1]
+    alone = [unsharded[group[0]] for group in groups if len(group) == 1]
     sizes = [entry.nbytes for entry in alone if gathers and mesh.pp_rank in (0, entry.owner)]
     staging = Staging(max(sizes, default=0))
     for group in groups:
         place = staging if len(group) == 1 else None
-        gathered = {name: fetch(model, state, name, whole[name], tensors.get(name), place) for name in group}
+        gathered = {name: fetch(model, state, name, unsharded[name], tensors.get(name), place) for name in group}
         full = {name: tensor for name, tensor in gathered.items() if first and tensor is not None}
         yield full if keep_names or not first else revert_conversion(model, full)
 
@@ -54,12 +58,12 @@ def _given(model: Any, tensors: Mapping[str, Tensor], keep_names: bool) -> Itera
         yield full if keep_names else revert_conversion(model, full)
 
 
-def _is_whole(state_dict: Mapping[str, Any]) -> bool:
+def _is_replicated(state_dict: Mapping[str, Any]) -> bool:
     """Tells on every rank whether rank 0 was given whole tensors."""
     # An empty one would be a model without weights.
-    verdict = [bool(state_dict) and all(type(value) in (Tensor, torch.nn.Parameter) for value in state_dict.values())]
-    dist.broadcast_object_list(verdict, src=0)
-    return verdict[0]
+    judgment = [bool(state_dict) and all(type(value) in (Tensor, torch.nn.Parameter) for value in state_dict.values())]
+    dist.broadcast_object_list(judgment, src=0)
+    return judgment[0]
 
 
 def save_merged(
@@ -98,25 +102,25 @@ def save_merged(
         raise UnsupportedError(
             "save_pretrained(distributed_checkpoint=True): sharded checkpoints are not supported yet."
         )
-    if state_dict is not None and not _is_whole(state_dict):
+    if state_dict is not None and not _is_replicated(state_dict):
         raise UnsupportedError(
             "save_pretrained(state_dict=...) takes whole tensors on rank 0, as accelerator.get_state_dict(model) gives "
             "them; without it the weights are streamed from the ranks."
         )
     check_copies(state, tied_weights(model))
     directory = os.fspath(save_directory)
-    with agreed(f"Saving {directory}"):
+    with propagate_errors(f"Saving {directory}"):
         tensors = untied_state_dict(model, own_state_dict(model))
     # Stock writes config, generation config and custom code; an empty state dict leaves the weights to us.
     with without_progress_bars():
         original(model, directory, is_main_process=is_main_process, state_dict={}, variant=variant)
 
-    whole = tensors_of_all_stages(state, tensors)
-    planned: Mapping[str, Any] = whole
+    unsharded = tensors_of_all_stages(state, tensors)
+    planned: Mapping[str, Any] = unsharded
     if state_dict is None:
-        streamed = _converted(model, state, tensors, whole, not save_original_format)
+        streamed = _converted(model, state, tensors, unsharded, not save_original_format)
     else:
-        planned = _untied(state_dict, whole)
+        planned = _untied(state_dict, unsharded)
         streamed = _given(model, planned, not save_original_format)
     meta = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in planned.items()}
     writes = dist.get_rank() == 0 and is_main_process

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from ..compat.transformers_loading import without_output
 from ..core.io.safe_paths import is_file
 from ..core.io.safetensors import MOST_TENSORS
-from ..core.text import shown
+from ..core.text import safe_repr
 from ..errors import CheckpointError
 from .untrusted_config import CONFIG, read_config, reason
 
@@ -56,7 +56,7 @@ def meta_model_of(path: str | os.PathLike[str]) -> Any:
     is_one = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
     model_class = getattr(transformers, names[0], None) if is_one else None
     if not isinstance(model_class, type):
-        raise CheckpointError(f"{file} names the architectures {shown(names)}: expected one class of transformers.")
+        raise CheckpointError(f"{file} names the architectures {safe_repr(names)}: expected one class of transformers.")
     try:
         return meta_model(model_class, config)
     except Exception as error:  # noqa: BLE001 - a model class, of sizes that it was not made for

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..core.communication.rank_errors import raise_together, rank_and_size
+from ..core.communication.rank_errors import raise_on_all_ranks, rank_and_size
 from ..core.io.checksums import hash_file
 from ..core.io.safe_paths import inside
 from ..core.io.safetensors import MappedSafetensors
 from ..core.io.untrusted_json import LARGEST_JSON, read_small
 from ..errors import CheckpointError
-from .manifest import Manifest, PieceEntry, TensorEntry
-from .tensor_chunks import Box, check_boxes, copy_overlap, overlaps, uncovered
+from .manifest import ChunkEntry, Manifest, TensorEntry
+from .tensor_chunks import TensorChunk, check_boxes, copy_overlap, overlaps, uncovered
 
 # Names the files that `pull` left out on purpose, because no rank it pulled for needs them.
 PARTIAL = "partial.json"
@@ -42,10 +42,10 @@ class Checkpoint:
         self._shards: dict[str, MappedSafetensors] = {}
         left_out = read_partial(self.path)
         gone = [name for name in self.manifest.files if not (self.path / name).is_file()]
-        self.absent = left_out.intersection(gone)
+        self.off_stage = left_out.intersection(gone)
         if missing := [name for name in gone if name not in left_out]:
             raise CheckpointError(f"{self.path}: {len(missing)} files are missing: {', '.join(missing)}.")
-        present = ((name, entry.size) for name, entry in self.manifest.files.items() if name not in self.absent)
+        present = ((name, entry.size) for name, entry in self.manifest.files.items() if name not in self.off_stage)
         sizes = ((name, (self.path / name).stat().st_size, size) for name, size in present)
         wrong = [f"{name} has {found} bytes instead of {size}" for name, found, size in sizes if found != size]
         if wrong:
@@ -77,8 +77,8 @@ class Checkpoint:
         Raises:
             CheckpointError: naming the files that differ.
         """
-        present = [item for item in self.manifest.files.items() if item[0] not in self.absent]
-        if self.absent:
+        present = [item for item in self.manifest.files.items() if item[0] not in self.off_stage]
+        if self.off_stage:
             # Other ranks may have other files of it, in a folder of their own.
             rank, ranks = 0, 1
         # Largest first, so that the shares are of like size.
@@ -110,7 +110,7 @@ class Checkpoint:
                 raise CheckpointError(f"{self.path}: shapes differ: {'; '.join(differing)}.")
         return missing, unexpected
 
-    def check(self, name: str, shape: Sequence[int], dtype: torch.dtype, boxes: Sequence[Box]) -> None:
+    def check(self, name: str, shape: Sequence[int], dtype: torch.dtype, boxes: Sequence[TensorChunk]) -> None:
         """Raises `CheckpointError` unless `read` will succeed with a tensor of this global shape and dtype."""
         entry, where = self._tensor(name), f"{self.path}: {name}"
         if entry.shape != tuple(shape):
@@ -121,12 +121,12 @@ class Checkpoint:
         if lacking:
             raise CheckpointError(f"{where}: {lacking} entries are in no file of the checkpoint{self._where(entry)}.")
 
-    def _present(self, entry: TensorEntry) -> list[PieceEntry]:
-        return [piece for piece in entry.pieces if piece.file not in self.absent]
+    def _present(self, entry: TensorEntry) -> list[ChunkEntry]:
+        return [piece for piece in entry.pieces if piece.file not in self.off_stage]
 
     def _where(self, entry: TensorEntry) -> str:
         """Says, for an error, which files that were left out hold a tensor."""
-        files = sorted({piece.file for piece in entry.pieces} & self.absent)
+        files = sorted({piece.file for piece in entry.pieces} & self.off_stage)
         if not files:
             return ""
         return (
@@ -134,7 +134,7 @@ class Checkpoint:
             "run `hf-megatron pull` for this layout"
         )
 
-    def read(self, name: str, boxes: Sequence[Box], out: Tensor, cast: bool = False) -> None:
+    def read(self, name: str, boxes: Sequence[TensorChunk], out: Tensor, cast: bool = False) -> None:
         """Fills `out`, `(entries of the boxes,)`, with the row-major contents of the boxes one after another.
 
         Args:
@@ -169,7 +169,7 @@ class Checkpoint:
         for shard in self._shards.values():
             shard.forget()
 
-    def _contents(self, name: str, entry: TensorEntry, piece: PieceEntry) -> Tensor:
+    def _contents(self, name: str, entry: TensorEntry, piece: ChunkEntry) -> Tensor:
         shard = self._shards.get(piece.file)
         if shard is None:
             shard = self._shards[piece.file] = MappedSafetensors(inside(self.path, piece.file))
@@ -186,14 +186,14 @@ def read_partial(folder: Path) -> frozenset[str]:
     """Reads which files `pull` left out of a folder, none of a whole one; an unreadable note is a `CheckpointError`."""
     path = folder / PARTIAL
     try:
-        absent = json.loads(read_small(path, LARGEST_JSON))["absent"]
-        if not isinstance(absent, list) or not all(isinstance(name, str) for name in absent):
-            raise ValueError(f"'absent' is {str(absent)[:100]!r}, expected a list of names")
+        off_stage = json.loads(read_small(path, LARGEST_JSON))["absent"]
+        if not isinstance(off_stage, list) or not all(isinstance(name, str) for name in off_stage):
+            raise ValueError(f"'absent' is {str(off_stage)[:100]!r}, expected a list of names")
     except FileNotFoundError:
         return frozenset()
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: {error!r}; delete the folder and pull it again.") from error
-    return frozenset(absent)
+    return frozenset(off_stage)
 
 
 def open_checkpoint(path: str | Path, group: ProcessGroup | None = None, verify: bool = True) -> Checkpoint:
@@ -203,12 +203,12 @@ def open_checkpoint(path: str | Path, group: ProcessGroup | None = None, verify:
         checkpoint = Checkpoint(path)
     except (CheckpointError, OSError) as caught:
         error = caught
-    raise_together(error, group, f"Opening {path}")
+    raise_on_all_ranks(error, group, f"Opening {path}")
     assert checkpoint is not None
     if verify:
         try:
             checkpoint.verify(*rank_and_size(group))
         except (CheckpointError, OSError) as caught:
             error = caught
-        raise_together(error, group, f"Checking {path}")
+        raise_on_all_ranks(error, group, f"Checking {path}")
     return checkpoint

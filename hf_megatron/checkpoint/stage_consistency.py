@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..core.communication.rank_errors import gather, raise_together
+from ..core.communication.rank_errors import gather, raise_on_all_ranks
 from ..core.io.checksums import hash_tensor
-from ..core.off_stage import own_parameters
+from ..core.off_stage import local_named_parameters
 from ..errors import CheckpointError
 from ..parallel_state import ParallelState, parallel_state
 
@@ -52,8 +52,8 @@ def join_stages(state: ParallelState, own: Mapping[str, Any]) -> dict[str, Any]:
     """Joins what all stages say by name, in the order of the whole model; every rank calls it."""
     if state.cut is None:
         return dict(own)
-    whole = {name: value for part in of_all_stages(state, own) for name, value in part.items()}
-    return {name: whole[name] for name in in_order(state, whole)}
+    unsharded = {name: value for part in of_all_stages(state, own) for name, value in part.items()}
+    return {name: unsharded[name] for name in in_order(state, unsharded)}
 
 
 def of_all_stages(state: ParallelState, value: Any) -> list[Any]:
@@ -81,7 +81,7 @@ def tied_weights(model: Any) -> dict[str, Tensor]:
     assert state is not None
     if state.cut is None:
         return {}
-    held = dict(own_parameters(resharded(model)))
+    held = dict(local_named_parameters(resharded(model)))
     return {name: held[name] for name in state.cut.tied if name in held}
 
 
@@ -102,4 +102,4 @@ def check_copies(state: ParallelState, tensors: Mapping[str, Tensor]) -> None:
             f"{', '.join(differing[:5])}: the first and the last pipeline stage hold different copies, and "
             "neither is known to be right. Change tied weights on both, and modify gradients on all ranks alike."
         )
-    raise_together(error, None, "Saving")
+    raise_on_all_ranks(error, None, "Saving")

@@ -41,10 +41,10 @@ def check_loaded(model: Any, info: dict[str, Any], *, strict: bool) -> None:
     problems = []
     mismatched = info.get("mismatched_keys") or ()
     if mismatched:
-        shown = [
+        listing = [
             f"{name}: file {tuple(found)}, model {tuple(wanted)}" for name, found, wanted in sorted(mismatched)[:5]
         ]
-        problems.append(f"{len(mismatched)} mis-shaped ({'; '.join(shown)})")
+        problems.append(f"{len(mismatched)} mis-shaped ({'; '.join(listing)})")
     missing, surplus = set(info.get("missing_keys") or ()), set(info.get("unexpected_keys") or ())
     heads = _heads(model)
     if heads is not None and missing in (heads, heads | _pooler(model)):

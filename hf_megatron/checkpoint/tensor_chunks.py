@@ -23,7 +23,7 @@ _BATCH = 256
 
 
 @dataclass(frozen=True)
-class Box:
+class TensorChunk:
     """A box of a global tensor: where it starts and how far it reaches, one number per dim."""
 
     offset: tuple[int, ...]
@@ -35,7 +35,7 @@ class Box:
 
 
 @dataclass
-class Piece:
+class LocalChunk:
     """Some entries of a global tensor.
 
     Args:
@@ -50,7 +50,7 @@ class Piece:
 
     name: str
     shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    boxes: tuple[TensorChunk, ...]
     data: Tensor
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class Piece:
         _check_length(self.name, self.boxes, self.data)
 
 
-def check_boxes(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+def check_boxes(name: str, shape: Sequence[int], boxes: Sequence[TensorChunk]) -> None:
     """Raises `CheckpointError`, naming tensor and box, unless every box lies inside a tensor of this shape."""
     for box in boxes:
         inside = len(box.offset) == len(box.shape) == len(shape) and all(
@@ -73,7 +73,7 @@ def check_boxes(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
             )
 
 
-def _check_length(name: str, boxes: Sequence[Box], data: Tensor) -> None:
+def _check_length(name: str, boxes: Sequence[TensorChunk], data: Tensor) -> None:
     expected = sum(box.numel for box in boxes)
     if data.numel() != expected:
         raise CheckpointError(f"{name}: the boxes have {expected} entries and the data {data.numel()}.")
@@ -81,7 +81,7 @@ def _check_length(name: str, boxes: Sequence[Box], data: Tensor) -> None:
 
 def local_boxes(
     shape: Sequence[int], placement: Placement, axes: Axes, start: int = 0, stop: int | None = None
-) -> tuple[Box, ...]:
+) -> tuple[TensorChunk, ...]:
     """Returns the boxes that the entries `[start, stop)` of a rank's flattened shard fill in the global tensor.
 
     They come in the order of the entries. The shard is the placement's intervals joined along each split dim; a range
@@ -111,12 +111,12 @@ def _merged(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _flat_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+def _flat_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[TensorChunk]:
     """Cuts a range of flattened entries into boxes: a row's end, whole rows, a row's start, and so on inside."""
     if start >= stop:
         return
     if not shape:
-        yield Box((), ())
+        yield TensorChunk((), ())
         return
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row
@@ -125,17 +125,17 @@ def _flat_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
         return
     yield from _inside_row(shape, first - 1, start, first * row)
     if first < last:
-        yield Box((first,) + (0,) * (len(shape) - 1), (last - first,) + shape[1:])
+        yield TensorChunk((first,) + (0,) * (len(shape) - 1), (last - first,) + shape[1:])
     yield from _inside_row(shape, last, last * row, stop)
 
 
-def _inside_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
+def _inside_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[TensorChunk]:
     origin = index * math.prod(shape[1:])
     for box in _flat_range(shape[1:], start - origin, stop - origin):
-        yield Box((index, *box.offset), (1, *box.shape))
+        yield TensorChunk((index, *box.offset), (1, *box.shape))
 
 
-def _to_global(box: Box, dim: int, intervals: Sequence[tuple[int, int]]) -> Iterator[Box]:
+def _to_global(box: TensorChunk, dim: int, intervals: Sequence[tuple[int, int]]) -> Iterator[TensorChunk]:
     """Cuts a box of the shard at the borders of its intervals, and moves it to where they lie in the whole tensor."""
     parts, position = [], 0
     begin, end = box.offset[dim], box.offset[dim] + box.shape[dim]
@@ -146,21 +146,21 @@ def _to_global(box: Box, dim: int, intervals: Sequence[tuple[int, int]]) -> Iter
         position += last - first
     if len(parts) == 1:
         (moved, _), *_ = parts
-        yield Box((*box.offset[:dim], moved, *box.offset[dim + 1 :]), box.shape)
+        yield TensorChunk((*box.offset[:dim], moved, *box.offset[dim + 1 :]), box.shape)
         return
     # Several intervals alternate in memory for each index of the dims before the split one.
     leading = [range(at, at + length) for at, length in zip(box.offset[:dim], box.shape[:dim], strict=True)]
     for index in itertools.product(*leading):
         for moved, length in parts:
-            yield Box((*index, moved, *box.offset[dim + 1 :]), (1,) * dim + (length,) + box.shape[dim + 1 :])
+            yield TensorChunk((*index, moved, *box.offset[dim + 1 :]), (1,) * dim + (length,) + box.shape[dim + 1 :])
 
 
-def _corners(boxes: Sequence[Box]) -> tuple[numpy.ndarray, numpy.ndarray]:
+def _corners(boxes: Sequence[TensorChunk]) -> tuple[numpy.ndarray, numpy.ndarray]:
     low = numpy.array([box.offset for box in boxes], dtype=numpy.int64)
     return low, low + numpy.array([box.shape for box in boxes], dtype=numpy.int64)
 
 
-def overlaps(source: Sequence[Box], target: Sequence[Box]) -> list[tuple[int, int]]:
+def overlaps(source: Sequence[TensorChunk], target: Sequence[TensorChunk]) -> list[tuple[int, int]]:
     """Returns the pairs `(index in source, index in target)` of boxes that have entries in common."""
     if not source or not target:
         return []
@@ -180,7 +180,7 @@ def overlaps(source: Sequence[Box], target: Sequence[Box]) -> list[tuple[int, in
     return pairs
 
 
-def _common(box: Box, other: Box) -> tuple[slice, ...]:
+def _common(box: TensorChunk, other: TensorChunk) -> tuple[slice, ...]:
     """Returns where inside `box` the entries lie that it shares with `other`."""
     return tuple(
         slice(max(start, other_start) - start, min(start + length, other_start + other_length) - start)
@@ -190,13 +190,13 @@ def _common(box: Box, other: Box) -> tuple[slice, ...]:
     )
 
 
-def _views(boxes: Sequence[Box], data: Tensor) -> list[Tensor]:
+def _views(boxes: Sequence[TensorChunk], data: Tensor) -> list[Tensor]:
     ends = list(itertools.accumulate(box.numel for box in boxes))
     return [data[end - box.numel : end].view(box.shape) for box, end in zip(boxes, ends, strict=True)]
 
 
 def copy_overlap(
-    source_boxes: Sequence[Box], source_data: Tensor, target_boxes: Sequence[Box], target_data: Tensor
+    source_boxes: Sequence[TensorChunk], source_data: Tensor, target_boxes: Sequence[TensorChunk], target_data: Tensor
 ) -> int:
     """Copies every entry that both sides have and returns how many; the data are `(entries of the boxes,)`."""
     _check_length("source", source_boxes, source_data)
@@ -213,7 +213,7 @@ def copy_overlap(
     return copied
 
 
-def uncovered(sources: Sequence[Sequence[Box]], target_boxes: Sequence[Box]) -> int:
+def uncovered(sources: Sequence[Sequence[TensorChunk]], target_boxes: Sequence[TensorChunk]) -> int:
     """Counts the entries of the target that no source has; sources may overlap."""
     size = sum(box.numel for box in target_boxes)
     boxes = [box for source in sources for box in source]

@@ -19,41 +19,41 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..compat.torch_dtensor import local_tensor
-from ..core.communication.rank_errors import agreed
-from ..core.off_stage import is_absent
-from ..data_parallel.distributed_optimizer import Leaf, sharded
+from ..core.communication.rank_errors import propagate_errors
+from ..core.off_stage import is_off_stage
+from ..data_parallel.distributed_optimizer import MainParam, sharded
 from ..errors import CheckpointError
 from ..parallel_state import ParallelState, parallel_state
-from .local_shards import Holding, leaf_holding, model_pieces, named_tensors, parameter_holding
+from .local_shards import LocalShard, leaf_holding, model_pieces, named_tensors, parameter_holding
 from .packed_state import pack, unpack
 from .reader import Checkpoint
 from .stage_consistency import check_copies, in_order, join_stages, of_all_stages, resharded, tied_weights
 from .strict_loading import empty_in_huge_pages
-from .tensor_chunks import Piece
+from .tensor_chunks import LocalChunk
 
 MAIN_WEIGHT = "main_weight"
 
 
-def _leaves(model: Any, optimizer: torch.optim.Optimizer) -> list[Leaf]:
+def _leaves(model: Any, optimizer: torch.optim.Optimizer) -> list[MainParam]:
     """Returns the leaves of a prepared optimizer; of a stock one the parameters themselves."""
     prepared = sharded(optimizer)
     if prepared is not None:
         return prepared.leaves
     names = {id(parameter): name for name, parameter in resharded(model).named_parameters()}
     parameters = [parameter for group in _own_groups(optimizer) for parameter in group]
-    return [Leaf(names[id(p)], p, 0, local_tensor(p).numel(), p, False, False) for p in parameters]
+    return [MainParam(names[id(p)], p, 0, local_tensor(p).numel(), p, False, False) for p in parameters]
 
 
 def _own_groups(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
     """Lists the parameters of each group, of any shape, that this rank steps on."""
-    return [[p for p in group["params"] if not is_absent(p)] for group in optimizer.param_groups]
+    return [[p for p in group["params"] if not is_off_stage(p)] for group in optimizer.param_groups]
 
 
 def _key(number: int, key: str, name: str) -> str:
     return f"optimizer/{number}/{key}/{name}"
 
 
-def _moments(optimizer: torch.optim.Optimizer, leaf: Leaf) -> dict[str, Tensor]:
+def _moments(optimizer: torch.optim.Optimizer, leaf: MainParam) -> dict[str, Tensor]:
     """Returns the state of a leaf that has an entry for each of its own."""
     state = optimizer.state.get(leaf.tensor, {})
     size = local_tensor(leaf.tensor).numel()
@@ -64,18 +64,18 @@ def _moments(optimizer: torch.optim.Optimizer, leaf: Leaf) -> dict[str, Tensor]:
     }
 
 
-def _scalars(optimizer: torch.optim.Optimizer, leaf: Leaf) -> dict[str, Any]:
+def _scalars(optimizer: torch.optim.Optimizer, leaf: MainParam) -> dict[str, Any]:
     moments = _moments(optimizer, leaf)
     return {key: value for key, value in optimizer.state.get(leaf.tensor, {}).items() if key not in moments}
 
 
-def _stored(optimizer: torch.optim.Optimizer, leaf: Leaf) -> dict[str, Tensor]:
+def _stored(optimizer: torch.optim.Optimizer, leaf: MainParam) -> dict[str, Tensor]:
     """Returns the moments of a leaf, and its entries where they are more precise than the parameter's."""
     is_more_precise = leaf.separate and leaf.tensor.dtype != leaf.parameter.dtype
     return _moments(optimizer, leaf) | ({MAIN_WEIGHT: leaf.tensor} if is_more_precise else {})
 
 
-def optimizer_pieces(model: Any, optimizer: torch.optim.Optimizer, number: int) -> Iterator[Piece]:
+def optimizer_pieces(model: Any, optimizer: torch.optim.Optimizer, number: int) -> Iterator[LocalChunk]:
     """Yields this rank's share of an optimizer's moments and main weights."""
     state = parallel_state(model)
     for leaf in _leaves(model, optimizer):
@@ -86,7 +86,7 @@ def optimizer_pieces(model: Any, optimizer: torch.optim.Optimizer, number: int) 
                 yield piece
 
 
-def pieces(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Piece]:
+def pieces(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[LocalChunk]:
     """Yields all that this rank writes."""
     yield from model_pieces(model)
     for number, optimizer in enumerate(optimizers):
@@ -109,11 +109,11 @@ def facts(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, 
             parameter groups; or an optimizer's state cannot be read in another layout.
     """
     state = parallel_state(model)
-    with agreed("Saving"):
+    with propagate_errors("Saving"):
         described = [_describe(model, optimizer) for optimizer in optimizers]
     if state is not None and state.cut is not None:
         check_copies(state, _tied_tensors(model, state, optimizers))
-        described = _of_the_whole_model(state, described)
+        described = _from_full_model(state, described)
     skipped = 0 if state is None or state.data_parallel is None else state.data_parallel.skipped_steps
     return {
         "model": {"class": type(model).__name__.removeprefix("FSDP"), "model_type": model.config.model_type},
@@ -154,11 +154,11 @@ def _describe(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"class": type(optimizer).__name__, "groups": groups, "scalars": scalars, "moments": moments}
 
 
-def _of_the_whole_model(state: ParallelState, described: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _from_full_model(state: ParallelState, described: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Describes optimizers as one process would, from the descriptions of all stages."""
     parts = of_all_stages(state, described)
-    _check_alike(parts)
-    whole = []
+    _check_same_optimizers(parts)
+    unsharded = []
     for number, own in enumerate(described):
         stages = [part[number] for part in parts]
         groups = [
@@ -166,11 +166,11 @@ def _of_the_whole_model(state: ParallelState, described: list[dict[str, Any]]) -
             for index, group in enumerate(own["groups"])
         ]
         by_name = {key: join_stages(state, own[key]) for key in ("scalars", "moments")}
-        whole.append({"class": own["class"], "groups": groups, **by_name})
-    return whole
+        unsharded.append({"class": own["class"], "groups": groups, **by_name})
+    return unsharded
 
 
-def _check_alike(parts: list[list[dict[str, Any]]]) -> None:
+def _check_same_optimizers(parts: list[list[dict[str, Any]]]) -> None:
     """Raises unless the stages' optimizers differ in nothing but the parameters they hold."""
     outlines = [
         [(optimizer["class"], [group["hyperparameters"] for group in optimizer["groups"]]) for optimizer in part]
@@ -178,18 +178,21 @@ def _check_alike(parts: list[list[dict[str, Any]]]) -> None:
     ]
     for rank, outline in enumerate(outlines):
         if outline != outlines[0]:
-            shown = "; ".join(
+            listing = "; ".join(
                 f"pipeline rank {number}: " + ", ".join(f"{name} with {len(groups)} groups" for name, groups in other)
                 for number, other in ((0, outlines[0]), (rank, outline))
             )
             raise CheckpointError(
-                f"The optimizers differ between pipeline stages in their class, groups or hyperparameters ({shown}). "
+                f"The optimizers differ between pipeline stages in their class, groups or hyperparameters "
+                f"({listing}). "
                 "Make every stage the same groups in the same order, each with the parameters that this stage holds; "
                 "a group may be empty."
             )
 
 
-def _read(checkpoint: Checkpoint, name: str, holding: Holding, shape: torch.Size, old: Tensor | None = None) -> Tensor:
+def _read(
+    checkpoint: Checkpoint, name: str, holding: LocalShard, shape: torch.Size, old: Tensor | None = None
+) -> Tensor:
     """Reads the entries a rank holds into CPU memory: that of `old` where they fit it, else their own."""
     dtype, size = checkpoint.dtype(name), holding.stop - holding.start
     if old is None or (old.device.type, old.dtype, old.numel()) != ("cpu", dtype, size) or not old.is_contiguous():
@@ -216,7 +219,7 @@ def load_model(model: Any, checkpoint: Checkpoint, *, strict: bool = True) -> tu
     missing, surplus = sorted(tensors.keys() - set(found)), sorted(set(found) - tensors.keys())
     wanted = {name: tensors[name] for name in found if name in tensors}
     holdings = {name: parameter_holding(state, name, tensor) for name, tensor in wanted.items()}
-    with agreed(f"Loading {checkpoint.path}"):
+    with propagate_errors(f"Loading {checkpoint.path}"):
         if strict and (missing or surplus):
             raise CheckpointError(
                 f"{checkpoint.path} is not a checkpoint of this {type(model).__name__}: missing {missing[:5]}, surplus "
@@ -246,7 +249,7 @@ def load_optimizers(model: Any, optimizers: Sequence[torch.optim.Optimizer], che
             moments that no file has.
     """
     described = checkpoint.facts.get("optimizers", [])
-    with agreed(f"Loading {checkpoint.path}"):
+    with propagate_errors(f"Loading {checkpoint.path}"):
         if len(described) != len(optimizers):
             raise CheckpointError(
                 f"{checkpoint.path} holds the state of {len(described)} optimizer(s), this run has {len(optimizers)}."

@@ -17,15 +17,15 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..core.communication.rank_errors import gather, gather_on_first, raise_together, rank_and_size
+from ..core.communication.rank_errors import gather, gather_on_first, raise_on_all_ranks, rank_and_size
 from ..core.io.atomic_folder import StagedFolder, remove_folder
 from ..core.io.checksums import FileDigest, NewFile, hash_file
 from ..core.io.safe_paths import sync_directory, write_durably
 from ..core.io.safetensors import SafetensorsWriter, TensorMeta, widest_first
 from ..errors import CheckpointError
 from .discovery import LATEST, committed, pointed_at
-from .manifest import MANIFEST, Manifest, PieceEntry, TensorEntry
-from .tensor_chunks import Piece
+from .manifest import MANIFEST, ChunkEntry, Manifest, TensorEntry
+from .tensor_chunks import LocalChunk
 
 # Text that people edit: a changed card is no damage.
 CARD_FILES = ("README.md", "loss.png")
@@ -76,9 +76,9 @@ class Transaction:
 
         proposals = gather((str(self.target), uuid.uuid4().hex), group, self._doing)
         if any(path != str(self.target) for path, _ in proposals):
-            shown = ", ".join(f"rank {rank}: {path}" for rank, (path, _) in enumerate(proposals))
+            listing = ", ".join(f"rank {rank}: {path}" for rank, (path, _) in enumerate(proposals))
             self.finished = True
-            raise CheckpointError(f"The ranks want to save to different directories: {shown}.")
+            raise CheckpointError(f"The ranks want to save to different directories: {listing}.")
         self._stage = StagedFolder(self.target, proposals[0][1])
         self.directory = self._stage.path
         self._together(self._prepare if self.rank == 0 else None)
@@ -97,7 +97,7 @@ class Transaction:
 
     def _agree(self, error: BaseException | None) -> None:
         try:
-            raise_together(error, self.group, self._doing)
+            raise_on_all_ranks(error, self.group, self._doing)
         except CheckpointError:
             # Every rank has stopped writing. Where contact was lost one may still be at it, and the next save removes
             # what it leaves.
@@ -124,11 +124,11 @@ class Transaction:
         needed = sum(other for name, other in plans if name == socket.gethostname())
         self._together(lambda: self._stage.require_space(needed))
 
-    def write(self, pieces: Iterable[Piece], file: str | None = None) -> None:
+    def write(self, pieces: Iterable[LocalChunk], file: str | None = None) -> None:
         """Writes this rank's pieces to one file, from where they are: nothing is copied but what is on a device.
 
         Args:
-            pieces (`Iterable[Piece]`): each becomes a flat tensor of the file.
+            pieces (`Iterable[LocalChunk]`): each becomes a flat tensor of the file.
             file (`str`, *optional*): a file name of this rank's own; needed from the second call on.
 
         Raises:
@@ -144,7 +144,7 @@ class Transaction:
             while key in tensors or key == "__metadata__":
                 key += "+"
             tensors[key] = piece.data
-            entry = PieceEntry(name, key, piece.boxes)
+            entry = ChunkEntry(name, key, piece.boxes)
             entries.append((piece.name, piece.shape, TensorEntry(piece.shape, piece.data.dtype, (entry,))))
         path = self.directory / name
         try:

@@ -13,7 +13,7 @@ from ..compat.transformers_loading import without_output
 from ..compat.transformers_models import rope_types
 from ..core.io.safe_paths import inside
 from ..core.io.untrusted_json import read_json_table
-from ..core.text import first_line, shown
+from ..core.text import error_summary, safe_repr
 from ..errors import CheckpointError
 
 CONFIG = "config.json"
@@ -58,7 +58,7 @@ def read_config(path: str | os.PathLike[str]) -> Any:
 
 def reason(table: Mapping[str, Any], error: Exception) -> str:
     """Says what in a config led to an error: the setting, where it is one whose errors do not name it."""
-    return next(_impossible(table), first_line(error))
+    return next(_impossible(table), error_summary(error))
 
 
 def settings(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -79,7 +79,8 @@ def _refused(table: Mapping[str, Any], known: Any) -> Iterator[str]:
     kind = table.get("model_type")
     if table.get("auto_map") and not (isinstance(kind, str) and kind in known):
         yield (
-            f"auto_map names code of its own for model_type {shown(kind)}, which is not run: expected a model type of "
+            f"auto_map names code of its own for model_type {safe_repr(kind)}, which is not run: expected a model "
+            f"type of "
             "transformers"
         )
     if table.get("configuration_files"):
@@ -88,16 +89,17 @@ def _refused(table: Mapping[str, Any], known: Any) -> Iterator[str]:
         key = name.rpartition(".")[2]
         most = _MOST_ENTRIES.get(type(value))
         if most is not None and len(value) > most:
-            yield f"{shown(name)} has {len(value)} entries: no more than {most} are read"
+            yield f"{safe_repr(name)} has {len(value)} entries: no more than {most} are read"
         elif isinstance(value, str) and _IMPLEMENTATION.search(name) and "/" in value:
             # One of the Hub's kernels would be fetched and run.
-            yield f"{shown(name)} is {shown(value)}, code of the Hub, which is not run: expected a name such as 'sdpa'"
+            yield f"{safe_repr(name)} is {safe_repr(value)}, code of the Hub, which is not run: expected a name "
+            "such as 'sdpa'"
         elif type(value) is int:
             if not value and key in _WIDTHS:
-                yield f"{shown(name)} is 0: expected 1 or more"
+                yield f"{safe_repr(name)} is 0: expected 1 or more"
             for pattern, most in _MOST.items():
                 if value > most and pattern.search(key):
-                    yield f"{shown(name)} is {shown(value)}, more than {most}"
+                    yield f"{safe_repr(name)} is {safe_repr(value)}, more than {most}"
 
 
 def _impossible(table: Mapping[str, Any]) -> Iterator[str]:
@@ -107,18 +109,18 @@ def _impossible(table: Mapping[str, Any]) -> Iterator[str]:
         if key in ("dtype", "torch_dtype") and value is not None:
             named = getattr(torch, str(value).removeprefix("torch."), None)
             if not isinstance(value, str) or not isinstance(named, torch.dtype):
-                yield f"{shown(name)} is {shown(value)}: expected a type of torch, such as 'bfloat16'"
+                yield f"{safe_repr(name)} is {safe_repr(value)}: expected a type of torch, such as 'bfloat16'"
         elif key == "rope_type" and not (isinstance(value, str) and value in rope_types()):
-            yield f"{shown(name)} is {shown(value)}: expected {', '.join(sorted(rope_types()))}"
+            yield f"{safe_repr(name)} is {safe_repr(value)}: expected {', '.join(sorted(rope_types()))}"
         elif isinstance(value, int) and value < 0 and _SIZE.search(key):
-            yield f"{shown(name)} is {shown(value)}: expected a size"
+            yield f"{safe_repr(name)} is {safe_repr(value)}: expected a size"
         elif not isinstance(value, (int, float, type(None))) and _NUMBER.search(key):
             kind = "the text " if isinstance(value, str) else ""
-            yield f"{shown(name)} is {kind}{shown(value)}: expected a number"
+            yield f"{safe_repr(name)} is {kind}{safe_repr(value)}: expected a number"
 
 
 def _without_number(table: Mapping[str, Any]) -> Iterator[str]:
     """Yields the names of settings that are NaN."""
     for name, value in settings(table):
         if isinstance(value, float) and math.isnan(value):
-            yield shown(name)
+            yield safe_repr(name)

@@ -16,7 +16,7 @@ def _mixed_class(mixin: Any, base: Any) -> type[nn.Module]:
     return made
 
 
-def stand_around(module: nn.Module, mixin: type, **attributes: Any) -> None:
+def mix_into(module: nn.Module, mixin: type, **attributes: Any) -> None:
     """Puts a mixin in front of a module's class; what it keeps stays out of the module's own names."""
     module.__class__ = _mixed_class(mixin, type(module))  # type: ignore[arg-type]
     for name, value in attributes.items():

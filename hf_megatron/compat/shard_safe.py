@@ -10,7 +10,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _MARK, _LAST = "_hf_megatron_works_on_parts", "_hf_megatron_comes_last"
 
 
-def works_on_parts(function: F) -> F:
+def shard_safe(function: F) -> F:
     """Says that what a function makes of a part of a tensor is that part of what it makes of the whole; a decorator.
 
     Of a laid out model it is then given what this rank has: inside of attention heads, inside of an MLP features, with
@@ -24,13 +24,13 @@ def works_on_parts(function: F) -> F:
     return function
 
 
-def comes_last(function: F) -> F:
+def runs_last(function: F) -> F:
     """Says that a forward hook looks at what all others have made of an output, and works on parts; a decorator."""
     setattr(function, _LAST, True)
-    return works_on_parts(function)
+    return shard_safe(function)
 
 
-def is_to_come_last(function: Any) -> bool:
+def should_run_last(function: Any) -> bool:
     """Tells whether a hook was said to come behind those of users."""
     return getattr(function, _LAST, False)
 

@@ -142,13 +142,13 @@ class _Through:
         """Puts a function in the place of what is there."""
         original = getattr(self.owner, self.name)
 
-        def stand_in(own: Any, *args: Any, **kwargs: Any) -> Any:
+        def grad_proxy(own: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.is_active:
                 return original(own, *args, **kwargs)
             return function(lambda: original(own, *args, **kwargs), own, self.name, args)
 
-        vars(stand_in)[_THROUGH] = self
-        setattr(self.owner, self.name, stand_in)
+        vars(grad_proxy)[_THROUGH] = self
+        setattr(self.owner, self.name, grad_proxy)
 
     def remove(self) -> None:
         """Takes it away, and what has ended below it."""

@@ -98,7 +98,7 @@ def place_in_run(sharding: Any, source: Any, index: int) -> int | None:
     return index
 
 
-def take_whole(sharding: Any, parameter: DTensor) -> None:
+def accept_full(sharding: Any, parameter: DTensor) -> None:
     """Has transformers' loader read a parameter without dims `[]` whole, whose first dim it asks for (5.23).
 
     Args:
@@ -122,11 +122,11 @@ def dtensor_from_local(local: torch.Tensor, like: DTensor) -> DTensor:
     )
 
 
-def add_up_in_place(tensor: DTensor) -> None:
+def all_reduce_partial_(tensor: DTensor) -> None:
     """Gives every rank the sum of a DTensor's terms, of any shape (`_spec` and `_local_tensor` are private)."""
     placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-    whole = tensor.redistribute(placements=placements)
-    tensor._local_tensor, tensor._spec = whole._local_tensor, whole._spec
+    unsharded = tensor.redistribute(placements=placements)
+    tensor._local_tensor, tensor._spec = unsharded._local_tensor, unsharded._spec
 
 
 # Memory that gradients of parameters were handed over in, for as long as something holds it.

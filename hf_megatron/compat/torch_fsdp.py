@@ -17,8 +17,8 @@ def unsharded_parameters(model: Any) -> Iterator[torch.Tensor]:
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         for sharded in () if group is None else group.fsdp_params:
             # Made by the first forward.
-            if (whole := vars(sharded).get("_unsharded_param")) is not None:
-                yield whole
+            if (unsharded := vars(sharded).get("_unsharded_param")) is not None:
+                yield unsharded
 
 
 # Attribute of a parameter that FSDP2 has split: what FSDP2 knows of it.
@@ -57,10 +57,12 @@ def fill_missing_gradients(
     def post_backward(*args: Any) -> Any:
         if group.reduce_grads and group._training_state.name == "PRE_BACKWARD":
             for sharded in group.fsdp_params:
-                whole = vars(sharded).get("_unsharded_param")
-                has_none = whole is not None and whole.grad is None and sharded.unsharded_accumulated_grad is None
-                if has_none and whole.requires_grad:
-                    whole.grad = fill(whole)
+                unsharded = vars(sharded).get("_unsharded_param")
+                has_none = (
+                    unsharded is not None and unsharded.grad is None and sharded.unsharded_accumulated_grad is None
+                )
+                if has_none and unsharded.requires_grad:
+                    unsharded.grad = fill(unsharded)
                     filled(sharded.sharded_param)
         return stock(*args)
 

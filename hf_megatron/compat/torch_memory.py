@@ -94,7 +94,7 @@ def allocated_bytes(profiler: Any) -> list[int]:
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
 
-def runs_behind(device: torch.device) -> bool:
+def is_async_device(device: torch.device) -> bool:
     """Tells whether the host would wait for a device to read a value; torch's fake group stands for accelerators'."""
     return device.type != "cpu" or (dist.is_initialized() and dist.get_backend() == "fake")
 
@@ -127,7 +127,7 @@ def check_soon(condition: torch.Tensor, error: Callable[[], Exception]) -> None:
 
     The device fails on its own there (`_assert_async`, private in torch 2.11 to 2.13).
     """
-    if runs_behind(condition.device):
+    if is_async_device(condition.device):
         torch._assert_async(condition)
     elif not condition:
         raise error()

@@ -65,7 +65,7 @@ class ContextGroups:
 
 
 @dataclass(eq=False)
-class SharedRow:
+class SharedSample:
     """One row's way over the ranks, the same for all layers of a forward.
 
     Args:
@@ -80,7 +80,7 @@ class SharedRow:
     _blocks: dict[tuple[SequenceMask, int], list[MaskBlock]] = field(default_factory=dict)
     # With the whole ones, whose number no other tensor gets meanwhile.
     _own: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    _whole: dict[int, Tensor] = field(default_factory=dict)
+    _unsharded: dict[int, Tensor] = field(default_factory=dict)
     # Names of what the model was called with, which attention functions are handed and none of them reads.
     handed_on: frozenset[str] = frozenset()
 
@@ -99,12 +99,12 @@ class SharedRow:
             return tensor
         if id(tensor) not in self._own:
             part = take_tokens(tensor, dim, self.order, self.groups.rank)
-            self._own[id(tensor)], self._whole[id(part)] = (tensor, part), tensor
+            self._own[id(tensor)], self._unsharded[id(part)] = (tensor, part), tensor
         return self._own[id(tensor)][1]
 
-    def whole(self, part: Tensor) -> Tensor:
+    def unsharded(self, part: Tensor) -> Tensor:
         """Returns what `own` has cut; other tensors stay as they are."""
-        return self._whole.get(id(part), part)
+        return self._unsharded.get(id(part), part)
 
     def blocks(self, mask: SequenceMask, other: int) -> list[MaskBlock]:
         """Returns the blocks of this rank's queries and the keys of another rank of the ring."""
@@ -125,7 +125,7 @@ class _Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        row: SharedRow,
+        row: SharedSample,
         mask: SequenceMask,
         kernel: Kernel,
     ) -> Tensor:
@@ -166,7 +166,7 @@ class _Attention(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None
 
 
-def _around(row: SharedRow, k: Tensor, v: Tensor) -> Any:
+def _around(row: SharedSample, k: Tensor, v: Tensor) -> Any:
     """Yields every rank of the ring with its keys and values; those of the next are on their way meanwhile."""
     groups, rank = row.groups, row.groups.ring_rank
     ranks = 1 if groups.gathers else groups.ring_ranks
@@ -186,11 +186,11 @@ def _around(row: SharedRow, k: Tensor, v: Tensor) -> Any:
             k, v = _unpacked(row, (other - 1) % groups.ring_ranks, flat, k, v)
 
 
-def _numel(row: SharedRow, rank: int, like: Tensor) -> int:
+def _numel(row: SharedSample, rank: int, like: Tensor) -> int:
     return like.shape[0] * like.shape[1] * row.ring.sizes[rank] * like.shape[3]
 
 
-def _unpacked(row: SharedRow, rank: int, flat: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _unpacked(row: SharedSample, rank: int, flat: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Reads a rank's keys and values, shaped as others' but for their number of tokens, out of what came."""
     held = row.ring.sizes[rank]
     first = _numel(row, rank, k)
@@ -203,7 +203,7 @@ def _unpacked(row: SharedRow, rank: int, flat: Tensor, k: Tensor, v: Tensor) -> 
 class _Travelling:
     """The gradients of keys and values, which follow them round the ring and end where they came from."""
 
-    def __init__(self, row: SharedRow, k: Tensor, v: Tensor, dtype: torch.dtype):
+    def __init__(self, row: SharedSample, k: Tensor, v: Tensor, dtype: torch.dtype):
         self.row, self.k, self.v, self.dtype = row, k, v, dtype
         self.own: tuple[Tensor, Tensor] | None = None
         self.passing: Passing | None = None
@@ -233,7 +233,7 @@ class _Travelling:
 
 
 def context_attention(
-    q: Tensor, k: Tensor, v: Tensor, row: SharedRow, mask: SequenceMask, kernel: Kernel, sinks: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, row: SharedSample, mask: SequenceMask, kernel: Kernel, sinks: Tensor | None = None
 ) -> Tensor:
     """Computes attention of the tokens that this rank holds, `[batch, heads, held, width]`, over the whole row.
 
@@ -263,7 +263,7 @@ def context_attention(
 
 
 def with_blind_queries(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, row: SharedRow, blind: Tensor, kernel: Kernel
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, row: SharedSample, blind: Tensor, kernel: Kernel
 ) -> Tensor:
     """Gives queries that see no key what eager attention makes of them, where `blind` `[batch or 1, held]` is true.
 

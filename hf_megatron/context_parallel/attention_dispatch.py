@@ -84,7 +84,7 @@ def _describe(
 
 
 def _attend(
-    whole: Callable,
+    unsharded: Callable,
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -102,7 +102,7 @@ def _attend(
                 "functions of masks say which tokens of other ranks it sees. Pass attention_mask [batch, sequence], or "
                 "use cp_size=1."
             )
-        return whole(module, query, key, value, attention_mask, *args, **kwargs)
+        return unsharded(module, query, key, value, attention_mask, *args, **kwargs)
     known = _KNOWN | attention_mask.row.handed_on
     unknown = sorted(name for name, given in kwargs.items() if name not in known and given is not None)
     if unknown or args:

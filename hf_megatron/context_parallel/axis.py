@@ -7,14 +7,14 @@ from torch import Tensor
 
 from ..core.communication.rng import StreamOfPart
 from ..errors import UnsupportedError
-from ..models.full_sequence_blocks import find_whole_blocks
+from ..models.full_sequence_blocks import find_full_sequence_blocks
 from ..models.layers import find_layers
 from ..parallel_state import ParallelState
 from ..tensor_parallel.axis import GUARDS, REGIONS
 from ..tensor_parallel.forward_checks import RefusedOutputs
-from ..tensor_parallel.layer_rng import OneRandomState
+from ..tensor_parallel.layer_rng import SyncedRngState
 from .attention import ContextGroups
-from .full_sequence_blocks import WholeBlock
+from .full_sequence_blocks import FullSequenceBlock
 from .head_parallel_blocks import SharedHeadBlock, heads_to_share
 from .lm_head import place_head
 from .sequence_split import ContextStack
@@ -46,8 +46,8 @@ def place(model: Any, state: ParallelState) -> None:
             state.claims[name] = dataclasses.replace(claim, gradient=rule)
     # A pipeline takes layers away later.
     layers = find_layers(model, state.spec, "cp_size")
-    whole_blocks = find_whole_blocks(model, state.spec, layers)
-    state.placed[NAME] = layers, whole_blocks
+    full_sequence_blocks = find_full_sequence_blocks(model, state.spec, layers)
+    state.placed[NAME] = layers, full_sequence_blocks
 
 
 def install(model: Any, state: ParallelState) -> None:
@@ -55,22 +55,22 @@ def install(model: Any, state: ParallelState) -> None:
     ranks = state.axes.size(NAME)
     if ranks == 1:
         return
-    name, whole_blocks = state.placed[NAME]
+    name, full_sequence_blocks = state.placed[NAME]
     group = state.mesh.group(NAME)
-    OneRandomState(state.mesh.device, state.mesh.host_group(NAME)).install(model)
+    SyncedRngState(state.mesh.device, state.mesh.host_group(NAME)).install(model)
     layers: Any = model.get_submodule(name)
-    arguments = dict.fromkeys((*_ARGUMENTS, *state.spec.sequence_arguments), 1) | dict(state.spec.token_dims)
+    arguments = dict.fromkeys((*_ARGUMENTS, *state.spec.per_token_arguments), 1) | dict(state.spec.token_dims)
     random = StreamOfPart(state.mesh.device, state.axes.rank(NAME))
-    whole_arguments = {name for names in state.spec.local_arguments.values() for name in names}
-    stack = ContextStack(context_groups(state), group, arguments, whole_arguments, random)
+    unshardable_arguments = {name for names in state.spec.local_arguments.values() for name in names}
+    stack = ContextStack(context_groups(state), group, arguments, unshardable_arguments, random)
     stack.install(model, layers)
     state.placed[STACK] = stack
-    state.whole_between.append((name, stack.whole_for))
+    state.full_sequence_fns.append((name, stack.on_full_sequence))
     modules, regions = dict(model.named_modules()), state.placed.get(REGIONS)
-    for block in whole_blocks & modules.keys():
+    for block in full_sequence_blocks & modules.keys():
         heads = heads_to_share(modules[block], block, state)
         region = regions.uniform.get(block) if regions is not None else None
-        around = WholeBlock(stack, block, region) if heads is None else SharedHeadBlock(stack, block, heads)
+        around = FullSequenceBlock(stack, block, region) if heads is None else SharedHeadBlock(stack, block, heads)
         around.install(modules[block])
     guards = place_head(model, state, stack, name)
     leaving = state.leaving
@@ -81,7 +81,7 @@ def install(model: Any, state: ParallelState) -> None:
     state.leaving = leave_stage
     # Sequence parallelism splits what a rank has of a row.
     within = state.loss.join_tokens
-    state.loss.join_tokens = lambda part: stack.joined_rows(within(part))
+    state.loss.join_tokens = lambda part: stack.gather_token_outputs(within(part))
     RefusedOutputs(
         {
             "output_attentions": "each rank has the maps of its own tokens only; load without megatron_config.",

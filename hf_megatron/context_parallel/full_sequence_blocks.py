@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat.shard_safe import works_on_parts
+from ..compat.shard_safe import shard_safe
 from ..compat.shared import Shared
 from ..tensor_parallel.region import UniformRegion
 from .local_tokens import mapped
@@ -22,7 +22,7 @@ from .token_exchange import gather_tokens, take_tokens
 _TOKENS = 1
 
 
-class WholeBlock(Shared):
+class FullSequenceBlock(Shared):
     """The hooks around one block.
 
     Args:
@@ -43,35 +43,35 @@ class WholeBlock(Shared):
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
         block.register_forward_hook(self._leave, prepend=True, always_call=True)
 
-    @works_on_parts
+    @shard_safe
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         stack, row = self.stack, self.stack.row
         if row is None or not stack.has_parts:
             return None
-        stack.whole_blocks.append(self.name)
+        stack.full_sequence_blocks.append(self.name)
         hidden = args[0] if args else kwargs[self.names[0]]
 
-        def whole(name: str, value: Any) -> Any:
+        def unsharded(name: str, value: Any) -> Any:
             if isinstance(value, ContextMask):
                 return value.dense
             if type(value) is dict:
                 # Masks of several kinds, as ZAYA's layers take them.
-                return {kind: whole(name, part) for kind, part in value.items()}
+                return {kind: unsharded(name, part) for kind, part in value.items()}
             # The residual stream comes along where the block adds to it. Of short rows others have its length too.
             is_hidden = isinstance(value, Tensor) and value.is_floating_point() and value.shape == hidden.shape
-            if is_hidden and row.whole(value) is value:
+            if is_hidden and row.unsharded(value) is value:
                 return gather_tokens(value, _TOKENS, row.order, stack.group)
-            return mapped(value, row.whole)
+            return mapped(value, row.unsharded)
 
-        args = tuple(whole(name, value) for name, value in zip(self.names, args, strict=False))
-        return args, {name: whole(name, value) for name, value in kwargs.items()}
+        args = tuple(unsharded(name, value) for name, value in zip(self.names, args, strict=False))
+        return args, {name: unsharded(name, value) for name, value in kwargs.items()}
 
-    @works_on_parts
+    @shard_safe
     def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
         stack, row = self.stack, self.stack.row
-        if row is None or self.name not in stack.whole_blocks:
+        if row is None or self.name not in stack.full_sequence_blocks:
             return None
-        stack.whole_blocks.remove(self.name)
+        stack.full_sequence_blocks.remove(self.name)
         if output is None:
             # It has raised.
             return None
@@ -81,7 +81,7 @@ class WholeBlock(Shared):
         return self.own_tokens(output) if isinstance(output, Tensor) else (self.own_tokens(output[0]), *output[1:])
 
     def _own_of_sum(self, partial_output: Tensor) -> Tensor:
-        return self.own_tokens(partial_output) if self.name in self.stack.whole_blocks else partial_output
+        return self.own_tokens(partial_output) if self.name in self.stack.full_sequence_blocks else partial_output
 
     def own_tokens(self, hidden: Tensor) -> Tensor:
         """Returns what this rank keeps of the block's output `[batch, sequence, hidden]`."""

@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat.shard_safe import works_on_parts
+from ..compat.shard_safe import shard_safe
 from ..core.axes import Axes
-from ..core.placement import Claim
+from ..core.placement import ParameterSharding
 from ..models.name_patterns import generic
 from ..models.spec import HeadBlock
 from ..parallel_state import ParallelState
 from ..tensor_parallel.head_sharded_blocks import HeadsOfRank, divides
-from .full_sequence_blocks import WholeBlock
+from .full_sequence_blocks import FullSequenceBlock
 from .sequence_split import ContextStack
 from .token_exchange import scatter_tokens
 
@@ -26,7 +26,7 @@ _TOKENS = 1
 
 def heads_to_share(block: nn.Module, name: str, state: ParallelState) -> HeadBlock | None:
     """Returns how a block's heads are shared out over the ranks of a row; `None` where they are not."""
-    known = state.spec.head_blocks.get(generic(name))
+    known = state.spec.head_sharded.get(generic(name))
     if known is None or not divides(block, known, state.axes.size("cp")):
         return None
     # Weights of which tp ranks have parts, or parts of the gradient, are cut with no regard to heads.
@@ -34,11 +34,11 @@ def heads_to_share(block: nn.Module, name: str, state: ParallelState) -> HeadBlo
     return None if any(generic(f"{name}.{own}") in parts for own, _ in block.named_parameters()) else known
 
 
-def _has_parts(claim: Claim, axes: Axes) -> bool:
+def _has_parts(claim: ParameterSharding, axes: Axes) -> bool:
     return claim.placement.on(axes).is_split or claim.gradient.sum is not None
 
 
-class SharedHeadBlock(WholeBlock):
+class SharedHeadBlock(FullSequenceBlock):
     """The hooks around one block, and the heads of this rank while it computes.
 
     Args:
@@ -50,14 +50,14 @@ class SharedHeadBlock(WholeBlock):
         super().__init__(stack, name)
         self._own = HeadsOfRank(heads, stack.group)
 
-    @works_on_parts
+    @shard_safe
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         entered = super()._enter(block, args, kwargs)
         if entered is not None:
             self._own.take(block)
         return entered
 
-    @works_on_parts
+    @shard_safe
     def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
         self._own.give_back()
         return super()._leave(block, args, output)

@@ -85,16 +85,18 @@ class Kernel:
                 causal=group.causal,
                 scale=self.scale,
             )
-            for whole, intervals, part in zip(gradients, (group.queries, group.keys, group.keys), parts, strict=True):
+            for unsharded, intervals, part in zip(
+                gradients, (group.queries, group.keys, group.keys), parts, strict=True
+            ):
                 for interval, own in zip(intervals, group.apart(part, intervals), strict=True):
-                    tokens_of(whole, interval).add_(own)
+                    tokens_of(unsharded, interval).add_(own)
         for block in single:
             places = block.queries, block.keys, block.keys
             own, keys, values = (tokens_of(tensor, place) for tensor, place in zip((q, k, v), places, strict=True))
             towards, made, logarithm = (tokens_of(tensor, block.queries) for tensor in (given, out, lse))
             parts = self.backward(towards, own, keys, values, made, logarithm, causal=block.causal, mask=block.mask)
-            for whole, place, part in zip(gradients, places, parts, strict=True):
-                tokens_of(whole, place).add_(part)
+            for unsharded, place, part in zip(gradients, places, parts, strict=True):
+                tokens_of(unsharded, place).add_(part)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns the output `[batch, heads, queries, width]` and its logarithm `[batch, heads, queries]`.
@@ -104,7 +106,7 @@ class Kernel:
             causal: a query sees keys up to its own place.
             mask: `[batch or 1, 1, queries, keys]`, true where a query sees a key.
         """
-        mask = _beside(mask, q)
+        mask = _sibling(mask, q)
         if self._is_fused(q):
             out, lse = flash_forward_on_cpu(q, k, v, causal, _additive(mask, q), self.scale)
         else:
@@ -130,7 +132,7 @@ class Kernel:
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the gradients of q, k and v that come from this block; `out` and `lse` are those of all keys."""
-        lse, mask = _finite(lse), _beside(mask, q)
+        lse, mask = _finite(lse), _sibling(mask, q)
         if self._is_fused(q):
             return flash_backward_on_cpu(gradient, q, k, v, out, lse, causal, _additive(mask, q), self.scale)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
@@ -203,7 +205,7 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == _NOTHING, 0)
 
 
-def _beside(mask: Tensor | None, q: Tensor) -> Tensor | None:
+def _sibling(mask: Tensor | None, q: Tensor) -> Tensor | None:
     """Takes a mask, which is worked out on the host, to the queries' device."""
     return None if mask is None else mask.to(q.device, non_blocking=True)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..compat.transformers_models import mask_parts
 from ..errors import UnsupportedError
-from .attention import SharedRow
+from .attention import SharedSample
 from .masks import SequenceMask
 
 
@@ -29,7 +29,7 @@ class ContextMask:
         spreads: queries that see no key get the mean of all values, as from eager attention, not zeros.
     """
 
-    row: SharedRow
+    row: SharedSample
     mask: SequenceMask
     stock: Callable[[], Any]
     spreads: bool = False

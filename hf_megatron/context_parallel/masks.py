@@ -184,9 +184,9 @@ class SequenceMask:
         keys = max(keys[0], low), min(keys[1], high)
         if keys[0] >= keys[1]:
             return
-        whole = self._unmasked(queries, keys)
-        if whole is not None:
-            yield whole
+        unsharded = self._unmasked(queries, keys)
+        if unsharded is not None:
+            yield unsharded
         elif queries[1] - queries[0] > TILE:
             for start in range(*queries, TILE):
                 yield from self._cut((start, min(start + TILE, queries[1])), keys)

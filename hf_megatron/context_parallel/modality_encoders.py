@@ -23,7 +23,7 @@ class Towers(Shared):
 
     def install(self, model: nn.Module, layers: nn.ModuleList) -> None:
         """Puts hooks around each tower."""
-        for tower in _beside(model, layers):
+        for tower in _sibling(model, layers):
             self._modules.update(tower.modules())
             tower.register_forward_pre_hook(self._enter)
             tower.register_forward_hook(self._leave, prepend=True, always_call=True)
@@ -38,7 +38,7 @@ class Towers(Shared):
             RUNTIME.context = self._before.pop()
 
 
-def _beside(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
+def _sibling(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
     """Lists the children with attention of the modules around a list of layers."""
     path = module_name(model, layers).split(".")
     chain = [".".join(path[:depth]) for depth in range(len(path) + 1)]

@@ -30,7 +30,7 @@ from ..core.communication.rng import StreamOfPart
 from ..core.runtime import RUNTIME
 from ..errors import UnsupportedError
 from ..tensor_parallel.install_regions import ROUTER_LOGITS
-from .attention import ContextGroups, SharedRow
+from .attention import ContextGroups, SharedSample
 from .load_balancing import SequenceOrder
 from .local_tokens import HeldTokens, mapped
 from .mask_specs import ContextMask
@@ -52,9 +52,9 @@ class _OfAllRanks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        whole = gradient.clone()
-        dist.all_reduce(whole, group=ctx.group)
-        return whole / dist.get_world_size(ctx.group), None
+        unsharded = gradient.clone()
+        dist.all_reduce(unsharded, group=ctx.group)
+        return unsharded / dist.get_world_size(ctx.group), None
 
 
 class _RestoreRow(torch.autograd.Function):
@@ -81,12 +81,12 @@ class ContextStack(Shared):
         groups: the ranks.
         group: all of them in one.
         arguments: of a layer, by name, that have an entry for each token -> the dim of these.
-        whole_arguments: of a layer, by name, that are whole in its blocks.
+        unshardable_arguments: of a layer, by name, that are whole in its blocks.
         random: what a rank's tokens draw from.
 
     Attributes:
         row: the row of the forward under way, or of the last one, or of what backward computes again.
-        whole_blocks: names of the blocks under way that have whole rows.
+        full_sequence_blocks: names of the blocks under way that have whole rows.
         keeps_some_logits: whether the call under way asks for the logits of some tokens only.
         towers: what has rows of its own, whole on every rank.
         keeps_tokens (`Callable`): whether what follows the layers works on this rank's tokens too.
@@ -97,18 +97,18 @@ class ContextStack(Shared):
         groups: ContextGroups,
         group: dist.ProcessGroup,
         arguments: Mapping[str, int],
-        whole_arguments: Collection[str],
+        unshardable_arguments: Collection[str],
         random: StreamOfPart,
     ):
         self.groups, self.group, self.arguments, self.random = groups, group, arguments, random
-        self.whole_arguments = whole_arguments
+        self.unshardable_arguments = unshardable_arguments
         self.ranks = dist.get_world_size(group)
-        self.row: SharedRow | None = None
-        self.whole_blocks: list[str] = []
+        self.row: SharedSample | None = None
+        self.full_sequence_blocks: list[str] = []
         self.keeps_tokens: Callable[[], bool] = bool
         self.keeps_some_logits = False
         self._is_cut = self._has_entered = False
-        self._under_way: list[int] = []
+        self._active: list[int] = []
         self._rows = 0
         self._call: frozenset[str] = frozenset()
         self._before: Any = None
@@ -130,26 +130,26 @@ class ContextStack(Shared):
         base.register_forward_pre_hook(self._begin_row)
         base.register_forward_hook(self._end_row, always_call=True)
 
-    def row_of(self, length: int, documents: tuple[int, ...] = ()) -> SharedRow | None:
+    def row_of(self, length: int, documents: tuple[int, ...] = ()) -> SharedSample | None:
         """Returns where the tokens of the row under way lie, once for all masks of a forward.
 
         A row that leaves a rank without a token has none: models cannot compute on no token, so every rank has it all.
         """
         if self.row is None or self.row.length != length:
-            row = SharedRow(self.groups, length, documents)
+            row = SharedSample(self.groups, length, documents)
             row.handed_on = self._call
             self.row = row if min(row.order.sizes) else None
         return self.row
 
     def shares_out(self) -> bool:
         """Tells whether what computes now has some tokens of a row."""
-        is_inside = bool(self._under_way) and self._is_cut and self._has_entered
+        is_inside = bool(self._active) and self._is_cut and self._has_entered
         return self.row is not None and (is_inside or in_backward())
 
     @property
     def has_parts(self) -> bool:
         """Whether attention that computes now has some tokens of a row, and those alone."""
-        return self.shares_out() and not self.whole_blocks
+        return self.shares_out() and not self.full_sequence_blocks
 
     def leave_stage(self, hidden: Tensor) -> Tensor:
         """Ends the part of a stack that a pipeline stage holds; `[batch, held, hidden]` stays."""
@@ -166,28 +166,28 @@ class ContextStack(Shared):
         order = SequenceOrder.contiguous(self.row.length, self.ranks)
         return take_tokens(hidden, _TOKENS, order, self.groups.rank), HeldTokens(order, self.group)
 
-    def whole_for(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def on_full_sequence(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Returns a function of a loop that is handed whole hidden states between layers, `[batch, sequence, hidden]`.
 
         Of what it adds, which every rank has, a rank keeps its tokens' share.
         """
 
         @functools.wraps(function)
-        def of_whole(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def of_full(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             row = self.row
             if row is None or not self.shares_out():
                 return function(hidden_states, *args, **kwargs)
-            whole = function(gather_tokens(hidden_states, _TOKENS, row.order, self.group), *args, **kwargs)
-            return take_tokens(whole, _TOKENS, row.order, self.groups.rank)
+            unsharded = function(gather_tokens(hidden_states, _TOKENS, row.order, self.group), *args, **kwargs)
+            return take_tokens(unsharded, _TOKENS, row.order, self.groups.rank)
 
-        return of_whole
+        return of_full
 
     # Around a call
 
     @leave_uncompiled
     def _begin(self, names: tuple[str, ...], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        self._under_way.append(id(module))
-        if len(self._under_way) > 1:
+        self._active.append(id(module))
+        if len(self._active) > 1:
             return None
         given = dict(zip(names, args, strict=False)) | kwargs
         self._is_cut = not _keeps_cache(module, names, given)
@@ -203,25 +203,25 @@ class ContextStack(Shared):
 
     @leave_uncompiled
     def _end(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        if id(module) not in self._under_way:
+        if id(module) not in self._active:
             # What stands before the call has raised.
             return None
-        self._under_way.remove(id(module))
-        if self._under_way:
+        self._active.remove(id(module))
+        if self._active:
             return None
         RUNTIME.context = self._before
         if self._is_cut and isinstance(output, ModelOutput) and isinstance(parts := output.get(ROUTER_LOGITS), tuple):
-            output[ROUTER_LOGITS] = tuple(map(self.joined_rows, parts))
+            output[ROUTER_LOGITS] = tuple(map(self.gather_token_outputs, parts))
         return output
 
     def _begin_row(self, base: nn.Module, args: tuple) -> None:
         self.row, self._has_entered = None, False
-        self.whole_blocks.clear()
+        self.full_sequence_blocks.clear()
 
     def _end_row(self, base: nn.Module, args: tuple, output: Any) -> None:
         self.random.leave()
 
-    def joined_rows(self, part: Any) -> Any:
+    def gather_token_outputs(self, part: Any) -> Any:
         """Joins what has an entry for each token of this rank's rows, `[batch * held, ...]`; other things stay."""
         row = self.row
         if not self._is_cut or row is None or not isinstance(part, Tensor) or part.dim() != 2:
@@ -241,7 +241,7 @@ class ContextStack(Shared):
         masks = [value for value in given.values() if isinstance(value, ContextMask)]
         # Until transformers 5.22 a layer that backward computes again runs its hooks again, with a mask or without.
         is_again = self.row is not None and in_backward()
-        if not masks and not (self._under_way and self._is_cut) and not is_again:
+        if not masks and not (self._active and self._is_cut) and not is_again:
             return None
         hidden = args[0] if args else kwargs["hidden_states"]
         # A layer that is computed again, in backward, brings the row that it had.
@@ -265,10 +265,10 @@ class ContextStack(Shared):
             if name in self.arguments:
                 return mapped(value, functools.partial(row.own, dim=self.arguments[name]))
             is_number = isinstance(value, Tensor) and value.is_floating_point()
-            if is_number and row.length in value.shape[1:3] and name not in self.whole_arguments:
+            if is_number and row.length in value.shape[1:3] and name not in self.unshardable_arguments:
                 raise UnsupportedError(
                     f"{type(layer).__name__} takes `{name}` {tuple(value.shape)} with an entry for each token, which "
-                    "the ranks of a row cannot share out: state it in the family's `sequence_arguments` or "
+                    "the ranks of a row cannot share out: state it in the family's `per_token_arguments` or "
                     "`token_dims`, or use cp_size=1."
                 )
             return value

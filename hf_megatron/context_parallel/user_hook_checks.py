@@ -17,7 +17,7 @@ from ..errors import UnsupportedError
 from ..tensor_parallel.user_hooks.replaced_functions import ExchangedFunctions, follow_names
 
 
-class PartGuards(Shared):
+class UserHookChecks(Shared):
     """Looks for forward hooks, and for functions that were exchanged, before each forward of a model.
 
     Args:
@@ -75,6 +75,6 @@ def _refuse(where: str, hook: Any) -> None:
     named = getattr(hook, "__qualname__", type(hook).__qualname__)
     raise UnsupportedError(
         f"A forward hook of {where} ({named}): with cp_size > 1 it sees this rank's tokens of each row. Hook the "
-        "model, its base or its norm, mark the hook with hf_megatron.works_on_parts if a part is enough, or use "
+        "model, its base or its norm, mark the hook with hf_megatron.shard_safe if a part is enough, or use "
         "cp_size=1."
     )

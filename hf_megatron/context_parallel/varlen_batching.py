@@ -67,7 +67,7 @@ def grouped(blocks: Sequence[MaskBlock], batch: int) -> tuple[list[JoinedBlocks]
     """Joins blocks as far as one call can compute them; returns those, and the blocks that have a mask."""
     groups = []
     for causal in (True, False):
-        alike = tuple(block for block in blocks if block.mask is None and block.causal is causal)
-        if alike:
-            groups.append(JoinedBlocks(alike, batch))
+        identical = tuple(block for block in blocks if block.mask is None and block.causal is causal)
+        if identical:
+            groups.append(JoinedBlocks(identical, batch))
     return groups, [block for block in blocks if block.mask is not None]

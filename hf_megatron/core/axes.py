@@ -76,9 +76,9 @@ class Axis:
     def inner(self, size: int) -> "Axis":
         """Cuts out the innermost `size` ranks; raises `ConfigError` where `size` does not divide the axis."""
         digits, left = [], size
-        for stride, whole in self.digits:
-            taken = min(whole, left)
-            if whole % taken or left % taken:
+        for stride, unsharded in self.digits:
+            taken = min(unsharded, left)
+            if unsharded % taken or left % taken:
                 break
             digits.append((stride, taken))
             left //= taken

@@ -59,7 +59,7 @@ class ParallelMesh(Shared):
         self.dp_group: dist.ProcessGroup = self.root["dp"].get_group()
         # Ranks that see parts of one batch add up the gradients of what they have in common.
         repeats_experts = axes.size("ep") > 1 and axes.size("edp") > 1
-        self.adds_up_gradients = axes.size("dp_cp") > 1 or repeats_experts
+        self.reduces_gradients = axes.size("dp_cp") > 1 or repeats_experts
         halves = axes.size("dp_replicate"), axes.size("dp_shard")
         self.dp = split_mesh_axis(self.root["dp"], halves, ("dp_replicate", "dp_shard"))
         self._with_copies: dict[int, DeviceMesh] = {}
@@ -144,8 +144,8 @@ class ParallelMesh(Shared):
         """Makes a mesh of axes that are none of the world's."""
         key = tuple(self.axes[name] for name in names)
         if key not in self._meshes:
-            whole = key[0].joined(*key[1:])
-            first_ranks = sorted({whole.ranks(rank)[0] for rank in range(self.axes.size("world"))})
+            unsharded = key[0].joined(*key[1:])
+            first_ranks = sorted({unsharded.ranks(rank)[0] for rank in range(self.axes.size("world"))})
             ranks = torch.tensor([_grid(key, first) for first in first_ranks])
             mesh = DeviceMesh(self.device_type, ranks, mesh_dim_names=("others", *names))
             setattr(mesh, _MARK, True)

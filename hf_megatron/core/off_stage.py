@@ -17,7 +17,7 @@ from ..errors import UnsupportedError
 from .off_stage_ops import (
     FACTORS,
     SUMS,
-    Absent,
+    OffStage,
     add_terms,
     call,
     each,
@@ -46,19 +46,19 @@ class Owner(Protocol):
         """Returns one of them, of any shape, that is trained."""
 
 
-class AbsentTensor(Absent):
-    """A tensor of which this rank knows shape and dtype only, made as `Absent`.
+class OffStageTensor(OffStage):
+    """A tensor of which this rank knows shape and dtype only, made as `OffStage`.
 
     Copies, casts and arithmetic make others of its kind, and what writes to one does nothing. In sums that are
     differentiated every rank has its own terms. Reading values, pickling and saving raise `UnsupportedError`.
 
     Attributes:
         owner (`Owner`, *optional*): of a model's weight: who knows the model's others.
-        weight (`AbsentTensor`, *optional*): of a gradient: what it is of.
+        weight (`OffStageTensor`, *optional*): of a gradient: what it is of.
     """
 
     owner: Owner | None = None
-    weight: "AbsentTensor | None" = None
+    weight: "OffStageTensor | None" = None
     # Backwards before the gradient was cleared.
     _cleared: int = 0
 
@@ -71,13 +71,13 @@ class AbsentTensor(Absent):
                 if name == "detach":
                     result.weight = args[0].weight
                 return result
-            if name == "backward" and isinstance(args[0], AbsentTensor):
+            if name == "backward" and isinstance(args[0], OffStageTensor):
                 return None if args[0].terms is None else args[0].terms.backward(*args[1:], **kwargs)
             if func is torch.autograd.grad:
                 return gradients_of(*args, **kwargs)
             if name in SUMS and all(is_term(value) for value in args):
                 return add_terms(func, args, kwargs)
-            if name in FACTORS and isinstance(args[0], AbsentTensor) and args[0].terms is not None:
+            if name in FACTORS and isinstance(args[0], OffStageTensor) and args[0].terms is not None:
                 return scale_terms(func, args, kwargs)
             if "foreach" in name:
                 return each(func, args, kwargs)
@@ -88,12 +88,12 @@ class AbsentTensor(Absent):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = dict(kwargs or {})
-        found = [value for value in flat((args, kwargs)) if isinstance(value, AbsentTensor)]
-        absent = next((value for value in found if isinstance(value, AbsentActivation)), found[0])
+        found = [value for value in flat((args, kwargs)) if isinstance(value, OffStageTensor)]
+        off_stage = next((value for value in found if isinstance(value, OffStageActivation)), found[0])
         written = writes_to(func, args, kwargs)
-        if any(not isinstance(tensor, AbsentTensor) for tensor in written):
-            absent._refuse()
-        device = kwargs.get("device") or absent.device
+        if any(not isinstance(tensor, OffStageTensor) for tensor in written):
+            off_stage._refuse()
+        device = kwargs.get("device") or off_stage.device
         if draws_numbers(func):
             # One process draws these numbers; the next ones are its too.
             result = func(*tree_map(to_memory, args), **tree_map(to_memory, kwargs))
@@ -102,13 +102,13 @@ class AbsentTensor(Absent):
             try:
                 result = func(*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
             except (RuntimeError, NotImplementedError) as error:
-                raise values_elsewhere(absent.place) from error
+                raise values_elsewhere(off_stage.place) from error
         if written:
             return args[0]
-        return absent.others(result, device)
+        return off_stage.others(result, device)
 
     @property
-    def grad(self) -> "AbsentTensor | None":  # type: ignore[override]
+    def grad(self) -> "OffStageTensor | None":  # type: ignore[override]
         """The gradient, of the tensor's shape, which another rank has from a backward until it is cleared."""
         if self.owner is None:
             return super().grad  # type: ignore[return-value]
@@ -128,16 +128,16 @@ class AbsentTensor(Absent):
         """Clears it."""
         self.grad = None
 
-    def gradient(self) -> "AbsentTensor":
+    def gradient(self) -> "OffStageTensor":
         """Returns what stands for the gradient, of the tensor's shape."""
-        gradient = AbsentTensor(self.meta, self.device, self.place)
+        gradient = OffStageTensor(self.meta, self.device, self.place)
         gradient.weight = self
         return gradient
 
     @property
-    def data(self) -> "AbsentTensor":  # type: ignore[override]
+    def data(self) -> "OffStageTensor":  # type: ignore[override]
         """Another of its shape, without a graph behind it."""
-        return AbsentTensor(self.meta, self.device, self.place)
+        return OffStageTensor(self.meta, self.device, self.place)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -152,17 +152,17 @@ class AbsentTensor(Absent):
     # What reads memory without an operator of its own.
     numpy = tolist = data_ptr = untyped_storage = storage = __array__ = __reduce_ex__ = _refuse  # type: ignore[assignment]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "AbsentTensor":
-        other = AbsentTensor(self.meta, self.device, self.place)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OffStageTensor":
+        other = OffStageTensor(self.meta, self.device, self.place)
         if self.owner is not None:
             as_parameter(other, self.owner, self.requires_grad)
         return memo.setdefault(id(self), other)
 
     def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
-        return f"AbsentTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {self.place})"
+        return f"OffStageTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {self.place})"
 
 
-class AbsentActivation(AbsentTensor):
+class OffStageActivation(OffStageTensor):
     """What a module of another stage makes of inputs, for the call of the model that follows.
 
     Whatever is made of it with tensors of this rank, prompts that are trained among them, is one of its kind.
@@ -174,7 +174,7 @@ class AbsentActivation(AbsentTensor):
             return func(*args, **(kwargs or {}))
 
 
-def as_parameter(tensor: AbsentTensor, owner: Owner, requires_grad: bool) -> AbsentTensor:
+def as_parameter(tensor: OffStageTensor, owner: Owner, requires_grad: bool) -> OffStageTensor:
     """Makes a model's parameter of an absent tensor of any shape."""
     tensor._is_param = True  # type: ignore[attr-defined]
     tensor.owner, tensor._cleared = owner, owner.backwards
@@ -182,35 +182,35 @@ def as_parameter(tensor: AbsentTensor, owner: Owner, requires_grad: bool) -> Abs
     return tensor
 
 
-class StandsForAnother:
+class OffStageModule:
     """Marks a module that stands where another rank's is, with parts of that at most."""
 
 
 def computes_here(module: nn.Module) -> bool:
     """Tells whether a module with parameters is this rank's own, and nothing that stands for another's."""
-    return not isinstance(module, StandsForAnother) and next(module.parameters(), None) is not None
+    return not isinstance(module, OffStageModule) and next(module.parameters(), None) is not None
 
 
-def is_absent(tensor: Any) -> bool:
+def is_off_stage(tensor: Any) -> bool:
     """Tells whether the values of a tensor of any shape are on another rank."""
-    return isinstance(tensor, AbsentTensor)
+    return isinstance(tensor, OffStageTensor)
 
 
-def zeros_for_absent(tensor: Tensor) -> Tensor:
+def zeros_for_off_stage(tensor: Tensor) -> Tensor:
     """Returns zeros for what was made of weights of another rank, of any shape, and every other tensor as it is."""
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) if is_absent(tensor) else tensor
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) if is_off_stage(tensor) else tensor
 
 
-def own_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+def local_named_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields the names and parameters, of any shape, whose values this rank has; arguments as `named_parameters`."""
     named = model.named_parameters(remove_duplicate=remove_duplicate)
-    return ((name, parameter) for name, parameter in named if not is_absent(parameter))
+    return ((name, parameter) for name, parameter in named if not is_off_stage(parameter))
 
 
 def own_state_dict(model: nn.Module, **kwargs: Any) -> dict[str, Tensor]:
     """Returns the part of a state dict, tensors of any shape, whose values this rank has."""
     found = model.state_dict(**kwargs)
-    return {name: tensor for name, tensor in found.items() if not is_absent(tensor)}
+    return {name: tensor for name, tensor in found.items() if not is_off_stage(tensor)}
 
 
 def gradients_of(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
@@ -219,21 +219,21 @@ def gradients_of(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[
     Raises `UnsupportedError` on a rank that has and trains none of the inputs' model.
     """
     outputs, inputs = own_terms(outputs), (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    asked = [tensor for tensor in inputs if not is_absent(tensor)]
+    asked = [tensor for tensor in inputs if not is_off_stage(tensor)]
     if not asked:
-        stand_in = inputs[0].owner.a_trained_parameter() if inputs and inputs[0].owner is not None else None
-        if stand_in is None:
+        grad_proxy = inputs[0].owner.a_trained_parameter() if inputs and inputs[0].owner is not None else None
+        if grad_proxy is None:
             raise UnsupportedError(
                 "torch.autograd.grad or backward(inputs=...) of weights that all lie on other pipeline stages, and of "
                 "this stage none is trained: call loss.backward()."
             )
-        asked, kwargs = [stand_in], {**kwargs, "allow_unused": True}
+        asked, kwargs = [grad_proxy], {**kwargs, "allow_unused": True}
     found = iter(torch.autograd.grad(outputs, asked, *args, **kwargs))
-    return tuple(tensor.gradient() if isinstance(tensor, AbsentTensor) else next(found) for tensor in inputs)
+    return tuple(tensor.gradient() if isinstance(tensor, OffStageTensor) else next(found) for tensor in inputs)
 
 
 def own_terms(outputs: Any) -> Any:
     """Returns what this rank adds to sums that are differentiated, one or a list of scalars `[]` or edges."""
     if isinstance(outputs, list | tuple):
         return type(outputs)(map(own_terms, outputs))
-    return outputs.terms if isinstance(outputs, AbsentTensor) and outputs.terms is not None else outputs
+    return outputs.terms if isinstance(outputs, OffStageTensor) and outputs.terms is not None else outputs

@@ -14,7 +14,7 @@ SUMS = {"add", "add_", "sub", "sub_", "rsub"}
 FACTORS = {"mul", "mul_", "div", "div_", "neg", "neg_"}
 
 
-class Absent(Tensor):
+class OffStage(Tensor):
     """A tensor of which this rank knows shape and dtype only.
 
     Args:
@@ -46,7 +46,7 @@ class Absent(Tensor):
         """Of the last move."""
         return self._present[1]
 
-    def current(self) -> "Absent":
+    def current(self) -> "OffStage":
         """Returns a tensor of its shape whose dtype and device torch knows too."""
         if self._made == self._present:
             return self
@@ -70,7 +70,7 @@ def flat(value: Any) -> list[Any]:
 
 def to_meta(value: Any) -> Any:
     """Returns a tensor's shape and dtype, on the meta device; other things as they are."""
-    if isinstance(value, Absent):
+    if isinstance(value, OffStage):
         return value.meta
     return value.to("meta") if isinstance(value, Tensor) else value
 
@@ -84,7 +84,7 @@ def call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _to_plain(value: Any) -> Any:
     """Returns a split tensor's shape and dtype, and a weight as its last cast left it."""
-    if isinstance(value, Absent):
+    if isinstance(value, OffStage):
         return value.current()
     is_split = isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter)
     return torch.empty(value.shape, dtype=value.dtype, device="meta") if is_split else value
@@ -92,7 +92,7 @@ def _to_plain(value: Any) -> Any:
 
 def to_memory(value: Any) -> Any:
     """Returns memory in an absent tensor's shape and dtype; other things as they are."""
-    return torch.zeros_like(value.meta, device=value.device) if isinstance(value, Absent) else value
+    return torch.zeros_like(value.meta, device=value.device) if isinstance(value, OffStage) else value
 
 
 def each(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -105,16 +105,16 @@ def each(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return [value[index]] if isinstance(value, list | tuple) and len(value) == count else value
 
         own, named = [item(value) for value in args], {name: item(value) for name, value in kwargs.items()}
-        absent = next(filter(_is_absent, flat((own, named))), None)
-        if edits and absent is not None and not _is_absent(args[0][index]):
-            raise values_elsewhere(absent.place)
-        if edits and absent is not None:
+        off_stage = next(filter(_is_off_stage, flat((own, named))), None)
+        if edits and off_stage is not None and not _is_off_stage(args[0][index]):
+            raise values_elsewhere(off_stage.place)
+        if edits and off_stage is not None:
             # As an edit of one tensor does.
             torch.autograd.graph.increment_version(args[0][index])
-        if absent is None:
+        if off_stage is None:
             results += func(*own, **named) or ()
         elif not edits:
-            results += absent.others(func(*tree_map(to_meta, own), **tree_map(to_meta, named)), absent.device)
+            results += off_stage.others(func(*tree_map(to_meta, own), **tree_map(to_meta, named)), off_stage.device)
     return None if edits else results
 
 
@@ -124,7 +124,7 @@ def values_elsewhere(place: str) -> UnsupportedError:
         f"The values of this tensor are not on this rank: what it comes from {place}. Of weights, "
         "model.save_pretrained(folder) writes all and Accelerator.get_state_dict(model) gathers them on rank 0; "
         "torch.nn.utils.get_total_norm takes the norm of any gradients. Every rank calls them. "
-        "hf_megatron.own_parameters(model) lists what this rank has."
+        "hf_megatron.local_named_parameters(model) lists what this rank has."
     )
 
 
@@ -147,7 +147,7 @@ def is_term(value: Any) -> bool:
 
 def has_terms(value: Any) -> bool:
     """Tells whether something is differentiated on this rank."""
-    if isinstance(value, Absent):
+    if isinstance(value, OffStage):
         return value.terms is not None
     return _is_trained(value)
 
@@ -157,7 +157,7 @@ def _is_trained(value: Any) -> bool:
 
 
 def _terms(value: Any) -> Any:
-    if not isinstance(value, Absent):
+    if not isinstance(value, OffStage):
         return value
     return torch.zeros((), dtype=value.dtype, device=value.device) if value.terms is None else value.terms
 
@@ -165,7 +165,7 @@ def _terms(value: Any) -> Any:
 def add_terms(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Adds or subtracts scalars, some of which other ranks have; no rank can read what that makes."""
     first, edits = args[0], func.__name__.endswith("_")
-    if edits and not _is_absent(first) and first.is_floating_point():
+    if edits and not _is_off_stage(first) and first.is_floating_point():
         # `+=` goes on with what is returned; who calls the method and reads the tensor itself must not take it for the
         # sum.
         result = scale_terms(_plain(func), (first.clone(), *args[1:]), kwargs)
@@ -184,7 +184,7 @@ def _plain(func: Any) -> Any:
 def scale_terms(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Applies a linear operator to an absent scalar and to this rank's terms of it."""
     in_place = func.__name__.endswith("_")
-    if func.__name__ in FACTORS and any(_is_absent(value) or has_terms(value) for value in args[1:]):
+    if func.__name__ in FACTORS and any(_is_off_stage(value) or has_terms(value) for value in args[1:]):
         raise several_stages(func.__name__)
     plain = _plain(func)
     terms = plain(*map(_terms, args), **kwargs)
@@ -193,5 +193,5 @@ def scale_terms(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return result
 
 
-def _is_absent(value: Any) -> bool:
-    return isinstance(value, Absent)
+def _is_off_stage(value: Any) -> bool:
+    return isinstance(value, OffStage)

@@ -151,7 +151,7 @@ class GradientRule:
 
 
 @dataclass(frozen=True)
-class Claim:
+class ParameterSharding:
     """One row of the plan: a parameter, who claimed it, where it lies and what its gradient needs."""
 
     name: str
@@ -161,7 +161,7 @@ class Claim:
     gradient: GradientRule
 
 
-def copies_of_model(claims: Iterable[Claim], axes: Axes) -> int:
+def copies_of_model(claims: Iterable[ParameterSharding], axes: Axes) -> int:
     """Returns how many neighbouring tp ranks share shards, if all parameters can be told so on one mesh; else 1.
 
     Whoever computes with parameters of several modules needs them on one mesh. DTensor cannot say in two steps how

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..errors import _MOST, clean
+from ..errors import _MOST, sanitize
 
 _DEEPEST = 3
 
@@ -10,22 +10,22 @@ _DEEPEST = 3
 _ITEMS = 8
 
 
-def shown(value: Any, most: int = _MOST) -> str:
+def safe_repr(value: Any, most: int = _MOST) -> str:
     """Returns a value as a message shows it: at most `most` characters, no control characters, no deep nesting.
 
     The text of a value from a file may take exponential time, by its nesting, or hold escape sequences of terminals.
     """
-    return clean(_text(value, _DEEPEST), most)
+    return sanitize(_text(value, _DEEPEST), most)
 
 
-def first_line(error: BaseException) -> str:
+def error_summary(error: BaseException) -> str:
     """Returns an error of others as part of a message: its kind and the first line of what it says.
 
     A line that ends with a colon goes on in the next.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
-    return f"{type(error).__name__}: {shown(text)}"
+    return f"{type(error).__name__}: {safe_repr(text)}"
 
 
 def _text(value: Any, depth: int) -> str:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from ..errors import UnsupportedError
 
 
-class AbsentValue:
+class UnavailableOutput:
     """Raises `UnsupportedError` with its `message` however it is read: attributes, operators, torch's functions."""
 
     message: ClassVar[str]

@@ -72,15 +72,15 @@ def with_trained_inputs(
 
 class _Watched(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, anchor: Tensor, check: Callable[[Any], None], *beside: Tensor) -> Tensor:
-        ctx.check, ctx.beside = check, len(beside)
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, check: Callable[[Any], None], *alongside: Tensor) -> Tensor:
+        ctx.check, ctx.alongside = check, len(alongside)
         # Loops scale losses in place, which a view of a node of ours would not take.
         return value.view_as(value) if value.dim() else value.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ctx.check(ctx)
-        return gradient, None, None, *(None for _ in range(ctx.beside))
+        return gradient, None, None, *(None for _ in range(ctx.alongside))
 
 
 # Where the graph of what a model computed begins: what it returned, and inputs whose gradient is of this rank alone.
@@ -107,7 +107,7 @@ def walk(nodes: list[Any], stop_at: tuple[type, ...] = ()) -> tuple[list[Tensor]
     return leaves, stopped
 
 
-def refuse_foreign(leaves: Iterable[Tensor]) -> None:
+def reject_untracked(leaves: Iterable[Tensor]) -> None:
     """Raises `UnsupportedError` if there is a trained tensor, of any shape, that is no parameter of a model's."""
     if (leaf := next(iter(leaves), None)) is not None:
         raise UnsupportedError(
@@ -139,7 +139,7 @@ class GradientWatch:
         self._node = accumulator(self._anchor)
 
     def over(
-        self, output: Any, begin: Callable[[], None], refuse: Callable[[Any], None], beside: Sequence[Tensor] = ()
+        self, output: Any, begin: Callable[[], None], refuse: Callable[[Any], None], alongside: Sequence[Tensor] = ()
     ) -> Any:
         """Returns what a model returned, tensors of any shape, whose backward calls one of two functions.
 
@@ -157,7 +157,7 @@ class GradientWatch:
 
         def watched(value: Any) -> Any:
             if isinstance(value, Tensor) and value.requires_grad:
-                return _Watched.apply(value, self._anchor, checked, *beside)
+                return _Watched.apply(value, self._anchor, checked, *alongside)
             if isinstance(value, LateOutput):
                 value.leaving = watched
             return tuple(map(watched, value)) if type(value) is tuple else value

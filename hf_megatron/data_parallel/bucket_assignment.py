@@ -9,9 +9,9 @@ from ..compat.torch_dtensor import local_tensor
 from ..core.communication.bucket_collectives import is_pairwise
 from ..core.communication.collectives import share
 from .buckets import Bucket, Slot
-from .grad_sync_groups import Sharing
+from .grad_sync_groups import GradSyncGroup
 
-_Key = tuple[Sharing, torch.dtype, torch.dtype, torch.device]
+_Key = tuple[GradSyncGroup, torch.dtype, torch.dtype, torch.device]
 
 
 def default_capacity(ranks: int, dtype: torch.dtype, *, pairwise: bool) -> int:
@@ -25,7 +25,7 @@ def default_capacity(ranks: int, dtype: torch.dtype, *, pairwise: bool) -> int:
 
 def make_buckets(
     parameters: Iterable[nn.Parameter],
-    sharing_of: Callable[[nn.Parameter], Sharing],
+    sharing_of: Callable[[nn.Parameter], GradSyncGroup],
     capacity: int | None,
     gradient_dtype: torch.dtype | None,
 ) -> list[Bucket]:

@@ -14,7 +14,7 @@ from ..compat.shared import Shared
 from ..compat.torch_dtensor import dtensor_from_local, local_tensor
 from ..core.communication.bucket_collectives import ReduceScatter, gather_rows, is_pairwise, sum_over
 from .buckets import Bucket, Slot
-from .sharded_grad import ReducedGradient
+from .sharded_grad import ShardedGrad
 
 # Buckets whose rows exist at a time where they are not kept; more would overlap no better.
 _IN_FLIGHT = 2
@@ -26,20 +26,20 @@ class BucketReduction(Shared):
     """The buckets of a model's parameters and what of them is reduced.
 
     Args:
-        keep_rows (`bool`): buckets keep their memory between steps (stages 0 and 1).
+        keep_grad_buffer (`bool`): buckets keep their memory between steps (stages 0 and 1).
 
     Attributes:
         parameters: those that have a place in the buckets.
         synchronise: whether what backward adds is reduced.
     """
 
-    def __init__(self, *, keep_rows: bool):
-        self.keep_rows = keep_rows
+    def __init__(self, *, keep_grad_buffer: bool):
+        self.keep_grad_buffer = keep_grad_buffer
         self.synchronise = True
         self.buckets: list[Bucket] = []
         self.parameters: list[nn.Parameter] = []
         self._place_of: dict[int, Place] = {}
-        self._stand_ins: dict[int, ReducedGradient] = {}
+        self._proxies: dict[int, ShardedGrad] = {}
         # Buckets whose reduction is under way.
         self._started: list[tuple[Bucket, Callable[[], Tensor]]] = []
         self._next = 0
@@ -64,18 +64,18 @@ class BucketReduction(Shared):
 
     def _start(self, bucket: Bucket) -> None:
         """Starts the reduction of the next bucket; a parameter without a gradient adds zero."""
-        rows = bucket.close_rows()
+        rows = bucket.seal_buffer()
         sharing = bucket.sharing
         if sharing.shard_size > 1:
             pairwise = is_pairwise(sharing.shard_group)
-            inbox = bucket.take_inbox() if pairwise else bucket.take_own_row(keep=self.keep_rows)
-            work: Callable[[], Tensor] = ReduceScatter(rows, inbox, sharing.shard_group).wait
+            recv_buffer = bucket.take_inbox() if pairwise else bucket.own_segment(keep=self.keep_grad_buffer)
+            work: Callable[[], Tensor] = ReduceScatter(rows, recv_buffer, sharing.shard_group).wait
         else:
             reduction = dist.all_reduce(rows, group=sharing.replicate_group, async_op=True)
             work = partial(_wait_for, reduction, rows)
         self._started.append((bucket, work))
         self._next += 1
-        if not self.keep_rows and len(self._started) > _IN_FLIGHT:
+        if not self.keep_grad_buffer and len(self._started) > _IN_FLIGHT:
             self._complete(*self._started.pop(0))
 
     @torch.no_grad()
@@ -96,7 +96,7 @@ class BucketReduction(Shared):
         reduced = work()
         if bucket.sharing.shard_size > 1:
             sum_over(reduced, bucket.sharing.replicate_group)
-        bucket.take_in(reduced, keep=self.keep_rows)
+        bucket.take_in(reduced, keep=self.keep_grad_buffer)
 
     def _find_used_elsewhere(self) -> None:
         """Shows gradients of parameters that this rank has not used and others have: it asks once for all buckets."""
@@ -115,7 +115,7 @@ class BucketReduction(Shared):
         """Makes gradients seen in `.grad` that autograd has not left there on this rank."""
         for index in indices:
             parameter = bucket.slots[index].parameter
-            parameter.grad = self._stand_ins[id(parameter)]
+            parameter.grad = self._proxies[id(parameter)]
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -144,7 +144,10 @@ class BucketReduction(Shared):
     def memory(self) -> dict[str, list[Tensor]]:
         """Lists what holds gradients and what arrives of them, of any shape; some share their memory."""
         sums = [tensor for bucket in self.buckets for tensor in (bucket.rows, bucket.shard) if tensor is not None]
-        return {"gradients": sums, "inbox": [bucket.inbox for bucket in self.buckets if bucket.inbox is not None]}
+        return {
+            "gradients": sums,
+            "recv_buffer": [bucket.recv_buffer for bucket in self.buckets if bucket.recv_buffer is not None],
+        }
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Returns the reduced gradient `[entries]` of what this rank owns of a parameter; `finish()` comes before."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..compat.torch_memory import share_memory
 from ..core.communication.collectives import bounds
-from .grad_sync_groups import Sharing
+from .grad_sync_groups import GradSyncGroup
 
 
 def owned_range(entries: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -50,14 +50,14 @@ class Slot:
             part.copy_(columns)
 
     def _pairs(self, rows: Tensor, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-        whole = self.entries // self.width if self.width else 0
+        unsharded = self.entries // self.width if self.width else 0
         pairs = []
-        if whole:
-            columns = rows[:whole, self.start : self.start + self.width]
-            pairs.append((columns, flat[: whole * self.width].view(whole, self.width)))
-        rest = self.entries - whole * self.width
+        if unsharded:
+            columns = rows[:unsharded, self.start : self.start + self.width]
+            pairs.append((columns, flat[: unsharded * self.width].view(unsharded, self.width)))
+        rest = self.entries - unsharded * self.width
         if rest:
-            pairs.append((rows[whole, self.start : self.start + rest], flat[whole * self.width :]))
+            pairs.append((rows[unsharded, self.start : self.start + rest], flat[unsharded * self.width :]))
         return pairs
 
     def own_columns(self, row: Tensor, ranks: int, rank: int) -> Tensor:
@@ -67,21 +67,21 @@ class Slot:
 
 
 @dataclass
-class Sum:
+class GradBuffer:
     """What a bucket has added up: gradients of this rank alone, reduced ones, and the slots that have them."""
 
     rows: Tensor | None = None
-    inbox: Tensor | None = None
+    recv_buffer: Tensor | None = None
     shard: Tensor | None = None
     in_rows: bool = False
     written: set[int] = field(default_factory=set)
     used: set[int] = field(default_factory=set)
 
-    def copy(self) -> "Sum":
+    def copy(self) -> "GradBuffer":
         """Copies the gradients; memory without any is left out."""
         rows = self.rows.clone() if self.rows is not None and self.written else None
         shard = None if self.shard is None else self.shard.clone()
-        return Sum(rows, None, shard, False, set(self.written), set(self.used))
+        return GradBuffer(rows, None, shard, False, set(self.written), set(self.used))
 
 
 class Bucket:
@@ -93,15 +93,15 @@ class Bucket:
     Attributes:
         rows (`Tensor`, *optional*): `[ranks, width + parameters]`, this rank's gradient, not reduced yet.
         shard (`Tensor`, *optional*): `[width]`, the reduced gradient of what this rank owns.
-        inbox (`Tensor`, *optional*): `[ranks - 1, width + parameters]`, what arrives of other ranks' rows, where ranks
-            send them one by one.
+        recv_buffer (`Tensor`, *optional*): `[ranks - 1, width + parameters]`, what arrives of other ranks' rows, where
+            ranks send them one by one.
         flags (`Tensor`, *optional*): `[parameters]`, on how many ranks each has a gradient, until somebody reads it.
         in_rows: the shard lies in this rank's row, until there are new gradients.
         written: indices of slots that hold a gradient of this window; `arrived` those of the last backward.
         used: indices of slots whose parameter has a gradient on some rank.
     """
 
-    def __init__(self, slots: Sequence[Slot], sharing: Sharing, dtype: torch.dtype, device: torch.device):
+    def __init__(self, slots: Sequence[Slot], sharing: GradSyncGroup, dtype: torch.dtype, device: torch.device):
         self.slots, self.sharing, self.dtype, self.device = slots, sharing, dtype, device
         self.ranks = sharing.shard_size
         self.width = slots[-1].start + slots[-1].width
@@ -110,13 +110,13 @@ class Bucket:
         self.written: set[int] = set()
         self.arrived: set[int] = set()
         self.used: set[int] = set()
-        self.inbox: Tensor | None = None
+        self.recv_buffer: Tensor | None = None
         self.flags: Tensor | None = None
         # What this rank had no gradient of when `flags` were added up.
-        self._absent: set[int] = set()
+        self._off_stage: set[int] = set()
         self.in_rows = False
 
-    def open_rows(self) -> Tensor:
+    def open_buffer(self) -> Tensor:
         """Returns the rows, `[ranks, width + parameters]`, for new gradients, and makes them where there are none."""
         if self.in_rows:
             assert self.shard is not None
@@ -139,9 +139,9 @@ class Bucket:
             self.shard = torch.zeros(self.width, dtype=self.dtype, device=self.device)
         return self.shard
 
-    def close_rows(self) -> Tensor:
+    def seal_buffer(self) -> Tensor:
         """Completes the rows `[ranks, width + parameters]`: zeros where this rank has no gradient, and the flags."""
-        rows = self.open_rows()
+        rows = self.open_buffer()
         for index, slot in enumerate(self.slots):
             if index not in self.written:
                 rows[:, slot.start : slot.start + slot.width].zero_()
@@ -154,14 +154,14 @@ class Bucket:
 
     def take_inbox(self) -> Tensor:
         """Returns memory `[ranks - 1, width + parameters]` for other ranks' rows; the last may hold the shard."""
-        if self.inbox is None or self.shard is not None:
-            self.inbox = self._make_rows(max(self.ranks - 1, 1))
-        return self.inbox
+        if self.recv_buffer is None or self.shard is not None:
+            self.recv_buffer = self._make_rows(max(self.ranks - 1, 1))
+        return self.recv_buffer
 
-    def take_own_row(self, *, keep: bool) -> Tensor:
+    def own_segment(self, *, keep: bool) -> Tensor:
         """Returns memory `[1, width + parameters]` for the sum of this rank's row: the row itself if rows are kept."""
         rank = self.sharing.shard_rank
-        return self.open_rows()[rank : rank + 1] if keep else self._make_rows(1)
+        return self.open_buffer()[rank : rank + 1] if keep else self._make_rows(1)
 
     def take_in(self, reduced: Tensor, *, keep: bool) -> None:
         """Adds the sum over the data parallel ranks, `[width + parameters]`, to the shard."""
@@ -169,17 +169,17 @@ class Bucket:
             self.used.update(range(len(self.slots)))
         else:
             self.flags = reduced[self.width :].float()
-            self._absent = set(range(len(self.slots))) - self.written
+            self._off_stage = set(range(len(self.slots))) - self.written
         gradient = reduced[: self.width]
         if self.shard is not None:
             self.shard.add_(gradient)
         else:
-            # Of an inbox that has other rows too, it would keep these.
-            is_alone = self.inbox is None or self.inbox.shape[0] == 1
+            # Of an recv_buffer that has other rows too, it would keep these.
+            is_alone = self.recv_buffer is None or self.recv_buffer.shape[0] == 1
             self.shard = gradient if keep or is_alone else gradient.clone()
             self.in_rows = keep and self.rows is not None and share_memory(gradient, self.rows)
         if not keep:
-            self.rows = self.inbox = None
+            self.rows = self.recv_buffer = None
         self.written.clear()
         self.arrived.clear()
 
@@ -187,14 +187,14 @@ class Bucket:
         """Takes in how many ranks have a gradient of each parameter; returns the slots of those that others have."""
         self.used.update(index for index, count in enumerate(counts) if count)
         self.flags = None
-        return sorted(self._absent & self.used)
+        return sorted(self._off_stage & self.used)
 
-    def exchange(self, other: Sum) -> Sum:
+    def exchange(self, other: GradBuffer) -> GradBuffer:
         """Puts another sum in place of the present one, which is returned; no reduction may be under way."""
-        before = Sum(self.rows, self.inbox, self.shard, self.in_rows, self.written, self.used)
-        self.rows, self.inbox, self.shard, self.in_rows, self.written, self.used = (
+        before = GradBuffer(self.rows, self.recv_buffer, self.shard, self.in_rows, self.written, self.used)
+        self.rows, self.recv_buffer, self.shard, self.in_rows, self.written, self.used = (
             other.rows,
-            other.inbox,
+            other.recv_buffer,
             other.shard,
             other.in_rows,
             other.written,
@@ -202,7 +202,7 @@ class Bucket:
         )
         return before
 
-    def add(self, other: Sum, factor: float | Tensor) -> None:
+    def add(self, other: GradBuffer, factor: float | Tensor) -> None:
         """Adds `factor`, a number or scalar, times another sum, which is used up; no reduction may be under way."""
         if not self.written and self.shard is None:
             self.exchange(other)
@@ -210,7 +210,7 @@ class Bucket:
                 self._scale(factor)
             return
         if other.rows is not None and other.written:
-            rows = self.open_rows()
+            rows = self.open_buffer()
             for index in other.written:
                 slot = self.slots[index]
                 columns, added = (r[:, slot.start : slot.start + slot.width] for r in (rows, other.rows))

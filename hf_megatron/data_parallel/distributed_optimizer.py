@@ -15,19 +15,19 @@ from torch import Tensor, nn
 
 from ..compat.torch_autograd import step_hook_last
 from ..compat.torch_dtensor import local_tensor
-from ..compat.torch_memory import runs_behind
+from ..compat.torch_memory import is_async_device
 from ..config import MegatronConfig
 from ..core.communication.full_tensor import placed_gradient
-from ..core.off_stage import is_absent
+from ..core.off_stage import is_off_stage
 from ..errors import ConfigError, UnsupportedError
 from .buckets import owned_range
 from .engine import DataParallel, engine_of
 from .fsdp import reshard
 from .grad_norm import clip_grad_norm, has_finite_gradients
-from .grad_status import Verdict
-from .grad_sync_groups import Sharing
+from .grad_status import GradStatus
+from .grad_sync_groups import GradSyncGroup
 from .optimizer_state import StateByParameter
-from .param_gather import Publisher
+from .param_gather import ParamAllGather
 
 # Optimizers whose update of an entry depends on that entry alone: package -> classes.
 ELEMENTWISE = {
@@ -42,7 +42,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass
-class Leaf:
+class MainParam:
     """What the optimizer steps on in place of a parameter.
 
     Attributes:
@@ -60,7 +60,7 @@ class Leaf:
     tensor: Tensor
     separate: bool
     flat: bool
-    sharing: Sharing | None = None
+    sharing: GradSyncGroup | None = None
 
     def view(self) -> Tensor:
         """Returns the leaf's entries in the parameter itself, `[entries]` or `[rows, ...]` as it is."""
@@ -99,15 +99,15 @@ class Leaf:
 
 
 def _make_leaf(
-    name: str, parameter: nn.Parameter, config: MegatronConfig, sharing: Sharing, *, is_sharded: bool
-) -> Leaf:
+    name: str, parameter: nn.Parameter, config: MegatronConfig, sharing: GradSyncGroup, *, is_sharded: bool
+) -> MainParam:
     local = local_tensor(parameter).detach()
     if not local.is_contiguous():
         raise UnsupportedError(f"{name} is not contiguous in memory; its optimizer state cannot be shared.")
     shares = config.zero_stage > 0 and sharing.shard_size > 1 and not is_sharded
     start, stop = owned_range(local.numel(), sharing.shard_size, sharing.shard_rank) if shares else (0, local.numel())
-    half = parameter.dtype in _HALF and config.main_weights_in_fp32
-    leaf = Leaf(name, parameter, start, stop, local, half or config.offload_optimizer, shares, sharing)
+    half = parameter.dtype in _HALF and config.fp32_main_params
+    leaf = MainParam(name, parameter, start, stop, local, half or config.offload_optimizer, shares, sharing)
     leaf.tensor = leaf.view()
     if leaf.separate:
         device = torch.device("cpu") if config.offload_optimizer else local.device
@@ -123,10 +123,10 @@ class ShardedOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer, engine: DataParallel):
         self.optimizer, self.engine = optimizer, engine
         self.step_was_skipped = False
-        self.leaves: list[Leaf] = []
-        self._used: Verdict | None = None
-        self._publishers: list[Publisher] = []
-        self._published: list[Leaf] = []
+        self.leaves: list[MainParam] = []
+        self._used: GradStatus | None = None
+        self._publishers: list[ParamAllGather] = []
+        self._published: list[MainParam] = []
         # By identity; a leaf is its own.
         self._leaf_of: dict[int, Tensor] = {}
         # What the groups list outside of steps.
@@ -144,8 +144,8 @@ class ShardedOptimizer:
         names = self.engine.names()
         for parameter in group["params"]:
             if id(parameter) not in names:
-                raise self._foreign(parameter)
-            if is_absent(parameter):
+                raise self._untracked(parameter)
+            if is_off_stage(parameter):
                 self.optimizer.state.pop(parameter, None)
                 continue
             sharing = self.engine.sharing(parameter)
@@ -157,9 +157,9 @@ class ShardedOptimizer:
             if parameter in self.optimizer.state:
                 self.optimizer.state[leaf.tensor] = leaf.take_over(self.optimizer.state.pop(parameter))
 
-    def _foreign(self, parameter: Tensor) -> ConfigError:
+    def _untracked(self, parameter: Tensor) -> ConfigError:
         # Its gradients are those of this rank's rows.
-        is_reduced = self.engine.mesh.adds_up_gradients
+        is_reduced = self.engine.mesh.reduces_gradients
         other = engine_of(parameter)
         if other is not None:
             return ConfigError(
@@ -178,9 +178,9 @@ class ShardedOptimizer:
         """Puts leaves into the groups."""
         self._leave()
         listed = [group["params"] for group in self.optimizer.param_groups]
-        own = [[parameter for parameter in group if not is_absent(parameter)] for group in listed]
-        if foreign := [parameter for group in own for parameter in group if id(parameter) not in self._leaf_of]:
-            raise self._foreign(foreign[0])
+        own = [[parameter for parameter in group if not is_off_stage(parameter)] for group in listed]
+        if untracked := [parameter for group in own for parameter in group if id(parameter) not in self._leaf_of]:
+            raise self._untracked(untracked[0])
         self._listed = listed
         for group, parameters in zip(self.optimizer.param_groups, own, strict=True):
             group["params"] = [self._leaf_of[id(parameter)] for parameter in parameters]
@@ -192,7 +192,7 @@ class ShardedOptimizer:
         self._listed = None
 
     @contextmanager
-    def leaves_in_groups(self) -> Iterator[None]:
+    def main_params_in_groups(self) -> Iterator[None]:
         """Lets torch find the leaves that states belong to."""
         self._enter()
         try:
@@ -243,30 +243,30 @@ class ShardedOptimizer:
             raise UnsupportedError(f"{type(optimizer).__name__}.step(closure) on a model split over ranks.")
         engine = self.engine
         engine.check_before_step()
-        may_wait = not runs_behind(engine.mesh.device)
+        may_wait = not is_async_device(engine.mesh.device)
         with torch.no_grad():
             for leaf in self.leaves:
-                leaf.follow(main_weights=engine.config.main_weights_in_fp32, may_wait=may_wait)
+                leaf.follow(main_weights=engine.config.fp32_main_params, may_wait=may_wait)
         self.step_was_skipped = False
-        verdict = engine.verdict if engine.verdict is not self._used else Verdict()
+        grad_status = engine.grad_status if engine.grad_status is not self._used else GradStatus()
         limit = engine.config.gradient_clipping
-        if limit is not None and not verdict.clipped:
+        if limit is not None and not grad_status.clipped:
             # A fused optimizer that a loss scaler steps divides by the scale itself.
             scale = getattr(optimizer, "grad_scale", None)
             clip_grad_norm(self.parameters(), limit if scale is None else limit * float(scale), in_step=True)
-            verdict = engine.verdict
-        if not verdict.scaled:
-            if verdict.finite is None:
-                verdict.finite = has_finite_gradients(self.parameters())
-            self.step_was_skipped = not verdict.finite
+            grad_status = engine.grad_status
+        if not grad_status.scaled:
+            if grad_status.finite is None:
+                grad_status.finite = has_finite_gradients(self.parameters())
+            self.step_was_skipped = not grad_status.finite
             engine.count(skipped=self.step_was_skipped)
         self.collect()
         if self.step_was_skipped:
             # Without a gradient no leaf moves, on any rank: the decision came from the norm over all of them.
             for leaf in self.leaves:
                 leaf.tensor.grad = None
-        self._used = engine.verdict
-        engine.verdict.used = True
+        self._used = engine.grad_status
+        engine.grad_status.used = True
         self._enter()
 
     @torch.no_grad()
@@ -289,11 +289,11 @@ class ShardedOptimizer:
         """Makes parameters that dp ranks share, and that have moved, whole again on every one of them."""
         moved = [leaf for leaf in self.leaves if leaf.flat and leaf.tensor.grad is not None]
         if [id(leaf.parameter) for leaf in moved] != [id(leaf.parameter) for leaf in self._published]:
-            together: dict[Sharing, list[nn.Parameter]] = {}
+            together: dict[GradSyncGroup, list[nn.Parameter]] = {}
             for leaf in moved:
                 assert leaf.sharing is not None
                 together.setdefault(leaf.sharing, []).append(leaf.parameter)
-            self._publishers = [Publisher(parameters, sharing) for sharing, parameters in together.items()]
+            self._publishers = [ParamAllGather(parameters, sharing) for sharing, parameters in together.items()]
             self._published = moved
         for publisher in self._publishers:
             publisher.run()
@@ -315,7 +315,7 @@ class ShardedOptimizer:
         if set_to_none and self.engine.reducer is not None:
             self.engine.reducer.discard([leaf.parameter for leaf in leaves])
         for group in self.optimizer.param_groups if set_to_none else ():
-            for parameter in filter(is_absent, group["params"]):
+            for parameter in filter(is_off_stage, group["params"]):
                 parameter.grad = None
         for leaf in leaves:
             leaf.tensor.grad = None
@@ -355,7 +355,7 @@ class _TakenOver:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of what this rank owns under the parameters' names in the model."""
-        with self._hf_megatron.leaves_in_groups():
+        with self._hf_megatron.main_params_in_groups():
             packed = super().state_dict()  # type: ignore[misc]
         names = [leaf.name for leaf in self._hf_megatron.leaves]
         groups = [{**group, "params": [names[index] for index in group["params"]]} for group in packed["param_groups"]]
@@ -369,7 +369,7 @@ class _TakenOver:
             raise ConfigError(f"The optimizer's state dict names parameters that it does not hold: {unknown[:5]}.")
         state = {index_of[name]: value for name, value in state_dict["state"].items()}
         groups = [{**g, "params": [index_of[name] for name in g["params"]]} for g in state_dict["param_groups"]]
-        with self._hf_megatron.leaves_in_groups():
+        with self._hf_megatron.main_params_in_groups():
             super().load_state_dict({"state": state, "param_groups": groups})  # type: ignore[misc]
         self._hf_megatron.find_state_by_parameter()
 
@@ -418,8 +418,8 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, *, elementwise: bool = F
     # Adagrad makes its state when it is made.
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError(f"{name} has stepped already; prepare it before its first step.")
-    whole = engine.config.zero_stage == 0 and not any(engine.is_split(p) for p in _parameters(optimizer))
-    if not (elementwise or whole or is_elementwise(type(optimizer))):
+    unsharded = engine.config.zero_stage == 0 and not any(engine.is_split(p) for p in _parameters(optimizer))
+    if not (elementwise or unsharded or is_elementwise(type(optimizer))):
         raise UnsupportedError(
             f"{type(optimizer).__module__}.{name} is not known to be elementwise (known: {', '.join(known())}): it "
             "would see parts of parameters and compute something else. Use zero_stage=0 with tp_size=1, where it sees "
@@ -427,7 +427,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, *, elementwise: bool = F
             "that entry alone."
         )
     half = any(p.dtype in _HALF for p in _parameters(optimizer))
-    if half and engine.config.main_weights_in_fp32 and engine.config.zero_stage < 3:
+    if half and engine.config.fp32_main_params and engine.config.zero_stage < 3:
         engine.reduce_gradients()
     # Attached last: the mixin's methods need it.
     state = ShardedOptimizer(optimizer, engine)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..compat.shard_safe import works_on_parts
+from ..compat.shard_safe import shard_safe
 from ..compat.shared import Shared
 from ..parallel_state import ParallelState
 from .packed_sequences import POSITIONS
@@ -29,7 +29,7 @@ def scales_by_length(config: Any) -> bool:
     return any(kind.get("rope_type") in _BY_LENGTH for kind in kinds)
 
 
-class LargestPosition(Shared):
+class DynamicRopeSync(Shared):
     """Notes the largest position of each batch of a model, and has its rotary embeddings see it."""
 
     def __init__(self, model: Any, state: ParallelState):
@@ -49,7 +49,7 @@ class LargestPosition(Shared):
                 module.register_forward_pre_hook(self._enter, with_kwargs=True)
                 module.register_forward_hook(self._leave)
 
-    @works_on_parts
+    @shard_safe
     def _begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         given = dict(zip(self.names, args, strict=False)) | kwargs
         positions, inputs = given.get(POSITIONS), next((given[n] for n in _INPUTS if given.get(n) is not None), None)
@@ -63,11 +63,11 @@ class LargestPosition(Shared):
         self.largest = self.largest.to(self.state.mesh.device, torch.int64, copy=True)
         dist.all_reduce(self.largest, dist.ReduceOp.MAX, group=self.state.mesh.group("dp"))
 
-    @works_on_parts
+    @shard_safe
     def _end(self, model: nn.Module, args: tuple, output: Any) -> None:
         self.largest = None
 
-    @works_on_parts
+    @shard_safe
     def _enter(self, rotary: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.largest is None:
             return None
@@ -77,7 +77,7 @@ class LargestPosition(Shared):
         column = self.largest.to(positions).expand(*positions.shape[:-1], 1)
         return (), bound | {POSITIONS: torch.cat([positions, column], -1)}
 
-    @works_on_parts
+    @shard_safe
     def _leave(self, rotary: nn.Module, args: tuple, output: Any) -> Any:
         if self.largest is None:
             return None

@@ -18,8 +18,8 @@ from ..compat.torch_autograd import is_functional, leave_uncompiled
 from ..compat.torch_dtensor import local_tensor
 from ..compat.torch_fsdp import find_units
 from ..core.inference_mode import left_inference_mode
-from ..core.off_stage import is_absent, own_parameters
-from ..core.placement import Claim
+from ..core.off_stage import is_off_stage, local_named_parameters
+from ..core.placement import ParameterSharding
 from ..core.runtime import RUNTIME
 from ..errors import NonFiniteGradientError, UnsupportedError
 from ..parallel_state import ParallelState, parallel_state
@@ -33,9 +33,9 @@ from .batch_checks import SharedBatch
 from .fsdp import no_sync
 from .fsdp_checks import SplitPlaces, refuse_cast, refuse_copy
 from .grad_reducer import GradientReducer
-from .grad_status import Verdict
-from .grad_store import GradientStore, PlainGradients
-from .grad_sync_groups import Sharing
+from .grad_status import GradStatus
+from .grad_store import GradStore, PlainGradients
+from .grad_sync_groups import GradSyncGroup
 from .inplace_edits import PartVersions, unedited
 from .module_checks import ModuleGuards
 from .parameter_cache import ParameterList
@@ -75,10 +75,10 @@ class DataParallel(Shared):
         self.on_stepped: list[Callable[[], None]] = []
         self.on_cleared: list[Callable[[], None]] = []
         self.on_discarded: list[Callable[[], None]] = []
-        self._claims: dict[int, Claim] = {}
+        self._claims: dict[int, ParameterSharding] = {}
         # Of all stages' parameters: groups are made by all ranks together.
         averages = sorted({"dp"} | {claim.gradient.average for claim in state.claims.values()})
-        self._sharings = {axis: Sharing.along(axis, state.mesh) for axis in averages}
+        self._sharings = {axis: GradSyncGroup.along(axis, state.mesh) for axis in averages}
         self._parameters = ParameterList(model)
         self._modules = ModuleGuards(model)
         self._forward_hooks = -1
@@ -93,7 +93,7 @@ class DataParallel(Shared):
         self._optimizers: list[weakref.ref] = []
         self.skipped_steps = self.backwards = 0
         self._skipped_in_a_row = 0
-        self.verdict = Verdict()
+        self.grad_status = GradStatus()
         if state.shards_weights:
             self._places = SplitPlaces(model)
             # A pipeline has to scale a call's gradients, which FSDP2 would keep from it until they are reduced.
@@ -108,9 +108,9 @@ class DataParallel(Shared):
         state.patches.replace(model, "zero_grad", types.MethodType(_zero_grad, model))
         # Before FSDP2 puts whole parameters in the place of those that the loop knows.
         model.register_forward_pre_hook(self._before_forward, prepend=state.shards_weights, with_kwargs=True)
-        if self.mesh.adds_up_gradients:
+        if self.mesh.reduces_gradients:
             model.register_forward_hook(self._end, always_call=True)
-        if self.mesh.adds_up_gradients and state.cut is None:
+        if self.mesh.reduces_gradients and state.cut is None:
             self._watch = GradientWatch()
             model.register_forward_hook(self._after_forward)
         model.register_load_state_dict_post_hook(self._after_load)
@@ -120,15 +120,15 @@ class DataParallel(Shared):
         model = memo.get(id(self.model))
         if model is None or self.reducer is not None or self.state.cut is not None:
             return self
-        twin = copy.copy(self)
-        memo[id(self)] = twin
-        twin.model, twin._parameters, twin._modules = model, ParameterList(model), ModuleGuards(model)
-        twin._claims, twin._marked, twin._identities, twin._optimizers = {}, [], set(), []
-        twin.guards, twin.on_stepped, twin.on_cleared, twin.on_discarded = [], [], [], []
-        twin.verdict = Verdict()
-        twin.state = copy.deepcopy(self.state, memo)
+        tiny_model = copy.copy(self)
+        memo[id(self)] = tiny_model
+        tiny_model.model, tiny_model._parameters, tiny_model._modules = model, ParameterList(model), ModuleGuards(model)
+        tiny_model._claims, tiny_model._marked, tiny_model._identities, tiny_model._optimizers = {}, [], set(), []
+        tiny_model.guards, tiny_model.on_stepped, tiny_model.on_cleared, tiny_model.on_discarded = [], [], [], []
+        tiny_model.grad_status = GradStatus()
+        tiny_model.state = copy.deepcopy(self.state, memo)
         RUNTIME.add_model(model)
-        return twin
+        return tiny_model
 
     @property
     def has_run(self) -> bool:
@@ -136,7 +136,7 @@ class DataParallel(Shared):
         return bool(self._dtypes)
 
     @contextmanager
-    def whole_root(self) -> Iterator[None]:
+    def full_root(self) -> Iterator[None]:
         """Puts the weights around the layers together for what calls modules without gradients, in stage 3."""
         self._dtypes = refuse_cast(self._split_by_units(self._parameters.current()), self._dtypes)
         with left_inference_mode():
@@ -162,11 +162,11 @@ class DataParallel(Shared):
         attached = (reference() for reference in self._optimizers)
         return [optimizer for optimizer in attached if optimizer is not None]
 
-    def claim(self, parameter: Tensor) -> Claim | None:
+    def claim(self, parameter: Tensor) -> ParameterSharding | None:
         """Returns the claim of a parameter of any shape; one that came after the plan was made has none."""
         return self._claims.get(id(parameter))
 
-    def sharing(self, parameter: Tensor) -> Sharing:
+    def sharing(self, parameter: Tensor) -> GradSyncGroup:
         """Returns the ranks that average the gradient of a parameter of any shape."""
         claim = self.claim(parameter)
         return self._sharings["dp" if claim is None else claim.gradient.average]
@@ -197,7 +197,7 @@ class DataParallel(Shared):
         self._optimizers = [weakref.ref(other) for other in (*self.optimizers, optimizer)]
 
     @property
-    def gradients(self) -> GradientStore:
+    def gradients(self) -> GradStore:
         """Where the gradients of the trainable parameters are added up."""
         return self.reducer or PlainGradients(p for p in self._marked if p.requires_grad)
 
@@ -227,8 +227,8 @@ class DataParallel(Shared):
                 self.name_of,
                 self.sharing,
                 bucket_size=self.config.bucket_size,
-                main_gradients=self.config.main_weights_in_fp32,
-                keep_rows=self.config.zero_stage < 2,
+                main_gradients=self.config.fp32_main_params,
+                keep_grad_buffer=self.config.zero_stage < 2,
             )
             self.state.patches.replace(self.model, "no_sync", self.reducer.no_sync)
 
@@ -312,12 +312,12 @@ class DataParallel(Shared):
         if self.reducer is not None:
             self.reducer.begin(self._reduced(parameters))
             self._refuse_trained_base(parameters)
-        if self.mesh.adds_up_gradients:
+        if self.mesh.reduces_gradients:
             before, self._forward_hooks = self._forward_hooks, self._modules.forward_hooks()
             self.is_unknown = before != self._forward_hooks or (self.is_unknown and not self.was_differentiated)
             self.is_running, self.was_differentiated = True, False
             refuse_hooks(parameters, 0 if self.reducer is None else 1, self.name_of)
-        if not self.mesh.adds_up_gradients:
+        if not self.mesh.reduces_gradients:
             return None
         return with_trained_inputs(args, kwargs, self.mesh.dp_size, lambda leaf: engine_of(leaf) is self)
 
@@ -350,7 +350,7 @@ class DataParallel(Shared):
     def unedited(self) -> Callable[[], None]:
         """Returns what raises once a weight was edited in place, also one of other stages, so that all ranks raise."""
         # FSDP2 has others in their place within calls.
-        return unedited([*self._marked, *filter(is_absent, self.model.parameters())])
+        return unedited([*self._marked, *filter(is_off_stage, self.model.parameters())])
 
     def _end(self, model: nn.Module, args: tuple, output: Any) -> None:
         self.is_running = False
@@ -364,10 +364,10 @@ class DataParallel(Shared):
         engine = weakref.ref(self)
         # FSDP2 computes with other tensors, which lead nowhere near the parameters that a loop has.
         sharded = self._marked if self.state.shards_weights else []
-        beside = [p for p in sharded if p.requires_grad and not self.reduces(p)]
+        alongside = [p for p in sharded if p.requires_grad and not self.reduces(p)]
         require = self.unedited() if self.state.shards_weights else _pass
         begin, refuse = partial(_begin_backward, engine, require), partial(_check_backward, engine)
-        return self._watch.over(output, begin, refuse, beside)
+        return self._watch.over(output, begin, refuse, alongside)
 
     def names(self) -> dict[int, str]:
         """Maps identities of parameters to their names in the state dict; a tied one has the first."""
@@ -377,24 +377,24 @@ class DataParallel(Shared):
         """Returns the state dict's name of a parameter of any shape, in words where it has none."""
         return self.names().get(id(parameter), "a parameter")
 
-    def note_clipping(self, max_norm: float, *, is_finite: bool, is_whole: bool) -> None:
+    def record_clipping(self, max_norm: float, *, is_finite: bool, is_replicated: bool) -> None:
         """Remembers whether the loop clipped (not to infinity, for the norm alone) and if the norm is finite.
 
-        `is_whole` tells whether the norm is that of all gradients of the model, on every rank alike.
+        `is_replicated` tells whether the norm is that of all gradients of the model, on every rank alike.
         """
-        verdict = self._open_verdict()
-        verdict.clipped = verdict.clipped or math.isfinite(max_norm)
-        if not is_finite or is_whole:
-            verdict.finite = is_finite
+        grad_status = self._open_grad_status()
+        grad_status.clipped = grad_status.clipped or math.isfinite(max_norm)
+        if not is_finite or is_replicated:
+            grad_status.finite = is_finite
 
     def note_scaler(self) -> None:
         """Remembers that a loss scaler looked at the gradients and decides itself whether to step."""
-        self._open_verdict().scaled = True
+        self._open_grad_status().scaled = True
 
-    def _open_verdict(self) -> "Verdict":
-        if self.verdict.used:
-            self.verdict = Verdict()
-        return self.verdict
+    def _open_grad_status(self) -> "GradStatus":
+        if self.grad_status.used:
+            self.grad_status = GradStatus()
+        return self.grad_status
 
     def count(self, *, skipped: bool) -> None:
         """Counts a step; raises `NonFiniteGradientError` where too many were skipped in a row."""
@@ -412,7 +412,7 @@ class DataParallel(Shared):
 
     def _not_finite(self) -> str:
         reducer, bad = self.reducer, []
-        for name, parameter in own_parameters(self.model):
+        for name, parameter in local_named_parameters(self.model):
             owned = reducer is not None and reducer.owns(parameter)
             gradient = reducer.gradient(parameter) if owned and reducer is not None else parameter.grad
             if gradient is not None and not torch.isfinite(local_tensor(gradient)).all():
@@ -479,7 +479,7 @@ def all_engines() -> list[DataParallel]:
 
 def data_parallel_engines() -> list[DataParallel]:
     """Lists those whose gradients ranks add up that see parts of a batch."""
-    return [engine for engine in all_engines() if engine.mesh.adds_up_gradients]
+    return [engine for engine in all_engines() if engine.mesh.reduces_gradients]
 
 
 def reducer_of(parameter: Tensor) -> GradientReducer | None:

@@ -2,7 +2,7 @@
 
 Everything is split along dim 0 of the tp-local tensor, as FSDP2 does by default. torch's own arithmetic for a dim that
 tp and FSDP2 both split goes wrong for many uneven sizes (`DTensor.full_tensor` and DCP; forward and backward are
-right), so nothing here or in checkpoints asks DTensor: `whole_local` puts the ranks' parts together.
+right), so nothing here or in checkpoints asks DTensor: `full_local` puts the ranks' parts together.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,7 +43,7 @@ def shard_weights(model: Any, state: ParallelState, around_layers: Sequence[nn.M
     """
     mesh = state.mesh
     axes = mesh.weight_shards()
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if state.config.main_weights_in_fp32 else None)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if state.config.fp32_main_params else None)
     marks = {name: vars(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     units = [layer for layer in outermost_layers(model) if next(layer.parameters(), None) is not None]
     tied = _tied_parameters(model) if around_layers else []
@@ -159,8 +159,8 @@ class PairwiseReduceScatter(_Memory):
     ) -> None:
         ranks = dist.get_world_size(group)
         rows = input_tensor.view(ranks, -1)
-        inbox = rows.new_empty((ranks - 1, rows.shape[1]))
-        total = ReduceScatter(rows, inbox, group).wait()
+        recv_buffer = rows.new_empty((ranks - 1, rows.shape[1]))
+        total = ReduceScatter(rows, recv_buffer, group).wait()
         output_tensor.copy_(total.div_(ranks) if op == dist.ReduceOp.AVG else total)
 
 
@@ -180,7 +180,7 @@ def no_sync(model: Any) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
-def whole_local(tensor: Tensor, shape: tuple[int, ...], mesh: ParallelMesh, average: str = "dp_cp") -> Tensor:
+def full_local(tensor: Tensor, shape: tuple[int, ...], mesh: ParallelMesh, average: str = "dp_cp") -> Tensor:
     """Joins a rank's part of a parameter as it was before the dp ranks split it; all of the shard group call it.
 
     Args:

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 from ..compat.shared import Shared
 from ..compat.torch_fsdp import unsharded_parameters
 from ..core.mesh import is_weight_axis
-from ..core.off_stage import is_absent
+from ..core.off_stage import is_off_stage
 from ..errors import UnsupportedError
 
 
-class WholeWithinForward(Shared):
+class FullWithinForward(Shared):
     """Hook of a module that reads parameters of its own: raises where FSDP2 has not put them together.
 
     Putting them together for such a call would give the right output, and lose the gradient: FSDP2 reduces gradients
@@ -73,7 +73,7 @@ def install_guards(model: nn.Module, has_run: Callable[[], bool]) -> None:
     """
     for name, module in model.named_modules():
         if any(parameter is not None for parameter in module._parameters.values()):
-            WholeWithinForward(name).install(module)
+            FullWithinForward(name).install(module)
         if is_unit(module) and module is not model:
             AfterFirstForward(name, has_run).install(module)
 
@@ -115,9 +115,9 @@ class SplitPlaces:
             self._taken = found
         if len(found) == len(self._taken) and all(map(operator.is_, found, self._taken)):
             return
-        whole = {id(parameter) for parameter in unsharded_parameters(self.model)}
+        unsharded = {id(parameter) for parameter in unsharded_parameters(self.model)}
         if len(found) != len(self._taken) or any(
-            new is not old and id(new) not in whole for new, old in zip(found, self._taken, strict=True)
+            new is not old and id(new) not in unsharded for new, old in zip(found, self._taken, strict=True)
         ):
             raise UnsupportedError(
                 "A parameter of a model with zero_stage=3 was tied, untied or exchanged, and FSDP2 would go on with "
@@ -135,7 +135,7 @@ class SplitPlaces:
             if id(module._parameters) in self._known:
                 continue
             for own, parameter in module._parameters.items():
-                if parameter is None or is_absent(parameter) or is_known(parameter):
+                if parameter is None or is_off_stage(parameter) or is_known(parameter):
                     continue
                 if parameter.requires_grad or is_sharded(parameter):
                     raise UnsupportedError(

@@ -9,10 +9,10 @@ from ..compat.torch_dtensor import local_tensor
 from ..errors import UnsupportedError
 from .bucket_reducer import BucketReduction, Place
 from .buckets import owned_range
-from .sharded_grad import ReducedGradient, is_held, stand_in
+from .sharded_grad import ShardedGrad, grad_proxy, is_held
 
 
-class ServedGradients(BucketReduction):
+class GradAccess(BucketReduction):
     """The gradients in buckets as `.grad` of their parameters; a `GradientOwner`.
 
     Attributes:
@@ -32,12 +32,12 @@ class ServedGradients(BucketReduction):
                 if gradient is None:
                     if index in bucket.written or index in bucket.used:
                         self.complete()
-                        bucket.discard_slots({index}, keep=self.keep_rows)
-                elif not isinstance(gradient, ReducedGradient) or gradient.key != id(slot.parameter):
+                        bucket.discard_slots({index}, keep=self.keep_grad_buffer)
+                elif not isinstance(gradient, ShardedGrad) or gradient.key != id(slot.parameter):
                     self.complete()
-                    whole = gradient.read() if isinstance(gradient, ReducedGradient) else gradient
+                    unsharded = gradient.read() if isinstance(gradient, ShardedGrad) else gradient
                     self._renew(slot.parameter)
-                    self._replace((number, index), whole)
+                    self._replace((number, index), unsharded)
 
     def settle(self) -> None:
         """Makes `gradient` what a step is to use: edits and reductions are complete; every rank calls it."""
@@ -47,17 +47,17 @@ class ServedGradients(BucketReduction):
     def _renew(self, parameter: Tensor) -> None:
         """Makes another stand-in for a parameter's next gradient if somebody keeps the one of its last."""
         # Asked before this function refers to it as well.
-        is_kept = is_held(self._stand_ins, id(parameter))
-        present = self._stand_ins[id(parameter)]
-        if is_kept or not isinstance(present, ReducedGradient):
-            if isinstance(present, ReducedGradient):
+        is_kept = is_held(self._proxies, id(parameter))
+        present = self._proxies[id(parameter)]
+        if is_kept or not isinstance(present, ShardedGrad):
+            if isinstance(present, ShardedGrad):
                 present.is_gone = True
-            self._stand_ins[id(parameter)] = stand_in(parameter, self)
+            self._proxies[id(parameter)] = grad_proxy(parameter, self)
 
     def _replace(self, place: Place, gradient: Tensor) -> None:
         bucket, index = self.buckets[place[0]], place[1]
         slot = bucket.slots[index]
-        bucket.discard_slots({index}, keep=self.keep_rows)
+        bucket.discard_slots({index}, keep=self.keep_grad_buffer)
         start, stop = owned_range(slot.entries, bucket.sharing.shard_size, bucket.sharing.shard_rank)
         self._own_columns(place).copy_(local_tensor(gradient.detach()).reshape(-1)[start:stop])
 
@@ -66,7 +66,7 @@ class ServedGradients(BucketReduction):
         bucket, index = self.buckets[place[0]], place[1]
         bucket.used.add(index)
         parameter = bucket.slots[index].parameter
-        parameter.grad = self._stand_ins[id(parameter)]
+        parameter.grad = self._proxies[id(parameter)]
         bucket.open_shard()
         gradient = self.gradient(parameter)
         assert gradient is not None
@@ -77,7 +77,7 @@ class ServedGradients(BucketReduction):
         self.complete()
         if parameters is None:
             for bucket in self.buckets:
-                bucket.discard(keep=self.keep_rows)
+                bucket.discard(keep=self.keep_grad_buffer)
             parameters = self.parameters
         else:
             parameters = list(parameters)
@@ -87,9 +87,9 @@ class ServedGradients(BucketReduction):
                     number, index = self._place_of[id(parameter)]
                     slots.setdefault(number, set()).add(index)
             for number, indices in slots.items():
-                self.buckets[number].discard_slots(indices, keep=self.keep_rows)
+                self.buckets[number].discard_slots(indices, keep=self.keep_grad_buffer)
         for parameter in parameters:
-            if isinstance(parameter.grad, ReducedGradient):
+            if isinstance(parameter.grad, ShardedGrad):
                 parameter.grad = None
 
     @property
@@ -97,7 +97,7 @@ class ServedGradients(BucketReduction):
         self.take_edits()
         return not any(bucket.written or bucket.shard is not None for bucket in self.buckets)
 
-    # What a `ReducedGradient` asks for
+    # What a `ShardedGrad` asks for
 
     def parameter(self, key: int) -> nn.Parameter:
         number, index = self._place_of[key]
@@ -114,7 +114,7 @@ class ServedGradients(BucketReduction):
 
     def _complete_of(self, key: int) -> None:
         """Completes a gradient that is used, with what autograd has added for a hook that comes before this one's."""
-        if self._stand_ins[key].part is not None:
+        if self._proxies[key].part is not None:
             self._arrive(self._place_of[key], self.parameter(key))
         self.finish()
 
@@ -125,7 +125,7 @@ class ServedGradients(BucketReduction):
         return _there(gradient)
 
     @torch.no_grad()
-    def whole(self, key: int) -> Tensor:
+    def unsharded(self, key: int) -> Tensor:
         self._complete_of(key)
         parameter = self.parameter(key)
         return _there(self.full_gradient(parameter)).to(parameter.dtype)

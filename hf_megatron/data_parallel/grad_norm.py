@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ..compat.torch_dtensor import local_tensor
 from ..core.communication.full_tensor import placed_gradient
-from ..core.off_stage import is_absent
+from ..core.off_stage import is_off_stage
 from ..errors import ConfigError
 from .engine import engine_of, reducer_of
 from .norm_checks import ListOfRanks, engines_of, has_all, pipelines
@@ -32,7 +32,7 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
     shares: dict[int, list[Tensor]] = {}
     finished = set()
     for parameter in parameters:
-        if is_absent(parameter):
+        if is_off_stage(parameter):
             continue
         reducer = reducer_of(parameter)
         if reducer is not None:
@@ -129,11 +129,11 @@ def clip_grad_norm(
     listed, shares = ListOfRanks(parameters, in_step=in_step), local_gradients(parameters)
     norm, reduced = _norm(listed, shares, norm_type)
     total, *flags = reduced.tolist()
-    is_whole, is_finite = listed.judge(flags), math.isfinite(total)
+    is_replicated, is_finite = listed.judge(flags), math.isfinite(total)
     if error_if_nonfinite:
         _require_finite(is_finite)
     for engine in listed.engines:
-        engine.note_clipping(max_norm, is_finite=is_finite, is_whole=is_whole)
+        engine.record_clipping(max_norm, is_finite=is_finite, is_replicated=is_replicated)
     _scale(shares, norm, max_norm)
     return norm
 
@@ -146,8 +146,8 @@ def clip_with_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, total
     is_finite = bool(engines) and bool(torch.isfinite(norm))
     for engine in engines:
         # Of all stages' parameters these say nothing.
-        is_whole = engine.state.cut is None and has_all(parameters, [engine])
-        engine.note_clipping(max_norm, is_finite=is_finite, is_whole=is_whole)
+        is_replicated = engine.state.cut is None and has_all(parameters, [engine])
+        engine.record_clipping(max_norm, is_finite=is_finite, is_replicated=is_replicated)
     _scale(local_gradients(parameters), norm, max_norm)
 
 

@@ -2,7 +2,7 @@
 
 Megatron's distributed optimizer (`megatron/core/distributed/param_and_grad_buffer.py`) without its buffers: parameters
 stay where they are, so that freezing, copying, saving and moving a model work as always. A gradient leaves `.grad` for
-its bucket as soon as autograd has added it up, and a `ReducedGradient` stands there in its place; `gradient(parameter)`
+its bucket as soon as autograd has added it up, and a `ShardedGrad` stands there in its place; `gradient(parameter)`
 is the reduced part that this rank owns. What a loop does to `.grad` is taken over before the next forward and step.
 """
 
@@ -21,17 +21,17 @@ from ..compat.torch_dtensor import local_tensor
 from ..errors import UnsupportedError
 from .bucket_assignment import make_buckets
 from .bucket_reducer import Place
-from .buckets import Sum
-from .grad_access import ServedGradients
-from .grad_sync_groups import Sharing
-from .sharded_grad import ReducedGradient, stand_in
+from .buckets import GradBuffer
+from .grad_access import GradAccess
+from .grad_sync_groups import GradSyncGroup
+from .sharded_grad import ShardedGrad, grad_proxy
 
 _MIB = 2**20
 # On parameters as long as their hooks are called.
 _HOOKED = "_hf_megatron_hooked"
 
 
-class GradientReducer(ServedGradients):
+class GradientReducer(GradAccess):
     """Averages the gradients of a model's trainable parameters over the data parallel ranks.
 
     Args:
@@ -40,7 +40,7 @@ class GradientReducer(ServedGradients):
         sharing_of (`Callable`): parameter -> the ranks that average its gradient.
         bucket_size (`int`, *optional*): MiB of gradient per bucket; by default what `default_capacity` says.
         main_gradients (`bool`): gradients of half-precision parameters are added up and reduced in fp32.
-        keep_rows (`bool`): buckets keep their memory between steps (stages 0 and 1).
+        keep_grad_buffer (`bool`): buckets keep their memory between steps (stages 0 and 1).
 
     Attributes:
         parameters: those that were trainable, or had a gradient, when the last forward began.
@@ -50,19 +50,19 @@ class GradientReducer(ServedGradients):
         self,
         parameters: Iterable[nn.Parameter],
         name_of: Callable[[Tensor], str],
-        sharing_of: Callable[[Tensor], Sharing],
+        sharing_of: Callable[[Tensor], GradSyncGroup],
         *,
         bucket_size: int | None,
         main_gradients: bool,
-        keep_rows: bool,
+        keep_grad_buffer: bool,
     ):
-        super().__init__(keep_rows=keep_rows)
+        super().__init__(keep_grad_buffer=keep_grad_buffer)
         self._name_of, self.sharing_of = name_of, sharing_of
         self.bucket_size, self.main_gradients = bucket_size, main_gradients
         self._hooks: list[Any] = []
         self._held: set[int] = set()
         # Parameters whose stand-in is not in `.grad` although they have a gradient, while a backward runs.
-        self._absent: set[int] = set()
+        self._off_stage: set[int] = set()
         # Whether the end of the backward under way is waited for.
         self._ends = False
         self._build(parameters)
@@ -87,7 +87,7 @@ class GradientReducer(ServedGradients):
             for number, bucket in enumerate(self.buckets)
             for index, slot in enumerate(bucket.slots)
         }
-        self._stand_ins = {id(parameter): stand_in(parameter, self) for parameter in self.parameters}
+        self._proxies = {id(parameter): grad_proxy(parameter, self) for parameter in self.parameters}
         # Autograd keeps these hooks where the cyclic collector does not look: they must not keep the model.
         reducer = weakref.ref(self)
         for parameter in self.parameters:
@@ -112,7 +112,7 @@ class GradientReducer(ServedGradients):
         }
         self._build(wanted)
         for parameter in self.parameters:
-            if id(parameter) in kept and isinstance(parameter.grad, ReducedGradient):
+            if id(parameter) in kept and isinstance(parameter.grad, ShardedGrad):
                 self._own_columns(self._place_of[id(parameter)]).copy_(kept[id(parameter)])
         self.take_edits()
 
@@ -132,15 +132,15 @@ class GradientReducer(ServedGradients):
         if not self._ends:
             self._ends = True
             at_end_of_backward(self._find_unused)
-        if self._absent or any(bucket.written for bucket in self.buckets) and self._pending:
+        if self._off_stage or any(bucket.written for bucket in self.buckets) and self._pending:
             return
         self.take_edits()
         for bucket in self.buckets:
             for index in bucket.written | bucket.used:
                 parameter = bucket.slots[index].parameter
                 parameter.grad = None
-                self._absent.add(id(parameter))
-        if self._absent:
+                self._off_stage.add(id(parameter))
+        if self._off_stage:
             at_end_of_backward(self._end_backward)
 
     def _find_unused(self) -> None:
@@ -150,13 +150,13 @@ class GradientReducer(ServedGradients):
             self.finish()
 
     def _end_backward(self) -> None:
-        for key in self._absent:
-            self.parameter(key).grad = self._stand_ins[key]
-        self._absent.clear()
+        for key in self._off_stage:
+            self.parameter(key).grad = self._proxies[key]
+        self._off_stage.clear()
 
     def _arrive(self, place: Place, parameter: Tensor) -> None:
         """Takes in a parameter's gradient, which autograd has added up."""
-        standing = self._stand_ins[id(parameter)]
+        standing = self._proxies[id(parameter)]
         has_none = parameter.grad is None or (parameter.grad is standing and standing.part is None)
         # A pipeline's loss leads to every parameter, and brings its gradients by another way.
         if id(parameter) in self._held or has_none:
@@ -171,18 +171,18 @@ class GradientReducer(ServedGradients):
                     "schedule. Modules that a stage calls twice need gradient checkpointing with use_reentrant=False."
                 )
             self.finish()
-        gradient = standing.take_part()
+        gradient = standing.copy_local_shard()
         # `_renew` counts who refers to it.
         del standing
         if gradient is None:
             gradient = parameter.grad
             assert gradient is not None
-            if id(parameter) in self._absent:
-                self._absent.remove(id(parameter))
+            if id(parameter) in self._off_stage:
+                self._off_stage.remove(id(parameter))
             else:
                 if index in bucket.written or index in bucket.used:
                     # Somebody took the earlier one out of `.grad` since the forward began.
-                    bucket.discard_slots({index}, keep=self.keep_rows)
+                    bucket.discard_slots({index}, keep=self.keep_grad_buffer)
                 self._renew(parameter)
         if gradient.requires_grad:
             raise UnsupportedError(
@@ -191,9 +191,9 @@ class GradientReducer(ServedGradients):
             )
         # The ranks' sum of gradients over their number is their average.
         factor, add = 1 / bucket.sharing.divisor, index in bucket.written
-        bucket.slots[index].scatter_into(bucket.open_rows(), local_tensor(gradient), factor=factor, add=add)
+        bucket.slots[index].scatter_into(bucket.open_buffer(), local_tensor(gradient), factor=factor, add=add)
         bucket.written.add(index)
-        parameter.grad = self._stand_ins[id(parameter)]
+        parameter.grad = self._proxies[id(parameter)]
         if not self.synchronise:
             return
         self._pending = True
@@ -207,15 +207,15 @@ class GradientReducer(ServedGradients):
         # One of each parameter's hooks is the reducer's.
         return any(gradient_hooks(parameter) > 1 for parameter in self.parameters)
 
-    def put_aside(self) -> list[Sum] | None:
+    def put_aside(self) -> list[GradBuffer] | None:
         # An empty sum leaves its memory to the next one.
-        before = None if self.is_empty else [bucket.exchange(Sum()) for bucket in self.buckets]
+        before = None if self.is_empty else [bucket.exchange(GradBuffer()) for bucket in self.buckets]
         self._hide()
         return before
 
-    def take_back(self, before: list[Sum] | None) -> list[Sum]:
+    def take_back(self, before: list[GradBuffer] | None) -> list[GradBuffer]:
         if before is None:
-            before = [Sum() for _ in self.buckets]
+            before = [GradBuffer() for _ in self.buckets]
         present = [bucket.exchange(sum_) for bucket, sum_ in zip(self.buckets, before, strict=True)]
         self._hide()
         for bucket in self.buckets:
@@ -226,11 +226,11 @@ class GradientReducer(ServedGradients):
         for parameter in self.parameters:
             parameter.grad = None
 
-    def found(self, sums: list[Sum]) -> list[nn.Parameter]:
+    def found(self, sums: list[GradBuffer]) -> list[nn.Parameter]:
         return self.parameters
 
     @torch.no_grad()
-    def hand_over(self, sums: list[Sum], factor: float | Tensor, *, keep: bool) -> list[Tensor | None]:
+    def hand_over(self, sums: list[GradBuffer], factor: float | Tensor, *, keep: bool) -> list[Tensor | None]:
         self.complete()
         # Of what a loop did between a pipeline's forward, which these come from, and its backward.
         self.take_edits()
@@ -242,14 +242,14 @@ class GradientReducer(ServedGradients):
 
     def take(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
-            standing = self._stand_ins[id(parameter)]
+            standing = self._proxies[id(parameter)]
             if standing.part is not None or not (parameter.grad is None or parameter.grad is standing):
                 self._arrive(self._place_of[id(parameter)], parameter)
 
     @contextmanager
     def hold(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        shown = {parameter for parameter in parameters if parameter.grad is not None}
-        for parameter in shown:
+        listing = {parameter for parameter in parameters if parameter.grad is not None}
+        for parameter in listing:
             parameter.grad = None
         self._held, self.in_schedule = {id(parameter) for parameter in parameters}, True
         try:
@@ -257,10 +257,10 @@ class GradientReducer(ServedGradients):
         finally:
             self._held, self.in_schedule = set(), False
             for parameter in parameters:
-                standing = self._stand_ins[id(parameter)]
+                standing = self._proxies[id(parameter)]
                 if parameter.grad is not None:
                     standing.part, parameter.grad = parameter.grad, standing
-                elif parameter in shown:
+                elif parameter in listing:
                     parameter.grad = standing
             self.take(parameters)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Verdict:
+class GradStatus:
     """What is known of the gradients of one step before optimizers take them.
 
     Attributes:

@@ -1,6 +1,6 @@
 """Where the gradients of a model are added up between two optimizer steps.
 
-A `GradientStore` is what a pipeline needs, which computes gradients before it knows their scale. There are two:
+A `GradStore` is what a pipeline needs, which computes gradients before it knows their scale. There are two:
 `PlainGradients` leaves them in `.grad`, the reducer (`reduction.py`) takes them out into buckets.
 """
 
@@ -15,7 +15,7 @@ from ..compat.torch_autograd import gradient_hooks
 from ..compat.torch_dtensor import local_tensor
 
 
-class GradientStore(Protocol):
+class GradStore(Protocol):
     """Sums of gradients that can be put aside and handed over.
 
     Attributes:

@@ -8,7 +8,7 @@ from ..core.mesh import ParallelMesh
 
 
 @dataclass(frozen=True)
-class Sharing:
+class GradSyncGroup:
     """The ranks that average one parameter's gradient.
 
     Attributes:
@@ -27,7 +27,7 @@ class Sharing:
     divisor: int
 
     @classmethod
-    def along(cls, axis: str, mesh: ParallelMesh) -> "Sharing":
+    def along(cls, axis: str, mesh: ParallelMesh) -> "GradSyncGroup":
         """Finds the ranks along an axis that has shards and repetitions; every rank calls it."""
         shard, replicate = f"{axis}_shard", f"{axis}_replicate"
         return cls(

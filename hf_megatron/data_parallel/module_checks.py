@@ -37,7 +37,7 @@ class ModuleGuards:
     def refuse_backward_hooks(self, mesh: ParallelMesh) -> None:
         """Raises `UnsupportedError` for hooks of the loop's on the gradients that modules pass on."""
         self._require_scan()
-        if (any(self._backward) or has_global_backward_hooks()) and (mesh.adds_up_gradients or mesh.tp_size > 1):
+        if (any(self._backward) or has_global_backward_hooks()) and (mesh.reduces_gradients or mesh.tp_size > 1):
             raise UnsupportedError(
                 "A backward hook of a module: with dp_size or cp_size > 1 gradients of activations carry a factor, and "
                 "with tp_size > 1 a rank has a part of them. Remove it, and change or read `parameter.grad` between "

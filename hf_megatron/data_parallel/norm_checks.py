@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.off_stage import is_absent
+from ..core.off_stage import is_off_stage
 from ..core.runtime import RUNTIME
 from ..errors import UnsupportedError
 from ..parallel_state import parallel_state
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ListedPart:
+class ListedShard:
     """What one rank knows of a list, by names.
 
     Attributes:
@@ -37,7 +37,7 @@ class ListedPart:
 
     held: frozenset[str]
     own: frozenset[str]
-    absent: frozenset[str]
+    off_stage: frozenset[str]
 
 
 class ListOfRanks:
@@ -53,9 +53,11 @@ class ListOfRanks:
     def __init__(self, parameters: Sequence[Tensor], *, in_step: bool = False):
         self.parameters, self.in_step = parameters, in_step
         self.engines = engines_of(parameters)
-        self.is_whole = bool(self.engines) and has_all(parameters, self.engines)
+        self.is_replicated = bool(self.engines) and has_all(parameters, self.engines)
         concerned = not parameters or any(engine.state.cut is not None for engine in self.engines)
-        self.flags: tuple[float, ...] = (not self.is_whole, in_step, not in_step) if concerned and pipelines() else ()
+        self.flags: tuple[float, ...] = (
+            (not self.is_replicated, in_step, not in_step) if concerned and pipelines() else ()
+        )
 
     def judge(self, added: Sequence[float]) -> bool:
         """Returns whether it is all trained parameters of their models, on all ranks.
@@ -65,7 +67,7 @@ class ListOfRanks:
         Raises `UnsupportedError` on every rank of a pipeline whose lists cannot be told to be parts of one.
         """
         if not self.flags:
-            return self.is_whole
+            return self.is_replicated
         is_partial, steps, norms = added
         if steps and norms:
             raise _error("some ranks have gone on to the optimizer's step.")
@@ -100,23 +102,23 @@ def _all_engines() -> list[DataParallel]:
     return [state.data_parallel for state in states if isinstance(state.data_parallel, DataParallel)]
 
 
-def _part(parameters: Sequence[Tensor], engines: Sequence[DataParallel]) -> ListedPart:
+def _part(parameters: Sequence[Tensor], engines: Sequence[DataParallel]) -> ListedShard:
     given = {id(parameter) for parameter in parameters}
-    held, own, absent = set(), set(), set()
+    held, own, off_stage = set(), set(), set()
     for engine in engines:
         for name, parameter in engine.model.named_parameters():
-            if is_absent(parameter):
-                absent |= {name} if id(parameter) in given else set()
+            if is_off_stage(parameter):
+                off_stage |= {name} if id(parameter) in given else set()
             elif parameter.requires_grad and parameter.grad is not None:
                 held.add(name)
                 own |= {name} if id(parameter) in given else set()
-    return ListedPart(frozenset(held), frozenset(own), frozenset(absent))
+    return ListedShard(frozenset(held), frozenset(own), frozenset(off_stage))
 
 
-def _compare(own: ListedPart) -> bool:
+def _compare(own: ListedShard) -> bool:
     parts = [own]
     for mesh in pipelines():
-        gathered: list[ListedPart] = [own] * mesh.pp_size
+        gathered: list[ListedShard] = [own] * mesh.pp_size
         dist.all_gather_object(gathered, own, group=mesh.host_group("pp"))
         parts += gathered
     if all(part.own == part.held for part in parts):
@@ -124,7 +126,7 @@ def _compare(own: ListedPart) -> bool:
     for part in parts:
         for other in parts:
             # Both ends hold a tied weight.
-            listed, expected = part.absent & other.held, other.own - part.held
+            listed, expected = part.off_stage & other.held, other.own - part.held
             if listed != expected:
                 raise _error(f"{min(listed ^ expected)} is listed by some ranks and left out by others.")
     return False

@@ -21,7 +21,7 @@ _MASK = "attention_mask"
 POSITIONS = "position_ids"
 
 
-class KnownRows:
+class PackingInfo:
     """Masks `[rows, tokens]` and positions `[rows, tokens]` of a call's microbatches, and one answer for each.
 
     Args:
@@ -75,7 +75,7 @@ class KnownRows:
         return self._answers[place]
 
 
-class RowsOfCalls(Shared):
+class ForwardInputHook(Shared):
     """Notes for each call of a model what it was given."""
 
     def __init__(self, model: Any, state: ParallelState):
@@ -89,15 +89,15 @@ class RowsOfCalls(Shared):
     def _enter(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         given = dict(zip(self.names, args, strict=False)) | kwargs
         self.state.numbers_tokens = POSITIONS in self.names and given.get(POSITIONS) is None
-        self.state.known_rows = KnownRows([given])
+        self.state.packing_info = PackingInfo([given])
 
     def _leave(self, model: Any, args: tuple, output: Any) -> None:
-        self.state.numbers_tokens, self.state.known_rows = False, None
+        self.state.numbers_tokens, self.state.packing_info = False, None
 
 
-def _calls_under_way() -> list[KnownRows]:
+def _active_forwards() -> list[PackingInfo]:
     states = filter(None, map(parallel_state, RUNTIME.models))
-    return [state.known_rows for state in states if state.known_rows is not None]
+    return [state.packing_info for state in states if state.packing_info is not None]
 
 
 def find_packed_sequence_indices(original: Callable, position_ids: Tensor) -> Tensor | None:
@@ -106,7 +106,7 @@ def find_packed_sequence_indices(original: Callable, position_ids: Tensor) -> Te
         states = filter(None, map(parallel_state, RUNTIME.models))
         if any(state.numbers_tokens for state in states):
             return None
-        answers = [known.begins_anew(position_ids) for known in _calls_under_way()]
+        answers = [known.begins_anew(position_ids) for known in _active_forwards()]
         if any(answers):
             return where_positions_begin(position_ids).cumsum(-1)
         if False in answers:
@@ -125,23 +125,23 @@ def preprocess_mask_arguments(
     """Has the call under way remember which mask becomes which."""
     found = original(config, inputs_embeds, attention_mask, *args, **kwargs)
     if not torch.compiler.is_compiling():
-        for known in _calls_under_way():
+        for known in _active_forwards():
             known.note_mask(attention_mask, found[1])
     return found
 
 
 def without_asking(stock: Callable) -> Callable:
     """Returns a function of masks that knows what masks of the call under way leave out."""
-    known = [] if torch.compiler.is_compiling() else _calls_under_way()
+    known = [] if torch.compiler.is_compiling() else _active_forwards()
     # transformers calls them by keywords alone; what users have registered may have others.
     return partial(_mask, stock, known) if known else stock
 
 
-def _mask(stock: Callable, known: list[KnownRows], **given: Any) -> Any:
+def _mask(stock: Callable, known: list[PackingInfo], **given: Any) -> Any:
     mask: Any = given.get("attention_mask")
     keys = given.get("kv_length")
-    is_whole = mask is not None and given.get("q_length") == keys and mask.shape == (given.get("batch_size"), keys)
-    answers = [rows.hides_tokens(mask) for rows in known] if is_whole else []
+    is_replicated = mask is not None and given.get("q_length") == keys and mask.shape == (given.get("batch_size"), keys)
+    answers = [rows.hides_tokens(mask) for rows in known] if is_replicated else []
     hides = next((answer for answer in answers if answer is not None), None)
     if hides:
         given |= {name: False for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip") if name in given}

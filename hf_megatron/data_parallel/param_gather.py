@@ -15,7 +15,7 @@ from ..compat.torch_dtensor import local_tensor
 from ..core.communication.bucket_collectives import AllGather, is_pairwise
 from .bucket_assignment import make_buckets
 from .buckets import Bucket, owned_range
-from .grad_sync_groups import Sharing
+from .grad_sync_groups import GradSyncGroup
 
 # Below this, in entries, a message costs more than a copy.
 _LARGE = 2**15
@@ -23,15 +23,15 @@ _LARGE = 2**15
 _IN_FLIGHT = 2
 
 
-class Publisher:
+class ParamAllGather:
     """Completes parameters of which this rank has updated its own part; every rank of the shard group has one.
 
     Args:
         parameters (`Sequence[nn.Parameter]`): in the same order on every rank.
-        sharing (`Sharing`): of all of them.
+        sharing (`GradSyncGroup`): of all of them.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], sharing: Sharing):
+    def __init__(self, parameters: Sequence[nn.Parameter], sharing: GradSyncGroup):
         self.sharing = sharing
         in_place = is_pairwise(sharing.shard_group)
         smallest = _LARGE * sharing.shard_size
@@ -46,7 +46,7 @@ class Publisher:
         works = [work for parameter in self._in_place for work in self._exchange(parameter)]
         started: list[tuple[Bucket, AllGather]] = []
         for bucket in self._buckets:
-            rows = bucket.open_rows()
+            rows = bucket.open_buffer()
             for slot in bucket.slots:
                 start, stop = owned_range(slot.entries, ranks, rank)
                 own = slot.own_columns(rows[rank], ranks, rank)
@@ -76,7 +76,7 @@ class Publisher:
 
 def _receive(bucket: Bucket, gather: AllGather) -> None:
     gather.wait()
-    rows = bucket.open_rows()
+    rows = bucket.open_buffer()
     for slot in bucket.slots:
         slot.collect_from(rows, local_tensor(slot.parameter).detach())
     # Kept, they would be a second copy of the weights.

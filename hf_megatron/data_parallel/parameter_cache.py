@@ -2,11 +2,11 @@
 
 from torch import nn
 
-from ..core.off_stage import is_absent
+from ..core.off_stage import is_off_stage
 
 
 def _has_own(module: nn.Module) -> bool:
-    return any(parameter is not None and not is_absent(parameter) for parameter in module._parameters.values())
+    return any(parameter is not None and not is_off_stage(parameter) for parameter in module._parameters.values())
 
 
 class ParameterList:
@@ -29,5 +29,5 @@ class ParameterList:
         assert self._holders is not None
         values = (value for holder in self._holders for value in holder.values() if value is not None)
         # A head on the first stage may have the tied weight, and its bias elsewhere.
-        found = {id(value): value for value in values if not is_absent(value)}
+        found = {id(value): value for value in values if not is_off_stage(value)}
         return list(found.values())

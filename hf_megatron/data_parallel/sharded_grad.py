@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..compat.torch_autograd import in_backward, returns_view
 from ..compat.torch_dtensor import dtensor_from_local, local_tensor
-from ..core.communication.full_tensor import part_like, whole_of
-from ..core.communication.proxy_tensor import StandIn, StandInDTensor
+from ..core.communication.full_tensor import full_tensor_of, shard_like
+from ..core.communication.proxy_tensor import ProxyDTensor, ProxyTensor
 from ..core.communication.write_through import Whole
 from ..errors import UnsupportedError
 
@@ -29,7 +29,7 @@ _ADDITIONS = {_aten.add_.Tensor, _aten.add.Tensor}
 
 
 class GradientOwner(Protocol):
-    """What adds up and reduces the gradients that `ReducedGradient`s stand for; parameters are named by identity.
+    """What adds up and reduces the gradients that `ShardedGrad`s stand for; parameters are named by identity.
 
     Attributes:
         in_schedule: gradients are added outside of backward.
@@ -46,15 +46,15 @@ class GradientOwner(Protocol):
     def owned(self, key: int) -> Tensor:
         """Completes the reduction; returns this rank's entries `[entries]` of a parameter's gradient."""
 
-    def whole(self, key: int) -> Tensor:
+    def unsharded(self, key: int) -> Tensor:
         """Completes the reduction; returns a parameter's gradient, of its shape, on every rank."""
 
     def replace(self, key: int, gradient: Tensor) -> None:
         """Takes a whole gradient, of any shape, in the place of a parameter's."""
 
 
-class ReducedGradient(StandIn):
-    """Stands for the gradient of one parameter, of whose shape and dtype it is; made by `stand_in`.
+class ShardedGrad(ProxyTensor):
+    """Stands for the gradient of one parameter, of whose shape and dtype it is; made by `grad_proxy`.
 
     Attributes:
         part (`Tensor`, *optional*): what autograd has added, of any shape, until the owner takes it in.
@@ -81,9 +81,9 @@ class ReducedGradient(StandIn):
 
     def read(self) -> Tensor:
         """Returns the whole gradient, of its parameter's shape and dtype; every rank that shares it calls it."""
-        return self.owner.whole(self.key)
+        return self.owner.unsharded(self.key)
 
-    def take_part(self) -> Tensor | None:
+    def copy_local_shard(self) -> Tensor | None:
         """Hands out what autograd has added, of any shape."""
         part, self.part = self.part, None
         return part
@@ -91,18 +91,18 @@ class ReducedGradient(StandIn):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:  # type: ignore[override]
         first, kwargs = args[0], kwargs or {}
-        if isinstance(first, ReducedGradient):
+        if isinstance(first, ShardedGrad):
             if func in _ALIASES:
                 return first
             if func in _ADDITIONS and (in_backward() or first.owner.in_schedule):
                 first.part = args[1]
                 return first if func is _aten.add_.Tensor else args[1]
             if returns_view(func):
-                whole = Whole(first, _read_whole, _replace_whole)
-                return whole.views(func(whole.tensor, *args[1:], **kwargs))
+                unsharded = Whole(first, _read_full, _replace_full)
+                return unsharded.views(func(unsharded.tensor, *args[1:], **kwargs))
         edited = _edited(func, args, kwargs)
-        if not any(isinstance(tensor, ReducedGradient) for tensor in edited):
-            args, kwargs = _with_whole(args, kwargs)
+        if not any(isinstance(tensor, ShardedGrad) for tensor in edited):
+            args, kwargs = _with_full(args, kwargs)
             return func(*args, **kwargs)
         if not func._schema.name.startswith("aten::_foreach_"):
             _edit(func, args, kwargs, edited, of_entries=func in _OF_ENTRIES or torch.Tag.pointwise in func.tags)
@@ -113,7 +113,7 @@ class ReducedGradient(StandIn):
         return None
 
 
-class _ReducedDTensor(ReducedGradient, StandInDTensor):
+class _ReducedDTensor(ShardedGrad, ProxyDTensor):
     """The gradient of a `DTensor`."""
 
     def __getattr__(self, name: str) -> Any:
@@ -123,9 +123,9 @@ class _ReducedDTensor(ReducedGradient, StandInDTensor):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
-def stand_in(parameter: Tensor, owner: GradientOwner) -> ReducedGradient:
+def grad_proxy(parameter: Tensor, owner: GradientOwner) -> ShardedGrad:
     """Makes what stands in `.grad` of a parameter, of any shape."""
-    kind = _ReducedDTensor if isinstance(parameter, DTensor) else ReducedGradient
+    kind = _ReducedDTensor if isinstance(parameter, DTensor) else ShardedGrad
     gradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
         kind, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
     )
@@ -137,7 +137,7 @@ def stand_in(parameter: Tensor, owner: GradientOwner) -> ReducedGradient:
     return gradient
 
 
-def is_held(gradients: dict[int, ReducedGradient], key: int) -> bool:
+def is_held(gradients: dict[int, ShardedGrad], key: int) -> bool:
     """Tells whether somebody else than this dictionary refers to one of its gradients, which is not in `.grad`."""
     return sys.getrefcount(gradients[key]) > _ALONE
 
@@ -155,53 +155,53 @@ def _edited(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
     return edited
 
 
-def _with_whole(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    return tree_map_only(ReducedGradient, ReducedGradient.read, (args, kwargs))
+def _with_full(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return tree_map_only(ShardedGrad, ShardedGrad.read, (args, kwargs))
 
 
 def _edit(func: Any, args: Any, kwargs: dict[str, Any], edited: list[Tensor], *, of_entries: bool) -> None:
     """Applies a function to gradients, of which this rank edits its own entries where that is all it takes."""
     gradient = edited[0]
-    if of_entries and isinstance(gradient, ReducedGradient) and len(edited) == 1:
+    if of_entries and isinstance(gradient, ShardedGrad) and len(edited) == 1:
         operands = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         if all(_lies_like(gradient, operand) for operand in operands):
             args, kwargs = tree_map_only(Tensor, lambda operand: _own_part(gradient, operand), (args, kwargs))
             func(*args, **kwargs)
             return
-    whole = {id(tensor): tensor.read() for tensor in edited if isinstance(tensor, ReducedGradient)}
-    args, kwargs = tree_map_only(Tensor, lambda tensor: whole.get(id(tensor), tensor), (args, kwargs))
-    args, kwargs = _with_whole(args, kwargs)
+    unsharded = {id(tensor): tensor.read() for tensor in edited if isinstance(tensor, ShardedGrad)}
+    args, kwargs = tree_map_only(Tensor, lambda tensor: unsharded.get(id(tensor), tensor), (args, kwargs))
+    args, kwargs = _with_full(args, kwargs)
     func(*args, **kwargs)
     for tensor in edited:
-        if isinstance(tensor, ReducedGradient):
-            tensor.owner.replace(tensor.key, whole[id(tensor)])
+        if isinstance(tensor, ShardedGrad):
+            tensor.owner.replace(tensor.key, unsharded[id(tensor)])
 
 
-def _read_whole(gradient: ReducedGradient) -> Tensor:
-    return whole_of(gradient.read())
+def _read_full(gradient: ShardedGrad) -> Tensor:
+    return full_tensor_of(gradient.read())
 
 
-def _replace_whole(whole: Tensor, gradient: ReducedGradient) -> None:
+def _replace_full(unsharded: Tensor, gradient: ShardedGrad) -> None:
     parameter = gradient.parameter
     if isinstance(parameter, DTensor):
-        whole = dtensor_from_local(part_like(whole, parameter), parameter)
-    gradient.owner.replace(gradient.key, whole.clone())
+        unsharded = dtensor_from_local(shard_like(unsharded, parameter), parameter)
+    gradient.owner.replace(gradient.key, unsharded.clone())
 
 
-def _lies_like(gradient: ReducedGradient, operand: Tensor) -> bool:
+def _lies_like(gradient: ShardedGrad, operand: Tensor) -> bool:
     """Tells whether the entries of an operand that belong to this rank's of the gradient are here."""
-    if isinstance(operand, ReducedGradient) and operand is not gradient:
+    if isinstance(operand, ShardedGrad) and operand is not gradient:
         same = operand.shape == gradient.shape and isinstance(operand, DTensor) == isinstance(gradient, DTensor)
         return same and operand.owner.owned_range(operand.key) == gradient.owner.owned_range(gradient.key)
     if isinstance(operand, DTensor):
-        whole = all(placement.is_replicate() for placement in operand.placements)
+        unsharded = all(placement.is_replicate() for placement in operand.placements)
         like = isinstance(gradient, DTensor) and operand.placements == gradient.placements
-        return (operand.dim() == 0 and whole) or (like and operand.shape == gradient.shape)
+        return (operand.dim() == 0 and unsharded) or (like and operand.shape == gradient.shape)
     return operand.dim() == 0 or (operand.shape == gradient.shape and not isinstance(gradient, DTensor))
 
 
-def _own_part(gradient: ReducedGradient, operand: Tensor) -> Tensor:
-    if isinstance(operand, ReducedGradient):
+def _own_part(gradient: ShardedGrad, operand: Tensor) -> Tensor:
+    if isinstance(operand, ShardedGrad):
         return operand.owner.owned(operand.key)
     local = local_tensor(operand)
     return (

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.off_stage import is_absent
+from ..core.off_stage import is_off_stage
 from ..errors import ConfigError
-from .autograd_boundary import UNREDUCED, refuse_foreign
+from .autograd_boundary import UNREDUCED, reject_untracked
 from .engine import _MARK, engine_of, reducer_of
 
 _LISTED = "_hf_megatron_listed"
@@ -18,12 +18,12 @@ def before_unprepared_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs
     if _MARK in vars(optimizer):
         return
     groups = optimizer.param_groups
-    if any(is_absent(parameter) for group in groups for parameter in group["params"]):
+    if any(is_off_stage(parameter) for group in groups for parameter in group["params"]):
         vars(optimizer)[_LISTED] = [group["params"] for group in groups]
         for group in groups:
-            group["params"] = [parameter for parameter in group["params"] if not is_absent(parameter)]
+            group["params"] = [parameter for parameter in group["params"] if not is_off_stage(parameter)]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    refuse_foreign(p for p in parameters if type(p) is Tensor and UNREDUCED in vars(p))
+    reject_untracked(p for p in parameters if type(p) is Tensor and UNREDUCED in vars(p))
     first = parameters[0] if parameters else None
     engine = None if first is None else engine_of(first)
     if engine is not None:

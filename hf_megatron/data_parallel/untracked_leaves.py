@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge
 from ..compat.torch_autograd import in_backward
 from ..compat.torch_fsdp import unsharded_parameters
 from ..errors import UnsupportedError
-from .autograd_boundary import LEAVING, STOPPED, UNREDUCED, refuse_foreign, walk
+from .autograd_boundary import LEAVING, STOPPED, UNREDUCED, reject_untracked, walk
 from .engine import DataParallel, data_parallel_engines, engine_of
 from .fsdp_checks import is_sharded
 
@@ -38,18 +38,18 @@ def check_backward(tensors: Any) -> None:
     found, _ = walk(inside, STOPPED) if looks_inside else ([], [])
     own = _Own(engines)
     if leaving:
-        refuse_foreign(leaf for leaf in outside if leaf not in own)
+        reject_untracked(leaf for leaf in outside if leaf not in own)
     else:
         found = outside
-    foreign = [leaf for leaf in found if leaf not in own]
-    owned = len(foreign) < len(found)
+    untracked = [leaf for leaf in found if leaf not in own]
+    owned = len(untracked) < len(found)
     if not leaving:
         # Another model of this process, without replicas, may run its own backwards.
-        foreign = [leaf for leaf in foreign if engine_of(leaf) is None]
+        untracked = [leaf for leaf in untracked if engine_of(leaf) is None]
     is_inside = is_inner and any(engine.is_running or engine.was_differentiated for engine in engines)
     if leaving or is_inside or owned:
-        refuse_foreign(leaf for leaf in foreign if isinstance(leaf, nn.Parameter))
-        for leaf in foreign:
+        reject_untracked(leaf for leaf in untracked if isinstance(leaf, nn.Parameter))
+        for leaf in untracked:
             # Loops ask outputs of frozen embeddings for a gradient, which nobody trains: an optimizer tells.
             setattr(leaf, UNREDUCED, True)
         for engine in engines:
@@ -63,7 +63,7 @@ class _Own:
         self.engines = engines
 
     @cached_property
-    def _whole(self) -> set[int]:
+    def _unsharded(self) -> set[int]:
         sharded = (engine.model for engine in self.engines if engine.state.shards_weights)
         return {id(parameter) for model in sharded for parameter in unsharded_parameters(model)}
 
@@ -72,9 +72,9 @@ class _Own:
         if not leaf.requires_grad or not leaf.numel():
             return True
         engine = engine_of(leaf)
-        if engine is not None and engine.mesh.adds_up_gradients:
+        if engine is not None and engine.mesh.reduces_gradients:
             return is_sharded(leaf) or not engine.state.shards_weights or engine.is_apart(leaf)
-        return id(leaf) in self._whole
+        return id(leaf) in self._unsharded
 
 
 def refuse_activation_hook(tensor: Tensor, hook: Any) -> None:

@@ -21,7 +21,7 @@ def with_defaults(arguments: Mapping[str, Any], defaults: Mapping[str, Any], kin
     return given
 
 
-def whole_number(given: Mapping[str, Any], name: str, least: int = 0) -> int:
+def parse_integer(given: Mapping[str, Any], name: str, least: int = 0) -> int:
     """Returns an argument as a whole number of `least` or more."""
     try:
         number = int(given[name])

@@ -7,7 +7,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from ..errors import DataError
 from .ordered_dataset import OrderedDataset
-from .table_datasets import RowsOfTable
+from .table_datasets import TableSamples
 
 # Rows of a table whose numbers are looked at.
 _COMPARED = 64
@@ -21,10 +21,10 @@ def ordered_of(dataset: Any) -> OrderedDataset | None:
     if datasets is None or not isinstance(dataset, datasets.Dataset):
         return None
     rows = dataset.format["format_kwargs"].get("transform")
-    return rows.dataset if isinstance(rows, RowsOfTable) else None
+    return rows.dataset if isinstance(rows, TableSamples) else None
 
 
-def require_whole(table: Any) -> None:
+def require_full(table: Any) -> None:
     """Checks that the rows of a table are all of its dataset's, in their order.
 
     Raises:

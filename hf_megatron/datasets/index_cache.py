@@ -75,8 +75,8 @@ class _File:
     def of(cls, value: Any) -> Any:
         """Returns the file of a mapped array, and any other value as it is."""
         # A view of one says its file too, and is not all of it.
-        is_whole = isinstance(value, np.memmap) and not isinstance(value.base, np.ndarray)
-        return cls(str(value.filename)) if is_whole and value.filename is not None else value
+        is_replicated = isinstance(value, np.memmap) and not isinstance(value.base, np.ndarray)
+        return cls(str(value.filename)) if is_replicated and value.filename is not None else value
 
     def map(self) -> np.ndarray:
         """Maps the array."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
-from .argument_values import truth_value, whole_number, with_defaults
+from .argument_values import parse_integer, truth_value, with_defaults
 from .blended import BlendedDataset
 from .indexed import IndexedDataset
 from .ordered_dataset import OrderedDataset, WithoutSamples
@@ -109,14 +109,14 @@ def datasets_from_megatron_args(
         raise DataError(f"{', '.join(said)}: are of PretrainingDataset, and dataset= makes another one.")
     make = functools.partial(
         functools.partial(PretrainingDataset, **of_causal_models) if dataset is None else dataset,
-        sequence_length=whole_number(given, "seq_length"),
-        seed=whole_number(given, "seed"),
+        sequence_length=parse_integer(given, "seq_length"),
+        seed=parse_integer(given, "seed"),
         cache=given["data_cache_path"],
     )
     ramp_up = _ramp_up(given)
-    wanted, whole = _samples(given, ramp_up), _blend(given, "data_path", "data_args_path")
+    wanted, unsharded = _samples(given, ramp_up), _blend(given, "data_path", "data_args_path")
     own = _blends_of_splits(given)
-    if (whole is None) == (own is None):
+    if (unsharded is None) == (own is None):
         raise DataError("expected data_path (or data_args_path), or paths of each split; " + _present(given))
     if own is not None:
         if given["split"] is not None:
@@ -126,7 +126,7 @@ def datasets_from_megatron_args(
         found = [_dataset(alone[split], (0.0, 1.0), wanted[split], make) for split in SPLITS]
     else:
         shares = parse_split(given["split"] or _SPLIT)
-        found = [_dataset(whole, share, wanted[split], make) for split, share in zip(SPLITS, shares, strict=True)]
+        found = [_dataset(unsharded, share, wanted[split], make) for split, share in zip(SPLITS, shares, strict=True)]
     if found[0] is not None:
         found[0].ramp_up = ramp_up
     return PretrainingSplits(found[0], found[1], found[2], wanted["test"])
@@ -153,22 +153,22 @@ def _ramp_up(given: Mapping[str, Any]) -> BatchRampUp | None:
         raise DataError(f"rampup_batch_size = {said!r}: expected the first batch, its increment, and samples.")
     if given["train_samples"] is None:
         raise DataError("rampup_batch_size: Megatron-LM has it with train_samples alone, not with train_iters.")
-    numbers = [whole_number({"rampup_batch_size": word}, "rampup_batch_size", 1) for word in words]
-    return BatchRampUp(whole_number(given, "global_batch_size", 1), *numbers)
+    numbers = [parse_integer({"rampup_batch_size": word}, "rampup_batch_size", 1) for word in words]
+    return BatchRampUp(parse_integer(given, "global_batch_size", 1), *numbers)
 
 
 def _samples(given: Mapping[str, Any], ramp_up: BatchRampUp | None) -> dict[str, int]:
     """Counts the samples of each split as Megatron's trainer does."""
     if (given["train_iters"] is None) == (given["train_samples"] is None):
         raise DataError("expected either train_iters or train_samples.")
-    batch = whole_number(given, "global_batch_size", 1)
+    batch = parse_integer(given, "global_batch_size", 1)
     if given["train_samples"] is not None:
-        train = whole_number(given, "train_samples")
+        train = parse_integer(given, "train_samples")
         iterations = train // batch if ramp_up is None else ramp_up.steps(train)
     else:
-        iterations = whole_number(given, "train_iters")
+        iterations = parse_integer(given, "train_iters")
         train = iterations * batch
-    interval, rounds = whole_number(given, "eval_interval", 1), whole_number(given, "eval_iters")
+    interval, rounds = parse_integer(given, "eval_interval", 1), parse_integer(given, "eval_iters")
     return {
         "train": train,
         "valid": (iterations // interval + 1) * rounds * batch if rounds else 0,

@@ -55,7 +55,7 @@ class BatchRampUp:
             seen, steps = seen + self.batch_size(seen), steps - 1
         return seen + steps * self.global_batch_size
 
-    def whole_steps(self, seen: int, samples: int) -> int:
+    def full_steps(self, seen: int, samples: int) -> int:
         """Returns how many steps the samples behind `seen` fill, of `samples` in all."""
         steps = 0
         while seen <= self.samples and seen + self.batch_size(seen) <= samples:

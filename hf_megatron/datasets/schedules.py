@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import DataError
-from .argument_values import real_number, whole_number, with_defaults
+from .argument_values import parse_integer, real_number, with_defaults
 from .ramp_up import BatchRampUp
 
 
@@ -219,18 +219,18 @@ def schedule_from_megatron_args(arguments: Mapping[str, Any]) -> MegatronSchedul
         raise DataError("expected either train_iters or train_samples.")
     unit, other, batch = ("samples", "iters", 1)
     if given["train_iters"] is not None:
-        unit, other, batch = ("iters", "samples", whole_number(given, "global_batch_size", 1))
+        unit, other, batch = ("iters", "samples", parse_integer(given, "global_batch_size", 1))
     for name in ("lr_warmup", "lr_decay", "lr_wsd_decay"):
         if given[f"{name}_{other}"]:
             raise DataError(f"{name}_{other} = {given[f'{name}_{other}']!r}: with train_{unit} it is {name}_{unit}.")
     if given["lr_warmup_fraction"] is not None and given[f"lr_warmup_{unit}"]:
         raise DataError(f"lr_warmup_fraction and lr_warmup_{unit}: expected one of them.")
-    total = whole_number(given, f"train_{unit}") * batch
-    decay = total if given[f"lr_decay_{unit}"] is None else whole_number(given, f"lr_decay_{unit}") * batch
+    total = parse_integer(given, f"train_{unit}") * batch
+    decay = total if given[f"lr_decay_{unit}"] is None else parse_integer(given, f"lr_decay_{unit}") * batch
     if given["lr_warmup_fraction"] is not None:
         warmup = real_number(given, "lr_warmup_fraction") * decay
     else:
-        warmup = whole_number(given, f"lr_warmup_{unit}") * batch
+        warmup = parse_integer(given, f"lr_warmup_{unit}") * batch
     wsd = given[f"lr_wsd_decay_{unit}"]
     style, end = given["weight_decay_incr_style"], real_number(given, "weight_decay")
     start = end
@@ -247,7 +247,7 @@ def schedule_from_megatron_args(arguments: Mapping[str, Any]) -> MegatronSchedul
         warmup=warmup,
         decay=decay,
         style=given["lr_decay_style"],
-        wsd_decay=None if wsd is None else whole_number(given, f"lr_wsd_decay_{unit}") * batch,
+        wsd_decay=None if wsd is None else parse_integer(given, f"lr_wsd_decay_{unit}") * batch,
         wsd_style=given["lr_wsd_decay_style"],
         start_weight_decay=start,
         end_weight_decay=end,

@@ -19,11 +19,11 @@ from .ramp_up import BatchRampUp
 _COMPARED = 8
 
 
-class RowStream(IterableDataset):
+class SampleStream(IterableDataset):
     """Rows of a stream, pass after pass, which Trainer takes from where a checkpoint had ended.
 
-        RowStream(load_dataset("parquet", data_files="s3://bucket/*.parquet", streaming=True)["train"])
-        RowStream(StreamingDataset(remote="s3://bucket/set", replication=world_size, num_canonical_nodes=1))
+        SampleStream(load_dataset("parquet", data_files="s3://bucket/*.parquet", streaming=True)["train"])
+        SampleStream(StreamingDataset(remote="s3://bucket/set", replication=world_size, num_canonical_nodes=1))
 
     All processes that read it read all of it; those of a replica are given the same rows, other replicas others. Rows
     that a run has seen are read again before it goes on; of MosaicML's sets they are not.

@@ -11,7 +11,7 @@ from .ordered_dataset import OrderedDataset
 _IGNORED = -100
 
 
-class RowsOfTable:
+class TableSamples:
     """What a table's rows are when they are asked for: those of a dataset, with labels that a model shifts itself.
 
     A row has `input_ids` and `labels` `[sequence_length + 1]`, without the first label: nothing predicts it.
@@ -32,7 +32,7 @@ class RowsOfTable:
         tokens = torch.cat([sample["input_ids"], labels[-1:].clamp(min=0)])
         return {"input_ids": tokens.tolist(), "labels": torch.cat([ignored, labels]).tolist()}
 
-    def __deepcopy__(self, memo: Any) -> "RowsOfTable":
+    def __deepcopy__(self, memo: Any) -> "TableSamples":
         # Tables are copied whenever a column is left out.
         return self
 
@@ -58,4 +58,4 @@ def table_of(dataset: OrderedDataset) -> Any:
     if "position_ids" in dataset[0]:
         raise DataError("restart: TRL leaves positions out, and models would attend over documents.")
     numbers = datasets.Dataset.from_dict({"input_ids": range(len(dataset))})
-    return numbers.with_transform(RowsOfTable(dataset))
+    return numbers.with_transform(TableSamples(dataset))

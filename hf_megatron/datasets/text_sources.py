@@ -36,14 +36,14 @@ def texts_of(paths: Sequence[Path], key: str, start: int = 0) -> Iterator[str]:
     for path in paths:
         kind = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
         if path.is_dir():
-            found, size = _rows_of_dataset(path, key, start)
+            found, size = _dataset_samples(path, key, start)
         elif kind == ".parquet":
-            found, size = _rows_of_parquet(path, key, start)
+            found, size = _parquet_samples(path, key, start)
         elif kind in (".jsonl", ".json", ".jsonl.gz", ".json.gz"):
             yield from (lines := _Lines(path, key, start))
             found, size = iter(()), lines.count
         elif kind in (".txt", ".txt.gz"):
-            found, size = iter([] if start else [_whole(path)]), 1
+            found, size = iter([] if start else [_unsharded(path)]), 1
         else:
             raise DataError(f"{path}: expected .jsonl, .parquet, .txt or a folder of datasets.save_to_disk.")
         yield from found
@@ -60,7 +60,7 @@ def _opened(path: Path) -> Iterator[Any]:
         raise DataError(f"{path}: is no whole gzip file ({error}).") from None
 
 
-def _whole(path: Path) -> str:
+def _unsharded(path: Path) -> str:
     with _opened(path) as file:
         return _decoded(file.read(), path)
 
@@ -108,7 +108,7 @@ def _text(value: Any, place: str) -> str:
     return value
 
 
-def _rows_of_parquet(path: Path, key: str, start: int) -> tuple[Iterator[str], int]:
+def _parquet_samples(path: Path, key: str, start: int) -> tuple[Iterator[str], int]:
     try:
         from pyarrow import ArrowInvalid
         from pyarrow.parquet import ParquetFile
@@ -137,7 +137,7 @@ def _rows_of_parquet(path: Path, key: str, start: int) -> tuple[Iterator[str], i
     return rows(), file.metadata.num_rows
 
 
-def _rows_of_dataset(path: Path, key: str, start: int) -> tuple[Iterator[str], int]:
+def _dataset_samples(path: Path, key: str, start: int) -> tuple[Iterator[str], int]:
     try:
         from datasets import Dataset, load_from_disk
     except ImportError:

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ..compat.shard_safe import works_on_parts
+from ..compat.shard_safe import shard_safe
 from ..compat.torch_autograd import in_backward
 from ..compat.torch_distributed import group_of_operation
 from ..compat.torch_dtensor import local_tensor
@@ -54,7 +54,7 @@ class Block:
     cause: str = ""
 
 
-class StepLedger(TorchDispatchMode):
+class AllocationTracker(TorchDispatchMode):
     """Counts what happens inside of it; `figures` are those since the last `begin_step()`.
 
     Args:
@@ -131,7 +131,7 @@ class StepLedger(TorchDispatchMode):
 
     # While it runs
 
-    def __enter__(self) -> "StepLedger":
+    def __enter__(self) -> "AllocationTracker":
         original = torch.UntypedStorage.resize_
         resize = functools.partialmethod(lambda storage, size: self._resized(original, storage, size))
         torch.UntypedStorage.resize_ = resize  # type: ignore[assignment]
@@ -157,7 +157,7 @@ class StepLedger(TorchDispatchMode):
     def _moment(self) -> str:
         return BACKWARD if in_backward() else STEP if self._is_stepping else FORWARD
 
-    @works_on_parts
+    @shard_safe
     def _before(self, module: nn.Module, args: Any) -> None:
         name = self._names.get(id(module))
         if name in self._layers and not in_backward():
@@ -167,7 +167,7 @@ class StepLedger(TorchDispatchMode):
         elif self._place is not None and name is not None:
             self._modules.append(name.removeprefix(f"{self._place[0]}."))
 
-    @works_on_parts
+    @shard_safe
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         name = self._names.get(id(module))
         if self._place is not None and name == self._place[0]:

@@ -44,12 +44,12 @@ class PlaceInBatch:
         self.before += sum(self._of_ranks)
         self.rows = given[0].shape[0] if given else 0
         self.lengths = tuple({value.shape[1]: None for value in given})
-        self._of_ranks = _rows_of_ranks(state, self.rows)
+        self._of_ranks = _samples_per_rank(state, self.rows)
         rank = 0 if state is None else state.mesh.dp_rank
         self.first = self.before + sum(self._of_ranks[:rank])
         self.done, self.depth, self.microbatch = {}, 0, self.rows
 
-    def is_rehearsal(self, state: ParallelState | None) -> bool:
+    def is_trial_forward(self, state: ParallelState | None) -> bool:
         """Tells whether a pipeline runs a module for what it shows, and not for a microbatch."""
         if state is None or state.pipeline is None:
             return False
@@ -80,7 +80,7 @@ class PlaceInBatch:
         return (((start, start + rows),), tokens, None), call, self.depth
 
 
-def _rows_of_ranks(state: ParallelState | None, rows: int) -> list[int]:
+def _samples_per_rank(state: ParallelState | None, rows: int) -> list[int]:
     if state is None or state.mesh.dp_size == 1:
         return [rows]
     found: list[Any] = [None] * state.mesh.dp_size
@@ -102,11 +102,11 @@ def _ways(state: ParallelState | None, length: int) -> Iterator[tuple[Interval, 
     yield ((0, length),)
     if state is None:
         return
-    whole: tuple[Interval, ...] = ((0, length),)
+    unsharded: tuple[Interval, ...] = ((0, length),)
     stack = state.placed.get(STACK)
     if stack is not None and stack.row is not None and stack.row.order.length == length:
-        whole = stack.row.order.parts[stack.groups.rank]
-        yield whole
+        unsharded = stack.row.order.parts[stack.groups.rank]
+        yield unsharded
     if state.config.sequence_parallel and state.axes.size("tp") > 1:
-        size = sum(stop - start for start, stop in whole)
-        yield cut_intervals(whole, *bounds(size, state.axes.size("tp"), state.axes.rank("tp")))
+        size = sum(stop - start for start, stop in unsharded)
+        yield cut_intervals(unsharded, *bounds(size, state.axes.size("tp"), state.axes.rank("tp")))

@@ -100,7 +100,7 @@ def compare_recordings(first: str | os.PathLike[str], second: str | os.PathLike[
     found += [
         difference for event in common if event[0] == OUTPUT_GRADIENT for difference in _hidden(one, other, event)
     ]
-    largest = max((float(one.whole(event).abs().max()) for event in common if event[0] == GRADIENT), default=0.0)
+    largest = max((float(one.unsharded(event).abs().max()) for event in common if event[0] == GRADIENT), default=0.0)
     floor = _FLOOR * largest
     found += [d for event in common if event[0] == GRADIENT for d in _weights(one, other, event, floor=floor)]
     found += [d for event in common if event[0] == AFTER for d in _updates(one, other, event)]
@@ -128,8 +128,8 @@ def _depth(pieces: Sequence[OfRank]) -> int:
 
 def _hidden(one: Recording, other: Recording, event: Event) -> Iterator[Difference]:
     """Compares hidden states, or their gradients, token by token."""
-    whole = one.whole(event)
-    finite = whole[whole.isfinite()]
+    unsharded = one.unsharded(event)
+    finite = unsharded[unsharded.isfinite()]
     scale = float(finite.square().mean().sqrt()) if finite.numel() else 0.0
     scale = scale or 1e-30
     ratio = one.factor / other.factor if event[0] == OUTPUT_GRADIENT else 1.0
@@ -140,8 +140,8 @@ def _hidden(one: Recording, other: Recording, event: Event) -> Iterator[Differen
     ranks, rows, tokens, worst = [], [], [], 0.0
     for piece in other.events[event]:
         values = other.read(piece)
-        places = places_of(piece.piece, values, whole.shape[-1])
-        expected = part_of(whole, places)
+        places = places_of(piece.piece, values, unsharded.shape[-1])
+        expected = part_of(unsharded, places)
         if expected is None or expected.shape != values.shape:
             yield Difference(event[0], event[1], (piece.rank,), float("inf"), limit)
             continue
@@ -167,14 +167,14 @@ def _difference(values: Tensor, expected: Tensor) -> Tensor:
 
 def _weights(one: Recording, other: Recording, event: Event, floor: float = 0.0) -> Iterator[Difference]:
     """Compares weights, or their gradients, by the largest entry."""
-    whole = one.whole(event)
-    finite = whole[whole.isfinite()]
+    unsharded = one.unsharded(event)
+    finite = unsharded[unsharded.isfinite()]
     scale = max(float(finite.abs().max()) if finite.numel() else 0.0, floor) or 1e-30
     limit = 0.0 if event[0] == BEFORE else _LIMIT
     ranks, worst = [], 0.0
     for piece in other.events[event]:
         values = other.read(piece)
-        expected = part_of(whole, places_of(piece.piece, values, whole.shape[-1] if whole.dim() else 1))
+        expected = part_of(unsharded, places_of(piece.piece, values, unsharded.shape[-1] if unsharded.dim() else 1))
         if expected is None or expected.shape != values.shape:
             yield Difference(event[0], event[1], (piece.rank,), float("inf"), limit)
             continue
@@ -184,7 +184,7 @@ def _weights(one: Recording, other: Recording, event: Event, floor: float = 0.0)
             ranks.append(piece.rank)
             worst = max(worst, float(error))
     if ranks:
-        like = _same_weight(one, event, other.whole(event)) if event[0] == BEFORE else ""
+        like = _same_weight(one, event, other.unsharded(event)) if event[0] == BEFORE else ""
         yield Difference(event[0], event[1], tuple(ranks), worst, limit, like=like)
 
 
@@ -193,14 +193,14 @@ def _updates(one: Recording, other: Recording, event: Event) -> Iterator[Differe
     before = (BEFORE, *event[1:])
     if before not in one.events or before not in other.events:
         return
-    whole = one.whole(event) - one.whole(before)
-    finite = whole[whole.isfinite()]
+    unsharded = one.unsharded(event) - one.unsharded(before)
+    finite = unsharded[unsharded.isfinite()]
     scale = float(finite.square().mean().sqrt()) if finite.numel() else 0.0
     ranks, worst = [], 0.0
     starts = {piece.rank: piece for piece in other.events[before]}
     for piece in other.events[event]:
         values = other.read(piece) - other.read(starts[piece.rank])
-        expected = part_of(whole, places_of(piece.piece, values, whole.shape[-1] if whole.dim() else 1))
+        expected = part_of(unsharded, places_of(piece.piece, values, unsharded.shape[-1] if unsharded.dim() else 1))
         if expected is None or expected.shape != values.shape:
             yield Difference(event[0], event[1], (piece.rank,), float("inf"), _UPDATE)
             continue
@@ -217,8 +217,8 @@ def _same_weight(one: Recording, event: Event, values: Tensor) -> str:
     """Names another weight of a recording with these values."""
     for other in one.events:
         if other[0] == BEFORE and other != event:
-            whole = one.whole(other)
-            if whole.shape == values.shape and torch.equal(whole, values) and bool(whole.std() > 0):
+            unsharded = one.unsharded(other)
+            if unsharded.shape == values.shape and torch.equal(unsharded, values) and bool(unsharded.std() > 0):
                 return other[1]
     return ""
 

@@ -18,8 +18,8 @@ from ..compat.torch_dtensor import local_tensor
 from ..compat.torch_memory import out_of_memory_observed, storage_key
 from ..core.io.safe_paths import replace_file
 from ..data_parallel.distributed_optimizer import stepping_optimizer
-from ..data_parallel.sharded_grad import ReducedGradient
-from ..parallel_state import laid_out_model, parallel_state
+from ..data_parallel.sharded_grad import ShardedGrad
+from ..parallel_state import parallel_state, unwrap_parallel_model
 from .persistent_memory import kept_tensors
 
 _SHOWN = 20
@@ -48,7 +48,7 @@ class MemorySnapshot:
     def __init__(self, directory: str | os.PathLike[str], model: Any, optimizer: torch.optim.Optimizer | None = None):
         self.directory, self.model, self.optimizer = (
             Path(directory),
-            laid_out_model(model),
+            unwrap_parallel_model(model),
             stepping_optimizer(optimizer),
         )
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -132,7 +132,7 @@ def _live() -> Iterator[tuple[int, Tensor]]:
     for one in gc.get_objects():
         # Proxies say of themselves what they stand for, and raise when that is gone. What stands for a gradient holds
         # none, and to look at it is a collective.
-        if issubclass(type(one), Tensor) and not issubclass(type(one), ReducedGradient):
+        if issubclass(type(one), Tensor) and not issubclass(type(one), ShardedGrad):
             tensor = local_tensor(one)
             if tensor.layout is torch.strided and tensor.device.type != "meta" and storage_key(tensor) not in seen:
                 seen.add(storage_key(tensor))

@@ -20,8 +20,8 @@ from ..core.communication.host_rng import host_state, set_host_state
 from ..core.communication.rng import default_generator
 from ..data_parallel.distributed_optimizer import sharded, stepping_optimizer
 from ..errors import ConfigError
-from ..parallel_state import ParallelState, laid_out_model, parallel_state
-from .nonfinite_hooks import CallCheck, Found, NonFinite, weights_not_finite
+from ..parallel_state import ParallelState, parallel_state, unwrap_parallel_model
+from .nonfinite_hooks import CallCheck, Found, NonFinite, nonfinite_weights
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class NonFiniteWatch:
         self._steps += 1
 
     def _rerun(self) -> NonFiniteReport:
-        found = [*weights_not_finite(self.model, self._state)]
+        found = [*nonfinite_weights(self.model, self._state)]
         before = _random_states(self._state.mesh.device)
         self._is_rerun = True
         try:
@@ -164,7 +164,7 @@ class NonFiniteWatch:
     def _run_again(self, number: int, call: _Call) -> list[Found]:
         """Calls the model as before, and returns what is not finite; gradients go nowhere."""
         _set_random_states(self._state.mesh.device, call.states)
-        check = CallCheck(laid_out_model(self.model), self._state, number)
+        check = CallCheck(unwrap_parallel_model(self.model), self._state, number)
         with check.looking():
             check.look_at_inputs(call.args, call.kwargs)
             # Accelerate's own autocast is inside of the model, a loop's around it.

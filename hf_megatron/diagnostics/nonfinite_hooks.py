@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from ..compat.shard_safe import comes_last
+from ..compat.shard_safe import runs_last
 from ..compat.torch_autograd import in_backward
 from ..compat.torch_dtensor import local_tensor
-from ..core.off_stage import own_parameters
+from ..core.off_stage import local_named_parameters
 from ..models.fingerprint import layer_patterns
 from ..parallel_state import ParallelState
-from .adapter_names import name_beside_adapters
+from .adapter_names import strip_adapter_prefix
 
 WEIGHT, INPUT, OUTPUT, LOSS, GRADIENT = "weight", "input", "output", "loss", "gradient"
 INPUT_GRADIENT = "gradient of the input"
@@ -98,7 +98,7 @@ class CallCheck:
                 hook.remove()
 
     def _hook_of(self, name: str) -> Callable[..., None]:
-        @comes_last
+        @runs_last
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             # What is computed again in backward was seen before.
             if in_backward() or (place := self._place()) is None:
@@ -115,7 +115,7 @@ class CallCheck:
     def _hook_of_inputs(self, name: str) -> Callable[..., None]:
         """Makes a hook of a layer: what a stage receives is no module's output there."""
 
-        @comes_last
+        @runs_last
         def hook(module: nn.Module, args: Any) -> None:
             if in_backward() or (place := self._place()) is None:
                 return
@@ -187,11 +187,11 @@ def _floats(values: Any) -> Iterator[Tensor]:
             yield value
 
 
-def weights_not_finite(model: Any, state: ParallelState) -> Iterator[Found]:
+def nonfinite_weights(model: Any, state: ParallelState) -> Iterator[Found]:
     """Yields the weights of this rank that are not finite, with the entry of the whole weight."""
     rank = dist.get_rank()
-    for place, (outer_name, parameter) in enumerate(own_parameters(model)):
-        name = name_beside_adapters(outer_name)
+    for place, (outer_name, parameter) in enumerate(local_named_parameters(model)):
+        name = strip_adapter_prefix(outer_name)
         local = local_tensor(parameter).detach()
         if not local.is_floating_point() or bool(torch.isfinite(local).all()):
             continue

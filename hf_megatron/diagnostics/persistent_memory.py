@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.off_stage import own_parameters
+from ..core.off_stage import local_named_parameters
 from ..data_parallel.distributed_optimizer import sharded
 from ..parallel_state import parallel_state
 
@@ -17,7 +17,7 @@ def kept_tensors(model: Any, optimizer: torch.optim.Optimizer | None = None) -> 
         model: laid out by this library.
         optimizer (*optional*): prepared.
     """
-    kept: dict[str, list[Tensor]] = {"weights": [*(p for _, p in own_parameters(model)), *model.buffers()]}
+    kept: dict[str, list[Tensor]] = {"weights": [*(p for _, p in local_named_parameters(model)), *model.buffers()]}
     state = parallel_state(model)
     reducer = None if state is None or state.data_parallel is None else state.data_parallel.reducer
     kept |= {} if reducer is None else reducer.memory()

@@ -79,7 +79,7 @@ class Recording:
             values = values.view(rows, -1, values.shape[-1])
         return values
 
-    def whole(self, event: Event) -> Tensor:
+    def unsharded(self, event: Event) -> Tensor:
         """Puts a tensor together; what no rank has is NaN, and of pieces that overlap the first counts.
 
         NaN that a rank has is infinite there, to be told from what nobody has.
@@ -90,10 +90,10 @@ class Recording:
         places = [places_of(one.piece, value, width) for one, value in zip(pieces, values, strict=True)]
         dims = range(len(places[0]))
         sizes = [1 + max((int(place[dim].max()) for place in places if len(place[dim])), default=-1) for dim in dims]
-        whole = torch.full(sizes, torch.nan, dtype=torch.float64)
+        unsharded = torch.full(sizes, torch.nan, dtype=torch.float64)
         for value, place in reversed([*zip(values, places, strict=True)]):
-            whole[_crossed(place)] = torch.where(value.isnan(), torch.inf, value)
-        return whole
+            unsharded[_crossed(place)] = torch.where(value.isnan(), torch.inf, value)
+        return unsharded
 
 
 def places_of(piece: RecordedPiece, values: Tensor, width: int) -> list[Tensor]:
@@ -112,13 +112,13 @@ def places_of(piece: RecordedPiece, values: Tensor, width: int) -> list[Tensor]:
     return places
 
 
-def part_of(whole: Tensor, places: Sequence[Tensor]) -> Tensor | None:
+def part_of(unsharded: Tensor, places: Sequence[Tensor]) -> Tensor | None:
     """Returns the entries of a tensor at the crossings of places; `None` where it has no such ones."""
-    if len(places) != whole.dim():
+    if len(places) != unsharded.dim():
         return None
-    if any(len(place) and int(place.max()) >= size for place, size in zip(places, whole.shape, strict=True)):
+    if any(len(place) and int(place.max()) >= size for place, size in zip(places, unsharded.shape, strict=True)):
         return None
-    return whole[_crossed(places)]
+    return unsharded[_crossed(places)]
 
 
 def _crossed(places: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -20,16 +20,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from ..compat.shard_safe import comes_last
+from ..compat.shard_safe import runs_last
 from ..compat.torch_autograd import in_backward
 from ..compat.torch_dtensor import local_tensor
 from ..compat.versions import __version__
 from ..context_parallel.load_balancing import Interval
-from ..core.off_stage import own_parameters
+from ..core.off_stage import local_named_parameters
 from ..data_parallel.distributed_optimizer import stepping_optimizer
 from ..errors import ConfigError, UnsupportedError
-from ..parallel_state import computes_again, laid_out_model, parallel_state
-from .adapter_names import name_beside_adapters
+from ..parallel_state import is_rerunning_step, parallel_state, unwrap_parallel_model
+from .adapter_names import strip_adapter_prefix
 from .batch_index import PlaceInBatch
 
 # What its files say that they are.
@@ -100,14 +100,14 @@ class StepRecorder:
         modules: str = "",
     ):
         self.directory, self.model, self.optimizer = Path(directory), model, stepping_optimizer(optimizer)
-        self.inner, self.state = laid_out_model(model), parallel_state(model)
+        self.inner, self.state = unwrap_parallel_model(model), parallel_state(model)
         if self.state is not None and self.state.shards_weights:
             raise UnsupportedError("StepRecorder with zero_stage=3: weights are whole for moments. Use stage 0 to 2.")
         self.rank = 0 if self.state is None else dist.get_rank()
         if self._file("json").exists():
             raise ConfigError(f"StepRecorder({str(directory)!r}): has a recording already; name another folder.")
-        named = {name_beside_adapters(name): module for name, module in self.inner.named_modules()}
-        own = {id(parameter) for _, parameter in own_parameters(self.inner)}
+        named = {strip_adapter_prefix(name): module for name, module in self.inner.named_modules()}
+        own = {id(parameter) for _, parameter in local_named_parameters(self.inner)}
         self.modules = {
             name: module
             for name, module in named.items()
@@ -149,22 +149,22 @@ class StepRecorder:
     # What is seen
 
     def _begin_call(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if not in_backward() and not computes_again(self.state):
+        if not in_backward() and not is_rerunning_step(self.state):
             # Of all tokens of the step, as Trainer says how many these are.
             self._is_share = kwargs.get("num_items_in_batch") is not None
             self._calls.begin(self.state, args, kwargs)
 
-    @comes_last
+    @runs_last
     def _end_call(self, model: nn.Module, args: Any, output: Any) -> None:
         loss = output.get("loss") if isinstance(output, Mapping) else None
-        if isinstance(loss, Tensor) and not in_backward() and not computes_again(self.state):
+        if isinstance(loss, Tensor) and not in_backward() and not is_rerunning_step(self.state):
             self._losses.append(float(loss.detach()))
 
     def _hook_of(self, name: str) -> Any:
-        @comes_last
+        @runs_last
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             # What is computed again in backward was seen before.
-            if in_backward() or computes_again(self.state) or self._calls.is_rehearsal(self.state):
+            if in_backward() or is_rerunning_step(self.state) or self._calls.is_trial_forward(self.state):
                 return
             value = next((value for value in tree_iter(output) if _is_hidden(value)), None)
             place = None if value is None else self._calls.place(self.state, name, value)
@@ -224,8 +224,8 @@ class StepRecorder:
             self._add(kind, name, 0, parameter, self._held(name, parameter))
 
     def _own(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in own_parameters(self.model):
-            yield name_beside_adapters(name), parameter
+        for name, parameter in local_named_parameters(self.model):
+            yield strip_adapter_prefix(name), parameter
 
     def _gradients(self) -> None:
         """Takes the gradients as the optimizer will, each in the shape of what this rank has of its parameter."""

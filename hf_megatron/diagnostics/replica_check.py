@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from ..compat.torch_dtensor import local_tensor, plain_parts
 from ..core.communication.host_rng import host_state
 from ..core.communication.rng import default_generator
-from ..core.off_stage import is_absent, own_parameters
-from ..data_parallel.distributed_optimizer import Leaf, sharded, stepping_optimizer
+from ..core.off_stage import is_off_stage, local_named_parameters
+from ..data_parallel.distributed_optimizer import MainParam, sharded, stepping_optimizer
 from ..errors import ReplicaError
-from ..parallel_state import ParallelState, laid_out_model, parallel_state
-from .adapter_names import name_beside_adapters
+from ..parallel_state import ParallelState, parallel_state, unwrap_parallel_model
+from .adapter_names import strip_adapter_prefix
 
 WEIGHT, MAIN_WEIGHT, MOMENT, BUFFER, RANDOM = "weight", "main weight", "moment", "buffer", "random state"
 # Integers of as many bytes, by which a tensor's bits are added up.
@@ -51,14 +51,14 @@ class UnequalReplica:
     name: str
     ranks: tuple[int, ...]
     holders: tuple[int, ...]
-    alike: tuple[tuple[int, ...], ...] = ()
+    identical: tuple[tuple[int, ...], ...] = ()
 
     def __str__(self) -> str:
         if self.ranks == self.holders:
             text = f"{self.kind} {self.name}: ranks {_listed(self.holders)} differ, none of them from most"
             # Of values that several have.
             return text + (
-                f": {' against '.join(map(_listed, self.alike))}" if len(self.alike) < len(self.holders) else ""
+                f": {' against '.join(map(_listed, self.identical))}" if len(self.identical) < len(self.holders) else ""
             )
         named = "rank" if len(self.ranks) == 1 else "ranks"
         return f"{self.kind} {self.name}: {named} {_listed(self.ranks)} of {_listed(self.holders)}"
@@ -116,8 +116,8 @@ def _unequal(key: _Key, values: dict[int, int]) -> UnequalReplica:
     sides: dict[int, list[int]] = {}
     for rank, value in values.items():
         sides.setdefault(value, []).append(rank)
-    alike = tuple(map(tuple, sides.values()))
-    return UnequalReplica(key[0], key[1], tuple(apart if is_known else values), tuple(values), alike)
+    identical = tuple(map(tuple, sides.values()))
+    return UnequalReplica(key[0], key[1], tuple(apart if is_known else values), tuple(values), identical)
 
 
 def _of_all_ranks(value: Any) -> list[Any]:
@@ -154,14 +154,14 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 def _held(model: Any, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[_Key, Tensor]]:
     """Yields what this rank holds that others may hold too."""
-    state, inner = parallel_state(model), laid_out_model(model)
+    state, inner = parallel_state(model), unwrap_parallel_model(model)
     assert state is not None
     tied = getattr(inner, "all_tied_weights_keys", {})
     places: dict[str, Hashable] = {}
-    for outer_name, parameter in own_parameters(model):
-        if is_absent(parameter):
+    for outer_name, parameter in local_named_parameters(model):
+        if is_off_stage(parameter):
             continue
-        name = name_beside_adapters(outer_name)
+        name = strip_adapter_prefix(outer_name)
         places[name] = _place(state, name, parameter)
         # Of one weight the name that holds on all stages.
         yield (WEIGHT, tied.get(name, name), places[name]), local_tensor(parameter)
@@ -185,9 +185,9 @@ def _held_by_optimizer(
     optimizer: torch.optim.Optimizer, number: int, places: dict[str, Hashable], tied: dict[str, str]
 ) -> Iterator[tuple[_Key, Tensor]]:
     of_model = sharded(optimizer)
-    leaves: list[Leaf] = [] if of_model is None else of_model.leaves
+    leaves: list[MainParam] = [] if of_model is None else of_model.leaves
     for leaf in leaves:
-        inner_name = name_beside_adapters(leaf.name)
+        inner_name = strip_adapter_prefix(leaf.name)
         if inner_name not in places:
             continue
         name, place = tied.get(inner_name, inner_name), (number, places[inner_name], leaf.start, leaf.stop)

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..compat.torch_autograd import dispatch_modes, in_backward
-from ..core.off_stage import own_parameters
+from ..core.off_stage import local_named_parameters
 from ..data_parallel.distributed_optimizer import stepping_optimizer
 from ..errors import ConfigError
-from ..parallel_state import laid_out_model, parallel_state
-from .allocation_tracker import StepLedger
+from ..parallel_state import parallel_state, unwrap_parallel_model
+from .allocation_tracker import AllocationTracker
 from .persistent_memory import kept_tensors
 from .rank_files import rank_file, read_rank_files, write_rank_file
 
@@ -69,8 +69,8 @@ class StepMemory:
             model(**batch).loss.backward()
             optimizer.step()
 
-    Counted are tensors, as `StepLedger` does: the step takes several times as long. An optimizer has its moments from
-    its second step on.
+    Counted are tensors, as `AllocationTracker` does: the step takes several times as long. An optimizer has its
+    moments from its second step on.
 
     Args:
         directory: made where it is missing; holds no record yet.
@@ -84,18 +84,18 @@ class StepMemory:
 
     def __init__(self, directory: str | os.PathLike[str], model: Any, optimizer: torch.optim.Optimizer):
         self.directory, self.optimizer = Path(directory), stepping_optimizer(optimizer)
-        self.model, state = laid_out_model(model), parallel_state(model)
+        self.model, state = unwrap_parallel_model(model), parallel_state(model)
         if state is None:
             raise ConfigError(f"StepMemory counts a model that was loaded with megatron_config=, not {type(model)}.")
         self.state = state
         self.path = rank_file(self.directory, dist.get_rank())
         if self.path.exists():
             raise ConfigError(f"StepMemory({str(directory)!r}): has a record already; name another folder.")
-        self._ledger = StepLedger(self.model)
+        self._tracker = AllocationTracker(self.model)
         self._shape = (0, 0)
 
     def __enter__(self) -> "StepMemory":
-        if any(isinstance(mode, StepLedger) for mode in dispatch_modes()):
+        if any(isinstance(mode, AllocationTracker) for mode in dispatch_modes()):
             raise ConfigError(
                 "StepMemory: this step is counted already. Leave MemoryCallback out beside RunCallback, or give it "
                 "other steps."
@@ -104,14 +104,14 @@ class StepMemory:
         self._is_on_device = self.state.mesh.device_type != "cpu"
         if self._is_on_device:
             torch.cuda.reset_peak_memory_stats()
-        self._ledger.__enter__()
-        self._ledger.begin_step(kept_tensors(self.model, self.optimizer))
+        self._tracker.__enter__()
+        self._tracker.begin_step(kept_tensors(self.model, self.optimizer))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ledger.__exit__(kind, error, trace)
+        self._tracker.__exit__(kind, error, trace)
         self._hook.remove()
         if kind is None:
             write_rank_file(self.path, MEMORY, asdict(self._found()))
@@ -122,13 +122,13 @@ class StepMemory:
             self._shape = max(self._shape, (ids.shape[0], ids.shape[1]))
 
     def _found(self) -> MeasuredMemory:
-        figures, (rows, length) = self._ledger.figures, self._shape
+        figures, (rows, length) = self._tracker.figures, self._shape
         config, pipeline = self.model.config, self.state.pipeline
         layout = self.state.config.to_dict()
         if layout["recompute"] is None and getattr(self.model, "is_gradient_checkpointing", False):
             layout["recompute"] = "full"
         microbatches = 1 if pipeline is None else min(rows, pipeline.describe()["microbatches"])
-        weights = [parameter for _, parameter in own_parameters(self.model)]
+        weights = [parameter for _, parameter in local_named_parameters(self.model)]
         allocator = {}
         if self._is_on_device:
             allocator = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}

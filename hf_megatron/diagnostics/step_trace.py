@@ -20,14 +20,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from ..compat.shard_safe import comes_last, works_on_parts
+from ..compat.shard_safe import runs_last, shard_safe
 from ..compat.torch_autograd import in_backward
 from ..compat.torch_distributed import communication_through, group_description
 from ..core.spans import clock_offset
 from ..data_parallel.distributed_optimizer import stepping_optimizer
 from ..data_parallel.fsdp import outermost_layers
 from ..errors import ConfigError
-from ..parallel_state import computes_again, laid_out_model, parallel_state
+from ..parallel_state import is_rerunning_step, parallel_state, unwrap_parallel_model
 from .kernel_spans import device_profiler, kernels_of
 from .rank_files import rank_file
 from .rank_trace import Communication, RankTrace
@@ -70,7 +70,7 @@ class StepTrace:
     ):
         self.directory, self.model, self.optimizer = (
             Path(directory),
-            laid_out_model(model),
+            unwrap_parallel_model(model),
             stepping_optimizer(optimizer),
         )
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -146,7 +146,7 @@ class StepTrace:
 
     def _turn_to(self, label: str) -> None:
         """Closes the span of what was computed, and opens one."""
-        if computes_again(self._state):
+        if is_rerunning_step(self._state):
             return
         with self._lock:
             now = time.time()
@@ -154,12 +154,12 @@ class StepTrace:
                 self._computed.append((self._label, self._since, now))
             self._label, self._since = label, now
 
-    @works_on_parts
+    @shard_safe
     def _turn_to_forward(self, module: nn.Module, args: Any) -> None:
         if not in_backward():
             self._turn_to(FORWARD)
 
-    @comes_last
+    @runs_last
     def _leave_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not in_backward():
             # Whoever called may still make a loss of it.
@@ -167,7 +167,7 @@ class StepTrace:
             self._turn_to(AROUND)
 
     def _enter_layer(self, name: str) -> Callable[..., None]:
-        @works_on_parts
+        @shard_safe
         def enter(module: nn.Module, args: Any) -> None:
             if not in_backward():
                 self._turn_to(f"{FORWARD} {name}")
@@ -175,7 +175,7 @@ class StepTrace:
         return enter
 
     def _leave_layer(self, name: str) -> Callable[..., None]:
-        @comes_last
+        @runs_last
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if not in_backward():
                 self._watch(f"{BACKWARD} {name}", output)
@@ -194,7 +194,7 @@ class StepTrace:
 
     def _call(self, call: Callable[[], Any], group: Any, name: str, args: tuple) -> Any:
         ranks = tuple(dist.get_process_group_ranks(group))
-        if len(ranks) == 1 or computes_again(self._state):
+        if len(ranks) == 1 or is_rerunning_step(self._state):
             return call()
         if name in _POINT_TO_POINT:
             other = ranks[args[1]]
@@ -219,8 +219,8 @@ class StepTrace:
         )
         if self._axes is None:
             return named
-        alike = [name for name, axis in self._axes.named if axis.size > 1 and axis.ranks(self.rank) == ranks]
-        names = [name for name in _ROOMS.values() if name in alike]
+        identical = [name for name, axis in self._axes.named if axis.size > 1 and axis.ranks(self.rank) == ranks]
+        names = [name for name in _ROOMS.values() if name in identical]
         if named in names or not names:
             return "job" if len(ranks) == self.ranks and not names else named
         frame = sys._getframe()

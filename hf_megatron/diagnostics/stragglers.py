@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ..data_parallel.distributed_optimizer import sharded, stepping_optimizer
 from ..errors import ConfigError
-from ..parallel_state import laid_out_model, parallel_state
+from ..parallel_state import parallel_state, unwrap_parallel_model
 from .stack_sampler import ThreadSampler
 
 # Windows of a rank that is alone in its stage, with which later ones are compared.
@@ -65,7 +65,7 @@ class StepWindow:
     stage: int
     seconds: float
     places: Mapping[str, float]
-    whole: float = 0.0
+    unsharded: float = 0.0
 
 
 class StragglerWatch:
@@ -122,7 +122,7 @@ class StragglerWatch:
         self._done = 0
         self._ranks = SlowRanks(windows, factor)
         self._since = time.monotonic()
-        self._sampler = None if self._device.type != "cpu" else ThreadSampler(laid_out_model(model), interval)
+        self._sampler = None if self._device.type != "cpu" else ThreadSampler(unwrap_parallel_model(model), interval)
         self._hook = optimizer.register_step_post_hook(self._after_step)
 
     def stop(self) -> None:
@@ -182,7 +182,7 @@ class SlowRanks:
             if usual is None and len(earlier) >= self.windows:
                 usual = statistics.median(before.seconds for before in earlier)
             is_slow = usual is not None and window.seconds > max(
-                self.factor * usual, usual + _NOTICEABLE * window.whole
+                self.factor * usual, usual + _NOTICEABLE * window.unsharded
             )
             if not is_slow:
                 earlier.append(window)

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..compat.torch_autograd import in_backward
-from ..core.off_stage import own_parameters
+from ..core.off_stage import local_named_parameters
 from ..models.auto_class import auto_class
 from ..models.layer_cost import estimate_cost
-from ..models.modalities.sample_index import reads_media
-from ..parallel_state import computes_again, laid_out_model, parallel_state
+from ..models.modalities.sample_index import reads_modalities
+from ..parallel_state import is_rerunning_step, parallel_state, unwrap_parallel_model
 
 _NO_ATTENTION = ("linear_attention", "mamba", "recurrent", "conv")
 
@@ -60,7 +60,7 @@ def work_of_model(config: Any) -> ModelWork | None:
     vars(plain).pop("quantization_config", None)
     with torch.device("meta"):
         model = auto_class(plain).from_config(plain)
-    if reads_media(model) or not model.can_generate():
+    if reads_modalities(model) or not model.can_generate():
         return None
     text, head = config.get_text_config(), model.get_output_embeddings()
     per_token = estimate_cost(model.base_model, text) + (0.0 if head is None else estimate_cost(head, text))
@@ -75,9 +75,9 @@ def work_of_model(config: Any) -> ModelWork | None:
     one = float(heads * (keys + values))
     window = getattr(text, "sliding_window", None)
     looking_back = [kind for kind in kinds if kind == "sliding_attention"] if window else []
-    whole = [kind for kind in kinds if kind not in looking_back and not kind.startswith(_NO_ATTENTION)]
+    unsharded = [kind for kind in kinds if kind not in looking_back and not kind.startswith(_NO_ATTENTION)]
     return ModelWork(
-        per_token, one * len(whole), ((int(window), one * len(looking_back)),) if window and looking_back else ()
+        per_token, one * len(unsharded), ((int(window), one * len(looking_back)),) if window and looking_back else ()
     )
 
 
@@ -91,7 +91,7 @@ class Throughput:
     """
 
     def __init__(self, model: Any):
-        inner, state = laid_out_model(model), parallel_state(model)
+        inner, state = unwrap_parallel_model(model), parallel_state(model)
         self.work = work_of_model(inner.config)
         # Of a stock model every process has rows of its own.
         self.devices = dist.get_world_size() if dist.is_initialized() else 1
@@ -118,7 +118,7 @@ class Throughput:
         ids = kwargs.get("input_ids", args[0] if args else None)
         if not torch.is_grad_enabled() or in_backward() or not isinstance(ids, Tensor) or ids.dim() != 2:
             return
-        if computes_again(self._state):
+        if is_rerunning_step(self._state):
             # The same calls, which look for what was not finite.
             return
         rows, length = ids.shape
@@ -128,7 +128,7 @@ class Throughput:
 
     def _passes(self) -> float:
         """Counts backward as two passes, of which weights that are not trained need one."""
-        sizes = [(parameter.numel(), parameter.requires_grad) for _, parameter in own_parameters(self._model)]
+        sizes = [(parameter.numel(), parameter.requires_grad) for _, parameter in local_named_parameters(self._model)]
         total = sum(size for size, _ in sizes)
         return 2 + sum(size for size, trains in sizes if trains) / total if total else 3
 

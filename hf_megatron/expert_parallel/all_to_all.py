@@ -18,19 +18,19 @@ class _Exchange:
 
     def __init__(self, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup):
         self.sent, self.received, self.group = list(sent), list(received), group
-        self._under_way: tuple[Any, Tensor, Tensor] | None = None
+        self._active: tuple[Any, Tensor, Tensor] | None = None
 
     def post(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Begins to send `[sum of sent, ...]`; returns `[sum of received, ...]`, which is filled at `wait`."""
         rows = rows.contiguous()
         arriving = rows.new_empty((sum(received), *rows.shape[1:]))
         work = dist.all_to_all_single(arriving, rows, received, sent, group=self.group, async_op=True)
-        self._under_way = work, rows, arriving
+        self._active = work, rows, arriving
         return arriving
 
     def wait(self) -> Tensor:
-        assert self._under_way is not None
-        (work, _, arrived), self._under_way = self._under_way, None
+        assert self._active is not None
+        (work, _, arrived), self._active = self._active, None
         work.wait()
         return arrived
 

@@ -12,7 +12,7 @@ from ..models.experts import find_experts, find_identity_experts, names_inside
 from ..models.name_patterns import lookup
 from ..parallel_state import ParallelState
 from ..tensor_parallel.axis import GUARDS
-from ..tensor_parallel.local_parameters import ForwardsUnderWay, become, read_locally
+from ..tensor_parallel.local_parameters import ActiveForwards, read_locally, swap_class
 from ..tensor_parallel.user_hooks.replaced_functions import ExchangedFunctions
 from .expert_load import NAME as LOAD
 from .expert_load import ExpertCounts
@@ -73,8 +73,8 @@ def place(model: Any, state: ParallelState) -> None:
         if size % ranks:
             count, more = experts[name], identity.get(name, 0)
             valid = [number for number in range(1, size + 1) if size % number == 0]
-            behind, divide = (f" and {more} that hand tokens back", "both") if more else ("", "them")
-            raise ConfigError(f"{setting}: {name} has {count} experts{behind}; valid sizes divide {divide}: {valid}.")
+            trailing, divide = (f" and {more} that hand tokens back", "both") if more else ("", "them")
+            raise ConfigError(f"{setting}: {name} has {count} experts{trailing}; valid sizes divide {divide}: {valid}.")
     for name, module in names_inside(model, experts).items():
         claim, count = state.claims[name], experts[module]
         has_more = module in identity and claim.shape[0] == count + identity[module]
@@ -91,7 +91,7 @@ def place(model: Any, state: ParallelState) -> None:
         groups = claim.shape[0] // block[module] if module in identity else 1
         state.claims[name] = replace(
             claim,
-            style="dispatched" if claim.style == "replicated" else claim.style,
+            style="expert_parallel" if claim.style == "replicated" else claim.style,
             placement=Placement((Split(NAME, 0, groups), *claim.placement.splits)),
             # Whole experts see all tokens that are theirs; of their parts some see parts of these.
             gradient=replace(claim.gradient if state.axes.size("etp") > 1 else GradientRule(), average=_REPEATED),
@@ -110,18 +110,18 @@ def _unknown_experts(model: Any) -> str | None:
 def install(model: Any, state: ParallelState) -> None:
     """Puts the exchange of tokens around the experts of this rank's layers."""
     tensor_plan = state.placed.get("tp")
-    split_mixtures = frozenset() if tensor_plan is None else tensor_plan.split_mixtures
+    sequence_sharded_moe = frozenset() if tensor_plan is None else tensor_plan.sequence_sharded_moe
     present = {name for name, _ in model.named_modules()}
     if (counted := state.placed.get(_BIASES)) is not None:
         own = {name: count for name, count in counted.items() if name in present}
-        install_router_biases(model, state, own, pieces=bool(split_mixtures))
+        install_router_biases(model, state, own, pieces=bool(sequence_sharded_moe))
     plan: ExpertPlan | None = state.placed.get(NAME)
     if plan is None:
         return
     mesh = state.mesh
     group, ranks = mesh.group(NAME), state.axes.size(NAME)
     reads_locally = state.axes.size("tp") == 1
-    forwards = ForwardsUnderWay()
+    forwards = ActiveForwards()
     if reads_locally:
         forwards.install(model)
     # Ranks of tp have the same tokens, and each sends its share of them unless it has its part of every expert.
@@ -147,13 +147,13 @@ def install(model: Any, state: ParallelState) -> None:
         if not experts._parameters:
             # Those of a module inside, as in DBRX.
             experts.forwards = next(part.forwards for part in experts.modules() if part._parameters)
-            experts.name_of_part = None
+            experts.shard_name = None
         counter = lookup(name, state.spec.experts) or "num_experts"
-        become(experts, ParallelExperts)  # type: ignore[arg-type]
-        are_split = name.rpartition(".")[0] in split_mixtures
-        mixture: Any = modules[name.rpartition(".")[0]]
-        early = find_shared_experts(mixture)
-        tapes = install_tapes(layer_of.get(id(experts), mixture), mixture, early)
+        swap_class(experts, ParallelExperts)  # type: ignore[arg-type]
+        are_split = name.rpartition(".")[0] in sequence_sharded_moe
+        moe_block: Any = modules[name.rpartition(".")[0]]
+        early = find_shared_experts(moe_block)
+        tapes = install_tapes(layer_of.get(id(experts), moe_block), moe_block, early)
         experts.ranks = ExpertRanks(
             AllToAll(count // ranks, group),
             plan.held(name, ranks),

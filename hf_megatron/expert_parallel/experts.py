@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..compat.shard_safe import works_on_parts
+from ..compat.shard_safe import shard_safe
 from ..compat.torch_autograd import in_backward, leave_uncompiled
 from ..compat.torch_dtensor import local_tensor
 from ..compat.transformers_models import grouped_rows
 from ..core.communication.collectives import gather_from_ranks, split_over_ranks
 from ..errors import UnsupportedError
-from ..tensor_parallel.local_parameters import ForwardsUnderWay
+from ..tensor_parallel.local_parameters import ActiveForwards
 from .expert_load import ExpertCounts
 from .routing_cache import LayerTapes
 from .shared_experts import SharedExperts
@@ -65,8 +65,8 @@ class ParallelExperts:
 
     ranks: ExpertRanks
     training: bool
-    forwards: ForwardsUnderWay
-    name_of_part: str | None
+    forwards: ActiveForwards
+    shard_name: str | None
 
     @contextmanager
     def _as_own(self) -> Iterator[None]:
@@ -91,7 +91,7 @@ class ParallelExperts:
         finally:
             setattr(self, ranks.counter, present)
 
-    @works_on_parts
+    @shard_safe
     @leave_uncompiled
     def forward(self, hidden: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:
         routing = (*routing, *named.values())
@@ -150,7 +150,7 @@ class ParallelExperts:
 
     def _compute(self, rows: Tensor, experts: Tensor, are_weighed: bool) -> Tensor:
         """Returns `[pairs, width]`: one expert `[pairs]` applied to each of the rows, which are sorted by it."""
-        self.forwards.require_whole(self, self.name_of_part)  # type: ignore[arg-type]
+        self.forwards.require_full(self, self.shard_name)  # type: ignore[arg-type]
         with self.forwards.of_module(), self._as_own():
             grouped = grouped_rows(self, rows, experts) if are_weighed else None
         if grouped is not None:

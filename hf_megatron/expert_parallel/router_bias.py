@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..compat.shard_safe import works_on_parts
+from ..compat.shard_safe import shard_safe
 from ..compat.shared import Shared
 from ..compat.torch_autograd import in_backward, leave_uncompiled
 from ..compat.torch_dtensor import local_tensor
@@ -79,7 +79,7 @@ class RouterBiases(Shared):
             exists = (chosen >= 0) & (chosen < len(tokens))
             tokens.scatter_add_(0, chosen.where(exists, 0).to(torch.int64), exists.to(torch.int64))
 
-        @works_on_parts
+        @shard_safe
         @leave_uncompiled
         def count(experts: nn.Module, args: tuple) -> None:
             # A layer that is computed again was counted.

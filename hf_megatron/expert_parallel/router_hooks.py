@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..compat.shard_safe import works_on_parts
+from ..compat.shard_safe import shard_safe
 from ..compat.torch_autograd import in_backward, leave_uncompiled
 from ..core.communication.collectives import bounds
 from ..core.runtime import RUNTIME
@@ -49,7 +49,7 @@ class Routers:
         if not self.layers:
             raise ConfigError(f"record_routing, replay_routing: {type(model).__name__} has no layer with experts.")
         plan = None if self.state is None else self.state.placed.get("tp")
-        self._split = frozenset() if plan is None else plan.split_mixtures
+        self._split = frozenset() if plan is None else plan.sequence_sharded_moe
 
     def _of_all_stages(self, own: tuple[str, ...]) -> tuple[str, ...]:
         if self.state is None or self.state.mesh.pp_size == 1:
@@ -137,9 +137,9 @@ class RouterWatch:
         for name in self.routers.experts:
             block = self.model.get_submodule(name.rpartition(".")[0])
             handles += [
-                block.register_forward_pre_hook(works_on_parts(functools.partial(self._enter, name)), with_kwargs=True),
+                block.register_forward_pre_hook(shard_safe(functools.partial(self._enter, name)), with_kwargs=True),
                 block.register_forward_hook(
-                    works_on_parts(functools.partial(self._leave, name)), with_kwargs=True, always_call=True
+                    shard_safe(functools.partial(self._leave, name)), with_kwargs=True, always_call=True
                 ),
             ]
         try:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..compat.torch_autograd import reentrant_checkpoints
 from ..data_parallel.fsdp import outermost_layers
 from ..errors import ConfigError, UnsupportedError
-from ..models.registry import own_spec
+from ..models.registry import registered_spec
 from ..models.spec import ModelSpec
 from ..parallel_state import parallel_state
 from .router_hooks import RoutedCall, Routers, RouterWatch
@@ -115,7 +115,9 @@ def replay_routing(model: Any, routing: Routing | Tensor) -> Iterator[None]:
 
 def _routers_of(model: Any) -> Routers:
     state = parallel_state(model)
-    return Routers(model, state.spec if state is not None else own_spec(model) or ModelSpec(model.config.model_type))
+    return Routers(
+        model, state.spec if state is not None else registered_spec(model) or ModelSpec(model.config.model_type)
+    )
 
 
 class _Recorder(RouterWatch):
@@ -151,27 +153,29 @@ class _Recorder(RouterWatch):
         )
         self._over_ranks(widest)
         size = len(layers), int(widest)
-        wholes = [torch.full((size[0], c.batch * c.tokens, size[1]), ABSENT, dtype=torch.int32) for c, _ in self.calls]
-        for (_, parts), whole in zip(self.calls, wholes, strict=True):
+        full_tensors = [
+            torch.full((size[0], c.batch * c.tokens, size[1]), ABSENT, dtype=torch.int32) for c, _ in self.calls
+        ]
+        for (_, parts), unsharded in zip(self.calls, full_tensors, strict=True):
             for name, found in parts.items():
                 for places, part in found:
-                    whole[layers.index(name), places, : part.shape[1]] = part.cpu()
-        if not wholes:
+                    unsharded[layers.index(name), places, : part.shape[1]] = part.cpu()
+        if not full_tensors:
             return []
-        total = torch.cat(wholes, 1).to(device)
+        total = torch.cat(full_tensors, 1).to(device)
         self._over_ranks(total)
-        parts_of_calls = total.split([whole.shape[1] for whole in wholes], 1)
+        parts_of_calls = total.split([unsharded.shape[1] for unsharded in full_tensors], 1)
         pairs = zip(self.calls, parts_of_calls, strict=True)
         return [part.unflatten(1, (call.batch, call.tokens)) for (call, _), part in pairs]
 
-    def _over_ranks(self, whole: Tensor) -> None:
+    def _over_ranks(self, unsharded: Tensor) -> None:
         """Takes the largest entries of the ranks that share a batch: what a rank has not is -1."""
         state = self.routers.state
         if state is None:
             return
         for axis in ("tp", "cp", "pp"):
             if state.axes.size(axis) > 1:
-                dist.all_reduce(whole, dist.ReduceOp.MAX, group=state.mesh.group(axis))
+                dist.all_reduce(unsharded, dist.ReduceOp.MAX, group=state.mesh.group(axis))
 
 
 class _Player(RouterWatch):

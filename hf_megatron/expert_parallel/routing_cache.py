@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..compat.shard_safe import works_on_parts
+from ..compat.shard_safe import shard_safe
 from ..compat.torch_autograd import in_backward
 from .shared_experts import SharedExperts
 from .token_dispatcher import Route
@@ -97,8 +97,8 @@ class LayerTapes:
         self._routes = 0
 
     def __deepcopy__(self, memo: dict) -> "LayerTapes":
-        twin = memo[id(self)] = LayerTapes()
-        return twin
+        tiny_model = memo[id(self)] = LayerTapes()
+        return tiny_model
 
     def enter(self, hidden: Tensor, *, is_kept: bool) -> None:
         """Begins a forward of the layer with an input of any shape."""
@@ -143,7 +143,7 @@ class LayerTapes:
 
 @functools.cache
 def _taped_layer(base: Any) -> type[nn.Module]:
-    @works_on_parts
+    @shard_safe
     @functools.wraps(base.forward)
     def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs.get("hidden_states")
@@ -160,16 +160,16 @@ def _taped_layer(base: Any) -> type[nn.Module]:
 
 
 @functools.cache
-def _taped_mixture(base: Any) -> type[nn.Module]:
-    @works_on_parts
+def _taped_moe_block(base: Any) -> type[nn.Module]:
+    @shard_safe
     @functools.wraps(base.forward)
-    def forward(mixture: Any, *args: Any, **kwargs: Any) -> Any:
-        shared = mixture._shared_experts
+    def forward(moe_block: Any, *args: Any, **kwargs: Any) -> Any:
+        shared = moe_block._shared_experts
         if shared is not None:
             shared.enter(args[0] if args else kwargs.get("hidden_states"))
         try:
-            with mixture._tapes_of_mixture.around_router():
-                return base.forward(mixture, *args, **kwargs)
+            with moe_block._moe_block_tapes.around_router():
+                return base.forward(moe_block, *args, **kwargs)
         finally:
             if shared is not None:
                 shared.leave()
@@ -182,15 +182,15 @@ def is_taped(layer: nn.Module) -> bool:
     return "_tapes_of_layer" in vars(layer)
 
 
-def install_tapes(layer: nn.Module, mixture: nn.Module, shared: SharedExperts | None = None) -> LayerTapes:
+def install_tapes(layer: nn.Module, moe_block: nn.Module, shared: SharedExperts | None = None) -> LayerTapes:
     """Has a layer keep for backward what the router of its mixture, which may be the layer itself, chooses.
 
     Its shared experts, if it has any that are called early, are told where its forwards begin and end.
     """
     tapes = LayerTapes()
-    object.__setattr__(mixture, "_shared_experts", shared)
-    object.__setattr__(mixture, "_tapes_of_mixture", tapes)
-    mixture.__class__ = _taped_mixture(type(mixture))  # type: ignore[arg-type]
+    object.__setattr__(moe_block, "_shared_experts", shared)
+    object.__setattr__(moe_block, "_moe_block_tapes", tapes)
+    moe_block.__class__ = _taped_moe_block(type(moe_block))  # type: ignore[arg-type]
     object.__setattr__(layer, "_tapes_of_layer", tapes)
     layer.__class__ = _taped_layer(type(layer))  # type: ignore[arg-type]
     return tapes

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat.class_mixin import stand_around
+from ..compat.class_mixin import mix_into
 from ..compat.torch_autograd import leave_uncompiled
 
 _NAME = "shared"
@@ -43,10 +43,10 @@ class SharedExperts:
         self._is_early = False
 
     def __deepcopy__(self, memo: dict) -> "SharedExperts":
-        twin = memo[id(self)] = SharedExperts(self.module)
-        twin.takes = self.takes
-        twin.module = copy.deepcopy(self.module, memo)
-        return twin
+        tiny_model = memo[id(self)] = SharedExperts(self.module)
+        tiny_model.takes = self.takes
+        tiny_model.module = copy.deepcopy(self.module, memo)
+        return tiny_model
 
     def enter(self, hidden: Any) -> None:
         """Begins a forward of the block, with its hidden states."""
@@ -94,7 +94,7 @@ def find_shared_experts(block: nn.Module) -> SharedExperts | None:
     if len(found) != 1:
         return None
     shared = SharedExperts(found[0])
-    stand_around(found[0], EarlyCall, early=shared)
+    mix_into(found[0], EarlyCall, early=shared)
     return shared
 
 

@@ -144,8 +144,8 @@ class AllToAll(Shared):
             # Choices and weights in one exchange: numbers of experts are exact in fp32.
             weights = weights.index_select(0, route.tokens).masked_fill(~is_theirs, 0)
             kind = torch.promote_types(weights.dtype, torch.float32)
-            beside = torch.cat([local.to(kind), weights.to(kind)], 1)
-            arrived, shares = exchange_rows(beside, route.sent, route.received, self.group).chunk(2, 1)
+            alongside = torch.cat([local.to(kind), weights.to(kind)], 1)
+            arrived, shares = exchange_rows(alongside, route.sent, route.received, self.group).chunk(2, 1)
             shares = shares.to(weights.dtype)
         rows = hidden.index_select(0, route.tokens)
         rows = exchange_rows(rows, route.sent, route.received, self.group, meanwhile)

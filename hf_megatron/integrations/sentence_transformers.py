@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..core.communication.collectives import gather_from_ranks
 from ..errors import UnsupportedError
 from ..parallel_state import parallel_state
-from .accelerate.wrapped_models import laid_out_inside
+from .accelerate.wrapped_models import parallelized_submodule
 
 # Losses of other rows of the batch that take no `gather_across_devices`.
 _COMPARE_ROWS = frozenset(
@@ -52,7 +52,7 @@ def gather_embeddings(original: Callable, tensor: Tensor, with_grad: bool = Fals
         return joined
     if (group := data_parallel_group()) is None:
         return tensor
-    rows = _rows_of_all(tensor, group)
+    rows = _samples_on_all_ranks(tensor, group)
     if with_grad:
         return gather_from_ranks(tensor, 0, rows, group, sum_gradient=True)
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
@@ -62,7 +62,7 @@ def gather_embeddings(original: Callable, tensor: Tensor, with_grad: bool = Fals
     return torch.cat(parts)
 
 
-def _rows_of_all(tensor: Tensor, group: Any) -> int:
+def _samples_on_all_ranks(tensor: Tensor, group: Any) -> int:
     own = torch.tensor([tensor.shape[0]], device=tensor.device)
     counts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(counts, own, group=group)
@@ -133,7 +133,7 @@ def get_train_dataloader(original: Callable, self: Any) -> Any:
 
 
 def _ranks_with_other_rows(trainer: Any) -> int:
-    models = laid_out_inside(trainer.model)
+    models = parallelized_submodule(trainer.model)
     state = parallel_state(models[0]) if models else None
     return 1 if state is None else state.mesh.dp_size
 
@@ -161,7 +161,7 @@ def load_trained(original: Callable, self: Any, checkpoint_path: str) -> None:
 
 def save(original: Callable, self: Any, path: str | None, *args: Any, **kwargs: Any) -> None:
     """Saves on the first rank, while the others hand in their parts of the laid out model."""
-    inside = {id(inner) for inner in laid_out_inside(self)}
+    inside = {id(inner) for inner in parallelized_submodule(self)}
     if path is None or not inside or dist.get_rank() == 0:
         return original(self, path, *args, **kwargs)
     for place, module in enumerate(self):

@@ -27,7 +27,7 @@ from ..compat.torch_memory import check_soon
 from ..core.communication.mean_grad_ops import average_over_ranks, mean_over_ranks, sum_over_ranks
 from ..core.mesh import ParallelMesh
 from ..errors import UnsupportedError
-from .targets import count_targets, count_terms, losses_of, name_of_all, scalar, with_codebooks
+from .targets import count_targets, count_terms, name_of_all, scalar, target_names, with_codebooks
 
 
 def _same(value: Any) -> Any:
@@ -61,13 +61,13 @@ class BatchLoss(Shared):
         shifts (`bool`, *optional*): whether the model's targets are the next tokens, as far as its class says;
             `None` where nothing is known of its labels.
         divides_itself (`bool`): whether the loss follows `num_items_in_batch`.
-        auxiliary (`str`): `MegatronConfig.auxiliary_loss`.
-        z_loss (`float`): `MegatronConfig.router_z_loss`.
+        auxiliary (`str`): `MegatronConfig.router_aux_loss_scope`.
+        z_loss (`float`): `MegatronConfig.router_z_loss_coef`.
 
     Attributes:
         counted (`bool`): whether the caller of the call under way has counted the targets of its batch.
         terms (`int`): losses that the call has taken so far, those of a pipeline's microbatches left out.
-        copies (`int`): losses that the model takes of each label, as far as a rehearsal has shown.
+        copies (`int`): losses that the model takes of each label, as far as a trial_forward has shown.
         used (`set`): names of the targets that the microbatch under way has taken losses of.
         join_tokens (`Callable`): `[tokens, ...]` of this rank -> of all ranks that share the rows.
     """
@@ -87,14 +87,14 @@ class BatchLoss(Shared):
         self.join_tokens: Callable[[Any], Any] = _same
 
     @property
-    def is_spread(self) -> bool:
+    def has_data_parallel(self) -> bool:
         """Whether several ranks see parts of one batch."""
         return self.mesh.axes.size("dp") > 1
 
     @property
     def over_ranks(self) -> bool:
         """Whether a loss taken now is that of one batch of all ranks; a caller that has counted waited for them."""
-        return self.is_spread and (torch.is_grad_enabled() or self._together or self.counted)
+        return self.has_data_parallel and (torch.is_grad_enabled() or self._together or self.counted)
 
     @contextmanager
     def together(self, *, counts: bool = True) -> Iterator[None]:
@@ -174,7 +174,7 @@ class BatchLoss(Shared):
 
     def factor_of_ranks(self, gradient: Tensor) -> Tensor:
         """Returns what a loss of all ranks' rows is multiplied by, a scalar, from what this rank multiplies it by."""
-        return average_over_ranks(gradient, self.mesh.group("dp")) if self.is_spread else gradient
+        return average_over_ranks(gradient, self.mesh.group("dp")) if self.has_data_parallel else gradient
 
     def divisor(self, targets: Tensor) -> Tensor:
         """Returns what a sum over this rank's targets of any shape is divided by, for the average over ranks."""
@@ -209,7 +209,7 @@ class BatchLoss(Shared):
     def require_terms(self, terms: Tensor, name: str) -> None:
         """Compares a microbatch's terms, a scalar, with the targets that its batch was counted by.
 
-        Raises `UnsupportedError` where they differ; a rehearsal finds out whether labels are shifted.
+        Raises `UnsupportedError` where they differ; a trial_forward finds out whether labels are shifted.
         """
         assert self.share is not None
         share = self.share
@@ -254,10 +254,10 @@ class BatchLoss(Shared):
         `over_ranks` counts those of all ranks that see parts of one batch, over the number of dp ranks, as evaluation
         that takes them together does. `given` is what the caller has counted.
         """
-        divided = self.is_spread and (over_ranks or self._together or given is not None)
+        divided = self.has_data_parallel and (over_ranks or self._together or given is not None)
         factor = self.mesh.dp_size if divided else 1
         known = {"labels": given / factor} if given is not None and self.divides_itself else {}
-        if len(known) == len(losses_of(arguments)) and (not divided or self.auxiliary == "batch"):
+        if len(known) == len(target_names(arguments)) and (not divided or self.auxiliary == "batch"):
             return known, rows
         names = with_codebooks(arguments)
         terms = [self._terms(name, arguments).float() for name in names]
@@ -278,10 +278,10 @@ class BatchLoss(Shared):
 
     def mean_of_shares(self, loss: Tensor) -> Tensor:
         """Averages what ranks made of their parts by `denominators`: the loss of the batch, a scalar on every rank."""
-        return self.sum(loss / self.mesh.dp_size) if self.is_spread else loss
+        return self.sum(loss / self.mesh.dp_size) if self.has_data_parallel else loss
 
     def mean_over_ranks(self, losses: Tensor) -> None:
         """Replaces losses of a batch, of any shape, by the mean over all ranks that see parts of it."""
-        if self.is_spread:
+        if self.has_data_parallel:
             dist.all_reduce(losses, group=self.mesh.group("dp"))
             losses /= self.mesh.dp_size

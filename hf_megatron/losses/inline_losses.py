@@ -270,7 +270,7 @@ def _require_known_loss(model: Any) -> None:
     if not (is_marked(function) or is_of_checked_library(function)):
         raise UnsupportedError(
             f"{type(model).__name__}.loss_function is not one of transformers' own: each data parallel rank, or each "
-            "microbatch of a pipeline, would call it with a part of the batch. Mark it with hf_megatron.works_on_parts "
+            "microbatch of a pipeline, would call it with a part of the batch. Mark it with hf_megatron.shard_safe "
             "if all that it returns is the mean of one of torch's losses over the labels. Else call the model without "
             "labels and compute the loss from its outputs."
         )

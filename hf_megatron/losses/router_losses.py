@@ -2,7 +2,7 @@
 
 The load balancing loss is a product of two means over a batch's tokens, and so no mean of those of its parts:
 
-| `auxiliary_loss` | what is added | equal under |
+| `router_aux_loss_scope` | what is added | equal under |
 |---|---|---|
 | `"batch"` | of the whole batch, as in one process | dp, tp, sp; a pipeline with one microbatch |
 | `"sequence"` | the mean over rows of each row's own | every layout and accumulation |
@@ -73,8 +73,8 @@ def load_balancing_loss(
 def _of_batch(original: Callable, call: "_Call", gate_logits: Any, experts: int, top_k: int, mask: Any) -> Tensor:
     batch = call.batch
     if not batch.over_ranks:
-        whole: Tensor = original(gate_logits, experts, top_k, mask)
-        return whole
+        unsharded: Tensor = original(gate_logits, experts, top_k, mask)
+        return unsharded
     chosen, probabilities, tokens = _statistics(gate_logits, experts, top_k, mask, 1)
     sums = batch.sum(torch.cat([chosen.flatten(), probabilities.flatten(), tokens]))
     chosen, probabilities, tokens = sums[:experts], sums[experts:-1], sums[-1]
@@ -100,7 +100,7 @@ def _of_step(original: Callable, call: "_Call", gate_logits: Any, experts: int, 
     return batch.token_share(total, tokens[0], call.rows)
 
 
-# How `MegatronConfig.auxiliary_loss` takes the loss of a call.
+# How `MegatronConfig.router_aux_loss_scope` takes the loss of a call.
 _FORMS: Mapping[str, Callable[..., Tensor]] = {
     "batch": _of_batch,
     "sequence": _of_rows,

@@ -54,7 +54,7 @@ def count_targets(targets: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
     return (targets != ignore_index).sum()
 
 
-def losses_of(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+def target_names(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """Names the targets that the loss of a call is taken from; one position without the other says nothing."""
     found = ["labels"] if any(arguments.get(name) is not None for name in LABELS) else []
     if all(arguments.get(name) is not None for name in POSITIONS):
@@ -64,8 +64,8 @@ def losses_of(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def with_codebooks(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names what `losses_of(arguments)` does, and the labels of each codebook where they are of several."""
-    names = losses_of(arguments)
+    """Names what `target_names(arguments)` does, and the labels of each codebook where they are of several."""
+    names = target_names(arguments)
     given = [arguments[name] for name in LABELS if isinstance(arguments.get(name), Tensor)]
     if not given or given[0].dim() != _WITH_CODEBOOKS or given[0].is_floating_point():
         return names
@@ -102,7 +102,7 @@ def row_length(arguments: Mapping[str, Any]) -> int:
     return next(int(tokens.shape[_TOKENS]) for tokens in given if isinstance(tokens, Tensor))
 
 
-def without_targets(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def mask_all_targets(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Makes a batch count for nothing."""
     found = dict(arguments)
     for name in (*LABELS, *OF_SENTENCES):

@@ -83,9 +83,9 @@ def install_loss(model: Any, state: Any) -> BatchLoss:
     is_token_loss = kind in token_loss_functions()
     config, divides_itself = state.config, is_token_loss and uses_loss_function(model)
     if shifts and not uses_loss_function(model):
-        # What stands for its loss says nothing of one that is written out: a pipeline's rehearsal will tell.
+        # What stands for its loss says nothing of one that is written out: a pipeline's trial_forward will tell.
         shifts = False
-    batch = BatchLoss(state.mesh, shifts, divides_itself, config.auxiliary_loss, config.router_z_loss)
+    batch = BatchLoss(state.mesh, shifts, divides_itself, config.router_aux_loss_scope, config.router_z_loss_coef)
     if is_token_loss:
         state.patches.replace(model, "loss_function", TokenLoss(kind, batch))
         if kind is loss_of_type(model):

@@ -12,7 +12,7 @@ _TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def why_rows_mix(config: Any) -> str | None:
+def batch_coupling_reason(config: Any) -> str | None:
     """Says why a model's rows cannot be computed apart from each other, or `None` where they can."""
     mixes, reason = _TYPES.get(config.model_type, (None, None))
     return reason if mixes is not None and mixes(config) else None

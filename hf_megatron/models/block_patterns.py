@@ -51,7 +51,7 @@ class FoundBlocks:
     local_attributes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     regions: dict[str, str] = field(default_factory=dict)
     local_arguments: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    several_inputs: list[str] = field(default_factory=list)
+    multi_input_blocks: list[str] = field(default_factory=list)
     # Around those whose last linear stands beside them.
     around_several: set[str] = field(default_factory=set)
     # Blocks and their last linears, wherever those stand.
@@ -96,7 +96,7 @@ def _attention(found: FoundBlocks, name: str, module: nn.Module, modules: Mappin
         return
     width = _width_out(columns[0]) // (3 if is_fused else 1)
     row = next((n for n in _OUTPUT if (of := _linear(module, n)) is not None and _width_in(of) == width), None)
-    full_row = f"{name}.{row}" if row is not None else _row_beside(name, width, modules)
+    full_row = f"{name}.{row}" if row is not None else _sibling_row_linear(name, width, modules)
     heads, size = _count(module, _HEADS), _count(module, _HEAD_SIZES)
     if full_row is None or not (heads or size) or (heads and width % heads):
         return
@@ -106,16 +106,18 @@ def _attention(found: FoundBlocks, name: str, module: nn.Module, modules: Mappin
         return
     if not is_fused and _shapes_by_width(type(module)):
         # Of some heads it could make no output: weights are split, heads are not.
-        found.plan |= {f"{name}.{child}": "column_gather" for child in styles} | {full_row: "row_split"}
+        found.plan |= {f"{name}.{child}": "colwise_gather_output" for child in styles} | {
+            full_row: "rowwise_split_input"
+        }
         return
-    found.plan |= {f"{name}.{child}": style for child, style in styles.items()} | {full_row: "row"}
+    found.plan |= {f"{name}.{child}": style for child, style in styles.items()} | {full_row: "rowwise"}
     for child, other in module.named_children():
         if child in known:
             continue
         if isinstance(other, nn.Embedding) and other.embedding_dim == width // size:
-            found.plan[f"{name}.{child}.weight"] = "split_columns"
+            found.plan[f"{name}.{child}.weight"] = "shard_dim_-1"
         elif next(other.parameters(), None) is not None:
-            found.plan[f"{name}.{child}"] = "replicated_sum"
+            found.plan[f"{name}.{child}"] = "replicated_with_grad_allreduce"
     counts = {count for count in (width // size, _count(module, _KEY_VALUE_HEADS)) if count}
     read = _attributes_read(type(module))
     local = [
@@ -138,9 +140,9 @@ def _attention(found: FoundBlocks, name: str, module: nn.Module, modules: Mappin
         found.local_arguments[name] = biases
     if _OF_POSITIONS in arguments:
         # With what is around it this is no block that runs on a piece of the sequence.
-        found.several_inputs.append(name)
+        found.multi_input_blocks.append(name)
         if "pos_dropout" in module._modules:
-            found.plan[f"{name}.pos_dropout"] = "draws_alike"
+            found.plan[f"{name}.pos_dropout"] = "synced_dropout"
         return
     found.blocks |= {name, full_row}
     if row is None:
@@ -150,7 +152,7 @@ def _attention(found: FoundBlocks, name: str, module: nn.Module, modules: Mappin
         found.regions[name] = full_row
     role = name.rpartition(".")[2] if row else name.split(".")[-2]
     if _CROSS.search(role) and not arguments.keys().isdisjoint(_OF_OTHERS):
-        found.several_inputs.append(name)
+        found.multi_input_blocks.append(name)
         found.regions.pop(name, None)
         found.around_several |= set() if row else {name.rpartition(".")[0]}
 
@@ -162,16 +164,16 @@ def _projections(module: nn.Module) -> tuple[list[Any], dict[str, str], bool]:
         if all(linear is not None for linear in linears):
             gates = [name for name in _GATES if _linear(module, name) is not None]
             gates = [name for name in gates if _width_out(_linear(module, name)) == _width_out(linears[0])]
-            return linears, dict.fromkeys((*names, *gates), "column"), False
+            return linears, dict.fromkeys((*names, *gates), "colwise"), False
     for name in _FUSED:
         linear = _linear(module, name)
         if linear is not None and _width_out(linear) == 3 * _width_in(linear):
             source = inspect.getsource(type(module))
-            return [linear], {name: "column" if _HEADS_FIRST.search(source) else "fused_qkv"}, True
+            return [linear], {name: "colwise" if _HEADS_FIRST.search(source) else "fused_qkv"}, True
     return [], {}, False
 
 
-def _row_beside(name: str, width: int, modules: Mapping[str, nn.Module]) -> str | None:
+def _sibling_row_linear(name: str, width: int, modules: Mapping[str, nn.Module]) -> str | None:
     """Returns the last linear of an attention `self` in the module beside it, as BERT has it."""
     parent, _, own = name.rpartition(".")
     row = f"{parent}.output.dense"
@@ -204,14 +206,14 @@ def _mlp(found: FoundBlocks, name: str, module: nn.Module) -> None:
         if any(_width_in(linear) != narrow for linear in linears):
             continue
         if _width_out(linears[0]) == wide:
-            style = "column"
+            style = "colwise"
         elif len(firsts) == 1 and _width_out(linears[0]) == 2 * wide:
-            style = "packed_column"
+            style = "packed_colwise"
         else:
             continue
         if _has_norm_of(module, wide) and wide != narrow:
             continue
-        found.plan |= {prefix + first: style for first in firsts} | {prefix + last: "row"}
+        found.plan |= {prefix + first: style for first in firsts} | {prefix + last: "rowwise"}
         # Between norms, dropout and activations the linears may be children of the layer, or stand in modules apart.
         others = [
             child

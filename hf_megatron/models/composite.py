@@ -17,31 +17,31 @@ _KEYS = (
     "local_attributes",
     "local_arguments",
     "regions",
-    "head_blocks",
+    "head_sharded",
     "experts",
     "identity_experts",
-    "token_inputs",
+    "per_token_inputs",
 )
 _VALUES = ("regions",)
 _EACH = (
-    "several_inputs",
+    "multi_input_blocks",
     "transparent",
     "stacks",
     "before_layers",
     "after_layers",
     "prefixes",
-    "on_all_stages",
-    "whole_blocks",
+    "run_on_all_stages",
+    "full_sequence_blocks",
     "layer_parameters",
-    "layer_parts",
-    "behind_encoder",
+    "sublayer_lists",
+    "after_encoder",
 )
 # Names that are no patterns, and what one part alone keeps the whole from.
-_OF_ALL = ("sequence_arguments", "plain_linear_classes", "early_arguments", "layer_containers")
-_REASONS = ("no_sequence_parallel", "no_split_backward", "no_pipeline", "no_context_parallel")
+_OF_ALL = ("per_token_arguments", "plain_linear_classes", "pre_layer_arguments", "mutable_layer_arguments")
+_REASONS = ("no_sequence_parallel", "no_zero_bubble", "no_pipeline", "no_context_parallel")
 
 
-def spec_around_text(model: Any, builders: Mapping[str, Callable[[Any], ModelSpec]]) -> ModelSpec | None:
+def composite_spec(model: Any, builders: Mapping[str, Callable[[Any], ModelSpec]]) -> ModelSpec | None:
     """Returns the spec of a model whose text part is of a type with a builder; `None` for all others.
 
     What transformers' plan says of towers is kept beside what the builder says of the text.
@@ -74,8 +74,10 @@ def spec_of_parts(model: Any, parts: Mapping[str, ModelSpec]) -> ModelSpec:
         changes[name] = tuple(dict.fromkeys(value for spec in specs for value in getattr(spec, name)))
     changes |= {name: next(filter(None, (getattr(spec, name) for spec in specs)), None) for name in _REASONS}
     changes["token_dims"] = {key: value for spec in specs for key, value in spec.token_dims.items()}
-    changes["streams_before"] = any(spec.streams_before for spec in specs)
-    return ModelSpec(model.config.model_type, layer_values=max(spec.layer_values for spec in specs), **changes)
+    changes["streams_lead"] = any(spec.streams_lead for spec in specs)
+    return ModelSpec(
+        model.config.model_type, layer_num_outputs=max(spec.layer_num_outputs for spec in specs), **changes
+    )
 
 
 def _text_model(model: Any, text: Any) -> str | None:

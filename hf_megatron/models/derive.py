@@ -10,31 +10,39 @@ from ..errors import PlanError
 from .name_patterns import generic, module_name
 from .spec import ModelSpec
 
-MODULE_STYLES: Mapping[str, str] = {
-    "colwise": "column",
-    "colwise_gather_output": "column_gather",
-    "colwise_rep": "column_gather",
-    "rowwise": "row",
-    "rowwise_split_input": "row_split",
-    "rowwise_rep": "row_split",
-    "packed_colwise": "packed_column",
-    "embedding_rowwise": "vocab_embedding",
-    "embedding_colwise": "hidden_embedding",
-    "replicated_with_grad_allreduce": "replicated_sum",
-    "mla_kv_a_proj": "latent_with_rotary",
+# transformers' styles that mean the same here, for modules.
+SHARED_STYLES = frozenset(
+    (
+        "colwise",
+        "colwise_gather_output",
+        "rowwise",
+        "rowwise_split_input",
+        "packed_colwise",
+        "embedding_rowwise",
+        "embedding_colwise",
+        "replicated_with_grad_allreduce",
+        "mla_kv_a_proj",
+        "all_reduce",
+    )
+)
+# Other names in transformers for a style of this library.
+MODULE_ALIASES: Mapping[str, str] = {
+    "colwise_rep": "colwise_gather_output",
+    "rowwise_rep": "rowwise_split_input",
     "moe_tp_experts": "partial_sum",
-    "moe_identity_expert": "shared_identity",
-    "all_reduce": "output_sum",
+    "moe_identity_expert": "identity_expert",
     "local_params": "replicated",
     "replicate": "replicated",
 }
-PARAMETER_STYLES: Mapping[str, str] = {
-    "colwise": "split_rows",
-    "rowwise": "split_columns",
-    "packed_colwise": "packed_rows",
-    "packed_rowwise": "packed_columns",
+# A parameter that is no linear's weight is sharded along a dim: its module has no forward to replace.
+PARAMETER_ALIASES: Mapping[str, str] = {
+    "colwise": "shard_dim_-2",
+    "rowwise": "shard_dim_-1",
+    "packed_colwise": "packed_dim_-2",
+    "packed_rowwise": "packed_dim_-1",
     "replicate": "replicated",
 }
+_MODULE_STYLES = {style: style for style in SHARED_STYLES} | MODULE_ALIASES
 
 
 def derive_spec(model: Any) -> ModelSpec:
@@ -61,7 +69,7 @@ def derive_spec(model: Any) -> ModelSpec:
     parameters = {generic(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     plan: dict[str, str] = {}
     for pattern, style in upstream_plan.items():
-        table = PARAMETER_STYLES if pattern in parameters else MODULE_STYLES if pattern in modules else None
+        table = PARAMETER_ALIASES if pattern in parameters else _MODULE_STYLES if pattern in modules else None
         if table is None:
             continue
         if style not in table:
@@ -78,15 +86,17 @@ def has_plan_of_layers(model: Any) -> bool:
 
 def with_head(model: Any, plan: Mapping[str, str]) -> dict[str, str]:
     """Returns a plan whose output embedding is split over the vocabulary, where its embedding or upstream's is."""
-    head, whole = model.get_output_embeddings(), dict(plan)
+    head, unsharded = model.get_output_embeddings(), dict(plan)
     if isinstance(head, nn.Linear):
         name, embedding = module_name(model, head), _embedding_of(model, head)
-        if plan.get(name) == "column_gather" or (name not in plan and plan.get(embedding) == "vocab_embedding"):
-            whole[name] = "vocab_head"
+        if plan.get(name) == "colwise_gather_output" or (
+            name not in plan and plan.get(embedding) == "embedding_rowwise"
+        ):
+            unsharded[name] = "vocab_parallel_head"
             if embedding:
                 # Upstream's plan is that of the untied head: of one weight both ends have the same rows.
-                whole.setdefault(embedding, "vocab_embedding")
-    return whole
+                unsharded.setdefault(embedding, "embedding_rowwise")
+    return unsharded
 
 
 def _embedding_of(model: Any, head: nn.Linear) -> str:

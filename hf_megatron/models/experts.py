@@ -33,7 +33,7 @@ def find_identity_experts(model: Any, spec: ModelSpec, experts: Iterable[str]) -
     return {name: getattr(model.get_submodule(name), attribute) for name, attribute in attributes.items()}
 
 
-def mixtures_of_tokens(model: Any, experts: Iterable[str]) -> dict[str, list[str]]:
+def pointwise_moe_blocks(model: Any, experts: Iterable[str]) -> dict[str, list[str]]:
     """Maps the blocks around experts to their children, if all of them take nothing but one token at a time."""
     blocks = {name.rpartition(".")[0] for name in experts}
     forwards = [type(model.get_submodule(block)).forward for block in blocks]

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ..core.placement import Claim
+from ..core.placement import ParameterSharding
 from .name_patterns import generic as generic_name
 
 # Where random numbers are drawn, by the name of the rate.
@@ -94,7 +94,7 @@ class Description:
     draws: frozenset[str]
     tied: Mapping[str, str]
 
-    def features(self, claims: Mapping[str, Claim]) -> Features:
+    def features(self, claims: Mapping[str, ParameterSharding]) -> Features:
         """Joins it with what tensor parallelism claims; with nothing where it leaves modules whole."""
         ends = {line for module in self.modules if not module.layer and (line := _line(module, claims)) is not None}
         ends |= {f"{_generic(name)} is tied to {_generic(other)}" for name, other in self.tied.items()}
@@ -103,7 +103,7 @@ class Description:
         parts |= {Part(COPIES, frozenset(copied))} if copied else set()
         return Features(frozenset(parts), self.draws, _split_share(self.modules, claims))
 
-    def layers(self, claims: Mapping[str, Claim]) -> dict[str, Part]:
+    def layers(self, claims: Mapping[str, ParameterSharding]) -> dict[str, Part]:
         """Maps the outermost layers to the parts they are, in their order."""
         found: dict[tuple[str, str], set[str]] = {}
         for module in self.modules:
@@ -267,7 +267,7 @@ def _codes(function: Any) -> Iterator[types.CodeType]:
         function = vars(function).get("__wrapped__") if isinstance(function, types.FunctionType) else None
 
 
-def _line(module: _Module, claims: Mapping[str, Claim]) -> str | None:
+def _line(module: _Module, claims: Mapping[str, ParameterSharding]) -> str | None:
     """Writes a module down; `None` for one without parameters that took nothing from its config."""
     held: dict[str, list[str]] = {}
     for leaf, name in module.parameters.items():
@@ -279,16 +279,16 @@ def _line(module: _Module, claims: Mapping[str, Claim]) -> str | None:
     return " ".join([f"{name}{module.kind}{' '.join(texts)}", *module.settings])
 
 
-def _style(claim: Claim | None) -> str:
+def _style(claim: ParameterSharding | None) -> str:
     return "" if claim is None or claim.style == "replicated" else f" {claim.style}"
 
 
-def _in_copies(module: _Module, claims: Mapping[str, Claim]) -> bool:
+def _in_copies(module: _Module, claims: Mapping[str, ParameterSharding]) -> bool:
     held = (claims[name].placement for name in module.parameters.values() if name in claims)
     return any(split.copies > 1 for placement in held for split in placement.splits)
 
 
-def _split_share(modules: tuple[_Module, ...], claims: Mapping[str, Claim]) -> float:
+def _split_share(modules: tuple[_Module, ...], claims: Mapping[str, ParameterSharding]) -> float:
     of_layers = [name for module in modules if module.layer for name in module.parameters.values() if name in claims]
     sizes = {name: math.prod(claims[name].shape) for name in of_layers}
     split = sum(size for name, size in sizes.items() if claims[name].placement.is_split)

@@ -12,7 +12,7 @@ from .spec import ModelSpec
 _CACHES = frozenset(("past_key_values", "past_key_value", "cache_params", "layer_past", "use_cache"))
 
 
-def find_whole_blocks(model: nn.Module, spec: ModelSpec, layers: str) -> frozenset[str]:
+def find_full_sequence_blocks(model: nn.Module, spec: ModelSpec, layers: str) -> frozenset[str]:
     """Names the blocks inside of layers that keep a cache and are no attention of transformers', and the spec's."""
     found: set[str] = set()
     seen: list[str] = []
@@ -22,7 +22,7 @@ def find_whole_blocks(model: nn.Module, spec: ModelSpec, layers: str) -> frozens
             continue
         if _keeps_cache(module):
             seen.append(name)
-        if generic(name) in spec.whole_blocks or (_keeps_cache(module) and not _is_attention(module)):
+        if generic(name) in spec.full_sequence_blocks or (_keeps_cache(module) and not _is_attention(module)):
             found.add(name)
     return frozenset(found)
 

@@ -51,15 +51,15 @@ def inferred_spec(model: Any) -> ModelSpec:
             f"model type {model.config.model_type!r}: its attention and its MLPs are of no structure that is known."
         )
     transparent = {parent for block in found.blocks for parent in _parents(block, modules)} - found.blocks
-    whole = found.around_several | {name for name in transparent if _chooses_among_parts(modules[name])}
-    transparent = {name for name in transparent if not any(f"{name}.".startswith(f"{other}.") for other in whole)}
+    unsharded = found.around_several | {name for name in transparent if _chooses_among_parts(modules[name])}
+    transparent = {name for name in transparent if not any(f"{name}.".startswith(f"{other}.") for other in unsharded)}
     return ModelSpec(
         model.config.model_type,
         _generic({**_ends(model), **found.plan}),
         local_attributes=_generic(found.local_attributes),
         local_arguments=_generic(found.local_arguments),
         regions={generic(block): generic(row) for block, row in found.regions.items()},
-        several_inputs=tuple(dict.fromkeys(map(generic, found.several_inputs))),
+        multi_input_blocks=tuple(dict.fromkeys(map(generic, found.multi_input_blocks))),
         transparent=tuple(sorted({generic(name) for name in transparent})),
         no_sequence_parallel=_no_sequence_parallel(model, found.blocks),
     )
@@ -77,8 +77,8 @@ def _no_sequence_parallel(model: Any, blocks: set[str]) -> str | None:
     # Under one parent a loop goes through several lists side by side.
     lists = {block[: match.start()] for block in blocks if (match := re.search(r"\.\d+(?=\.|$)", block)) is not None}
     for parent in {name.rpartition(".")[0] for name in lists}:
-        if len(beside := [name for name in sorted(lists) if name.rpartition(".")[0] == parent]) > 1:
-            return f"the parts of a layer lie in lists side by side: {', '.join(beside)}."
+        if len(alongside := [name for name in sorted(lists) if name.rpartition(".")[0] == parent]) > 1:
+            return f"the parts of a layer lie in lists side by side: {', '.join(alongside)}."
     return None
 
 
@@ -103,7 +103,7 @@ def _ends(model: Any) -> dict[str, str]:
     if type(head) is not nn.Linear:
         return {}
     head_name = module_name(model, head)
-    plan = {head_name: "vocab_head"}
+    plan = {head_name: "vocab_parallel_head"}
     tied = model.all_tied_weights_keys
     rows = {head.weight.shape[0]}
     # Everything that is one parameter with the head's weight or bias has its rows.
@@ -114,17 +114,17 @@ def _ends(model: Any) -> dict[str, str]:
         if owner == head_name or owner not in modules:
             continue
         if isinstance(modules[owner], nn.Embedding):
-            plan[owner] = "vocab_embedding"
+            plan[owner] = "embedding_rowwise"
         else:
-            plan[name] = "split_rows"
+            plan[name] = "shard_dim_-2"
     if embedding is not None and type(embedding).__mro__.count(nn.Embedding) and embedding.weight.shape[0] in rows:
         name = module_name(model, embedding)
-        plan.setdefault(name, "vocab_embedding")
+        plan.setdefault(name, "embedding_rowwise")
         # An encoder's and a decoder's table may be one beside a head of its own.
         owners = {weight.rpartition(".")[0] for weight in _one_parameter_with({f"{name}.weight"}, tied)}
         for owner in sorted(owners & modules.keys()):
             if isinstance(modules[owner], nn.Embedding):
-                plan.setdefault(owner, "vocab_embedding")
+                plan.setdefault(owner, "embedding_rowwise")
     return plan
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import UnsupportedError
-from .modalities.sample_index import reads_media
+from .modalities.sample_index import reads_modalities
 from .name_patterns import module_name
 from .spec import ModelSpec
 
@@ -15,7 +15,7 @@ _TOKENS = "input_ids"
 
 def find_text_model(model: Any) -> nn.Module | None:
     """Returns the text model inside of one of images and text, whose towers have layers of their own."""
-    return model.get_decoder() if reads_media(model) and not model.config.is_encoder_decoder else None
+    return model.get_decoder() if reads_modalities(model) and not model.config.is_encoder_decoder else None
 
 
 def names_in_encoder(model: Any) -> tuple[str, ...]:
@@ -29,7 +29,7 @@ def names_in_encoder(model: Any) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class LayerRow:
+class LayerSequence:
     """A model's layers in the order in which they run: those of one module list, or of an encoder's and a decoder's.
 
     Args:
@@ -43,11 +43,11 @@ class LayerRow:
     parts: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, model: Any, spec: ModelSpec, field: str) -> "LayerRow":
+    def of(cls, model: Any, spec: ModelSpec, field: str) -> "LayerSequence":
         """Finds a model's; raises as `find_layers`."""
         is_both = model.config.is_encoder_decoder
         lists = _lists_of_both(model, spec, field) if is_both else (find_layers(model, spec, field),)
-        return cls(lists, tuple(len(model.get_submodule(name)) for name in lists), spec.layer_parts)
+        return cls(lists, tuple(len(model.get_submodule(name)) for name in lists), spec.sublayer_lists)
 
     @property
     def decoder(self) -> int:
@@ -83,8 +83,8 @@ def _lists_of_both(model: Any, spec: ModelSpec, field: str) -> tuple[str, ...]:
     names = {module: name for name, module in model.named_modules()}
     for stack in (model.get_encoder(), model.get_decoder()):
         inside = [] if stack is None else _lists_of_text(stack)
-        behind = tuple(f"{part.removeprefix(f'{names.get(stack)}.')}." for part in spec.behind_encoder)
-        inside = [name for name in inside if not name.startswith(behind)]
+        trailing = tuple(f"{part.removeprefix(f'{names.get(stack)}.')}." for part in spec.after_encoder)
+        inside = [name for name in inside if not name.startswith(trailing)]
         if len(inside) != 1 or stack not in names:
             raise UnsupportedError(
                 f"MegatronConfig.{field}: {type(model).__name__} has to have one list of layers in its encoder and one "

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import PlanError
-from .composite import spec_around_text
+from .composite import composite_spec
 from .infer import stated_or_inferred_spec
 from .spec import ModelSpec
 
@@ -47,11 +47,11 @@ def registered_types() -> list[str]:
     return sorted(REGISTRY)
 
 
-def own_spec(model: nn.Module) -> ModelSpec | None:
+def registered_spec(model: nn.Module) -> ModelSpec | None:
     """Returns the spec a family states of a model or its text part; `None` for one whose spec would be derived."""
     _load_families()
     builder = REGISTRY.get(str(model.config.model_type))  # type: ignore[union-attr]
-    return spec_around_text(model, REGISTRY) if builder is None else builder(model)
+    return composite_spec(model, REGISTRY) if builder is None else builder(model)
 
 
 def spec_for(model: nn.Module) -> ModelSpec:
@@ -61,4 +61,4 @@ def spec_for(model: nn.Module) -> ModelSpec:
         PlanError: none of them exists.
         UnsupportedError: the family is refused, with the reason.
     """
-    return own_spec(model) or stated_or_inferred_spec(model)
+    return registered_spec(model) or stated_or_inferred_spec(model)

@@ -56,20 +56,20 @@ class ModelSpec:
             entry per head and are cut to this rank's heads, such as alibi.
         regions (`Mapping[str, str]`): block pattern -> row linear pattern, for uniform blocks whose row linear is not
             their child (see `tensor_parallel/region.py`).
-        several_inputs (`tuple[str, ...]`): blocks whose linears read more than one tensor, as in cross attention.
-        token_inputs (`Mapping[str, tuple[str, ...]]`): pattern of a block on whole sequences -> arguments with an entry
-            per token that it reads beside its first one.
+        multi_input_blocks (`tuple[str, ...]`): blocks whose linears read more than one tensor, as in cross attention.
+        per_token_inputs (`Mapping[str, tuple[str, ...]]`): pattern of a block on whole sequences -> arguments with an
+            entry per token that it reads beside its first one.
         transparent (`tuple[str, ...]`): wrappers inside a layer that only chain norms, dropout and blocks.
-        sequence_arguments (`tuple[str, ...]`): arguments of a layer that hold one entry per token, `[batch, sequence,
+        per_token_arguments (`tuple[str, ...]`): arguments of a layer that hold one entry per token, `[batch, sequence,
             ...]`, and are split along the sequence like its hidden states.
         token_dim (`int`): which dim of hidden states `[batch, sequence, hidden]` or `[sequence, batch, hidden]` has the
             tokens.
-        streams_before (`bool`): layers hand on several streams before the rows, `[streams, batch, sequence, hidden]`;
+        streams_lead (`bool`): layers hand on several streams before the rows, `[streams, batch, sequence, hidden]`;
             without, those of a token stand behind it, `[batch, sequence, streams, hidden]`.
-        whole_arguments (`Mapping[str, str]`): arguments of layers that no part of a sequence can be computed beside ->
-            why.
-        keeps_states (`str`, *optional*): method of the module around the layers that keeps its first argument, the
-            hidden states between them.
+        unshardable_arguments (`Mapping[str, str]`): arguments of layers that no part of a sequence can be computed
+            beside -> why.
+        hidden_state_recorder (`str`, *optional*): method of the module around the layers that keeps its first
+            argument, the hidden states between them.
         no_cache (`str`, *optional*): why ranks of tp cannot keep what a call hands to the next one; a sentence.
         stacks (`tuple[str, ...]`): the layer stacks whose residual stream sequence parallelism splits; empty means
             that they are found by structure.
@@ -77,37 +77,39 @@ class ModelSpec:
         no_sequence_parallel (`str`, *optional*): why the type has no sequence parallelism.
         layers (`str`, *optional*): the module list that a pipeline cuts; by default the one of the class's
             `_no_split_modules`.
-        layer_parts (`tuple[str, ...]`): lists beside `layers` of modules that the loop calls before the one of the same
-            number there, whose output is the layer's; the loop may work on it before the next layer.
-        kept_inputs (`tuple[int, ...]`): numbers of the layers whose hidden states the loop keeps for all later layers.
+        sublayer_lists (`tuple[str, ...]`): lists beside `layers` of modules that the loop calls before the one of the
+            same number there, whose output is the layer's; the loop may work on it before the next layer.
+        recorded_layers (`tuple[int, ...]`): numbers of the layers whose hidden states the loop keeps for all later
+            layers.
         before_layers, after_layers (`tuple[str, ...]`): modules that run before or after the layers although they are
             defined on their other side; parameters of the model itself that are read before them.
-        behind_encoder (`tuple[str, ...]`): modules that read what an encoder's layers made before its decoder's layers
+        after_encoder (`tuple[str, ...]`): modules that read what an encoder's layers made before its decoder's layers
             do, although they are defined behind these.
-        layer_values (`int`): values that a layer returns, hidden states among them; a pipeline sends those of a
+        layer_num_outputs (`int`): values that a layer returns, hidden states among them; a pipeline sends those of a
             stage's last layer on.
-        early_arguments (`tuple[str, ...]`): arguments of layers that the loop makes of what comes before the layers;
+        pre_layer_arguments (`tuple[str, ...]`): arguments of layers that the loop makes of what comes before the
+            layers;
             a pipeline sends those of later layers on. One that the model's forward takes too is given to it on later
             stages.
-        layer_containers (`tuple[str, ...]`): arguments of layers that layers put tensors into for later ones.
-        no_split_backward (`str`, *optional*): why gradients of its inputs and its weights cannot be computed in two
+        mutable_layer_arguments (`tuple[str, ...]`): arguments of layers that layers put tensors into for later ones.
+        no_zero_bubble (`str`, *optional*): why gradients of its inputs and its weights cannot be computed in two
             steps, as in schedules with zero bubble.
         no_pipeline (`str`, *optional*): why the type's layers cannot lie on different ranks.
-        features_argument (`str`, *optional*): argument of a forward that cannot do without images, which takes what
-            towers make of them in their place; later stages of a pipeline get zeros in it. `a.b` is entry `b` of a
+        image_features_argument (`str`, *optional*): argument of a forward that cannot do without images, which takes
+            what towers make of them in their place; later stages of a pipeline get zeros in it. `a.b` is entry `b` of a
             mapping `a`.
         prefixes (`tuple[str, ...]`): modules before the layers that make what stands before the embedded text, such as
             features of images, from arguments of the forward; later stages of a pipeline need its length.
-        on_all_stages (`tuple[str, ...]`): modules before the layers that every stage of a pipeline runs, for what they
-            make without their weights, or the shape of what they make with them.
-        whole_blocks (`tuple[str, ...]`): blocks in which tokens meet otherwise than in transformers' attention
+        run_on_all_stages (`tuple[str, ...]`): modules before the layers that every stage of a pipeline runs, for what
+            they make without their weights, or the shape of what they make with them.
+        full_sequence_blocks (`tuple[str, ...]`): blocks in which tokens meet otherwise than in transformers' attention
             functions; context parallelism computes them on whole rows. Those that keep a cache of their own are found
             by structure.
         layer_parameters (`tuple[str, ...]`): parameters of blocks that are handed to the layer around, which adds them
             to hidden states itself.
-        head_blocks (`Mapping[str, HeadBlock]`): blocks on whole rows of which each rank can compute some heads.
+        head_sharded (`Mapping[str, HeadBlock]`): blocks on whole rows of which each rank can compute some heads.
         token_dims (`Mapping[str, int]`): arguments of a layer with an entry per token in another dim than the second,
-            `sequence_arguments` among them.
+            `per_token_arguments` among them.
         no_context_parallel (`str`, *optional*): why the type has no context parallelism.
         experts (`Mapping[str, str]`): module that holds all experts of a layer, along dim 0 of each weight -> its
             attribute that counts them; those of transformers' decorator of experts are found.
@@ -120,35 +122,35 @@ class ModelSpec:
     local_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     local_arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     regions: Mapping[str, str] = field(default_factory=dict)
-    several_inputs: tuple[str, ...] = ()
-    token_inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    multi_input_blocks: tuple[str, ...] = ()
+    per_token_inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     transparent: tuple[str, ...] = ()
-    sequence_arguments: tuple[str, ...] = ()
+    per_token_arguments: tuple[str, ...] = ()
     token_dim: int = 1
-    streams_before: bool = False
-    whole_arguments: Mapping[str, str] = field(default_factory=dict)
-    keeps_states: str | None = None
+    streams_lead: bool = False
+    unshardable_arguments: Mapping[str, str] = field(default_factory=dict)
+    hidden_state_recorder: str | None = None
     no_cache: str | None = None
     stacks: tuple[str, ...] = ()
     plain_linear_classes: tuple[str, ...] = ()
     no_sequence_parallel: str | None = None
     layers: str | None = None
-    layer_parts: tuple[str, ...] = ()
-    kept_inputs: tuple[int, ...] = ()
+    sublayer_lists: tuple[str, ...] = ()
+    recorded_layers: tuple[int, ...] = ()
     before_layers: tuple[str, ...] = ()
     after_layers: tuple[str, ...] = ()
-    behind_encoder: tuple[str, ...] = ()
-    layer_values: int = 1
-    early_arguments: tuple[str, ...] = ()
-    layer_containers: tuple[str, ...] = ()
-    no_split_backward: str | None = None
+    after_encoder: tuple[str, ...] = ()
+    layer_num_outputs: int = 1
+    pre_layer_arguments: tuple[str, ...] = ()
+    mutable_layer_arguments: tuple[str, ...] = ()
+    no_zero_bubble: str | None = None
     no_pipeline: str | None = None
-    features_argument: str | None = None
+    image_features_argument: str | None = None
     prefixes: tuple[str, ...] = ()
-    on_all_stages: tuple[str, ...] = ()
-    whole_blocks: tuple[str, ...] = ()
+    run_on_all_stages: tuple[str, ...] = ()
+    full_sequence_blocks: tuple[str, ...] = ()
     layer_parameters: tuple[str, ...] = ()
-    head_blocks: Mapping[str, HeadBlock] = field(default_factory=dict)
+    head_sharded: Mapping[str, HeadBlock] = field(default_factory=dict)
     token_dims: Mapping[str, int] = field(default_factory=dict)
     no_context_parallel: str | None = None
     experts: Mapping[str, str] = field(default_factory=dict)

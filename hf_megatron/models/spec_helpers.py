@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from .composite import spec_around_text
+from .composite import composite_spec
 from .derive import derive_spec
 from .infer import stated_or_inferred_spec
 from .name_patterns import generic, module_name
@@ -23,15 +23,15 @@ def corrected_spec(
     corrections: Mapping[str, str] | None = None,
     *,
     transparent: tuple[str, ...] = (),
-    head_blocks: Mapping[str, HeadBlock] | None = None,
-    whole_blocks: tuple[str, ...] = (),
+    head_sharded: Mapping[str, HeadBlock] | None = None,
+    full_sequence_blocks: tuple[str, ...] = (),
     experts: Mapping[str, str] | None = None,
     identity_experts: Mapping[str, str] | None = None,
     before_layers: tuple[str, ...] = (),
     after_layers: tuple[str, ...] = (),
-    behind_encoder: tuple[str, ...] = (),
+    after_encoder: tuple[str, ...] = (),
     local_arguments: Mapping[str, tuple[str, ...]] | None = None,
-    left_whole: tuple[str, ...] = (),
+    replicated_modules: tuple[str, ...] = (),
     **changes: Any,
 ) -> ModelSpec:
     """Takes the spec from transformers' plan or the structure, with corrections; other arguments are `ModelSpec`'s.
@@ -39,13 +39,14 @@ def corrected_spec(
     Args:
         corrections (`Mapping[str, str]`, *optional*): pattern inside the base model -> style, added or replaced; what
             this config does not have is left out.
-        transparent, whole_blocks, before_layers, after_layers, behind_encoder (`tuple[str, ...]`), head_blocks,
+        transparent, full_sequence_blocks, before_layers, after_layers, after_encoder (`tuple[str, ...]`), head_sharded,
             experts, identity_experts, local_arguments (`Mapping`, *optional*): patterns inside the base model.
-        left_whole (`tuple[str, ...]`): modules inside the base model that every rank computes whole.
+        replicated_modules (`tuple[str, ...]`): modules inside the base model that every rank computes whole.
     """
     prefix = base_prefix(model)
     spec = _without(
-        stated_or_inferred_spec(model, may_be_ends=bool(head_blocks)), [prefix + pattern for pattern in left_whole]
+        stated_or_inferred_spec(model, may_be_ends=bool(head_sharded)),
+        [prefix + pattern for pattern in replicated_modules],
     )
     names = [name for name, _ in model.named_modules()] + [n for n, _ in model.named_parameters(remove_duplicate=False)]
     known = set(names) | {generic(name) for name in names}
@@ -58,22 +59,22 @@ def corrected_spec(
             **spec.local_arguments,
             **{prefix + pattern: names for pattern, names in (local_arguments or {}).items()},
         },
-        whole_blocks=tuple(prefix + pattern for pattern in whole_blocks),
+        full_sequence_blocks=tuple(prefix + pattern for pattern in full_sequence_blocks),
         before_layers=(*spec.before_layers, *(prefix + pattern for pattern in before_layers)),
         after_layers=tuple(prefix + pattern for pattern in after_layers),
-        behind_encoder=tuple(prefix + pattern for pattern in behind_encoder),
-        head_blocks={prefix + pattern: heads for pattern, heads in (head_blocks or {}).items()},
+        after_encoder=tuple(prefix + pattern for pattern in after_encoder),
+        head_sharded={prefix + pattern: heads for pattern, heads in (head_sharded or {}).items()},
         experts={prefix + pattern: attribute for pattern, attribute in (experts or {}).items()},
         identity_experts={prefix + pattern: attribute for pattern, attribute in (identity_experts or {}).items()},
         **changes,
     )
 
 
-def _without(spec: ModelSpec, whole: list[str]) -> ModelSpec:
+def _without(spec: ModelSpec, unsharded: list[str]) -> ModelSpec:
     """Leaves out of a spec what it says of modules, and of what is in them."""
 
     def is_left(pattern: str) -> bool:
-        return not any(f"{pattern}.".startswith(f"{module}.") for module in whole)
+        return not any(f"{pattern}.".startswith(f"{module}.") for module in unsharded)
 
     return replace(
         spec,
@@ -81,7 +82,7 @@ def _without(spec: ModelSpec, whole: list[str]) -> ModelSpec:
         local_attributes={pattern: names for pattern, names in spec.local_attributes.items() if is_left(pattern)},
         local_arguments={pattern: names for pattern, names in spec.local_arguments.items() if is_left(pattern)},
         regions={block: row for block, row in spec.regions.items() if is_left(block)},
-        several_inputs=tuple(filter(is_left, spec.several_inputs)),
+        multi_input_blocks=tuple(filter(is_left, spec.multi_input_blocks)),
         transparent=tuple(filter(is_left, spec.transparent)),
     )
 
@@ -93,11 +94,11 @@ def family_spec(
     local_attributes: Mapping[str, tuple[str, ...]] | None = None,
     local_arguments: Mapping[str, tuple[str, ...]] | None = None,
     regions: Mapping[str, str] | None = None,
-    several_inputs: tuple[str, ...] = (),
+    multi_input_blocks: tuple[str, ...] = (),
     transparent: tuple[str, ...] = (),
     head_plan: Mapping[str, str] | None = None,
     after_layers: tuple[str, ...] = (),
-    whole_blocks: tuple[str, ...] = (),
+    full_sequence_blocks: tuple[str, ...] = (),
     **changes: Any,
 ) -> ModelSpec:
     """Makes a `ModelSpec` of patterns inside the base model; its arguments are those of `ModelSpec`.
@@ -106,22 +107,22 @@ def family_spec(
     model; those that the class does not have are left out.
     """
     prefix = base_prefix(model)
-    whole = {prefix + pattern: style for pattern, style in plan.items()}
+    unsharded = {prefix + pattern: style for pattern, style in plan.items()}
     names = {name for name, _ in model.named_modules()} | {n for n, _ in model.named_parameters(remove_duplicate=False)}
-    whole |= {name: style for name, style in (head_plan or {}).items() if name in names}
+    unsharded |= {name: style for name, style in (head_plan or {}).items() if name in names}
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear):
-        whole[module_name(model, head)] = "vocab_head"
+        unsharded[module_name(model, head)] = "vocab_parallel_head"
     return ModelSpec(
         model.config.model_type,
-        whole,
+        unsharded,
         local_attributes={prefix + pattern: names for pattern, names in (local_attributes or {}).items()},
         local_arguments={prefix + pattern: names for pattern, names in (local_arguments or {}).items()},
         regions={prefix + block: prefix + row for block, row in (regions or {}).items()},
-        several_inputs=tuple(prefix + pattern for pattern in several_inputs),
+        multi_input_blocks=tuple(prefix + pattern for pattern in multi_input_blocks),
         transparent=tuple(prefix + pattern for pattern in transparent),
         after_layers=tuple(prefix + pattern for pattern in after_layers),
-        whole_blocks=tuple(prefix + pattern for pattern in whole_blocks),
+        full_sequence_blocks=tuple(prefix + pattern for pattern in full_sequence_blocks),
         **changes,
     )
 
@@ -140,13 +141,13 @@ def gated_decoder_plan(
     """
     gate, up, down = mlp or ("gate_proj", "up_proj", "down_proj")
     columns = [f"self_attn.{name}_proj" for name in "qkv"] + [f"{block}.{gate}", f"{block}.{up}"]
-    styles = dict.fromkeys(columns, "column") | {f"self_attn.{output}": "row", f"{block}.{down}": "row"}
+    styles = dict.fromkeys(columns, "colwise") | {f"self_attn.{output}": "rowwise", f"{block}.{down}": "rowwise"}
     # Their weights are those of one head, and each rank computes with some of the heads.
-    styles |= {f"self_attn.{norm}": "replicated_sum" for norm in norms}
-    return {"embed_tokens": "vocab_embedding", **{f"layers.*.{name}": style for name, style in styles.items()}}
+    styles |= {f"self_attn.{norm}": "replicated_with_grad_allreduce" for norm in norms}
+    return {"embed_tokens": "embedding_rowwise", **{f"layers.*.{name}": style for name, style in styles.items()}}
 
 
-def around_text_spec(
+def composite_family_spec(
     model: Any,
     builders: Mapping[str, Callable[[Any], ModelSpec]],
     plan: Mapping[str, str],
@@ -154,12 +155,12 @@ def around_text_spec(
     local_attributes: Mapping[str, tuple[str, ...]] | None = None,
     **changes: Any,
 ) -> ModelSpec:
-    """Returns the spec of a model's text part, with a plan of what stands around it; see `spec_around_text`.
+    """Returns the spec of a model's text part, with a plan of what stands around it; see `composite_spec`.
 
     Args:
         plan, local_attributes (`Mapping`): patterns from the model's root; what this config does not have is left out.
     """
-    spec = spec_around_text(model, builders) or derive_spec(model)
+    spec = composite_spec(model, builders) or derive_spec(model)
     known = {generic(name) for name, _ in model.named_modules()} | {
         generic(name) for name, _ in model.named_parameters()
     }

@@ -45,7 +45,7 @@ def write_results(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]
     old = read_results(file.read_text(encoding="utf-8")) if file.exists() else ()
     merged: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     for row in (*old, *rows):
-        merged[_key(row)] = _with_media_of(row, merged.get(_key(row)))
+        merged[_key(row)] = _with_modalities(row, merged.get(_key(row)))
     ordered = [merged[name] for name in sorted(merged)]
     parts = {part.digest: part for row in ordered for part in row["parts"]}
     versions = list({json.dumps(row["versions"], sort_keys=True): row["versions"] for row in ordered}.values())
@@ -65,7 +65,7 @@ def write_results(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]
     temporary.replace(file)
 
 
-def _with_media_of(row: Mapping[str, Any], old: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def _with_modalities(row: Mapping[str, Any], old: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if old is None or not (old["passed"] and row["passed"] and "media" in row):
         return row
     is_same = old["versions"] == row["versions"] and set(old["parts"]) == set(row["parts"])
@@ -93,9 +93,9 @@ def layout_kinds(config: MegatronConfig) -> list[str]:
     and `ep` beside it where experts lie on other ranks too.
     """
     within_layers = "tp+sp" if config.sequence_parallel else "tp"
-    are_whole = config.ep_size > 1 and (config.etp_size or 1) == 1
-    within_layers += "+ep" if are_whole else ""
-    beyond = config.ep_size if not are_whole or config.ep_size > config.tp_size else 1
+    are_replicated = config.ep_size > 1 and (config.etp_size or 1) == 1
+    within_layers += "+ep" if are_replicated else ""
+    beyond = config.ep_size if not are_replicated or config.ep_size > config.tp_size else 1
     kinds = {
         within_layers: config.tp_size,
         layout_kind_of_tokens(config): config.cp_size,
@@ -141,8 +141,8 @@ def differences(
     compared = {part for row in passed for part in row["parts"]}
     found = []
     for part in sorted(features.parts - compared, key=lambda part: part.name):
-        alike = [other.lines for other in compared if other.name == part.name]
-        by_distance = sorted(alike, key=lambda lines: (len(lines ^ part.lines), sorted(lines)))
+        identical = [other.lines for other in compared if other.name == part.name]
+        by_distance = sorted(identical, key=lambda lines: (len(lines ^ part.lines), sorted(lines)))
         nearest = by_distance[0] if by_distance else frozenset()
         found += [f"{part.name}: {text}" for text in _changed(part.lines, nearest)]
     drawn = {site for row in passed for site in row["draws"]}
@@ -164,8 +164,8 @@ def _without_head(row: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 def _inside(lines: frozenset[str], prefix: str) -> frozenset[str]:
     named = prefix.removesuffix(".") + ": "
-    whole = {line.removeprefix(named) for line in lines if line.startswith(named)}
-    return frozenset(whole | {line.removeprefix(prefix) for line in lines if line.startswith(prefix)})
+    unsharded = {line.removeprefix(named) for line in lines if line.startswith(named)}
+    return frozenset(unsharded | {line.removeprefix(prefix) for line in lines if line.startswith(prefix)})
 
 
 def failed(class_name: str, model_type: str, config: MegatronConfig, kind: str, features: Features) -> str | None:
@@ -179,7 +179,7 @@ def failed(class_name: str, model_type: str, config: MegatronConfig, kind: str, 
     return None
 
 
-def compared_media(class_name: str, model_type: str, kind: str) -> frozenset[str]:
+def compared_modalities(class_name: str, model_type: str, kind: str) -> frozenset[str]:
     """Returns what a class was compared with on a kind of layout beside text: `"images"`, `"videos"`, `"sounds"`."""
     return frozenset(
         medium
@@ -209,8 +209,8 @@ def recorded_draw(model_type: str, changes: Mapping[str, Any], made_of: Mapping[
     own = tested_versions()
     for row in records():
         if row["model_type"] == model_type and "draw" in row and row["changes"] == changes:
-            alike = all(row["versions"].get(name) == own[name] for name in ("torch", "transformers"))
-            if alike and row["draw"] == {**made_of, "number": row["draw"]["number"]}:
+            identical = all(row["versions"].get(name) == own[name] for name in ("torch", "transformers"))
+            if identical and row["draw"] == {**made_of, "number": row["draw"]["number"]}:
                 return row["draw"]["number"]
     return None
 

@@ -7,9 +7,9 @@ from ..compat.transformers_loading import renamed_by_loader
 from ..data_parallel.engine import DataParallel
 from ..parallel_state import ParallelState
 from .engine import Pipeline
-from .module_placement import list_absent_weights, list_weights_beside, share_tied_weights
+from .module_placement import register_off_stage_weights, register_side_weights, share_tied_weights
 from .parameter_counts import ParameterCounts
-from .split_model import Cut, cut
+from .split_model import ModelPartition, cut
 
 NAME = "pp"
 
@@ -19,7 +19,7 @@ def place(model: Any, state: ParallelState) -> None:
     if state.axes.size(NAME) == 1:
         return
     state.names = tuple(model.state_dict())
-    counts = ParameterCounts.of_whole(model)
+    counts = ParameterCounts.of_full(model)
     state.cut = cut(model, state.spec, state.config, state.axes)
     gone = set(state.names) - model.state_dict().keys()
     state.elsewhere = frozenset(gone | renamed_by_loader(model, gone))
@@ -28,15 +28,15 @@ def place(model: Any, state: ParallelState) -> None:
 
 def install(model: Any, state: ParallelState) -> None:
     """Makes a call of the model run the schedule."""
-    if isinstance(state.cut, Cut) and isinstance(state.data_parallel, DataParallel):
+    if isinstance(state.cut, ModelPartition) and isinstance(state.data_parallel, DataParallel):
         if (leaving := state.leaving) is not None:
             row = state.cut.layers
             state.cut.boundary.leaving = lambda hidden, layer: leaving(hidden, row.list_of(layer))
         counts: ParameterCounts = state.placed[NAME]
         state.cut.boundary.is_filled = True
         state.cut.boundary.owner = state.data_parallel
-        list_weights_beside(model, state.cut.elsewhere, state.data_parallel, state.mesh.device)
-        list_absent_weights(model, counts.sizes.keys())
+        register_side_weights(model, state.cut.elsewhere, state.data_parallel, state.mesh.device)
+        register_off_stage_weights(model, counts.sizes.keys())
         share_tied_weights(model, state.cut.sources)
         state.data_parallel.scan()
         state.patches.replace(model, "num_parameters", types.MethodType(counts.bound(state), model))

@@ -22,11 +22,11 @@ from torch import Tensor
 from ..compat.shared import Shared
 from ..compat.torch_memory import share_memory
 from ..compat.transformers_models import recorded_outputs
-from ..core.off_stage import Owner, zeros_for_absent
+from ..core.off_stage import Owner, zeros_for_off_stage
 from ..errors import PlanError, UnsupportedError
-from .layer_output_proxy import PassedOn, version_of
+from .layer_output_proxy import LayerOutputProxy, version_of
 from .partition import Stages
-from .stage_payload import HIDDEN_STATES, Carried, Crossings, Message, StageLeft
+from .stage_payload import HIDDEN_STATES, Carried, Message, StageLeft, StagePayload
 
 # What an encoder made, which every layer of its decoder reads.
 ENCODED = "encoder_hidden_states"
@@ -42,21 +42,21 @@ class StageBoundary(Shared):
         stage: the one whose forward is under way.
         is_filled: whether the model's weights are loaded.
         owner (`Owner`, *optional*): knows this rank's parameters, once they are loaded.
-        is_rehearsing: whether the forward under way leaves out all layers.
+        is_trial: whether the forward under way leaves out all layers.
         is_running: whether a forward is under way.
     """
 
     def __init__(self, stages: Stages, carried: Carried):
         self.stages, self.carried = stages, carried
         self.leaving: Callable[[Tensor, int], Tensor] | None = None
-        self.entered = self.is_filled = self.is_rehearsing = self.is_running = False
+        self.entered = self.is_filled = self.is_trial = self.is_running = False
         self.owner: Owner | None = None
         self.stage = 0
         # Hidden states that entered, or are about to leave while the first stage's loop goes on.
         self._received: Tensor | None = None
         self._leaving: Tensor | None = None
         self._zeros: Tensor | None = None
-        self._crossings = Crossings()
+        self._crossings = StagePayload()
         # Of the forward under way: which layers were called.
         self._encodes = self._decodes = self._encodes_alone = False
         # 1 while a decoder's layers behind an encoder are called; whose loops read values by their places.
@@ -80,14 +80,14 @@ class StageBoundary(Shared):
         self.entered = self._encodes = self._decodes = False
         self._encodes_alone = encodes_alone
         if received is not None:
-            self._received, self._crossings = received.tensors[0], Crossings.of_message(received)
+            self._received, self._crossings = received.tensors[0], StagePayload.of_message(received)
         try:
             output = forward()
         except StageLeft as left:
             return left.message
         finally:
             self._received = self._leaving = self._zeros = None
-            self._crossings, self.is_running = Crossings(), False
+            self._crossings, self.is_running = StagePayload(), False
             # Outside of a forward an embedding may be asked for by itself.
             entered, self.entered, self.stage = self.entered, False, 0
         if not entered or (stage < len(self.stages.ranges) - 1 and not encodes_alone):
@@ -99,13 +99,13 @@ class StageBoundary(Shared):
         return output
 
     @contextmanager
-    def rehearsing(self) -> Iterator[None]:
+    def running_trial(self) -> Iterator[None]:
         """Leaves out the layers in forwards inside, which need no other stage then."""
-        self.is_rehearsing = True
+        self.is_trial = True
         try:
             yield
         finally:
-            self.is_rehearsing = False
+            self.is_trial = False
 
     def pass_layer(self, index: int, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Calls layer `index` as the present stage has to: not at all, on what was received, or as the last."""
@@ -133,9 +133,9 @@ class StageBoundary(Shared):
         for (name, layer), value in self._crossings.arguments.items():
             if layer == index:
                 args, kwargs = self.carried.replaced(index, name, value, args, kwargs)
-        if index in self.carried.kept and not self.is_rehearsing:
+        if index in self.carried.kept and not self.is_trial:
             self._crossings.keep_input(index, args[0])
-        output = self.pass_on(args, kwargs) if self.is_rehearsing else call(*args, **kwargs)
+        output = self.pass_on(args, kwargs) if self.is_trial else call(*args, **kwargs)
         if index == stop - 1 and self.stage < len(self.stages.ranges) - 1:
             return self._leave(index, output, args, kwargs)
         return output
@@ -147,22 +147,22 @@ class StageBoundary(Shared):
         """
         self.require_running()
         if self._zeros is None:
-            zeros = zeros_for_absent(args[0] if args else kwargs[HIDDEN_STATES])
+            zeros = zeros_for_off_stage(args[0] if args else kwargs[HIDDEN_STATES])
             # What an encoder returns has to have all of its dims.
-            knows_entries = self.is_rehearsing or (self.carried.decoder > 0 and type(zeros) in (Tensor, PassedOn))
-            self._zeros = zeros.detach().as_subclass(PassedOn) if knows_entries else zeros
-            if isinstance(self._zeros, PassedOn) and self.is_rehearsing:
+            knows_entries = self.is_trial or (self.carried.decoder > 0 and type(zeros) in (Tensor, LayerOutputProxy))
+            self._zeros = zeros.detach().as_subclass(LayerOutputProxy) if knows_entries else zeros
+            if isinstance(self._zeros, LayerOutputProxy) and self.is_trial:
                 self._zeros.unpacked = self._unpack
                 self._zeros.reads = None if self.carried.returned[self._part] == 1 else self._read
             self._version = version_of(self._zeros)
         places = range(1, self.carried.values_of(self._part))
-        if not places or (self.is_rehearsing and self._part in self._reads_places):
+        if not places or (self.is_trial and self._part in self._reads_places):
             return self._zeros
         return (self._zeros, *map(self._crossings.values.get, places))
 
     def _hand_to_loop(self, index: int, start: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Returns zeros for what an earlier stage's layer returned, or that where this stage's loop reads it."""
-        zeros, kept = self.pass_on(args, kwargs), self._crossings.kept_inputs()
+        zeros, kept = self.pass_on(args, kwargs), self._crossings.recorded_layers()
         if not self.carried.through_loop:
             return zeros
         if index == 0 and 0 in kept:
@@ -190,7 +190,7 @@ class StageBoundary(Shared):
         (start, stop), decoder = self.stages.ranges[self.stage], self.carried.decoder
         return index < decoder <= start or stop <= decoder <= index
 
-    def is_behind_layers(self) -> bool:
+    def is_past_layers(self) -> bool:
         """Tells whether the forward has come to layers of this stage; a decoder's embedding runs behind an encoder."""
         return self.entered and (self._decodes or not self.carried.decoder)
 
@@ -216,7 +216,7 @@ class StageBoundary(Shared):
 
         Args:
             parameters: names of the forward's.
-            is_probe (`bool`): for a rehearsal, in which no layer reads them.
+            is_probe (`bool`): for a trial_forward, in which no layer reads them.
         """
         if is_probe:
             return {name: torch.zeros(()) for name in self.carried.arguments if name in parameters}
@@ -235,7 +235,7 @@ class StageBoundary(Shared):
         zeros, found = self._zeros, args[0] if args else kwargs[HIDDEN_STATES]
         assert zeros is not None
         is_same = share_memory(found, zeros)
-        if self.is_rehearsing:
+        if self.is_trial:
             # A view of all of it is it; later, the first row may stand for a tuple's first entry.
             is_same = is_same and found.shape == zeros.shape and found.stride() == zeros.stride()
         if not is_same or version_of(zeros) != self._version:
@@ -257,7 +257,7 @@ class StageBoundary(Shared):
     def _leave(self, index: int, output: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Leaves the forward behind a stage's last layer, or goes on for what layers of later stages are given."""
         decoder = self.carried.decoder
-        if not self.is_rehearsing:
+        if not self.is_trial:
             hidden_states = self._crossings.take_values(output, self.carried.read_of(self._part))
             self._leaving = hidden_states if self.leaving is None else self.leaving(hidden_states, index)
             for name in self.carried.containers:
@@ -283,7 +283,7 @@ class StageBoundary(Shared):
     def _leave_before_decoder(self, args: tuple, kwargs: dict[str, Any]) -> NoReturn:
         """Leaves a stage of encoder layers alone where the decoder's first layer is called."""
         decoder, arguments = self.carried.decoder, self._crossings.arguments
-        if not self.is_rehearsing:
+        if not self.is_trial:
             own: Any = args[0] if args else kwargs[HIDDEN_STATES]
             first: Any = own if self.stage == 0 else arguments.pop((HIDDEN_STATES, decoder), self._received)
             if self.entered and self.stages.ranges[self.stage][1] < decoder:

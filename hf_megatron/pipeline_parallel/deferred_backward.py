@@ -11,7 +11,7 @@ from torch import Tensor
 from ..compat.torch_autograd import at_end_of_backward, keeps_graph
 from ..compat.torch_fsdp import finishing_itself
 from ..errors import ConfigError
-from ..losses.targets import losses_of
+from ..losses.targets import target_names
 from .differentiable_inputs import TrainedInputs
 from .executor import Execution
 from .kv_cache import StagedCache, new_inputs
@@ -24,7 +24,7 @@ from .stage_runner import StageRunner
 
 def run_forwards(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutput:
     """Runs forwards, whose graphs are kept if gradients are wanted."""
-    labels, stages = losses_of(arguments), runner.boundary.stages
+    labels, stages = target_names(arguments), runner.boundary.stages
     decoder, parameters = runner.cut.layers.decoder, runner.signature.parameters
     cache = StagedCache.of_call(runner.model, arguments, parameters, stages, runner.mesh.pp_rank, decoder)
     rows, takes_logits = batch_rows(arguments), runner.wants_logits or not labels
@@ -35,7 +35,7 @@ def run_forwards(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutp
         values: list[Tensor] = []
         if takes_logits:
             logits = values_of_rows(output, runner.model)
-            runner.rehearsal.require_same(tuple(logits))
+            runner.trial_forward.require_same(tuple(logits))
             values += logits.values()
         if labels:
             values.append(loss_of(output, runner.model, runner.loss, arguments) * (share / counted))
@@ -44,7 +44,7 @@ def run_forwards(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutp
         return tuple(values)
 
     values = list(values_of(runner, arguments, read, cache))
-    names = runner.rehearsal.logits if takes_logits else ()
+    names = runner.trial_forward.logits if takes_logits else ()
     found: dict[str, Any] = {name: values.pop(0) for name in names}
     # Only the last stage knows whether the model has an auxiliary loss.
     found |= zip(("loss", "aux_loss"), values, strict=False)
@@ -68,7 +68,9 @@ def values_of(
 ) -> tuple[Tensor, ...]:
     """Returns what `read` makes of the microbatches' outputs, together and on every rank; see `Pipeline.reading`."""
     inputs = TrainedInputs(arguments, runner.mesh.host_group("pp"))
-    microbatches, weights, denominators = runner.prepare(inputs.arguments, for_backward=False, whole=cache is not None)
+    microbatches, weights, denominators = runner.prepare(
+        inputs.arguments, for_backward=False, unsharded=cache is not None
+    )
     edges = [0, *itertools.accumulate(map(batch_rows, microbatches))]
     parts = [slice(start, stop) for start, stop in itertools.pairwise(edges)]
     execution = runner.execution(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from ..core.off_stage import AbsentTensor
+from ..core.off_stage import OffStageTensor
 from ..errors import UnsupportedError
 
 
@@ -40,7 +40,7 @@ class TrainedInputs:
 
     def _cut(self, name: str, tensor: Tensor) -> Tensor:
         found = tensor
-        if isinstance(tensor, AbsentTensor):
+        if isinstance(tensor, OffStageTensor):
             # Only the first stage reads embeddings.
             found = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         trained = tensor.requires_grad or (name == "inputs_embeds" and self._trains_embeddings)

@@ -46,7 +46,7 @@ def _encode(runner: StageRunner, forward: Callable[..., Any], arguments: dict[st
         if arguments.get(name):
             raise UnsupportedError(f"{name}=True: no rank of a pipeline has those of all layers.")
     runner.checks.require_tokens(arguments)
-    runner.rehearsal.of_call(_whole_call(runner, arguments), is_read=False)
+    runner.trial_forward.of_call(_full_call(runner, arguments), is_read=False)
     boundary, transport, rank = runner.boundary, runner.transport, runner.mesh.pp_rank
     rank_of = boundary.stages.rank_of
     last = boundary.stages.stage_of_layer(runner.cut.layers.decoder - 1)
@@ -69,7 +69,7 @@ def _encode(runner: StageRunner, forward: Callable[..., Any], arguments: dict[st
     return BaseModelOutput(last_hidden_state=transport.broadcast(own, rank_of[last])[0])
 
 
-def _whole_call(runner: StageRunner, arguments: dict[str, Any]) -> dict[str, Any]:
+def _full_call(runner: StageRunner, arguments: dict[str, Any]) -> dict[str, Any]:
     """Returns what the model would be called with to encode this, and decode a token of each row."""
     known = runner.signature.parameters
     found = {name: value for name, value in arguments.items() if name in known and isinstance(value, Tensor)}

@@ -23,11 +23,11 @@ from ..compat.transformers_models import ties_embeddings
 from ..core.inference_mode import left_inference_mode
 from ..data_parallel.engine import DataParallel
 from ..errors import UnsupportedError
-from ..losses.targets import losses_of
+from ..losses.targets import target_names
 from ..parallel_state import ParallelState
 from .deferred_backward import run_forwards, values_of
 from .encoder_forward import pipelined_encoder
-from .split_model import Cut
+from .split_model import ModelPartition
 from .stage_runner import StageRunner
 from .train_step import run_schedule
 
@@ -35,7 +35,7 @@ from .train_step import run_schedule
 class Pipeline(StageRunner):
     """Attached to a model whose layers lie on several ranks."""
 
-    def __init__(self, model: Any, state: ParallelState, cut: Cut, engine: DataParallel):
+    def __init__(self, model: Any, state: ParallelState, cut: ModelPartition, engine: DataParallel):
         super().__init__(model, state, cut, engine)
 
         @functools.wraps(type(model).forward)
@@ -87,7 +87,7 @@ class Pipeline(StageRunner):
         if self.read is not None:
             return values_of(self, arguments, self.read)
         self.checks.require_known_loss(arguments)
-        trains = torch.is_grad_enabled() and bool(losses_of(arguments)) and self.model.training
+        trains = torch.is_grad_enabled() and bool(target_names(arguments)) and self.model.training
         output = run_schedule(self, arguments) if trains else run_forwards(self, arguments)
         wants_dict = self.model.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()

@@ -9,12 +9,12 @@ from ..compat.shared import Shared
 from ..compat.transformers_models import loss_functions, uses_loss_function
 from ..core.communication.rank_errors import gather
 from ..errors import ConfigError, UnsupportedError
-from ..losses.targets import IGNORE_INDEX, LABELS, OF_SENTENCES, POSITIONS, is_target, losses_of
+from ..losses.targets import IGNORE_INDEX, LABELS, OF_SENTENCES, POSITIONS, is_target, target_names
 from ..losses.token_loss import TokenLoss
 from ..parallel_state import ParallelState
 from ..tensor_parallel.vocab_range import require_tokens
 from .kv_cache import cache_name
-from .off_stage_module import PartElsewhere
+from .off_stage_module import OffRankShard
 
 # The rate at which a loop leaves layers out.
 _LEFT_OUT = "layerdrop"
@@ -24,7 +24,7 @@ class CallChecks(Shared):
     """The checks of one model's calls."""
 
     def __init__(self, model: Any, state: ParallelState, *, mixes_documents: bool):
-        self.model, self.auxiliary_loss = model, state.config.auxiliary_loss
+        self.model, self.router_aux_loss_scope = model, state.config.router_aux_loss_scope
         known = (*POSITIONS, *OF_SENTENCES)
         self._known_targets = known if state.loss.shifts is None else (*LABELS, *known)
         self._leaving_out = [module for module in model.modules() if _LEFT_OUT in vars(module)]
@@ -63,7 +63,7 @@ class CallChecks(Shared):
                 f"{', '.join(self._known_targets)}, that are a mean over tokens or rows. Call it without and compute "
                 "the loss from its logits."
             )
-        losses = losses_of(arguments)
+        losses = target_names(arguments)
         if arguments.get("num_items_in_batch") is not None and losses and losses != ("labels",):
             raise UnsupportedError(
                 f"{type(self.model).__name__} with num_items_in_batch and {', '.join(losses)}: one number for losses "
@@ -89,7 +89,9 @@ class CallChecks(Shared):
 
     def mixes_documents(self, arguments: Mapping[str, Any]) -> bool:
         """Tells whether the documents of a row meet elsewhere than in attention, or in its router losses."""
-        return self._mixes_documents or (self._asks_for_routers(arguments) and self.auxiliary_loss != "microbatch")
+        return self._mixes_documents or (
+            self._asks_for_routers(arguments) and self.router_aux_loss_scope != "microbatch"
+        )
 
     def _asks_for_routers(self, arguments: Mapping[str, Any]) -> bool:
         asked = arguments.get("output_router_logits")
@@ -99,18 +101,19 @@ class CallChecks(Shared):
 
     def has_batch_statistics(self, arguments: Mapping[str, Any]) -> bool:
         """Tells whether a call takes a router loss of the whole batch, which microbatches do not add up to."""
-        return self._asks_for_routers(arguments) and self.auxiliary_loss in ("batch", "global")
+        return self._asks_for_routers(arguments) and self.router_aux_loss_scope in ("batch", "global")
 
     def counts_over_ranks(self, arguments: Mapping[str, Any]) -> bool:
         """Tells whether dp ranks add up what the routers of each of their microbatches have chosen."""
-        return self._asks_for_routers(arguments) and self.auxiliary_loss == "global"
+        return self._asks_for_routers(arguments) and self.router_aux_loss_scope == "global"
 
     def refuse_batch_statistics(self, arguments: Mapping[str, Any]) -> None:
         """Raises for a training call on several microbatches that takes the router loss of their batch."""
-        if self.has_batch_statistics(arguments) and self.auxiliary_loss == "batch":
+        if self.has_batch_statistics(arguments) and self.router_aux_loss_scope == "batch":
             raise ConfigError(
                 "output_router_logits=True with several microbatches: the router loss of a batch cannot be computed "
-                "from those of its microbatches. Set MegatronConfig.auxiliary_loss='sequence' (each row's own, the "
+                "from those of its microbatches. Set MegatronConfig.router_aux_loss_scope='sequence' (each row's "
+                "own, the "
                 "same on every layout), 'global' (counts of the step so far) or 'microbatch' (each microbatch's own), "
                 "or num_microbatches=1."
             )
@@ -122,7 +125,7 @@ def _tokens(model: Any, state: ParallelState) -> int | None:
         return None
     try:
         embedding = model.get_input_embeddings()
-    except PartElsewhere:
+    except OffRankShard:
         # A module of several parts, such as BERT's embeddings, whose parts the first stage alone has.
         embedding = None
     name = next((name for name, module in model.named_modules() if module is embedding), None)

@@ -17,8 +17,8 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class PassedOn(Tensor):
-    """What a layer that is not run hands to the loop in a rehearsal, and by what the next one knows it.
+class LayerOutputProxy(Tensor):
+    """What a layer that is not run hands to the loop in a trial_forward, and by what the next one knows it.
 
     Operators see a plain tensor, and its first entry is itself, for layers that return tuples.
     """
@@ -36,7 +36,7 @@ class PassedOn(Tensor):
             return iter(values)
         raise UnsupportedError(
             "The model's loop over its layers unpacks several values of each, of which a pipeline passes the hidden "
-            "states on. Register a spec with their number as `layer_values`, or load it with pp_size=1."
+            "states on. Register a spec with their number as `layer_num_outputs`, or load it with pp_size=1."
         )
 
     def __getitem__(self, index: Any) -> Any:

@@ -9,7 +9,7 @@ from ..config import MegatronConfig
 from ..errors import ConfigError
 from ..models.layer_cost import estimate_cost, estimate_costs
 from .partition import Stages, check_partition, even, partition
-from .pre_post_process import find_towers
+from .pre_post_process import find_modality_encoders
 from .schedules import check_schedule, rank_of_stage, schedule
 
 
@@ -44,7 +44,7 @@ def share_out(model: Any, costs: Sequence[float], stages: int) -> tuple[int, ...
     head = model.get_output_embeddings()
     after = 0.0 if head is None else estimate_cost(head, model.config.get_text_config())
     # As if of patches of images there were as many as tokens.
-    before = sum(estimate_cost(model.get_submodule(tower)) for tower in find_towers(model))
+    before = sum(estimate_cost(model.get_submodule(tower)) for tower in find_modality_encoders(model))
     counts = partition(costs, stages, before=before, after=after)
     least = layers_with_features(model.config) + 1
     if counts[0] < least <= len(costs) - stages + 1 and stages > 1:
@@ -55,10 +55,10 @@ def share_out(model: Any, costs: Sequence[float], stages: int) -> tuple[int, ...
 def layers_with_features(config: Any) -> int:
     """Counts the layers behind which features of images are added, with those in between."""
     values = config.to_dict()
-    behind = len((values.get("vision_config") or {}).get("deepstack_visual_indexes") or ())
+    trailing = len((values.get("vision_config") or {}).get("deepstack_visual_indexes") or ())
     # Or the layers that they are added before.
     before = [layer for _, layer in values.get("deepstack_layer_map") or ()]
-    return max([behind, *before, *(values.get("spatial_target_layers") or () if before else ())])
+    return max([trailing, *before, *(values.get("spatial_target_layers") or () if before else ())])
 
 
 def require_features_on_first_stage(model: Any, stages: Stages) -> None:

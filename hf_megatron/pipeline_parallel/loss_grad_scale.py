@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..compat.torch_autograd import without_gradient_hooks
 from ..compat.torch_memory import check_soon
-from ..data_parallel.grad_store import GradientStore
+from ..data_parallel.grad_store import GradStore
 from ..errors import ConfigError
 from .schedules import Action, Kind
 
@@ -71,7 +71,7 @@ class LossScale:
         """Forgets who waits for a scale: the gradients are gone."""
         self._unsettled.clear()
 
-    def require_settled(self, store: GradientStore) -> None:
+    def require_settled(self, store: GradStore) -> None:
         """Raises `ConfigError` if the gradients of a forward would be used that nobody called backward for."""
         if self._unsettled and not store.is_empty:
             raise ConfigError(
@@ -120,7 +120,7 @@ class ScheduledGradients:
     def __init__(
         self,
         scale: LossScale,
-        store: GradientStore,
+        store: GradStore,
         actions: tuple[Action, ...],
         *,
         tied: list[nn.Parameter],
@@ -138,7 +138,7 @@ class ScheduledGradients:
         self._sums: Any = None
 
     @classmethod
-    def before_backward_of(cls, scale: LossScale, store: GradientStore, *args: Any, **kwargs: Any) -> Any:
+    def before_backward_of(cls, scale: LossScale, store: GradStore, *args: Any, **kwargs: Any) -> Any:
         """Prepares for a schedule that runs before its loss is backpropagated; arguments as for the class."""
         # Hooks have to see the whole gradient; an empty store takes over what was kept apart as it is.
         is_direct = scale.is_known() and not store.is_empty and not store.is_watched
@@ -215,7 +215,7 @@ class ScheduledGradients:
         return handed_over
 
     def hand_over(self, factor: float | Tensor, *, keep: bool) -> Sequence[Tensor | None]:
-        """Makes the gradients that were kept apart part of the sums; see `GradientStore.hand_over`."""
+        """Makes the gradients that were kept apart part of the sums; see `GradStore.hand_over`."""
         sums = self._sums
         if not keep:
             self._sums = None

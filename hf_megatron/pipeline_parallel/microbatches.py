@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from ..errors import ConfigError, UnsupportedError
-from ..models.modalities.audio import audio_token, has_clip_per_row, is_of_sounds
+from ..models.modalities.audio import audio_token, has_clip_per_row, is_audio
 from ..models.modalities.images import NOT_OF_ROWS, SOUNDS
-from ..models.modalities.sample_index import names_of_media, rows_with_media
+from ..models.modalities.sample_index import modality_names, multimodal_samples
 from ..models.modalities.videos import is_of_videos
-from ..parallel_state import BatchPart
+from ..parallel_state import MicrobatchSpan
 
 ROW_DIM = 0
 INPUTS = ("input_ids", "inputs_embeds")
@@ -58,7 +58,7 @@ def split(
     microbatches: int,
     config: Any = None,
     *,
-    media: AbstractSet[str] = frozenset({"videos", "sounds"}),
+    modalities: AbstractSet[str] = frozenset({"videos", "sounds"}),
 ) -> list[dict[str, Any]]:
     """Cuts a batch into microbatches whose rows differ by one at most; images, videos and sounds go with their rows.
 
@@ -66,13 +66,13 @@ def split(
         media (`Set[str]`): what a pipeline takes beside images.
 
     Raises `ConfigError` for a tensor that has neither a row per sample nor one for all, `UnsupportedError` for videos
-    and sounds that `media` does not name, or in other forms than those of `rows_with_media`.
+    and sounds that `modalities` does not name, or in other forms than those of `multimodal_samples`.
     """
     rows = batch_rows(arguments)
     for name, value in arguments.items():
         is_of_row = name in SOUNDS and has_clip_per_row(config)
-        is_of_kinds = {"videos": is_of_videos(name), "sounds": is_of_sounds(name) and audio_token(config) is not None}
-        is_known = config is not None and any(is_of_kinds[medium] for medium in is_of_kinds.keys() & media)
+        is_of_kinds = {"videos": is_of_videos(name), "sounds": is_audio(name) and audio_token(config) is not None}
+        is_known = config is not None and any(is_of_kinds[medium] for medium in is_of_kinds.keys() & modalities)
         if isinstance(value, Tensor) and any(part in name for part in NOT_OF_ROWS) and not (is_known or is_of_row):
             raise UnsupportedError(
                 f"{name}: a pipeline gives stages images, and videos and sounds of types that were compared so, with "
@@ -81,13 +81,13 @@ def split(
     if microbatches == 1:
         return [dict(arguments)]
     edges = [rows * index // microbatches for index in range(microbatches + 1)]
-    with_places = names_of_media(arguments, config) if config is not None else set()
+    with_places = modality_names(arguments, config) if config is not None else set()
     per_row = {name: value for name, value in arguments.items() if name not in with_places}
     found = []
     for start, stop in zip(edges[:-1], edges[1:], strict=True):
         part = slice(start, stop)
         of_rows = {name: _part(name, value, rows, part) for name, value in per_row.items()}
-        found.append(of_rows | (rows_with_media(arguments, part, config) if with_places else {}))
+        found.append(of_rows | (multimodal_samples(arguments, part, config) if with_places else {}))
     return found
 
 
@@ -119,13 +119,13 @@ def _rows(name: str, tensor: Tensor, rows: int, part: slice) -> Tensor:
     )
 
 
-def parts_of_batch(microbatches: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> list[BatchPart]:
+def parts_of_batch(microbatches: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> list[MicrobatchSpan]:
     """Says which tokens of their batch microbatches hold; those of no weight repeat another one."""
     parts, passed = [], 0
     for arguments, weight in zip(microbatches, weights, strict=True):
         inputs = _inputs(arguments)
         rows, tokens = inputs.shape[:2] if inputs.dim() > 1 else (len(inputs), 1)
-        parts.append(BatchPart(passed, rows, tokens, weight == 0.0))
+        parts.append(MicrobatchSpan(passed, rows, tokens, weight == 0.0))
         passed += rows * tokens
     return parts
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..core.off_stage import AbsentActivation
+from ..core.off_stage import OffStageActivation
 from ..errors import PlanError
 from .boundary import StageBoundary
 from .off_stage_module import Placeholder
@@ -25,19 +25,19 @@ class StagedLayer:
         return self._stage_boundary.pass_layer(self._layer_index, super().__call__, args, kwargs)  # type: ignore[misc]
 
 
-class ForeignLayer(Placeholder):
+class OffStageLayer(Placeholder):
     """Stands where another rank's layer is: its plain attributes; passes `[batch, sequence, hidden]`."""
 
     def __init__(self, layer: nn.Module, place: str, boundary: StageBoundary, index: int):
         super().__init__(layer, place, boundary)
         self._stage_boundary, self._layer_index = boundary, index
 
-    def standing_for(self, module: nn.Module) -> "ForeignLayer":
-        return ForeignLayer(module, self._place, self._stage_boundary, self._layer_index)
+    def original_of(self, module: nn.Module) -> "OffStageLayer":
+        return OffStageLayer(module, self._place, self._stage_boundary, self._layer_index)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Hooks belong to forwards that run layers, this one or others of its list.
-        if self._stage_boundary.is_rehearsing or self._stage_boundary.is_left_out(self._layer_index):
+        if self._stage_boundary.is_trial or self._stage_boundary.is_left_out(self._layer_index):
             return self.forward(*args, **kwargs)
         # Past what the layer's own class does around its forward: there is nothing to compute again.
         return nn.Module.__call__(self, *args, **kwargs)
@@ -51,7 +51,7 @@ class ForeignLayer(Placeholder):
 
 def layer_indices(module: nn.Module) -> list[int]:
     """Returns the places of the layers that a module is or wraps."""
-    if isinstance(module, StagedLayer | ForeignLayer):
+    if isinstance(module, StagedLayer | OffStageLayer):
         return [module._layer_index]
     return [index for part in module.children() for index in layer_indices(part)]
 
@@ -60,10 +60,10 @@ def hold_parts(module: nn.Module, kept: Collection[str], name: str, place: str, 
     """Leaves of a module before the layers the parts that the head is tied to; the rest lies elsewhere."""
     for part, child in list(module.named_children()):
         if part not in kept:
-            setattr(module, part, ForeignInput(f"{name}.{part}", child, place, boundary))
+            setattr(module, part, OffStageInput(f"{name}.{part}", child, place, boundary))
 
 
-class ForeignInput(Placeholder):
+class OffStageInput(Placeholder):
     """Stands where a module before the layers is on later stages: zeros `[batch, sequence, hidden]`, or its input."""
 
     def __init__(self, name: str, module: nn.Module, place: str, boundary: StageBoundary):
@@ -73,13 +73,13 @@ class ForeignInput(Placeholder):
         self._stage_boundary = boundary
         self._width = output_width(module)
 
-    def standing_for(self, module: nn.Module) -> "ForeignInput":
-        return ForeignInput(self._name, module, self._place, self._stage_boundary)
+    def original_of(self, module: nn.Module) -> "OffStageInput":
+        return OffStageInput(self._name, module, self._place, self._stage_boundary)
 
     def _part(self, name: str, child: nn.Module) -> Placeholder:
         # Models of images and text call a table of tokens by itself, and hand in what it made with images among it.
         if isinstance(child, nn.Embedding):
-            return ForeignInput(f"{self._name}.{name}", child, self._place, cast(StageBoundary, self._progress))
+            return OffStageInput(f"{self._name}.{name}", child, self._place, cast(StageBoundary, self._progress))
         return super()._part(name, child)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -89,25 +89,25 @@ class ForeignInput(Placeholder):
         if self._stage_boundary.is_running:
             return found
         # A loop's own call, of which the next pipelined call reads the first stage's values only.
-        return AbsentActivation(found.to("meta"), found.device, self._place)
+        return OffStageActivation(found.to("meta"), found.device, self._place)
 
 
-class ForeignPositions(ForeignInput):
+class OffStagePositions(OffStageInput):
     """Stands where a module before the layers is that every stage runs: what it makes of its weights has no values."""
 
-    def standing_for(self, module: nn.Module) -> "ForeignPositions":
-        return ForeignPositions(self._name, module, self._place, self._stage_boundary)
+    def original_of(self, module: nn.Module) -> "OffStagePositions":
+        return OffStagePositions(self._name, module, self._place, self._stage_boundary)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         _require_before_layers(self._name, self._stage_boundary)
         return self._kind.forward(self, *args, **kwargs)
 
 
-class ForeignBetween(ForeignInput):
+class OffStageBetween(OffStageInput):
     """Stands where a module between an encoder's layers and a decoder's is on other stages, which do not read it."""
 
-    def standing_for(self, module: nn.Module) -> "ForeignBetween":
-        return ForeignBetween(self._name, module, self._place, self._stage_boundary)
+    def original_of(self, module: nn.Module) -> "OffStageBetween":
+        return OffStageBetween(self._name, module, self._place, self._stage_boundary)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return _nothing(hidden_states, self._width, hidden_states)
@@ -171,7 +171,7 @@ def _nothing(x: Tensor | torch.Size, width: int | None, like: Tensor) -> Tensor:
     )
 
 
-class ForeignOutput(Placeholder):
+class OffStageOutput(Placeholder):
     """Stands where a module behind the layers is on earlier stages, which never reach it."""
 
     def __init__(self, name: str, module: nn.Module, place: str, boundary: StageBoundary):
@@ -183,17 +183,17 @@ class ForeignOutput(Placeholder):
         self._stage_boundary = boundary
 
     def _part(self, name: str, child: nn.Module) -> Placeholder:
-        return ForeignOutput(f"{self._name}.{name}", child, self._place, cast(StageBoundary, self._progress))
+        return OffStageOutput(f"{self._name}.{name}", child, self._place, cast(StageBoundary, self._progress))
 
-    def standing_for(self, module: nn.Module) -> "ForeignOutput":
-        return ForeignOutput(self._name, module, self._place, self._stage_boundary)
+    def original_of(self, module: nn.Module) -> "OffStageOutput":
+        return OffStageOutput(self._name, module, self._place, self._stage_boundary)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise PlanError(f"{self._name} is defined behind the layers but runs before them; its family needs a spec.")
 
 
 def _require_before_layers(name: str, boundary: StageBoundary) -> None:
-    if boundary.is_behind_layers():
+    if boundary.is_past_layers():
         raise PlanError(
             f"{name} is defined before the layers but runs behind them; name it in its family's `after_layers`."
         )

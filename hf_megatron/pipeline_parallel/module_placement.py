@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat.class_mixin import stand_around
-from ..core.off_stage import AbsentTensor, Owner, as_parameter, is_absent
+from ..compat.class_mixin import mix_into
+from ..core.off_stage import OffStageTensor, Owner, as_parameter, is_off_stage
 from ..errors import UnsupportedError
 from .module_mixins import StagedInput, StagedLayer, output_width
 from .multi_part_layers import StagedPart
@@ -34,19 +34,19 @@ def _take_place(owner: nn.Module, name: str, module: nn.Module | None) -> nn.Mod
             "own place in it. Load the model with pp_size=1."
         )
     if isinstance(before, Placeholder):
-        placeholder = before.standing_for(module)
-        list_absent_weights(placeholder, [weight for weight, _ in module.named_parameters()])
+        placeholder = before.original_of(module)
+        register_off_stage_weights(placeholder, [weight for weight, _ in module.named_parameters()])
         return placeholder
     kept: dict[str, Any] = {"_stage_boundary": before._stage_boundary}
     if isinstance(before, StagedLayer | StagedPart):
         standing = StagedLayer if isinstance(before, StagedLayer) else StagedPart
-        stand_around(module, standing, **kept, _layer_index=before._layer_index)
+        mix_into(module, standing, **kept, _layer_index=before._layer_index)
     else:
-        stand_around(module, StagedInput, **kept, _name=before._name, _width=output_width(module))
+        mix_into(module, StagedInput, **kept, _name=before._name, _width=output_width(module))
     return None
 
 
-def list_absent_weights(model: nn.Module, names: Collection[str]) -> None:
+def register_off_stage_weights(model: nn.Module, names: Collection[str]) -> None:
     """Has the placeholders in a model list weights of these names of the model."""
     found = {path: module for path, module in model.named_modules() if isinstance(module, Placeholder)}
     for path, module in found.items():
@@ -55,11 +55,11 @@ def list_absent_weights(model: nn.Module, names: Collection[str]) -> None:
             module.list_weights(names_in(path, names))
     # `model.apply(model._init_weights)` leaves weights alone that a file had.
     if any("_is_hf_initialized" in vars(parameter) for parameter in model.parameters()):
-        for parameter in filter(is_absent, model.parameters()):
+        for parameter in filter(is_off_stage, model.parameters()):
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
-def list_weights_beside(model: nn.Module, weights: Mapping[str, Tensor], owner: Owner, device: torch.device) -> None:
+def register_side_weights(model: nn.Module, weights: Mapping[str, Tensor], owner: Owner, device: torch.device) -> None:
     """Has a model list the parameters of the first stage that belong to no module of its, without values.
 
     Args:
@@ -67,8 +67,8 @@ def list_weights_beside(model: nn.Module, weights: Mapping[str, Tensor], owner: 
     """
     for weight, tensor in weights.items():
         path, _, name = weight.rpartition(".")
-        absent = AbsentTensor(tensor.to("meta"), device, "lies on stage 0 of the pipeline")
-        model.get_submodule(path)._parameters[name] = as_parameter(absent, owner, tensor.requires_grad)  # type: ignore[assignment]
+        off_stage = OffStageTensor(tensor.to("meta"), device, "lies on stage 0 of the pipeline")
+        model.get_submodule(path)._parameters[name] = as_parameter(off_stage, owner, tensor.requires_grad)  # type: ignore[assignment]
 
 
 def share_tied_weights(model: nn.Module, sources: Mapping[str, str]) -> None:

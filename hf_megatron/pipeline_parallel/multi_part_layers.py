@@ -5,13 +5,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat.class_mixin import stand_around
+from ..compat.class_mixin import mix_into
 from .boundary import StageBoundary
-from .layer_output_proxy import PassedOn
+from .layer_output_proxy import LayerOutputProxy
 from .off_stage_module import Placeholder, replace_module
 
 
-class ForeignPart(Placeholder):
+class OffStagePart(Placeholder):
     """Stands where a part of another rank's layer is: passes `[batch, sequence, hidden]`, which nobody reads."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -28,7 +28,7 @@ class StagedPart:
         boundary = self._stage_boundary
         boundary.require_running()
         start, stop = boundary.stages.ranges[boundary.stage]
-        if boundary.is_rehearsing or not start <= self._layer_index < stop:
+        if boundary.is_trial or not start <= self._layer_index < stop:
             return _passed(hidden_states)
         return super().__call__(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
@@ -44,12 +44,12 @@ def stand_for_parts(
     parts = {name: model.get_submodule(name) for name in names}
     for name, part in parts.items():
         if place is None:
-            stand_around(part, StagedPart, _stage_boundary=boundary, _layer_index=layer)
+            mix_into(part, StagedPart, _stage_boundary=boundary, _layer_index=layer)
         else:
-            replace_module(model, name, ForeignPart(part, place, boundary))
+            replace_module(model, name, OffStagePart(part, place, boundary))
     return {} if place is None else parts
 
 
 def _passed(hidden_states: Tensor) -> Tensor:
     """Returns hidden states for a caller of them or of their first entry."""
-    return hidden_states.detach().as_subclass(PassedOn)
+    return hidden_states.detach().as_subclass(LayerOutputProxy)

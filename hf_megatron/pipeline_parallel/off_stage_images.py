@@ -14,11 +14,11 @@ from ..models.modalities.images import is_of_images, pixels_of, placeholders, wi
 from ..models.spec import ModelSpec
 from .boundary import StageBoundary
 from .microbatches import describe
-from .module_mixins import ForeignInput, ForeignPositions
+from .module_mixins import OffStageInput, OffStagePositions
 from .off_stage_module import Placeholder
 
 
-class AbsentFeatures(BaseModelOutputWithPooling):
+class OffStageFeatures(BaseModelOutputWithPooling):
     """Features of no images, or zeros `[placeholders, hidden]`, and nothing else of what towers return."""
 
     def __getattr__(self, name: str) -> None:
@@ -26,7 +26,7 @@ class AbsentFeatures(BaseModelOutputWithPooling):
             raise AttributeError(name)
 
 
-class AbsentImages:
+class OffStageImages:
     """Fits calls of a model to stages that have no tower.
 
     Args:
@@ -38,7 +38,7 @@ class AbsentImages:
     def __init__(self, model: Any, spec: ModelSpec, forward: Callable[..., Any], boundary: StageBoundary) -> None:
         self._config, self._required = model.config, dict.fromkeys(required_images(forward))
         self._boundary, self._parameters = boundary, inspect.signature(forward).parameters
-        self._argument, _, self._entry = (spec.features_argument or "").partition(".")
+        self._argument, _, self._entry = (spec.image_features_argument or "").partition(".")
         # An encoder is asked for what it made.
         self._stand_before = bool(spec.prefixes) or self._config.is_encoder_decoder
 
@@ -54,7 +54,7 @@ class AbsentImages:
         Later stages are given what the first one made of images for layers that read it, too.
 
         Args:
-            is_probe (`bool`): for a rehearsal, in which no layer reads them.
+            is_probe (`bool`): for a trial_forward, in which no layer reads them.
         """
         found: dict[str, Any] = self._required | without_pixels(given) if stage and not self._stand_before else given
         if stage and (not is_probe or pixels_of(given) is not None):
@@ -63,7 +63,7 @@ class AbsentImages:
             return found
         count, width = int(placeholders(found, self._config).sum()), self._config.get_text_config().hidden_size
         zeros = torch.zeros(count, width, device=found["input_ids"].device)
-        features = {self._entry: AbsentFeatures(pooler_output=zeros)} if self._entry else zeros
+        features = {self._entry: OffStageFeatures(pooler_output=zeros)} if self._entry else zeros
         return self._required | found | {self._argument: features}
 
 
@@ -73,17 +73,17 @@ def required_images(forward: Callable[..., Any]) -> list[str]:
     return [name for name, of in parameters if of.default is inspect.Parameter.empty and is_of_images(name)]
 
 
-class ForeignTower(ForeignInput):
+class OffStageEncoder(OffStageInput):
     """Stands where a tower of images is on later stages, and returns nothing where it is given nothing."""
 
-    def standing_for(self, module: nn.Module) -> "ForeignTower":
-        return ForeignTower(self._name, module, self._place, self._stage_boundary)
+    def original_of(self, module: nn.Module) -> "OffStageEncoder":
+        return OffStageEncoder(self._name, module, self._place, self._stage_boundary)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs) if _has_tensors(args, kwargs) else AbsentFeatures()
+        return super().forward(*args, **kwargs) if _has_tensors(args, kwargs) else OffStageFeatures()
 
 
-class ForeignPrefix(ForeignInput):
+class OffStagePrefix(OffStageInput):
     """Stands where a module is whose outputs are set before the text: zeros, as long as those."""
 
     def __init__(self, name: str, module: nn.Module, place: str, boundary: StageBoundary):
@@ -91,8 +91,8 @@ class ForeignPrefix(ForeignInput):
         # No part of this one: it stays on the meta device, without weights.
         self.__dict__["_original"] = module
 
-    def standing_for(self, module: nn.Module) -> "ForeignPrefix":
-        return ForeignPrefix(self._name, module, self._place, self._stage_boundary)
+    def original_of(self, module: nn.Module) -> "OffStagePrefix":
+        return OffStagePrefix(self._name, module, self._place, self._stage_boundary)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._stage_boundary.is_running:
@@ -113,11 +113,11 @@ class ForeignPrefix(ForeignInput):
         return type(made)(**{name: zeros(of) for name, of in made.items()}) if isinstance(made, dict) else zeros(made)
 
 
-class ForeignShapes(ForeignPrefix):
+class OffStageShapes(OffStagePrefix):
     """Stands where a module with parts is that every stage runs: on weights of zeros, for its masks and its lengths."""
 
-    def standing_for(self, module: nn.Module) -> "ForeignShapes":
-        return ForeignShapes(self._name, module, self._place, self._stage_boundary)
+    def original_of(self, module: nn.Module) -> "OffStageShapes":
+        return OffStageShapes(self._name, module, self._place, self._stage_boundary)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._stage_boundary.is_running:
@@ -135,7 +135,7 @@ class ForeignShapes(ForeignPrefix):
             return torch.func.functional_call(self._original.eval(), weights, args, kwargs)
 
 
-def kind_of_input(module: nn.Module, *, is_prefix: bool, runs_everywhere: bool) -> type[ForeignInput]:
+def kind_of_input(module: nn.Module, *, is_prefix: bool, runs_everywhere: bool) -> type[OffStageInput]:
     """Returns what stands for a module before the layers on later stages.
 
     Args:
@@ -143,8 +143,8 @@ def kind_of_input(module: nn.Module, *, is_prefix: bool, runs_everywhere: bool) 
         runs_everywhere (`bool`): all stages have to run it.
     """
     if not runs_everywhere:
-        return ForeignPrefix if is_prefix else ForeignInput
-    return ForeignPositions if next(module.children(), None) is None else ForeignShapes
+        return OffStagePrefix if is_prefix else OffStageInput
+    return OffStagePositions if next(module.children(), None) is None else OffStageShapes
 
 
 class StagedPrefix:
@@ -181,6 +181,6 @@ def call_in_first_stage(tower: nn.Module, boundary: StageBoundary) -> None:
 
     @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs) if boundary.stage == 0 or _has_tensors(args, kwargs) else AbsentFeatures()
+        return own(*args, **kwargs) if boundary.stage == 0 or _has_tensors(args, kwargs) else OffStageFeatures()
 
     tower.forward = forward  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.torch_autograd import follow_forward_of_bases
-from ..core.off_stage import AbsentTensor, Owner, StandsForAnother, as_parameter
+from ..core.off_stage import OffStageModule, OffStageTensor, Owner, as_parameter
 from ..errors import UnsupportedError
 
 # By which transformers asks a module for a part of it while it loads.
@@ -18,7 +18,7 @@ _ACCESSORS = ("get_input_embeddings", "get_output_embeddings")
 _CONFIGS = ("config", "generation_config")
 
 
-class PartElsewhere(UnsupportedError, AttributeError):
+class OffRankShard(UnsupportedError, AttributeError):
     """A part of a module that lies on another stage; `hasattr` answers no."""
 
 
@@ -34,7 +34,7 @@ class Progress(Protocol):
     owner: Owner | None
 
 
-class Placeholder(StandsForAnother, nn.Module):
+class Placeholder(OffStageModule, nn.Module):
     """Stands where another rank's module is: its class, plain attributes, names and parameters without values.
 
     Args:
@@ -66,7 +66,7 @@ class Placeholder(StandsForAnother, nn.Module):
         except AttributeError as error:
             if name in known:
                 # Until it is filled, a module around this one may draw weights for it: those of a meta tensor.
-                return self._absent(known[name]) if self._progress.is_filled else known[name]
+                return self._off_stage(known[name]) if self._progress.is_filled else known[name]
             if name.startswith("_") or "_place" not in self.__dict__:
                 raise
             if name in _ACCESSORS and name in dir(self._kind):
@@ -84,19 +84,19 @@ class Placeholder(StandsForAnother, nn.Module):
             if (
                 before is None
                 or not isinstance(value, nn.Module)
-                or not (_stands_around(value, before) or _stands_around(before, value))
+                or not (_is_mixed_into(value, before) or _is_mixed_into(before, value))
             ):
                 raise self._elsewhere(name)
         super().__setattr__(name, value)
 
-    def _absent(self, weight: Tensor) -> AbsentTensor:
+    def _off_stage(self, weight: Tensor) -> OffStageTensor:
         follower = self.get_buffer("_follower")
         if weight.is_floating_point() and follower.dtype != self._dtype:
             weight = weight.to(follower.dtype)
-        return AbsentTensor(weight, follower.device, self._place)
+        return OffStageTensor(weight, follower.device, self._place)
 
-    def _elsewhere(self, name: str) -> "PartElsewhere":
-        return PartElsewhere(
+    def _elsewhere(self, name: str) -> "OffRankShard":
+        return OffRankShard(
             f"{name} of a {self._kind.__name__}: it {self._place}, and this rank has the names, shapes and dtypes of "
             "its weights only (model.state_dict()). Read and change it on the ranks of that stage, or load the model "
             "with pp_size=1."
@@ -131,7 +131,7 @@ class Placeholder(StandsForAnother, nn.Module):
         self._parameters.update(dict.fromkeys(self._left_out))
         for name, requires_grad in self._trained.items():
             if name in names:
-                weight = as_parameter(self._absent(self._weights[name]), self._progress.owner, requires_grad)
+                weight = as_parameter(self._off_stage(self._weights[name]), self._progress.owner, requires_grad)
                 self._parameters[name] = weight  # type: ignore[assignment]
         self.hold_parts()
         for part, child in self._parts.items():
@@ -154,8 +154,8 @@ class Placeholder(StandsForAnother, nn.Module):
         finally:
             self._parameters = listed
         for name, weight in listed.items():
-            if isinstance(weight, AbsentTensor):
-                weight.data = self._absent(self._weights[name])
+            if isinstance(weight, OffStageTensor):
+                weight.data = self._off_stage(self._weights[name])
         return self
 
     def list_around(self, wrapper: nn.Module) -> None:
@@ -163,13 +163,13 @@ class Placeholder(StandsForAnother, nn.Module):
         assert self._progress.owner is not None
         for module in wrapper.modules():
             for name, parameter in module._parameters.items():
-                if parameter is not None and not isinstance(parameter, AbsentTensor):
-                    weight = self._absent(parameter.detach().to("meta"))
+                if parameter is not None and not isinstance(parameter, OffStageTensor):
+                    weight = self._off_stage(parameter.detach().to("meta"))
                     module._parameters[name] = as_parameter(  # type: ignore[assignment]
                         weight, self._progress.owner, parameter.requires_grad
                     )
 
-    def standing_for(self, module: nn.Module) -> "Placeholder":
+    def original_of(self, module: nn.Module) -> "Placeholder":
         """Makes the placeholder of a module that is exchanged for this one's on the ranks that have it."""
         return self._own_class(module, self._place, self._progress)
 
@@ -178,7 +178,7 @@ class Placeholder(StandsForAnother, nn.Module):
             return
         for name, tensor in self._weights.items():
             listed = self._parameters.get(name) if keep_vars else None
-            destination[prefix + name] = listed if isinstance(listed, AbsentTensor) else self._absent(tensor)
+            destination[prefix + name] = listed if isinstance(listed, OffStageTensor) else self._off_stage(tensor)
 
     def _load_from_state_dict(
         self,
@@ -209,7 +209,7 @@ class Placeholder(StandsForAnother, nn.Module):
             unexpected_keys.extend(prefix + name for name in surplus)
 
 
-def _stands_around(wrapper: nn.Module, inner: nn.Module) -> bool:
+def _is_mixed_into(wrapper: nn.Module, inner: nn.Module) -> bool:
     """Tells whether a module of PEFT's, which every stage makes alike, was put around another one."""
     is_known = any(base.__module__.partition(".")[0] == "peft" for base in type(wrapper).__mro__)
     return is_known and any(module is inner for module in wrapper.modules())

@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from ..compat.torch_autograd import is_reached
-from ..core.unavailable_output import AbsentValue
+from ..core.unavailable_output import UnavailableOutput
 from ..errors import UnsupportedError
 from ..losses.batch_loss import BatchLoss
-from ..losses.targets import losses_of
+from ..losses.targets import target_names
 
 # What state space models, RWKV and XLNet return beside logits.
 _STATES = ("cache_params", "state", "mems")
@@ -72,7 +72,7 @@ VALUES_OF_ROWS = (
 )
 
 
-class AbsentLogits(AbsentValue):
+class UnavailableLogits(UnavailableOutput):
     """Stands where logits were not kept."""
 
     message = (
@@ -162,7 +162,7 @@ def reported(name: str, value: Tensor) -> Tensor:
 
 def loss_of(output: Any, model: Any, loss: BatchLoss, arguments: Mapping[str, Any]) -> Tensor:
     """Reads the loss, a scalar, of what the last stage returned for a microbatch's arguments."""
-    names = losses_of(arguments)
+    names = target_names(arguments)
     if unknown := [name for name in names if name not in loss.used]:
         raise UnsupportedError(
             f"{type(model).__name__} computes its loss of {', '.join(unknown)} itself, each microbatch's by its own "

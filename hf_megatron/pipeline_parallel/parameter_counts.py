@@ -24,7 +24,7 @@ class ParameterCounts:
     embeddings: frozenset[str]
 
     @classmethod
-    def of_whole(cls, model: Any) -> "ParameterCounts":
+    def of_full(cls, model: Any) -> "ParameterCounts":
         """Counts the entries of a meta model that is not cut yet."""
         embeddings = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
         # The loader's model holds a tied weight in a parameter for each of its names.

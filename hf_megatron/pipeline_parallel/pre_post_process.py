@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from ..errors import PlanError, UnsupportedError
-from ..models.layers import LayerRow
-from ..models.modalities.sample_index import reads_media
+from ..models.layers import LayerSequence
+from ..models.modalities.sample_index import reads_modalities
 from ..models.spec import ModelSpec
 
 # Which BART and its kin define behind their layers.
@@ -42,7 +42,7 @@ def _ancestors(layers: str) -> Iterator[tuple[str, str]]:
         yield ".".join(path[:depth]), on_path
 
 
-def find_beside(model: Any, row: LayerRow, spec: ModelSpec) -> list[str]:
+def find_siblings(model: Any, row: LayerSequence, spec: ModelSpec) -> list[str]:
     """Lists the parameters of modules around the layers themselves, which are read before these.
 
     Features of images are joined with them.
@@ -54,7 +54,7 @@ def find_beside(model: Any, row: LayerRow, spec: ModelSpec) -> list[str]:
     for prefix in dict.fromkeys(prefix for layers in row.lists for prefix, _ in _ancestors(layers)):
         ancestor = model.get_submodule(prefix)
         own = [name for name, parameter in ancestor._parameters.items() if parameter is not None]
-        if not find_towers(model) and not {f"{prefix}.{name}" for name in own} <= {*spec.before_layers}:
+        if not find_modality_encoders(model) and not {f"{prefix}.{name}" for name in own} <= {*spec.before_layers}:
             raise UnsupportedError(
                 f"{prefix or type(model).__name__} has parameters of its own beside its layers ({', '.join(own)}): no "
                 "stage can be told to own them. Load the model with pp_size=1, or name them in its family's "
@@ -64,13 +64,13 @@ def find_beside(model: Any, row: LayerRow, spec: ModelSpec) -> list[str]:
     return found
 
 
-def find_around(model: Any, row: LayerRow, spec: ModelSpec) -> AroundLayers:
+def find_around(model: Any, row: LayerSequence, spec: ModelSpec) -> AroundLayers:
     """Lists the modules with parameters around the layers, in the order of their definition."""
     around = AroundLayers()
     head = model.get_output_embeddings()
-    towers = find_towers(model)
+    towers = find_modality_encoders(model)
     first_on_path = row.lists[0].partition(".")[0]
-    beside_base = first_on_path == model.base_model_prefix and not towers
+    with_base = first_on_path == model.base_model_prefix and not towers
     # Of an encoder's ancestors those that are its decoder's too are looked at once, with the decoder behind it.
     on_paths: dict[str, list[str]] = {}
     for layers in row.lists:
@@ -87,8 +87,8 @@ def find_around(model: Any, row: LayerRow, spec: ModelSpec) -> AroundLayers:
                 continue
             elif has_parameters(child):
                 # Some classes define their head first, which is not always one of tokens.
-                is_head = any(module is head for module in child.modules()) or (beside_base and not prefix)
-                is_stated_behind = full_name in spec.after_layers
+                is_head = any(module is head for module in child.modules()) or (with_base and not prefix)
+                is_stated_after = full_name in spec.after_layers
                 runs_before = full_name in (*towers, *spec.before_layers, *spec.prefixes)
                 # Some name their table of tokens as their head, which is tied to it.
                 is_head = is_head and full_name not in spec.before_layers
@@ -96,11 +96,11 @@ def find_around(model: Any, row: LayerRow, spec: ModelSpec) -> AroundLayers:
                 is_around_decoder = decoder.startswith(f"{prefix}." if prefix else "")
                 if is_head:
                     side = around.after
-                elif full_name in spec.behind_encoder:
+                elif full_name in spec.after_encoder:
                     side = around.between
-                elif not is_stated_behind and (runs_before or not passed):
+                elif not is_stated_after and (runs_before or not passed):
                     side = around.before
-                elif is_around_decoder and (is_stated_behind or passed == set(names_on_path)):
+                elif is_around_decoder and (is_stated_after or passed == set(names_on_path)):
                     side = around.after
                 else:
                     side = around.between
@@ -111,9 +111,9 @@ def find_around(model: Any, row: LayerRow, spec: ModelSpec) -> AroundLayers:
     return around
 
 
-def find_towers(model: Any) -> frozenset[str]:
+def find_modality_encoders(model: Any) -> frozenset[str]:
     """Names what stands beside the text model: towers of images. Heads do, around a base model or the text model."""
-    if not reads_media(model):
+    if not reads_modalities(model):
         return frozenset()
     decoder, head, found = model.get_decoder(), model.get_output_embeddings(), set()
     text = next((name for name, module in model.named_modules() if module is decoder), "")
@@ -150,7 +150,7 @@ def find_tied_before(model: Any, before: list[str]) -> dict[str, str]:
     }
 
 
-def drop_ties(model: Any, absent: Collection[str], around: AroundLayers, layers: Collection[str]) -> None:
+def drop_ties(model: Any, off_stage: Collection[str], around: AroundLayers, layers: Collection[str]) -> None:
     """Keeps the loader from tying weights that are not here, or others to one that such a weight is tied to.
 
     Args:
@@ -158,7 +158,7 @@ def drop_ties(model: Any, absent: Collection[str], around: AroundLayers, layers:
         layers (`Collection[str]`): names of layers of other ranks.
     """
     ties, inside = model.all_tied_weights_keys, tuple(f"{name}." for name in layers)
-    here = [name for name in ties if side_of(name, around.before, around.after) not in absent]
+    here = [name for name in ties if side_of(name, around.before, around.after) not in off_stage]
     kept = {name: ties[name] for name in here if not name.startswith(inside)}
     model.all_tied_weights_keys = model._tied_weights_keys = kept
 

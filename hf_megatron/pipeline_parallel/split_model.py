@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat.class_mixin import stand_around
+from ..compat.class_mixin import mix_into
 from ..config import MegatronConfig
 from ..core.axes import Axes
 from ..data_parallel.dynamic_rope import scales_by_length
 from ..errors import UnsupportedError
-from ..models.full_sequence_blocks import find_whole_blocks
-from ..models.layers import LayerRow
+from ..models.full_sequence_blocks import find_full_sequence_blocks
+from ..models.layers import LayerSequence
 from ..models.spec import ModelSpec
 from .boundary import StageBoundary
 from .layers_per_stage import make_stages, require_features_on_first_stage
 from .module_mixins import (
-    ForeignBetween,
-    ForeignLayer,
-    ForeignOutput,
+    OffStageBetween,
+    OffStageLayer,
+    OffStageOutput,
     StagedBetween,
     StagedInput,
     StagedLayer,
@@ -33,8 +33,8 @@ from .module_mixins import (
 )
 from .multi_part_layers import stand_for_parts
 from .off_stage_images import (
-    ForeignShapes,
-    ForeignTower,
+    OffStageEncoder,
+    OffStageShapes,
     StagedChange,
     StagedPrefix,
     call_in_first_stage,
@@ -46,10 +46,10 @@ from .partition import Stages
 from .pre_post_process import (
     drop_ties,
     find_around,
-    find_beside,
+    find_modality_encoders,
+    find_siblings,
     find_tied,
     find_tied_before,
-    find_towers,
     has_parameters,
     put_head_last,
 )
@@ -59,7 +59,7 @@ from .tied_layers import find_shared, hold_shared
 
 
 @dataclass(frozen=True)
-class Cut:
+class ModelPartition:
     """How a model was cut.
 
     Attributes:
@@ -75,11 +75,11 @@ class Cut:
     """
 
     boundary: StageBoundary
-    layers: LayerRow
+    layers: LayerSequence
     before: tuple[str, ...]
     between: tuple[str, ...]
     after: tuple[str, ...]
-    beside: tuple[str, ...]
+    alongside: tuple[str, ...]
     elsewhere: Mapping[str, torch.Tensor]
     tied: tuple[str, ...]
     sources: Mapping[str, str]
@@ -127,8 +127,8 @@ class Cut:
 
     def parameters_of(self, model: nn.Module, stage: int) -> list[nn.Parameter]:
         """Lists the parameters of one of this rank's stages; a shared one may stand twice."""
-        beside = [model.get_parameter(name) for name in self.beside] if stage == 0 else []
-        return beside + [parameter for module in self.modules_of(model, stage) for parameter in module.parameters()]
+        alongside = [model.get_parameter(name) for name in self.alongside] if stage == 0 else []
+        return alongside + [parameter for module in self.modules_of(model, stage) for parameter in module.parameters()]
 
     def ends(self, model: nn.Module) -> list[nn.Module]:
         """Lists the modules with parameters around the layers that run on this rank."""
@@ -156,11 +156,11 @@ class Cut:
             return self.boundary.stages.stage_of_layer(layer)
         if any(parameter.startswith(f"{module}.") for module in self.between):
             return self.boundary.stages.stage_of_layer(self.layers.decoder - 1)
-        behind = any(parameter.startswith(f"{module}.") for module in self.after)
-        return len(self.boundary.stages.ranges) - 1 if behind else 0
+        trailing = any(parameter.startswith(f"{module}.") for module in self.after)
+        return len(self.boundary.stages.ranges) - 1 if trailing else 0
 
 
-def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
+def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> ModelPartition:
     """Leaves of a meta model what this rank's stages need.
 
     Raises `UnsupportedError` for a model that is no single stack, `ConfigError` for stages that do not fit its layers.
@@ -172,12 +172,12 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     stages = make_stages(model, in_parts if row.parts else layers, config)
     require_features_on_first_stage(model, stages)
     boundary = StageBoundary(stages, Carried.of(spec, layers, row.decoder))
-    mixes_documents = scales_by_length(model.config) or bool(find_whole_blocks(model, spec, row.lists[-1]))
+    mixes_documents = scales_by_length(model.config) or bool(find_full_sequence_blocks(model, spec, row.lists[-1]))
     owned = stages.of_rank(axes.rank("pp"))
     holds_first, holds_last = 0 in owned, len(stages.ranges) - 1 in owned
     around = find_around(model, row, spec)
     before, between, after = around.before, around.between, around.after
-    beside = find_beside(model, row, spec)
+    alongside = find_siblings(model, row, spec)
     tied = find_tied(model, before, after)
     tied_before = find_tied_before(model, before)
     shared_layers = find_shared(model, row, stages, config, axes)
@@ -198,26 +198,26 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     for index, (name, layer) in enumerate(zip(row.names, layers, strict=True)):
         place = None if stages.stage_of_layer(index) in owned else _place(stages, stages.stage_of_layer(index))
         if place is None:
-            stand_around(layer, StagedLayer, _stage_boundary=boundary, _layer_index=index)
+            mix_into(layer, StagedLayer, _stage_boundary=boundary, _layer_index=index)
         else:
-            replace_module(model, name, ForeignLayer(layer, place, boundary, index))
+            replace_module(model, name, OffStageLayer(layer, place, boundary, index))
             away[name] = layer
         away |= stand_for_parts(model, row.parts_of(index)[:-1], index, boundary, place)
     hold_shared(model, row, away, set(shared_layers.values()))
-    towers = find_towers(model)
+    towers = find_modality_encoders(model)
     for module_name in before:
         module = model.get_submodule(module_name)
         if module_name in towers and module_name not in spec.prefixes:
             if not holds_first:
-                replace_module(model, module_name, ForeignTower(module_name, module, _place(stages, 0), boundary))
+                replace_module(model, module_name, OffStageEncoder(module_name, module, _place(stages, 0), boundary))
             elif required_images(model.forward):
                 # Other forwards leave it out in later stages of this rank, which get no images.
                 call_in_first_stage(module, boundary)
             continue
-        runs_everywhere = module_name in spec.on_all_stages
+        runs_everywhere = module_name in spec.run_on_all_stages
         is_prefix = module_name in spec.prefixes or (row.decoder > 0 and convolves(module) and not runs_everywhere)
         if is_prefix and holds_first:
-            stand_around(module, StagedPrefix, _stage_boundary=boundary)
+            mix_into(module, StagedPrefix, _stage_boundary=boundary)
             continue
         needed_by_head = [name for name in tied.values() if holds_last and name.startswith(f"{module_name}.")]
         if runs_everywhere and (holds_first or len(needed_by_head) == len([*module.parameters()])):
@@ -229,7 +229,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
                 if all(len(path) > 1 for path in needed):
                     parts_of_head = {path[0] for path in needed}
                     hold_parts(module, parts_of_head, module_name, _place(stages, 0), boundary)
-            stand_around(module, StagedInput, _stage_boundary=boundary, _name=module_name, _width=width)
+            mix_into(module, StagedInput, _stage_boundary=boundary, _name=module_name, _width=width)
         else:
             kind = kind_of_input(module, is_prefix=is_prefix, runs_everywhere=runs_everywhere)
             replace_module(model, module_name, kind(module_name, module, _place(stages, 0), boundary))
@@ -237,29 +237,29 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
         module, stage = model.get_submodule(module_name), stages.stage_of_layer(row.decoder - 1)
         if stage in owned:
             mixin = StagedChange if convolves(module) else StagedBetween
-            stand_around(module, mixin, _stage_boundary=boundary, _stage=stage, _width=output_width(module))
+            mix_into(module, mixin, _stage_boundary=boundary, _stage=stage, _width=output_width(module))
         else:
-            standing = ForeignShapes if convolves(module) else ForeignBetween
+            standing = OffStageShapes if convolves(module) else OffStageBetween
             replace_module(model, module_name, standing(module_name, module, _place(stages, stage), boundary))
     for module_name in after if not holds_last else ():
         module, place = model.get_submodule(module_name), _place(stages, len(stages.ranges) - 1)
-        replace_module(model, module_name, ForeignOutput(module_name, module, place, boundary))
-    absent = {side for side, is_held in (("before", holds_first), ("after", holds_last)) if not is_held}
-    if absent or away:
-        drop_ties(model, absent, around, away)
-    elsewhere = {} if holds_first else {weight: _take_away(model, weight) for weight in beside}
+        replace_module(model, module_name, OffStageOutput(module_name, module, place, boundary))
+    off_stage = {side for side, is_held in (("before", holds_first), ("after", holds_last)) if not is_held}
+    if off_stage or away:
+        drop_ties(model, off_stage, around, away)
+    elsewhere = {} if holds_first else {weight: _take_away(model, weight) for weight in alongside}
     crossing = stages.rank_of[0] != stages.rank_of[-1]
     shared = sorted({*(tied.values() if crossing else ()), *shared_layers.values()})
     parts = (
         tuple(before),
         tuple(between),
         tuple(after),
-        tuple(beside),
+        tuple(alongside),
         MappingProxyType(elsewhere),
         tuple(shared),
         MappingProxyType(tied | tied_before | shared_layers),
     )
-    return Cut(boundary, row, *parts, holds_first, mixes_documents)
+    return ModelPartition(boundary, row, *parts, holds_first, mixes_documents)
 
 
 def _can_be_held(model: nn.Module, target: str, source: str, before: list[str]) -> bool:

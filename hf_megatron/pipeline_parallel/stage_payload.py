@@ -115,12 +115,17 @@ class Carried:
         parts = (layers[:decoder], layers[decoder:]) if decoder else (layers,)
         counts = [{_values_returned(type(layer)) for layer in part} for part in parts]
         returned = tuple(found.pop() if len(found) == 1 else 1 for found in counts)
-        if spec.layer_values == 1 and not spec.early_arguments and not spec.layer_containers and not decoder:
-            through_loop = bool(spec.layer_parts or spec.kept_inputs)
-            return cls(returned=returned, through_loop=through_loop, kept=frozenset(spec.kept_inputs))
+        if (
+            spec.layer_num_outputs == 1
+            and not spec.pre_layer_arguments
+            and not spec.mutable_layer_arguments
+            and not decoder
+        ):
+            through_loop = bool(spec.sublayer_lists or spec.recorded_layers)
+            return cls(returned=returned, through_loop=through_loop, kept=frozenset(spec.recorded_layers))
         parameters = tuple(tuple(inspect.signature(type(layer).forward).parameters)[1:] for layer in layers)
-        read = frozenset((part, place) for part in range(len(parts)) for place in range(1, spec.layer_values))
-        return cls(read, spec.early_arguments, spec.layer_containers, parameters, returned, decoder)
+        read = frozenset((part, place) for part in range(len(parts)) for place in range(1, spec.layer_num_outputs))
+        return cls(read, spec.pre_layer_arguments, spec.mutable_layer_arguments, parameters, returned, decoder)
 
     def given(self, layer: int, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Returns an argument of a layer's call, by whichever way it was passed; `None` without it."""
@@ -142,7 +147,7 @@ class Carried:
 
 
 @dataclass
-class Crossings:
+class StagePayload:
     """What one forward has of it.
 
     Attributes:
@@ -158,7 +163,7 @@ class Crossings:
     entries: dict[tuple[str, Any], Any] = field(default_factory=dict)
 
     @classmethod
-    def of_message(cls, message: Message) -> "Crossings":
+    def of_message(cls, message: Message) -> "StagePayload":
         """Sorts a message's tensors."""
         found, others = cls(), message.tensors[1:]
         if not message.layout:
@@ -243,7 +248,7 @@ class Crossings:
         """Keeps the input of a layer, `[batch, sequence, hidden]`, for the loops of later stages."""
         self.entries[_KEPT, layer] = hidden_states
 
-    def kept_inputs(self) -> dict[int, Tensor]:
+    def recorded_layers(self) -> dict[int, Tensor]:
         """Returns what loops of earlier stages kept, by the layer that it is the input of."""
         return {key: entry for (owner, key), entry in self.entries.items() if owner == _KEPT}
 

@@ -16,12 +16,12 @@ from ..core.communication.rng import MicrobatchStreams
 from ..core.memory.training_kv_cache import leave_out
 from ..data_parallel.engine import DataParallel
 from ..data_parallel.fsdp import reshard
-from ..data_parallel.grad_store import GradientStore
-from ..data_parallel.packed_sequences import POSITIONS, KnownRows
+from ..data_parallel.grad_store import GradStore
+from ..data_parallel.packed_sequences import POSITIONS, PackingInfo
 from ..errors import UnsupportedError
 from ..losses.batch_loss import Share
 from ..losses.inline_losses import with_known_targets
-from ..losses.targets import losses_of, without_targets
+from ..losses.targets import mask_all_targets, target_names
 from ..parallel_state import ParallelState
 from .autocast import autocast_dtype, quiet_autocast
 from .executor import Execution
@@ -30,13 +30,13 @@ from .kv_cache import StagedCache
 from .layers_per_stage import stages_per_rank
 from .loss_grad_scale import LossScale
 from .microbatches import batch_rows, parts_of_batch, split
-from .off_stage_images import AbsentImages
+from .off_stage_images import OffStageImages
 from .p2p import Transport
 from .packed_sequences import PackedRow, count_tokens
 from .schedules import Action, schedule, valid_microbatches
-from .split_model import Cut
+from .split_model import ModelPartition
 from .tied_weight_grads import held_at_either_end, of_several_stages, trained_of
-from .trial_forward import Rehearsal
+from .trial_forward import TrialForward
 
 if TYPE_CHECKING:
     from ..core.spans import SpanRecorder
@@ -62,7 +62,7 @@ class StageRunner(Shared):
         read (`Callable`, *optional*): what calls return in place of a loss and logits; see `Pipeline.reading`.
     """
 
-    def __init__(self, model: Any, state: ParallelState, cut: Cut, engine: DataParallel):
+    def __init__(self, model: Any, state: ParallelState, cut: ModelPartition, engine: DataParallel):
         self.model, self.config, self.mesh, self.engine = model, state.config, state.mesh, engine
         self.boundary, self.cut, self.loss = cut.boundary, cut, state.loss
         self.forward = functools.partial(type(model).forward, model)
@@ -76,14 +76,14 @@ class StageRunner(Shared):
         self.read: Callable[[Any, slice], tuple[Tensor, ...]] | None = None
         self.shards_weights = state.shards_weights
         self.checks = CallChecks(model, state, mixes_documents=cut.mixes_documents)
-        self.images = AbsentImages(model, state.spec, self.forward, cut.boundary)
-        self.rehearsal = Rehearsal(model, state, cut, self.forward, self.images)
+        self.images = OffStageImages(model, state.spec, self.forward, cut.boundary)
+        self.trial_forward = TrialForward(model, state, cut, self.forward, self.images)
         self.streams = MicrobatchStreams(self.mesh.device, self.mesh.host_group("pp"))
         self.last, self.holders = cut.boundary.stages.rank_of[-1], cut.boundary.stages.ends
         self._in_lockstep = state.in_lockstep
         self._state = state
         self._auxiliary: dict[Hashable, bool] = {}
-        self._known_rows: KnownRows | None = None
+        self._packing_info: PackingInfo | None = None
         self._calls = 0
         # Implementations of attention.
         self._keep_documents_apart: set[str] = set()
@@ -97,10 +97,10 @@ class StageRunner(Shared):
         return self.config.num_microbatches or _PER_RANK * self.config.pp_size
 
     def prepare(
-        self, arguments: dict[str, Any], *, for_backward: bool, whole: bool = False
+        self, arguments: dict[str, Any], *, for_backward: bool, unsharded: bool = False
     ) -> tuple[list[dict[str, Any]], list[float], Denominators | None]:
         """Makes microbatches, their shares of the rows, and the denominators of the batch's loss."""
-        self.checks.require_one_stage_each(arguments, fills_cache=whole)
+        self.checks.require_one_stage_each(arguments, fills_cache=unsharded)
         self.checks.refuse_left_out_layers()
         self.cut.require_order(self.model)
         if for_backward:
@@ -112,40 +112,40 @@ class StageRunner(Shared):
         at_most = min(units, self.microbatches_at_most())
         if self._in_lockstep or self.checks.counts_over_ranks(arguments):
             at_most = self._same_on_dp_ranks(at_most)
-        losses = losses_of(arguments)
-        if whole or (not for_backward and self.checks.has_batch_statistics(arguments)):
+        losses = target_names(arguments)
+        if unsharded or (not for_backward and self.checks.has_batch_statistics(arguments)):
             count = 1
         elif for_backward:
             count = valid_microbatches(self.schedule.name, self.config.pp_size, self.stages_per_rank, at_most)
         else:
             count = at_most
         # In evaluation a decoder behind an encoder may mask by whether it has a cache (T5Gemma).
-        keeps = whole or (self.cut.layers.decoder > 0 and not self.model.training)
+        keeps = unsharded or (self.cut.layers.decoder > 0 and not self.model.training)
         if not keeps and "use_cache" in self.signature.parameters:
             leave_out(self.model, arguments)
         if count > 1 and (self.read is not None or losses):
             self.checks.refuse_batch_statistics(arguments)
         if packed is None:
-            microbatches = split(arguments, min(count, rows), self.model.config, media=self._state.media)
+            microbatches = split(arguments, min(count, rows), self.model.config, modalities=self._state.modalities)
             weights = [batch_rows(microbatch) / rows for microbatch in microbatches]
         else:
             microbatches = packed.microbatches(count)
             weights = [count_tokens(microbatch) / packed.length for microbatch in microbatches]
-        if not whole:
-            self.rehearsal.of_call(microbatches[0], is_read=self.read is not None)
+        if not unsharded:
+            self.trial_forward.of_call(microbatches[0], is_read=self.read is not None)
         denominators: Denominators | None = None
         if losses:
-            # Behind the rehearsal, which shows how a class counts its labels.
+            # Behind the trial_forward, which shows how a class counts its labels.
             denominators = self.loss.denominators(arguments, rows, given, over_ranks=torch.is_grad_enabled())
         elif self.read is not None:
             denominators = {"labels": 1}, self.loss.row_denominator(rows)
         missing = count - len(microbatches)
-        shortest = without_targets(microbatches[min(range(len(weights)), key=weights.__getitem__)])
+        shortest = mask_all_targets(microbatches[min(range(len(weights)), key=weights.__getitem__)])
         return microbatches + [shortest] * missing, weights + [0.0] * missing, denominators
 
     def _packed_row(self, arguments: dict[str, Any]) -> PackedRow | None:
         """Finds documents to cut a row between, once the model was seen to keep them apart in an earlier call."""
-        known, self._known_rows = self._known_rows, None
+        known, self._packing_info = self._packing_info, None
         kind = self.model.config.get_text_config()._attn_implementation
         if known is not None and known.finds_documents:
             self._keep_documents_apart.add(kind)
@@ -175,7 +175,7 @@ class StageRunner(Shared):
             read (`Callable`): (microbatch number, what the last stage returned) -> tensors that are handed out.
         """
         carried, last = self.boundary.carried, len(self.boundary.stages.ranges) - 1
-        self._state.known_rows = self._known_rows = KnownRows(microbatches)
+        self._state.packing_info = self._packing_info = PackingInfo(microbatches)
         parts = parts_of_batch(microbatches, weights)
         grows = cache is not None and bool(carried.containers or carried.read)
 
@@ -246,7 +246,7 @@ class StageRunner(Shared):
 
     # Gradients
 
-    def gradient_store(self) -> GradientStore:
+    def gradient_store(self) -> GradStore:
         """Returns where gradients are added up; raises where hooks would see parts of them."""
         store = self.engine.gradients
         if self.engine.reducer is not None and store.is_watched:

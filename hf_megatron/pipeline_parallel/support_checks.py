@@ -9,8 +9,8 @@ from ..compat.torch_autograd import splits_python_functions
 from ..config import MegatronConfig
 from ..core.axes import Axes
 from ..errors import UnsupportedError
-from ..models.layers import LayerRow
-from ..models.modalities.sample_index import reads_media
+from ..models.layers import LayerSequence
+from ..models.modalities.sample_index import reads_modalities
 from ..models.spec import ModelSpec
 from .schedules import schedule
 
@@ -24,22 +24,22 @@ def require_cuttable(model: Any, spec: ModelSpec | None, config: MegatronConfig)
             f"MegatronConfig.pp_size = {config.pp_size}: model type {spec.model_type!r} cannot be cut: "
             f"{spec.no_pipeline}"
         )
-    if spec is not None and spec.kept_inputs and config.sequence_parallel:
+    if spec is not None and spec.recorded_layers and config.sequence_parallel:
         raise UnsupportedError(
             f"MegatronConfig.pp_size = {config.pp_size} with sequence_parallel=True: the loop of model type "
             f"{spec.model_type!r} keeps whole hidden states for later layers. Set sequence_parallel=False."
         )
-    if model.main_input_name != _TOKENS and not (reads_media(model) or model.config.is_encoder_decoder):
+    if model.main_input_name != _TOKENS and not (reads_modalities(model) or model.config.is_encoder_decoder):
         raise UnsupportedError(
             f"MegatronConfig.pp_size = {config.pp_size}: {type(model).__name__} takes {model.main_input_name}, and a "
             f"pipeline cuts models that take {_TOKENS}. Load it with pp_size=1."
         )
 
 
-def row_to_cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> LayerRow:
+def row_to_cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> LayerSequence:
     """Returns the layers that a pipeline cuts; raises `UnsupportedError` for a model or schedule that cannot be."""
     require_cuttable(model, spec, config)
-    row = LayerRow.of(model, spec, "pp_size")
+    row = LayerSequence.of(model, spec, "pp_size")
     require_schedule(
         spec, config, axes, [model.get_submodule(name) for name in row.names[row.decoder :]] if row.decoder else []
     )
@@ -64,10 +64,10 @@ def require_schedule(spec: ModelSpec, config: MegatronConfig, axes: Axes, decode
             f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r} with tp_size = {config.tp_size} needs "
             f"torch 2.13, this is {torch.__version__}. Use '1f1b' or 'interleaved_1f1b'."
         )
-    if spec.no_split_backward is not None:
+    if spec.no_zero_bubble is not None:
         raise UnsupportedError(
             f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r}: model type {spec.model_type!r} has no "
-            f"backward in two steps: {spec.no_split_backward} Use '1f1b' or 'interleaved_1f1b'."
+            f"backward in two steps: {spec.no_zero_bubble} Use '1f1b' or 'interleaved_1f1b'."
         )
     names = [{name for name, _ in layer.named_parameters()} for layer in decoder[:2]]
     if len(names) > 1 and (own := sorted(names[0] - names[1])):

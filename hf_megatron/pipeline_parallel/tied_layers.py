@@ -8,12 +8,12 @@ from torch import nn
 from ..config import MegatronConfig
 from ..core.axes import Axes
 from ..errors import UnsupportedError
-from ..models.layers import LayerRow
-from .module_mixins import ForeignLayer
+from ..models.layers import LayerSequence
+from .module_mixins import OffStageLayer
 from .partition import Stages
 
 
-def find_shared(model: Any, row: LayerRow, stages: Stages, config: MegatronConfig, axes: Axes) -> dict[str, str]:
+def find_shared(model: Any, row: LayerSequence, stages: Stages, config: MegatronConfig, axes: Axes) -> dict[str, str]:
     """Maps parameters of layers to those of layers of other stages that they are tied to.
 
     Every tie to a weight is among them that layers of several ranks have.
@@ -47,7 +47,7 @@ def find_shared(model: Any, row: LayerRow, stages: Stages, config: MegatronConfi
     return found
 
 
-def hold_shared(model: nn.Module, row: LayerRow, held: Mapping[str, nn.Module], sources: Collection[str]) -> None:
+def hold_shared(model: nn.Module, row: LayerSequence, held: Mapping[str, nn.Module], sources: Collection[str]) -> None:
     """Puts what own layers share with others into what stands for these.
 
     Args:
@@ -66,6 +66,6 @@ def hold_shared(model: nn.Module, row: LayerRow, held: Mapping[str, nn.Module], 
                     f"MegatronConfig.pp_size > 1: {name}.{part} of {type(model).__name__} is shared by layers of "
                     f"several stages, and {min(weights - own)} in it is not. Load it with pp_size=1."
                 )
-            foreign = model.get_submodule(name)
-            assert isinstance(foreign, ForeignLayer)
-            foreign.hold_real(part, layer.get_submodule(part))
+            untracked = model.get_submodule(name)
+            assert isinstance(untracked, OffStageLayer)
+            untracked.hold_real(part, layer.get_submodule(part))

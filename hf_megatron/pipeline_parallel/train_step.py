@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..compat.torch_autograd import keeps_graph
-from ..compat.torch_memory import runs_behind
-from ..core.off_stage import own_parameters
+from ..compat.torch_memory import is_async_device
+from ..core.off_stage import local_named_parameters
 from ..data_parallel.inplace_edits import Contents
 from ..errors import ConfigError
 from .differentiable_inputs import TrainedInputs
 from .loss_grad_scale import ScheduledGradients
-from .outputs import AbsentLogits, Gradients, PipelineOutput, loss_of, reported, with_backward
+from .outputs import Gradients, PipelineOutput, UnavailableLogits, loss_of, reported, with_backward
 from .schedules import rank_actions
 from .stage_runner import StageRunner
 
@@ -54,11 +54,11 @@ def run_schedule(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutp
         runner.run(execution, actions)
     of_inputs = inputs.collect(runner.mesh.pp_group)
     dist.broadcast(losses, group=runner.mesh.pp_group, group_src=runner.last)
-    if not is_counted or runner.config.auxiliary_loss != "batch":
+    if not is_counted or runner.config.router_aux_loss_scope != "batch":
         runner.loss.mean_over_ranks(losses[1:2] if is_counted else losses[:2])
 
     require_unedited = runner.engine.unedited()
-    contents = Contents(parameter for _, parameter in own_parameters(runner.model))
+    contents = Contents(parameter for _, parameter in local_named_parameters(runner.model))
 
     def backward(upstream: tuple[Tensor, ...], *, accumulates: bool, wants_weights: bool) -> Gradients:
         require_unedited()
@@ -67,16 +67,17 @@ def run_schedule(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutp
         runner.engine.backwards += accumulates
         keep = keeps_graph()
         # Known, it decides whether there is anything to multiply; a device would be waited for.
-        is_read = not runs_behind(runner.mesh.device) or runner.loss_scale.is_unproven(gradients)
+        is_read = not is_async_device(runner.mesh.device) or runner.loss_scale.is_unproven(gradients)
         given = upstream[0]
-        whole = runner.loss.factor_of_ranks(given)
-        if is_counted and is_read and not math.isclose(given.item(), whole.item(), rel_tol=_SAME):
+        unsharded = runner.loss.factor_of_ranks(given)
+        if is_counted and is_read and not math.isclose(given.item(), unsharded.item(), rel_tol=_SAME):
             raise ConfigError(
-                f"The loss of a pipelined model received the gradient {given.item()} on this rank and {whole.item()} "
+                f"The loss of a pipelined model received the gradient {given.item()} on this rank and "
+                f"{unsharded.item()} "
                 "on average: gradients of a loss with num_items_in_batch are added up over data parallel ranks before "
                 "that is known. Multiply it by the same factor on all of them."
             )
-        scale = whole.item() if is_read else whole
+        scale = unsharded.item() if is_read else unsharded
         factor = scale / gradients.seed
         nothing: list[Tensor | None] = [None] * len(reached)
         of_weights = gradients.settle(scale, keep=keep) if accumulates or wants_weights else nothing
@@ -87,5 +88,5 @@ def run_schedule(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutp
     aux_loss = None
     if runner.has_auxiliary_loss(losses[2], execution.kinds[0][:2]):
         aux_loss = reported("aux_loss", losses[1])
-    absent = {name: AbsentLogits() for name in runner.rehearsal.logits}
-    return PipelineOutput(loss=loss, aux_loss=aux_loss, **absent)
+    off_stage = {name: UnavailableLogits() for name in runner.trial_forward.logits}
+    return PipelineOutput(loss=loss, aux_loss=aux_loss, **off_stage)

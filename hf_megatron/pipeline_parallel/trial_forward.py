@@ -16,26 +16,28 @@ from ..data_parallel.fsdp import reshard
 from ..errors import MegatronError, UnsupportedError
 from ..losses.batch_loss import Share
 from ..losses.inline_losses import with_known_targets
-from ..losses.targets import losses_of, with_codebooks, with_every_label
+from ..losses.targets import target_names, with_codebooks, with_every_label
 from ..parallel_state import ParallelState
 from .autocast import quiet_autocast
-from .off_stage_images import AbsentImages
+from .off_stage_images import OffStageImages
 from .outputs import VALUES_OF_ROWS, loss_of, values_of_rows
-from .split_model import Cut
+from .split_model import ModelPartition
 
 
-class Rehearsal(Shared):
+class TrialForward(Shared):
     """The rehearsals of one model's calls.
 
     Args:
         forward (`Callable`): the model's own.
-        images (`AbsentImages`): fits its arguments to stages.
+        images (`OffStageImages`): fits its arguments to stages.
 
     Attributes:
         logits: names of what the last stage returns `[rows, ...]`.
     """
 
-    def __init__(self, model: Any, state: ParallelState, cut: Cut, forward: Callable[..., Any], images: AbsentImages):
+    def __init__(
+        self, model: Any, state: ParallelState, cut: ModelPartition, forward: Callable[..., Any], images: OffStageImages
+    ):
         self._images = images
         self.model, self.mesh, self.loss, self.cut = model, state.mesh, state.loss, cut
         self._forward, self._parameters = forward, inspect.signature(forward).parameters
@@ -53,7 +55,7 @@ class Rehearsal(Shared):
         """
         names = frozenset(name for name, value in arguments.items() if value is not None)
         # Where dp ranks wait for each other in a forward, all of them do it in the same call.
-        kind = (self.model.training, losses_of(arguments), is_read, None if self._in_lockstep else names)
+        kind = (self.model.training, target_names(arguments), is_read, None if self._in_lockstep else names)
         if kind in self._done:
             return
         found: MegatronError | None = None
@@ -76,10 +78,10 @@ class Rehearsal(Shared):
         self.cut.boundary.carry(place for *_, read in of_ranks for place in read)
         if wrong is not None and all(is_wrong for *_, is_wrong, _ in of_ranks):
             raise wrong
-        for rank, (verdict, *_) in enumerate(of_ranks):
-            if verdict is not None:
+        for rank, (judgment, *_) in enumerate(of_ranks):
+            if judgment is not None:
                 raise UnsupportedError(
-                    f"{type(self.model).__name__} on pp rank {rank}: {verdict} Nothing has been computed yet."
+                    f"{type(self.model).__name__} on pp rank {rank}: {judgment} Nothing has been computed yet."
                 ) from (found if rank == self.mesh.pp_rank else None)
         self.logits = next((names for _, names, *_ in of_ranks if names), self.logits)
         self._done.add(kind)
@@ -102,13 +104,13 @@ class Rehearsal(Shared):
             # Layers record them.
             part["output_router_logits"] = False
         devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), quiet_autocast(), self.cut.boundary.rehearsing():
+        with torch.random.fork_rng(devices), quiet_autocast(), self.cut.boundary.running_trial():
             for stage in self.cut.boundary.stages.of_rank(self.mesh.pp_rank):
                 with self.loss.over(Share(dict.fromkeys(with_codebooks(plain), 1.0), 1.0, plain, is_probe=True)):
                     seen = self._images.arguments(part, stage, is_probe=True)
                     output = self.cut.boundary.run(stage, None, functools.partial(self._forward, **seen))
                     if stage == len(self.cut.boundary.stages.ranges) - 1 and not is_read:
-                        if losses_of(arguments):
+                        if target_names(arguments):
                             loss_of(output, self.model, self.loss, arguments)
                             names = tuple(name for name in VALUES_OF_ROWS if output.get(name) is not None)
                         else:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from ..diagnostics.allocation_tracker import StepLedger
+from ..diagnostics.allocation_tracker import AllocationTracker
 from ..pipeline_parallel import p2p
 from ..pipeline_parallel.executor import Execution
 from ..pipeline_parallel.schedules import Action, Kind, Plan, Schedule, rank_of_stage
@@ -150,25 +150,25 @@ def microbatches_to_measure(schedule: Schedule) -> int:
 
 
 @contextmanager
-def measured_actions(step: StepOfActions, ledger: StepLedger) -> Iterator[None]:
+def measured_actions(step: StepOfActions, tracker: AllocationTracker) -> Iterator[None]:
     """Measures the actions of one step, which runs inside, by a ledger that counts them."""
     original, in_flight = Execution.do, p2p.IN_FLIGHT
     # What an action frees is not to hang on how many others have run.
     p2p.IN_FLIGHT = 0
     done: list[tuple[Action, ActionFigures]] = []
     sent: list[Collectives] = []
-    most_around = [ledger.window()[1]]
+    most_around = [tracker.window()[1]]
 
     def do(execution: Execution, action: Action) -> None:
-        before, most = ledger.window()
+        before, most = tracker.window()
         if not done:
             step.before = before
             most_around.append(most)
-        sent.append(dict(ledger.figures.collectives))
+        sent.append(dict(tracker.figures.collectives))
         original(execution, action)
-        after, most = ledger.window()
-        own = _difference(ledger.figures.collectives, sent[-1])
-        sent[1:] = [dict(ledger.figures.collectives)]
+        after, most = tracker.window()
+        own = _difference(tracker.figures.collectives, sent[-1])
+        sent[1:] = [dict(tracker.figures.collectives)]
         done.append((action, ActionFigures(most - before, after - before, own)))
 
     Execution.do = do  # type: ignore[assignment, method-assign]
@@ -176,10 +176,10 @@ def measured_actions(step: StepOfActions, ledger: StepLedger) -> Iterator[None]:
         yield
     finally:
         Execution.do, p2p.IN_FLIGHT = original, in_flight  # type: ignore[method-assign]
-    most_around.append(ledger.window()[1])
+    most_around.append(tracker.window()[1])
     step.around = max(most_around[1:])
     if done:
-        step.collectives_around = _sum(sent[0], _difference(ledger.figures.collectives, sent[-1]))
+        step.collectives_around = _sum(sent[0], _difference(tracker.figures.collectives, sent[-1]))
     step.microbatches = len({action.microbatch for action, _ in done})
     for (action, place), (_, figures) in zip(_placed([action for action, _ in done]), done, strict=True):
         step.figures[action.kind, action.stage, place] = figures

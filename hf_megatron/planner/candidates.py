@@ -187,8 +187,8 @@ class Candidates:
 
         Fewer rows come first; layouts do not say their number of microbatches yet.
         """
-        rows_of_rank = self.job.global_batch // (mesh.dp_size or 1)
-        splits = [(rows, rows_of_rank // rows) for rows in _ROWS if rows_of_rank % rows == 0]
+        samples_on_rank = self.job.global_batch // (mesh.dp_size or 1)
+        splits = [(rows, samples_on_rank // rows) for rows in _ROWS if samples_on_rank % rows == 0]
         if mesh.pp_size == 1:
             yield from (Candidate(mesh, rows, microbatches) for rows, microbatches in splits)
             return

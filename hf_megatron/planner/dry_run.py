@@ -15,15 +15,15 @@ from ..compat.torch_dtensor import local_tensor
 from ..compat.torch_memory import allocated_bytes, storage_key
 from ..config import MegatronConfig
 from ..core.fork_harness import run_ranks
-from ..core.off_stage import own_parameters
+from ..core.off_stage import local_named_parameters
 from ..data_parallel.distributed_optimizer import prepare_optimizer
-from ..diagnostics.allocation_tracker import StepLedger
+from ..diagnostics.allocation_tracker import AllocationTracker
 from ..diagnostics.persistent_memory import kept_tensors
 from ..diagnostics.step_stats import StepFigures
 from ..errors import ConfigError
 from ..integrations.transformers.verification_gate import ConfigUnderTest
 from ..models.auto_class import auto_class
-from ..parallel_state import laid_out_model, parallel_state
+from ..parallel_state import parallel_state, unwrap_parallel_model
 from .fake_world import FakeWorld, run_fake_ranks
 from .model_class import model_on_meta
 from .uniform_routing import balanced_experts
@@ -108,8 +108,8 @@ def step_figures(
     adapt: Callable[[Any], Any] | None = None,
     optimizes: bool = True,
     steps: int = _STEPS,
-    ledger_of: Callable[[Any], StepLedger] = StepLedger,
-    watching: Callable[[StepLedger], AbstractContextManager[Any]] = lambda ledger: nullcontext(),
+    tracker_of: Callable[[Any], AllocationTracker] = AllocationTracker,
+    watching: Callable[[AllocationTracker], AbstractContextManager[Any]] = lambda tracker: nullcontext(),
 ) -> StepFigures:
     """Takes steps as one rank of a fake world, and returns the figures of the last.
 
@@ -117,12 +117,12 @@ def step_figures(
         adapt (`Callable`, *optional*): freezes parts of a model, or puts an adapter into it, and returns it.
         optimizes (`bool`, defaults to `True`): whether the optimizer steps.
         steps (`int`, defaults to 2): how many; the second finds what the first one has made.
-        ledger_of (`Callable`, *optional*): makes what counts the steps of a model.
+        tracker_of (`Callable`, *optional*): makes what counts the steps of a model.
         watching (`Callable`, *optional*): makes a context around the last step of the ledger that counts it.
     """
     model, optimizer = _model_and_optimizer(config, layout, sizes.dtype, adapt, world.mode)
-    inner = laid_out_model(model)
-    with balanced_experts(), world.running(inner, ledger_of(inner)) as ledger:
+    inner = unwrap_parallel_model(model)
+    with balanced_experts(), world.running(inner, tracker_of(inner)) as tracker:
         ids, labels = (
             torch.zeros(sizes.batch_size, length, dtype=torch.int64)
             for length in (sizes.sequence_length, sizes.target_length or sizes.sequence_length)
@@ -132,11 +132,11 @@ def step_figures(
             # Configs need not say what labels are shifted by.
             given["decoder_input_ids"] = labels
         for step in range(steps):
-            ledger.begin_step(kept_tensors(inner, optimizer))
-            with watching(ledger) if step == steps - 1 else nullcontext():
+            tracker.begin_step(kept_tensors(inner, optimizer))
+            with watching(tracker) if step == steps - 1 else nullcontext():
                 _step(model, optimizer, ids, labels, optimizes=optimizes, **given)
-    ledger.figures.parameters = _parameters(inner)
-    return ledger.figures
+    tracker.figures.parameters = _parameters(inner)
+    return tracker.figures
 
 
 def require_possible(
@@ -222,10 +222,10 @@ def measured_run(
         # gloo's threads let go of tensors a little late, in some steps more of them at once than in others.
         peak_of = _peak if device == "cpu" else _peak_of_gpu
         peak = min(peak_of(lambda: _step(model, optimizer, ids, ids)) for _ in range(_MEASURED_STEPS))
-        with StepLedger(model) as ledger:
-            ledger.begin_step({})
+        with AllocationTracker(model) as tracker:
+            tracker.begin_step({})
             _step(model, optimizer, ids, ids)
-        calls = ledger.figures.collectives
+        calls = tracker.figures.collectives
         return StepFigures(kept=kept, peak=sum(kept.values()) + peak, collectives=calls, parameters=_parameters(model))
 
     return run_ranks(on_rank, world_size, timeout=timeout, device=device)
@@ -283,12 +283,12 @@ def _parameters(model: Any) -> int:
     assert state is not None
     return sum(
         math.prod(state.placement(name).local_shape(state.claims[name].shape, state.axes))
-        for name, _ in own_parameters(model)
+        for name, _ in local_named_parameters(model)
     )
 
 
 def _bytes(kept: dict[str, list[Tensor]]) -> dict[str, int]:
-    """Adds up the storages of each category; one belongs to the last that names it, as in `StepLedger`."""
+    """Adds up the storages of each category; one belongs to the last that names it, as in `AllocationTracker`."""
     owners: dict[int, tuple[str, int]] = {}
     for category, tensors in kept.items():
         for tensor in map(local_tensor, tensors):

@@ -15,7 +15,8 @@
     [figures] = run_fake_ranks(steps, [64], world_size=2048)
 
 Everything is the library's own: planning, loading, schedules, reduction and optimizer. torch's process group `fake`
-answers at once, weights are drawn as fake tensors, and `StepLedger` counts. Fake tensors stand for a device's memory,
+answers at once, weights are drawn as fake tensors, and `AllocationTracker` counts. Fake tensors stand for a device's
+memory,
 real ones for the host's. Not here is what NCCL and cuBLAS allocate for themselves, and what the allocator loses between
 blocks.
 """
@@ -36,9 +37,9 @@ from ..compat.torch_memory import fake_mode, is_fake, join_fake_job, take_fakes_
 from ..core.communication import rng, watchdog
 from ..core.communication.collectives import bounds
 from ..core.fork_harness import run_forks, set_rank_environment
-from ..core.off_stage import own_parameters
+from ..core.off_stage import local_named_parameters
 from ..data_parallel import norm_checks
-from ..diagnostics.allocation_tracker import StepLedger
+from ..diagnostics.allocation_tracker import AllocationTracker
 from ..errors import PlanError, UnsupportedError
 from ..losses.inline_losses import MeansOfBatch
 from ..parallel_state import parallel_state
@@ -53,12 +54,12 @@ class FakeWorld:
         self.mode = fake_mode()
 
     @contextmanager
-    def running(self, model: Any, ledger: StepLedger | None = None) -> Iterator[StepLedger]:
+    def running(self, model: Any, tracker: AllocationTracker | None = None) -> Iterator[AllocationTracker]:
         """Makes what is computed inside fake, and counts it; every rank of a pipeline runs by itself.
 
         Args:
             model: loaded in this world, its weights fake already.
-            ledger (`StepLedger`, *optional*): counts, in the place of one of its own.
+            ledger (`AllocationTracker`, *optional*): counts, in the place of one of its own.
 
         Raises:
             PlanError: a stage sends other shapes than it was taken to receive.
@@ -73,7 +74,7 @@ class FakeWorld:
             transport.learn = functools.partial(_shapes_received, model)
         # Losses of next tokens are taken by this library's own function.
         losses = nullcontext() if state is None or state.loss.shifts else MeansOfBatch(state.loss)
-        with self.mode, losses, ledger or StepLedger(model) as counting:
+        with self.mode, losses, tracker or AllocationTracker(model) as counting:
             yield counting
         known = {} if transport is None else transport.known
         for (stage, kind), shapes in known.items():
@@ -138,7 +139,7 @@ def run_fake_places(
         # Random states are bytes of the host, which another rank would have.
         rng.broadcast_state = lambda *args: None  # type: ignore[assignment]
         nn.Module._apply = _replaced  # type: ignore[assignment, method-assign]
-        norm_checks.ListOfRanks.judge = lambda self, added: self.is_whole  # type: ignore[method-assign]
+        norm_checks.ListOfRanks.judge = lambda self, added: self.is_replicated  # type: ignore[method-assign]
         if as_gloo:
             dist.get_backend = lambda group=None: dist.Backend("gloo")
             watchdog.watch_ranks = lambda *args, **kwargs: None  # type: ignore[assignment]
@@ -226,5 +227,5 @@ def _shapes_received(model: nn.Module, peer: int, tag: int, kind: Hashable) -> t
     if state.config.sequence_parallel:
         start, stop = bounds(length, state.mesh.tp_size, state.mesh.tp_rank)
         length = stop - start
-    dtype = next(parameter.dtype for _, parameter in own_parameters(model))
+    dtype = next(parameter.dtype for _, parameter in local_named_parameters(model))
     return (((rows, length, config.get_text_config().hidden_size), dtype),), ""

@@ -7,7 +7,7 @@ from ..config import MegatronConfig
 from ..core.axes import Axes
 from ..errors import MegatronError
 from ..integrations.transformers.verification_gate import why_unverified
-from ..models.batch_coupling import why_rows_mix
+from ..models.batch_coupling import batch_coupling_reason
 from ..models.fingerprint import describe_model
 from ..models.registry import spec_for
 from ..parallelize import plan
@@ -22,7 +22,7 @@ def why_not_cut(short: ShortModel, layout: MegatronConfig) -> str:
         row_to_cut(model, spec_for(model), layout, Axes.of(layout, 0))
     except MegatronError as error:
         return str(error)
-    return why_rows_mix(model.config) or ""
+    return batch_coupling_reason(model.config) or ""
 
 
 def without_pipeline(layout: MegatronConfig) -> MegatronConfig:

@@ -7,7 +7,7 @@ from ..config import MegatronConfig
 from ..core.axes import Axes
 from ..data_parallel.memory_model import LocalParameter
 from ..parallelize import plan
-from ..pipeline_parallel.pre_post_process import find_towers
+from ..pipeline_parallel.pre_post_process import find_modality_encoders
 from .training import WHOLE, Training
 from .truncated_model import ShortModel
 
@@ -50,7 +50,7 @@ def parameters_of_units(
     state = plan(model, layout, axes)
     units = short.unit_of_module
     # Some are defined behind the layers of the text model that they come before.
-    towers = tuple(f"{tower}." for tower in find_towers(short.model))
+    towers = tuple(f"{tower}." for tower in find_modality_encoders(short.model))
     before: list[LocalParameter] = []
     after: list[LocalParameter] = []
     tied: list[LocalParameter] = []

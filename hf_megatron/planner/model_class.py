@@ -7,11 +7,11 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..compat.transformers_loading import without_output
-from ..core.text import first_line
+from ..core.text import error_summary
 from ..errors import ConfigError, UnsupportedError
 from ..models.auto_class import auto_class
 from ..models.fingerprint import describe_model
-from ..models.layers import LayerRow
+from ..models.layers import LayerSequence
 from ..models.registry import spec_for
 
 _TOKENS = "input_ids"
@@ -29,7 +29,7 @@ def model_on_meta(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16)
             model = auto.from_config(config, dtype=dtype)
     except Exception as error:  # noqa: BLE001 - whatever a model class says of its config
         raise ConfigError(
-            f"MODEL of type {config.model_type!r}: no model can be made of its config: {first_line(error)}"
+            f"MODEL of type {config.model_type!r}: no model can be made of its config: {error_summary(error)}"
         ) from error
     if model.main_input_name != _TOKENS:
         raise ConfigError(
@@ -45,7 +45,7 @@ def layers_in_order(model: Any) -> list[tuple[str, ...]]:
     They are those that a pipeline cuts; of a model that has none of these, equal numbers of all lists are one layer.
     """
     try:
-        row = LayerRow.of(model, spec_for(model), "pp_size")
+        row = LayerSequence.of(model, spec_for(model), "pp_size")
     except UnsupportedError:
         return _by_number(describe_model(model).layers({}))
     return [row.parts_of(layer) for layer in range(len(row.names))]

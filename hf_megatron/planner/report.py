@@ -47,13 +47,13 @@ def as_text(ranks: Sequence[PredictedRank], layout: MegatronConfig, device_gib: 
     Args:
         device_gib (`float`, *optional*): memory of a device, that peaks are compared with.
     """
-    alike = {kind: [rank for rank in ranks if rank.kind == kind] for kind in dict.fromkeys(r.kind for r in ranks)}
-    lines = [f"{layout.layout()}: {len(ranks)} pipeline ranks of {len(alike)} kinds, GiB of one rank"]
+    identical = {kind: [rank for rank in ranks if rank.kind == kind] for kind in dict.fromkeys(r.kind for r in ranks)}
+    lines = [f"{layout.layout()}: {len(ranks)} pipeline ranks of {len(identical)} kinds, GiB of one rank"]
     names = list(
         dict.fromkeys(name for rank in ranks for name, size in rank.kept.items() if size > rank.peak.size / 1e3)
     )
     lines.append(_line("pipeline ranks", ["parameters", *names, "peak", "when"]))
-    for same in alike.values():
+    for same in identical.values():
         # The fullest: they hold the same, and have different numbers of microbatches at a time.
         rank = max(same, key=lambda found: found.peak.size)
         kept = [f"{rank.kept.get(name, 0) / _GIB:.2f}" for name in names]
@@ -61,8 +61,8 @@ def as_text(ranks: Sequence[PredictedRank], layout: MegatronConfig, device_gib: 
         lines.append(_line(_numbers([found.pipeline_rank for found in same]), own))
     fullest = max(ranks, key=lambda found: found.peak.size)
     if device_gib is not None:
-        verdict = "fits" if fullest.peak.size <= device_gib * _GIB else "does not fit"
-        lines.append(f"{verdict} in {device_gib:g} GiB, without what NCCL, cuBLAS and the allocator take beside it")
+        judgment = "fits" if fullest.peak.size <= device_gib * _GIB else "does not fit"
+        lines.append(f"{judgment} in {device_gib:g} GiB, without what NCCL, cuBLAS and the allocator take beside it")
     lines.append(f"\npipeline rank {fullest.pipeline_rank} communicates in a step, in GiB of the largest tensors")
     for (group, operation), (calls, size) in sorted(fullest.collectives.items(), key=lambda item: -item[1][1]):
         lines.append(f"  {group.removeprefix('mesh_'):18} {operation:28} {calls:7} calls {size / _GIB:10.3f}")

@@ -27,7 +27,7 @@ class Efficiency:
         kernel_share (`float`): of the kernels that stock modules launch, how many the stack does.
         link_share, network_share (`float`): of the rates of links and network.
         exposed: axis -> share of the communication that no computation hides.
-        hidden_behind (`float`): share of a step that can hide communication of data parallel ranks.
+        hidden_after (`float`): share of a step that can hide communication of data parallel ranks.
         call_us (`float`): microseconds that each collective takes beside its bytes.
     """
 
@@ -38,7 +38,7 @@ class Efficiency:
     link_share: float
     network_share: float
     exposed: Mapping[str, float]
-    hidden_behind: float = 0.9
+    hidden_after: float = 0.9
     call_us: float = 0.0
 
 
@@ -152,4 +152,4 @@ def exposed_reduction(reduction: float, step: float, efficiency: Efficiency) -> 
         reduction (`float`): seconds that they travel.
         step (`float`): seconds of the computing that they travel beside.
     """
-    return reduction * efficiency.exposed["dp"] + max(0.0, reduction - efficiency.hidden_behind * step)
+    return reduction * efficiency.exposed["dp"] + max(0.0, reduction - efficiency.hidden_after * step)

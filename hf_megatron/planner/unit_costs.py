@@ -8,14 +8,14 @@ from typing import Any
 from ..compat.torch_dtensor import local_tensor
 from ..config import MegatronConfig
 from ..core.axes import Axes
-from ..core.off_stage import own_parameters
+from ..core.off_stage import local_named_parameters
 from ..data_parallel.memory_model import LocalParameter
 from ..parallel_state import parallel_state
 from .dry_run import StepSizes, step_figures
 from .fake_world import FakeWorld, run_fake_places
 from .training import WHOLE, Training
 from .truncated_model import ShortModel
-from .unit_tracker import AFTER, BEFORE, UnitFigures, UnitLedger
+from .unit_tracker import AFTER, BEFORE, UnitFigures, UnitTracker
 
 # Numbers of units that are no layers.
 BEFORE_LAYERS, AFTER_LAYERS = -1, -2
@@ -70,10 +70,10 @@ def measure_units(
     def on_rank(world: FakeWorld, number: int) -> UnitCosts:
         layout = layouts[number]
         ranks = {name: axis.size for name, axis in Axes.of(layout, 0).named}
-        made: list[tuple[UnitLedger, Any]] = []
+        made: list[tuple[UnitTracker, Any]] = []
 
-        def ledger_of(model: Any) -> UnitLedger:
-            made.append((UnitLedger(model, ranks), model))
+        def tracker_of(model: Any) -> UnitTracker:
+            made.append((UnitTracker(model, ranks), model))
             return made[-1][0]
 
         # Of ranks that share a row nothing is asked but what they send.
@@ -83,10 +83,10 @@ def measure_units(
             adapt=training.adapt,
             optimizes=False,
             steps=steps,
-            ledger_of=ledger_of,
+            tracker_of=tracker_of,
         )
-        [(ledger, model)] = made
-        return _costs(ledger, short, _adapters(model, short))
+        [(tracker, model)] = made
+        return _costs(tracker, short, _adapters(model, short))
 
     places = [(0, layout.ranks_per_replica * (layout.dp_size or 1)) for layout in layouts]
     return run_fake_places(on_rank, places, timeout=timeout)
@@ -98,7 +98,7 @@ def _adapters(model: Any, short: ShortModel) -> tuple[tuple[LocalParameter, ...]
     held: list[list[LocalParameter]] = [[] for _ in short.names]
     units, state = short.unit_of_module, parallel_state(model)
     assert state is not None
-    for name, parameter in own_parameters(model):
+    for name, parameter in local_named_parameters(model):
         if parameter.requires_grad and name.replace(".base_layer.", ".") not in own:
             unit = next(unit for prefix, unit in units.items() if name.startswith(f"{prefix}."))
             average = state.claims[name].gradient.average
@@ -107,13 +107,13 @@ def _adapters(model: Any, short: ShortModel) -> tuple[tuple[LocalParameter, ...]
     return tuple(map(tuple, held))
 
 
-def _costs(ledger: UnitLedger, short: ShortModel, adapters: tuple[tuple[LocalParameter, ...], ...]) -> UnitCosts:
-    ledger.end_step()
+def _costs(tracker: UnitTracker, short: ShortModel, adapters: tuple[tuple[LocalParameter, ...], ...]) -> UnitCosts:
+    tracker.end_step()
     none = UnitFigures()
     layers = [
-        functools.reduce(_joined, (ledger.units.get(name, none) for name in names), none) for names in short.names
+        functools.reduce(_joined, (tracker.units.get(name, none) for name in names), none) for names in short.names
     ]
-    return UnitCosts(ledger.units.get(BEFORE, none), tuple(layers), ledger.units.get(AFTER, none), adapters)
+    return UnitCosts(tracker.units.get(BEFORE, none), tuple(layers), tracker.units.get(AFTER, none), adapters)
 
 
 def _recomputed(layer: UnitFigures, hidden: int) -> UnitFigures:

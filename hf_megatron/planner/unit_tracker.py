@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from ..compat.shard_safe import works_on_parts
+from ..compat.shard_safe import shard_safe
 from ..compat.torch_autograd import in_backward
 from ..compat.torch_distributed import group_of_operation
 from ..compat.torch_memory import is_fake, storage_key
-from ..diagnostics.allocation_tracker import StepLedger
+from ..diagnostics.allocation_tracker import AllocationTracker
 from .unit_work import Work
 
 # Units that are no layers.
@@ -51,13 +51,13 @@ class UnitFigures:
     backward_peak: int = 0
 
 
-class UnitLedger(StepLedger):
-    """Counts a step as `StepLedger` does, and by units: a list entry's name, `BEFORE` and `AFTER` the layers.
+class UnitTracker(AllocationTracker):
+    """Counts a step as `AllocationTracker` does, and by units: a list entry's name, `BEFORE` and `AFTER` the layers.
 
     A unit's backward begins with the gradient of what its forward returned.
 
     Args:
-        model: as of `StepLedger`.
+        model: as of `AllocationTracker`.
         sizes: axis -> its ranks.
     """
 
@@ -99,7 +99,7 @@ class UnitLedger(StepLedger):
             self._turn_to(unit, True)
         return gradient
 
-    @works_on_parts
+    @shard_safe
     def _before(self, module: nn.Module, args: Any) -> None:
         super()._before(module, args)
         name = self._names.get(id(module))
@@ -108,7 +108,7 @@ class UnitLedger(StepLedger):
                 self._watch(BEFORE, args)
             self._turn_to(name, False)
 
-    @works_on_parts
+    @shard_safe
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         super()._after(module, args, output)
         name = self._names.get(id(module))

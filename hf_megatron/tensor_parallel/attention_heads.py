@@ -114,7 +114,7 @@ def norm_of_all_ranks(norm: Any, group: dist.ProcessGroup) -> Callable[[Tensor],
 def check_norm_of_ranks(module: nn.Module, name: str) -> None:
     """Raises `PlanError` when the module is no RMS norm as transformers has them."""
     if "variance_epsilon" not in vars(module) or [*module._parameters] != ["weight"]:
-        raise PlanError(f"{name}: {type(module).__name__} is no RMS norm with a weight alone, for 'norm_of_ranks'.")
+        raise PlanError(f"{name}: {type(module).__name__} is no RMS norm with a weight alone, for 'sharded_rms_norm'.")
 
 
 def check_norm_per_head(module: nn.Module, name: str) -> None:
@@ -122,4 +122,4 @@ def check_norm_per_head(module: nn.Module, name: str) -> None:
     norms = module._modules.get("norms")
     plain = isinstance(norms, nn.ModuleList) and all(type(n) is nn.LayerNorm and n.bias is None for n in norms)
     if not plain:
-        raise PlanError(f"{name}: {type(module).__name__} lacks `norms`, LayerNorms without bias, for 'norm_per_head'.")
+        raise PlanError(f"{name}: {type(module).__name__} lacks `norms`, LayerNorms without bias, for 'per_head_norm'.")

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..core.communication.rng import RandomStreams
+from ..core.communication.rng import TensorParallelRng
 from ..core.off_stage import computes_here
-from ..core.placement import Claim
+from ..core.placement import ParameterSharding
 from ..errors import UnsupportedError
-from ..models.experts import find_experts, mixtures_of_tokens
+from ..models.experts import find_experts, pointwise_moe_blocks
 from ..models.layers import find_text_model, names_in_encoder
 from ..models.name_patterns import generic, lookup
 from ..models.spec import HeadBlock, ModelSpec
@@ -23,10 +23,10 @@ from .forward_checks import ClaimCheck, RefusedOutputs
 from .grouped_gemm import GroupedWidths, split_widths
 from .head_sharded_blocks import divides, has_heads_of, is_one_group, styles_of_weights
 from .install_regions import Regions
-from .layer_rng import OneRandomState
+from .layer_rng import SyncedRngState
 from .linear import ParallelLinear
 from .local_attributes import give_sizes
-from .local_parameters import ForwardsUnderWay, LocalParameters, read_locally
+from .local_parameters import ActiveForwards, LocalParameters, read_locally
 from .loss_mode import install_pending_loss
 from .region import SEQUENCE_DIM
 from .structure import Structure, find_structure, uniform_row
@@ -51,14 +51,14 @@ class TensorPlan:
         styles: module or parameter -> name of its style.
         head_copies: linear that makes heads -> neighbouring ranks that share its shard.
         local_sizes: module -> attributes that count heads or widths, with this rank's share of them.
-        split_mixtures: blocks around experts that see a piece of the sequence.
+        sequence_sharded_moe: blocks around experts that see a piece of the sequence.
     """
 
     styles: Mapping[str, str]
     structure: Structure
     head_copies: Mapping[str, int]
     local_sizes: Mapping[str, Mapping[str, int]]
-    split_mixtures: frozenset[str] = frozenset()
+    sequence_sharded_moe: frozenset[str] = frozenset()
     heads: Mapping[str, HeadBlock] = field(default_factory=dict)
 
 
@@ -80,23 +80,23 @@ def place(model: Any, state: ParallelState) -> None:
     # Whole on a rank; what else is inside of them belongs to expert parallelism too.
     experts = find_experts(model, spec) if state.config.ep_size > 1 and state.axes.size("etp") == 1 else {}
     styles = {name: of for name, of in styles.items() if not _is_inside(name, experts)}
-    styles |= dict.fromkeys(experts, "dispatched")
+    styles |= dict.fromkeys(experts, "expert_parallel")
     modules = dict(model.named_modules())
     heads = {} if state.is_quantized else _heads_of_rank(model, spec, styles, tp_size)
     styles |= _styles_of_heads(modules, heads)
     for name, style_name in styles.items():
         if name in modules:
             style(style_name).check(modules[name], name, spec.plain_linear_classes)
-    mixtures = _split_mixtures(model, styles, experts) if sequence_parallel else {}
+    moe_blocks = _sequence_sharded_moe(model, styles, experts) if sequence_parallel else {}
     structure = find_structure(
         model,
         styles,
         stacks=sorted(matching(model, spec.stacks)) if spec.stacks else None,
         within=find_text_model(model),
         regions=expand_regions(model, spec),
-        several_inputs=matching(model, spec.several_inputs),
-        transparent=matching(model, spec.transparent) | mixtures.keys(),
-        pointwise=frozenset(name for parts in mixtures.values() for name in parts),
+        multi_input_blocks=matching(model, spec.multi_input_blocks),
+        transparent=matching(model, spec.transparent) | moe_blocks.keys(),
+        pointwise=frozenset(name for parts in moe_blocks.values() for name in parts),
     )
     if sequence_parallel and not structure.stacks:
         raise UnsupportedError(f"model type {spec.model_type!r}: no stack of layers found to split the sequence of.")
@@ -107,14 +107,14 @@ def place(model: Any, state: ParallelState) -> None:
     of_layers = frozenset(name for name in parameters if generic(name) in spec.layer_parameters)
     claims = claim_all(model, styles, structure, copies, sequence_parallel, model.all_tied_weights_keys, of_layers)
     state.claims.update(claims)
-    state.placed[NAME] = TensorPlan(styles, structure, copies, sizes, frozenset(mixtures), heads)
+    state.placed[NAME] = TensorPlan(styles, structure, copies, sizes, frozenset(moe_blocks), heads)
 
 
 def _heads_of_rank(model: nn.Module, spec: ModelSpec, styles: Mapping[str, str], tp_size: int) -> dict[str, HeadBlock]:
     """Finds the blocks whose heads are shared out with whole weights: those that no rule of the plan splits."""
     found = {}
     for name, module in model.named_modules():
-        known = lookup(name, spec.head_blocks)
+        known = lookup(name, spec.head_sharded)
         if known is None or not has_heads_of(module, known) or any(_is_inside(other, [name]) for other in styles):
             continue
         if divides(module, known, tp_size, takes_one_group=True):
@@ -129,22 +129,22 @@ def _styles_of_heads(modules: Mapping[str, nn.Module], blocks: Mapping[str, Head
         gathered = heads.norms_of_groups if is_one_group(modules[name], heads) else ()
         for own, part in modules[name].named_modules():
             if own and any(parameter is not None for parameter in part._parameters.values()):
-                styles[f"{name}.{own}"] = "replicated" if own in gathered else "replicated_sum"
-        styles |= {f"{name}.{router}": "shared_logits" for router in heads.routers}
-        styles[name] = "heads_of_rank"
+                styles[f"{name}.{own}"] = "replicated" if own in gathered else "replicated_with_grad_allreduce"
+        styles |= {f"{name}.{router}": "router_logits" for router in heads.routers}
+        styles[name] = "head_sharded"
         styles |= {f"{name}.{own}": of for own, of in styles_of_weights(modules[name], heads).items()}
     return styles
 
 
-def _split_mixtures(model: Any, styles: Mapping[str, str], experts: Mapping[str, int]) -> dict[str, list[str]]:
+def _sequence_sharded_moe(model: Any, styles: Mapping[str, str], experts: Mapping[str, int]) -> dict[str, list[str]]:
     """Maps the blocks around experts that can run on a piece of the sequence to their children; all can, or none."""
-    mixtures = mixtures_of_tokens(model, experts)
-    for name in (child for children in mixtures.values() for child in children):
+    moe_blocks = pointwise_moe_blocks(model, experts)
+    for name in (child for children in moe_blocks.values() for child in children):
         splits = any(style(of).splits for other, of in styles.items() if f"{other}.".startswith(f"{name}."))
         if splits and name not in experts and uniform_row(name, model.get_submodule(name), styles) is None:
             # Its ranks add up parts of the same tokens.
             return {}
-    return mixtures
+    return moe_blocks
 
 
 def _is_inside(name: str, modules: Iterable[str]) -> bool:
@@ -161,7 +161,7 @@ def install(model: Any, state: ParallelState) -> None:
     check = ClaimCheck(state.claims)
     check.check(model)
     check.install(model)
-    streams = RandomStreams(mesh.device, mesh.tp_rank)
+    streams = TensorParallelRng(mesh.device, mesh.tp_rank)
     # A pipeline may have taken blocks away since the plan was made.
     structure = plan.structure.restricted_to({name for name, _ in model.named_modules()})
     packs = config.packs_activations(dist.get_backend(mesh.tp_group))
@@ -173,9 +173,9 @@ def install(model: Any, state: ParallelState) -> None:
         sequence_parallel=config.sequence_parallel,
         packs=packs,
         token_dim=state.spec.token_dim,
-        streams_before=state.spec.streams_before,
+        streams_lead=state.spec.streams_lead,
     )
-    forwards = ForwardsUnderWay()
+    forwards = ActiveForwards()
     forwards.install(model)
     for name, module in list(model.named_modules()):
         _install_style(name, module, model, state, plan, regions, forwards)
@@ -183,12 +183,14 @@ def install(model: Any, state: ParallelState) -> None:
     state.placed[FORWARDS] = forwards
     # A block's hooks are installed after the styles', so that its region wraps what happens inside.
     spec = state.spec
-    arguments = {name: spec.token_dims.get(name, SEQUENCE_DIM) for name in spec.sequence_arguments}
-    state.leaving = regions.install(model, arguments, spec.token_inputs, spec.whole_arguments, spec.kept_inputs)
-    _keep_whole_states(model, state, regions)
-    state.whole_between += [(name, stack.whole_for) for name, stack in regions.stacks.items()]
-    if plan.split_mixtures:
-        state.loss.join_tokens = regions.joined_rows
+    arguments = {name: spec.token_dims.get(name, SEQUENCE_DIM) for name in spec.per_token_arguments}
+    state.leaving = regions.install(
+        model, arguments, spec.per_token_inputs, spec.unshardable_arguments, spec.recorded_layers
+    )
+    _keep_full_states(model, state, regions)
+    state.full_sequence_fns += [(name, stack.on_full_sequence) for name, stack in regions.stacks.items()]
+    if plan.sequence_sharded_moe:
+        state.loss.join_tokens = regions.gather_token_outputs
         model.register_forward_hook(regions.join_router_logits)
     install_pending_loss(model, state)
     refused = {"output_attentions": "each rank has the maps of its own heads only; load without megatron_config."}
@@ -198,16 +200,16 @@ def install(model: Any, state: ParallelState) -> None:
         )
     RefusedOutputs(refused).install(model)
     # A forward before may have failed inside a layer.
-    OneRandomState(mesh.device, mesh.host_group(AXIS), streams.use_replicated).install(model)
+    SyncedRngState(mesh.device, mesh.host_group(AXIS), streams.use_shared_rng).install(model)
     _guard_activations(model, state, plan, structure, regions, forwards, first_hook)
 
 
-def _keep_whole_states(model: Any, state: ParallelState, regions: Regions) -> None:
+def _keep_full_states(model: Any, state: ParallelState, regions: Regions) -> None:
     """Has a loop that keeps the hidden states between layers keep whole ones."""
-    if (name := state.spec.keeps_states) is not None:
+    if (name := state.spec.hidden_state_recorder) is not None:
         for layers, stack in regions.stacks.items():
             owner = model.get_submodule(layers.rpartition(".")[0])
-            state.patches.replace(owner, name, stack.whole_kept_by(getattr(owner, name)))
+            state.patches.replace(owner, name, stack.replicated_by(getattr(owner, name)))
 
 
 def _guard_activations(
@@ -216,7 +218,7 @@ def _guard_activations(
     plan: TensorPlan,
     structure: Structure,
     regions: Regions,
-    forwards: ForwardsUnderWay,
+    forwards: ActiveForwards,
     first_hook: int,
 ) -> None:
     """Has users' functions see whole activations, or refuses them."""
@@ -230,12 +232,12 @@ def _guard_activations(
     models = (model,) if model.base_model is model else (model, model.base_model)
     exchanged = ExchangedFunctions({n: module for n, module in modules.items() if activations.see_parts(n)})
     exchanged.install(*models)
-    whole = {name for name, module in modules.items() if activations.of(name, module).is_whole}
-    for name in modules.keys() - whole:
+    unsharded = {name for name, module in modules.items() if activations.of(name, module).is_replicated}
+    for name in modules.keys() - unsharded:
         if isinstance(modules[name], LocalParameters | ParallelLinear):
-            modules[name].name_of_part = name
+            modules[name].shard_name = name
     # What is called inside of these has the parts that it works on.
-    for name in whole | _around((*structure.stacks, *names_in_encoder(model))):
+    for name in unsharded | _around((*structure.stacks, *names_in_encoder(model))):
         if next(model.get_submodule(name).children(), None) is not None:
             forwards.install(model.get_submodule(name))
     calls = CallsInHooks(activations, {id(module): name for name, module in modules.items()}, forwards)
@@ -257,7 +259,7 @@ def _install_style(
     state: ParallelState,
     plan: TensorPlan,
     regions: Regions,
-    forwards: ForwardsUnderWay,
+    forwards: ActiveForwards,
 ) -> None:
     """Makes one module compute in parallel as its style and its parameters' claims say."""
     mesh, text = state.mesh, model.config.get_text_config()
@@ -289,7 +291,7 @@ def _install_style(
         LocalArguments(arguments, text.num_attention_heads, mesh).install(module)
 
 
-def _names(claims: Mapping[str, Claim], *, summed: bool = False, addends: bool = False) -> frozenset[str]:
+def _names(claims: Mapping[str, ParameterSharding], *, summed: bool = False, addends: bool = False) -> frozenset[str]:
     """Names the parameters whose gradient is summed over tp, or that every rank adds a share of."""
     return frozenset(
         name

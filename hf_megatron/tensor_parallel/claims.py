@@ -10,7 +10,7 @@ from operator import attrgetter
 
 from torch import nn
 
-from ..core.placement import Claim, GradientRule, Placement
+from ..core.placement import GradientRule, ParameterSharding, Placement
 from ..errors import ConfigError, PlanError
 from ..models.name_patterns import generic, lookup
 from ..models.spec import ModelSpec
@@ -31,7 +31,7 @@ def expand_plan(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
     for name in styles.values():
         style(name)
     modules = {name for name, _ in model.named_modules()} | {generic(name) for name, _ in model.named_modules()}
-    of_modules = (spec.local_attributes, spec.local_arguments, spec.several_inputs, spec.token_inputs)
+    of_modules = (spec.local_attributes, spec.local_arguments, spec.multi_input_blocks, spec.per_token_inputs)
     for patterns in (*of_modules, spec.transparent, spec.stacks):
         if not modules.issuperset(patterns):
             missing = sorted(set(patterns) - modules)
@@ -64,8 +64,8 @@ def shared_heads(model: nn.Module, styles: Mapping[str, str], tp_size: int) -> d
     for name, module in model.named_modules():
         parent_name, _, leaf = name.rpartition(".")
         if styles.get(name) == "fused_qkv":
-            _require_whole_heads(name, module, model.get_submodule(parent_name), tp_size)
-        if styles.get(name) != "column" or leaf not in ("q_proj", "k_proj", "v_proj"):
+            _require_all_heads(name, module, model.get_submodule(parent_name), tp_size)
+        if styles.get(name) != "colwise" or leaf not in ("q_proj", "k_proj", "v_proj"):
             continue
         parent = model.get_submodule(parent_name)
         head_dim = vars(parent).get("head_dim")
@@ -86,7 +86,7 @@ def shared_heads(model: nn.Module, styles: Mapping[str, str], tp_size: int) -> d
     return copies
 
 
-def _require_whole_heads(name: str, linear: nn.Module, attention: nn.Module, tp_size: int) -> None:
+def _require_all_heads(name: str, linear: nn.Module, attention: nn.Module, tp_size: int) -> None:
     """Raises where a third of what one linear makes of queries, keys and values would be cut within a head."""
     head_dim, width = vars(attention).get("head_dim"), vars(linear).get("out_features", 0) // 3
     if isinstance(head_dim, int) and width % head_dim == 0 and (heads := width // head_dim) % tp_size:
@@ -105,7 +105,7 @@ def claim_all(
     sequence_parallel: bool,
     tied: Mapping[str, str],
     of_layers: frozenset[str] = frozenset(),
-) -> dict[str, Claim]:
+) -> dict[str, ParameterSharding]:
     """Claims every parameter by its style.
 
     Args:
@@ -113,7 +113,7 @@ def claim_all(
         tied (`Mapping[str, str]`): parameter -> the one it is tied to. By name: on the loader's meta model they are two
             until its weights are read.
     """
-    claims: dict[str, Claim] = {}
+    claims: dict[str, ParameterSharding] = {}
     for module_name, module in model.named_modules():
         for parameter_name, parameter in module._parameters.items():
             if parameter is None:
@@ -133,7 +133,7 @@ def claim_all(
             is_pointwise = name in of_layers or structure.is_pointwise_parameter(name)
             if sequence_parallel and not placement.is_split and is_pointwise:
                 gradient = GradientRule(sum=AXIS)
-            claim = Claim(name, tuple(parameter.shape), style_name, placement, gradient)
+            claim = ParameterSharding(name, tuple(parameter.shape), style_name, placement, gradient)
             claims[name] = claim
     for name, other in tied.items():
         one, two = claims[name], claims[other]
@@ -157,7 +157,7 @@ def local_sizes(
                 )
             sizes.setdefault(name, {})[attribute] = value // shards
         groups = vars(module).get("num_key_value_groups")
-        if groups is not None and styles.get(f"{name}.q_proj") == "column":
+        if groups is not None and styles.get(f"{name}.q_proj") == "colwise":
             sizes.setdefault(name, {})["num_key_value_groups"] = groups // _copies_of_keys(
                 name, module, copies, tp_size
             )

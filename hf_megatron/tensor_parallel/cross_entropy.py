@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..compat.torch_autograd import keeps_graph
-from ..compat.torch_memory import check_soon, runs_behind
+from ..compat.torch_memory import check_soon, is_async_device
 from ..core.communication.collectives import copy_to_ranks, refuse_second_derivatives
 from ..data_parallel.inplace_edits import Contents
 from ..errors import ConfigError
@@ -32,7 +32,7 @@ class CrossEntropyOptions:
 
     Args:
         group (`ProcessGroup`): the ranks that split the vocabulary.
-        first_row (`int`): the global id of this rank's first vocabulary row.
+        vocab_start (`int`): the global id of this rank's first vocabulary row.
         vocabulary (`int`): rows on all ranks together.
         transform (`Callable`, *optional*): elementwise function of the logits (soft-cap, scale).
         chunk_size (`int`, *optional*): tokens per chunk; all at once by default.
@@ -42,7 +42,7 @@ class CrossEntropyOptions:
     """
 
     group: dist.ProcessGroup
-    first_row: int
+    vocab_start: int
     vocabulary: int
     transform: Transform | None = None
     chunk_size: int | None = None
@@ -79,7 +79,7 @@ def _token_losses(logits: Tensor, targets: Tensor, options: CrossEntropyOptions)
     dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=options.group)
     shifted = logits.sub_(maximum.unsqueeze(-1))
 
-    columns = targets - options.first_row
+    columns = targets - options.vocab_start
     owned = (columns >= 0) & (columns < rows)
     columns = columns.clamp(0, max(rows - 1, 0))
     sums = shifted.new_zeros(3 if options.label_smoothing else 2, tokens)
@@ -188,12 +188,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("The vocab-parallel loss was backpropagated twice; its gradients exist only once.")
         if ctx.upstream is None:
-            scaled = runs_behind(upstream.device) or upstream.item() != 1.0
+            scaled = is_async_device(upstream.device) or upstream.item() != 1.0
             ctx.gradients = [
                 None if gradient is None else (gradient.mul_(upstream) if scaled else gradient).to(dtype)
                 for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
             ]
-        elif runs_behind(upstream.device) or not torch.equal(ctx.upstream, upstream):
+        elif is_async_device(upstream.device) or not torch.equal(ctx.upstream, upstream):
             same = ctx.upstream == upstream
             check_soon(
                 same | (ctx.upstream != 0),

@@ -27,15 +27,15 @@ class VocabParallelEmbedding(nn.Embedding):
         _refuse_options(self)
         require_tokens(input, self.weight.shape[0], "token id")
         start, stop = bounds(self.weight.shape[0], self.mesh.tp_size, self.mesh.tp_rank)
-        foreign = (input < start) | (input >= stop)
+        untracked = (input < start) | (input >= stop)
         weight = local_view(self.weight)
         assert weight is not None
         if stop == start:
             # A rank without rows still joins the sum and keeps its weight in the graph.
             rows = weight.new_zeros(*input.shape, weight.shape[1]) + weight.sum()
         else:
-            local_ids = (input - start).masked_fill(foreign, 0)
-            rows = F.embedding(local_ids, weight).masked_fill(foreign.unsqueeze(-1), 0)
+            local_ids = (input - start).masked_fill(untracked, 0)
+            rows = F.embedding(local_ids, weight).masked_fill(untracked.unsqueeze(-1), 0)
             if self.padding_idx is not None:
                 # The padding row is looked up but gets no gradient, as in nn.Embedding.
                 padding = (input == self.padding_idx).unsqueeze(-1)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..compat.shared import Shared
 from ..core.communication.collectives import copy_to_ranks, reduce_from_ranks
 from ..core.communication.mean_grad_ops import scale_gradient
-from ..core.communication.rng import RandomStreams
+from ..core.communication.rng import TensorParallelRng
 from ..errors import UnsupportedError
 
 
@@ -20,7 +20,7 @@ class PartialSum(Shared):
     output is a part of the sum.
     """
 
-    def __init__(self, group: dist.ProcessGroup, streams: RandomStreams, *, copy_inputs: bool = True):
+    def __init__(self, group: dist.ProcessGroup, streams: TensorParallelRng, *, copy_inputs: bool = True):
         self.group, self.streams = group, streams
         self.copy_inputs = copy_inputs
 
@@ -38,7 +38,7 @@ class PartialSum(Shared):
         return tuple(map(self._copy, args)), {name: self._copy(value) for name, value in kwargs.items()}
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        self.streams.use_replicated()
+        self.streams.use_shared_rng()
         if isinstance(output, Tensor):
             return reduce_from_ranks(output, self.group)
         if output is None:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..core.off_stage import own_parameters
+from ..core.off_stage import local_named_parameters
 from ..core.quantized_weight import QuantizedWeight
 from ..errors import PlanError, UnsupportedError
 
@@ -28,7 +28,7 @@ class ClaimCheck:
 
     def check(self, model: nn.Module) -> None:
         """Raises `PlanError` for a parameter without a claim, or one that was not loaded as planned."""
-        for name, parameter in own_parameters(model):
+        for name, parameter in local_named_parameters(model):
             if name not in self.claimed:
                 raise PlanError(
                     f"{name} appeared after the plan was made; nobody claims it. Add modules before loading."

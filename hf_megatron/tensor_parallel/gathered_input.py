@@ -51,11 +51,11 @@ class GatheredInput:
         whole (`Tensor`): `[..., size, ...]`, what all ranks got; it is not kept.
     """
 
-    def __init__(self, inputs: GatheredInputs, shard: Tensor, whole: Tensor):
-        self.size = whole.shape[inputs.dim]
-        self._inputs, self._shard, self._version = inputs, Kept(shard), Version(whole)
+    def __init__(self, inputs: GatheredInputs, shard: Tensor, unsharded: Tensor):
+        self.size = unsharded.shape[inputs.dim]
+        self._inputs, self._shard, self._version = inputs, Kept(shard), Version(unsharded)
         # While there is a reference to a storage its number is not used again.
-        self._storage = StorageWeakRef(whole.untyped_storage())
+        self._storage = StorageWeakRef(unsharded.untyped_storage())
         self._saved = self._unpacked = 0
         self._again: Tensor | None = None
 
@@ -81,11 +81,11 @@ class GatheredInput:
         shard = self._shard.unpack()
         if self._again is None:
             self._again = self._inputs.again(self, shard)
-        whole = self._again
+        unsharded = self._again
         self._unpacked += 1
         if self._unpacked == self._saved or not in_backward():
             self.let_go()
-        return whole
+        return unsharded
 
 
 # Hooks live as long as what they pack, weights of frozen linears too: by reference they would keep the shard for these.

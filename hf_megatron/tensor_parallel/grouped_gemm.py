@@ -10,7 +10,7 @@ from torch import nn
 from ..compat.shared import Shared
 from ..compat.transformers_models import uses_grouped_product
 from ..core.axes import Axes
-from ..core.placement import Claim
+from ..core.placement import ParameterSharding
 from ..errors import ConfigError
 
 _BYTES = 16
@@ -27,14 +27,14 @@ class SplitWidth:
     """
 
     name: str
-    whole: int
+    unsharded: int
     local: tuple[int, ...]
 
     def fits(self, dtype: torch.dtype) -> bool:
         return all(width * dtype.itemsize % _BYTES == 0 for width in self.local)
 
 
-def split_widths(claims: Iterable[Claim], axes: Axes) -> tuple[SplitWidth, ...]:
+def split_widths(claims: Iterable[ParameterSharding], axes: Axes) -> tuple[SplitWidth, ...]:
     """Lists the split dims of those of one module's parameters that are `[experts, rows, columns]`."""
     tp_ranks = [axes.of_rank(rank) for rank in axes.ranks("tp")]
     return tuple(
@@ -50,7 +50,7 @@ def split_widths(claims: Iterable[Claim], axes: Axes) -> tuple[SplitWidth, ...]:
     )
 
 
-def require_expert_widths(model: nn.Module, claims: Mapping[str, Claim], axes: Axes) -> None:
+def require_expert_widths(model: nn.Module, claims: Mapping[str, ParameterSharding], axes: Axes) -> None:
     """Raises `ConfigError` where a planned model's experts would have widths that they cannot compute with."""
     for name, module in model.named_modules():
         if uses_grouped_product(module):
@@ -79,18 +79,18 @@ class GroupedWidths(Shared):
 
 
 def _require(experts: Any, widths: tuple[SplitWidth, ...], dtype: torch.dtype, tp_size: int) -> None:
-    odd = sorted((width for width in widths if not width.fits(dtype)), key=lambda width: width.whole)
+    odd = sorted((width for width in widths if not width.fits(dtype)), key=lambda width: width.unsharded)
     if not odd:
         return
     entries, first = _BYTES // dtype.itemsize, odd[0]
-    fields = [name for name, value in experts.config.to_dict().items() if value == first.whole and "inter" in name]
+    fields = [name for name, value in experts.config.to_dict().items() if value == first.unsharded and "inter" in name]
     sizes = [
         size
         for size in range(1, tp_size)
-        if all(width.whole % size == 0 and width.whole // size % entries == 0 for width in odd)
+        if all(width.unsharded % size == 0 and width.unsharded // size % entries == 0 for width in odd)
     ]
     raise ConfigError(
-        f"MegatronConfig.tp_size = {tp_size}: of {first.name}, {first.whole} wide"
+        f"MegatronConfig.tp_size = {tp_size}: of {first.name}, {first.unsharded} wide"
         + (f" (config.{fields[0]})" if fields else "")
         + f", a rank has {min(first.local)}, and experts_implementation='grouped_mm' multiplies multiples of {entries} "
         f"entries of {dtype} only. Load the model with experts_implementation='eager' or 'batched_mm'"

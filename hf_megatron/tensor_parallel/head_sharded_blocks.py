@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..compat.shard_safe import works_on_parts
+from ..compat.shard_safe import shard_safe
 from ..compat.shared import Shared
 from ..core.communication.collectives import copy_to_ranks, gather_from_ranks, reduce_from_ranks, split_over_ranks
 from ..core.communication.mean_grad_ops import sum_over_ranks
-from ..core.communication.rng import RandomStreams
+from ..core.communication.rng import TensorParallelRng
 from ..errors import UnsupportedError
 from ..models.spec import HeadBlock, Width
 from .attention_heads import norm_of_all_ranks
@@ -70,9 +70,9 @@ def divides(block: nn.Module, heads: HeadBlock, ranks: int, *, takes_one_group: 
 # What PEFT's layers hold in the place of which they stand.
 _BASE = "base_layer"
 # Of which a rank has at rest what its heads read.
-_CUT_AT_REST = ("split_first", "split_second", "split_third", "packed_first")
+_CUT_AT_REST = ("shard_dim_0", "shard_dim_1", "shard_dim_2", "packed_dim_0")
 # Of which a rank has a piece at rest that is none of a head's, by the dim of heads.
-_JOINED = ("joined_first", "joined_second")
+_JOINED = ("gathered_dim_0", "gathered_dim_1")
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class _Cut:
         """Returns how the weight lies at rest: as it is read, or in pieces that are joined before they are cut."""
         if len(self.sizes) < 2:
             return _CUT_AT_REST[self.dim]
-        return "packed_first" if self.dim == 0 and self.sizes == self.sizes[:1] * 2 else _JOINED[self.dim]
+        return "packed_dim_0" if self.dim == 0 and self.sizes == self.sizes[:1] * 2 else _JOINED[self.dim]
 
 
 def styles_of_weights(block: nn.Module, heads: HeadBlock) -> dict[str, str]:
@@ -165,7 +165,7 @@ class HeadsOfRank:
             # A kernel that read it would not sum what it makes of it.
             self._replace(linear._parameters, "weight", None)
 
-    def take_whole(self, block: nn.Module) -> None:
+    def accept_full(self, block: nn.Module) -> None:
         """Puts the weights of all heads into a block with adapters.
 
         Raises `UnsupportedError` for trained weights beside adapters.
@@ -185,8 +185,10 @@ class HeadsOfRank:
                     "PEFT adapters inside of it no weight of its own is trained. Freeze it, leave the block out of "
                     "target_modules and modules_to_save, or load the model with tp_size=1."
                 )
-            whole = parameter.detach()
-            self._replace(owner._parameters, own, whole.full_tensor() if isinstance(whole, DTensor) else whole)
+            unsharded = parameter.detach()
+            self._replace(
+                owner._parameters, own, unsharded.full_tensor() if isinstance(unsharded, DTensor) else unsharded
+            )
 
     def _part(self, cut: "_Cut", parameter: Tensor, weight: Tensor) -> Tensor:
         """Returns this rank's part of a weight, as forwards read it: whole, or what of it the rank has at rest."""
@@ -222,10 +224,10 @@ class PartialHeads(Shared):
     With adapters inside, whose factors know nothing of heads, every rank computes all of it with frozen weights.
     """
 
-    def __init__(self, heads: HeadBlock, group: dist.ProcessGroup, streams: RandomStreams):
+    def __init__(self, heads: HeadBlock, group: dist.ProcessGroup, streams: TensorParallelRng):
         self.group, self.streams = group, streams
         self.own = HeadsOfRank(heads, group)
-        self._is_whole = False
+        self._is_replicated = False
 
     def install(self, block: nn.Module) -> None:
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -237,21 +239,21 @@ class PartialHeads(Shared):
             return copy_to_ranks(value, self.group)
         return value
 
-    @works_on_parts
+    @shard_safe
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        self._is_whole = is_adapted(block)
-        if self._is_whole:
-            self.own.take_whole(block)
+        self._is_replicated = is_adapted(block)
+        if self._is_replicated:
+            self.own.accept_full(block)
             return None
         self.own.take(block)
         return tuple(map(self._copy, args)), {name: self._copy(value) for name, value in kwargs.items()}
 
-    @works_on_parts
+    @shard_safe
     def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
         self.own.give_back()
-        if self._is_whole or output is None:
+        if self._is_replicated or output is None:
             return output
-        self.streams.use_replicated()
+        self.streams.use_shared_rng()
         if isinstance(output, Tensor):
             return reduce_from_ranks(output, self.group)
         if isinstance(output, tuple) and isinstance(output[0], Tensor):

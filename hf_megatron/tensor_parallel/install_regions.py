@@ -10,13 +10,13 @@ from transformers import PreTrainedConfig
 from transformers.utils import ModelOutput
 
 from ..compat.shared import Shared
-from ..core.communication.rng import RandomStreams
+from ..core.communication.rng import TensorParallelRng
 from ..core.off_stage import computes_here
 from ..models.name_patterns import lookup
 from .gathered_input import GatheredInputs
 from .layer_rng import draw_alone
 from .per_token_arguments import SequenceArguments
-from .region import SEQUENCE_DIM, SequenceStack, UniformRegion, WholeSequenceRegion
+from .region import SEQUENCE_DIM, FullSequenceRegion, SequenceStack, UniformRegion
 from .structure import Structure
 from .styles import style
 
@@ -39,19 +39,17 @@ class Regions(Shared):
         structure: Structure,
         styles: Mapping[str, str],
         group: dist.ProcessGroup,
-        streams: RandomStreams,
+        streams: TensorParallelRng,
         *,
         sequence_parallel: bool,
         packs: bool,
         token_dim: int = SEQUENCE_DIM,
-        streams_before: bool = False,
+        streams_lead: bool = False,
     ):
         self.group, self.streams = group, streams
         stacks = structure.stacks if sequence_parallel else ()
-        self.stacks = {
-            name: SequenceStack(group, token_dim=token_dim, streams_before=streams_before) for name in stacks
-        }
-        self.whole = structure.whole if sequence_parallel else {}
+        self.stacks = {name: SequenceStack(group, token_dim=token_dim, streams_lead=streams_lead) for name in stacks}
+        self.unsharded = structure.unsharded if sequence_parallel else {}
         inputs = GatheredInputs(token_dim, group) if packs else None
         self.uniform = {
             block: UniformRegion(group, streams, self.stacks.get(structure.stack_of.get(block, "")), inputs)
@@ -66,9 +64,9 @@ class Regions(Shared):
         self,
         model: Any,
         arguments: Mapping[str, int],
-        token_inputs: Mapping[str, tuple[str, ...]],
-        whole: Mapping[str, str] | None = None,
-        whole_before: tuple[int, ...] = (),
+        per_token_inputs: Mapping[str, tuple[str, ...]],
+        unsharded: Mapping[str, str] | None = None,
+        full_prefix: tuple[int, ...] = (),
     ) -> Callable[[Tensor, str], Tensor] | None:
         """Puts the hooks in their places; returns what ends a stack where a stage ends inside of it.
 
@@ -76,24 +74,24 @@ class Regions(Shared):
 
         Args:
             arguments: further arguments of the layers that are split along the sequence -> its dim in them.
-            token_inputs: patterns of blocks -> further arguments of theirs that are joined along it.
+            per_token_inputs: patterns of blocks -> further arguments of theirs that are joined along it.
             whole: arguments of the layers that are refused beside a part of the sequence -> why.
-            whole_before: numbers of the layers before which a loop reads whole hidden states.
+            full_prefix: numbers of the layers before which a loop reads whole hidden states.
         """
         for block, region in self.uniform.items():
             region.install(model.get_submodule(block))
-        for block, name in self.whole.items():
-            further = lookup(block, token_inputs) or ()
-            WholeSequenceRegion(self.stacks[name], self.streams, further).install(model.get_submodule(block))
+        for block, name in self.unsharded.items():
+            further = lookup(block, per_token_inputs) or ()
+            FullSequenceRegion(self.stacks[name], self.streams, further).install(model.get_submodule(block))
         for name, stack in self.stacks.items():
             layers: Any = model.get_submodule(name)
             stack.may_leave_out = leaves_layers_out(model.config)
-            stack.install(layers, whole_before)
+            stack.install(layers, full_prefix)
             owned = list(filter(computes_here, layers))
             for layer in owned:
                 draw_alone(layer, self.streams)
-            if arguments or whole:
-                SequenceArguments(arguments, self.group, whole or {}).install(owned)
+            if arguments or unsharded:
+                SequenceArguments(arguments, self.group, unsharded or {}).install(owned)
         if self.stacks:
             model.register_forward_pre_hook(self._require_ends)
             for name in self.stacks:
@@ -103,16 +101,16 @@ class Regions(Shared):
     def _leave_split(self, hidden_states: Tensor, layers: str) -> Tensor:
         return self.stacks[layers].leave_split(hidden_states) if layers in self.stacks else hidden_states
 
-    def joined_rows(self, part: Any) -> Any:
+    def gather_token_outputs(self, part: Any) -> Any:
         """Joins what has an entry for each token of this rank in layers whose sequence is split, `[tokens, ...]`."""
         for stack in self.stacks.values():
-            part = stack.joined_rows(part)
+            part = stack.gather_token_outputs(part)
         return part
 
     def join_router_logits(self, model: Any, args: tuple, output: Any) -> None:
         """Forward hook of a model whose routers see pieces of the sequence: makes what it returns of them whole."""
         if isinstance(output, ModelOutput) and isinstance(parts := output.get(ROUTER_LOGITS), tuple):
-            output[ROUTER_LOGITS] = tuple(map(self.joined_rows, parts))
+            output[ROUTER_LOGITS] = tuple(map(self.gather_token_outputs, parts))
 
     def _require_ends(self, model: Any, args: tuple) -> None:
         for name, stack in self.stacks.items():

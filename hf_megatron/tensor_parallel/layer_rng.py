@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ..compat.shared import Shared
-from ..core.communication.rng import RandomStreams, broadcast_state
+from ..core.communication.rng import TensorParallelRng, broadcast_state
 
 
-class OneRandomState(Shared):
+class SyncedRngState(Shared):
     """Starts every training forward from the same random state on all ranks, whatever seeds the user set.
 
     Args:
@@ -46,15 +46,15 @@ def _on_own_stream(base: Any) -> type[nn.Module]:
     def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
         if not layer.training:
             return base.forward(layer, *args, **kwargs)
-        layer._random_streams.use_own()
+        layer._random_streams.use_local_rng()
         output = base.forward(layer, *args, **kwargs)
-        layer._random_streams.use_replicated()
+        layer._random_streams.use_shared_rng()
         return output
 
     return type(base.__name__, (base,), {"forward": forward})
 
 
-def draw_alone(layer: nn.Module, streams: RandomStreams) -> None:
+def draw_alone(layer: nn.Module, streams: TensorParallelRng) -> None:
     """Lets a layer of a split sequence draw from the rank's own stream.
 
     A subclass rather than hooks: transformers recomputes `forward`, and there the stream has to be switched again.

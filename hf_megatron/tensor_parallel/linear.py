@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.communication.collectives import copy_to_ranks, gather_from_ranks, reduce_from_ranks, split_over_ranks
-from ..core.communication.rng import RandomStreams
+from ..core.communication.rng import TensorParallelRng
 from ..core.mesh import ParallelMesh
-from .local_parameters import ForwardsUnderWay, local_view
+from .local_parameters import ActiveForwards, local_view
 from .region import UniformRegion
 
 
@@ -22,10 +22,10 @@ class ParallelLinear(nn.Linear):
     """
 
     mesh: ParallelMesh
-    streams: RandomStreams
-    forwards: ForwardsUnderWay
+    streams: TensorParallelRng
+    forwards: ActiveForwards
     # Its name, if it takes or returns parts of tensors.
-    name_of_part: str | None = None
+    shard_name: str | None = None
     region: UniformRegion | None = None
     copies: int = 1
     sum_bias_gradient: bool = False
@@ -41,7 +41,7 @@ class ParallelLinear(nn.Linear):
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiplies `[..., local in]` by this rank's part of the weight: `[..., local out]`."""
-        self.forwards.require_whole(self, self.name_of_part)
+        self.forwards.require_full(self, self.shard_name)
         weight = local_view(self.weight, self.copies_group)
         assert weight is not None
         return F.linear(x, weight.t() if self.weight_dim_out == 1 else weight, bias)
@@ -66,7 +66,7 @@ class ColumnParallelLinear(ParallelLinear):
         if self.gather_output:
             return gather_from_ranks(y, -1, self.out_features, self.group)
         if self.training:
-            self.streams.use_own()
+            self.streams.use_local_rng()
         return y
 
 
@@ -83,7 +83,7 @@ class RowParallelLinear(ParallelLinear):
             x = split_over_ranks(x, -1, self.group)
         if self.region is None:
             y = self.matmul(x)
-            self.streams.use_replicated()
+            self.streams.use_shared_rng()
             y = reduce_from_ranks(y, self.group)
         else:
             x, saving = self.region.row_input(x)

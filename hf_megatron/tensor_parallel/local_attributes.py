@@ -15,17 +15,17 @@ class LocalConfig:
     A copy would no longer follow the config, as where a user chooses another attention function.
     """
 
-    def __init__(self, whole: Any, sizes: Mapping[str, int]):
-        vars(self).update(_whole=whole, _sizes=dict(sizes))
+    def __init__(self, unsharded: Any, sizes: Mapping[str, int]):
+        vars(self).update(_unsharded=unsharded, _sizes=dict(sizes))
 
     def __getattr__(self, name: str) -> Any:
-        return self._sizes[name] if name in self._sizes else getattr(self._whole, name)
+        return self._sizes[name] if name in self._sizes else getattr(self._unsharded, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._whole, name, value)
+        setattr(self._unsharded, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._whole, self._sizes)
+        return type(self), (self._unsharded, self._sizes)
 
 
 def give_sizes(module: nn.Module, sizes: Mapping[str, int]) -> None:

@@ -45,7 +45,7 @@ class _ShareOfSum(torch.autograd.Function):
         return gradient, None
 
 
-class ForwardsUnderWay(Shared):
+class ActiveForwards(Shared):
     """Knows whether a model computes, or somebody else looks at its parameters."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class ForwardsUnderWay(Shared):
         # Checkpointed layers compute once more in backward.
         return bool(self._of_modules or self._of_model or in_backward())
 
-    def require_whole(self, module: nn.Module, name: str | None) -> None:
+    def require_full(self, module: nn.Module, name: str | None) -> None:
         """Raises `UnsupportedError` where a module is called by itself that has a name since it works on parts."""
         if name is not None and not (torch.compiler.is_compiling() or self):
             raise UnsupportedError(
@@ -97,9 +97,9 @@ class LocalParameters:
     """
 
     mesh: ParallelMesh
-    forwards: ForwardsUnderWay
+    forwards: ActiveForwards
     # Its name, if it takes or returns parts of tensors.
-    name_of_part: str | None = None
+    shard_name: str | None = None
     summed: frozenset[str]
     addends: frozenset[str]
     gradient_factor: float = 1.0
@@ -145,7 +145,7 @@ def _local_class(base: Any, names: tuple[str, ...]) -> type[nn.Module]:
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return base.forward(module, *args, **kwargs)
-        module.forwards.require_whole(module, module.name_of_part)
+        module.forwards.require_full(module, module.shard_name)
         with module.forwards.of_module():
             return base.forward(module, *args, **kwargs)
 
@@ -156,7 +156,7 @@ def _local_class(base: Any, names: tuple[str, ...]) -> type[nn.Module]:
 def read_locally(
     module: nn.Module,
     mesh: ParallelMesh,
-    forwards: ForwardsUnderWay,
+    forwards: ActiveForwards,
     summed: frozenset[str],
     addends: frozenset[str] = frozenset(),
     names: tuple[str, ...] = (),
@@ -177,7 +177,7 @@ def _mixed_class(base: Any, parallel: Any, own_forward: bool) -> type[nn.Module]
     return type(f"Parallel{base.__name__}", bases, {})
 
 
-def become(module: nn.Module, parallel: type[nn.Module], *, own_forward: bool = False) -> None:
+def swap_class(module: nn.Module, parallel: type[nn.Module], *, own_forward: bool = False) -> None:
     """Turns `module` into an instance of `parallel`, keeping its attributes, hooks, parameters and `isinstance`.
 
     `own_forward=True` keeps the forward of a subclass that calls `super().forward()`, as scaled embeddings do.

@@ -32,7 +32,7 @@ from ..core.communication.collectives import (
     reduce_scatter_to_ranks,
     split_over_ranks,
 )
-from ..core.communication.rng import RandomStreams
+from ..core.communication.rng import TensorParallelRng
 from ..core.memory.gqa_saved_kv import keep_heads_once
 from ..core.memory.recomputed_activations import recomputed_for
 from ..core.memory.saved_tensor_hooks import may_pack
@@ -76,14 +76,14 @@ class SequenceStack(Shared):
     length: int = 0
     is_inside: bool = False
     token_dim: int = SEQUENCE_DIM
-    streams_before: bool = False
+    streams_lead: bool = False
 
     def dim_of_tokens(self, tensor: Tensor) -> int:
         """Returns which dim of a tensor has its tokens: in what layers hand on, streams may stand before the rows."""
-        return self.token_dim + (self.streams_before and tensor.dim() == 4)
+        return self.token_dim + (self.streams_lead and tensor.dim() == 4)
 
-    def install(self, layers: nn.ModuleList, whole_before: tuple[int, ...] = ()) -> None:
-        for first in range(len(layers)) if self.may_leave_out else {0, *whole_before}:
+    def install(self, layers: nn.ModuleList, full_prefix: tuple[int, ...] = ()) -> None:
+        for first in range(len(layers)) if self.may_leave_out else {0, *full_prefix}:
             layers[first].register_forward_pre_hook(self._enter, with_kwargs=True)
             layers[first - 1].register_forward_hook(self._leave)  # For 0 it is the last of all.
 
@@ -110,11 +110,11 @@ class SequenceStack(Shared):
 
     def join(self, hidden_states: Tensor) -> Tensor:
         """Returns the whole `[batch, sequence, hidden]` of the last layer's parts."""
-        self.is_inside, whole = False, self._whole(hidden_states)
+        self.is_inside, unsharded = False, self._unsharded(hidden_states)
         # A compiled layer recomputes inside its own graph, whose shapes are fixed.
-        return whole if torch.compiler.is_compiling() else _RestoreLength.apply(whole, self)
+        return unsharded if torch.compiler.is_compiling() else _RestoreLength.apply(unsharded, self)
 
-    def joined_rows(self, part: Any) -> Any:
+    def gather_token_outputs(self, part: Any) -> Any:
         """Joins what routers made of each token of this rank, `[batch * sequence / tp, experts]`; other things stay."""
         if not isinstance(part, Tensor) or part.dim() != 2:
             return part
@@ -122,31 +122,31 @@ class SequenceStack(Shared):
         tokens = part.view(self.batch, stop - start, part.shape[1])
         return gather_from_ranks(tokens, SEQUENCE_DIM, self.length, self.group).flatten(0, 1)
 
-    def whole_for(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def on_full_sequence(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Returns a function of a loop that is handed whole hidden states between layers, `[batch, sequence, hidden]`.
 
         What it adds comes from outside of the stack, with the whole of its gradient on each rank.
         """
 
         @functools.wraps(function)
-        def of_whole(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def of_full(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if not self.is_inside:
                 return function(hidden_states, *args, **kwargs)
             dim = self.dim_of_tokens(hidden_states)
-            return split_over_ranks(function(self._whole(hidden_states), *args, **kwargs), dim, self.group)
+            return split_over_ranks(function(self._unsharded(hidden_states), *args, **kwargs), dim, self.group)
 
-        return of_whole
+        return of_full
 
-    def whole_kept_by(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def replicated_by(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function of a loop that keeps whole hidden states between layers, its first argument."""
 
         @functools.wraps(function)
-        def of_whole(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return function(self._whole(hidden_states) if self.is_inside else hidden_states, *args, **kwargs)
+        def of_full(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return function(self._unsharded(hidden_states) if self.is_inside else hidden_states, *args, **kwargs)
 
-        return of_whole
+        return of_full
 
-    def _whole(self, hidden_states: Tensor) -> Tensor:
+    def _unsharded(self, hidden_states: Tensor) -> Tensor:
         return gather_from_ranks(hidden_states, self.dim_of_tokens(hidden_states), self.length, self.group)
 
     def leave_split(self, hidden_states: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ class SequenceStack(Shared):
 class UniformRegion(Shared):
     """A block whose input only column linears read and whose output one row linear makes.
 
-    With `inputs` its linears keep shards and what can be computed again (`MegatronConfig.pack_activations`).
+    With `inputs` its linears keep shards and what can be computed again (`MegatronConfig.shard_saved_activations`).
 
     Attributes:
         is_inside: whether a forward is between its entry and the sum of its row linear.
@@ -183,7 +183,7 @@ class UniformRegion(Shared):
     """
 
     group: dist.ProcessGroup
-    streams: RandomStreams
+    streams: TensorParallelRng
     stack: SequenceStack | None = None
     inputs: GatheredInputs | None = None
     gathered: GatheredInput | None = None
@@ -194,7 +194,7 @@ class UniformRegion(Shared):
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        self.streams.use_replicated()
+        self.streams.use_shared_rng()
         self.is_inside = True
         return replace_input(block, args, kwargs, self.enter)
 
@@ -204,11 +204,13 @@ class UniformRegion(Shared):
             return copy_to_ranks(hidden_states, self.group)
         if hidden_states.dim() == 2:
             return self.enter(self._unflatten(hidden_states)).flatten(0, 1)
-        whole = gather_from_ranks(hidden_states, self.stack.token_dim, self.stack.length, self.group, sum_gradient=True)
+        unsharded = gather_from_ranks(
+            hidden_states, self.stack.token_dim, self.stack.length, self.group, sum_gradient=True
+        )
         self.gathered = None
         if self.inputs is not None and may_pack():
-            self.gathered = GatheredInput(self.inputs, hidden_states, whole)
-        return whole
+            self.gathered = GatheredInput(self.inputs, hidden_states, unsharded)
+        return unsharded
 
     def column_input(self, x: Tensor) -> tuple[Tensor, AbstractContextManager]:
         """Returns what a column linear reads in place of `[..., hidden]`, and the context it computes in."""
@@ -232,7 +234,7 @@ class UniformRegion(Shared):
         """Sums the row linear's partial outputs `[batch, sequence, hidden]`."""
         self.gathered, self.is_inside = None, False
         if self.stack is None:
-            self.streams.use_replicated()
+            self.streams.use_shared_rng()
             return reduce_from_ranks(partial_output, self.group)
         if partial_output.dim() == 2:
             return self.leave(self._unflatten(partial_output)).flatten(0, 1)
@@ -242,7 +244,7 @@ class UniformRegion(Shared):
 
 
 @dataclass
-class WholeSequenceRegion(Shared):
+class FullSequenceRegion(Shared):
     """A block that every rank computes on the whole sequence, inside a sequence parallel stack.
 
     Attributes:
@@ -250,7 +252,7 @@ class WholeSequenceRegion(Shared):
     """
 
     stack: SequenceStack
-    streams: RandomStreams
+    streams: TensorParallelRng
     further: tuple[str, ...] = ()
 
     def install(self, block: nn.Module) -> None:
@@ -267,17 +269,17 @@ class WholeSequenceRegion(Shared):
                 )
             return gather_from_ranks(hidden_states, self.stack.token_dim, self.stack.length, self.stack.group)
 
-        self.streams.use_replicated()
+        self.streams.use_shared_rng()
         args, kwargs = replace_arguments(block, args, kwargs, dict.fromkeys(self.further, gather))
         return replace_input(block, args, kwargs, gather)
 
     def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
-        def split(whole: Tensor) -> Tensor:
-            if whole.dim() == 2:
+        def split(unsharded: Tensor) -> Tensor:
+            if unsharded.dim() == 2:
                 # A mixture of experts that leaves its tokens flattened: [batch * sequence, hidden].
-                whole = whole.unflatten(0, (self.stack.batch, self.stack.length))
-            return split_over_ranks(whole, self.stack.token_dim, self.stack.group)
+                unsharded = unsharded.unflatten(0, (self.stack.batch, self.stack.length))
+            return split_over_ranks(unsharded, self.stack.token_dim, self.stack.group)
 
         if block.training:
-            self.streams.use_own()
+            self.streams.use_local_rng()
         return replace_output(output, split)

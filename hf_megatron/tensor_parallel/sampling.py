@@ -51,7 +51,7 @@ class ScoreOptions:
         transform (`Callable`): elementwise function of the logits.
         sampling (`Sampling`): what becomes of them afterwards, in fp32.
         group (`ProcessGroup`, *optional*): the ranks that split the vocabulary.
-        first_row (`int`): the global id of this rank's first vocabulary row.
+        vocab_start (`int`): the global id of this rank's first vocabulary row.
         chunk_size (`int`): tokens per chunk.
     """
 
@@ -61,7 +61,7 @@ class ScoreOptions:
     transform: Callable[[Tensor], Tensor] = lambda logits: logits
     sampling: Sampling = PLAIN
     group: dist.ProcessGroup | None = None
-    first_row: int = 0
+    vocab_start: int = 0
     chunk_size: int = _TOKENS_PER_CHUNK
 
     def scaled(self, logits: Tensor) -> Tensor:

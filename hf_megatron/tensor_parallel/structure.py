@@ -28,7 +28,7 @@ class Structure:
 
     uniform: dict[str, str] = field(default_factory=dict)
     stack_of: dict[str, str] = field(default_factory=dict)
-    whole: dict[str, str] = field(default_factory=dict)
+    unsharded: dict[str, str] = field(default_factory=dict)
     stacks: list[str] = field(default_factory=list)
 
     def restricted_to(self, names: set[str]) -> "Structure":
@@ -36,7 +36,7 @@ class Structure:
         return Structure(
             {block: row for block, row in self.uniform.items() if block in names and row in names},
             {block: stack for block, stack in self.stack_of.items() if block in names},
-            {block: stack for block, stack in self.whole.items() if block in names},
+            {block: stack for block, stack in self.unsharded.items() if block in names},
             self.stacks,
         )
 
@@ -44,7 +44,7 @@ class Structure:
         """Tells whether a parameter meets a piece of the sequence: in a stack, in no whole-sequence block."""
         if not any(name.startswith(stack + ".") for stack in self.stacks):
             return False
-        return not any(name.startswith(block + ".") for block in self.whole)
+        return not any(name.startswith(block + ".") for block in self.unsharded)
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -63,7 +63,7 @@ def uniform_row(name: str, module: nn.Module, styles: Mapping[str, str]) -> str 
             columns += 1
         elif _has_parameters(child) and not (child_style is not None and child_style.works_on_heads):
             return None
-    if len(rows) == 1 and columns and all(styles.get(f"{name}.{p}") == "split_rows" for p in module._parameters):
+    if len(rows) == 1 and columns and all(styles.get(f"{name}.{p}") == "shard_dim_-2" for p in module._parameters):
         return rows[0]
     return None
 
@@ -92,7 +92,7 @@ def find_structure(
     stacks: list[str] | None = None,
     within: nn.Module | None = None,
     regions: Mapping[str, str] | None = None,
-    several_inputs: frozenset[str] = frozenset(),
+    multi_input_blocks: frozenset[str] = frozenset(),
     transparent: frozenset[str] = frozenset(),
     pointwise: frozenset[str] = frozenset(),
 ) -> Structure:
@@ -105,14 +105,14 @@ def find_structure(
             something is split.
         within (`nn.Module`, *optional*): where they are looked for, in place of all of the model.
         regions (`Mapping[str, str]`, *optional*): uniform blocks whose row linear is not their child.
-        several_inputs: blocks whose linears read more than one tensor, as in cross attention.
+        multi_input_blocks: blocks whose linears read more than one tensor, as in cross attention.
         transparent: wrappers inside a layer that only chain pointwise modules and blocks.
         pointwise: modules that work on one token at a time, beside those that their class tells of.
     """
     structure = Structure(uniform=dict(regions or {}))
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        if name and name not in structure.uniform and name not in several_inputs:
+        if name and name not in structure.uniform and name not in multi_input_blocks:
             row = uniform_row(name, module, styles)
             if row is not None:
                 structure.uniform[name] = row
@@ -139,5 +139,5 @@ def find_structure(
                 elif name in transparent:
                     pending.extend(_blocks(name, block))
                 elif name not in pointwise and not _is_pointwise(block):
-                    structure.whole[name] = stack
+                    structure.unsharded[name] = stack
     return structure

@@ -2,34 +2,34 @@
 
 | style | weight | what moves |
 |---|---|---|
-| `column` | output features split | input copied (gradient summed), output stays split |
-| `column_gather` | output features split | output joined on every rank |
-| `packed_column` / `fused_qkv` | 2 / 3 equal blocks of output features, each split | as `column` |
-| `vocab_head` | vocabulary rows split | logits stay split until the loss, or are joined |
-| `row` | input features split | input comes split, output summed |
-| `row_split` | input features split | input comes whole and is cut |
-| `vocab_embedding` | vocabulary rows split | lookups summed |
-| `hidden_embedding` | columns split | parts joined |
+| `colwise` | output features split | input copied (gradient summed), output stays split |
+| `colwise_gather_output` | output features split | output joined on every rank |
+| `packed_colwise` / `fused_qkv` | 2 / 3 equal blocks of output features, each split | as `colwise` |
+| `vocab_parallel_head` | vocabulary rows split | logits stay split until the loss, or are joined |
+| `rowwise` | input features split | input comes split, output summed |
+| `rowwise_split_input` | input features split | input comes whole and is cut |
+| `embedding_rowwise` | vocabulary rows split | lookups summed |
+| `embedding_colwise` | columns split | parts joined |
 | `replicated` | whole | nothing |
-| `replicated_sum` | whole | sees only this rank's heads: gradient summed |
-| `latent_with_rotary` | whole | gradient of the rotary part of the output summed |
+| `replicated_with_grad_allreduce` | whole | sees only this rank's heads: gradient summed |
+| `mla_kv_a_proj` | whole | gradient of the rotary part of the output summed |
 | `partial_sum` | by its parameters' own rules | inputs copied, output summed (experts) |
-| `summed_inside` | by its parameters' own rules | first input copied (experts with a `norm_of_sum`) |
-| `norm_of_sum` | whole | input summed |
-| `dispatched` | whole experts, over ep | nothing: their tokens do |
-| `shared_logits` | none | gradient of a router's logits divided by tp inside a partial sum |
-| `shared_addend` | one whole parameter | added by every rank of a partial sum: each reads its share |
-| `norm_of_ranks` | features split | squares of all ranks summed |
-| `norm_per_head` | whole | this rank's heads use their norms |
-| `output_sum` | by its parts' own rules | output summed |
-| `shared_identity` | none | input divided by tp inside a partial sum |
-| `draws_alike` | none | draws the same random numbers on all ranks |
-| `heads_of_rank` | by its parameters' own rules | inputs copied, output summed (state space mixers) |
-| `split_first`, `split_second`, `split_third` | one parameter: dim 0, 1 or 2 | nothing |
-| `packed_first` | one parameter: dim 0 as 2 blocks | nothing |
-| `joined_first`, `joined_second` | one parameter: dim 0 or 1, of several blocks | pieces joined before heads are read |
-| `split_rows`, `packed_rows` | one parameter: dim -2, plain or as 2 blocks | nothing |
-| `split_columns`, `packed_columns` | one parameter: dim -1, plain or as 2 blocks | nothing |
+| `moe_inner_sum` | by its parameters' own rules | first input copied (experts with a `norm_after_all_reduce`) |
+| `norm_after_all_reduce` | whole | input summed |
+| `expert_parallel` | whole experts, over ep | nothing: their tokens do |
+| `router_logits` | none | gradient of a router's logits divided by tp inside a partial sum |
+| `shared_bias` | one whole parameter | added by every rank of a partial sum: each reads its share |
+| `sharded_rms_norm` | features split | squares of all ranks summed |
+| `per_head_norm` | whole | this rank's heads use their norms |
+| `all_reduce` | by its parts' own rules | output summed |
+| `identity_expert` | none | input divided by tp inside a partial sum |
+| `synced_dropout` | none | draws the same random numbers on all ranks |
+| `head_sharded` | by its parameters' own rules | inputs copied, output summed (state space mixers) |
+| `shard_dim_0`, `shard_dim_1`, `shard_dim_2` | one parameter: dim 0, 1 or 2 | nothing |
+| `packed_dim_0` | one parameter: dim 0 as 2 blocks | nothing |
+| `gathered_dim_0`, `gathered_dim_1` | one parameter: dim 0 or 1, of several blocks | pieces joined before heads are read |
+| `shard_dim_-2`, `packed_dim_-2` | one parameter: dim -2, plain or as 2 blocks | nothing |
+| `shard_dim_-1`, `packed_dim_-1` | one parameter: dim -1, plain or as 2 blocks | nothing |
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..core.communication.rng import RandomStreams
+from ..core.communication.rng import TensorParallelRng
 from ..core.mesh import ParallelMesh
 from ..core.placement import GradientRule, Placement
 from ..errors import PlanError
@@ -47,7 +47,7 @@ from .embedding import HiddenParallelEmbedding, VocabParallelEmbedding
 from .experts import LatentWithRotary, NormOfSum, PartialSum, SharedIdentity, SharedLogits, SummedInside
 from .head_sharded_blocks import PartialHeads
 from .linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from .local_parameters import ForwardsUnderWay, become
+from .local_parameters import ActiveForwards, swap_class
 from .region import UniformRegion
 from .vocab_parallel_head import VocabParallelHead
 
@@ -61,8 +61,8 @@ class ModuleContext:
     name: str
     mesh: ParallelMesh
     gradient: Mapping[str, GradientRule]
-    streams: RandomStreams
-    forwards: ForwardsUnderWay
+    streams: TensorParallelRng
+    forwards: ActiveForwards
     region: UniformRegion | None = None
     copies: int = 1
     rotary_dim: int | None = None
@@ -124,7 +124,7 @@ class _Linear(Style):
 
     def install(self, module: nn.Module, context: ModuleContext) -> None:
         transposed = _is_transposed(module)
-        become(module, self.parallel_class)
+        swap_class(module, self.parallel_class)
         assert isinstance(module, ParallelLinear)
         module.mesh = context.mesh
         module.region, module.streams, module.forwards = context.region, context.streams, context.forwards
@@ -167,7 +167,7 @@ class _Head(_Column):
     parallel_class = VocabParallelHead
 
     def __init__(self) -> None:
-        super().__init__("vocab_head")
+        super().__init__("vocab_parallel_head")
         self.is_column = False
 
     def install(self, module: nn.Module, context: ModuleContext) -> None:
@@ -195,7 +195,9 @@ class _Embedding(Style):
 
     def install(self, module: nn.Module, context: ModuleContext) -> None:
         own_forward = type(module).forward is not nn.Embedding.forward
-        become(module, VocabParallelEmbedding if self.dim == 0 else HiddenParallelEmbedding, own_forward=own_forward)
+        swap_class(
+            module, VocabParallelEmbedding if self.dim == 0 else HiddenParallelEmbedding, own_forward=own_forward
+        )
         module.mesh = context.mesh  # type: ignore[assignment]
 
 
@@ -211,9 +213,7 @@ class _Replicated(Style):
 class _Latent(Style):
     def install(self, module: nn.Module, context: ModuleContext) -> None:
         if context.rotary_dim is None:
-            raise PlanError(
-                f"{context.name}: the config has no qk_rope_head_dim, which style 'latent_with_rotary' needs."
-            )
+            raise PlanError(f"{context.name}: the config has no qk_rope_head_dim, which style 'mla_kv_a_proj' needs.")
         LatentWithRotary(context.rotary_dim, context.mesh.tp_group).install(module)
 
 
@@ -229,7 +229,7 @@ class _PartialSum(Style):
 
 
 class _HeadsOfRank(Style):
-    """A block whose weights stay whole; which heads its spec's `head_blocks` says."""
+    """A block whose weights stay whole; which heads its spec's `head_sharded` says."""
 
     splits = True
 
@@ -280,7 +280,7 @@ class _NormPerHead(Style):
         check_norm_per_head(module, name)
 
     def install(self, module: nn.Module, context: ModuleContext) -> None:
-        become(module, NormPerHead)
+        swap_class(module, NormPerHead)
         module.mesh = context.mesh  # type: ignore[assignment]
 
 
@@ -297,7 +297,7 @@ class _NormOfRanks(Style):
         check_norm_of_ranks(module, name)
 
     def install(self, module: nn.Module, context: ModuleContext) -> None:
-        become(module, NormOfRanks)
+        swap_class(module, NormOfRanks)
         assert isinstance(module, NormOfRanks)
         module.mesh, module.width = context.mesh, module.weight.shape[0]
 
@@ -322,8 +322,8 @@ class _DrawsAlike(Style):
 
     def install(self, module: nn.Module, context: ModuleContext) -> None:
         streams = context.streams
-        module.register_forward_pre_hook(lambda *_: streams.use_replicated())
-        module.register_forward_hook(lambda dropout, *_: streams.use_own() if dropout.training else None)
+        module.register_forward_pre_hook(lambda *_: streams.use_shared_rng())
+        module.register_forward_hook(lambda dropout, *_: streams.use_local_rng() if dropout.training else None)
 
 
 class _SplitDim(Style):
@@ -339,40 +339,40 @@ class _SplitDim(Style):
 
 
 STYLES: Mapping[str, Style] = {
-    "column": _Column("column"),
-    "column_gather": _Column("column_gather", gather_output=True),
-    "packed_column": _Column("packed_column", groups=2),
+    "colwise": _Column("colwise"),
+    "colwise_gather_output": _Column("colwise_gather_output", gather_output=True),
+    "packed_colwise": _Column("packed_colwise", groups=2),
     "fused_qkv": _Column("fused_qkv", groups=3),
-    "vocab_head": _Head(),
-    "row": _Row("row"),
-    "row_split": _Row("row_split", split_input=True),
-    "vocab_embedding": _Embedding(0),
-    "hidden_embedding": _Embedding(1),
+    "vocab_parallel_head": _Head(),
+    "rowwise": _Row("rowwise"),
+    "rowwise_split_input": _Row("rowwise_split_input", split_input=True),
+    "embedding_rowwise": _Embedding(0),
+    "embedding_colwise": _Embedding(1),
     "replicated": _Replicated(),
-    "replicated_sum": _Replicated(sum_over=AXIS),
-    "latent_with_rotary": _Latent(),
+    "replicated_with_grad_allreduce": _Replicated(sum_over=AXIS),
+    "mla_kv_a_proj": _Latent(),
     "partial_sum": _PartialSum(),
-    "output_sum": _PartialSum(copy_inputs=False),
-    "heads_of_rank": _HeadsOfRank(),
-    "summed_inside": _SummedInside(),
-    "norm_of_sum": _NormOfSum(),
-    "dispatched": _Dispatched(),
-    "shared_identity": _SharedIdentity(),
-    "shared_logits": _SharedLogits(),
-    "shared_addend": _SharedAddend(),
-    "norm_of_ranks": _NormOfRanks(),
-    "norm_per_head": _NormPerHead(),
-    "draws_alike": _DrawsAlike(),
-    "split_first": _SplitDim(0),
-    "split_second": _SplitDim(1),
-    "split_third": _SplitDim(2),
-    "packed_first": _SplitDim(0, groups=2),
-    "joined_first": _SplitDim(0),
-    "joined_second": _SplitDim(1),
-    "split_rows": _SplitParameter(-2),
-    "split_columns": _SplitParameter(-1),
-    "packed_rows": _SplitParameter(-2, groups=2),
-    "packed_columns": _SplitParameter(-1, groups=2),
+    "all_reduce": _PartialSum(copy_inputs=False),
+    "head_sharded": _HeadsOfRank(),
+    "moe_inner_sum": _SummedInside(),
+    "norm_after_all_reduce": _NormOfSum(),
+    "expert_parallel": _Dispatched(),
+    "identity_expert": _SharedIdentity(),
+    "router_logits": _SharedLogits(),
+    "shared_bias": _SharedAddend(),
+    "sharded_rms_norm": _NormOfRanks(),
+    "per_head_norm": _NormPerHead(),
+    "synced_dropout": _DrawsAlike(),
+    "shard_dim_0": _SplitDim(0),
+    "shard_dim_1": _SplitDim(1),
+    "shard_dim_2": _SplitDim(2),
+    "packed_dim_0": _SplitDim(0, groups=2),
+    "gathered_dim_0": _SplitDim(0),
+    "gathered_dim_1": _SplitDim(1),
+    "shard_dim_-2": _SplitParameter(-2),
+    "shard_dim_-1": _SplitParameter(-1),
+    "packed_dim_-2": _SplitParameter(-2, groups=2),
+    "packed_dim_-1": _SplitParameter(-1, groups=2),
 }
 
 

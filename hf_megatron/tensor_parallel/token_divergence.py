@@ -35,7 +35,7 @@ def divergences_of_calls(
     """
     if not 0 <= beta <= 1 or temperature <= 0:
         raise ConfigError(f"beta = {beta}, temperature = {temperature}: expected 0 to 1, and more than 0.")
-    _require_vocabulary_split_alike(student, teacher)
+    _require_same_vocabulary_split(student, teacher)
     last: list[DeferredLogits] = []
 
     def read_teacher(output: Any, rows: slice = slice(None)) -> tuple[Tensor, ...]:
@@ -51,18 +51,18 @@ def divergences_of_calls(
     if pipeline is not None:
         require_tokens(targets, student.config.get_text_config().vocab_size, "label", IGNORE_INDEX)
 
-    whole_head: Callable[[], AbstractContextManager[None]] = functools.partial(_whole_head, teacher)
+    full_lm_head: Callable[[], AbstractContextManager[None]] = functools.partial(_full_lm_head, teacher)
     copy: Any = None
-    if pipeline is not None and _is_split_beside_a_pipeline(teacher):
+    if pipeline is not None and _is_split_with_pipeline(teacher):
         # The last stage alone reads it, and all ranks hold parts.
-        with whole_head(), torch.no_grad():
+        with full_lm_head(), torch.no_grad():
             head = last[0].head
             copy = tuple(None if part is None else part.clone() for part in map(local_view, (head.weight, head.bias)))
-        whole_head = nullcontext
+        full_lm_head = nullcontext
 
     def read_student(output: Any, rows: slice = slice(None)) -> tuple[Tensor, ...]:
         logits = _deferred(output, student)
-        of_teacher = Teacher(hidden[rows].to(logits.device), last[0], whole_head, copy)
+        of_teacher = Teacher(hidden[rows].to(logits.device), last[0], full_lm_head, copy)
         values = divergences(logits, of_teacher, targets[rows].to(logits.device), beta, temperature)
         if state is not None and state.shards_weights and pipeline is not None and values[0].requires_grad:
             # The head is a unit of its own, and FSDP2 has not seen it return these.
@@ -73,7 +73,7 @@ def divergences_of_calls(
     return divergence, entropy
 
 
-def _require_vocabulary_split_alike(student: Any, teacher: Any) -> None:
+def _require_same_vocabulary_split(student: Any, teacher: Any) -> None:
     """Raises `UnsupportedError` where a rank would read rows of the teacher's head that it does not have."""
 
     def split(model: Any) -> str:
@@ -93,20 +93,20 @@ def _require_vocabulary_split_alike(student: Any, teacher: Any) -> None:
         )
 
 
-def _is_split_beside_a_pipeline(model: Any) -> bool:
+def _is_split_with_pipeline(model: Any) -> bool:
     state = parallel_state(model)
     return state is not None and state.shards_weights and state.cut is None
 
 
 @contextmanager
-def _whole_head(model: Any) -> Iterator[None]:
+def _full_lm_head(model: Any) -> Iterator[None]:
     """Puts the output embedding together where ZeRO 3 splits it."""
     state, head = parallel_state(model), model.get_output_embeddings()
     if state is None or not state.shards_weights:
         yield
     elif state.cut is None:
         assert state.data_parallel is not None
-        with state.data_parallel.whole_root():
+        with state.data_parallel.full_root():
             yield
     else:
         head.unshard()
@@ -125,7 +125,7 @@ def _deferred(output: Any, model: Any) -> DeferredLogits:
     return logits
 
 
-def token_divergences(
+def token_kl_divergences(
     student: Any, teacher: Any, labels: Tensor, beta: float = 0.5, temperature: float = 1.0, **batch: Any
 ) -> Tensor:
     """Computes the divergence between what a student and a teacher expect at every label, for distillation.

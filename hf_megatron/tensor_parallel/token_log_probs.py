@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..losses.targets import IGNORE_INDEX, next_tokens
-from ..parallel_state import laid_out_model, parallel_state
+from ..parallel_state import parallel_state, unwrap_parallel_model
 from .sampling import PLAIN, Sampling
 from .vocab_log_probs import LOG_PROBS, deferring, token_scores
 from .vocab_range import require_tokens
@@ -40,7 +40,9 @@ def hooked_call(model: Any, **batch: Any) -> Call:
     def call(read: Callable[[Any], tuple[Tensor, ...]]) -> Any:
         # Before the hooks that hand out full logits and those that wait for the gradient of what the model returns.
         # They are inside of an adapter's wrapper.
-        hook = laid_out_model(model).register_forward_hook(lambda module, args, output: read(output), prepend=True)
+        hook = unwrap_parallel_model(model).register_forward_hook(
+            lambda module, args, output: read(output), prepend=True
+        )
         try:
             return model(**batch, use_cache=False, return_dict=True)
         finally:

@@ -35,23 +35,23 @@ class Teacher:
     Args:
         hidden (`Tensor`): `[batch, sequence, hidden]`, on every rank.
         logits (`DeferredLogits`): of its last call, or of a part of it: they tell head, dtype and transform.
-        whole_head: puts the head together for as long as it is read, where ranks hold parts of it at rest.
+        full_lm_head: puts the head together for as long as it is read, where ranks hold parts of it at rest.
         copy (*optional*): of the whole head and its bias, where not all of these ranks take part in reading it.
     """
 
     hidden: Tensor
     logits: DeferredLogits
-    whole_head: Callable[[], AbstractContextManager[None]]
+    full_lm_head: Callable[[], AbstractContextManager[None]]
     copy: tuple[Tensor, Tensor | None] | None = None
 
-    def rows(self, first_row: int, count: int) -> tuple[Tensor, Tensor | None]:
-        """Returns the rows of the head `[count, hidden]` and of its bias from `first_row` on."""
+    def rows(self, vocab_start: int, count: int) -> tuple[Tensor, Tensor | None]:
+        """Returns the rows of the head `[count, hidden]` and of its bias from `vocab_start` on."""
         head = self.logits.head
         weight: Any = local_view(head.weight) if self.copy is None else self.copy[0]
         bias = local_view(head.bias) if self.copy is None else self.copy[1]
-        start = head.first_row if isinstance(head, VocabParallelHead) else 0
-        here = slice(first_row - start, first_row - start + count)
-        assert here.start >= 0 and here.stop <= len(weight), (head, first_row, count)
+        start = head.vocab_start if isinstance(head, VocabParallelHead) else 0
+        here = slice(vocab_start - start, vocab_start - start + count)
+        assert here.start >= 0 and here.stop <= len(weight), (head, vocab_start, count)
         return weight[here], None if bias is None else bias[here]
 
 
@@ -62,14 +62,14 @@ class _Options:
     Args:
         student, teacher: how their logits are made; the group and the first row are the student's.
         rows: gives the teacher's head and bias.
-        whole_head: makes it whole.
+        full_lm_head: makes it whole.
     """
 
     beta: float
     student: ScoreOptions
     teacher: ScoreOptions
     rows: Callable[[], tuple[Tensor, Tensor | None]]
-    whole_head: Callable[[], AbstractContextManager[None]]
+    full_lm_head: Callable[[], AbstractContextManager[None]]
 
 
 def divergences(
@@ -105,14 +105,14 @@ def divergences(
     own = logits.hidden[mask]
     if isinstance(head, VocabParallelHead):
         chunk = head.loss_chunk_size or student.chunk_size
-        student = replace(student, group=head.group, first_row=head.first_row, chunk_size=chunk)
+        student = replace(student, group=head.group, vocab_start=head.vocab_start, chunk_size=chunk)
         own = copy_to_ranks(own, head.group)
     options = _Options(
         beta,
         student,
         replace(student, dtype=teacher.logits.compute_dtype, transform=teacher.logits.transform),
-        lambda: teacher.rows(student.first_row, len(weight)),
-        teacher.whole_head,
+        lambda: teacher.rows(student.vocab_start, len(weight)),
+        teacher.full_lm_head,
     )
     found = _TokenDivergences.apply(own, weight, bias, hidden[mask], options)
     values = tuple(value.new_zeros(mask.shape).masked_scatter(mask, value) for value in found)
@@ -135,7 +135,7 @@ def _expected(log_probs: Tensor, values: Tensor) -> Tensor:
     return torch.where(log_probs > -torch.inf, log_probs.exp() * values, 0).sum(-1)
 
 
-def _mixture(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+def _moe_block(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     return torch.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
 
 
@@ -147,7 +147,7 @@ class _TokenDivergences(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, of_teacher: Tensor, options: _Options
     ) -> tuple[Tensor, Tensor]:
         parts = [hidden.new_empty((5, 0), dtype=torch.float32)]
-        with torch.autocast(hidden.device.type, enabled=False), options.whole_head():
+        with torch.autocast(hidden.device.type, enabled=False), options.full_lm_head():
             heads = _heads(weight, bias, options)
             for start in range(0, len(hidden), options.student.chunk_size):
                 chunk = slice(start, start + options.student.chunk_size)
@@ -170,7 +170,7 @@ class _TokenDivergences(torch.autograd.Function):
         options: _Options = ctx.options
         beta = options.beta
         gradients = HeadGradients(ctx.needs_input_grad, hidden, weight, bias)
-        with torch.autocast(hidden.device.type, enabled=False), options.whole_head():
+        with torch.autocast(hidden.device.type, enabled=False), options.full_lm_head():
             heads = _heads(weight, bias, options)
             for start in range(0, len(hidden), options.student.chunk_size):
                 chunk = slice(start, start + options.student.chunk_size)
@@ -184,7 +184,7 @@ class _TokenDivergences(torch.autograd.Function):
                 if beta == 0:
                     gradient = probabilities - teacher.exp()
                 else:
-                    against = teacher if beta == 1 else _mixture(student, teacher, beta)
+                    against = teacher if beta == 1 else _moe_block(student, teacher, beta)
                     weighted = student - against - of_student[chunk].unsqueeze(-1)
                     gradient = torch.where(probabilities > 0, probabilities * weighted, 0)
                     gradient *= 1 if beta == 1 else 1 - beta
@@ -222,6 +222,6 @@ def _terms(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tenso
     if beta == 1:
         found = _expected(student, student - teacher)
         return found, found
-    mixture = _mixture(student, teacher, beta)
-    of_student = _expected(student, student - mixture)
-    return beta * _expected(teacher, teacher - mixture) + (1 - beta) * of_student, of_student
+    moe_block = _moe_block(student, teacher, beta)
+    of_student = _expected(student, student - moe_block)
+    return beta * _expected(teacher, teacher - moe_block) + (1 - beta) * of_student, of_student

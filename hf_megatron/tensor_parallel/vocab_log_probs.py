@@ -115,7 +115,7 @@ def token_scores(
         options = ScoreOptions(kept, head.out_features, logits.compute_dtype, logits.transform)
         if isinstance(head, VocabParallelHead):
             size = head.loss_chunk_size or options.chunk_size
-            options = replace(options, group=head.group, first_row=head.first_row, chunk_size=size)
+            options = replace(options, group=head.group, vocab_start=head.vocab_start, chunk_size=size)
             hidden = copy_to_ranks(hidden, head.group)
     elif isinstance(logits, Tensor):
         hidden = logits[mask]
@@ -172,9 +172,9 @@ def _fields(logits: Tensor, columns: Tensor, options: ScoreOptions) -> tuple[Ten
         first = columns.new_full(columns.shape, options.vocabulary)
         if rows:
             best = shifted.max(-1)
-            first = torch.where(best.values == 0, best.indices + options.first_row, first)
+            first = torch.where(best.values == 0, best.indices + options.vocab_start, first)
         reduce_over_vocabulary(first, options, dist.ReduceOp.MIN)
-        fields["is_top1"] = first == columns + options.first_row
+        fields["is_top1"] = first == columns + options.vocab_start
     return maximum + log_sum, fields
 
 
@@ -193,7 +193,7 @@ class _TokenScores(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Tensor, options: ScoreOptions
     ) -> Any:
-        columns = targets - options.first_row
+        columns = targets - options.vocab_start
         parts = [hidden.new_empty(0, dtype=torch.float32)]
         floors = [parts[0]]
         fields: dict[str, list[Tensor]] = {name: [parts[0]] for name in FIELDS[:-1]} | {FIELDS[-1]: [parts[0].bool()]}

@@ -166,10 +166,10 @@ class ShardedLogits(LateOutput):
                 "model, costs the memory that the vocab-parallel loss saves.",
                 stacklevel=3,
             )
-        logits = self._whole()
+        logits = self._unsharded()
         return logits if self.leaving is None else self.leaving(logits)
 
-    def _whole(self) -> Tensor:
+    def _unsharded(self) -> Tensor:
         head = self.head
         if self.steps != head.steps.number:
             raise UnsupportedError(
@@ -211,7 +211,7 @@ class ShardedLogits(LateOutput):
                 "only to a number for some tokens in all places, as in `logits[..., tokens] = value`. Set those of "
                 "`logits.clone()`, which are gathered from all ranks."
             )
-        first = self.head.first_row if isinstance(self.head, VocabParallelHead) else 0
+        first = self.head.vocab_start if isinstance(self.head, VocabParallelHead) else 0
         self.functions = (*self.functions, filling(tokens, value, first))
 
     def __len__(self) -> int:
@@ -235,7 +235,7 @@ class ShardedLogits(LateOutput):
         assert weight is not None
         options = CrossEntropyOptions(
             group=head.group,
-            first_row=head.first_row,
+            vocab_start=head.vocab_start,
             vocabulary=head.out_features,
             transform=self.transform if self.functions else None,
             chunk_size=head.loss_chunk_size,
@@ -284,7 +284,7 @@ class VocabParallelHead(ColumnParallelLinear):
     part_of: Callable[[Tensor], tuple[Tensor, TokensOfRank | None]] | None = None
 
     @property
-    def first_row(self) -> int:
+    def vocab_start(self) -> int:
         return bounds(self.weight.shape[0], self.mesh.tp_size, self.mesh.tp_rank)[0]
 
     def local_logits(self, hidden: Tensor) -> Tensor:

@@ -29,11 +29,13 @@ def rows_everywhere(index: Any, shape: torch.Size) -> Tensor | None:
     return torch.arange(shape[-1])[tokens].reshape(-1) if is_everywhere and reaches_tokens else None
 
 
-def filling(tokens: Tensor, value: float, first_row: int) -> Callable[[Tensor], Tensor]:
-    """Makes the function that sets the logits of some tokens, of a rank's logits `[..., rows]` from `first_row` on."""
+def filling(tokens: Tensor, value: float, vocab_start: int) -> Callable[[Tensor], Tensor]:
+    """Makes the function that sets the logits of some tokens, of a rank's logits `[..., rows]` from `vocab_start`
+    on.
+    """
 
     def fill(logits: Tensor) -> Tensor:
-        rows = tokens[(tokens >= first_row) & (tokens < first_row + logits.shape[-1])] - first_row
+        rows = tokens[(tokens >= vocab_start) & (tokens < vocab_start + logits.shape[-1])] - vocab_start
         # The least number of a precision that is wider than the logits'.
         known = max(value, torch.finfo(logits.dtype).min) if math.isfinite(value) else value
         return logits.index_fill(-1, rows.to(logits.device), known)

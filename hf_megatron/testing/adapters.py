@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..models.experts import find_experts, names_inside
 from ..models.spec import ModelSpec
-from .parity import Twin, best_draw, measured, result_of_fork
+from .parity import TinyModel, best_draw, measured, result_of_fork
 from .tiny_model import draw_parameters
 
 # PEFT takes these for the experts', of mixtures that had a module for each expert once.
@@ -41,12 +41,12 @@ class Targets:
     text: list[str]
 
 
-def find_targets(model: Any, twin: Twin) -> Targets:
+def find_targets(model: Any, tiny_model: TinyModel) -> Targets:
     """Finds what adapters can be put on: modules that return a tensor and have a gradient in the reference.
 
     Modules whose owners read their weights themselves are never called, and adapters around them are not, either.
     """
-    reference, called = twin.reference, _called(model, twin.batches[0])
+    reference, called = tiny_model.reference, _called(model, tiny_model.batches[0])
     vocabulary = model.config.get_text_config().vocab_size
     head, experts = model.get_output_embeddings(), find_experts(model, ModelSpec(model.config.model_type))
     unused = {name for name, gradient in reference.gradients.items() if gradient is None}
@@ -154,7 +154,7 @@ def _with_prompts(method: str, seed: int, model: Any) -> Any:
     return get_peft_model(model, METHODS[method](Targets([], [], [], [], [])))
 
 
-def adapted(twin: Twin, method: str) -> Twin:
+def adapted(tiny_model: TinyModel, method: str) -> TinyModel:
     """Returns a twin with an adapter whose parameters are drawn at random, and its one-process numbers.
 
     Raises:
@@ -166,12 +166,12 @@ def adapted(twin: Twin, method: str) -> Twin:
         raise ConfigError(f"adapter {method!r}: valid are {', '.join(METHODS)}.")
 
     def folder_of(seed: int) -> Path:
-        return Path(twin.directory, f"{method}_{seed}")
+        return Path(tiny_model.directory, f"{method}_{seed}")
 
     def is_saved(seed: int) -> bool:
         """Saves drawn parameters, but of prompts, which PEFT does not train once they are saved."""
-        model = twin.load()
-        config = METHODS[method](find_targets(model, twin))
+        model = tiny_model.load()
+        config = METHODS[method](find_targets(model, tiny_model))
         if config.is_prompt_learning:
             return False
         wrapped = get_peft_model(model, config)
@@ -179,14 +179,14 @@ def adapted(twin: Twin, method: str) -> Twin:
         wrapped.save_pretrained(folder_of(seed))
         return True
 
-    def drawn(seed: int, best: float) -> Twin:
+    def drawn(seed: int, best: float) -> TinyModel:
         # PEFT uses a GPU where it sees one.
         if not result_of_fork(lambda: is_saved(seed)):
-            return measured(replace(twin, adapt=functools.partial(_with_prompts, method, seed)), best)
+            return measured(replace(tiny_model, adapt=functools.partial(_with_prompts, method, seed)), best)
 
         def load(model: Any) -> Any:
             return PeftModel.from_pretrained(model, folder_of(seed), is_trainable=True).get_base_model()
 
-        return measured(replace(twin, adapt=load), best)
+        return measured(replace(tiny_model, adapt=load), best)
 
     return best_draw(drawn)[0]

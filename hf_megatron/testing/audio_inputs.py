@@ -34,7 +34,7 @@ _FRAMES_OF_SAMPLES = 60
 _SHORTER = 4
 
 
-def sound_forms(
+def audio_inputs(
     config: Any,
     asked: set[str],
     total: int,
@@ -76,10 +76,10 @@ def sound_forms(
         lengths = torch.tensor([longest - shorter * (clip % 2) for clip in range(total)])
         is_there = torch.arange(longest) < lengths[:, None]
         for shape in _shapes(name, width, longest, values):
-            sounds = _draw(name, (total, *shape), values, generator)
+            audio_clips = _draw(name, (total, *shape), values, generator)
             dim = 1 + shape.index(longest)
-            seen = is_there.view(total, *(longest if dim == at else 1 for at in range(1, sounds.dim())))
-            found = {name: sounds * seen} | dict.fromkeys(are_given, is_there)
+            seen = is_there.view(total, *(longest if dim == at else 1 for at in range(1, audio_clips.dim())))
+            found = {name: audio_clips * seen} | dict.fromkeys(are_given, is_there)
             if "chunk_sample_lengths" in asked:
                 found["chunk_sample_lengths"] = lengths * values["hop_length"]
             yield found

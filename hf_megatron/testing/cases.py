@@ -55,23 +55,23 @@ def takes_videos(model_type: str) -> bool:
     return VIDEO_PIXELS in inspect.signature(forward).parameters
 
 
-def sound_types() -> list[str]:
+def audio_types() -> list[str]:
     """Lists the model types that write text about sounds, or about sounds and images."""
     listed = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
-    return [name for name in listed if name in CONFIG_MAPPING and _class_of_sounds(name) is not None]
+    return [name for name in listed if name in CONFIG_MAPPING and _audio_class(name) is not None]
 
 
-def _class_of_sounds(model_type: str) -> str | None:
+def _audio_class(model_type: str) -> str | None:
     """Returns the class that writes about sounds, which a type without one for all media has among encoder-decoders."""
     name: str | None = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(model_type)
     found = getattr(transformers, name or MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(model_type, ""), None)
-    if found is None or not _takes_sounds(found.forward):
+    if found is None or not _takes_audio(found.forward):
         return None
     is_other = name is None and (found.main_input_name in SOUNDS or found.config_class().is_encoder_decoder)
     return None if is_other else found.__name__
 
 
-def _takes_sounds(forward: Callable[..., Any]) -> bool:
+def _takes_audio(forward: Callable[..., Any]) -> bool:
     return not {*inspect.signature(forward).parameters}.isdisjoint(SOUNDS)
 
 
@@ -85,7 +85,7 @@ def task_of_class(class_name: str, config: PreTrainedConfig) -> str:
         return "seq2seq" if config.is_encoder_decoder else "masked"
     has_encoder = config.is_encoder_decoder and not class_name.endswith("ForCausalLM")
     is_of_speech = class_name == MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.get(config.model_type)
-    if is_of_speech and _class_of_sounds(config.model_type) is None:
+    if is_of_speech and _audio_class(config.model_type) is None:
         return "speech"
     default = "seq2seq" if has_encoder else "image" if is_of_images else "causal"
     return next((task for part, task in _CLASS_TASKS.items() if part in class_name), default)
@@ -111,10 +111,10 @@ def default_task(config: PreTrainedConfig) -> str:
     """Returns the task of the class that users of a type load: causal, if it has one for text alone."""
     if _is_of_images(config):
         return "image"
-    sounds: str | None = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
-    if sounds == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type) and config.model_type in sound_types():
+    audio_clips: str | None = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
+    if audio_clips == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type) and config.model_type in audio_types():
         # Those with a head for text alone are compared on that by default.
-        return "causal" if sounds is None or sounds.endswith("ForCausalLM") else "sound"
+        return "causal" if audio_clips is None or audio_clips.endswith("ForCausalLM") else "sound"
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         for task, names in _OTHER_CLASSES.items():
             if config.model_type in names:
@@ -156,7 +156,7 @@ def case_of(config: PreTrainedConfig, task: str, class_name: str | None) -> tupl
         config = _part_of_class(config, class_name) or config
         return config, task_of_class(class_name, config), class_name
     if task == "sound":
-        return config, task, _class_of_sounds(config.model_type)
+        return config, task, _audio_class(config.model_type)
     if task in ("causal", "image") and (of_text := _class_of_text(config)):
         return config, "causal", of_text
     if task != "causal":
@@ -180,16 +180,16 @@ def cases_of(models: list[str], task: str = "causal", *, given_class: bool = Fal
             every = [(name, "causal") for name in causal_types()]
             every += [(name, "image") for name in image_types() if task == "image" or not _has_one_class(name)]
             every += [(name, "video") for name in image_types() if task == "video" and takes_videos(name)]
-            every += [(name, "sound") for name in sound_types()]
+            every += [(name, "sound") for name in audio_types()]
             every += [(name, "masked") for name in MODEL_FOR_MASKED_LM_MAPPING_NAMES if name in CONFIG_MAPPING]
-            sounds = {*sound_types()}
+            audio_clips = {*audio_types()}
             every += [
                 (name, "seq2seq")
                 for name in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-                if name in CONFIG_MAPPING and name not in sounds
+                if name in CONFIG_MAPPING and name not in audio_clips
             ]
             of_speech = MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
-            every += [(name, "speech") for name in of_speech if name in CONFIG_MAPPING and name not in sounds]
+            every += [(name, "speech") for name in of_speech if name in CONFIG_MAPPING and name not in audio_clips]
             every += [(name, other) for name, tasks in OTHER_TASKS.items() for other in tasks]
             every = list(dict.fromkeys(every))
             yield from (case for case in every if task in ("causal", case[1]))

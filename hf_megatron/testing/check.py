@@ -17,7 +17,7 @@ from ..core.fork_harness import first_reason
 from ..errors import ConfigError, MegatronError, RankError, UnsupportedError
 from ..models.experts import find_experts
 from ..models.fingerprint import Features, describe_model
-from ..models.registry import own_spec
+from ..models.registry import registered_spec
 from ..models.spec import ModelSpec
 from ..models.verified import layout_kind, recorded_draw, tested_versions, write_results
 from ..parallelize import plan
@@ -25,11 +25,11 @@ from ..pipeline_parallel.layers_per_stage import layers_with_features
 from .adapters import adapted
 from .cases import case_of, cases_of
 from .model_overrides import WITH_SOUNDS, without_gradient
-from .parity import UNBUILDABLE, Twin, check_twin, make_twin
+from .parity import UNBUILDABLE, TinyModel, check_tiny_model, make_tiny_model
 from .resolve_model import resolve_config
 from .rng_parity import check_draws
 from .tiny_model import TASKS
-from .token_mixing import unknown_mixing, whole_share
+from .token_mixing import full_share, unknown_mixing
 from .tolerances import Judgement
 from .variants import variants_of
 from .workers import in_forks
@@ -192,13 +192,13 @@ def _check_changed(
     if layers_with_features(config):
         # Those behind which features of images are added lie on the first stage, with one more.
         layers = max(layers, _LAYERS_WITH_FEATURES)
-    twin: Twin | None = None
+    tiny_model: TinyModel | None = None
     # Every dp rank needs one, and some have more.
     rows = max(_ROWS, max(layout.dp_size or 1 for layout in layouts) + 1)
     reason, results = "", []
     made_of = {"task": task, "layers": layers, "rows": rows}
     try:
-        twin = make_twin(
+        tiny_model = make_tiny_model(
             config,
             task=task,
             class_name=class_name,
@@ -207,38 +207,38 @@ def _check_changed(
             batch_size=rows,
             known_draw=recorded_draw(config.model_type, changes, made_of),
         )
-        twin = twin if adapter is None else adapted(twin, adapter)
+        tiny_model = tiny_model if adapter is None else adapted(tiny_model, adapter)
     except UNBUILDABLE as error:
         reason = f"its tiny twin cannot be built: {type(error).__name__}: {error}"
         if not everything:
             raise ConfigError(f"{model}: {reason}") from error
     for layout in layouts:
-        if layout.ep_size > 1 and twin is not None and not _has_experts(twin):
+        if layout.ep_size > 1 and tiny_model is not None and not _has_experts(tiny_model):
             if everything:
                 continue
             with contextlib.suppress(UnsupportedError):
                 # Wrong usage, unless it has some that are refused by name, which makes a row.
-                plan(twin.model_on_meta(), layout, Axes.of(layout, 0))
-        row = _check_layout(config, twin, layout, timeout, device, reason, adapter) | {"changes": changes}
-        if twin is not None and twin.draw:
-            row["draw"] = {**made_of, "number": twin.draw}
+                plan(tiny_model.model_on_meta(), layout, Axes.of(layout, 0))
+        row = _check_layout(config, tiny_model, layout, timeout, device, reason, adapter) | {"changes": changes}
+        if tiny_model is not None and tiny_model.draw:
+            row["draw"] = {**made_of, "number": tiny_model.draw}
         results.append(row)
         refused = row.pop("refused", False) or row["worst"].startswith(("UnsupportedError", "ConfigError"))
-        verdict = "equal" if row["passed"] else "refused" if refused else "DIFFERS"
+        judgment = "equal" if row["passed"] else "refused" if refused else "DIFFERS"
         name = f"{row['class']} {json.dumps(changes)}" if changes else row["class"]
         share = f", {row['split']:.0%} of its layers' parameters split" if row.get("split", 1.0) < _LARGE_SHARE else ""
         share += f", {row['whole']:.0%} of its layers' parameters computed whole by each rank" if "whole" in row else ""
-        echo(f"{row['model_type']:24} {name:36} {layout.layout():8} {verdict:8} {row['worst']}{share}")
+        echo(f"{row['model_type']:24} {name:36} {layout.layout():8} {judgment:8} {row['worst']}{share}")
         if details := row.pop("details", None):
             echo(details)
-    if twin is not None:
-        twin.delete()
+    if tiny_model is not None:
+        tiny_model.delete()
     return results
 
 
 def _check_layout(
     config: PreTrainedConfig,
-    twin: Twin | None,
+    tiny_model: TinyModel | None,
     layout: MegatronConfig,
     timeout: float,
     device: str,
@@ -248,7 +248,7 @@ def _check_layout(
     """Returns the row of one twin on one layout; with an adapter all axes of the layout are named."""
     row: dict[str, Any] = {
         "model_type": config.model_type,
-        "class": "-" if twin is None else twin.class_name,
+        "class": "-" if tiny_model is None else tiny_model.class_name,
         "layout": layout_kind(layout) if adapter is None else f"{layout.layout()} {adapter}",
         "tp_size": layout.tp_size,
         "pp_size": layout.pp_size,
@@ -257,77 +257,82 @@ def _check_layout(
         "parts": [],
         "draws": [],
         "versions": tested_versions(),
-        **_media(twin),
+        **_modalities(tiny_model),
     }
-    if twin is None:
+    if tiny_model is None:
         return row | {"passed": False, "worst": reason}
     try:
         if adapter is not None:
-            return row | _verdict(check_twin(twin, layout, timeout=timeout, device=device), twin)
-        features = features_on_layout(twin.model_on_meta(), layout)
-        row |= {"parts": list(features.parts)} | ({"split": _split_share(twin, layout)} if layout.tp_size > 1 else {})
-        if unlike := describe_model(twin.model_on_meta()).features({}).parts ^ twin.full.features({}).parts:
+            return row | _grad_status(check_tiny_model(tiny_model, layout, timeout=timeout, device=device), tiny_model)
+        features = features_on_layout(tiny_model.model_on_meta(), layout)
+        row |= {"parts": list(features.parts)} | (
+            {"split": _split_share(tiny_model, layout)} if layout.tp_size > 1 else {}
+        )
+        if unlike := describe_model(tiny_model.model_on_meta()).features({}).parts ^ tiny_model.full.features({}).parts:
             found = "; ".join(sorted(str(line) for part in unlike for line in part.lines))
             return row | {"passed": False, "worst": f"its twin is another model: {found}"[:300]}
         if layout.cp_size > 1:
-            row |= _whole_blocks(twin, layout)
+            row |= _full_sequence_blocks(tiny_model, layout)
             if reason := row.pop("mixing", None):
                 return row | {"passed": False, "worst": reason}
-        comparison = check_twin(twin, layout, timeout=timeout, device=device)
+        comparison = check_tiny_model(tiny_model, layout, timeout=timeout, device=device)
         if comparison.passed and layout.tp_size > 1 and layout.pp_size == 1:
-            sites, problem = check_draws(twin, layout, timeout=timeout, device=device)
+            sites, problem = check_draws(tiny_model, layout, timeout=timeout, device=device)
             row |= {"draws": sorted(sites)} | ({"draws_differ": problem} if problem else {})
-            if twin.full.draws - sites:
-                return row | {"passed": False, "worst": f"while {sorted(twin.full.draws - sites)} drew: {problem}"}
+            if tiny_model.full.draws - sites:
+                return row | {
+                    "passed": False,
+                    "worst": f"while {sorted(tiny_model.full.draws - sites)} drew: {problem}",
+                }
     except MegatronError as error:
         refused = not isinstance(error, RankError)
         return row | {"passed": False, "worst": first_reason(str(error)), "refused": refused}
-    return row | _verdict(comparison, twin)
+    return row | _grad_status(comparison, tiny_model)
 
 
-def _media(twin: Twin | None) -> dict[str, Any]:
+def _modalities(tiny_model: TinyModel | None) -> dict[str, Any]:
     """Says what a twin's batches have beside text."""
-    if twin is None:
+    if tiny_model is None:
         return {}
-    return {"media": list(twin.media)} if twin.media else {}
+    return {"media": list(tiny_model.modalities)} if tiny_model.modalities else {}
 
 
-def _verdict(comparison: Judgement, twin: Twin) -> dict[str, Any]:
+def _grad_status(comparison: Judgement, tiny_model: TinyModel) -> dict[str, Any]:
     found: dict[str, Any] = {"passed": comparison.passed, "worst": str(comparison.worst)}
-    if reasons := without_gradient(twin.config, twin.media):
+    if reasons := without_gradient(tiny_model.config, tiny_model.modalities):
         found["no_gradient"] = sorted(reasons.values())
     return found if comparison.passed else found | {"details": comparison.report()}
 
 
-def _has_experts(twin: Twin) -> bool:
-    model = twin.model_on_meta()
-    return bool(find_experts(model, own_spec(model) or ModelSpec(model.config.model_type)))
+def _has_experts(tiny_model: TinyModel) -> bool:
+    model = tiny_model.model_on_meta()
+    return bool(find_experts(model, registered_spec(model) or ModelSpec(model.config.model_type)))
 
 
-def _whole_blocks(twin: Twin, layout: MegatronConfig) -> dict[str, Any]:
+def _full_sequence_blocks(tiny_model: TinyModel, layout: MegatronConfig) -> dict[str, Any]:
     """Says which share of the layers cp computes on whole rows, and what mixes tokens that it does not know."""
-    state = plan(twin.model_on_meta(), layout, Axes.of(layout, 0))
-    assert twin.build_full is not None
+    state = plan(tiny_model.model_on_meta(), layout, Axes.of(layout, 0))
+    assert tiny_model.build_full is not None
     with torch.device("meta"):
-        share = whole_share(twin.build_full(), state)
-    model = twin.load()
+        share = full_share(tiny_model.build_full(), state)
+    model = tiny_model.load()
     arguments = inspect.signature(type(model).forward).parameters
     needed = {name for name, argument in arguments.items() if argument.default is argument.empty}
-    batch = {name: value for name, value in twin.batches[0].items() if name in {"input_ids", *needed}}
+    batch = {name: value for name, value in tiny_model.batches[0].items() if name in {"input_ids", *needed}}
     reason = unknown_mixing(model, state.spec, batch)
     return ({"whole": round(share, 3)} if share else {}) | ({} if reason is None else {"mixing": reason})
 
 
-def _split_share(twin: Twin, layout: MegatronConfig) -> float:
+def _split_share(tiny_model: TinyModel, layout: MegatronConfig) -> float:
     """Returns which share of the layers' parameters is split, of the full model: a twin's tower is a larger part."""
-    assert twin.build_full is not None
+    assert tiny_model.build_full is not None
     with torch.device("meta"):
-        full = twin.build_full()
+        full = tiny_model.build_full()
     try:
         features = features_on_layout(full, layout)
     except MegatronError:
         # Sizes of a default config that tp_size does not divide.
-        features = features_on_layout(twin.model_on_meta(), layout)
+        features = features_on_layout(tiny_model.model_on_meta(), layout)
     return round(features.split, 3)
 
 

@@ -98,12 +98,12 @@ def image_forms(canvas: Canvas, asked: set[str], counts: Sequence[int]) -> Itera
     if "qformer_input_ids" in asked:
         yield lambda: _with_questions(canvas, total)
         yield lambda: _with_questions(canvas, total, _FRAMES)
-    yield lambda: _whole(canvas, asked, total)
+    yield lambda: _unsharded(canvas, asked, total)
     if "num_local_patches" in asked:
         # Or numbers for the host alone.
-        yield lambda: {name: _as_list(name, value) for name, value in _whole(canvas, asked, total).items()}
+        yield lambda: {name: _as_list(name, value) for name, value in _unsharded(canvas, asked, total).items()}
     # Towers of some kinds take no sizes, of a model for several.
-    yield lambda: _whole(canvas, asked - {"image_sizes"}, total)
+    yield lambda: _unsharded(canvas, asked - {"image_sizes"}, total)
     # Without a tower patches are projected as they are.
     if canvas.is_of_patches:
         yield lambda: {PIXELS: canvas.draw(total, canvas.channels * canvas.patch**2)}
@@ -190,11 +190,11 @@ def _crops(canvas: Canvas, total: int) -> dict[str, Tensor]:
     pooled = places.transpose(2, 3).reshape(-1, 4).clone()
     # A patch that lacks at the edge.
     pooled[::5, -1] = -1
-    whole = torch.tensor([rows // 2, columns // 2]).repeat(total, 1)
+    unsharded = torch.tensor([rows // 2, columns // 2]).repeat(total, 1)
     return {
         PIXELS: canvas.draw(int(numbers.sum()), rows * columns, canvas.channels * canvas.patch**2),
         "image_token_pooling": pooled,
-        "image_grids": torch.cat([whole, whole * torch.stack([numbers - 1, torch.ones_like(numbers)], 1)], 1),
+        "image_grids": torch.cat([unsharded, unsharded * torch.stack([numbers - 1, torch.ones_like(numbers)], 1)], 1),
         "image_num_crops": numbers,
     }
 
@@ -247,7 +247,7 @@ def tiles_of_rows(canvas: Canvas, counts: Sequence[int]) -> dict[str, Tensor]:
     return {PIXELS: pixels, "aspect_ratio_ids": kinds, "aspect_ratio_mask": mask.long()}
 
 
-def _whole(canvas: Canvas, asked: set[str], total: int) -> dict[str, Tensor]:
+def _unsharded(canvas: Canvas, asked: set[str], total: int) -> dict[str, Tensor]:
     """Returns images of one size, `[images, channels, height, width]`."""
     images = {PIXELS: canvas.draw(total, canvas.channels, canvas.height, canvas.width)}
     if "high_res_pixel_values" in asked:

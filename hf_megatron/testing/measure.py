@@ -14,13 +14,13 @@ from ..checkpoint.gather_full import gather_parameter
 from ..compat.torch_dtensor import local_tensor
 from ..compat.transformers_models import is_base_model
 from ..core.mesh import ParallelMesh
-from ..core.off_stage import own_parameters
+from ..core.off_stage import local_named_parameters
 from ..data_parallel.batch_norm import batch_norms
 from ..data_parallel.distributed_optimizer import prepare_optimizer
 from ..data_parallel.grad_norm import gradient_norm
 from ..models.fingerprint import silence
-from ..models.modalities.sample_index import names_of_media, rows_with_media
-from ..parallel_state import laid_out_model, parallel_state
+from ..models.modalities.sample_index import modality_names, multimodal_samples
+from ..parallel_state import parallel_state, unwrap_parallel_model
 from .model_overrides import FROZEN
 
 # The default eps of AdamW turns round-off in gradients that are zero in exact arithmetic (key biases, for one) into
@@ -57,23 +57,23 @@ class Measurement:
     round_off: float = 0.0
 
 
-def _rows_of_this_rank(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def _samples_on_this_rank(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Cuts out the rows of a batch that this data parallel rank sees, as equal in number as they come."""
     state = parallel_state(model)
     if state is None or state.mesh.dp_size == 1:
         return batch
     ranks, rank = state.mesh.dp_size, state.mesh.dp_rank
-    model_config = laid_out_model(model).config
-    media = names_of_media(batch, model_config)
+    model_config = unwrap_parallel_model(model).config
+    modalities = modality_names(batch, model_config)
     found = {
         name: value.tensor_split(ranks)[rank] if isinstance(value, Tensor) else value
         for name, value in batch.items()
-        if name not in media
+        if name not in modalities
     }
-    if media:
+    if modalities:
         numbers = torch.arange(len(batch["input_ids"])).tensor_split(ranks)[rank]
         rows = slice(int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else slice(0, 0)
-        found |= rows_with_media(batch, rows, model_config)
+        found |= multimodal_samples(batch, rows, model_config)
     return found
 
 
@@ -88,9 +88,9 @@ def on_device(batches: list[dict[str, Tensor]], model: nn.Module) -> list[dict[s
 
 def _parameters(model: Any) -> dict[str, nn.Parameter]:
     """Returns a model's parameters by name, those of one in a `PeftModel` by their names in it."""
-    tied = getattr(laid_out_model(model), "all_tied_weights_keys", {})
+    tied = getattr(unwrap_parallel_model(model), "all_tied_weights_keys", {})
     # Of one weight the name that holds on all stages.
-    named = {tied.get(name, name): parameter for name, parameter in own_parameters(model)}
+    named = {tied.get(name, name): parameter for name, parameter in local_named_parameters(model)}
     return {name.removeprefix("base_model."): parameter for name, parameter in named.items()}
 
 
@@ -163,13 +163,13 @@ def _of_all_stages(own: dict[str, Tensor | None], mesh: ParallelMesh) -> dict[st
     """Gathers the tensors of every stage; copies of a tied one that differ are worth nothing."""
     parts: list[dict[str, Tensor | None]] = [{}] * mesh.pp_size
     dist.all_gather_object(parts, own, group=mesh.pp_group)
-    whole: dict[str, Tensor | None] = {}
+    unsharded: dict[str, Tensor | None] = {}
     for part in parts:
         for name, tensor in part.items():
-            other = whole.setdefault(name, tensor)
+            other = unsharded.setdefault(name, tensor)
             if tensor is not None and other is not None and not torch.equal(tensor, other):
-                whole[name] = torch.full_like(tensor, math.nan)
-    return whole
+                unsharded[name] = torch.full_like(tensor, math.nan)
+    return unsharded
 
 
 def loss_of_batch(
@@ -179,9 +179,9 @@ def loss_of_batch(
 
     That of a base model, which computes none, is made of its hidden states. With `shared` each dp rank sees all rows.
     """
-    rows = batch if shared else _rows_of_this_rank(model, batch)
+    rows = batch if shared else _samples_on_this_rank(model, batch)
     output = model(**rows)
-    if not is_base_model(laid_out_model(model)):
+    if not is_base_model(unwrap_parallel_model(model)):
         return output.loss / batches, output.loss.detach() / batches
     values = output.last_hidden_state * rows["attention_mask"][..., None]
     # A target in the middle: gradients are of all signs.
@@ -190,11 +190,11 @@ def loss_of_batch(
         loss = loss + output.pooler_output.square().sum()
     state = parallel_state(model)
     loss = loss / (len(batch["input_ids"]) * values[0].numel() * batches)
-    whole = loss.detach().clone()
+    unsharded = loss.detach().clone()
     if state is not None and state.mesh.dp_size > 1 and not shared:
-        dist.all_reduce(whole, group=state.mesh.dp_group)
+        dist.all_reduce(unsharded, group=state.mesh.dp_group)
         loss = loss * state.mesh.dp_size
-    return loss, whole
+    return loss, unsharded
 
 
 def _backward(model: nn.Module, batches: list[dict[str, Tensor]]) -> float:
@@ -202,8 +202,8 @@ def _backward(model: nn.Module, batches: list[dict[str, Tensor]]) -> float:
     total = 0.0
     for index, batch in enumerate(batches):
         with contextlib.ExitStack() as stack:
-            if index < len(batches) - 1 and "no_sync" in vars(laid_out_model(model)):
-                stack.enter_context(laid_out_model(model).no_sync())
+            if index < len(batches) - 1 and "no_sync" in vars(unwrap_parallel_model(model)):
+                stack.enter_context(unwrap_parallel_model(model).no_sync())
             loss, of_all_ranks = loss_of_batch(model, batch, len(batches))
             loss.backward()
         total += of_all_ranks.item()
@@ -226,7 +226,7 @@ def measure(
     """
     if is_silent:
         silence(model)
-    inner = laid_out_model(model)
+    inner = unwrap_parallel_model(model)
     batches = on_device(batches, inner)
     model.eval()
     with torch.no_grad():

@@ -388,7 +388,7 @@ FROZEN: Mapping[str, tuple[str, ...]] = {"emu3": ("model.vqmodel",)}
 _CROSS_ATTENTION = {r"\.(encoder_attn|crossattention|cross_attn)\w*\.": "reads an encoder: compared without one"}
 
 
-def without_gradient(config: PreTrainedConfig, media: Collection[str] = ()) -> Mapping[str, str]:
+def without_gradient(config: PreTrainedConfig, modalities: Collection[str] = ()) -> Mapping[str, str]:
     """Maps expressions of the trainable parameters that get no gradient, of a type and its parts, to the reasons.
 
     Args:
@@ -396,11 +396,17 @@ def without_gradient(config: PreTrainedConfig, media: Collection[str] = ()) -> M
     """
     parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
     known = {name: why for part in (config, *parts) for name, why in NO_GRADIENT.get(part.model_type, {}).items()}
-    lacking = [of_types for medium, of_types in NO_GRADIENT_WITHOUT.items() if medium not in media]
+    lacking = [of_types for medium, of_types in NO_GRADIENT_WITHOUT.items() if medium not in modalities]
     unread = {name: why for of_types in lacking for name, why in of_types.get(config.model_type, {}).items()}
     has_encoder = getattr(config, "is_decoder", False) or type(config)().is_encoder_decoder
     alone = _CROSS_ATTENTION if has_encoder and not config.is_encoder_decoder else {}
-    return {**known, **unread, **alone, **_unread_layers(config), **({} if "images" in media else _left_out(config))}
+    return {
+        **known,
+        **unread,
+        **alone,
+        **_unread_layers(config),
+        **({} if "images" in modalities else _left_out(config)),
+    }
 
 
 def _left_out(config: PreTrainedConfig) -> dict[str, str]:
@@ -426,5 +432,5 @@ def _unread_layers(config: PreTrainedConfig) -> dict[str, str]:
     if read is None or layers is None:
         return {}
     first = max(layer % (layers + 1) for layer in ([read] if isinstance(read, int) else read))
-    behind = "|".join(map(str, range(first, layers)))
-    return {rf"_tower\..*\blayers\.({behind})\.": "behind the layer whose output is read"} if behind else {}
+    trailing = "|".join(map(str, range(first, layers)))
+    return {rf"_tower\..*\blayers\.({trailing})\.": "behind the layer whose output is read"} if trailing else {}

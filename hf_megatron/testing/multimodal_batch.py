@@ -11,7 +11,7 @@ from torch import Tensor
 from ..models.modalities.audio import FRAMES_OF_TOKEN, audio_token
 from ..models.modalities.images import PIXELS, PLACES, SOUNDS, VIDEO_PIXELS, image_token
 from ..models.modalities.videos import video_token
-from .audio_inputs import sound_forms
+from .audio_inputs import audio_inputs
 from .image_inputs import Canvas, image_forms, tiles_of_rows, video_form
 from .tiny_model import plain_tokens
 
@@ -45,8 +45,8 @@ class _Piece:
     sizes: tuple[int, ...]
 
 
-def make_media_batch(
-    model: Any, *, batch_size: int = 3, seed: int = 0, videos: bool = False, sounds: bool = False
+def make_multimodal_batch(
+    model: Any, *, batch_size: int = 3, seed: int = 0, videos: bool = False, audio_clips: bool = False
 ) -> dict[str, Tensor]:
     """Makes a batch with padding behind all rows but the longest.
 
@@ -62,7 +62,7 @@ def make_media_batch(
         `[batch, sequence]`; images in the form that the model takes, see `media.rows_with_images`.
 
     Raises:
-        ValueError: with `videos` or `sounds`, a model that takes none in a known form.
+        ValueError: with `videos` or `audio_clips`, a model that takes none in a known form.
     """
     generator = torch.Generator().manual_seed(seed)
     asked = inspect.signature(model.forward).parameters
@@ -73,10 +73,10 @@ def make_media_batch(
     images, sizes = _images(model, counts, generator) if any(counts) else ({}, [])
     left = iter(sizes)
     pieces = [[_Piece(1, image_token(model.config), (next(left),)) for _ in range(count)] for count in counts]
-    if not videos and not sounds:
+    if not videos and not audio_clips:
         return _written(model, pieces, images, generator)
     problems: list[str] = []
-    for tensors, found in (_with_videos if videos else _with_sounds)(model, pieces, images, generator):
+    for tensors, found in (_with_videos if videos else _with_audio_clips)(model, pieces, images, generator):
         batch = _written(model, found, tensors, generator)
         try:
             if _depends_on(model, batch, VIDEO_PIXELS if videos else next(name for name in SOUNDS if name in batch)):
@@ -89,7 +89,7 @@ def make_media_batch(
 
 
 def _written(
-    model: Any, pieces: Sequence[Sequence[_Piece]], media: Mapping[str, Tensor], generator: torch.Generator
+    model: Any, pieces: Sequence[Sequence[_Piece]], modalities: Mapping[str, Tensor], generator: torch.Generator
 ) -> dict[str, Tensor]:
     """Returns a batch of rows of text with pieces in between."""
     asked, tokens = inspect.signature(model.forward).parameters, plain_tokens(model.config)
@@ -122,8 +122,8 @@ def _written(
     if PLACES in asked:
         batch[PLACES] = (kinds == 1).long()
     if "cross_attention_mask" in asked:
-        batch["cross_attention_mask"] = _seen_tiles(kinds > 0, media["aspect_ratio_mask"])
-    return batch | dict(media)
+        batch["cross_attention_mask"] = _seen_tiles(kinds > 0, modalities["aspect_ratio_mask"])
+    return batch | dict(modalities)
 
 
 def _with_videos(
@@ -143,9 +143,9 @@ def _with_videos(
     sizes = _features(named[0].get_video_features, of_features, sum(counts))
     grids = videos.get("video_grid_thw")
     frames = [1] * len(sizes) if grids is None else grids[:, 0].tolist()
-    for are_beside in (True, False):
-        of_video = token if are_beside else image_token(model.config)
-        if are_beside and token in (None, image_token(model.config)):
+    for are_siblings in (True, False):
+        of_video = token if are_siblings else image_token(model.config)
+        if are_siblings and token in (None, image_token(model.config)):
             continue
         for is_apart in (False, True):
             left = iter(
@@ -153,13 +153,13 @@ def _with_videos(
                 for size, number in zip(sizes, frames, strict=True)
             )
             found = [
-                [*(of_row if are_beside else ()), *(next(left) for _ in range(count))]
+                [*(of_row if are_siblings else ()), *(next(left) for _ in range(count))]
                 for of_row, count in zip(pieces, counts, strict=True)
             ]
-            yield (dict(images) if are_beside else {}) | videos, found
+            yield (dict(images) if are_siblings else {}) | videos, found
 
 
-def _with_sounds(
+def _with_audio_clips(
     model: Any, pieces: Sequence[Sequence[_Piece]], images: Mapping[str, Tensor], generator: torch.Generator
 ) -> Iterator[tuple[dict[str, Tensor], list[list[_Piece]]]]:
     """Yields images with sounds behind them, in every form in which the model takes single clips."""
@@ -168,18 +168,18 @@ def _with_sounds(
         # A clip for each row, as long as that is.
         texts = [[_Piece(0, None, (_TOKENS_BETWEEN,))] for _ in pieces]
         length = _written(model, texts, {}, generator)["input_ids"].shape[1]
-        for sounds in sound_forms(model.config, asked, len(pieces), generator, frames=frames * length):
-            yield sounds, texts
+        for audio_clips in audio_inputs(model.config, asked, len(pieces), generator, frames=frames * length):
+            yield audio_clips, texts
         return
     counts = [_VIDEOS[row % len(_VIDEOS)] for row in range(len(pieces))]
-    for sounds in sound_forms(model.config, asked, sum(counts), generator):
-        clips = [{name: value[clip : clip + 1] for name, value in sounds.items()} for clip in range(sum(counts))]
+    for audio_clips in audio_inputs(model.config, asked, sum(counts), generator):
+        clips = [{name: value[clip : clip + 1] for name, value in audio_clips.items()} for clip in range(sum(counts))]
         # Every other one is shorter.
         of_length = [_tokens_of_clip(model, clip, token, generator) for clip in clips[:2]]
         sizes = [of_length[clip % 2] for clip in range(len(clips))]
         left = iter(_Piece(3, token, (size,)) for size in sizes)
         yield (
-            {**images, **sounds, **_lengths(asked, sizes)},
+            {**images, **audio_clips, **_lengths(asked, sizes)},
             [[*of_row, *(next(left) for _ in range(count))] for of_row, count in zip(pieces, counts, strict=True)],
         )
 

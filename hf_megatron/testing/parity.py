@@ -21,12 +21,12 @@ from ..core.fork_harness import run_forks, run_ranks
 from ..data_parallel.batch_norm import batch_norms, splits_batches
 from ..integrations.transformers.verification_gate import ConfigUnderTest
 from ..models.fingerprint import Description, Part, describe_model
-from ..models.modalities.audio import is_of_sounds
+from ..models.modalities.audio import is_audio
 from ..models.modalities.images import PIXELS, image_token, is_of_images
 from ..models.modalities.videos import is_of_videos
 from .measure import Measurement, measure
 from .model_overrides import LONG_ROWS
-from .multimodal_batch import make_media_batch
+from .multimodal_batch import make_multimodal_batch
 from .reference import take_reference
 from .speech_batch import make_speech_batch
 from .tiny_config import full_config, tiny_config
@@ -42,7 +42,7 @@ _DRAWS = 10
 
 
 @dataclass
-class Twin:
+class TinyModel:
     """A tiny model saved to disk, its batches and its one-process numbers; `full` is the model it was made for.
 
     Attributes:
@@ -78,9 +78,9 @@ class Twin:
         return model if self.adapt is None else self.adapt(model)
 
     @property
-    def media(self) -> tuple[str, ...]:
+    def modalities(self) -> tuple[str, ...]:
         """Lists what some of the batches have beside text: `"images"`, `"videos"`, `"sounds"`."""
-        of_kinds = {"images": is_of_images, "videos": is_of_videos, "sounds": is_of_sounds}
+        of_kinds = {"images": is_of_images, "videos": is_of_videos, "sounds": is_audio}
         names = {name for batch in self.batches for name in batch}
         return tuple(kind for kind, belongs in of_kinds.items() if any(map(belongs, names)))
 
@@ -88,7 +88,7 @@ class Twin:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def make_twin(
+def make_tiny_model(
     config: PreTrainedConfig,
     *,
     task: str = "causal",
@@ -100,7 +100,7 @@ def make_twin(
     batch_size: int = 3,
     min_layers: int = 2,
     known_draw: int | None = None,
-) -> Twin:
+) -> TinyModel:
     """Builds a twin and measures it in this process.
 
     A draw of parameters whose own one-process numbers are off by more than half the limit between fp32 and fp64 is no
@@ -132,13 +132,13 @@ def make_twin(
     best, others = best_draw(
         lambda draw, best: _draw(tiny, task, class_name, microbatches, seed + draw, sizes, best), known_draw
     )
-    for twin in others:
-        twin.delete()
+    for tiny_model in others:
+        tiny_model.delete()
     best.full, best.build_full = full, build_full
     return best
 
 
-def best_draw(draw: Callable[[int, float], Twin], known: int | None = None) -> tuple[Twin, list[Twin]]:
+def best_draw(draw: Callable[[int, float], TinyModel], known: int | None = None) -> tuple[TinyModel, list[TinyModel]]:
     """Returns the first of several draws that is well-conditioned, or the best of them; and the others.
 
     Args:
@@ -147,20 +147,20 @@ def best_draw(draw: Callable[[int, float], Twin], known: int | None = None) -> t
     """
     threads = torch.get_num_threads()
     numbers = range(_DRAWS) if known is None else [known]
-    draws: list[Twin] = []
+    draws: list[TinyModel] = []
     try:
         # As ranks compute; several wait for each other longer than they work on tensors of this size.
         torch.set_num_threads(1)
         for number in numbers:
-            best = min((twin.reference.round_off for twin in draws), default=math.inf)
+            best = min((tiny_model.reference.round_off for tiny_model in draws), default=math.inf)
             draws.append(draw(number, best))
             draws[-1].draw = number
             if draws[-1].reference.round_off <= WELL_CONDITIONED:
                 break
     finally:
         torch.set_num_threads(threads)
-    chosen = min(draws, key=lambda twin: twin.reference.round_off)
-    return chosen, [twin for twin in draws if twin is not chosen]
+    chosen = min(draws, key=lambda tiny_model: tiny_model.reference.round_off)
+    return chosen, [tiny_model for tiny_model in draws if tiny_model is not chosen]
 
 
 def build(config: PreTrainedConfig, task: str, class_name: str | None = None) -> Any:
@@ -185,7 +185,7 @@ def _draw(
     seed: int,
     sizes: dict[str, Any],
     best: float,
-) -> Twin:
+) -> TinyModel:
     torch.manual_seed(seed)
     model = build(tiny, task, class_name).float()
     draw_parameters(model, seed)
@@ -193,14 +193,14 @@ def _draw(
     model.save_pretrained(directory)
     if task in ("image", "video", "sound") or (task == "masked" and image_token(model.config) is not None):
         given = {"batch_size": sizes["batch_size"], "videos": task == "video", "sounds": task == "sound"}
-        batches = [make_media_batch(model, **given, seed=seed + index) for index in range(microbatches)]
+        batches = [make_multimodal_batch(model, **given, seed=seed + index) for index in range(microbatches)]
         if task == "video" and PIXELS not in batches[0]:
             # A model that takes either images or videos: every other batch is of images.
             given["videos"] = False
-            batches[1::2] = [make_media_batch(model, **given, seed=seed + n) for n in range(1, microbatches, 2)]
+            batches[1::2] = [make_multimodal_batch(model, **given, seed=seed + n) for n in range(1, microbatches, 2)]
     elif task == "seq2seq" and image_token(model.config) is not None:
         batches = [
-            make_media_batch(model, batch_size=sizes["batch_size"], seed=seed + index)
+            make_multimodal_batch(model, batch_size=sizes["batch_size"], seed=seed + index)
             | {"labels": make_batch(tiny, seed=seed + index, task=task, **sizes)["labels"]}
             for index in range(microbatches)
         ]
@@ -209,20 +209,20 @@ def _draw(
     else:
         batches = [make_batch(tiny, seed=seed + index, task=task, **sizes) for index in range(microbatches)]
     # Read back, so that both sides start from the same file.
-    return measured(Twin(type(model).__name__, directory, batches, Measurement(0, 0, 0), model.config), best)
+    return measured(TinyModel(type(model).__name__, directory, batches, Measurement(0, 0, 0), model.config), best)
 
 
-def measured(twin: Twin, best: float = math.inf) -> Twin:
+def measured(tiny_model: TinyModel, best: float = math.inf) -> TinyModel:
     """Returns a twin with its numbers in one process, a fork of this one; `best` as in `take_reference`."""
-    twin.reference = result_of_fork(lambda: take_reference(twin, best=best))
-    twin.frozen_norms = None
-    return twin
+    tiny_model.reference = result_of_fork(lambda: take_reference(tiny_model, best=best))
+    tiny_model.frozen_norms = None
+    return tiny_model
 
 
-def _measured_with_frozen_norms(twin: Twin) -> Measurement:
-    if twin.frozen_norms is None:
-        twin.frozen_norms = result_of_fork(lambda: take_reference(twin, norms_are_frozen=True))
-    return twin.frozen_norms
+def _measured_with_frozen_norms(tiny_model: TinyModel) -> Measurement:
+    if tiny_model.frozen_norms is None:
+        tiny_model.frozen_norms = result_of_fork(lambda: take_reference(tiny_model, norms_are_frozen=True))
+    return tiny_model.frozen_norms
 
 
 def result_of_fork(function: Callable[[], Any]) -> Any:
@@ -250,8 +250,8 @@ def result_of_fork(function: Callable[[], Any]) -> Any:
     return found
 
 
-def check_twin(
-    twin: Twin,
+def check_tiny_model(
+    tiny_model: TinyModel,
     config: MegatronConfig,
     *,
     sabotage: Callable[[], None] | None = None,
@@ -262,7 +262,7 @@ def check_twin(
     """Compares the twin on the ranks of `config` with its reference.
 
     Args:
-        twin (`Twin`): from `make_twin`.
+        twin (`TinyModel`): from `make_tiny_model`.
         config (`MegatronConfig`): the layout, whether or not a result is recorded for it.
         sabotage (`Callable`, *optional*): called on every rank before the model is made, to seed a fault.
         timeout (`float`): seconds.
@@ -271,21 +271,21 @@ def check_twin(
     """
 
     layout = ConfigUnderTest(**config.to_dict())
-    freezes = splits_batches(layout, config.dp_size or 1) and bool(batch_norms(twin.model_on_meta()))
-    reference = _measured_with_frozen_norms(twin) if freezes else twin.reference
+    freezes = splits_batches(layout, config.dp_size or 1) and bool(batch_norms(tiny_model.model_on_meta()))
+    reference = _measured_with_frozen_norms(tiny_model) if freezes else tiny_model.reference
 
     def on_rank() -> Measurement:
         if sabotage is not None:
             sabotage()
-        model = twin.load(megatron_config=layout)
+        model = tiny_model.load(megatron_config=layout)
         if prepare is not None:
             prepare(model)
-        return measure(model, twin.batches, norms_are_frozen=freezes)
+        return measure(model, tiny_model.batches, norms_are_frozen=freezes)
 
     ranks = config.ranks_per_replica * (config.dp_size or 1)
     measurements = run_ranks(on_rank, ranks, timeout=timeout, device=device)
     comparison = judge(measurements[0], reference)
-    if twin.adapt is not None:
+    if tiny_model.adapt is not None:
         comparison = Judgement((*frozen_errors(measurements[0], reference), *comparison.errors))
     for rank, other in enumerate(measurements[1:], 1):
         if (other.loss, other.norm) != (measurements[0].loss, measurements[0].norm):

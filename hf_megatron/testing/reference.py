@@ -13,11 +13,11 @@ from .model_overrides import without_gradient
 from .tolerances import AMPLIFIED, cancelled, judge
 
 
-def take_reference(twin: Any, *, norms_are_frozen: bool = False, best: float = math.inf) -> Measurement:
+def take_reference(tiny_model: Any, *, norms_are_frozen: bool = False, best: float = math.inf) -> Measurement:
     """Measures a twin in this process, and how far round-off takes its numbers.
 
     Args:
-        twin (`Twin`): saved to disk.
+        twin (`TinyModel`): saved to disk.
         norms_are_frozen (`bool`): see `measure`.
         best (`float`): round-off of another draw; what is known to be no smaller is told no closer.
 
@@ -25,19 +25,19 @@ def take_reference(twin: Any, *, norms_are_frozen: bool = False, best: float = m
         ValueError: transformers does not read all of the twin back.
     """
     # Other draws of the same parameters are read alike.
-    if best == math.inf and (unread := _unread_weights(twin)):
-        raise ValueError(f"transformers does not read back what it wrote of a {twin.class_name}: {unread}")
-    model = twin.load()
+    if best == math.inf and (unread := _unread_weights(tiny_model)):
+        raise ValueError(f"transformers does not read back what it wrote of a {tiny_model.class_name}: {unread}")
+    model = tiny_model.load()
     # Buffers and what a forward caches change as it is measured.
     another = copy.deepcopy(model)
-    reference = measure(model, twin.batches, norms_are_frozen=norms_are_frozen)
-    reference.without = tuple(without_gradient(twin.config, twin.media))
-    if "quantization_config" in twin.arguments:
+    reference = measure(model, tiny_model.batches, norms_are_frozen=norms_are_frozen)
+    reference.without = tuple(without_gradient(tiny_model.config, tiny_model.modalities))
+    if "quantization_config" in tiny_model.arguments:
         # What codes stand for has one precision.
         return reference
     try:
-        in_double = twin.load(experts_implementation="eager").double()
-        precise = measure(in_double, list(map(_in_double, twin.batches)), norms_are_frozen=norms_are_frozen)
+        in_double = tiny_model.load(experts_implementation="eager").double()
+        precise = measure(in_double, list(map(_in_double, tiny_model.batches)), norms_are_frozen=norms_are_frozen)
     except RuntimeError:
         # Parts of the model compute in fp32 by name and refuse weights of another type.
         known = 0.0
@@ -46,15 +46,17 @@ def take_reference(twin: Any, *, norms_are_frozen: bool = False, best: float = m
         reference.cancelled = precise.cancelled = cancelled(precise)
         known = judge(reference, precise).worst.value
     if known < best:
-        known = max(known, judge(_shaken(another, twin.batches, norms_are_frozen), reference).worst.value / AMPLIFIED)
+        known = max(
+            known, judge(_shaken(another, tiny_model.batches, norms_are_frozen), reference).worst.value / AMPLIFIED
+        )
     reference.round_off = known
     return reference
 
 
-def _unread_weights(twin: Any) -> str:
+def _unread_weights(tiny_model: Any) -> str:
     """Names a weight that transformers draws anew instead of reading it: no two models would be alike."""
-    cls = getattr(transformers, twin.class_name)
-    _, found = cls.from_pretrained(twin.directory, **twin.arguments, output_loading_info=True)
+    cls = getattr(transformers, tiny_model.class_name)
+    _, found = cls.from_pretrained(tiny_model.directory, **tiny_model.arguments, output_loading_info=True)
     return min(found["missing_keys"], default="")
 
 

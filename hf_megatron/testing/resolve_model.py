@@ -14,7 +14,7 @@ from ..checkpoint.untrusted_config import CONFIG, read_config
 from ..compat.transformers_loading import without_output
 from ..config import MegatronConfig
 from ..core.axes import Axes
-from ..core.text import first_line
+from ..core.text import error_summary
 from ..errors import CheckpointError, ConfigError
 from ..models.auto_class import auto_class
 from ..parallelize import ParallelPlan, plan
@@ -30,7 +30,7 @@ def resolve_config(model: str, changes: Mapping[str, Any] | None = None) -> PreT
     except CheckpointError as error:
         raise ConfigError(f"MODEL = {model!r} has no config that can be read: {error}") from error
     except Exception as error:  # noqa: BLE001 - whatever keeps the Hub's file from being fetched
-        raise ConfigError(f"MODEL = {model!r} has no config that can be read: {first_line(error)}") from error
+        raise ConfigError(f"MODEL = {model!r} has no config that can be read: {error_summary(error)}") from error
     if not changes:
         return config
     try:
@@ -66,4 +66,4 @@ def _without_weights(model: str, config: PreTrainedConfig) -> Any:
         with torch.device("meta"), without_output():
             return make(config)
     except Exception as error:  # noqa: BLE001 - a model class, of sizes that it was not made for
-        raise ConfigError(f"MODEL = {model!r}: no model can be made of its config: {first_line(error)}") from error
+        raise ConfigError(f"MODEL = {model!r}: no model can be made of its config: {error_summary(error)}") from error

@@ -15,13 +15,13 @@ from transformers import PreTrainedConfig
 from ..compat.torch_dtensor import local_tensor
 from ..config import MegatronConfig
 from ..core.fork_harness import first_reason, run_ranks
-from ..core.off_stage import own_parameters
+from ..core.off_stage import local_named_parameters
 from ..errors import RankError
 from ..integrations.transformers.verification_gate import ConfigUnderTest
 from ..models.fingerprint import is_rate, random_sites
 from ..parallel_state import parallel_state
 from .measure import loss_of_batch, on_device
-from .parity import UNBUILDABLE, Twin
+from .parity import UNBUILDABLE, TinyModel
 
 # Of some sites each draws one number a layer: ranks that draw apart agree half of the time.
 _RATE = 0.5
@@ -68,7 +68,7 @@ def _take_numbers(owner: Any, source: Any) -> None:
 
 
 def check_draws(
-    twin: Twin, layout: MegatronConfig, *, timeout: float = 120.0, device: str = "cpu"
+    tiny_model: TinyModel, layout: MegatronConfig, *, timeout: float = 120.0, device: str = "cpu"
 ) -> tuple[frozenset[str], str]:
     """Trains the twin with each of its rates on, then with all that may be, and ranks that were seeded differently.
 
@@ -78,44 +78,44 @@ def check_draws(
         the sites that drew random numbers while all replicated weights stayed bit-equal over the ranks, and what went
         wrong where not all of them did.
     """
-    together = sorted(rates(twin.model_on_meta().config))
+    together = sorted(rates(tiny_model.model_on_meta().config))
     if not together:
         return frozenset(), ""
-    alone = [[name] for name in together if _is_read(twin, name)]
+    alone = [[name] for name in together if _is_read(tiny_model, name)]
     if len(alone) < 2:
         # Then it is alone with those that nothing reads.
         alone = []
     last: _Outcome | None
     try:
-        *outcomes, last = _train(twin, layout, [*alone, together], timeout, device)
+        *outcomes, last = _train(tiny_model, layout, [*alone, together], timeout, device)
     except RankError:
         # One of them failed, and ended what others would have shown.
-        outcomes = [_train_alone(twin, layout, trial, timeout, device) for trial in alone]
+        outcomes = [_train_alone(tiny_model, layout, trial, timeout, device) for trial in alone]
         last = None
     apart = {name for [name], outcome in zip(alone, outcomes, strict=True) if outcome.problem}
-    alike = [name for name in together if name not in apart]
+    identical = [name for name in together if name not in apart]
     if last is None or apart:
-        last = _train_alone(twin, layout, alike, timeout, device)
-    trials = zip([*alone, alike], [*outcomes, last], strict=True)
+        last = _train_alone(tiny_model, layout, identical, timeout, device)
+    trials = zip([*alone, identical], [*outcomes, last], strict=True)
     said = {"+".join(names): outcome.problem for names, outcome in trials if outcome.problem}
     problem = "; ".join(f"{names}: {problem}" for names, problem in said.items())
     return (frozenset() if last.problem else last.sites), problem
 
 
-def _is_read(twin: Twin, name: str) -> bool:
+def _is_read(tiny_model: TinyModel, name: str) -> bool:
     """Tells whether one rate alone has the twin draw anything, or refuse it."""
-    config = twin.model_on_meta().config
+    config = tiny_model.model_on_meta().config
     set_rates(config, 0.0, rates(config))
     set_rates(config, _RATE, frozenset([name]))
-    model = _on_meta(twin, config)
+    model = _on_meta(tiny_model, config)
     return model is None or bool(random_sites(model))
 
 
-def _on_meta(twin: Twin, config: PreTrainedConfig) -> Any:
+def _on_meta(tiny_model: TinyModel, config: PreTrainedConfig) -> Any:
     """Makes the twin's model of another config, without weights; `None` where its class refuses that."""
     try:
         with torch.device("meta"):
-            return type(twin.model_on_meta())(config)
+            return type(tiny_model.model_on_meta())(config)
     except UNBUILDABLE:
         return None
 
@@ -128,25 +128,29 @@ class _Outcome:
     problem: str
 
 
-def _train_alone(twin: Twin, layout: MegatronConfig, trial: list[str], timeout: float, device: str) -> _Outcome:
+def _train_alone(
+    tiny_model: TinyModel, layout: MegatronConfig, trial: list[str], timeout: float, device: str
+) -> _Outcome:
     try:
-        [outcome] = _train(twin, layout, [trial], timeout, device)
+        [outcome] = _train(tiny_model, layout, [trial], timeout, device)
     except RankError as error:
         return _Outcome(frozenset(), first_reason(str(error)))
     return outcome
 
 
-def _train(twin: Twin, layout: MegatronConfig, trials: list[list[str]], timeout: float, device: str) -> list[_Outcome]:
+def _train(
+    tiny_model: TinyModel, layout: MegatronConfig, trials: list[list[str]], timeout: float, device: str
+) -> list[_Outcome]:
     """Trains the twin once for each list of rates, of which the last has all others."""
     under_test = ConfigUnderTest(**layout.to_dict())
     configs = []
     for trial in trials:
-        configs.append(twin.model_on_meta().config)
+        configs.append(tiny_model.model_on_meta().config)
         set_rates(configs[-1], _RATE, frozenset(trial))
-    others = [_on_meta(twin, config) for config in configs]
+    others = [_on_meta(tiny_model, config) for config in configs]
 
     def on_rank() -> list[tuple[frozenset[str], dict[str, torch.Tensor]]]:
-        model = twin.load(config=configs[-1], megatron_config=under_test)
+        model = tiny_model.load(config=configs[-1], megatron_config=under_test)
         start = [parameter.detach().clone() for parameter in model.parameters()]
         found = []
         for config, other in zip(configs, others, strict=True):
@@ -154,10 +158,10 @@ def _train(twin: Twin, layout: MegatronConfig, trials: list[list[str]], timeout:
                 _take_rates(model, other)
             if other is None or random_sites(model) != random_sites(other):
                 # A class that is made otherwise where a rate is zero, or not at all.
-                loaded = twin.load(config=config, megatron_config=under_test)
-                found.append(_trained(loaded, twin.batches))
+                loaded = tiny_model.load(config=config, megatron_config=under_test)
+                found.append(_trained(loaded, tiny_model.batches))
                 continue
-            found.append(_trained(model, twin.batches))
+            found.append(_trained(model, tiny_model.batches))
             with torch.no_grad():
                 for parameter, value in zip(model.parameters(), start, strict=True):
                     parameter.copy_(value)
@@ -191,6 +195,6 @@ def _replicated(model: Any) -> dict[str, torch.Tensor]:
     assert state is not None
     return {
         name: local_tensor(parameter.detach()).to("cpu", copy=True)
-        for name, parameter in own_parameters(model)
+        for name, parameter in local_named_parameters(model)
         if not state.placement(name).is_split
     }

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .audio_inputs import sound_forms
+from .audio_inputs import audio_inputs
 from .tiny_model import labels_of_decoder, plain_tokens
 
 _MASK = "attention_mask"
@@ -36,7 +36,7 @@ def make_speech_batch(
     if (books := getattr(model.config, "num_codebooks", None)) is not None:
         return _in_codebooks(model.config, books, labels, generator)
     problems: list[str] = []
-    for clips in sound_forms(model.config, asked, batch_size, generator, masks=(_MASK,)):
+    for clips in audio_inputs(model.config, asked, batch_size, generator, masks=(_MASK,)):
         batch = clips | {"labels": labels}
         try:
             _require_read(model, batch, next(iter(clips)))
@@ -50,8 +50,8 @@ def make_speech_batch(
 def _in_codebooks(config: Any, books: int, labels: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
     """Makes clips that are tokens of several codebooks beside each token of text `[batch, sequence, 1 + books]`."""
     text = labels.where(labels >= 0, config.pad_token_id)
-    sounds = torch.randint(config.codebook_vocab_size, (*labels.shape, books), generator=generator)
-    return {"input_ids": torch.cat([text[..., None], sounds], dim=-1), "labels": labels}
+    audio_clips = torch.randint(config.codebook_vocab_size, (*labels.shape, books), generator=generator)
+    return {"input_ids": torch.cat([text[..., None], audio_clips], dim=-1), "labels": labels}
 
 
 @torch.no_grad()

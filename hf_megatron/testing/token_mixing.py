@@ -2,7 +2,7 @@
 
 Attention is replaced by a function that hands each token its own value. Then one token is changed: a module whose
 outputs at other tokens change, though its inputs there do not, mixes tokens by itself. Context parallelism computes
-such modules on whole rows, so each has to be one that it knows (`ModelSpec.whole_blocks`).
+such modules on whole rows, so each has to be one that it knows (`ModelSpec.full_sequence_blocks`).
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..compat.transformers_models import attention_replaced
 from ..context_parallel.head_parallel_blocks import heads_to_share
-from ..models.full_sequence_blocks import find_whole_blocks
+from ..models.full_sequence_blocks import find_full_sequence_blocks
 from ..models.layers import find_layers
 from ..models.spec import ModelSpec
 from ..parallel_state import ParallelState
@@ -89,9 +89,9 @@ def find_token_mixing(model: nn.Module, batch: Mapping[str, Any], layers: str) -
             # Streams of several parts may stand before the rows.
             if calls is first or hidden.shape[:2] != (rows, tokens):
                 return None
-            clean = inputs[name].clone()
-            clean[:, place] = hidden[:, place]
-            return ((clean, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": clean})
+            cleared = inputs[name].clone()
+            cleared[:, place] = hidden[:, place]
+            return ((cleared, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": cleared})
 
         return cleaned
 
@@ -128,7 +128,7 @@ def find_token_mixing(model: nn.Module, batch: Mapping[str, Any], layers: str) -
 def unknown_mixing(model: nn.Module, spec: ModelSpec, batch: Mapping[str, Any]) -> str | None:
     """Says which modules mix tokens that context parallelism would compute on parts of rows; `None` if none does."""
     layers = find_layers(model, spec, "cp_size")
-    known = find_whole_blocks(model, spec, layers)
+    known = find_full_sequence_blocks(model, spec, layers)
     found = find_token_mixing(model, batch, layers)
     unknown = sorted(name for name in found if not any(f"{name}.".startswith(f"{block}.") for block in known))
     if not unknown:
@@ -137,15 +137,15 @@ def unknown_mixing(model: nn.Module, spec: ModelSpec, batch: Mapping[str, Any]) 
     return f"tokens meet in {unknown[0]} ({', '.join(sorted(kinds))}), which is no block on whole rows"
 
 
-def whole_share(model: nn.Module, state: ParallelState) -> float:
+def full_share(model: nn.Module, state: ParallelState) -> float:
     """Returns the share of the layers' parameters whose compute context parallelism does not share out.
 
     Args:
         state (`ParallelState`): the plan of this model, or of one with fewer layers.
     """
     layers = find_layers(model, state.spec, "cp_size")
-    blocks = find_whole_blocks(model, state.spec, layers)
+    blocks = find_full_sequence_blocks(model, state.spec, layers)
     known = [name for name in blocks if heads_to_share(model.get_submodule(name), name, state) is None]
     sizes = {name: parameter.numel() for name, parameter in model.get_submodule(layers).named_parameters(prefix=layers)}
-    whole = sum(size for name, size in sizes.items() if any(name.startswith(f"{block}.") for block in known))
-    return whole / max(1, sum(sizes.values()))
+    unsharded = sum(size for name, size in sizes.items() if any(name.startswith(f"{block}.") for block in known))
+    return unsharded / max(1, sum(sizes.values()))

@@ -27,7 +27,7 @@ from hf_megatron.checkpoint.async_save import AsyncSaver
 from hf_megatron.checkpoint.discovery import find, is_committed, latest
 from hf_megatron.checkpoint.manifest import MANIFEST
 from hf_megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from hf_megatron.checkpoint.tensor_chunks import Box, Piece
+from hf_megatron.checkpoint.tensor_chunks import LocalChunk, TensorChunk
 from hf_megatron.checkpoint.transaction import Transaction
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import CheckpointError, RankError
@@ -51,10 +51,10 @@ def values(step):
 
 def pieces(step, rank, ranks=2):
     width = 2 * ENTRIES // ranks
-    data, box = values(step)[rank * width : (rank + 1) * width], (Box((rank * width,), (width,)),)
+    data, box = values(step)[rank * width : (rank + 1) * width], (TensorChunk((rank * width,), (width,)),)
     return [
-        Piece("weight", (2 * ENTRIES,), box, data),
-        Piece("exponential", (2 * ENTRIES,), box, data.double().exp()),
+        LocalChunk("weight", (2 * ENTRIES,), box, data),
+        LocalChunk("exponential", (2 * ENTRIES,), box, data.double().exp()),
     ]
 
 
@@ -73,7 +73,7 @@ def load(path):
     assert sorted(checkpoint.names()) == sorted(expected)
     for name, tensor in expected.items():
         out = torch.empty_like(tensor)
-        checkpoint.read(name, [Box((0,), (2 * ENTRIES,))], out)
+        checkpoint.read(name, [TensorChunk((0,), (2 * ENTRIES,))], out)
         assert torch.equal(out, tensor)
     return step
 
@@ -392,10 +392,12 @@ def test_fault_12_extra_and_missing_names(parent):
 def test_fault_12_entries_that_nobody_saved(tmp_path):
     with Transaction(tmp_path / "step-1") as transaction:
         for number in range(2):
-            transaction.write([Piece("x", (9,), (Box((0,), (5,)),), torch.ones(5))], file=f"{number}.safetensors")
+            transaction.write(
+                [LocalChunk("x", (9,), (TensorChunk((0,), (5,)),), torch.ones(5))], file=f"{number}.safetensors"
+            )
     out = torch.zeros(9)
     with pytest.raises(CheckpointError, match="x: 4 of 9 entries are in no file"):
-        Checkpoint(tmp_path / "step-1").read("x", [Box((0,), (9,))], out)
+        Checkpoint(tmp_path / "step-1").read("x", [TensorChunk((0,), (9,))], out)
     assert out.sum() == 0
 
 
@@ -403,14 +405,14 @@ def test_fault_13_shape_and_dtype_mismatch(parent):
     checkpoint, size = Checkpoint(parent / "step-1"), 2 * ENTRIES
     with pytest.raises(CheckpointError, match=r"weight is \[6000\], expected \[5999\]"):
         checkpoint.compare({"weight": (5999,), "exponential": (6000,)})
-    for boxes in ([Box((1,), (size,))], [Box((0, 0), (size, 1))], [Box((-1,), (size,))]):
+    for boxes in ([TensorChunk((1,), (size,))], [TensorChunk((0, 0), (size, 1))], [TensorChunk((-1,), (size,))]):
         with pytest.raises(CheckpointError, match="weight: the box"):
             checkpoint.read("weight", boxes, torch.empty(size))
     out = torch.zeros(size, dtype=torch.bfloat16)
     with pytest.raises(CheckpointError, match="weight is torch.float32 and torch.bfloat16 was asked for; pass cast"):
-        checkpoint.read("weight", [Box((0,), (size,))], out)
+        checkpoint.read("weight", [TensorChunk((0,), (size,))], out)
     assert out.sum() == 0
-    checkpoint.read("weight", [Box((0,), (size,))], out, cast=True)
+    checkpoint.read("weight", [TensorChunk((0,), (size,))], out, cast=True)
     assert torch.equal(out, values(1).bfloat16())
 
 
@@ -419,8 +421,10 @@ def test_fault_13_ranks_disagree_about_a_tensor(tmp_path):
         pytest.raises(CheckpointError, match="x is .*float32 on one rank and .*float64"),
         Transaction(tmp_path / "step-1") as transaction,
     ):
-        transaction.write([Piece("x", (1,), (Box((0,), (1,)),), torch.ones(1))], file="a.safetensors")
-        transaction.write([Piece("x", (1,), (Box((0,), (1,)),), torch.ones(1).double())], file="b.safetensors")
+        transaction.write([LocalChunk("x", (1,), (TensorChunk((0,), (1,)),), torch.ones(1))], file="a.safetensors")
+        transaction.write(
+            [LocalChunk("x", (1,), (TensorChunk((0,), (1,)),), torch.ones(1).double())], file="b.safetensors"
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -496,7 +500,7 @@ def test_fault_24_malicious_shard(parent, content):
     with pytest.raises(CheckpointError, match=r"shard-00000|no tensor"):
         checkpoint = Checkpoint(parent / "step-1")
         checkpoint.verify()
-        checkpoint.read("weight", [Box((0,), (2 * ENTRIES,))], torch.empty(2 * ENTRIES))
+        checkpoint.read("weight", [TensorChunk((0,), (2 * ENTRIES,))], torch.empty(2 * ENTRIES))
 
 
 def malicious(tensor):
@@ -529,7 +533,7 @@ def test_fault_24_malicious_manifest(parent, name):
     edit_manifest(parent / "step-1", lambda content: malicious(content["tensors"]["weight"])[name]())
     with pytest.raises(CheckpointError):
         checkpoint = Checkpoint(parent / "step-1")
-        checkpoint.read("weight", [Box((0,), (2 * ENTRIES,))], torch.empty(2 * ENTRIES))
+        checkpoint.read("weight", [TensorChunk((0,), (2 * ENTRIES,))], torch.empty(2 * ENTRIES))
 
 
 class Bomb:

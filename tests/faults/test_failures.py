@@ -198,8 +198,8 @@ def test_ranks_that_fail_alike_say_so_once(stories, start, tmp_path):
     job = start("alike", fail_alike, tmp_path / "cut")
     assert job.wait(LONG) == {0: 1, 1: 1}
     texts = [job.text(rank) for rank in (0, 1)]
-    told = [text for text in texts if "Traceback" in text]
-    assert len(told) == 1 and "cut/model.safetensors: tensor" in told[0], texts
+    reported = [text for text in texts if "Traceback" in text]
+    assert len(reported) == 1 and "cut/model.safetensors: tensor" in reported[0], texts
     assert sum("failed like rank" in text for text in texts) == 1, texts
 
 
@@ -472,7 +472,7 @@ def test_watch_is_one_per_process_group_and_puts_everything_back(stories):
         before = sys.excepthook
         for _ in range(2):
             AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
-        running = [thread for thread in watchdog.threading.enumerate() if isinstance(thread, watchdog.RankWatch)]
+        running = [thread for thread in watchdog.threading.enumerate() if isinstance(thread, watchdog.RankWatchdog)]
         assert len(running) == 1 and running[0].daemon and sys.excepthook == running[0]._on_exception
         time.sleep(1.5)
         assert set(running[0]._read_beats()) == {1 - dist.get_rank()}

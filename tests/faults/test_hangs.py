@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
 from hf_megatron.cli import app
-from hf_megatron.compat.shard_safe import works_on_parts
+from hf_megatron.compat.shard_safe import shard_safe
 from hf_megatron.config import MegatronConfig
 from hf_megatron.core.communication.flight_recorder import write_flight_record
 from hf_megatron.core.fork_harness import run_ranks
@@ -114,7 +114,7 @@ def test_who_calls_something_else(tmp_path):
     assert "differs" in result.output
 
 
-@works_on_parts
+@shard_safe
 def _sleep(*args):
     time.sleep(TIMEOUT + 3)
 

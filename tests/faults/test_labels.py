@@ -8,19 +8,19 @@ import torch
 from hf_megatron import prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
-from tests.integration.dp_training import batch, error_of, layout, load, own_rows, ranks_of, snapshot, unmoved
+from tests.integration.dp_training import batch, error_of, layout, load, local_samples, ranks_of, snapshot, unmoved
 
 LAYOUTS = ["dp2", "dp2+zero0", "tp2+dp2+zero2", "tp2+sp+dp2", "dp2+zero3"]
 
 
 def ignored(rank, ranks=2):
     """A batch in which the rows of one dp rank have no label; of every rank with `None`."""
-    whole = batch(0)
-    labels = whole["labels"].clone()
+    unsharded = batch(0)
+    labels = unsharded["labels"].clone()
     for index, rows in enumerate(labels.tensor_split(ranks)):
         if rank in (index, None):
             rows.fill_(-100)
-    return whole | {"labels": labels}
+    return unsharded | {"labels": labels}
 
 
 def local_norms(model):
@@ -39,7 +39,7 @@ def test_fault_23_all_labels_ignored_on_one_dp_rank(stories, text, rank):
 
     def run(model, lr=0.1):
         optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=lr))
-        loss = model(**own_rows(model, ignored(rank))).loss
+        loss = model(**local_samples(model, ignored(rank))).loss
         assert loss.item() == pytest.approx(expected, rel=1e-5)
         loss.backward()
         optimizer.step()
@@ -55,7 +55,7 @@ def test_fault_23_all_labels_of_the_whole_batch_ignored(stories, text):
         model = load(stories, layout(text))
         before = snapshot(model)
         optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        loss = model(**own_rows(model, ignored(None))).loss
+        loss = model(**local_samples(model, ignored(None))).loss
         loss.backward()
         norms = local_norms(model)
         optimizer.step()
@@ -74,7 +74,7 @@ def test_each_ranks_own_mean_is_found(stories):
 
     def run(model):
         optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        model(**own_rows(model, ignored(1))).loss.backward()
+        model(**local_samples(model, ignored(1))).loss.backward()
         optimizer.step()
 
     assert not error_of(stories, run, layout("dp2"), sabotage) < 1e-2

@@ -18,7 +18,7 @@ from tests.integration.dp_training import (
     error_of,
     layout,
     load,
-    own_rows,
+    local_samples,
     ranks_of,
     snapshot,
     train,
@@ -99,7 +99,7 @@ def test_every_rank_skips_and_training_goes_on(stories, text, value):
         if parallel_state(model) is not None:
             engine, weights, state = parallel_state(model).data_parallel, snapshot(model), state_of(optimizer)
             optimizer.zero_grad()
-            loss = model(**own_rows(model, batch(99))).loss
+            loss = model(**local_samples(model, batch(99))).loss
             (loss * value if dist.get_rank() == 1 else loss).backward()
             optimizer.step()
             assert optimizer._hf_megatron.step_was_skipped and engine.skipped_steps == 1
@@ -168,7 +168,7 @@ def test_an_accelerate_scheduler_waits_for_skipped_steps(stories, text, clipped)
         seen = []
         for spoiled in (False, True, False):
             handle = spoil_an_entry(model, 1) if spoiled else None
-            accelerator.backward(model(**own_rows(model, batch(3))).loss)
+            accelerator.backward(model(**local_samples(model, batch(3))).loss)
             if clipped:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

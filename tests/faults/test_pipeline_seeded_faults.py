@@ -14,14 +14,14 @@ from hf_megatron.pipeline_parallel.boundary import StageBoundary
 from hf_megatron.pipeline_parallel.loss_grad_scale import ScheduledGradients
 from hf_megatron.pipeline_parallel.p2p import Transport
 from hf_megatron.testing.check import parse_layouts
-from hf_megatron.testing.parity import check_twin
-from tests.shared_twins import make_twin
+from hf_megatron.testing.parity import check_tiny_model
+from tests.shared_twins import make_tiny_model
 
 
 @pytest.fixture(scope="module")
-def twin():
+def tiny_model():
     """Tied embeddings, several microbatches per call and two calls per step."""
-    return make_twin(CONFIG_MAPPING["gemma2"](), microbatches=2, batch_size=5)
+    return make_tiny_model(CONFIG_MAPPING["gemma2"](), microbatches=2, batch_size=5)
 
 
 def drop_the_gradient_of_a_stage():
@@ -120,9 +120,9 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_fault_is_found(twin, fault):
+def test_fault_is_found(tiny_model, fault):
     [layout] = parse_layouts("pp2")
-    comparison = check_twin(twin, layout, sabotage=fault)
+    comparison = check_tiny_model(tiny_model, layout, sabotage=fault)
     assert not comparison.passed, comparison.worst
     assert comparison.worst.value > 10
 
@@ -139,11 +139,11 @@ def add_up_weights_of_the_last_microbatch_only():
     executor.backward_weights = backward_weights
 
 
-def test_faults_of_a_split_backward_are_found(twin):
+def test_faults_of_a_split_backward_are_found(tiny_model):
     [layout] = parse_layouts("pp2")
     layout = dataclasses.replace(layout, pipeline_schedule="zbv")
-    assert check_twin(twin, layout).passed
-    comparison = check_twin(twin, layout, sabotage=add_up_weights_of_the_last_microbatch_only)
+    assert check_tiny_model(tiny_model, layout).passed
+    comparison = check_tiny_model(tiny_model, layout, sabotage=add_up_weights_of_the_last_microbatch_only)
     assert not comparison.passed and comparison.worst.value > 10
 
 
@@ -163,17 +163,17 @@ def forget_that_reduction_comes_last():
     ScheduledGradients.before_backward = before_backward
 
 
-def test_faults_with_data_parallelism_are_found(twin):
+def test_faults_with_data_parallelism_are_found(tiny_model):
     [layout] = parse_layouts("pp2+dp2+zero1")
-    comparison = check_twin(twin, layout, sabotage=average_over_stages_instead_of_dp_ranks)
+    comparison = check_tiny_model(tiny_model, layout, sabotage=average_over_stages_instead_of_dp_ranks)
     assert not comparison.passed and comparison.worst.value > 10
     # A tied weight's gradient comes last in any case.
-    untied = make_twin(CONFIG_MAPPING["llama"](), microbatches=2, batch_size=5)
+    untied = make_tiny_model(CONFIG_MAPPING["llama"](), microbatches=2, batch_size=5)
     with pytest.raises(RankError, match="another gradient after it was reduced"):
-        check_twin(untied, layout, sabotage=forget_that_reduction_comes_last)
+        check_tiny_model(untied, layout, sabotage=forget_that_reduction_comes_last)
 
 
-def test_a_twin_without_faults_passes(twin):
+def test_a_twin_without_faults_passes(tiny_model):
     for layout in parse_layouts("pp2,pp2+dp2+zero1"):
-        assert check_twin(twin, layout).passed
-    assert (twin.batches[0]["labels"][1] == -100).all()
+        assert check_tiny_model(tiny_model, layout).passed
+    assert (tiny_model.batches[0]["labels"][1] == -100).all()

@@ -10,13 +10,13 @@ from hf_megatron.data_parallel import bucket_reducer, distributed_optimizer, gra
 from hf_megatron.data_parallel.buckets import Bucket, Slot
 from hf_megatron.tensor_parallel import region, vocab_parallel_head
 from hf_megatron.testing.check import parse_layouts
-from hf_megatron.testing.parity import check_twin
-from tests.shared_twins import make_twin
+from hf_megatron.testing.parity import check_tiny_model
+from tests.shared_twins import make_tiny_model
 
 
 @pytest.fixture(scope="module")
-def twin():
-    return make_twin(CONFIG_MAPPING["qwen3"](), microbatches=2)
+def tiny_model():
+    return make_tiny_model(CONFIG_MAPPING["qwen3"](), microbatches=2)
 
 
 def drop_forward_all_reduce():
@@ -73,30 +73,30 @@ SEQUENCE_PARALLEL = [
 
 
 @pytest.mark.parametrize("fault", TENSOR_PARALLEL, ids=lambda fault: fault.__name__)
-def test_tensor_parallel_fault_is_found(twin, fault):
+def test_tensor_parallel_fault_is_found(tiny_model, fault):
     [layout] = parse_layouts("tp2")
-    assert not check_twin(twin, layout, sabotage=fault).passed
+    assert not check_tiny_model(tiny_model, layout, sabotage=fault).passed
 
 
-def test_tensor_parallel_is_equal_without_a_fault(twin):
+def test_tensor_parallel_is_equal_without_a_fault(tiny_model):
     [layout] = parse_layouts("tp2")
-    assert check_twin(twin, layout).passed
+    assert check_tiny_model(tiny_model, layout).passed
 
 
 @pytest.mark.parametrize("fault", SEQUENCE_PARALLEL, ids=lambda fault: fault.__name__)
-def test_sequence_parallel_fault_is_found(twin, fault):
+def test_sequence_parallel_fault_is_found(tiny_model, fault):
     [layout] = parse_layouts("tp2+sp")
-    assert not check_twin(twin, layout, sabotage=fault).passed
+    assert not check_tiny_model(tiny_model, layout, sabotage=fault).passed
 
 
-def test_sequence_parallel_is_equal_without_a_fault(twin):
+def test_sequence_parallel_is_equal_without_a_fault(tiny_model):
     [layout] = parse_layouts("tp2+sp")
-    assert check_twin(twin, layout).passed
+    assert check_tiny_model(tiny_model, layout).passed
 
 
 def test_missing_copies_sum_is_found():
     """Four ranks share one KV head; without the sum each keeps a quarter of its gradient."""
-    twin = make_twin(CONFIG_MAPPING["llama"](), changes={"num_key_value_heads": 1})
+    tiny_model = make_tiny_model(CONFIG_MAPPING["llama"](), changes={"num_key_value_heads": 1})
     [layout] = parse_layouts("tp4")
 
     def forget():
@@ -104,7 +104,7 @@ def test_missing_copies_sum_is_found():
 
         ParallelLinear.copies_group = property(lambda self: None)
 
-    comparison = check_twin(twin, layout, sabotage=forget)
+    comparison = check_tiny_model(tiny_model, layout, sabotage=forget)
     assert not comparison.passed
     assert "k_proj" in comparison.worst.quantity or "v_proj" in comparison.worst.quantity
 
@@ -115,19 +115,19 @@ def test_missing_copies_sum_is_found():
 @pytest.fixture(scope="module")
 def uneven_twin():
     """Five rows: dp ranks with unequal numbers of rows and labels."""
-    return make_twin(CONFIG_MAPPING["llama"](), microbatches=2, batch_size=5)
+    return make_tiny_model(CONFIG_MAPPING["llama"](), microbatches=2, batch_size=5)
 
 
 def last_rank_left_out_of_the_reduction():
-    original = Bucket.close_rows
+    original = Bucket.seal_buffer
 
-    def close_rows(self):
+    def seal_buffer(self):
         rows = original(self)
         if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
             rows[:, : self.width].zero_()
         return rows
 
-    Bucket.close_rows = close_rows
+    Bucket.seal_buffer = seal_buffer
 
 
 def sum_instead_of_average():
@@ -192,10 +192,10 @@ DATA_PARALLEL = [
 @pytest.mark.parametrize(("fault", "layout"), DATA_PARALLEL, ids=lambda value: getattr(value, "__name__", value))
 def test_data_parallel_fault_is_found(uneven_twin, fault, layout):
     [config] = parse_layouts(layout)
-    assert not check_twin(uneven_twin, config, sabotage=fault).passed
+    assert not check_tiny_model(uneven_twin, config, sabotage=fault).passed
 
 
 @pytest.mark.parametrize("layout", sorted({layout for _, layout in DATA_PARALLEL}))
 def test_data_parallel_is_equal_without_a_fault(uneven_twin, layout):
     [config] = parse_layouts(layout)
-    assert check_twin(uneven_twin, config).passed
+    assert check_tiny_model(uneven_twin, config).passed

@@ -11,7 +11,7 @@ from typing import Any
 from hf_megatron.errors import ConfigError
 from tests.fuzz.cases import LAYOUTS, draw_case
 from tests.fuzz.models import MODELS
-from tests.fuzz.patterns import HABITS
+from tests.fuzz.patterns import LOOP_PATTERNS
 from tests.fuzz.runner import run_cases
 from tests.fuzz.script import reproduction
 from tests.fuzz.shrinking import shrink
@@ -67,7 +67,7 @@ def run_campaign(
     Raises:
         ConfigError: a name in `only` or `layouts` that is none.
     """
-    for names, known, what in ((only, {*MODELS, *HABITS}, "only"), (layouts, set(LAYOUTS), "layouts")):
+    for names, known, what in ((only, {*MODELS, *LOOP_PATTERNS}, "only"), (layouts, set(LAYOUTS), "layouts")):
         if wrong := [name for name in names if name not in known]:
             raise ConfigError(f"{what}: {wrong[0]!r} is none of {', '.join(sorted(known))}.")
     done = {row["number"] for row in read_log(log) if row["seed"] == seed} if log else set()
@@ -88,7 +88,7 @@ def run_campaign(
                 with log.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
     counts = Counter(row["verdict"] for row in rows)
-    echo(f"{len(rows)} cases: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
+    echo(f"{len(rows)} cases: " + ", ".join(f"{count} {judgment}" for judgment, count in counts.most_common()))
     return rows
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.fuzz.models import MODELS, draw_features, has, is_random, simplest
-from tests.fuzz.patterns import HABITS, habits_of
+from tests.fuzz.patterns import LOOP_PATTERNS, habits_of
 
 BATCH: Mapping[str, Any] = {
     "rows": 4,
@@ -47,35 +47,37 @@ def ranks_of(layout: Mapping[str, Any]) -> int:
 
 def fits(case: Mapping[str, Any], name: str) -> bool:
     """Tells whether a habit makes sense for a case's model, loop and layout."""
-    habit = HABITS[name]
-    if case["loop"] == "trainer" and (habit.loop or not habit.made or habit.before_step or habit.after_step):
+    loop_pattern = LOOP_PATTERNS[name]
+    if case["loop"] == "trainer" and (
+        loop_pattern.loop or not loop_pattern.made or loop_pattern.before_step or loop_pattern.after_step
+    ):
         return False
-    return all(has(case, need) for need in habit.needs) and habit.loop in ("", case["loop"])
+    return all(has(case, need) for need in loop_pattern.needs) and loop_pattern.loop in ("", case["loop"])
 
 
 def together(names: Sequence[str], layout: Mapping[str, Any]) -> bool:
     """Tells whether habits take different places, and mean the same loss on a layout."""
     taken: set[str] = set()
-    habits = habits_of(names)
-    has_parts = layout.get("dp_size", 1) > 1 and any(habit.local for habit in habits)
-    if has_parts and any(habit.of_whole for habit in habits):
+    loop_patterns = habits_of(names)
+    has_parts = layout.get("dp_size", 1) > 1 and any(loop_pattern.local for loop_pattern in loop_patterns)
+    if has_parts and any(loop_pattern.of_full for loop_pattern in loop_patterns):
         return False
-    for habit in habits:
-        own = {place for place in ("forward", "backward", "step", "clear", "batch") if getattr(habit, place)}
+    for loop_pattern in loop_patterns:
+        own = {place for place in ("forward", "backward", "step", "clear", "batch") if getattr(loop_pattern, place)}
         if taken & own:
             return False
         taken |= own
     return True
 
 
-def simple_case(layout: str, habit: str, model: str = "llama", **changes: Any) -> dict[str, Any]:
+def simple_case(layout: str, loop_pattern: str, model: str = "llama", **changes: Any) -> dict[str, Any]:
     """Makes the case of one habit on one layout."""
     case = simplest(model) | {
         "layout": dict(LAYOUTS[layout][0]),
-        "habits": [habit],
+        "habits": [loop_pattern],
         "batch": dict(BATCH),
         "way": "from_pretrained",
-        "loop": HABITS[habit].loop or "plain",
+        "loop": LOOP_PATTERNS[loop_pattern].loop or "plain",
         "optimizer": "sgd",
         "dtype": "float32",
         "seed": 0,
@@ -121,18 +123,18 @@ def draw_case(seed: int, number: int, only: Sequence[str] = (), layouts: Sequenc
     case["optimizer"] = chance.choice(("sgd", "sgd", "sgd", "adamw"))
     case["seed"] = chance.randrange(1_000_000)
     case["rate"] = 1.0
-    possible = [name for name in HABITS if fits(case, name) and not HABITS[name].slow]
+    possible = [name for name in LOOP_PATTERNS if fits(case, name) and not LOOP_PATTERNS[name].slow]
     asked = [name for name in possible if name in only]
-    habits = [chance.choice(asked or possible)]
+    loop_patterns = [chance.choice(asked or possible)]
     if not asked and chance.random() < 0.4:
         second = chance.choice(possible)
-        if second not in habits and together([*habits, second], case["layout"]):
-            habits.append(second)
-    case["habits"] = habits
+        if second not in loop_patterns and together([*loop_patterns, second], case["layout"]):
+            loop_patterns.append(second)
+    case["habits"] = loop_patterns
     return case
 
 
 def draws(case: Mapping[str, Any]) -> bool:
     """Tells whether a case is random, so that only its ranks can be compared."""
-    habits = habits_of(case["habits"])
-    return is_random(case["config"]) or any(habit.random for habit in habits)
+    loop_patterns = habits_of(case["habits"])
+    return is_random(case["config"]) or any(loop_pattern.random for loop_pattern in loop_patterns)

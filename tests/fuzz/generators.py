@@ -7,19 +7,19 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.fuzz.pattern import Habit
+from tests.fuzz.pattern import LoopPattern
 
 
-def config_of(case: Mapping[str, Any], habits: Sequence[Habit]) -> Any:
+def config_of(case: Mapping[str, Any], loop_patterns: Sequence[LoopPattern]) -> Any:
     """Makes the config of a case's model."""
-    changes = {name: value for habit in habits for name, value in habit.changes.items()}
+    changes = {name: value for loop_pattern in loop_patterns for name, value in loop_pattern.changes.items()}
     return transformers.AutoConfig.for_model(case["type"], **{**case["config"], **changes})
 
 
-def draw_model(case: Mapping[str, Any], habits: Sequence[Habit], folder: str) -> None:
+def draw_model(case: Mapping[str, Any], loop_patterns: Sequence[LoopPattern], folder: str) -> None:
     """Saves a model with drawn weights: no norm is all ones and no bias all zeros."""
     torch.manual_seed(case["seed"])
-    config = config_of(case, habits)
+    config = config_of(case, loop_patterns)
     model = getattr(transformers, case["class"]).from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -32,9 +32,12 @@ def draw_model(case: Mapping[str, Any], habits: Sequence[Habit], folder: str) ->
     model.save_pretrained(folder)
 
 
-def batches_of(case: Mapping[str, Any], habits: Sequence[Habit]) -> list[list[dict[str, Tensor]]]:
+def batches_of(case: Mapping[str, Any], loop_patterns: Sequence[LoopPattern]) -> list[list[dict[str, Tensor]]]:
     """Draws the microbatches of each step, whole: `input_ids`, `attention_mask`, `labels` of `[rows, length]`."""
-    wanted = {**case["batch"], **{name: value for habit in habits for name, value in habit.batch.items()}}
+    wanted = {
+        **case["batch"],
+        **{name: value for loop_pattern in loop_patterns for name, value in loop_pattern.batch.items()},
+    }
     generator = torch.Generator().manual_seed(case["seed"] + 1)
     steps = []
     for step in range(wanted["steps"]):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_megatron.core.off_stage import own_parameters
+from hf_megatron.core.off_stage import local_named_parameters
 from tests.fuzz.loop import Loop
-from tests.fuzz.pattern import Habit
+from tests.fuzz.pattern import LoopPattern
 
 
 def _bind_early() -> Callable[..., Any]:
@@ -165,7 +165,7 @@ def _looking_hooks(loop: Loop) -> None:
 
 def _has_seen(loop: Loop) -> None:
     # Hooks on weights of other stages run there: only whether every own one saw a gradient is the same everywhere.
-    own = [parameter for _, parameter in own_parameters(loop.model) if parameter.requires_grad]
+    own = [parameter for _, parameter in local_named_parameters(loop.model) if parameter.requires_grad]
     loop.log("hooks that saw a gradient", loop.kept["seen"] >= len(own))
 
 
@@ -187,55 +187,57 @@ def _without_no_sync(loop: Loop) -> None:
 _TWO = {"accumulation": 2}
 
 GRADIENT_HABITS = (
-    Habit("plain", "loss, backward, step, `optimizer.zero_grad()`"),
-    Habit("model cleared", "`model.zero_grad()`", clear=_clear_model),
-    Habit("cleared by hand", "`p.grad = None` for every parameter", clear=_clear_by_hand),
-    Habit("zeroed in place", "`optimizer.zero_grad(set_to_none=False)`", clear=_zero_in_place),
-    Habit(
+    LoopPattern("plain", "loss, backward, step, `optimizer.zero_grad()`"),
+    LoopPattern("model cleared", "`model.zero_grad()`", clear=_clear_model),
+    LoopPattern("cleared by hand", "`p.grad = None` for every parameter", clear=_clear_by_hand),
+    LoopPattern("zeroed in place", "`optimizer.zero_grad(set_to_none=False)`", clear=_zero_in_place),
+    LoopPattern(
         "zeroed then frozen",
         "`zero_grad(set_to_none=False)`, then freezing a parameter that has stepped",
         clear=_zero_in_place,
         after_step=_freeze_after_first,
         acts=1,
     ),
-    Habit("frozen", "training without norms, biases and embeddings", made=_freeze_from_start),
-    Habit("frozen by place", "freezing the first half of `list(model.parameters())`", made=_freeze_first_half),
-    Habit("scaled by place", "a factor for each place in `model.parameters()`", before_step=_scale_by_place),
-    Habit("frozen later", "freezing after the first step", after_step=_freeze_after_first, acts=1),
-    Habit(
+    LoopPattern("frozen", "training without norms, biases and embeddings", made=_freeze_from_start),
+    LoopPattern("frozen by place", "freezing the first half of `list(model.parameters())`", made=_freeze_first_half),
+    LoopPattern("scaled by place", "a factor for each place in `model.parameters()`", before_step=_scale_by_place),
+    LoopPattern("frozen later", "freezing after the first step", after_step=_freeze_after_first, acts=1),
+    LoopPattern(
         "frozen and thawed",
         "freezing after the first step, thawing after the second",
         after_step=_freeze_then_thaw,
         acts=1,
     ),
-    Habit("clipped bound early", "`clip_grad_norm_` imported before this library", before_step=_early_clipping),
-    Habit("clipped", "`torch.nn.utils.clip_grad_norm_`", before_step=_late_clipping),
-    Habit("clipped by infinity", "`clip_grad_norm_(norm_type=inf)`", before_step=_infinite_clipping),
-    Habit("clipped in part", "`clip_grad_norm_` of some parameters", before_step=_clipping_of_a_part),
-    Habit(
+    LoopPattern("clipped bound early", "`clip_grad_norm_` imported before this library", before_step=_early_clipping),
+    LoopPattern("clipped", "`torch.nn.utils.clip_grad_norm_`", before_step=_late_clipping),
+    LoopPattern("clipped by infinity", "`clip_grad_norm_(norm_type=inf)`", before_step=_infinite_clipping),
+    LoopPattern("clipped in part", "`clip_grad_norm_` of some parameters", before_step=_clipping_of_a_part),
+    LoopPattern(
         "clipped by Accelerate",
         "`accelerator.clip_grad_norm_`",
         before_step=_accelerates_clipping,
         loop="accelerate",
     ),
-    Habit("value clipped", "`clip_grad_value_`", before_step=_value_clipping),
-    Habit("total norm", "`get_total_norm` of all gradients, logged", before_step=_total_norm),
-    Habit(
+    LoopPattern("value clipped", "`clip_grad_value_`", before_step=_value_clipping),
+    LoopPattern("total norm", "`get_total_norm` of all gradients, logged", before_step=_total_norm),
+    LoopPattern(
         "norm by hand",
         "`p.grad.norm().item() ** 2` of all summed",
         before_step=_norm_by_hand,
     ),
-    Habit("gradients scaled", "`p.grad.mul_(0.5)`", before_step=_scale_by_hand),
-    Habit("gradient rows zeroed", "`p.grad[:50].zero_()` of embedding and head", before_step=_zero_rows),
-    Habit("gradient rows assigned", "`p.grad[:50] = 0` of embedding and head", before_step=_assign_rows),
-    Habit("gradient masked", "`p.grad.mul_(mask)`, the mask a plain tensor", before_step=_mask_rows),
-    Habit("autograd.grad", "`torch.autograd.grad(loss, parameters)`", backward=_gradients_of_autograd),
-    Habit("gradient hooks", "`p.register_hook` that scales", made=_halving_hooks),
-    Habit("accumulation hooks", "`p.register_post_accumulate_grad_hook`", made=_looking_hooks, before_step=_has_seen),
-    Habit("gradients of modules", "`module.weight.grad` of norms read in a log", before_step=_read_of_modules),
-    Habit("backward twice", "`retain_graph=True` and a second backward", backward=_second_backward),
-    Habit("accumulated", "two equal microbatches, the first inside `no_sync`", batch=_TWO),
-    Habit("accumulated unevenly", "microbatches of unequal rows", batch={**_TWO, "uneven": True}),
-    Habit("accumulated synchronised", "two backwards without `no_sync`", made=_without_no_sync, batch=_TWO),
-    Habit("accumulated by Accelerate", "`accelerator.accumulate`", loop="accelerate", batch=_TWO),
+    LoopPattern("gradients scaled", "`p.grad.mul_(0.5)`", before_step=_scale_by_hand),
+    LoopPattern("gradient rows zeroed", "`p.grad[:50].zero_()` of embedding and head", before_step=_zero_rows),
+    LoopPattern("gradient rows assigned", "`p.grad[:50] = 0` of embedding and head", before_step=_assign_rows),
+    LoopPattern("gradient masked", "`p.grad.mul_(mask)`, the mask a plain tensor", before_step=_mask_rows),
+    LoopPattern("autograd.grad", "`torch.autograd.grad(loss, parameters)`", backward=_gradients_of_autograd),
+    LoopPattern("gradient hooks", "`p.register_hook` that scales", made=_halving_hooks),
+    LoopPattern(
+        "accumulation hooks", "`p.register_post_accumulate_grad_hook`", made=_looking_hooks, before_step=_has_seen
+    ),
+    LoopPattern("gradients of modules", "`module.weight.grad` of norms read in a log", before_step=_read_of_modules),
+    LoopPattern("backward twice", "`retain_graph=True` and a second backward", backward=_second_backward),
+    LoopPattern("accumulated", "two equal microbatches, the first inside `no_sync`", batch=_TWO),
+    LoopPattern("accumulated unevenly", "microbatches of unequal rows", batch={**_TWO, "uneven": True}),
+    LoopPattern("accumulated synchronised", "two backwards without `no_sync`", made=_without_no_sync, batch=_TWO),
+    LoopPattern("accumulated by Accelerate", "`accelerator.accumulate`", loop="accelerate", batch=_TWO),
 )

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_megatron.config import MegatronConfig
-from hf_megatron.core.off_stage import own_parameters
+from hf_megatron.core.off_stage import local_named_parameters
 from hf_megatron.data_parallel.distributed_optimizer import prepare_optimizer
 from tests.fuzz.generators import batches_of, config_of
-from tests.fuzz.pattern import Habit
+from tests.fuzz.pattern import LoopPattern
 
 
 def number(value: Any) -> float:
@@ -42,8 +42,8 @@ class Loop:
         logged: names and numbers, in order.
     """
 
-    def __init__(self, case: Mapping[str, Any], habits: Sequence[Habit], folder: str, on_ranks: bool):
-        self.case, self.habits, self.on_ranks = case, habits, on_ranks
+    def __init__(self, case: Mapping[str, Any], loop_patterns: Sequence[LoopPattern], folder: str, on_ranks: bool):
+        self.case, self.loop_patterns, self.on_ranks = case, loop_patterns, on_ranks
         self.folder = folder
         layout = case["layout"] if on_ranks else {}
         self.replica_ranks = math.prod(layout.get(f"{axis}_size", 1) for axis in ("tp", "cp", "pp"))
@@ -55,7 +55,7 @@ class Loop:
         self.accelerator: Any = None
         # What habits remember between two places.
         self.kept: dict[str, Any] = {}
-        self.random = any(habit.random for habit in habits)
+        self.random = any(loop_pattern.random for loop_pattern in loop_patterns)
 
     def log(self, name: str, value: Any) -> None:
         """Notes a number that every rank has to have as one process has it."""
@@ -63,7 +63,7 @@ class Loop:
 
     def log_loss(self, name: str, loss: Tensor) -> None:
         """Notes a loss, which with some habits is this rank's part of it."""
-        local = any(habit.local for habit in self.habits)
+        local = any(loop_pattern.local for loop_pattern in self.loop_patterns)
         self.log(name, self.total(loss) / self.dp_size if local else loss)
 
     def total(self, value: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class Loop:
             layout = self.case["layout"]
             arguments["megatron_config"] = MegatronConfig(**layout, allow_unverified=False, timeout=60.0)
         if self.on_ranks and self.case["way"] == "from_config":
-            self.model = builder.from_config(config_of(self.case, self.habits), **arguments)
+            self.model = builder.from_config(config_of(self.case, self.loop_patterns), **arguments)
             self.model.save_pretrained(self.folder)
         else:
             self.model = builder.from_pretrained(self.folder, **arguments)
@@ -122,19 +122,23 @@ class Loop:
         rows = self.model.config.get_text_config().vocab_size
         return [parameter for parameter in self.model.parameters() if parameter.dim() == 2 and len(parameter) == rows]
 
-    def own_rows(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def local_samples(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Cuts out the rows that this data parallel rank sees."""
         return {name: value.tensor_split(self.dp_size)[self.dp_rank] for name, value in batch.items()}
 
     def all(self, place: str) -> None:
         """Lets every habit act at a place."""
-        for habit in self.habits:
-            if getattr(habit, place) is not None:
-                getattr(habit, place)(self)
+        for loop_pattern in self.loop_patterns:
+            if getattr(loop_pattern, place) is not None:
+                getattr(loop_pattern, place)(self)
 
     def instead(self, place: str, plain: Callable[..., Any], *arguments: Any) -> Any:
         """Lets the first habit that knows a place act there, else the plain way."""
-        own = [getattr(habit, place) for habit in self.habits if getattr(habit, place) is not None]
+        own = [
+            getattr(loop_pattern, place)
+            for loop_pattern in self.loop_patterns
+            if getattr(loop_pattern, place) is not None
+        ]
         return own[0](self, *arguments) if own else plain(*arguments)
 
     def evaluate(self) -> Tensor:
@@ -150,7 +154,7 @@ class Loop:
         if self.random:
             torch.manual_seed(1234 + self.rank)
         self.load()
-        self.batches = batches_of(self.case, self.habits)
+        self.batches = batches_of(self.case, self.loop_patterns)
         if self.case["loop"] == "accelerate":
             import accelerate
 
@@ -170,7 +174,7 @@ class Loop:
         """Runs one optimizer step."""
         for index, batch in enumerate(microbatches):
             with self.not_the_last(index < len(microbatches) - 1):
-                loss = self.instead("forward", self.plain_forward, self.own_rows(batch))
+                loss = self.instead("forward", self.plain_forward, self.local_samples(batch))
                 self.log_loss("loss", loss)
                 self.instead("backward", self.plain_backward, loss if self.accelerator else loss / len(microbatches))
         self.all("before_step")
@@ -235,7 +239,7 @@ class Loop:
 def fingerprints(model: nn.Module) -> dict[str, int]:
     """Says in a number what this rank holds of each parameter; equal keys on two ranks are to have equal numbers."""
     found = {}
-    for name, parameter in own_parameters(model):
+    for name, parameter in local_named_parameters(model):
         key, local = name, parameter.detach()
         if isinstance(parameter, DTensor):
             places = zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=False)
@@ -247,9 +251,11 @@ def fingerprints(model: nn.Module) -> dict[str, int]:
     return found
 
 
-def run_loop(case: Mapping[str, Any], habits: Sequence[Habit], folder: str, out: str, on_ranks: bool) -> dict[str, Any]:
+def run_loop(
+    case: Mapping[str, Any], loop_patterns: Sequence[LoopPattern], folder: str, out: str, on_ranks: bool
+) -> dict[str, Any]:
     """Trains and saves the weights in `out`; returns what is compared, or the error and where it was raised."""
-    loop = Loop(case, habits, folder, on_ranks)
+    loop = Loop(case, loop_patterns, folder, on_ranks)
     try:
         loop.run()
         marks = fingerprints(loop.model) if on_ranks else {}
@@ -266,9 +272,9 @@ def run_loop(case: Mapping[str, Any], habits: Sequence[Habit], folder: str, out:
         return {"error": f"{kinds[0]}: {error}", "kinds": kinds, "steps": loop.steps, "traceback": text[-3000:]}
 
 
-def gradient_norm_of(case: Mapping[str, Any], habits: Sequence[Habit], folder: str) -> float:
+def gradient_norm_of(case: Mapping[str, Any], loop_patterns: Sequence[LoopPattern], folder: str) -> float:
     """Returns the norm of the plain loss's gradient in one process, in whole powers of two."""
     model = getattr(transformers, case["class"]).from_pretrained(folder, dtype=torch.float32).train()
-    model(**batches_of(case, habits)[0][0]).loss.backward()
+    model(**batches_of(case, loop_patterns)[0][0]).loss.backward()
     total = sum(float(p.grad.pow(2).sum()) for p in model.parameters() if p.grad is not None) ** 0.5
     return 2.0 ** round(math.log2(total)) if total > 0 and math.isfinite(total) else 1.0

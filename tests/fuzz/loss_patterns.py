@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.fuzz.loop import Loop
-from tests.fuzz.pattern import Habit
+from tests.fuzz.pattern import LoopPattern
 
 
 def _quarter(loop: Loop, loss: Tensor) -> None:
@@ -152,23 +152,25 @@ def _reported_by_rank(loop: Loop, loss: Tensor) -> None:
 _ROUTER_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 LOSS_HABITS = (
-    Habit("loss scaled", "`(loss / 4).backward()`", backward=_quarter),
-    Habit("loss squared", "a function of the loss", backward=_squared, of_whole=True),
-    Habit("regularised", "the loss and a sum of squares of all parameters", backward=_regularised),
-    Habit("regularised and scaled", "the same, divided by 4", backward=_regularised_and_scaled),
-    Habit("two forwards", "backward of the sum of two calls' losses", forward=_two_forwards),
-    Habit("loss thrown away", "a training call without backward before the one that counts", forward=_loss_not_used),
-    Habit("evaluated between", "an evaluation between forward and backward", forward=_evaluation_before_backward),
-    Habit("evaluated after steps", "evaluation after each step", after_step=_evaluated, acts=1),
-    Habit("loss read", "the loss read before and after backward", backward=_reported_by_rank),
-    Habit(
+    LoopPattern("loss scaled", "`(loss / 4).backward()`", backward=_quarter),
+    LoopPattern("loss squared", "a function of the loss", backward=_squared, of_full=True),
+    LoopPattern("regularised", "the loss and a sum of squares of all parameters", backward=_regularised),
+    LoopPattern("regularised and scaled", "the same, divided by 4", backward=_regularised_and_scaled),
+    LoopPattern("two forwards", "backward of the sum of two calls' losses", forward=_two_forwards),
+    LoopPattern(
+        "loss thrown away", "a training call without backward before the one that counts", forward=_loss_not_used
+    ),
+    LoopPattern("evaluated between", "an evaluation between forward and backward", forward=_evaluation_before_backward),
+    LoopPattern("evaluated after steps", "evaluation after each step", after_step=_evaluated, acts=1),
+    LoopPattern("loss read", "the loss read before and after backward", backward=_reported_by_rank),
+    LoopPattern(
         "inputs trained",
         "`inputs_embeds` that require a gradient",
         forward=_trained_inputs,
         before_step=_log_inputs,
         needs=("causal", "decoder"),
     ),
-    Habit(
+    LoopPattern(
         "soft prompt",
         "a trained prompt in front of the embeddings, a graph behind both",
         made=_make_prompt,
@@ -176,36 +178,38 @@ LOSS_HABITS = (
         before_step=_step_prompt,
         needs=("causal", "decoder"),
     ),
-    Habit("label smoothing", "`model(..., label_smoothing=0.3)`", forward=_smoothed, needs=("causal", "kwargs")),
-    Habit(
+    LoopPattern("label smoothing", "`model(..., label_smoothing=0.3)`", forward=_smoothed, needs=("causal", "kwargs")),
+    LoopPattern(
         "items counted",
         "`num_items_in_batch` of all ranks, times the ranks",
         forward=_counted,
         needs=("causal", "kwargs"),
         local=True,
     ),
-    Habit("label outside", "a label that is no token", forward=_label_outside, needs=("causal",)),
-    Habit("label of -1", "a label below the vocabulary", forward=_negative_label, needs=("causal",)),
-    Habit("token outside", "a token the embedding does not have", forward=_token_outside),
-    Habit("own loss", "a loss of one's own from `outputs.logits`", forward=_own_loss, needs=("causal",), local=True),
-    Habit("tuple outputs", "`return_dict=False`", forward=_as_tuple),
-    Habit(
+    LoopPattern("label outside", "a label that is no token", forward=_label_outside, needs=("causal",)),
+    LoopPattern("label of -1", "a label below the vocabulary", forward=_negative_label, needs=("causal",)),
+    LoopPattern("token outside", "a token the embedding does not have", forward=_token_outside),
+    LoopPattern(
+        "own loss", "a loss of one's own from `outputs.logits`", forward=_own_loss, needs=("causal",), local=True
+    ),
+    LoopPattern("tuple outputs", "`return_dict=False`", forward=_as_tuple),
+    LoopPattern(
         "packed",
         "documents told apart by `position_ids`, while the config asks for a cache",
         forward=_packed,
         needs=("causal", "positions"),
     ),
-    Habit(
+    LoopPattern(
         "packed without cache",
         "the same with `use_cache=False`",
         forward=_packed_without_cache,
         needs=("causal", "positions"),
     ),
-    Habit(
+    LoopPattern(
         "packed evaluation",
         "the same in evaluation, while the config asks for a cache",
         made=_packed_evaluation,
         needs=("causal", "positions"),
     ),
-    Habit("router loss", "`output_router_logits=True`", changes=_ROUTER_LOSS, needs=("experts",)),
+    LoopPattern("router loss", "`output_router_logits=True`", changes=_ROUTER_LOSS, needs=("experts",)),
 )

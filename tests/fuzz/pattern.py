@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Habit:
+class LoopPattern:
     """What a loop may do to gradients and weights.
 
     Attributes:
@@ -25,7 +25,7 @@ class Habit:
         local: the loss it returns is this rank's part of a sum over the data parallel ranks.
         slow: takes seconds.
         trips: one process's own optimizer may raise after it, where a prepared one goes on.
-        of_whole: what it makes of the loss is not made of parts of it.
+        of_full: what it makes of the loss is not made of parts of it.
     """
 
     name: str
@@ -48,4 +48,4 @@ class Habit:
     local: bool = False
     slow: bool = False
     trips: bool = False
-    of_whole: bool = False
+    of_full: bool = False

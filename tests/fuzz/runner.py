@@ -38,7 +38,7 @@ _TOGETHER = 16
 def run_cases(
     cases: Sequence[dict[str, Any]], timeout: float = 20.0
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yields each case with its result: `verdict`, `worst` and `seconds`, grouped by what can share a fork.
+    """Yields each case with its result: `judgment`, `worst` and `seconds`, grouped by what can share a fork.
 
     Args:
         cases: that `cases.draw_case` or `simple_case` made.
@@ -98,35 +98,37 @@ class _Run:
         """Saves the model and notes its gradient's norm."""
         if self.case["way"] == "from_config":
             return
-        habits = habits_of(self.case["habits"])
+        loop_patterns = habits_of(self.case["habits"])
         try:
-            draw_model(self.case, habits, str(self.place / "start"))
-            norm = gradient_norm_of(self.case, habits, str(self.place / "start"))
+            draw_model(self.case, loop_patterns, str(self.place / "start"))
+            norm = gradient_norm_of(self.case, loop_patterns, str(self.place / "start"))
         except Exception:  # noqa: BLE001, the loop raises it again and reports it
             norm = 1.0
         (self.place / "norm").write_bytes(pickle.dumps(norm))
 
     def on_rank(self) -> dict[str, Any]:
         """Trains on this rank."""
-        habits = habits_of(self.case["habits"])
-        return run_loop(self.full_case(), habits, str(self.place / "start"), str(self.place / "ranks"), True)
+        loop_patterns = habits_of(self.case["habits"])
+        return run_loop(self.full_case(), loop_patterns, str(self.place / "start"), str(self.place / "ranks"), True)
 
     def in_one_process(self) -> None:
         """Trains in this process."""
-        habits = habits_of(self.case["habits"])
+        loop_patterns = habits_of(self.case["habits"])
         case, place = self.full_case(), self.place
-        result = run_loop(case, habits, str(place / "start"), str(place / "one"), False)
+        result = run_loop(case, loop_patterns, str(place / "start"), str(place / "one"), False)
         (place / "one_process").write_bytes(pickle.dumps(result))
 
     def nearby(self) -> None:
         """Trains in this process in the next better precision, and from weights that are rounded otherwise."""
-        habits = [habit for habit in habits_of(self.case["habits"]) if habit.name != "bfloat16"]
+        loop_patterns = [
+            loop_pattern for loop_pattern in habits_of(self.case["habits"]) if loop_pattern.name != "bfloat16"
+        ]
         case, place = self.full_case(), self.place
-        was_cast = len(habits) < len(self.case["habits"])
+        was_cast = len(loop_patterns) < len(self.case["habits"])
         precise = {} if was_cast else {"dtype": _BETTER[case["dtype"]]}
         disturbed: list[dict[str, Any]] = [{"disturbed": seed} for seed in range(1, _DISTURBED + 1)]
         for number, change in enumerate([precise, *disturbed]):
-            chosen = habits if number == 0 else habits_of(self.case["habits"])
+            chosen = loop_patterns if number == 0 else habits_of(self.case["habits"])
             result = run_loop(case | change, chosen, str(place / "start"), str(place / f"nearby{number}"), False)
             _write(place / f"nearby_process{number}", result)
 

@@ -56,9 +56,9 @@ def main() -> None:
     if on_ranks:
         dist.init_process_group("gloo")
     elif case["way"] != "from_config":
-        draw_model(case, HABITS, start)
+        draw_model(case, LOOP_PATTERNS, start)
     case["norm"] = NORM
-    result = run_loop(case, HABITS, start, folder + ("/ranks" if on_ranks else "/one"), on_ranks)
+    result = run_loop(case, LOOP_PATTERNS, start, folder + ("/ranks" if on_ranks else "/one"), on_ranks)
     rank = dist.get_rank() if on_ranks else 0
     result.pop("marks", None)
     say(f"rank {rank}:" if on_ranks else "one process:", pprint.pformat(result))
@@ -80,7 +80,7 @@ def reproduction(case: Mapping[str, Any], result: Mapping[str, Any], norm: float
 
     Args:
         case: the case, shrunk or not.
-        result: its `verdict` and `worst`, for the first lines.
+        result: its `judgment` and `worst`, for the first lines.
         norm (`float`): of the plain loss's gradient, in whole powers of two.
     """
     one, ranks = "python case.py", f"torchrun --nproc_per_node {ranks_of(case['layout'])} case.py"
@@ -88,7 +88,7 @@ def reproduction(case: Mapping[str, Any], result: Mapping[str, Any], norm: float
     ranks_first = case["way"] == "from_config"
     first, second = (ranks, one) if ranks_first else (one, ranks)
     worst = " ".join(str(result["worst"]).split()).replace("\\", "/").replace('"""', "'")
-    text = _BEGIN.format(verdict=result["verdict"], worst=worst, first=first, second=second)
+    text = _BEGIN.format(judgment=result["verdict"], worst=worst, first=first, second=second)
     text += _joined(pattern, generators, loop)
     functions: dict[str, str] = {}
     constructors = [_constructor(given, functions) for given in habits_of(case["habits"])]
@@ -116,7 +116,7 @@ def _joined(*modules: ModuleType) -> str:
     return "\n".join(imports) + "\n\n\n" + "\n\n".join(bodies)
 
 
-def _constructor(given: pattern.Habit, functions: dict[str, str]) -> str:
+def _constructor(given: pattern.LoopPattern, functions: dict[str, str]) -> str:
     words = [repr(given.name), repr(given.description)]
     for place in _PLACES:
         function = getattr(given, place)
@@ -124,7 +124,7 @@ def _constructor(given: pattern.Habit, functions: dict[str, str]) -> str:
             _collect(function, functions)
             words.append(f"{place}={function.__name__}")
     words += [f"changes={dict(given.changes)!r}", f"batch={dict(given.batch)!r}"]
-    return f"Habit({', '.join(words)}, random={given.random}, local={given.local})"
+    return f"LoopPattern({', '.join(words)}, random={given.random}, local={given.local})"
 
 
 def _collect(function: Callable[..., Any], functions: dict[str, str]) -> None:

@@ -14,8 +14,8 @@ _SIMPLER_BATCH = {**BATCH, "rows": 2, "length": 5, "steps": 1, "mask": "none"}
 def simpler(case: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields what has to change, to make the case simpler in one thing each."""
     if len(case["habits"]) > 1:
-        for habit in case["habits"]:
-            yield {"habits": [habit]}
+        for loop_pattern in case["habits"]:
+            yield {"habits": [loop_pattern]}
     if case["habits"] != ["plain"]:
         yield {"habits": ["plain"]}
     if case["type"] != "llama":
@@ -49,7 +49,7 @@ def _simpler_layouts(case: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield {"layout": layout | {field: 2}}
 
 
-def shrink(case: dict[str, Any], verdict: str, timeout: float = 20.0, rounds: int = 4) -> dict[str, Any]:
+def shrink(case: dict[str, Any], judgment: str, timeout: float = 20.0, rounds: int = 4) -> dict[str, Any]:
     """Returns the simplest case found with the same verdict.
 
     Args:
@@ -60,9 +60,9 @@ def shrink(case: dict[str, Any], verdict: str, timeout: float = 20.0, rounds: in
     """
 
     def failing(candidates: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [found for found, result in run_cases(candidates, timeout) if result["verdict"] == verdict]
+        return [found for found, result in run_cases(candidates, timeout) if result["verdict"] == judgment]
 
-    assert verdict not in ACCEPTED
+    assert judgment not in ACCEPTED
     for _ in range(rounds):
         changes = [change for change in simpler(case) if _makes_sense(case | change)]
         failed = failing([case | change for change in changes])
@@ -95,7 +95,7 @@ def _makes_sense(case: dict[str, Any]) -> bool:
     layout = case["layout"]
     return (
         ranks_of(layout) > 1
-        and all(fits(case, habit) for habit in case["habits"])
+        and all(fits(case, loop_pattern) for loop_pattern in case["habits"])
         and case["batch"]["rows"] >= layout.get("dp_size", 1)
         and ("sequence_parallel" not in layout or "tp_size" in layout)
     )

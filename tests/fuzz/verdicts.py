@@ -53,14 +53,16 @@ def judge_case(
     if one is None:
         return {"verdict": "equal", "worst": "the ranks agree"}
     if "error" in one:
-        trips = any(habit.trips and one["steps"] >= habit.acts for habit in habits_of(case["habits"]))
+        trips = any(
+            loop_pattern.trips and one["steps"] >= loop_pattern.acts for loop_pattern in habits_of(case["habits"])
+        )
         return {
             "verdict": "goes on" if trips else "accepted",
             "worst": f"one process raises {one['error'][:200]}, the ranks train on",
         }
     judgement = compare_runs(case, ranks, one, folders)
-    verdict = "equal" if judgement.passed else "differs"
-    return {"verdict": verdict, "worst": str(judgement.worst), "error": _finite(judgement.worst.value)}
+    judgment = "equal" if judgement.passed else "differs"
+    return {"verdict": judgment, "worst": str(judgement.worst), "error": _finite(judgement.worst.value)}
 
 
 def _finite(value: float) -> float | None:
@@ -76,15 +78,15 @@ def _failure(
     allowed = {one["kinds"][0]} if one is not None and "error" in one else set()
     # A rank that only notices that others are gone says nothing.
     speaks = [rank for rank in failed if "MegatronError" in rank["kinds"] or rank["kinds"][0] in allowed]
-    acts = max((habit.acts for habit in habits_of(case["habits"])), default=0)
+    acts = max((loop_pattern.acts for loop_pattern in habits_of(case["habits"])), default=0)
     found = (speaks or failed)[0]
     worst = found["error"][:300]
     if any("Hang" in rank["kinds"] for rank in ranks):
         return {"verdict": "hang", "worst": worst, "traceback": found["traceback"]}
     if speaks and len(failed) == len(ranks):
         if found["steps"] <= acts or (one is not None and "error" in one and found["steps"] == one["steps"]):
-            alike = not any("MegatronError" in rank["kinds"] for rank in speaks)
-            return {"verdict": "raises alike" if alike else "refused", "worst": worst}
+            identical = not any("MegatronError" in rank["kinds"] for rank in speaks)
+            return {"verdict": "raises alike" if identical else "refused", "worst": worst}
         return {"verdict": "refused late", "worst": f"after {found['steps']} steps: {worst}"}
     if speaks:
         return {"verdict": "ranks disagree", "worst": f"{len(failed)} of {len(ranks)} raise: {worst}"}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.fuzz.loop import Loop
-from tests.fuzz.pattern import Habit
+from tests.fuzz.pattern import LoopPattern
 
 
 @torch.no_grad()
@@ -228,71 +228,85 @@ def _stock_afterwards(loop: Loop) -> None:
 _JITTER = {"router_jitter_noise": 0.3}
 
 WEIGHT_HABITS = (
-    Habit("weights scaled", "`p.mul_(0.5)` between steps", after_step=_scale_weights, acts=1),
-    Habit("data scaled", "`p.data = p.data * 0.5` between steps", after_step=_scale_data, acts=1),
-    Habit("data copied", "`p.data.copy_(...)` between steps", after_step=_copy_data, acts=1),
-    Habit(
+    LoopPattern("weights scaled", "`p.mul_(0.5)` between steps", after_step=_scale_weights, acts=1),
+    LoopPattern("data scaled", "`p.data = p.data * 0.5` between steps", after_step=_scale_data, acts=1),
+    LoopPattern("data copied", "`p.data.copy_(...)` between steps", after_step=_copy_data, acts=1),
+    LoopPattern(
         "weight rows edited",
         "`p[5].zero_()`, `p[6] = 0.25`, `p.data[7:9].mul_(0.5)` between steps",
         after_step=_edit_rows,
         acts=1,
     ),
-    Habit(
+    LoopPattern(
         "head drawn anew",
         "`torch.manual_seed(3)` and `nn.init.normal_(p)` of embedding and head between steps",
         after_step=_redraw_vocabulary,
         acts=1,
     ),
-    Habit("part loaded", "`layer.load_state_dict` between steps", made=_keep_part, after_step=_load_part, acts=1),
-    Habit("all loaded", "`model.load_state_dict` of an own `state_dict`", made=_keep_all, after_step=_load_all, acts=1),
-    Habit(
+    LoopPattern("part loaded", "`layer.load_state_dict` between steps", made=_keep_part, after_step=_load_part, acts=1),
+    LoopPattern(
+        "all loaded", "`model.load_state_dict` of an own `state_dict`", made=_keep_all, after_step=_load_all, acts=1
+    ),
+    LoopPattern(
         "optimizer reloaded",
         "`optimizer.load_state_dict(optimizer.state_dict())`",
         after_step=_optimizer_round_trip,
         acts=1,
     ),
-    Habit(
+    LoopPattern(
         "average swapped",
         "a moving average swapped in for evaluation and back",
         made=_start_average,
         after_step=_swap_average,
         acts=1,
     ),
-    Habit(
+    LoopPattern(
         "average taken",
         "a moving average swapped in for good",
         made=_start_average,
         after_step=_swap_average_for_good,
         acts=1,
     ),
-    Habit("copy averaged", "a moving average in a deep copy", made=_copy_model, after_step=_average_into_copy, acts=1),
-    Habit("double", "`model.double()` before training", made=_to_double),
-    Habit("double later", "`model.to(torch.float64)` between steps", after_step=_to_double_later, acts=1, trips=True),
-    Habit("bfloat16", "`model.to(torch.bfloat16)` before training", made=_to_bfloat16, needs=("fp32",)),
-    Habit("counted", "`num_parameters()`", made=_count),
-    Habit("names", "`state_dict()`'s names counted", made=_names),
-    Habit(
+    LoopPattern(
+        "copy averaged", "a moving average in a deep copy", made=_copy_model, after_step=_average_into_copy, acts=1
+    ),
+    LoopPattern("double", "`model.double()` before training", made=_to_double),
+    LoopPattern(
+        "double later", "`model.to(torch.float64)` between steps", after_step=_to_double_later, acts=1, trips=True
+    ),
+    LoopPattern("bfloat16", "`model.to(torch.bfloat16)` before training", made=_to_bfloat16, needs=("fp32",)),
+    LoopPattern("counted", "`num_parameters()`", made=_count),
+    LoopPattern("names", "`state_dict()`'s names counted", made=_names),
+    LoopPattern(
         "two optimizers",
         "matrices and the rest in an optimizer each",
         prepared=_two_optimizers,
         step=_step_both,
         clear=_clear_both,
     ),
-    Habit("group added", "`add_param_group` between steps", made=_start_with_some, after_step=_add_group, acts=1),
-    Habit("scheduled", "a learning rate schedule", prepared=_schedule, after_step=_step_schedule),
-    Habit("checkpointing", "`gradient_checkpointing_enable()`", made=_checkpointing),
-    Habit("compiled", "`torch.compile(model)`", made=_compile, forward=_compiled_forward, slow=True),
-    Habit("dropout set later", "dropout set after loading, seeds that differ", made=_drop_out, random=True),
-    Habit("noisy embeddings", "a forward hook that adds noise, seeds that differ", made=_noisy_embeddings, random=True),
-    Habit(
+    LoopPattern("group added", "`add_param_group` between steps", made=_start_with_some, after_step=_add_group, acts=1),
+    LoopPattern("scheduled", "a learning rate schedule", prepared=_schedule, after_step=_step_schedule),
+    LoopPattern("checkpointing", "`gradient_checkpointing_enable()`", made=_checkpointing),
+    LoopPattern("compiled", "`torch.compile(model)`", made=_compile, forward=_compiled_forward, slow=True),
+    LoopPattern("dropout set later", "dropout set after loading, seeds that differ", made=_drop_out, random=True),
+    LoopPattern(
+        "noisy embeddings", "a forward hook that adds noise, seeds that differ", made=_noisy_embeddings, random=True
+    ),
+    LoopPattern(
         "router jitter",
         "`router_jitter_noise`, seeds that differ",
         changes=_JITTER,
         needs=("experts", "jitter"),
         random=True,
     ),
-    Habit("sampling", "`generate(do_sample=True)` after the same seed", after_step=_sample, needs=("causal",), acts=1),
-    Habit("saved after evaluation", "`save_pretrained` after an evaluation", ended=_save_after_evaluation, acts=3),
+    LoopPattern(
+        "sampling", "`generate(do_sample=True)` after the same seed", after_step=_sample, needs=("causal",), acts=1
+    ),
+    LoopPattern(
+        "saved after evaluation", "`save_pretrained` after an evaluation", ended=_save_after_evaluation, acts=3
+    ),
     # The state of an Accelerator is the process's own: a loop with one has made it what it is.
-    Habit("stock afterwards", "a stock `Accelerator` after the model is gone", ended=_stock_afterwards, loop="plain"),
+    LoopPattern(
+        "stock afterwards", "a stock `Accelerator` after the model is gone", ended=_stock_afterwards, loop="plain"
+    ),
 )

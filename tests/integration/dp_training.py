@@ -5,11 +5,11 @@ import contextlib
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_megatron import own_parameters
+from hf_megatron import local_named_parameters
 from hf_megatron.checkpoint.gather_full import gather_to_first
 from hf_megatron.compat.torch_dtensor import local_tensor
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.data_parallel.fsdp import whole_local
+from hf_megatron.data_parallel.fsdp import full_local
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.testing.check import parse_layouts
 from tests.integration.test_trainer import rows
@@ -34,11 +34,11 @@ def batch(seed=0, count=5):
     return {name: torch.stack([row[name] for row in samples]) for name in ("input_ids", "labels")}
 
 
-def own_rows(model, whole):
+def local_samples(model, unsharded):
     state = parallel_state(model)
     if state is None:
-        return whole
-    return {name: value.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank] for name, value in whole.items()}
+        return unsharded
+    return {name: value.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank] for name, value in unsharded.items()}
 
 
 def backward(model, seeds=(0,), scale=lambda loss: loss):
@@ -47,7 +47,7 @@ def backward(model, seeds=(0,), scale=lambda loss: loss):
     for seed in seeds:
         waits = seed != seeds[-1] and parallel_state(model) is not None and hasattr(model, "no_sync")
         with model.no_sync() if waits else contextlib.nullcontext():
-            loss = model(**own_rows(model, batch(seed))).loss / len(seeds)
+            loss = model(**local_samples(model, batch(seed))).loss / len(seeds)
             scale(loss).backward()
         total += loss.item()
     return total
@@ -71,9 +71,7 @@ def weights(model):
     for name, tensor in model.state_dict().items():
         placement, local = state.placement(name), None
         if state.shards_weights:
-            local = whole_local(
-                tensor, placement.local_shape(tensor.shape, state.axes), state.mesh, state.average(name)
-            )
+            local = full_local(tensor, placement.local_shape(tensor.shape, state.axes), state.mesh, state.average(name))
         value = gather_to_first(tensor, placement, state.mesh, None, local)
         if value is not None and state.mesh.tp_rank == 0:
             full[name] = value.clone()
@@ -81,17 +79,17 @@ def weights(model):
 
 
 def snapshot(model):
-    return {name: parameter.detach().clone() for name, parameter in own_parameters(model)}
+    return {name: parameter.detach().clone() for name, parameter in local_named_parameters(model)}
 
 
 def unmoved(model, before):
     """Whether this rank's part of every parameter is what it was."""
-    return all(torch.equal(local_tensor(p.detach()), local_tensor(before[n])) for n, p in own_parameters(model))
+    return all(torch.equal(local_tensor(p.detach()), local_tensor(before[n])) for n, p in local_named_parameters(model))
 
 
 @torch.no_grad()
 def restore(model, values):
-    for name, parameter in own_parameters(model):
+    for name, parameter in local_named_parameters(model):
         parameter.copy_(values[name])
 
 
@@ -99,9 +97,9 @@ def gradients(model):
     """This step's reduced gradients, in full on every dp rank; tp is left as it is."""
     reducer = getattr(getattr(parallel_state(model), "data_parallel", None), "reducer", None)
     if reducer is None:
-        return {n: None if p.grad is None else p.grad.clone() for n, p in own_parameters(model)}
+        return {n: None if p.grad is None else p.grad.clone() for n, p in local_named_parameters(model)}
     reducer.finish()
-    return {name: reducer.full_gradient(parameter) for name, parameter in own_parameters(model)}
+    return {name: reducer.full_gradient(parameter) for name, parameter in local_named_parameters(model)}
 
 
 def movement_error(found, expected, start):

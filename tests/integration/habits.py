@@ -13,15 +13,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hf_megatron import own_parameters, prepare_optimizer
+from hf_megatron import local_named_parameters, prepare_optimizer
 from hf_megatron.checkpoint.gather_full import gather_to_first
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.data_parallel.fsdp import whole_local
+from hf_megatron.data_parallel.fsdp import full_local
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.testing.measure import Measurement, _full
 from hf_megatron.testing.tolerances import judge
 from tests.integration import dp_training
-from tests.integration.dp_training import own_rows, ranks_of, restore, snapshot
+from tests.integration.dp_training import local_samples, ranks_of, restore, snapshot
 
 LAYOUTS = ["tp2", "tp2+sp", "dp2+zero0", "dp2", "dp2+zero2", "dp2+zero3", "tp2+dp2"]
 # The last word of the second one is a schedule that computes gradients of inputs and of weights apart.
@@ -75,7 +75,7 @@ def full(model, values):
 def _full_of_one(state, name, tensor):
     placement, local = state.placement(name), None
     if state.shards_weights:
-        local = whole_local(tensor, placement.local_shape(tensor.shape, state.axes), state.mesh, state.average(name))
+        local = full_local(tensor, placement.local_shape(tensor.shape, state.axes), state.mesh, state.average(name))
     gathered = gather_to_first(tensor, placement, state.mesh, None, local)
     return None if gathered is None else gathered.clone()
 
@@ -101,7 +101,7 @@ class Loop:
         return [parameter for name, parameter in self.model.named_parameters() if part in name]
 
     def loss(self, seed, **kwargs):
-        return self.model(**own_rows(self.model, batch(seed)), **kwargs).loss
+        return self.model(**local_samples(self.model, batch(seed)), **kwargs).loss
 
     def backward(self, seed, factor=1.0):
         loss = self.loss(seed)
@@ -122,74 +122,76 @@ class Loop:
     def rows(self, name, tensor, numbers):
         """Notes rows of a batch that the dp ranks hold parts of; `numbers` are this rank's."""
         state = parallel_state(self.model)
-        whole = torch.zeros(4, *tensor.shape[1:])
-        whole[numbers] = tensor.detach().float()
+        unsharded = torch.zeros(4, *tensor.shape[1:])
+        unsharded[numbers] = tensor.detach().float()
         if state is not None and state.mesh.dp_size > 1:
-            torch.distributed.all_reduce(whole, group=state.mesh.dp_group)
-        self.see(name, whole)
+            torch.distributed.all_reduce(unsharded, group=state.mesh.dp_group)
+        self.see(name, unsharded)
 
     def see_gradients(self, when):
-        gradients = full(self.model, {name: parameter.grad for name, parameter in own_parameters(self.model)})
+        gradients = full(self.model, {name: parameter.grad for name, parameter in local_named_parameters(self.model)})
         self.seen |= {f"{when}: {name}": gradient for name, gradient in gradients.items()}
 
     def measurement(self):
         """Gradients of a last backward are what is left after the habit plus one more batch's."""
         self.backward(99)
         self.see_gradients("at the end")
-        weights = full(self.model, dict(own_parameters(self.model)))
+        weights = full(self.model, dict(local_named_parameters(self.model)))
         weights = {name: weight for name, weight in weights.items() if weight is not None}
         return Measurement(sum(self.losses), 0.0, 0.0, dict(self.seen), {"the habit": weights}), list(self.losses)
 
 
-def run_all(path, text, habits, **kwargs):
+def run_all(path, text, loop_patterns, **kwargs):
     """What each habit leaves, or the error that it raised."""
     model = AutoModelForCausalLM.from_pretrained(
         path, megatron_config=None if text is None else layout(text), **kwargs
     ).train()
     start, found = snapshot(model), {}
-    for name, habit in habits.items():
+    for name, loop_pattern in loop_patterns.items():
         model.zero_grad()
         model.requires_grad_(True)
         restore(model, start)
         loop = Loop(model, path)
         try:
-            habit(loop)
+            loop_pattern(loop)
             found[name] = loop.measurement()
         except Exception as error:  # noqa: BLE001
             found[name] = (type(error).__name__, str(error), traceback.format_exc())
     return found
 
 
-def possible(habits, text, impossible):
+def possible(loop_patterns, text, impossible):
     """The habits that a layout can have; `impossible` names others by a part of the layout's text."""
     gone = set().union(*(names for part, names in impossible.items() if part in (text or "")))
-    return {name: habit for name, habit in habits.items() if name not in gone}
+    return {name: loop_pattern for name, loop_pattern in loop_patterns.items() if name not in gone}
 
 
-def cells(habits, layouts, impossible):
+def cells(loop_patterns, layouts, impossible):
     """Parameters `name, text` of a test; ids begin with the layout, by which the first tier chooses."""
     return [
-        pytest.param(name, text, id=f"{text}-{name}") for text in layouts for name in possible(habits, text, impossible)
+        pytest.param(name, text, id=f"{text}-{name}")
+        for text in layouts
+        for name in possible(loop_patterns, text, impossible)
     ]
 
 
 class Runs:
     """Every layout's run of a table of habits, made when first asked for."""
 
-    def __init__(self, path, habits, impossible=None, **kwargs):
+    def __init__(self, path, loop_patterns, impossible=None, **kwargs):
         self.of = functools.cache(
-            lambda text: self._run(path, text, possible(habits, text, impossible or {}), **kwargs)
+            lambda text: self._run(path, text, possible(loop_patterns, text, impossible or {}), **kwargs)
         )
 
-    def _run(self, path, text, habits, **kwargs):
+    def _run(self, path, text, loop_patterns, **kwargs):
         if text is None:
-            return run_all(path, None, habits, **kwargs)
-        return run_ranks(run_all, ranks_of(layout(text)), path, text, habits, timeout=300, **kwargs)
+            return run_all(path, None, loop_patterns, **kwargs)
+        return run_ranks(run_all, ranks_of(layout(text)), path, text, loop_patterns, timeout=300, **kwargs)
 
-    def compare(self, text, habit):
+    def compare(self, text, loop_pattern):
         """Raises where a layout's run of a habit is not one process's."""
-        expected, losses = self.of(None)[habit]
-        results = [found[habit] for found in self.of(text)]
+        expected, losses = self.of(None)[loop_pattern]
+        results = [found[loop_pattern] for found in self.of(text)]
         for found in results:
             assert isinstance(found[0], Measurement), found[-1]
         for found, of_rank in results:
@@ -198,9 +200,9 @@ class Runs:
                 judgement = judge(found, expected)
                 assert judgement.passed, judgement.report()
 
-    def refused(self, text, habit, match):
+    def refused(self, text, loop_pattern, match):
         """Raises where a layout's run of a habit did not end with this refusal on every rank."""
         for found in self.of(text):
-            kind, message, trace = found[habit]
+            kind, message, trace = found[loop_pattern]
             assert kind == "UnsupportedError", trace
             assert match in message, message

@@ -8,12 +8,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_megatron import UnsupportedError, own_parameters, prepare_optimizer
+from hf_megatron import UnsupportedError, local_named_parameters, prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.core.off_stage import AbsentTensor
+from hf_megatron.core.off_stage import OffStageTensor
 from hf_megatron.pipeline_parallel import axis
 from tests.integration.dp_training import ranks_of
-from tests.integration.habits import batch, layout, own_rows, save_tiny
+from tests.integration.habits import batch, layout, local_samples, save_tiny
 
 LAYOUTS = ["pp2", "pp2+split", "tp2+pp2", "pp2+dp2", "pp2+dp2+zero3"]
 
@@ -33,12 +33,12 @@ def load(path, text):
 def steps(model, optimizer, term=None, count=2):
     """Losses before each step, with `term` added, and one after."""
     for seed in range(count):
-        loss = model(**own_rows(model, batch(seed))).loss
+        loss = model(**local_samples(model, batch(seed))).loss
         yield loss.detach().clone()
         (loss if term is None else loss + term(model)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    yield model(**own_rows(model, batch(9))).loss.detach()
+    yield model(**local_samples(model, batch(9))).loss.detach()
 
 
 def counts(model):
@@ -79,7 +79,7 @@ def frozen_between_steps(model):
 def gradients_by_place(model):
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     for seed in range(2):
-        loss = model(**own_rows(model, batch(seed))).loss
+        loss = model(**local_samples(model, batch(seed))).loss
         loss.backward()
         for place, parameter in enumerate(model.parameters()):
             parameter.grad.mul_(0.1 * place)
@@ -120,7 +120,7 @@ def penalties_otherwise(model):
     trained = list(model.parameters())
     optimizer = prepare_optimizer(torch.optim.SGD(trained, lr=0.1))
     for seed in range(2):
-        loss = model(**own_rows(model, batch(seed))).loss
+        loss = model(**local_samples(model, batch(seed))).loss
         yield loss.detach().clone()
         total = loss * 2
         for parameter in trained:
@@ -133,7 +133,7 @@ def penalties_otherwise(model):
                 parameter.grad = gradient
         optimizer.step()
         optimizer.zero_grad()
-    yield model(**own_rows(model, batch(9))).loss.detach()
+    yield model(**local_samples(model, batch(9))).loss.detach()
 
 
 def average_by_place(model):
@@ -171,12 +171,12 @@ def random_numbers(model):
             parameter.add_(torch.randn_like(parameter), alpha=0.01)
             nn.init.normal_(parameter, std=0.1) if parameter.dim() > 1 else None
     yield torch.rand(())
-    yield model(**own_rows(model, batch(9))).loss.detach()
+    yield model(**local_samples(model, batch(9))).loss.detach()
 
 
 def steps_without_an_optimizer(model):
     for seed in range(3):
-        loss = model(**own_rows(model, batch(seed))).loss
+        loss = model(**local_samples(model, batch(seed))).loss
         yield loss.detach().clone()
         loss.backward()
         for parameter in model.parameters():
@@ -188,7 +188,7 @@ def drawn_masks(model):
     torch.manual_seed(3)
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     for seed in range(2):
-        loss = model(**own_rows(model, batch(seed))).loss
+        loss = model(**local_samples(model, batch(seed))).loss
         yield loss.detach().clone()
         loss.backward()
         for parameter in model.parameters():
@@ -218,7 +218,7 @@ def head_by_its_module(model):
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     for seed, trains in enumerate((True, False, True)):
         head.requires_grad_(trains)
-        loss = model(**own_rows(model, batch(seed))).loss
+        loss = model(**local_samples(model, batch(seed))).loss
         yield loss.detach().clone()
         loss.backward()
         if trains:
@@ -253,13 +253,13 @@ def weights_drawn_by_the_type_of_their_module(model):
     torch.manual_seed(4)
     model.apply(lambda module: nn.init.normal_(module.weight, std=0.1) if isinstance(module, nn.Linear) else None)
     yield torch.rand(())
-    yield model(**own_rows(model, batch(9))).loss.detach()
+    yield model(**local_samples(model, batch(9))).loss.detach()
     model.apply(model._init_weights)
     yield torch.rand(())
     yield from steps(model, prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
-HABITS = (
+LOOP_PATTERNS = (
     counts,
     freezing_the_first,
     freezing_all_but_the_last,
@@ -281,29 +281,39 @@ HABITS = (
 )
 
 
-def is_possible(habit, text):
+def is_possible(loop_pattern, text):
     """FSDP2 takes frozen and cast weights as they are in the first forward; see the table of docs/surface.md."""
-    if text is not None and "dp2" in text and habit is an_optimizer_as_it_is:
+    if text is not None and "dp2" in text and loop_pattern is an_optimizer_as_it_is:
         return False
-    if text is not None and "dp2" in text and habit in (steps_without_an_optimizer, drawn_masks, penalties_otherwise):
+    if (
+        text is not None
+        and "dp2" in text
+        and loop_pattern in (steps_without_an_optimizer, drawn_masks, penalties_otherwise)
+    ):
         return False
     if text == "tp2+pp2":
-        return habit in (counts, penalties, random_numbers, head_by_its_module, weights_by_the_type_of_their_module)
-    return text != "pp2+dp2+zero3" or habit in (counts, freezing_the_first, a_rate_for_each_place, penalties)
+        return loop_pattern in (
+            counts,
+            penalties,
+            random_numbers,
+            head_by_its_module,
+            weights_by_the_type_of_their_module,
+        )
+    return text != "pp2+dp2+zero3" or loop_pattern in (counts, freezing_the_first, a_rate_for_each_place, penalties)
 
 
-def found_by(path, text, habits=HABITS):
+def found_by(path, text, loop_patterns=LOOP_PATTERNS):
     found = {}
-    for habit in habits:
-        if is_possible(habit, text):
-            numbers = [float(value) for value in habit(load(path, text))]
-            found[habit.__name__] = torch.tensor(numbers, dtype=torch.float64)
+    for loop_pattern in loop_patterns:
+        if is_possible(loop_pattern, text):
+            numbers = [float(value) for value in loop_pattern(load(path, text))]
+            found[loop_pattern.__name__] = torch.tensor(numbers, dtype=torch.float64)
     return found
 
 
-def on_all_ranks(path, text, habits=HABITS):
+def on_all_ranks(path, text, loop_patterns=LOOP_PATTERNS):
     """Every number's mean over dp ranks, whose losses are those of their rows."""
-    ranks = run_ranks(lambda: found_by(path, text, habits), ranks_of(layout(text)))
+    ranks = run_ranks(lambda: found_by(path, text, loop_patterns), ranks_of(layout(text)))
     return {name: torch.stack([found[name] for found in ranks]).mean(dim=0) for name in ranks[0]}
 
 
@@ -317,10 +327,10 @@ def test_habits_are_equal_to_one_process(folder, text):
 
 
 def test_a_list_of_this_ranks_weights_alone_is_seen(folder, monkeypatch):
-    habits = (counts, freezing_the_first, freezing_all_but_the_last, a_rate_for_each_place, gradients_by_place)
-    expected = found_by(folder, None, habits)
-    monkeypatch.setattr(axis, "list_absent_weights", lambda model, names: None)
-    for found in run_ranks(lambda: found_by(folder, "pp2", habits), 2):
+    loop_patterns = (counts, freezing_the_first, freezing_all_but_the_last, a_rate_for_each_place, gradients_by_place)
+    expected = found_by(folder, None, loop_patterns)
+    monkeypatch.setattr(axis, "register_off_stage_weights", lambda model, names: None)
+    for found in run_ranks(lambda: found_by(folder, "pp2", loop_patterns), 2):
         for name, numbers in found.items():
             same = numbers.shape == expected[name].shape
             assert not same or not torch.allclose(numbers, expected[name], rtol=2e-5), name
@@ -331,40 +341,40 @@ def test_what_needs_values_of_several_stages_is_refused(folder):
         model = load(folder, "pp2")
         loss = model(**batch(0)).loss
         loss.backward()
-        absent = next(p for p in model.parameters() if isinstance(p, AbsentTensor))
-        own = next(p for _, p in own_parameters(model) if p.dim() > 1)
-        assert isinstance(absent, nn.Parameter) and isinstance(absent.grad, AbsentTensor)
-        square = own.pow(2).sum() + absent.pow(2).sum()
+        off_stage = next(p for p in model.parameters() if isinstance(p, OffStageTensor))
+        own = next(p for _, p in local_named_parameters(model) if p.dim() > 1)
+        assert isinstance(off_stage, nn.Parameter) and isinstance(off_stage.grad, OffStageTensor)
+        square = own.pow(2).sum() + off_stage.pow(2).sum()
         for read in (
-            lambda: absent.grad.norm().item(),
+            lambda: off_stage.grad.norm().item(),
             lambda: float(sum(p.grad.norm() ** 2 for p in model.parameters())),
-            lambda: bool(torch.isnan(absent).any()),
+            lambda: bool(torch.isnan(off_stage).any()),
             lambda: torch.stack([p.norm() for p in model.parameters()]).sum(),
             lambda: torch.cat([p.flatten() for p in model.parameters()]),
             lambda: nn.utils.parameters_to_vector(model.parameters()),
-            lambda: loss * absent.norm(),
+            lambda: loss * off_stage.norm(),
             lambda: square.sqrt(),
             lambda: loss * square,
             lambda: (loss + 0.1 * square).item(),
             lambda: f"{loss + square:.3f}",
             lambda: bool(torch.isnan((loss + square).detach())),
             lambda: torch.stack([loss, square]),
-            lambda: (0 + absent.pow(2).sum()).add_(own.pow(2).sum()) * absent.norm(),
-            lambda: torch.sqrt(0 + absent.pow(2).sum().add_(own.pow(2).sum())),
-            lambda: torch._foreach_lerp_([torch.zeros(absent.shape)], [absent.detach()], 0.5),
-            lambda: own.data.copy_(absent) if own.shape == absent.shape else absent.tolist(),
+            lambda: (0 + off_stage.pow(2).sum()).add_(own.pow(2).sum()) * off_stage.norm(),
+            lambda: torch.sqrt(0 + off_stage.pow(2).sum().add_(own.pow(2).sum())),
+            lambda: torch._foreach_lerp_([torch.zeros(off_stage.shape)], [off_stage.detach()], 0.5),
+            lambda: own.data.copy_(off_stage) if own.shape == off_stage.shape else off_stage.tolist(),
         ):
             with pytest.raises(UnsupportedError, match="stage"):
                 read()
-        assert isinstance(square, AbsentTensor)
+        assert isinstance(square, OffStageTensor)
         total = torch.zeros(())
-        total.add_(absent.grad.norm())
+        total.add_(off_stage.grad.norm())
         assert total.isnan()
-        twin = copy.deepcopy(model)
-        assert [(n, p.shape, p.requires_grad) for n, p in twin.named_parameters()] == [
+        tiny_model = copy.deepcopy(model)
+        assert [(n, p.shape, p.requires_grad) for n, p in tiny_model.named_parameters()] == [
             (n, p.shape, p.requires_grad) for n, p in model.named_parameters()
         ]
         model.zero_grad()
-        assert absent.grad is None
+        assert off_stage.grad is None
 
     run_ranks(on_rank, 2)

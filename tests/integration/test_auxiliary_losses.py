@@ -192,7 +192,7 @@ def _saved(model_type, folder, form="batch", parts="whole", z_loss=0.0):
 
 def errors(folder, model_type, layout, sabotage=None, **changes):
     """The numbers of every rank against one process, and the largest relative error of `outputs.aux_loss`."""
-    form, z_loss = changes.get("auxiliary_loss", "batch"), changes.get("router_z_loss", 0.0)
+    form, z_loss = changes.get("router_aux_loss_scope", "batch"), changes.get("router_z_loss_coef", 0.0)
     parts = layout if form == "global" and layout in _PARTS else "whole"
     cls, path, batches, reference, aux_loss = _saved(model_type, folder, form, parts, z_loss)
     config = _layout(layout, **changes)
@@ -241,7 +241,7 @@ def test_a_pipeline_with_one_microbatch(folder, layout):
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2", "tp2+sp+pp2", "pp2+dp2", "dp2+zero3"])
 def test_each_row_by_itself(folder, layout):
-    check(folder, "qwen3_moe", layout, auxiliary_loss="sequence")
+    check(folder, "qwen3_moe", layout, router_aux_loss_scope="sequence")
 
 
 @pytest.mark.parametrize("layout", ["pp2", "tp2+pp2"])
@@ -267,7 +267,7 @@ def test_several_microbatches_are_refused_by_default(folder):
 
     def on_rank():
         model = cls.from_pretrained(path, megatron_config=_layout("pp2")).train()
-        with pytest.raises(ConfigError, match="auxiliary_loss='sequence'.*'microbatch'.*num_microbatches=1"):
+        with pytest.raises(ConfigError, match="router_aux_loss_scope='sequence'.*'microbatch'.*num_microbatches=1"):
             model(**batches[0])
         model.config.output_router_logits = False
         return model(**batches[0]).loss.item()
@@ -277,7 +277,7 @@ def test_several_microbatches_are_refused_by_default(folder):
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2", "tp2+sp", "cp2", "dp2+ep2", "dp2+zero3", "pp2", "pp2+dp2"])
 def test_choices_of_the_step_so_far(folder, layout):
-    check(folder, "qwen3_moe", layout, auxiliary_loss="global", router_z_loss=0.125, num_microbatches=2)
+    check(folder, "qwen3_moe", layout, router_aux_loss_scope="global", router_z_loss_coef=0.125, num_microbatches=2)
 
 
 def test_choices_of_the_last_step_are_found(folder):
@@ -287,21 +287,24 @@ def test_choices_of_the_last_step_are_found(folder):
         BatchLoss.end_step = lambda self: None
 
     with pytest.raises(AssertionError):
-        check(folder, "qwen3_moe", "dp2", auxiliary_loss="global", sabotage=sabotage)
+        check(folder, "qwen3_moe", "dp2", router_aux_loss_scope="global", sabotage=sabotage)
 
 
 def test_a_z_loss_of_a_model_that_adds_none_is_refused(folder):
     cls, path, *_ = _saved("qwen3_moe", folder)
 
     def on_rank():
-        with pytest.raises(ConfigError, match="router_z_loss = 0.1: Qwen3MoeForCausalLM adds no router loss"):
-            cls.from_pretrained(path, output_router_logits=False, megatron_config=_layout("dp2", router_z_loss=0.1))
+        with pytest.raises(ConfigError, match="router_z_loss_coef = 0.1: Qwen3MoeForCausalLM adds no router loss"):
+            cls.from_pretrained(
+                path, output_router_logits=False, megatron_config=_layout("dp2", router_z_loss_coef=0.1)
+            )
 
     run_ranks(on_rank, 2)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("auxiliary_loss", "sequence"), ("router_z_loss", 0.1), ("router_bias_update_rate", 1e-3)]
+    ("name", "value"),
+    [("router_aux_loss_scope", "sequence"), ("router_z_loss_coef", 0.1), ("router_bias_update_rate", 1e-3)],
 )
 def test_settings_of_routers_in_a_job_of_one_rank_are_refused(folder, name, value):
     cls, path, *_ = _saved("qwen3_moe", folder)
@@ -310,8 +313,8 @@ def test_settings_of_routers_in_a_job_of_one_rank_are_refused(folder, name, valu
 
 
 def test_a_value_that_is_none_of_them():
-    with pytest.raises(ConfigError, match="auxiliary_loss = 'step'"):
-        _layout("dp2", auxiliary_loss="step")
+    with pytest.raises(ConfigError, match="router_aux_loss_scope = 'step'"):
+        _layout("dp2", router_aux_loss_scope="step")
 
 
 def _own_statistics():
@@ -341,7 +344,7 @@ def test_rows_weighed_by_microbatch_are_found(folder):
         BatchLoss.row_mean = lambda self, total, rows: total / rows
 
     with pytest.raises(AssertionError):
-        check(folder, "qwen3_moe", "dp2", auxiliary_loss="sequence", sabotage=sabotage)
+        check(folder, "qwen3_moe", "dp2", router_aux_loss_scope="sequence", sabotage=sabotage)
 
 
 def _definitions():

@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from hf_megatron import MegatronError, prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
-from tests.integration.habits import batch, layout, own_rows
+from tests.integration.habits import batch, layout, local_samples
 
 
 class Scaled(nn.Module):
@@ -43,13 +43,13 @@ def differentiate_twice(model):
 
 
 def call_with_other_parameters(model):
-    rows = own_rows(model, batch(0))
+    rows = local_samples(model, batch(0))
     others = {name: parameter * 1.01 for name, parameter in model.named_parameters()}
     torch.func.functional_call(model, others, args=(), kwargs=rows)
 
 
 def differentiate_by_function(model):
-    rows = own_rows(model, batch(0))
+    rows = local_samples(model, batch(0))
 
     def loss(parameters):
         return torch.func.functional_call(model, parameters, args=(), kwargs=rows).loss
@@ -151,7 +151,7 @@ def test_refused(tiny, change, text, match):
         model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=layout(text)).train()
         with pytest.raises(MegatronError, match=match):
             change(model)
-            model(**own_rows(model, batch(0)))
+            model(**local_samples(model, batch(0)))
 
     run_ranks(on_rank, 2)
 
@@ -180,7 +180,7 @@ def test_modules_are_added(tiny, change, text):
             prepare_optimizer(optimizer)
         norms = []
         for step in range(3):
-            outputs = model(**own_rows(model, batch(step)))
+            outputs = model(**local_samples(model, batch(step)))
             loss = outputs.loss
             if change is add_a_value_head:
                 # Rows are as many on each rank, so that the mean over ranks is that of all.

@@ -15,7 +15,7 @@ from hf_megatron.conversion import convert
 from tests.documented import ROOT, documented_commands, other_commands
 from tests.megatron_before_core import gpt2_parts, write_checkpoint
 from tests.readme_command import readme_command
-from tests.twins import twin
+from tests.twins import tiny_model
 
 # What stands in the documents -> what it is here.
 HERE = {
@@ -82,7 +82,7 @@ def places(stories, tmp_path_factory):
     convert(stories, folder / "checkpoint", "sharded")
     convert(stories, folder / "megatron", "megatron_legacy")
     (folder / "megatron" / "config.json").unlink()
-    model = twin("gpt2")
+    model = tiny_model("gpt2")
     model.save_pretrained(folder / "gpt2")
     write_checkpoint(folder / "before_core", gpt2_parts(model), "2020", 0)
     made = {name: str(folder / name) for name in ("checkpoint", "megatron", "before_core", "gpt2")}

@@ -7,8 +7,8 @@ from transformers import CONFIG_MAPPING
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.testing.check import parse_layouts
-from hf_megatron.testing.parity import check_twin
-from tests.shared_twins import make_twin
+from hf_megatron.testing.parity import check_tiny_model
+from tests.shared_twins import make_tiny_model
 
 
 def compile_layers(model):
@@ -17,22 +17,22 @@ def compile_layers(model):
 
 
 def test_compiled_layers_equal_one_process():
-    twin = make_twin(CONFIG_MAPPING["qwen3"]())
+    tiny_model = make_tiny_model(CONFIG_MAPPING["qwen3"]())
     [layout] = parse_layouts("tp2+sp")
-    comparison = check_twin(twin, layout, prepare=compile_layers, timeout=300)
+    comparison = check_tiny_model(tiny_model, layout, prepare=compile_layers, timeout=300)
     assert comparison.passed, comparison.report()
 
 
 def test_no_graph_breaks():
-    twin = make_twin(CONFIG_MAPPING["llama"]())
+    tiny_model = make_tiny_model(CONFIG_MAPPING["llama"]())
 
     def on_rank():
-        model = twin.load(megatron_config=ConfigUnderTest(tp_size=2)).train()
+        model = tiny_model.load(megatron_config=ConfigUnderTest(tp_size=2)).train()
         for layer in model.model.layers:
             layer.compile(backend="aot_eager")
         torch._dynamo.reset()
         counters.clear()
-        model(**twin.batches[0]).loss.backward()
+        model(**tiny_model.batches[0]).loss.backward()
         return sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
 
     for breaks, graphs in run_ranks(on_rank, 2, timeout=300):

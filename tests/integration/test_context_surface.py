@@ -12,8 +12,8 @@ from hf_megatron import (
     MegatronConfig,
     UnsupportedError,
     prepare_optimizer,
+    shard_safe,
     token_log_probs,
-    works_on_parts,
 )
 from hf_megatron.context_parallel import attention_dispatch as context_dispatch
 from hf_megatron.context_parallel import axis as context_axis
@@ -122,8 +122,8 @@ def test_numbers_per_token(llama, layout):
 def routed(model):
     output = model(input_ids=IDS, labels=IDS, attention_mask=torch.ones_like(IDS), output_router_logits=True)
     output.loss.backward()
-    whole = [logits for logits in output.router_logits if logits is not None]
-    return [value.detach() for value in (output.loss, output.aux_loss, *whole, *gradients(model).values())]
+    unsharded = [logits for logits in output.router_logits if logits is not None]
+    return [value.detach() for value in (output.loss, output.aux_loss, *unsharded, *gradients(model).values())]
 
 
 @pytest.mark.parametrize("scheme", ["p2p", "a2a"])
@@ -142,7 +142,7 @@ def test_router_logits_of_some_tokens_are_found(tmp_path):
 
     def routed_apart(model):
         if torch.distributed.is_initialized():
-            ContextStack.joined_rows = lambda self, part: part
+            ContextStack.gather_token_outputs = lambda self, part: part
             parallel_state(model).loss.join_tokens = lambda part: part
         output = model(input_ids=IDS, labels=IDS, output_router_logits=True)
         return [output.aux_loss.detach()]
@@ -237,7 +237,7 @@ def test_ranks_draw_for_their_tokens(tmp_path):
 class NotedDropout(nn.Dropout):
     """Keeps which entries it has dropped."""
 
-    @works_on_parts
+    @shard_safe
     def forward(self, hidden):
         kept = super().forward(torch.ones_like(hidden))
         self.dropped = (kept == 0).flatten()
@@ -272,7 +272,7 @@ def with_a_further_argument(path, sabotage=None):
         sabotage()
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=MegatronConfig(cp_size=2))
     attention = model.model.layers[0].self_attn
-    further = works_on_parts(lambda module, args, kwargs: (args, kwargs | {"position_bias": torch.ones(1)}))
+    further = shard_safe(lambda module, args, kwargs: (args, kwargs | {"position_bias": torch.ones(1)}))
     attention.register_forward_pre_hook(further, with_kwargs=True)
     try:
         model(input_ids=IDS, labels=IDS)
@@ -536,7 +536,7 @@ def test_what_would_see_some_tokens_is_refused(llama, case):
 
 def test_a_hook_that_works_on_parts(llama):
     def doubled(model):
-        @works_on_parts
+        @shard_safe
         def double(module, args, output):
             return output * 2
 

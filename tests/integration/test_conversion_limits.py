@@ -24,7 +24,7 @@ from hf_megatron.conversion import TargetOptions, convert, plan_conversion
 from hf_megatron.conversion.torch_files.safe_pickle import Named, unpickle
 from hf_megatron.core.io.atomic_folder import StagedFolder
 from tests.integration.test_conversion_strangers import llama
-from tests.twins import twin
+from tests.twins import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_sizes_that_do_not_divide_are_refused_before_work(hf, tmp_path, to, case
 def test_groups_widths_and_experts_divide_too(tmp_path):
     llama(hidden_size=96, num_attention_heads=12, num_key_value_heads=4).save_pretrained(tmp_path / "groups")
     llama(intermediate_size=50).save_pretrained(tmp_path / "width")
-    twin("deepseek_v3").save_pretrained(tmp_path / "experts")
+    tiny_model("deepseek_v3").save_pretrained(tmp_path / "experts")
     cases = (
         ("groups", {"tp_size": 6}, "num_query_groups 4 neither divides nor is divided by tp_size 6"),
         ("width", {"tp_size": 4}, "ffn_hidden_size 50 does not divide over tp_size 4: sizes that fit are 1, 2"),
@@ -168,8 +168,8 @@ def test_bytes_that_are_needed_are_those_that_are_written(hf, tmp_path, monkeypa
     asked = []
     monkeypatch.setattr(StagedFolder, "require_space", lambda self, expected: asked.append(expected))
     report = convert(hf, tmp_path / "out", "hf")
-    beside = sum((hf / name).stat().st_size for name in ("config.json", "generation_config.json"))
-    assert asked == [report.nbytes + beside]
+    alongside = sum((hf / name).stat().st_size for name in ("config.json", "generation_config.json"))
+    assert asked == [report.nbytes + alongside]
     assert asked[0] <= sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
 
 

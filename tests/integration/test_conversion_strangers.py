@@ -30,9 +30,9 @@ from hf_megatron.conversion.megatron.arguments import check_arguments
 from hf_megatron.conversion.torch_files.reader import read_saved
 from hf_megatron.conversion.torch_files.safe_pickle import unpickle
 from hf_megatron.conversion.torch_files.weight_file import PickledFile
-from hf_megatron.core.text import shown
-from hf_megatron.errors import clean
-from hf_megatron.model_cards import CardFacts, check_card, write_card
+from hf_megatron.core.text import safe_repr
+from hf_megatron.errors import sanitize
+from hf_megatron.model_cards import CardData, check_card, write_card
 
 MEGATRON = ("megatron_core", "megatron_legacy")
 
@@ -244,7 +244,7 @@ def test_cards_are_true_after_any_chain(folders, tmp_path, trained):
     shutil.copytree(folders / "hf", tmp_path / "hf")
     if trained:
         facts = {"architecture": "LlamaForCausalLM", "model_type": "llama", "base_model": "tests/base", "steps": 1234}
-        write_card(tmp_path / "hf", CardFacts(**facts, library_name="transformers"))
+        write_card(tmp_path / "hf", CardData(**facts, library_name="transformers"))
     source = tmp_path / "hf"
     for number, to in enumerate(("megatron_core", "megatron_legacy", "sharded", "hf")):
         convert(source, tmp_path / str(number), to)
@@ -401,9 +401,9 @@ def test_messages_show_bounded_text_without_control_characters():
     for _ in range(60):
         deep = (deep, deep)
     for value in (deep, "x" * 10**6, [1] * 10**6, {"\x1b[31m": "\x00"}, 10**100_000, b"x" * 100):
-        text = shown(value)
+        text = safe_repr(value)
         assert len(text) <= 200 and text.isprintable(), text
-    assert clean("a\x1b[2Jb\nc") == "a\\x1b[2Jb\\nc"
+    assert sanitize("a\x1b[2Jb\nc") == "a\\x1b[2Jb\\nc"
     error = CheckpointError("tensor \x1b]0;title\x07 is missing;\nsecond line")
     assert str(error) == "tensor \\x1b]0;title\\x07 is missing;\\nsecond line"
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
@@ -546,10 +546,10 @@ def with_one_hash(count: int) -> bytes:
     return b"".join(b"\x8b\x0c\0\0\0" + number.to_bytes(12, "little") + b"N" for number in numbers)
 
 
-def in_one_place(behind: bytes = b"") -> bytes:
+def in_one_place(trailing: bytes = b"") -> bytes:
     """Returns those that push numbers of one place in every table, each with something behind it."""
     numbers = (number << 40 for number in range(1, 60_001))
-    return b"".join(b"\x8a\x08" + number.to_bytes(8, "little") + behind for number in numbers)
+    return b"".join(b"\x8a\x08" + number.to_bytes(8, "little") + trailing for number in numbers)
 
 
 CHOSEN_KEYS = {

@@ -7,19 +7,19 @@ import torch
 import torch.nn.functional as F
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from hf_megatron import ConfigError, UnsupportedError, token_divergences
+from hf_megatron import ConfigError, UnsupportedError, token_kl_divergences
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.tensor_parallel import vocab_divergence
 from hf_megatron.testing.measure import Measurement, _full, _gradients
 from hf_megatron.testing.tolerances import gradient_errors
 from tests.integration.dp_training import ranks_of
 from tests.integration.test_trl import layout
-from tests.shared_twins import make_twin
+from tests.shared_twins import make_tiny_model
 
 
 @functools.lru_cache(maxsize=2)
-def twin(model_type):
-    return make_twin(CONFIG_MAPPING[model_type](), batch_size=5, min_layers=4)
+def tiny_model(model_type):
+    return make_tiny_model(CONFIG_MAPPING[model_type](), batch_size=5, min_layers=4)
 
 
 def plain_divergences(student, teacher, labels, beta, temperature, **batch):
@@ -32,19 +32,22 @@ def plain_divergences(student, teacher, labels, beta, temperature, **batch):
     elif beta == 1:
         found = (own.exp() * (own - other)).sum(-1)
     else:
-        mixture = (beta * other.exp() + (1 - beta) * own.exp()).log()
-        found = (beta * other.exp() * (other - mixture) + (1 - beta) * own.exp() * (own - mixture)).sum(-1)
+        moe_block = (beta * other.exp() + (1 - beta) * own.exp()).log()
+        found = (beta * other.exp() * (other - moe_block) + (1 - beta) * own.exp() * (own - moe_block)).sum(-1)
     return found.masked_fill(labels[:, 1:] == -100, 0)
 
 
-def measured(twin, config, of_teacher, divergences_of, beta, temperature, sabotage=lambda: None):
+def measured(tiny_model, config, of_teacher, divergences_of, beta, temperature, sabotage=lambda: None):
     """A loss that weighs tokens, and the student's gradients."""
     sabotage()
-    student, teacher = twin.load(megatron_config=config).train(), twin.load(megatron_config=of_teacher).eval()
+    student, teacher = (
+        tiny_model.load(megatron_config=config).train(),
+        tiny_model.load(megatron_config=of_teacher).eval(),
+    )
     with torch.no_grad():
         for number, parameter in enumerate(teacher.parameters()):
             parameter.mul_(1 - 0.4 * (number % 3))
-    [batch] = twin.batches
+    [batch] = tiny_model.batches
     values = divergences_of(student, teacher, beta=beta, temperature=temperature, **batch)
     assert values.dtype == torch.float32
     loss = (values * torch.linspace(0.5, 1.5, values.numel()).view_as(values)).sum()
@@ -58,9 +61,11 @@ def measured(twin, config, of_teacher, divergences_of, beta, temperature, sabota
 
 def worst_error(model_type, text, beta, temperature=1.0, of_teacher=None, **kwargs):
     config, other = layout(text), layout(of_teacher or text)
-    source = twin(model_type)
+    source = tiny_model(model_type)
     [(expected, numbers)] = run_ranks(measured, 1, source, None, None, plain_divergences, beta, temperature)
-    found = run_ranks(measured, ranks_of(config), source, config, other, token_divergences, beta, temperature, **kwargs)
+    found = run_ranks(
+        measured, ranks_of(config), source, config, other, token_kl_divergences, beta, temperature, **kwargs
+    )
     for measurement, values in found:
         torch.testing.assert_close(values, numbers, rtol=1e-4, atol=1e-5)
         assert measurement.loss == found[0][0].loss
@@ -122,7 +127,7 @@ def test_nothing_of_vocabulary_size_is_kept(stories):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        token_divergences(*models, ids, input_ids=ids).sum().backward()
+        token_kl_divergences(*models, ids, input_ids=ids).sum().backward()
     assert max(sizes) < 400 * 512
 
 
@@ -130,16 +135,16 @@ def test_what_is_refused(stories, tiny):
     student, teacher = AutoModelForCausalLM.from_pretrained(stories), AutoModelForCausalLM.from_pretrained(tiny)
     ids = torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(ConfigError, match="512 tokens of the student's and 64 of the teacher's"):
-        token_divergences(student, teacher, ids, input_ids=ids)
+        token_kl_divergences(student, teacher, ids, input_ids=ids)
     with pytest.raises(ConfigError, match="beta = 2, temperature = 1.0: expected 0 to 1"):
-        token_divergences(student, student, ids, beta=2, input_ids=ids)
+        token_kl_divergences(student, student, ids, beta=2, input_ids=ids)
 
     def split(text, of_teacher, message):
         models = [
             AutoModelForCausalLM.from_pretrained(stories, megatron_config=layout(one)) for one in (text, of_teacher)
         ]
         with pytest.raises(UnsupportedError, match=message):
-            token_divergences(*models, ids, input_ids=ids)
+            token_kl_divergences(*models, ids, input_ids=ids)
 
     run_ranks(split, 2, "pp2", "tp2", "pp_size=2, .*1f1b.* from a teacher with tp_size=2, pp_size=1: lay")
     run_ranks(split, 2, "pp2", "pp2 zbv", "1f1b.* from a teacher with .*'zbv': lay")

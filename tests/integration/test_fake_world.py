@@ -178,11 +178,11 @@ def test_stage_one_keeps_no_more_than_megatron(ranks):
 
 def test_stage_three_keeps_its_share_of_every_parameter():
     """It was divided by what a rank holds: two bytes of weights per parameter, whatever the number of ranks."""
-    whole, split = (predicted({"zero_stage": stage}, ranks=4) for stage in (1, 3))
-    assert split.parameters == whole.parameters
+    unsharded, split = (predicted({"zero_stage": stage}, ranks=4) for stage in (1, 3))
+    assert split.parameters == unsharded.parameters
     assert split.per_parameter["weights"] == pytest.approx(2 / 4, rel=1e-3)
     assert sum(split.per_parameter.values()) == pytest.approx((2 + 12) / 4, rel=0.01)
-    assert predicted({"tp_size": 2, "zero_stage": 3}, ranks=4).parameters < 0.6 * whole.parameters
+    assert predicted({"tp_size": 2, "zero_stage": 3}, ranks=4).parameters < 0.6 * unsharded.parameters
 
 
 def keep_rows_of_weights(monkeypatch):
@@ -197,7 +197,7 @@ def keep_rows_of_weights(monkeypatch):
 
 
 def reduce_beside_the_rows(monkeypatch):
-    monkeypatch.setattr(buckets.Bucket, "take_own_row", lambda self, *, keep: self.take_inbox()[:1])
+    monkeypatch.setattr(buckets.Bucket, "own_segment", lambda self, *, keep: self.take_inbox()[:1])
 
 
 def keep_last_weights(monkeypatch):
@@ -247,7 +247,7 @@ def test_the_host_waits_once_in_a_step(layout, ranks, last):
 
 
 def test_a_further_wait_is_noticed(monkeypatch):
-    monkeypatch.setattr(train_step, "runs_behind", lambda device: False)
+    monkeypatch.setattr(train_step, "is_async_device", lambda device: False)
     found = waits({"pp_size": 2, "num_microbatches": 4}, 0, 2)
     assert [moment for moment, _ in found] == ["backward", "optimizer step"]
 
@@ -277,8 +277,8 @@ def test_stages_of_a_large_job():
 
 def test_recomputed_layers_keep_their_input():
     layout = {"tp_size": 2, "sequence_parallel": True}
-    whole, recomputed = (predicted(layout | more) for more in ({}, {"recompute": "full"}))
-    sizes = [sum(figures.layers["model.layers.1", 0].values()) for figures in (whole, recomputed)]
+    unsharded, recomputed = (predicted(layout | more) for more in ({}, {"recompute": "full"}))
+    sizes = [sum(figures.layers["model.layers.1", 0].values()) for figures in (unsharded, recomputed)]
     # [rows, tokens / ranks, hidden] in bf16.
     assert sizes[1] == 4 * 64 // 2 * 128 * 2 and sizes[0] > 10 * sizes[1]
 

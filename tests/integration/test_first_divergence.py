@@ -18,12 +18,12 @@ from transformers import (
 from typer.testing import CliRunner
 
 from hf_megatron.cli import app
-from hf_megatron.compat.shard_safe import comes_last, works_on_parts
+from hf_megatron.compat.shard_safe import runs_last, shard_safe
 from hf_megatron.compat.torch_distributed import communication_through
 from hf_megatron.compat.torch_dtensor import local_tensor
 from hf_megatron.config import MegatronConfig
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.core.off_stage import own_parameters
+from hf_megatron.core.off_stage import local_named_parameters
 from hf_megatron.data_parallel.distributed_optimizer import prepare_optimizer
 from hf_megatron.diagnostics.divergence import compare_recordings
 from hf_megatron.diagnostics.recorded_shards import Recording
@@ -144,7 +144,7 @@ def _scaled_output(name, rank, factor=1.01):
         has_it = state.cut is None or state.cut.owner(f"{name}.") == state.mesh.pp_rank
         if dist.get_rank() == rank and has_it:
 
-            @works_on_parts
+            @shard_safe
             def hook(module, args, output):
                 first, *others = output if isinstance(output, tuple) else (output,)
                 return (first * factor, *others) if isinstance(output, tuple) else first * factor
@@ -172,7 +172,7 @@ def _scaled_gradient(name, rank):
         has_it = state.cut is None or state.cut.owner(f"{name}.") == state.mesh.pp_rank
         if dist.get_rank() == rank and has_it:
 
-            @works_on_parts
+            @shard_safe
             def hook(module, args, output):
                 first, *others = output if isinstance(output, tuple) else (output,)
                 return (_Scaled.apply(first), *others) if isinstance(output, tuple) else _Scaled.apply(first)
@@ -261,12 +261,12 @@ def _dropped(name):
                 args[0].mul_(1.01)
             return work
 
-        @works_on_parts
+        @shard_safe
         def enter(module, args):
             inside.append(module)
 
         # Behind the library's own, which reduces what the module has returned.
-        @comes_last
+        @runs_last
         def leave(module, args, output):
             inside.clear()
 
@@ -364,7 +364,7 @@ class _StaleShard(TrainerCallback):
 
 def _resume(model_folder, folder, sizes, draws=(None,), stop=False):
     """Trains two steps, or goes on from there for a third, which is recorded, once for each draw."""
-    told = []
+    reported = []
     rows = [{"input_ids": [place, 5, place, 9] * 4, "labels": [place, 5, place, 9] * 4} for place in range(12)]
     for draw in draws:
         layout = {} if sizes is None else {"megatron_config": ConfigUnderTest(**sizes)}
@@ -374,12 +374,12 @@ def _resume(model_folder, folder, sizes, draws=(None,), stop=False):
             callbacks.append(RecordStepCallback(folder / str(draw), [2]))
         if draw is not None:
             drawn = random.Random(f"{sizes} {draw}")
-            held = {name for name, _ in own_parameters(model)}
+            held = {name for name, _ in local_named_parameters(model)}
             name = f"model.layers.{drawn.randrange(4)}.{drawn.choice(['self_attn.v_proj', 'mlp.up_proj'])}.weight"
             rank = drawn.randrange(dist.get_world_size())
             if rank == dist.get_rank() and name in held:
                 callbacks.append(_StaleShard(model, name))
-            told.append((name, rank, rank == dist.get_rank() and name in held))
+            reported.append((name, rank, rank == dist.get_rank() and name in held))
         arguments = TrainingArguments(
             str(folder.parent / "run"),
             per_device_train_batch_size=4 // (1 if state is None else state.mesh.dp_size),
@@ -393,7 +393,7 @@ def _resume(model_folder, folder, sizes, draws=(None,), stop=False):
         Trainer(model, arguments, default_data_collator, rows, callbacks=callbacks).train(
             resume_from_checkpoint=None if stop else str(folder.parent / "run" / "checkpoint-2")
         )
-    return told
+    return reported
 
 
 @pytest.fixture(scope="module")
@@ -413,10 +413,10 @@ def test_stale_shards_after_a_resume_are_named(models, resumed, layout):
     one = resumed / "one" / "None" / "step2"
     clean = compare_recordings(one, folder / "None" / "step2")
     assert clean.first is None, str(clean)
-    for draw, told in enumerate(zip(*ranks, strict=True)):
-        name, rank, _ = told[0]
+    for draw, reported in enumerate(zip(*ranks, strict=True)):
+        name, rank, _ = reported[0]
         found = compare_recordings(one, folder / str(draw) / "step2").first
-        if not told[rank][2]:
+        if not reported[rank][2]:
             # Another stage has the layer.
             assert found is None, str(found)
         else:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from hf_megatron import RankError, UnsupportedError
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
-from tests.integration.habits import Loop, Runs, batch, layout, own_rows, ranks_of
+from tests.integration.habits import Loop, Runs, batch, layout, local_samples, ranks_of
 
 LAYOUTS = ["dp2", "dp2+zero3"]
 
@@ -22,7 +22,7 @@ def _linear(inputs, outputs):
 
 
 def _rows(loop, seed=0):
-    return own_rows(loop.model, batch(seed))
+    return local_samples(loop.model, batch(seed))
 
 
 def _train(loop, other, loss):
@@ -266,23 +266,25 @@ IN_THE_MIDDLE = (activation_hook, retained_gradient, adapter_in_recomputed_layer
 
 @pytest.fixture(scope="module")
 def runs(tiny):
-    together = {habit.__name__: habit for habit in (*EQUAL, *REFUSED) if habit not in IN_THE_MIDDLE}
+    together = {
+        loop_pattern.__name__: loop_pattern for loop_pattern in (*EQUAL, *REFUSED) if loop_pattern not in IN_THE_MIDDLE
+    }
     return {
         **dict.fromkeys((*EQUAL, *REFUSED), Runs(tiny, together)),
-        **{habit: Runs(tiny, {habit.__name__: habit}) for habit in IN_THE_MIDDLE},
+        **{loop_pattern: Runs(tiny, {loop_pattern.__name__: loop_pattern}) for loop_pattern in IN_THE_MIDDLE},
     }
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
 @pytest.mark.parametrize("habit", REFUSED)
-def test_refused(runs, habit, text):
-    runs[habit].refused(text, habit.__name__, REFUSED[habit])
+def test_refused(runs, loop_pattern, text):
+    runs[loop_pattern].refused(text, loop_pattern.__name__, REFUSED[loop_pattern])
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
 @pytest.mark.parametrize("habit", EQUAL)
-def test_equal(runs, habit, text):
-    runs[habit].compare(text, habit.__name__)
+def test_equal(runs, loop_pattern, text):
+    runs[loop_pattern].compare(text, loop_pattern.__name__)
 
 
 OF_SPLIT_LAYERS = {
@@ -294,12 +296,14 @@ OF_SPLIT_LAYERS = {
 
 @pytest.fixture(scope="module")
 def split_runs(tiny):
-    return Runs(tiny, {habit.__name__: habit for habit in (*OF_SPLIT_LAYERS, moments_reset_by_parameter)})
+    return Runs(
+        tiny, {loop_pattern.__name__: loop_pattern for loop_pattern in (*OF_SPLIT_LAYERS, moments_reset_by_parameter)}
+    )
 
 
 @pytest.mark.parametrize("habit", OF_SPLIT_LAYERS)
-def test_refused_where_layers_are_split(split_runs, habit):
-    split_runs.refused("tp2", habit.__name__, OF_SPLIT_LAYERS[habit])
+def test_refused_where_layers_are_split(split_runs, loop_pattern):
+    split_runs.refused("tp2", loop_pattern.__name__, OF_SPLIT_LAYERS[loop_pattern])
 
 
 def test_state_by_parameter_where_layers_are_split(split_runs):
@@ -313,15 +317,18 @@ OF_STAGES = {
 }
 
 
-@pytest.mark.parametrize(("text", "habit"), [(text, habit) for text, habits in OF_STAGES.items() for habit in habits])
-def test_refused_over_stages(tiny, text, habit):
+@pytest.mark.parametrize(
+    ("text", "habit"),
+    [(text, loop_pattern) for text, loop_patterns in OF_STAGES.items() for loop_pattern in loop_patterns],
+)
+def test_refused_over_stages(tiny, text, loop_pattern):
     """By the rank that has the module; the others are told that it failed."""
 
     def on_rank():
         model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=layout(text)).train()
-        habit(Loop(model, tiny))
+        loop_pattern(Loop(model, tiny))
 
-    with pytest.raises(RankError, match=re.escape(OF_STAGES[text][habit])):
+    with pytest.raises(RankError, match=re.escape(OF_STAGES[text][loop_pattern])):
         run_ranks(on_rank, ranks_of(layout(text)), timeout=120)
 
 
@@ -331,17 +338,17 @@ def test_tying_and_untying_are_refused_in_stage_3(tiny, stepped):
         model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=layout("dp2+zero3")).train()
         assert parallel_state(model).mesh.dp_size == 2
         if stepped:
-            model(**own_rows(model, batch(0))).loss.backward()
+            model(**local_samples(model, batch(0))).loss.backward()
         weight = model.lm_head.weight
         assert weight is model.model.embed_tokens.weight
         model.lm_head.weight = nn.Parameter(weight.detach().clone())
         with pytest.raises(UnsupportedError, match="tied, untied or exchanged"):
-            model(**own_rows(model, batch(1)))
+            model(**local_samples(model, batch(1)))
         model.lm_head.weight = weight
         norms = model.model.layers[0]
         norms.input_layernorm.weight = norms.post_attention_layernorm.weight
         with pytest.raises(UnsupportedError, match="tied, untied or exchanged"):
-            model(**own_rows(model, batch(1)))
+            model(**local_samples(model, batch(1)))
 
     run_ranks(on_rank, 2)
 

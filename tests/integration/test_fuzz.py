@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from hf_megatron.cli import app
 from tests.fuzz.campaign import read_log, run_campaign
 from tests.fuzz.cases import draw_case, fits, ranks_of, simple_case, together
-from tests.fuzz.pattern import Habit
-from tests.fuzz.patterns import HABITS
+from tests.fuzz.pattern import LoopPattern
+from tests.fuzz.patterns import LOOP_PATTERNS
 from tests.fuzz.runner import run_cases
 from tests.fuzz.script import reproduction
 from tests.fuzz.shrinking import shrink
@@ -23,7 +23,7 @@ from tests.fuzz.verdicts import ACCEPTED
 SEEDS = json.loads((Path(__file__).parents[1] / "data" / "fuzz_seeds.json").read_text(encoding="utf-8"))
 
 
-def verdicts(cases, timeout=60.0):
+def judgments(cases, timeout=60.0):
     return [result["verdict"] for _, result in run_cases(cases, timeout)]
 
 
@@ -80,26 +80,26 @@ def test_loops_of_accelerate_leave_its_state():
 
 
 def test_a_part_of_the_loss_is_logged_as_its_whole():
-    case = simple_case("dp2", "own loss", habits=["own loss", "loss read"])
-    assert verdicts([case]) == ["equal"]
+    case = simple_case("dp2", "own loss", loop_patterns=["own loss", "loss read"])
+    assert judgments([case]) == ["equal"]
 
 
 @pytest.mark.parametrize("name", SEEDED)
 def test_seeded_faults_are_found(name, monkeypatch):
-    verdict, made = SEEDED[name]
-    monkeypatch.setitem(HABITS, "plain", Habit("plain", "", made=made))
-    assert verdicts([simple_case("tp2", "plain"), simple_case("tp2", "total norm")]) == [verdict, "equal"]
+    judgment, made = SEEDED[name]
+    monkeypatch.setitem(LOOP_PATTERNS, "plain", LoopPattern("plain", "", made=made))
+    assert judgments([simple_case("tp2", "plain"), simple_case("tp2", "total norm")]) == [judgment, "equal"]
 
 
 def test_a_hang_is_cut(monkeypatch):
-    monkeypatch.setitem(HABITS, "plain", Habit("plain", "", made=sleep))
-    assert verdicts([simple_case("tp2", "plain")], timeout=4.0) == ["hang"]
+    monkeypatch.setitem(LOOP_PATTERNS, "plain", LoopPattern("plain", "", made=sleep))
+    assert judgments([simple_case("tp2", "plain")], timeout=4.0) == ["hang"]
 
 
 def test_a_seeded_fault_shrinks_to_what_it_needs(monkeypatch, tmp_path):
-    monkeypatch.setitem(HABITS, "total norm", Habit("total norm", "", made=damage))
+    monkeypatch.setitem(LOOP_PATTERNS, "total norm", LoopPattern("total norm", "", made=damage))
     batch = simple_case("tp2", "plain")["batch"] | {"rows": 5, "padding": "left", "accumulation": 2}
-    case = simple_case("tp2+sp", "total norm", "qwen3", batch=batch, habits=["total norm", "loss scaled"])
+    case = simple_case("tp2+sp", "total norm", "qwen3", batch=batch, loop_patterns=["total norm", "loss scaled"])
     found = shrink(case, "differs")
     assert found["habits"] == ["total norm"] and found["type"] == "llama" and found["layout"] == {"tp_size": 2}
     assert found["batch"]["steps"] == 1 and found["batch"]["padding"] == "none" and found["batch"]["accumulation"] == 1
@@ -142,7 +142,7 @@ def test_exit_codes(tmp_path, monkeypatch):
     assert result.exit_code == 0 and "1 cases: 1 equal" in result.output, result.output
     result = CliRunner().invoke(app, ["fuzz", "--only", "lama"])
     assert result.exit_code == 2 and "lama" in result.output
-    monkeypatch.setitem(HABITS, "plain", Habit("plain", "", made=damage))
+    monkeypatch.setitem(LOOP_PATTERNS, "plain", LoopPattern("plain", "", made=damage))
     result = CliRunner().invoke(app, [*options[:-2], "--scripts", str(tmp_path)])
     assert result.exit_code == 1 and "differs" in result.output
     assert list(tmp_path.glob("case_0_0.py"))

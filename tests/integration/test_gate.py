@@ -15,10 +15,10 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers import verification_gate
 from hf_megatron.models import verified
 from hf_megatron.testing.measure import _on_all_ranks
-from hf_megatron.testing.parity import check_twin
+from hf_megatron.testing.parity import check_tiny_model
 from hf_megatron.testing.tiny_config import tiny_config
 from tests import flips
-from tests.shared_twins import make_twin
+from tests.shared_twins import make_tiny_model
 
 TP2, TP2_SP, PP2 = (
     MegatronConfig(tp_size=2),
@@ -51,8 +51,8 @@ def test_tied_gpt_neox_is_one_model(layout):
     config = CONFIG_MAPPING["gpt_neox"](
         tie_word_embeddings=True, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=130
     )
-    twin = make_twin(config, microbatches=2)
-    comparison = check_twin(twin, layout)
+    tiny_model = make_tiny_model(config, microbatches=2)
+    comparison = check_tiny_model(tiny_model, layout)
     assert comparison.passed, comparison.report()
 
 
@@ -184,8 +184,8 @@ def test_every_field_of_ten_types_was_flipped():
             "cannot be built",
             "cannot be split",
         }
-    verdicts = [result["verdict"] for results in RECORDED.values() for result in results.values()]
-    assert verdicts.count("equal") >= 100 and verdicts.count("new") >= 5
+    judgments = [result["verdict"] for results in RECORDED.values() for result in results.values()]
+    assert judgments.count("equal") >= 100 and judgments.count("new") >= 5
 
 
 @pytest.mark.parametrize("model_type", flips.TYPES)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import CONFIG_MAPPING
 from trl import DPOTrainer, GRPOConfig, GRPOTrainer, SFTTrainer
 
-from hf_megatron import MegatronConfig, token_divergences, token_log_probs
+from hf_megatron import MegatronConfig, token_kl_divergences, token_log_probs
 from hf_megatron.context_parallel.flash import flash_backward_of_joined, flash_forward_of_joined
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.spans import bubble_share
@@ -24,13 +24,13 @@ from hf_megatron.tensor_parallel.cross_entropy import CrossEntropyOptions, linea
 from hf_megatron.testing.adapters import adapted
 from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.measure import measure
-from hf_megatron.testing.parity import check_twin
+from hf_megatron.testing.parity import check_tiny_model
 from hf_megatron.testing.pipeline_timeline import draw_timeline
 from hf_megatron.testing.tolerances import reference_error
 from tests.integration import test_resume, test_trl
 from tests.integration.test_trl import completions, layout, preferences, train
 from tests.integration.test_trl_online import REWARDS, SIZES, prompts
-from tests.shared_twins import make_twin
+from tests.shared_twins import make_tiny_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
 
@@ -107,7 +107,7 @@ def of(text):
 @functools.lru_cache(maxsize=1)
 def twin_of(model_type):
     task = TASKS.get(model_type, "causal")
-    return make_twin(CONFIG_MAPPING[model_type](), task=task, microbatches=2, min_layers=4, batch_size=5)
+    return make_tiny_model(CONFIG_MAPPING[model_type](), task=task, microbatches=2, min_layers=4, batch_size=5)
 
 
 @functools.cache
@@ -117,21 +117,21 @@ def adapter_twin(method):
 
 @pytest.mark.parametrize(("model_type", "text"), CASES)
 def test_ranks_equal_one_process_on_a_cpu(model_type, text):
-    comparison = check_twin(twin_of(model_type), of(text), device="cuda")
+    comparison = check_tiny_model(twin_of(model_type), of(text), device="cuda")
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("text", OFFLOADED)
 def test_recomputed_and_offloaded(text):
     layout = ConfigUnderTest(**of(text).to_dict() | OFFLOADED[text])
-    comparison = check_twin(twin_of("llama"), layout, device="cuda")
+    comparison = check_tiny_model(twin_of("llama"), layout, device="cuda")
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("text", ["tp2+sp", "pp2", "dp2+zero3", "cp2"])
 @pytest.mark.parametrize("method", ["lora", "dora"])
 def test_adapters(method, text):
-    comparison = check_twin(adapter_twin(method), of(text), device="cuda")
+    comparison = check_tiny_model(adapter_twin(method), of(text), device="cuda")
     assert comparison.passed, comparison.report()
 
 
@@ -155,11 +155,11 @@ def test_checkpoints_resume_on_another_layout(stories, tmp_path, saved, loaded):
 @pytest.mark.parametrize("text", ["tp2", "pp2"])
 @pytest.mark.parametrize("model_type", ["llama", "t5"])
 def test_the_same_tokens_are_generated(model_type, text):
-    twin = twin_of(model_type)
+    tiny_model = twin_of(model_type)
 
     def on_rank(**arguments):
-        model = twin.load(**arguments).eval()
-        ids = twin.batches[0]["input_ids"][:2].to(model.device)
+        model = tiny_model.load(**arguments).eval()
+        ids = tiny_model.batches[0]["input_ids"][:2].to(model.device)
         return model.generate(ids, max_new_tokens=8, do_sample=False).cpu()
 
     [expected] = run_ranks(on_rank, 1)
@@ -181,15 +181,15 @@ def test_a_recorded_step(tmp_path):
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
 def test_error_in_bf16(model_type, text):
     """Attention over cp goes through flash kernels there."""
-    twin = twin_of(model_type)
+    tiny_model = twin_of(model_type)
 
     def on_rank(**arguments):
-        model = twin.load(dtype=torch.bfloat16, **arguments)
-        return measure(model if arguments else model.cuda(), twin.batches, optimizers=())
+        model = tiny_model.load(dtype=torch.bfloat16, **arguments)
+        return measure(model if arguments else model.cuda(), tiny_model.batches, optimizers=())
 
     [one] = run_ranks(on_rank, 1, device="cuda")
     found = run_ranks(on_rank, 2, megatron_config=of(text), device="cuda")[0]
-    assert reference_error(found, twin.reference) <= 1.5 * reference_error(one, twin.reference)
+    assert reference_error(found, tiny_model.reference) <= 1.5 * reference_error(one, tiny_model.reference)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -251,17 +251,17 @@ def test_loss_equals_torch(dtype, chunk_size):
 @pytest.mark.parametrize("text", ["tp2", "pp2"])
 def test_numbers_per_token(text):
     """Log-probabilities and a divergence of two models, with their gradients, as one process on a CPU has them."""
-    twin = twin_of("llama")
+    tiny_model = twin_of("llama")
 
     def on_rank(**arguments):
-        models = [twin.load(**arguments) for _ in range(2)]
+        models = [tiny_model.load(**arguments) for _ in range(2)]
         with torch.no_grad():
             for parameter in models[1].parameters():
                 parameter.mul_(0.9)
-        batch = {name: twin.batches[0][name].to(models[0].device) for name in ("input_ids", "attention_mask")}
-        labels = twin.batches[0]["labels"].to(models[0].device)
+        batch = {name: tiny_model.batches[0][name].to(models[0].device) for name in ("input_ids", "attention_mask")}
+        labels = tiny_model.batches[0]["labels"].to(models[0].device)
         numbers = token_log_probs(models[0], labels, temperature=0.7, **batch)
-        apart = token_divergences(*models, labels, beta=0.5, **batch)
+        apart = token_kl_divergences(*models, labels, beta=0.5, **batch)
         (numbers.sum() + apart.sum()).backward()
         return numbers.detach().cpu(), apart.detach().cpu()
 

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, default_data_collator
 
 from hf_megatron import MegatronConfig
-from hf_megatron.compat.shard_safe import works_on_parts
+from hf_megatron.compat.shard_safe import shard_safe
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.data_parallel.distributed_optimizer import prepare_optimizer
 from hf_megatron.diagnostics.divergence import compare_recordings
@@ -61,7 +61,7 @@ WORKSPACE = 96 * 2**20
 TIMEOUT = 15.0
 
 
-@works_on_parts
+@shard_safe
 def _nap(*args):
     torch.cuda._sleep(CYCLES)
 
@@ -103,16 +103,16 @@ def test_a_device_that_is_slow_is_waited_for(layout, tmp_path):
     run_ranks(_traced_on_rank, 2, sizes, tmp_path, device="cuda")
     traces = traces_in(tmp_path)
     first, second = shares_of(traces)
-    told = f"{[asdict(one) for one in (first, second)]}"
-    assert axis in first.communicating and set(first.communicating) <= {axis, "job", "dp_cp", "dp_shard"}, told
+    reported = f"{[asdict(one) for one in (first, second)]}"
+    assert axis in first.communicating and set(first.communicating) <= {axis, "job", "dp_cp", "dp_shard"}, reported
     # Ranks that share a device wait for each other's turns as well.
-    assert first.waited_for.get(1, 0) > 0.5 * SECONDS, told
-    assert any("gemm" in name or "nvjet" in name or "cutlass" in name for name, *_ in traces[0].computed), told
+    assert first.waited_for.get(1, 0) > 0.5 * SECONDS, reported
+    assert any("gemm" in name or "nvjet" in name or "cutlass" in name for name, *_ in traces[0].computed), reported
     longest = max(traces[1].computed, key=lambda span: span[2] - span[1])
     assert "spin" in longest[0], longest
     for one in (first, second):
         parts = one.computing + sum(one.communicating.values()) + sum(one.waiting.values())
-        assert parts <= one.step * 1.02, told
+        assert parts <= one.step * 1.02, reported
     write_merged(traces, tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text("utf-8"))["traceEvents"]
 
@@ -146,7 +146,7 @@ def test_where_memory_ended(layout, tmp_path):
         model, optimizer = _load(LAYOUTS[layout][0])
         _step(model, optimizer)
 
-        @works_on_parts
+        @shard_safe
         def ask(module, args):
             torch.empty(1 << 44, dtype=torch.uint8, device="cuda")
 
@@ -167,7 +167,7 @@ def test_a_hang_of_nccl(tmp_path, monkeypatch):
     """A rank that stays away in a layer: the others' kernels stand still, and their hosts when they read a number."""
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "nccl"))
 
-    @works_on_parts
+    @shard_safe
     def sleep(*args):
         time.sleep(TIMEOUT + 10)
 

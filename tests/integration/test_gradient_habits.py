@@ -7,13 +7,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hf_megatron
-from hf_megatron import UnsupportedError, own_parameters
+from hf_megatron import UnsupportedError, local_named_parameters
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
 from tests.integration.dp_training import layout
-from tests.integration.habits import LAYOUTS, PIPELINES, WHOLE_BATCH, Runs, batch, cells, own_rows
+from tests.integration.habits import LAYOUTS, PIPELINES, WHOLE_BATCH, Runs, batch, cells, local_samples
 
-HABITS = {}
+LOOP_PATTERNS = {}
 _NAMES = ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_", "clip_grad_value_")
 
 
@@ -25,8 +25,8 @@ def early_names():
     return names
 
 
-def habit(function):
-    HABITS[function.__name__] = function
+def loop_pattern(function):
+    LOOP_PATTERNS[function.__name__] = function
     return function
 
 
@@ -44,13 +44,13 @@ IMPOSSIBLE = {
 
 @pytest.fixture(scope="module")
 def runs(tiny):
-    return Runs(tiny, HABITS, IMPOSSIBLE)
+    return Runs(tiny, LOOP_PATTERNS, IMPOSSIBLE)
 
 
 # Taking gradients away
 
 
-@habit
+@loop_pattern
 def sets_gradients_to_none_before_backward(loop):
     for seed in range(3):
         loss = loop.loss(seed)
@@ -60,7 +60,7 @@ def sets_gradients_to_none_before_backward(loop):
         loop.optimizer.step()
 
 
-@habit
+@loop_pattern
 def deletes_the_gradients_of_some(loop):
     loop.backward(0)
     for parameter in loop.parameters("mlp"):
@@ -73,7 +73,7 @@ def deletes_the_gradients_of_some(loop):
     loop.optimizer.step()
 
 
-@habit
+@loop_pattern
 def zeroes_gradients_of_the_model(loop):
     for seed in range(2):
         loop.model.zero_grad(set_to_none=False)
@@ -81,7 +81,7 @@ def zeroes_gradients_of_the_model(loop):
         loop.optimizer.step()
 
 
-@habit
+@loop_pattern
 def zeroes_each_gradient(loop):
     for seed in range(2):
         for parameter in loop.model.parameters():
@@ -95,7 +95,7 @@ def zeroes_each_gradient(loop):
 # Editing gradients
 
 
-@habit
+@loop_pattern
 def scales_and_adds(loop):
     for seed in range(2):
         loop.backward(seed)
@@ -106,7 +106,7 @@ def scales_and_adds(loop):
         loop.optimizer.zero_grad()
 
 
-@habit
+@loop_pattern
 def assigns_gradients(loop):
     for seed in range(2):
         loop.backward(seed)
@@ -117,7 +117,7 @@ def assigns_gradients(loop):
         loop.optimizer.zero_grad()
 
 
-@habit
+@loop_pattern
 def assigns_what_is_made_of_statistics(loop):
     for seed in range(2):
         loop.backward(seed)
@@ -129,7 +129,7 @@ def assigns_what_is_made_of_statistics(loop):
         loop.optimizer.zero_grad()
 
 
-@habit
+@loop_pattern
 def assigns_means(loop):
     for seed in range(2):
         loop.backward(seed)
@@ -140,7 +140,7 @@ def assigns_means(loop):
         loop.optimizer.zero_grad()
 
 
-@habit
+@loop_pattern
 def assigns_zeros_between_forward_and_backward(loop):
     for seed in range(2):
         loss = loop.loss(seed)
@@ -150,7 +150,7 @@ def assigns_zeros_between_forward_and_backward(loop):
         loop.optimizer.step()
 
 
-@habit
+@loop_pattern
 def foreach_edits(loop):
     loop.backward(0)
     gradients = [parameter.grad for parameter in loop.model.parameters()]
@@ -160,7 +160,7 @@ def foreach_edits(loop):
     loop.optimizer.step()
 
 
-@habit
+@loop_pattern
 def edits_what_is_no_entry_of_its_own(loop):
     loop.backward(0)
     for parameter in loop.model.parameters():
@@ -169,7 +169,7 @@ def edits_what_is_no_entry_of_its_own(loop):
     loop.optimizer.step()
 
 
-@habit
+@loop_pattern
 def keeps_gradients_of_two_losses(loop):
     loop.backward(0)
     first = [parameter.grad.clone() for parameter in loop.model.parameters()]
@@ -183,7 +183,7 @@ def keeps_gradients_of_two_losses(loop):
 # Reading gradients
 
 
-@habit
+@loop_pattern
 def reads_gradients(loop):
     for seed in range(2):
         loop.backward(seed)
@@ -197,7 +197,7 @@ def reads_gradients(loop):
 # Clipping, by names that were imported before this library was
 
 
-@habit
+@loop_pattern
 def clips_by_early_names(loop):
     clip_grad_norm_, get_total_norm, clip_grads_with_norm_, clip_grad_value_ = early_names()
     for seed in range(2):
@@ -219,7 +219,7 @@ def _plain(tensor):
 # Losses
 
 
-@habit
+@loop_pattern
 def computes_a_penalty_first(loop):
     for seed in range(2):
         penalty = sum(_plain(parameter.pow(2).sum()) for parameter in loop.model.parameters())
@@ -232,12 +232,12 @@ def computes_a_penalty_first(loop):
 
 def outside(loop, seed):
     """A loss that the loop computes, of rows that are equally many on every rank."""
-    ids = own_rows(loop.model, batch(seed))["input_ids"]
+    ids = local_samples(loop.model, batch(seed))["input_ids"]
     logits = loop.model(input_ids=ids).logits[:, :-1]
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
-@habit
+@loop_pattern
 def losses_of_its_own_twice(loop):
     loss = outside(loop, 0)
     loss.backward(retain_graph=True)
@@ -245,24 +245,24 @@ def losses_of_its_own_twice(loop):
     loop.optimizer.step()
 
 
-@habit
+@loop_pattern
 def losses_of_both_kinds(loop):
     (loop.loss(0) + outside(loop, 1)).backward()
     loop.optimizer.step()
 
 
-@habit
+@loop_pattern
 def losses_of_two_models(loop):
     state = parallel_state(loop.model)
     config = {} if state is None else {"megatron_config": state.config}
     other = AutoModelForCausalLM.from_pretrained(loop.path, **config).train()
     for seed in range(2):
-        (loop.loss(seed) * other(**own_rows(other, batch(seed + 2))).loss).backward()
+        (loop.loss(seed) * other(**local_samples(other, batch(seed + 2))).loss).backward()
         loop.optimizer.step()
         loop.optimizer.zero_grad()
 
 
-@habit
+@loop_pattern
 def two_forwards_two_backwards(loop):
     for seed in (0, 2):
         first, second = loop.loss(seed), loop.loss(seed + 1)
@@ -272,7 +272,7 @@ def two_forwards_two_backwards(loop):
         loop.optimizer.zero_grad()
 
 
-@habit
+@loop_pattern
 def accumulates_unevenly(loop):
     for seeds in ((0,), (1, 2, 3), (4, 5)):
         for seed in seeds:
@@ -287,7 +287,7 @@ def accumulates_unevenly(loop):
         loop.optimizer.zero_grad()
 
 
-@habit
+@loop_pattern
 def accumulates_with_checkpointing(loop):
     loop.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for seed in (0, 2):
@@ -295,7 +295,7 @@ def accumulates_with_checkpointing(loop):
     loop.model.gradient_checkpointing_disable()
 
 
-@habit
+@loop_pattern
 def freezes_between_microbatches(loop):
     loop.backward(0)
     for parameter in loop.parameters("mlp"):
@@ -308,25 +308,25 @@ def freezes_between_microbatches(loop):
 # Trained inputs
 
 
-@habit
+@loop_pattern
 def trains_inputs(loop):
-    whole = torch.randn(4, 9, 32, generator=torch.Generator().manual_seed(0))
+    unsharded = torch.randn(4, 9, 32, generator=torch.Generator().manual_seed(0))
     for seed in range(2):
-        own = own_rows(loop.model, {"x": whole, **batch(seed)})
+        own = local_samples(loop.model, {"x": unsharded, **batch(seed)})
         inputs = own["x"].clone().requires_grad_()
         loss = loop.model(inputs_embeds=inputs, labels=own["labels"]).loss
         loss.backward()
         loop.losses.append(loss.item())
-        expected = own_rows(loop.model, {"x": torch.arange(4)})["x"]
+        expected = local_samples(loop.model, {"x": torch.arange(4)})["x"]
         loop.rows(f"inputs {seed}", inputs.grad, expected)
         loop.optimizer.step()
         loop.optimizer.zero_grad()
 
 
-@habit
+@loop_pattern
 def gives_embeddings_of_its_own(loop):
     for seed in range(2):
-        own = own_rows(loop.model, batch(seed))
+        own = local_samples(loop.model, batch(seed))
         inputs = loop.model.get_input_embeddings()(own["input_ids"]) * 1.5
         loss = loop.model(inputs_embeds=inputs, labels=own["labels"]).loss
         loss.backward()
@@ -368,7 +368,9 @@ def asks_autograd_for_gradients_of_its_own_loss(loop):
 @partial("averaged over the dp ranks")
 def goes_backward_to_some(loop):
     loop.loss(0).backward(inputs=loop.parameters("mlp"))
-    assert all((parameter.grad is None) == ("mlp" not in name) for name, parameter in own_parameters(loop.model))
+    assert all(
+        (parameter.grad is None) == ("mlp" not in name) for name, parameter in local_named_parameters(loop.model)
+    )
     loop.optimizer.step()
 
 
@@ -380,7 +382,7 @@ def squares_gradients_in_hooks(loop):
         for parameter in loop.model.parameters():
             hooks.enter_context(parameter.register_hook(lambda g: calls.append(1) or g * g.abs()))
         (loop.loss(0) / 2).backward()
-    assert len(calls) == len(list(own_parameters(loop.model)))
+    assert len(calls) == len(list(local_named_parameters(loop.model)))
     loop.optimizer.step()
 
 
@@ -398,9 +400,9 @@ def steps_in_hooks(loop):
 
 @partial("Make them parameters of the model")
 def asks_for_the_gradient_of_a_prompt(loop):
-    drawn = own_rows(loop.model, {"x": torch.randn(4, 9, 32, generator=torch.Generator().manual_seed(7))})["x"]
+    drawn = local_samples(loop.model, {"x": torch.randn(4, 9, 32, generator=torch.Generator().manual_seed(7))})["x"]
     prompt = torch.ones(32, requires_grad=True)
-    labels = own_rows(loop.model, batch(0))["labels"]
+    labels = local_samples(loop.model, batch(0))["labels"]
     loop.see(
         "asked", torch.autograd.grad(loop.model(inputs_embeds=drawn * prompt, labels=labels).loss / 4, [prompt])[0]
     )
@@ -425,7 +427,7 @@ def test_refused_where_ranks_see_parts_of_the_batch(partial_runs, name):
     partial_runs.refused("pp2+dp2", name, PARTIAL[name][1])
 
 
-@pytest.mark.parametrize(("name", "text"), cells(HABITS, LAYOUTS + PIPELINES, IMPOSSIBLE))
+@pytest.mark.parametrize(("name", "text"), cells(LOOP_PATTERNS, LAYOUTS + PIPELINES, IMPOSSIBLE))
 def test_equal_to_one_process(runs, text, name):
     runs.compare(text, name)
 
@@ -435,16 +437,16 @@ def keep_a_gradient(path):
     weight = model.model.norm.weight
     standing = []
     for seed in range(3):
-        model(**own_rows(model, batch(seed))).loss.backward()
+        model(**local_samples(model, batch(seed))).loss.backward()
         standing.append(id(weight.grad))
         model.zero_grad()
     assert len(set(standing)) == 1, "one tensor stands for all gradients that nobody keeps"
-    model(**own_rows(model, batch(0))).loss.backward()
+    model(**local_samples(model, batch(0))).loss.backward()
     kept = weight.grad
     model.zero_grad()
     with pytest.raises(UnsupportedError, match=r"clone\(\)"):
         kept.norm()
-    model(**own_rows(model, batch(1))).loss.backward()
+    model(**local_samples(model, batch(1))).loss.backward()
     with pytest.raises(UnsupportedError, match=r"clone\(\)"):
         kept.norm()
     return weight.grad.norm().item() > 0

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from hf_megatron.checkpoint.manifest import MANIFEST
 from hf_megatron.checkpoint.reader import PARTIAL, Checkpoint
-from hf_megatron.checkpoint.tensor_chunks import Box
+from hf_megatron.checkpoint.tensor_chunks import TensorChunk
 from hf_megatron.cli import app
 from hf_megatron.cli import hub as commands
 from hf_megatron.core.io.checksums import hash_tensor
@@ -296,7 +296,9 @@ def test_every_rank_pulls_less_than_all_and_loads_the_same_weights(hub, agent, u
         assert one["fetched"] == one["bytes"] < 0.6 * one["total"]
         assert f"random-{rank:05d}" not in " ".join(one["absent"])
         with pytest.raises(Exception, match="hf-megatron pull"):
-            Checkpoint(folders[rank]).check(*whole(folders[rank], "optimizer/0/exp_avg/model.layers", pulled[3 - rank]))
+            Checkpoint(folders[rank]).check(
+                *unsharded(folders[rank], "optimizer/0/exp_avg/model.layers", pulled[3 - rank])
+            )
     weights = sharded[1]
     for answer, moments in agent("load_shards", untied, TP2_PP2, folders, ranks=4):
         assert answer in (weights, {}) and set(moments["steps"]) == {2.0} and moments["largest"] > 0
@@ -312,12 +314,12 @@ def test_every_rank_pulls_less_than_all_and_loads_the_same_weights(hub, agent, u
     assert agent("load_shards", untied, TP2, [folders[0]] * 2, ranks=2)[0][0] == weights
 
 
-def whole(folder, start, other):
+def unsharded(folder, start, other):
     """Arguments of `check` for a moment that another rank's files hold."""
     checkpoint = Checkpoint(folder)
     for name, entry in checkpoint.manifest.tensors.items():
-        if name.startswith(start) and {piece.file for piece in entry.pieces} <= set(checkpoint.absent):
-            return name, entry.shape, entry.dtype, [Box((0,) * len(entry.shape), entry.shape)]
+        if name.startswith(start) and {piece.file for piece in entry.pieces} <= set(checkpoint.off_stage):
+            return name, entry.shape, entry.dtype, [TensorChunk((0,) * len(entry.shape), entry.shape)]
     raise AssertionError(f"everything is in {folder}, {other}")
 
 
@@ -434,7 +436,7 @@ def test_command_line(hub, environment, sharded, on_hub, tmp_path):
     layout = ("--tp", 2, "--pp", 2, "--ranks", "0-1")
     pulled = run("pull", "tester/cli", tmp_path / "out", *layout, "--revision", "next")
     assert pulled.returncode == 0, pulled.stderr
-    assert Checkpoint(tmp_path / "out").absent and " of " in pulled.stdout
+    assert Checkpoint(tmp_path / "out").off_stage and " of " in pulled.stdout
 
 
 def test_documented_commands(environment, sharded, on_hub, tmp_path):

@@ -20,8 +20,8 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
-from hf_megatron.testing.multimodal_batch import make_media_batch
-from tests.shared_twins import make_twin
+from hf_megatron.testing.multimodal_batch import make_multimodal_batch
+from tests.shared_twins import make_tiny_model
 
 WORDS = [
     *("once", "upon", "a", "time", "there", "was", "a", "little", "girl", "who"),
@@ -135,7 +135,7 @@ def rows_of(model):
     """Batches of one row each, with one image, two and none, as a data set."""
     rows = []
     for seed in range(6):
-        batch = make_media_batch(model, batch_size=3, seed=seed)
+        batch = make_multimodal_batch(model, batch_size=3, seed=seed)
         for row in range(3):
             length = int(batch["attention_mask"][row].sum())
             rows.append({name: batch[name][row, :length] for name in ("input_ids", "labels", "mm_token_type_ids")})
@@ -161,10 +161,10 @@ def collate(rows):
     return batch
 
 
-def train_on_collated(twin, output, layout, dp_size=1):
-    rows = rows_of(twin.load())
+def train_on_collated(tiny_model, output, layout, dp_size=1):
+    rows = rows_of(tiny_model.load())
     trainer = Trainer(
-        model=twin.load(**({} if layout is None else {"megatron_config": layout})),
+        model=tiny_model.load(**({} if layout is None else {"megatron_config": layout})),
         args=TrainingArguments(
             str(output),
             per_device_train_batch_size=4 // dp_size,
@@ -183,8 +183,10 @@ def train_on_collated(twin, output, layout, dp_size=1):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_trainer_with_a_collator_equals_one_process(tmp_path, name):
     """Qwen2.5-VL: rows with one image, two and none, of unequal sizes; the last batch has fewer rows."""
-    twin = make_twin(CONFIG_MAPPING["qwen2_5_vl"](), task="image", microbatches=2, min_layers=4, batch_size=4)
-    [expected] = run_ranks(train_on_collated, 1, twin, tmp_path / "one", None, timeout=300)
+    tiny_model = make_tiny_model(
+        CONFIG_MAPPING["qwen2_5_vl"](), task="image", microbatches=2, min_layers=4, batch_size=4
+    )
+    [expected] = run_ranks(train_on_collated, 1, tiny_model, tmp_path / "one", None, timeout=300)
     layout = ConfigUnderTest(**LAYOUTS[name])
-    found = run_ranks(train_on_collated, 2, twin, tmp_path / name, layout, layout.dp_size or 1, timeout=300)
+    found = run_ranks(train_on_collated, 2, tiny_model, tmp_path / name, layout, layout.dp_size or 1, timeout=300)
     agree(found, expected, 1e-3)

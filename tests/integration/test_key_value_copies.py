@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM
 from hf_megatron import MegatronConfig
 from hf_megatron.core.axes import Axes
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.core.placement import Claim, GradientRule, Placement, copies_of_model
+from hf_megatron.core.placement import GradientRule, ParameterSharding, Placement, copies_of_model
 from tests.integration.habits import Runs, save_tiny
 
 
@@ -78,16 +78,17 @@ def test_a_rank_reads_whole_weights(tmp_path):
         assert {parameter.device_mesh.mesh_dim_names for parameter in parameters.values()} == {("tp_shard", "tp_copy")}
         return {name: parameter.full_tensor().detach() for name, parameter in parameters.items()}
 
-    for whole in run_ranks(read, 4):
-        for name, value in whole.items():
+    for unsharded in run_ranks(read, 4):
+        for name, value in unsharded.items():
             assert torch.equal(value, stock[name]), name
 
 
 def claims(*sizes, copies=2, groups=1):
-    made = [Claim("k", (8, 4), "column", Placement.split("tp", 0, copies=copies), GradientRule())]
-    made.append(Claim("n", (4,), "replicated", Placement(), GradientRule()))
+    made = [ParameterSharding("k", (8, 4), "colwise", Placement.split("tp", 0, copies=copies), GradientRule())]
+    made.append(ParameterSharding("n", (4,), "replicated", Placement(), GradientRule()))
     return made + [
-        Claim("w", (size, 4), "column", Placement.split("tp", 0, groups=groups), GradientRule()) for size in sizes
+        ParameterSharding("w", (size, 4), "colwise", Placement.split("tp", 0, groups=groups), GradientRule())
+        for size in sizes
     ]
 
 

@@ -12,7 +12,7 @@ from hf_megatron.conversion import convert
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import CheckpointError
 from tests.megatron_before_core import bert_parts, gpt2_parts, llama_parts, write_checkpoint
-from tests.twins import twin
+from tests.twins import tiny_model
 
 PARTS = {"gpt2": gpt2_parts, "megatron_bert": bert_parts, "llama": llama_parts}
 
@@ -23,7 +23,7 @@ def models(tmp_path_factory) -> dict[str, tuple[Path, object]]:
     found = {}
     for case in PARTS:
         folder = tmp_path_factory.mktemp(case) / "hf"
-        model = twin(case)
+        model = tiny_model(case)
         model.save_pretrained(folder)
         found[case] = folder, model
     return found
@@ -110,7 +110,7 @@ def _converted(source: Path, config: Path) -> Path:
 @pytest.mark.parametrize("archive", [False, True], ids=["before torch 1.6", "zip"])
 def test_formats_of_torch_and_half_precision(tmp_path, archive):
     """The first GPT-2 345M: fp16, no arguments, no version, a folder with or without the tracker file."""
-    model = twin("gpt2", torch.float16)
+    model = tiny_model("gpt2", torch.float16)
     model.save_pretrained(tmp_path / "hf")
     source = write_checkpoint(tmp_path / "megatron", gpt2_parts(model), "2020", 0, archive=archive)
     first = next(source.rglob("*.pt"))

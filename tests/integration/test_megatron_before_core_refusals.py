@@ -12,14 +12,14 @@ import torch
 from hf_megatron.conversion import convert
 from hf_megatron.errors import CheckpointError
 from tests.megatron_before_core import bert_parts, gpt2_parts, llama_parts, write_checkpoint
-from tests.twins import twin
+from tests.twins import tiny_model
 
 LAYER = "layers.1.attention.query_key_value.weight"
 
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory) -> tuple[Path, object]:
-    folder, model = tmp_path_factory.mktemp("gpt2") / "hf", twin("gpt2")
+    folder, model = tmp_path_factory.mktemp("gpt2") / "hf", tiny_model("gpt2")
     model.save_pretrained(folder)
     return folder, model
 
@@ -138,7 +138,7 @@ def test_ranks_of_two_versions(gpt2, tmp_path):
 
 def test_older_orders_know_no_groups(tmp_path):
     """Grouped queries came long after version 2.0."""
-    model = twin("llama")
+    model = tiny_model("llama")
     model.save_pretrained(tmp_path / "hf")
     source = write_checkpoint(tmp_path / "megatron", llama_parts(model), "2023", 3.0)
     change(next(source.rglob("*.pt")), lambda content: content.update(checkpoint_version=1.0))
@@ -147,7 +147,7 @@ def test_older_orders_know_no_groups(tmp_path):
 
 def test_another_model_type_is_refused(gpt2, tmp_path):
     folder, _ = gpt2
-    source = write_checkpoint(tmp_path / "megatron", bert_parts(twin("megatron_bert")), "2020", 0)
+    source = write_checkpoint(tmp_path / "megatron", bert_parts(tiny_model("megatron_bert")), "2020", 0)
     assert "have no counterpart in GPT2LMHeadModel" in refusal(source, folder)
 
 

@@ -10,14 +10,14 @@ from safetensors.torch import load_file, save_file
 
 from hf_megatron.conversion import TargetOptions, convert
 from tests.megatron_before_core import bert_parts, write_checkpoint
-from tests.twins import VOCABULARY, twin
+from tests.twins import VOCABULARY, tiny_model
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_megatron_core_computes_the_same_logits(tmp_path, tp):
-    model, hf = twin("megatron_bert"), tmp_path / "hf"
+    model, hf = tiny_model("megatron_bert"), tmp_path / "hf"
     model.save_pretrained(hf)
     ids = torch.randint(0, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
     types = (torch.arange(24) >= 12).long().expand(2, 24).contiguous()

@@ -16,7 +16,7 @@ from hf_megatron.conversion.families import family_of
 from hf_megatron.conversion.interfaces import MAIN_WEIGHT, WEIGHT
 from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
 from hf_megatron.core.fork_harness import run_ranks
-from tests.twins import FAMILIES, VOCABULARY, config_of, twin
+from tests.twins import FAMILIES, VOCABULARY, config_of, tiny_model
 
 ROOT = Path(__file__).parents[2]
 PADDED = 256
@@ -57,7 +57,7 @@ def written(tmp_path_factory):
     """Every family that megatron-core can build: folder of the twins, and of megatron-core's logits."""
     root = tmp_path_factory.mktemp("core")
     for case in BUILT:
-        twin(case).save_pretrained(root / case / "hf")
+        tiny_model(case).save_pretrained(root / case / "hf")
         convert(root / case / "hf", root / case / "core", "megatron_core", options=TargetOptions(tp_size=2))
     for case in ("llama", "gpt2", "qwen3"):
         layout = TargetOptions(tp_size=2, local_names=True)
@@ -139,7 +139,7 @@ def saved(tmp_path_factory):
     launches = []
     for name, (case, layout, fields) in SAVED.items():
         config = config_of(case)
-        config.architectures = [type(twin(case)).__name__]
+        config.architectures = [type(tiny_model(case)).__name__]
         config.save_pretrained(root / name / "hf")
         task = {
             "task": "save",
@@ -193,7 +193,7 @@ def trained(tmp_path_factory):
         for dropout in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
             if dropout in config.to_dict():
                 setattr(config, dropout, 0.0)
-        config.architectures = [type(twin(case)).__name__]
+        config.architectures = [type(tiny_model(case)).__name__]
         config.save_pretrained(root / name / "hf")
         task = {
             "task": "train_save",
@@ -422,7 +422,7 @@ def train_in_bf16(source: Path, target: Path, steps: int, checkpoint: Path | Non
 
 
 def test_main_weights_of_a_bf16_run_survive(tmp_path):
-    twin("llama", torch.bfloat16).save_pretrained(tmp_path / "hf")
+    tiny_model("llama", torch.bfloat16).save_pretrained(tmp_path / "hf")
     run_ranks(train_in_bf16, 2, tmp_path / "hf", tmp_path / "state", 2, None)
     convert(tmp_path / "state", tmp_path / "core", "megatron_core")
     with MegatronCoreReader(tmp_path / "core") as reader:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from hf_megatron import CheckpointError
 from hf_megatron.conversion import TargetOptions, convert
-from tests.twins import VOCABULARY, twin
+from tests.twins import VOCABULARY, tiny_model
 
 ROOT = Path(__file__).parents[2]
 # Of the first layer of the Nemotron-H twin: z, x, B, C, dt.
@@ -26,7 +26,7 @@ BLOCKS = {"z": 128, "x": 128, "B": 32, "C": 32, "dt": 8}
 def test_megatron_core_computes_the_same_logits(tmp_path, case, layout):
     """On tensor-parallel ranks, or on these and stages of a pipeline."""
     tp, pp = (int(layout[0]), int(layout[-1]) if "x" in layout else 1)
-    model, hf = twin(case), tmp_path / "hf"
+    model, hf = tiny_model(case), tmp_path / "hf"
     model.save_pretrained(hf)
     ids = torch.randint(0, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
     save_file({"ids": ids}, hf / "inputs.safetensors")
@@ -53,7 +53,7 @@ def test_megatron_core_computes_the_same_logits(tmp_path, case, layout):
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_ranks_hold_a_part_of_each_block(tmp_path, tp):
-    model = twin("nemotron_h")
+    model = tiny_model("nemotron_h")
     model.save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "legacy", "megatron_legacy", options=TargetOptions(tp_size=tp))
     mixer = model.model.layers[0].mixer
@@ -61,17 +61,17 @@ def test_ranks_hold_a_part_of_each_block(tmp_path, tp):
     for rank in range(tp):
         file = tmp_path / "legacy" / "release" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
         state = torch.load(file, weights_only=False)["model"]
-        for name, whole in tensors.items():
+        for name, unsharded in tensors.items():
             sizes = list(BLOCKS.values()) if name.startswith("in_proj") else [BLOCKS[block] for block in "xBC"]
             found = state[f"decoder.layers.0.mixer.{name}"]
-            assert torch.equal(found, torch.cat([block.chunk(tp)[rank] for block in whole.split(sizes)]))
+            assert torch.equal(found, torch.cat([block.chunk(tp)[rank] for block in unsharded.split(sizes)]))
             # What a cut through the whole would give, and was not seen by shapes.
-            assert found.shape == whole.chunk(tp)[rank].shape and not torch.equal(found, whole.chunk(tp)[rank])
+            assert found.shape == unsharded.chunk(tp)[rank].shape and not torch.equal(found, unsharded.chunk(tp)[rank])
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 3), (1, 6), (2, 1, 2), (2, 2, 4)])
 def test_rank_files_give_back_the_bytes(tmp_path, sizes):
-    twin("nemotron_h").save_pretrained(tmp_path / "hf")
+    tiny_model("nemotron_h").save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "legacy", "megatron_legacy", options=TargetOptions(*sizes))
     convert(tmp_path / "legacy", tmp_path / "back", "hf")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
@@ -80,7 +80,7 @@ def test_rank_files_give_back_the_bytes(tmp_path, sizes):
 
 
 def test_each_block_has_a_name_in_the_store(tmp_path):
-    twin("nemotron_h").save_pretrained(tmp_path / "hf")
+    tiny_model("nemotron_h").save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "core", "megatron_core")
     stored = FileSystemReader(tmp_path / "core" / "release").read_metadata().state_dict_metadata
     for layer in (0, 4):
@@ -92,6 +92,6 @@ def test_each_block_has_a_name_in_the_store(tmp_path):
 
 
 def test_groups_that_do_not_divide_are_refused(tmp_path):
-    twin("mamba2").save_pretrained(tmp_path / "hf")
+    tiny_model("mamba2").save_pretrained(tmp_path / "hf")
     with pytest.raises(CheckpointError, match="mamba_num_groups 4 does not divide over tp_size 8: .* are 1, 2, 4"):
         convert(tmp_path / "hf", tmp_path / "legacy", "megatron_legacy", options=TargetOptions(tp_size=8))

@@ -22,7 +22,7 @@ from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
 from hf_megatron.conversion.megatron_core.writer import MegatronCoreWriter
 from hf_megatron.conversion.output_folder import Output
 from hf_megatron.core.io.safetensors import TensorMeta
-from tests.twins import config_of, twin
+from tests.twins import config_of, tiny_model
 
 
 def write(folder: Path, tensors: dict[Key, torch.Tensor], model: MegatronModel, state: OptimizerState | None) -> None:
@@ -41,7 +41,7 @@ def read(folder: Path) -> dict[Key, torch.Tensor]:
 
 @pytest.mark.parametrize("case", ["nemotron_h", "mamba2_tied", "t5"])
 def test_moments_come_along(tmp_path, case):
-    twin(case).save_pretrained(tmp_path / "hf")
+    tiny_model(case).save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "plain", "megatron_core")
     tensors = read(tmp_path / "plain")
     for factor, kind in enumerate((MAIN_WEIGHT, EXP_AVG, EXP_AVG_SQ), 1):
@@ -71,7 +71,7 @@ def test_moments_come_along(tmp_path, case):
     ],
 )
 def test_a_block_too_few_or_too_many_is_seen(tmp_path, blocks, said):
-    twin("mamba2").save_pretrained(tmp_path / "hf")
+    tiny_model("mamba2").save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "plain", "megatron_core")
     tensors, name = read(tmp_path / "plain"), "mixer.in_proj.weight"
     model = family_of(config_of("mamba2")).model(config_of("mamba2"))
@@ -85,7 +85,7 @@ def test_a_block_too_few_or_too_many_is_seen(tmp_path, blocks, said):
 
 
 def test_two_names_of_a_head_that_differ_are_seen(tmp_path):
-    twin("t5").save_pretrained(tmp_path / "hf")
+    tiny_model("t5").save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "plain", "megatron_core")
     tensors = read(tmp_path / "plain")
     tensors[Key(WEIGHT, "lm_head.output_layer.weight")] += 1

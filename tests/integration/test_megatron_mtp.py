@@ -24,7 +24,7 @@ from hf_megatron.conversion.megatron_legacy.writer import MegatronLegacyWriter
 from hf_megatron.conversion.output_folder import Output
 from hf_megatron.core.io.safetensors import TensorMeta
 from tests.integration.test_megatron_core import PADDED, run_peer
-from tests.twins import config_of, twin
+from tests.twins import config_of, tiny_model
 
 CASE = "deepseek_v3"
 MEGATRON = ("megatron_core", "megatron_legacy")
@@ -63,7 +63,7 @@ def write(folder: Path, tensors: dict[Key, torch.Tensor], config, to: str, optim
 def root(tmp_path_factory) -> Path:
     """`hf`, `plain/FORMAT` without such layers, `FORMAT` with one, and `trained` with moments as well."""
     root, config = tmp_path_factory.mktemp("mtp"), config_of(CASE)
-    twin(CASE).save_pretrained(root / "hf")
+    tiny_model(CASE).save_pretrained(root / "hf")
     for to in MEGATRON:
         convert(root / "hf", root / "plain" / to, to, options=TargetOptions(tp_size=2))
     with MegatronCoreReader(root / "plain" / "megatron_core") as reader:
@@ -174,7 +174,7 @@ def further(folder: Path, depth: int, repeated: bool = False) -> None:
 @pytest.mark.parametrize("to", MEGATRON)
 def test_layers_of_transformers_go_there_and_back(tmp_path, to):
     """Two of them, as released files have them, with the copies of embedding and head."""
-    twin(CASE).save_pretrained(tmp_path / "hf")
+    tiny_model(CASE).save_pretrained(tmp_path / "hf")
     further(tmp_path / "hf", 2, repeated=True)
     there = convert(tmp_path / "hf", tmp_path / to, to, verify=True)
     assert any("shared_head.head.weight repeat the model's own weights" in note for note in there.notes)
@@ -189,12 +189,12 @@ def test_layers_of_transformers_go_there_and_back(tmp_path, to):
 
 
 def _without(folder: Path) -> Path:
-    twin(CASE).save_pretrained(folder)
+    tiny_model(CASE).save_pretrained(folder)
     return folder
 
 
 def test_between_folders_of_transformers_nothing_is_lost(tmp_path):
-    twin(CASE).save_pretrained(tmp_path / "hf")
+    tiny_model(CASE).save_pretrained(tmp_path / "hf")
     further(tmp_path / "hf", 1)
     report = convert(
         tmp_path / "hf", tmp_path / "small", "hf", options=TargetOptions(max_shard_size="20KB"), verify=True
@@ -206,7 +206,7 @@ def test_between_folders_of_transformers_nothing_is_lost(tmp_path):
 
 
 def test_what_repeats_the_embedding_and_differs_is_refused(tmp_path):
-    twin(CASE).save_pretrained(tmp_path / "hf")
+    tiny_model(CASE).save_pretrained(tmp_path / "hf")
     further(tmp_path / "hf", 1, repeated=True)
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     tensors["model.layers.3.embed_tokens.weight"][5] += 1
@@ -218,7 +218,7 @@ def test_what_repeats_the_embedding_and_differs_is_refused(tmp_path):
 
 
 def test_a_layer_that_is_not_the_next_one(tmp_path):
-    twin(CASE).save_pretrained(tmp_path / "hf")
+    tiny_model(CASE).save_pretrained(tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     added = {"model.layers.61.enorm.weight": torch.ones(64), "model.layers.61.eh_proj.weight": torch.ones(64, 128)}
     save_file(tensors | added, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
@@ -231,7 +231,7 @@ def test_a_layer_that_is_not_the_next_one(tmp_path):
 
 def test_megatron_core_predicts_further_tokens_as_transformers_does(tmp_path, monkeypatch):
     depth, layers = 2, config_of(CASE).num_hidden_layers
-    twin(CASE).save_pretrained(tmp_path / "hf")
+    tiny_model(CASE).save_pretrained(tmp_path / "hf")
     further(tmp_path / "hf", depth)
     convert(tmp_path / "hf", tmp_path / "core", "megatron_core", options=TargetOptions(make_vocab_size_divisible_by=16))
     ids = torch.randint(0, config_of(CASE).vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))

@@ -16,7 +16,7 @@ from hf_megatron import CheckpointError, UnsupportedError
 from hf_megatron.conversion import TargetOptions, convert
 from hf_megatron.conversion.export import export
 from hf_megatron.conversion.families import check_config
-from tests.twins import VOCABULARY, twin
+from tests.twins import VOCABULARY, tiny_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("case", ["t5", "t5_tied", "mt5"])
 def test_megatron_core_computes_the_same_logits(tmp_path, case, tp):
-    model, hf = twin(case), tmp_path / "hf"
+    model, hf = tiny_model(case), tmp_path / "hf"
     model.save_pretrained(hf)
     generator = torch.Generator().manual_seed(1)
     ids, decoder_ids = (torch.randint(0, VOCABULARY, (2, length), generator=generator) for length in (24, 20))
@@ -55,7 +55,7 @@ def test_megatron_core_computes_the_same_logits(tmp_path, case, tp):
 @pytest.mark.parametrize("to", ["megatron_core", "megatron_legacy", "sharded", "dcp"])
 def test_a_head_of_its_own_comes_along(tmp_path, to):
     """T5 1.1 has one, which its config cannot say: transformers sees it in the files."""
-    twin("t5").save_pretrained(tmp_path / "hf")
+    tiny_model("t5").save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "made", to)
     report = convert(tmp_path / "made", tmp_path / "back", "hf", verify=True, logits=True)
     assert report.comparison.equal and report.comparison.logits == 0.0
@@ -66,7 +66,7 @@ def test_a_head_of_its_own_comes_along(tmp_path, to):
 
 @pytest.mark.parametrize("to", ["megatron_core", "sharded"])
 def test_a_model_in_training_keeps_a_head_of_its_own(tmp_path, to):
-    model = twin("t5")
+    model = tiny_model("t5")
     model.config.architectures = [type(model).__name__]
     export(model, tmp_path / "made", to, None, model.config.save_pretrained)
     convert(tmp_path / "made", tmp_path / "back", "hf")
@@ -77,7 +77,7 @@ def test_a_model_in_training_keeps_a_head_of_its_own(tmp_path, to):
 
 def test_what_differs_where_a_config_ties_is_damaged(tmp_path):
     """A config that could say that the head is its own does not: one of both is wrong."""
-    twin("llama_tied").save_pretrained(tmp_path / "hf")
+    tiny_model("llama_tied").save_pretrained(tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     save_file(
         {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1},
@@ -101,6 +101,6 @@ def test_what_t5_model_does_not_compute_is_refused(changes, reason):
 
 
 def test_encoder_and_decoder_lie_on_one_stage(tmp_path):
-    twin("t5").save_pretrained(tmp_path / "hf")
+    tiny_model("t5").save_pretrained(tmp_path / "hf")
     with pytest.raises(CheckpointError, match="pp_size 2: encoder and decoder lie on one stage"):
         convert(tmp_path / "hf", tmp_path / "legacy", "megatron_legacy", options=TargetOptions(pp_size=2))

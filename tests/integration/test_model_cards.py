@@ -16,10 +16,10 @@ from hf_megatron.checkpoint.reader import Checkpoint
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.model_cards import (
     MARKER,
+    card_data_from_model,
     carry_card,
     check_card,
     facts_of_checkpoint,
-    facts_of_model,
     facts_of_trainer,
     recorded_parity,
     render,
@@ -277,7 +277,7 @@ def facts_in_one_process(path, output):
     trainer = make(path, output, None, save_strategy="no", load_best_model_at_end=False)
     before = facts_of_trainer(trainer)
     trainer.train()
-    return before, facts_of_trainer(trainer), facts_of_model(trainer.model)
+    return before, facts_of_trainer(trainer), card_data_from_model(trainer.model)
 
 
 def test_facts_of_one_process(stories, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_megatron.datasets.streams import RowStream
+from hf_megatron.datasets.streams import SampleStream
 from hf_megatron.errors import DataError
 from tests.integration.test_streams import LAYOUTS, LENGTH, LLAMA, ROWS, dealt, joined, train
 
@@ -20,7 +20,7 @@ from tests.integration.test_streams import LAYOUTS, LENGTH, LLAMA, ROWS, dealt, 
 def stream_of(folder, ranks):
     import streaming
 
-    return RowStream(
+    return SampleStream(
         streaming.StreamingDataset(
             local=str(folder / "set"), shuffle=True, shuffle_seed=3, batch_size=1, num_canonical_nodes=1,
             replication=ranks,
@@ -41,15 +41,15 @@ def test_stopped_runs_take_every_row_once(tmp_path):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(LLAMA).save_pretrained(tmp_path / "model")
     stream = iter(stream_of(tmp_path, None))
-    whole = [next(stream)["input_ids"].tolist() for _ in range(60)]
-    assert sorted(row[0] for row in whole[:ROWS]) == list(range(ROWS)) != [row[0] for row in whole[:ROWS]]
+    unsharded = [next(stream)["input_ids"].tolist() for _ in range(60)]
+    assert sorted(row[0] for row in unsharded[:ROWS]) == list(range(ROWS)) != [row[0] for row in unsharded[:ROWS]]
     # Begun anew where it has been further, and where it had ended.
     again = stream_of(tmp_path, None)
     for begin in (0, 30, 7):
         again.begin = begin
-        assert [row["input_ids"].tolist() for row in itertools.islice(again, 25)] == whole[begin : begin + 25]
+        assert [row["input_ids"].tolist() for row in itertools.islice(again, 25)] == unsharded[begin : begin + 25]
     with pytest.raises(DataError, match="num_canonical_nodes is missing"):
-        RowStream(streaming.StreamingDataset(local=str(tmp_path / "set"), batch_size=1))
+        SampleStream(streaming.StreamingDataset(local=str(tmp_path / "set"), batch_size=1))
     done, first = 0, 0
     for layout, rows, accumulate, steps in (("tp2", 2, 2, 2), ("tp2+dp2", 3, 1, 2), ("dp2", 4, 2, 2), ("cp2", 4, 1, 1)):
         ranks, replicas, done = 4 if "+" in layout else 2, LAYOUTS[layout].get("dp_size", 1), done + steps
@@ -63,7 +63,7 @@ def test_stopped_runs_take_every_row_once(tmp_path):
         found = joined([({int(step): ids for step, ids in steps.items()}, rank, None) for steps, rank in read])
         for step in range(done - steps + 1, done + 1):
             of_step = replicas * rows * accumulate
-            assert found[step] == dealt(whole[first : first + of_step], replicas, rows)
+            assert found[step] == dealt(unsharded[first : first + of_step], replicas, rows)
             first += of_step
     assert first > 1.5 * ROWS
 

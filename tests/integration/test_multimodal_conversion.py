@@ -19,7 +19,7 @@ from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
 from hf_megatron.conversion.megatron_core.writer import MegatronCoreWriter
 from hf_megatron.conversion.output_folder import Output
 from tests.integration.test_conversion import assert_equal, tensors_of
-from tests.twins import MULTIMODAL, VOCABULARY, config_of, twin
+from tests.twins import MULTIMODAL, VOCABULARY, config_of, tiny_model
 
 LAYOUTS = {
     "core": ("torch_dist",),
@@ -44,7 +44,7 @@ def sources(tmp_path_factory) -> Path:
     """A Hugging Face folder of every case."""
     root = tmp_path_factory.mktemp("multimodal")
     for case in MULTIMODAL:
-        twin(case, torch.bfloat16).save_pretrained(root / case, max_shard_size="100KB")
+        tiny_model(case, torch.bfloat16).save_pretrained(root / case, max_shard_size="100KB")
     return root
 
 
@@ -116,7 +116,7 @@ def test_torch_dist_stacks_what_megatron_stacks(case, sources, tmp_path):
 @pytest.mark.parametrize("case", ["qwen2_5_vl", "qwen3_vl", "llava", "gemma3_vl_tied"])
 def test_a_wrong_order_or_a_changed_tower_is_seen(case, sources, tmp_path, monkeypatch):
     convert(sources / case, tmp_path / "core", "megatron_core")
-    weights = twin(case, torch.bfloat16)
+    weights = tiny_model(case, torch.bfloat16)
     with torch.no_grad():
         name, tensor = next((n, p) for n, p in weights.named_parameters() if "language_model" not in n)
         tensor.view(-1)[0] += 1
@@ -169,7 +169,7 @@ def test_a_checkpoint_without_a_tower_is_refused(case, start, said, sources, tmp
 
 @pytest.mark.parametrize("to", ["megatron_core", "megatron_legacy"])
 def test_a_text_model_is_none_of_images(to, sources, tmp_path):
-    twin("qwen2", torch.bfloat16).save_pretrained(tmp_path / "text")
+    tiny_model("qwen2", torch.bfloat16).save_pretrained(tmp_path / "text")
     convert(tmp_path / "text", tmp_path / "core", to)
     (tmp_path / "core" / "config.json").unlink()
     said = r"has no language_model\.\*, visual\.\*: .* is it the checkpoint of a text model"
@@ -198,7 +198,7 @@ def test_what_megatron_leaves_out_is_filled_and_said(sources, tmp_path):
 def test_sizes_that_towers_do_not_divide_over(sources, tmp_path):
     with pytest.raises(CheckpointError, match=r"num_attention_heads 4 does not divide over tp_size 8"):
         convert(sources / "llava", tmp_path / "out", "megatron_core", options=TargetOptions(tp_size=8))
-    model = twin("llava")
+    model = tiny_model("llava")
     model.config.vision_config.num_attention_heads = 2
     model.save_pretrained(tmp_path / "few")
     said = r"vision_config\.num_attention_heads 2 does not divide over tp_size 4: sizes that fit are 1, 2"

@@ -22,9 +22,9 @@ def sources(tmp_path_factory):
 def test_damaged_files_are_refused_or_read_right(sources, tmp_path):
     seen = set()
     for number in range(50):
-        case, verdict, reason = run_case(SEED, number, sources, tmp_path)
-        assert verdict not in FINDINGS, (number, case.what, verdict, reason)
-        seen |= {case.name, verdict}
+        case, judgment, reason = run_case(SEED, number, sources, tmp_path)
+        assert judgment not in FINDINGS, (number, case.what, judgment, reason)
+        seen |= {case.name, judgment}
     assert seen == {*sources, "refused", "same", "followed"}
 
 

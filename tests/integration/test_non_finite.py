@@ -15,11 +15,11 @@ from transformers import (
     default_data_collator,
 )
 
-from hf_megatron.compat.shard_safe import works_on_parts
+from hf_megatron.compat.shard_safe import shard_safe
 from hf_megatron.compat.torch_dtensor import local_tensor
 from hf_megatron.config import MegatronConfig
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.core.off_stage import own_parameters
+from hf_megatron.core.off_stage import local_named_parameters
 from hf_megatron.data_parallel.distributed_optimizer import prepare_optimizer
 from hf_megatron.diagnostics.nonfinite import NonFiniteWatch
 from hf_megatron.diagnostics.rank_trace import traces_in
@@ -56,7 +56,7 @@ class Poison:
     def __init__(self, module, kind, microbatch, *, once=False):
         self.kind, self.microbatch, self.once = kind, microbatch, once
         self.calls, self.is_on = 0, False
-        module.register_forward_hook(works_on_parts(lambda *called: self(*called)))
+        module.register_forward_hook(shard_safe(lambda *called: self(*called)))
 
     def start(self):
         self.is_on, self.calls = True, 0
@@ -109,7 +109,7 @@ def _named_on_rank(config, sizes, seeds):
     """Returns for each seed what was poisoned and what was reported."""
     model, optimizer = _loaded(config, sizes)
     state, world = parallel_state(model), dist.get_world_size()
-    weights = {name: parameter.detach().clone() for name, parameter in own_parameters(model)}
+    weights = {name: parameter.detach().clone() for name, parameter in local_named_parameters(model)}
     found = []
     for seed in seeds:
         watch = NonFiniteWatch(model, optimizer, say=lambda report: None)
@@ -133,7 +133,7 @@ def _named_on_rank(config, sizes, seeds):
         watch.stop()
         found.append((poison is not None, (kind, name, rank, microbatch, stage), watch.reports))
         with torch.no_grad():
-            for name, parameter in own_parameters(model):
+            for name, parameter in local_named_parameters(model):
                 parameter.copy_(weights[name])
     return found
 
@@ -178,7 +178,9 @@ def _weights_on_rank(config, sizes, seeds):
         drawn, rank = random.Random(seed), random.Random(seed).randrange(dist.get_world_size())
         changed = None
         if dist.get_rank() == rank:
-            named = {n: p for n, p in own_parameters(model) if "experts" in n or "norm" not in n and "embed" not in n}
+            named = {
+                n: p for n, p in local_named_parameters(model) if "experts" in n or "norm" not in n and "embed" not in n
+            }
             name = drawn.choice(sorted(named))
             local = local_tensor(named[name]).detach()
             entry = drawn.randrange(local.numel())
@@ -282,7 +284,7 @@ def test_what_cannot_be_watched_says_so():
         NonFiniteWatch(model, torch.optim.SGD(model.parameters()))
 
 
-@works_on_parts
+@shard_safe
 def _overflows_in_autocast(module, args, output):
     return output * torch.nan if torch.is_autocast_enabled("cpu") else output
 

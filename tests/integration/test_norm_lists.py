@@ -5,7 +5,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from transformers import AutoModelForCausalLM
 
-from hf_megatron import UnsupportedError, own_parameters, prepare_optimizer
+from hf_megatron import UnsupportedError, local_named_parameters, prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
 from tests.integration.dp_training import layout
 from tests.integration.habits import batch, save_tiny
@@ -102,7 +102,7 @@ def of_an_optimizers_groups(model):
     return found
 
 
-HABITS = (
+LOOP_PATTERNS = (
     each_weight,
     each_weight_of_the_model,
     each_layer,
@@ -116,10 +116,10 @@ HABITS = (
 def after_habits(path, text=None):
     """Every norm, and a loss after the step that follows."""
     found = []
-    for habit in HABITS:
+    for loop_pattern in LOOP_PATTERNS:
         model = load(path, text)
-        found += habit(model)
-        if habit is not of_an_optimizers_groups:
+        found += loop_pattern(model)
+        if loop_pattern is not of_an_optimizers_groups:
             prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)).step()
         found.append(model(**batch(3)).loss)
     return torch.stack([torch.as_tensor(norm).detach().float() for norm in found])
@@ -136,9 +136,9 @@ def test_lists_of_any_weights(folders, text):
 def test_lists_that_leave_out_what_lies_on_other_stages(folders, layers):
     def on_rank():
         model = load(folders[layers], "pp2")
-        own = [parameter for _, parameter in own_parameters(model)]
+        own = [parameter for _, parameter in local_named_parameters(model)]
         before = [parameter.detach().clone() for parameter in own]
-        for part in (own[:3], own[-1:], [p for name, p in own_parameters(model) if "mlp" in name]):
+        for part in (own[:3], own[-1:], [p for name, p in local_named_parameters(model) if "mlp" in name]):
             with pytest.raises(UnsupportedError, match="the same list on every rank"):
                 clip_grad_norm_(part, 0.05)
         # All of each stage are all of the model.

@@ -23,8 +23,8 @@ from tests.integration.dp_training import (
     gradients,
     layout,
     load,
+    local_samples,
     movement_error,
-    own_rows,
     ranks_of,
     restore,
     snapshot,
@@ -212,12 +212,12 @@ def test_state_shrinks_with_the_dp_ranks(stories):
         tensors = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
         return sum(t.untyped_storage().nbytes() for t in tensors)
 
-    whole = state_bytes()
+    unsharded = state_bytes()
     for ranks in (2, 4):
         for found in run_ranks(state_bytes, ranks, MegatronConfig(dp_size=ranks)):
-            assert found == pytest.approx(whole / ranks, rel=0.02)
+            assert found == pytest.approx(unsharded / ranks, rel=0.02)
     for found in run_ranks(state_bytes, 2, MegatronConfig(dp_size=2, zero_stage=0)):
-        assert found == whole
+        assert found == unsharded
 
 
 def test_optimizers_of_the_past_are_freed(stories):
@@ -337,13 +337,13 @@ def by_collectives():
 def leave_the_sum_where_gradients_are_written():
     by_collectives()
 
-    def open_rows(bucket):
+    def open_buffer(bucket):
         bucket.in_rows = False
         if bucket.rows is None:
             bucket.rows = bucket._make_rows(bucket.ranks)
         return bucket.rows
 
-    Bucket.open_rows = open_rows
+    Bucket.open_buffer = open_buffer
 
 
 @pytest.mark.parametrize(
@@ -375,14 +375,14 @@ def test_windows_with_and_without_no_sync_and_zero_grad(stories, text, prepare, 
             forget()
             assert all(gradient is None for gradient in gradients(model).values())
             for seed in (0, 1, 2):
-                (model(**own_rows(model, batch(seed))).loss / 3).backward()
+                (model(**local_samples(model, batch(seed))).loss / 3).backward()
             errors.append(largest_difference(gradients(model), expected))
             forget()
             # Half a window that is thrown away, reduced or not.
-            (model(**own_rows(model, batch(5))).loss / 3).backward()
+            (model(**local_samples(model, batch(5))).loss / 3).backward()
             forget()
             with model.no_sync():
-                (model(**own_rows(model, batch(6))).loss / 3).backward()
+                (model(**local_samples(model, batch(6))).loss / 3).backward()
             forget()
         # What comes twice is found.
         backward(model, (0, 1, 2))
@@ -408,7 +408,7 @@ def test_one_communication_per_window(stories, text):
         with_no_sync = len(sends)
         reducer.discard()
         for seed in (0, 1, 2):
-            model(**own_rows(model, batch(seed))).loss.backward()
+            model(**local_samples(model, batch(seed))).loss.backward()
         reducer.finish()
         return len(reducer.buckets), with_no_sync, len(sends) - with_no_sync
 
@@ -444,10 +444,10 @@ def test_a_layer_that_one_rank_skips(stories, text):
         if torch.distributed.get_rank() == 1:
             skip(model)
         for seed in (3, 4):
-            model(**own_rows(model, batch(seed))).loss.backward()
+            model(**local_samples(model, batch(seed))).loss.backward()
             model.zero_grad()
         for seed in (0, 1):
-            model(**own_rows(model, batch(seed))).loss.backward()
+            model(**local_samples(model, batch(seed))).loss.backward()
         return largest_difference(gradients(model), expected)
 
     scale = max(gradient.abs().max().item() for gradient in expected.values())
@@ -524,7 +524,7 @@ def test_bf16_without_main_weights_stands_still(stories):
     """What the test above would see without them."""
 
     def on_rank():
-        config = MegatronConfig(dp_size=2, main_weights_in_fp32=False)
+        config = MegatronConfig(dp_size=2, fp32_main_params=False)
         model = load(stories, config, dtype=torch.bfloat16)
         before = snapshot(model)
         optimizer = prepare_optimizer(adamw(model.parameters(), lr=1e-5))
@@ -617,7 +617,7 @@ def test_a_closure_is_refused(stories):
         backward(model)
         parallel_state(model).data_parallel.reducer.finish()
         with pytest.raises(UnsupportedError, match="closure"):
-            optimizer.step(lambda: model(**own_rows(model, batch())).loss)
+            optimizer.step(lambda: model(**local_samples(model, batch())).loss)
         with pytest.raises(UnsupportedError, match="closure"):
             optimizer.step(closure=lambda: 0.0)
 

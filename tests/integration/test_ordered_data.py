@@ -188,8 +188,8 @@ def test_labels_are_shifted_once(prefix):
     model, dataset = AutoModelForCausalLM.from_config(LLAMA), dataset_of(prefix)
     batch = default_data_collator([dataset[0], dataset[1]])
     tokens = torch.stack([torch.from_numpy(dataset.tokens(sample)[0]) for sample in (0, 1)])
-    whole = model(input_ids=tokens, labels=tokens).loss
-    torch.testing.assert_close(model(**batch).loss, whole)
+    unsharded = model(input_ids=tokens, labels=tokens).loss
+    torch.testing.assert_close(model(**batch).loss, unsharded)
 
 
 def draws():
@@ -372,8 +372,8 @@ def test_blends_are_taken_in_turns(prefix, tmp_path):
 def test_samples_are_left_out_from_where_a_run_goes_on(prefix, tmp_path, monkeypatch):
     """Of a run that was stopped after 8 samples, 12 to 17 are left out; another begins where Megatron-LM had ended."""
     train(prefix, tmp_path, None, rows=4, steps=3, stop=2)
-    whole = dataset_of(prefix)
-    rows = [whole[sample]["input_ids"].tolist() for sample in range(30)]
+    unsharded = dataset_of(prefix)
+    rows = [unsharded[sample]["input_ids"].tolist() for sample in range(30)]
     with monkeypatch.context() as patched:
         patched.setattr(
             "tests.integration.test_ordered_data.dataset_of",
@@ -381,8 +381,8 @@ def test_samples_are_left_out_from_where_a_run_goes_on(prefix, tmp_path, monkeyp
         )
         steps, *_ = train(prefix, tmp_path, None, rows=4, steps=4, resume=str(tmp_path / "checkpoint-2"))
     assert steps == {3: rows[8:12], 4: rows[17:21]}
-    whole.seen = 6
-    monkeypatch.setattr("tests.integration.test_ordered_data.dataset_of", lambda *args: whole)
+    unsharded.seen = 6
+    monkeypatch.setattr("tests.integration.test_ordered_data.dataset_of", lambda *args: unsharded)
     steps, *_ = train(prefix, tmp_path / "other", None, rows=4, steps=2, accumulate=2)
     assert steps == {1: rows[6:14], 2: rows[14:22]}
 
@@ -487,8 +487,8 @@ def test_batches_grow(prefix, tmp_path, layout):
     taken = {**given(begun), **given(went_on)}
     dataset = dataset_of(prefix)
     for step, (first, stop) in enumerate(itertools.pairwise([0, *ends]), 1):
-        whole = [row for replica in taken[step] for row in replica]
-        assert sorted(whole) == sorted(dataset[sample]["input_ids"].tolist() for sample in range(first, stop))
+        unsharded = [row for replica in taken[step] for row in replica]
+        assert sorted(unsharded) == sorted(dataset[sample]["input_ids"].tolist() for sample in range(first, stop))
     # The last of the logs of a stopped run is a summary.
     assert begun[0][2][:3] + went_on[0][2][3:] == pytest.approx(by_hand(prefix, ends), abs=2e-4)
 
@@ -502,7 +502,7 @@ def test_batches_that_do_not_grow_by_calls_are_refused(prefix, tmp_path):
     with pytest.raises(DataError, match="steps that grow, of which epochs know nothing"):
         train(prefix, tmp_path, None, rows=2, accumulate=4, **{**grow, "steps": -1})
     size = len(dataset_of(prefix, None))
-    last = RAMP_UP.whole_steps(0, size)
+    last = RAMP_UP.full_steps(0, size)
     with pytest.raises(DataError, match=f"it ends with step {last}"):
         train(prefix, tmp_path, None, rows=2, accumulate=4, samples=None, **{**grow, "steps": last + 1})
 
@@ -582,12 +582,12 @@ def sentences_of(tmp_path, kind):
 def test_masked_sentences_train_alike(tmp_path, kind):
     """Samples with as many masked tokens as they happen to have, over replicas that have other ones."""
     prefix, dataset = sentences_of(tmp_path, kind)
-    [(whole, losses)] = run_ranks(train_masked, 1, prefix, tmp_path, None, kind)
-    assert whole == [dataset[sample]["input_ids"].tolist() for sample in range(32)]
+    [(unsharded, losses)] = run_ranks(train_masked, 1, prefix, tmp_path, None, kind)
+    assert unsharded == [dataset[sample]["input_ids"].tolist() for sample in range(32)]
     assert len(losses) == 4
     for layout in ("dp2", "tp2+dp2"):
         ranks = run_ranks(train_masked, ranks_of(LAYOUTS[layout]), prefix, tmp_path, LAYOUTS[layout], kind)
-        assert sorted(ranks[0][0] + ranks[-1][0]) == sorted(whole)
+        assert sorted(ranks[0][0] + ranks[-1][0]) == sorted(unsharded)
         assert ranks[0][1] == pytest.approx(losses, abs=2e-4)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-from hf_megatron import RankError, works_on_parts
+from hf_megatron import RankError, shard_safe
 from hf_megatron.compat.torch_dtensor import local_tensor
 from hf_megatron.core.communication import rng
 from hf_megatron.core.fork_harness import run_ranks
@@ -26,7 +26,7 @@ def several_blocks(layer, hidden):
 
 
 def forward_of(layer, part, again):
-    @works_on_parts
+    @shard_safe
     def forward(hidden_states, use_cache=None, **kwargs):
         attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
         # Draws before, too: a part does not begin at the beginning of a stream.
@@ -41,7 +41,7 @@ def train(path, text, part, reentrant):
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout(text)).train()
     for layer in model.model.layers:
         plain = type(layer.mlp).forward
-        layer.mlp.forward = works_on_parts(lambda x, mlp=layer.mlp, plain=plain: dropped(plain(mlp, dropped(x))))
+        layer.mlp.forward = shard_safe(lambda x, mlp=layer.mlp, plain=plain: dropped(plain(mlp, dropped(x))))
     found = []
     for again in (lambda function, x: function(x), functools.partial(checkpoint, use_reentrant=reentrant)):
         for layer in model.model.layers:
@@ -79,7 +79,7 @@ def go_on(path):
     torch.manual_seed(3)
     forward = model.model.layers[0].self_attn.o_proj.forward
 
-    @works_on_parts
+    @shard_safe
     def fail(x):
         raise KeyError("nothing")
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
-from hf_megatron import ConfigError, MegatronConfig, own_parameters, prepare_optimizer, works_on_parts
+from hf_megatron import ConfigError, MegatronConfig, local_named_parameters, prepare_optimizer, shard_safe
 from hf_megatron.compat.torch_autograd import nodes_can_pack
 from hf_megatron.compat.torch_dtensor import local_tensor
 from hf_megatron.compat.torch_memory import storage_id
@@ -24,7 +24,7 @@ from hf_megatron.integrations.transformers.verification_gate import ConfigUnderT
 from hf_megatron.tensor_parallel import gathered_input
 from hf_megatron.testing.measure import measure
 from tests.integration.test_recompute import count_collectives
-from tests.shared_twins import make_twin
+from tests.shared_twins import make_tiny_model
 
 LAYERS = 2
 SIZES = {
@@ -61,7 +61,7 @@ def longer(tmp_path_factory):
 
 def load(folder, packs, *, tp_size=2, **fields):
     options = {name: fields.pop(name) for name in ("dtype", "attn_implementation") if name in fields}
-    layout = ConfigUnderTest(tp_size=tp_size, sequence_parallel=True, pack_activations=packs, **fields)
+    layout = ConfigUnderTest(tp_size=tp_size, sequence_parallel=True, shard_saved_activations=packs, **fields)
     return AutoModelForCausalLM.from_pretrained(folder, megatron_config=layout, **options).train()
 
 
@@ -80,7 +80,7 @@ def loss_of(model, **kwargs):
 
 
 def gradients(model):
-    grads = {name: parameter.grad for name, parameter in own_parameters(model) if parameter.grad is not None}
+    grads = {name: parameter.grad for name, parameter in local_named_parameters(model) if parameter.grad is not None}
     assert grads
     return {name: local_tensor(grad).clone() for name, grad in grads.items()}
 
@@ -144,14 +144,14 @@ class Alive(TorchDispatchMode):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_numbers_are_those_without(model_type):
-    twin = make_twin(CONFIG_MAPPING[model_type](), task=TASKS.get(model_type, "causal"), microbatches=2)
+    tiny_model = make_tiny_model(CONFIG_MAPPING[model_type](), task=TASKS.get(model_type, "causal"), microbatches=2)
 
     def on_rank():
         found = {}
         for packs in BOTH:
-            layout = ConfigUnderTest(tp_size=2, sequence_parallel=True, pack_activations=packs)
+            layout = ConfigUnderTest(tp_size=2, sequence_parallel=True, shard_saved_activations=packs)
             with Remade() as count:
-                found[packs] = measure(twin.load(megatron_config=layout), twin.batches)
+                found[packs] = measure(tiny_model.load(megatron_config=layout), tiny_model.batches)
             assert bool(count.made) == packs
         return found
 
@@ -325,10 +325,10 @@ def test_retained_graphs(folder):
 
 def test_gradients_of_some(folder):
     """What a backward for some weights has gathered is let go when another block gathers, and with the graph."""
-    whole = 4 * ids().numel() * SIZES["hidden_size"]
+    unsharded = 4 * ids().numel() * SIZES["hidden_size"]
 
     def run(model):
-        weights = dict(own_parameters(model))
+        weights = dict(local_named_parameters(model))
         found, stay = {}, []
         with Alive(model) as alive:
             loss = loss_of(model)
@@ -348,7 +348,7 @@ def test_gradients_of_some(folder):
         (packed, stay, after), (plain, stay_plain, after_plain) = (run(load(folder, packs)) for packs in BOTH)
         assert_identical(packed, plain)
         first, second = (one - other for one, other in zip(stay, stay_plain, strict=True))
-        assert first == whole >= second, "one gathered input at a time"
+        assert first == unsharded >= second, "one gathered input at a time"
         assert after == after_plain
 
     run_ranks(on_rank, 2)
@@ -374,9 +374,9 @@ def test_bytes_under_autocast(folder):
         return [bytes_kept(load(folder, packs), forward) for packs in BOTH]
 
     for packed, plain in run_ranks(on_rank, 2):
-        whole = 2 * ROWS * LENGTH * SIZES["hidden_size"]
+        unsharded = 2 * ROWS * LENGTH * SIZES["hidden_size"]
         # Five linears of each layer keep a copy of their gathered input in bf16, and a shard in fp32 stays.
-        assert plain - packed > LAYERS * 4 * whole
+        assert plain - packed > LAYERS * 4 * unsharded
 
 
 # Which tensor a loop gets hold of: module, and whether it is its input or its output.
@@ -397,9 +397,9 @@ EDITS = {
 def catch(module, place, act):
     """Has `act` called with a tensor as it passes by."""
     if place == "input":
-        module.register_forward_pre_hook(works_on_parts(lambda module, args: act(args[0])))
+        module.register_forward_pre_hook(shard_safe(lambda module, args: act(args[0])))
     elif place == "output":
-        module.register_forward_hook(works_on_parts(lambda module, args, output: act(output)))
+        module.register_forward_hook(shard_safe(lambda module, args, output: act(output)))
     else:
         module.register_forward_hook(lambda module, args, output: act(local_tensor(module._parameters[place])))
 
@@ -496,7 +496,7 @@ def test_frozen_weights(folder, freeze):
             kept = alive.bytes
         loss.backward()
         of_embeds = {} if embeds.grad is None else {"embeds": embeds.grad}
-        found = {n: local_tensor(p.grad).clone() for n, p in own_parameters(model) if p.grad is not None}
+        found = {n: local_tensor(p.grad).clone() for n, p in local_named_parameters(model) if p.grad is not None}
         return {"kept": kept, "gradients": of_embeds | found}
 
     def on_rank():
@@ -590,7 +590,7 @@ def trained(model):
             found[f"loss {step} {part}"] = loss.detach()
         optimizer.step()
         optimizer.zero_grad()
-    return found | {name: local_tensor(parameter).detach().clone() for name, parameter in own_parameters(model)}
+    return found | {name: local_tensor(parameter).detach().clone() for name, parameter in local_named_parameters(model)}
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
@@ -624,10 +624,12 @@ def test_compiled_layers(folder):
 def test_where_it_is_on():
     layout = MegatronConfig(tp_size=2, sequence_parallel=True)
     assert layout.packs_activations("nccl") and not layout.packs_activations("gloo")
-    assert MegatronConfig(tp_size=2, sequence_parallel=True, pack_activations=True).packs_activations("gloo")
-    assert not MegatronConfig(tp_size=2, sequence_parallel=True, pack_activations=False).packs_activations("nccl")
+    assert MegatronConfig(tp_size=2, sequence_parallel=True, shard_saved_activations=True).packs_activations("gloo")
+    assert not MegatronConfig(tp_size=2, sequence_parallel=True, shard_saved_activations=False).packs_activations(
+        "nccl"
+    )
     assert not MegatronConfig(tp_size=2).packs_activations("nccl")
-    with pytest.raises(ConfigError, match="pack_activations = 1: expected True or False"):
-        MegatronConfig(tp_size=2, sequence_parallel=True, pack_activations=1)
-    with pytest.raises(ConfigError, match="pack_activations = True: needs sequence_parallel"):
-        MegatronConfig(tp_size=2, pack_activations=True)
+    with pytest.raises(ConfigError, match="shard_saved_activations = 1: expected True or False"):
+        MegatronConfig(tp_size=2, sequence_parallel=True, shard_saved_activations=1)
+    with pytest.raises(ConfigError, match="shard_saved_activations = True: needs sequence_parallel"):
+        MegatronConfig(tp_size=2, shard_saved_activations=True)

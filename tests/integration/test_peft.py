@@ -398,7 +398,7 @@ def test_weighted_adapters(source, kind, text):
 # Mixtures: `all-linear` asks for the parameters of experts, and routers
 
 
-def mixture(layout, source, folder):
+def moe_block(layout, source, folder):
     torch.manual_seed(5)
     wrapped = get_peft_model(loaded(source, layout), lora(init_lora_weights=False, r=2, lora_alpha=2))
     seen = {"first": logits(wrapped), "weights": dict(get_peft_model_state_dict(wrapped))}
@@ -415,9 +415,9 @@ def mixture(layout, source, folder):
 
 @pytest.mark.parametrize("text", ["tp2+sp", "pp2", "dp2+ep2", "tp2+sp+ep2", "dp2+tp2+etp2+ep2"])
 def test_all_linear_of_a_mixture(sources, tmp_path, text):
-    one = mixture(None, sources["qwen3_moe"], tmp_path / "one")
+    one = moe_block(None, sources["qwen3_moe"], tmp_path / "one")
     assert any("experts" in name for name in one["weights"]) and not torch.allclose(one["first"], one["none"])
-    for seen in on_layout(mixture, text, sources["qwen3_moe"], tmp_path):
+    for seen in on_layout(moe_block, text, sources["qwen3_moe"], tmp_path):
         close(seen, one, 1e-4)
 
 
@@ -607,10 +607,10 @@ def test_accelerate_saves_and_goes_on(source, tmp_path):
             losses.append(loss.item())
             if step == 1:
                 accelerator.save_state(str(folder / "state"))
-        whole = accelerator.get_state_dict(model)
+        unsharded = accelerator.get_state_dict(model)
         inner = accelerator.unwrap_model(model)
-        inner.save_pretrained(folder / "given", state_dict=whole, is_main_process=accelerator.is_main_process)
-        return losses, {name: weight for name, weight in (whole or {}).items() if "lora" in name}
+        inner.save_pretrained(folder / "given", state_dict=unsharded, is_main_process=accelerator.is_main_process)
+        return losses, {name: weight for name, weight in (unsharded or {}).items() if "lora" in name}
 
     expected = run_ranks(steps, 1, None, tmp_path / "one", False)[0]
     first = on_layout(steps, "tp2", tmp_path, False)

@@ -13,12 +13,12 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from hf_megatron import RankError, own_parameters, prepare_optimizer
+from hf_megatron import RankError, local_named_parameters, prepare_optimizer
 from hf_megatron.compat.torch_dtensor import local_tensor
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
-from tests.integration.dp_training import gradients, load, own_rows, ranks_of
+from tests.integration.dp_training import gradients, load, local_samples, ranks_of
 from tests.integration.test_pipeline_trainer import story_blocks
 from tests.integration.test_trainer import rows
 from tests.references import in_one_process
@@ -208,7 +208,7 @@ class InFullPrecision(torch.nn.Module):
 def autocast_gradients(path, config):
     model = load(path, config)
     layer = model.model.layers[0]
-    if next(own_parameters(layer), None) is not None:
+    if next(local_named_parameters(layer), None) is not None:
         layer.mlp.down_proj = InFullPrecision(layer.mlp.down_proj)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(**stack(rows(4, 0))).loss
@@ -245,7 +245,7 @@ def scaled(path, config, seed=None):
         waits = config is not None and config.dp_size and number == 0
         with model.no_sync() if waits else contextlib.nullcontext():
             with torch.autocast("cpu", torch.float16):
-                loss = model(**own_rows(model, stack(rows(4, number))), num_items_in_batch=items).loss
+                loss = model(**local_samples(model, stack(rows(4, number))), num_items_in_batch=items).loss
             scaler.scale(loss / 2).backward()
     found = {name: local_tensor(gradient).clone() / 2**16 for name, gradient in gradients(model).items()}
     scaler.step(optimizer)
@@ -291,7 +291,7 @@ def preferences(path, config, accumulate=True):
     model = accelerator.prepare(loaded)
     losses = []
     for seed in (0, 1):
-        chosen, rejected = (own_rows(loaded, stack(rows(4, 10 * seed + part, 17))) for part in (0, 1))
+        chosen, rejected = (local_samples(loaded, stack(rows(4, 10 * seed + part, 17))) for part in (0, 1))
         # No optimizer here to tell Accelerate when a step ends.
         with accelerator.no_sync(model) if seed == 0 else contextlib.nullcontext():
             good = log_probabilities(model, chosen)
@@ -323,7 +323,7 @@ def test_a_preference_loss_of_several_forwards(stories, config):
 def mixed(path, config):
     """The model's own losses and one on its logits, in one backward, with factors that are not seen before it."""
     model = load(path, config)
-    first, second = (own_rows(model, stack(rows(4, seed))) for seed in (0, 1))
+    first, second = (local_samples(model, stack(rows(4, seed))) for seed in (0, 1))
     losses = model(**first).loss, log_probabilities(model, second).mean(), model(**second).loss
     (3 * losses[0] + losses[1] / 100 + 0.5 * losses[2]).backward()
     return {name: local_tensor(gradient).clone() for name, gradient in gradients(model).items()}

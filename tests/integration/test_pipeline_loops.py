@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_megatron import UnsupportedError, prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
-from tests.integration.habits import batch, layout, own_rows, save_tiny
+from tests.integration.habits import batch, layout, local_samples, save_tiny
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def embeddings_of_its_own(path, text, prompts):
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     losses = []
     for seed in range(3):
-        own = own_rows(model, batch(seed))
+        own = local_samples(model, batch(seed))
         embedding = model.get_input_embeddings()
         embedding.requires_grad_(seed < 2)
         inputs = embedding(own["input_ids"]) * 1.3
@@ -43,9 +43,9 @@ def embeddings_of_its_own(path, text, prompts):
     if prompt.grad is not None:
         losses.append(prompt.grad.norm())
     with torch.no_grad():
-        whole = batch(5)
-        inputs = model.eval().get_input_embeddings()(whole["input_ids"]) / 2
-        losses.append(model(inputs_embeds=inputs, labels=whole["labels"]).loss)
+        unsharded = batch(5)
+        inputs = model.eval().get_input_embeddings()(unsharded["input_ids"]) / 2
+        losses.append(model(inputs_embeds=inputs, labels=unsharded["labels"]).loss)
         tokens = model.generate(inputs_embeds=inputs, max_new_tokens=3, do_sample=False, pad_token_id=0)
         losses += tokens.flatten().float()
     return torch.stack(losses)
@@ -64,12 +64,12 @@ def test_values_of_embeddings_that_are_elsewhere(folder):
     def on_rank():
         model = load(folder, "pp2")
         inputs = model.get_input_embeddings()(batch(0)["input_ids"])
-        if type(inputs).__name__ == "AbsentActivation":
+        if type(inputs).__name__ == "OffStageActivation":
             with pytest.raises(UnsupportedError, match="not on this rank.*stage 0"):
                 float(inputs.pow(2).mean())
         return type(inputs).__name__
 
-    assert sorted(run_ranks(on_rank, 2)) == ["AbsentActivation", "Tensor"]
+    assert sorted(run_ranks(on_rank, 2)) == ["OffStageActivation", "Tensor"]
 
 
 def arguments_of_none(path, text):
@@ -158,12 +158,12 @@ def test_parts_of_other_stages(folder):
             except UnsupportedError as error:
                 assert "lies on stage" in str(error)
                 refused.add(name)
-        foreign = model.model.layers[0 if "self_attn" in refused else 1]
+        untracked = model.model.layers[0 if "self_attn" in refused else 1]
         assert model.model.norm.variance_epsilon == model.config.rms_norm_eps
-        assert foreign.mlp.hidden_size == 32 and not hasattr(foreign.mlp, "rotary_emb")
-        assert foreign.mlp.gate_proj.weight is dict(foreign.named_parameters())["mlp.gate_proj.weight"]
+        assert untracked.mlp.hidden_size == 32 and not hasattr(untracked.mlp, "rotary_emb")
+        assert untracked.mlp.gate_proj.weight is dict(untracked.named_parameters())["mlp.gate_proj.weight"]
         with pytest.raises(UnsupportedError, match="A LlamaMLP was called by itself"):
-            foreign.mlp(torch.zeros(1, 1, 32))
+            untracked.mlp(torch.zeros(1, 1, 32))
         with pytest.raises(UnsupportedError, match="mlp of a LlamaDecoderLayer: it lies on stage"):
             give_a_layer_another_part(model)
         if "self_attn" not in refused:
@@ -183,7 +183,7 @@ def train_one_stage_only(path, text, part):
     optimizer = prepare_optimizer(torch.optim.AdamW(chosen, lr=0.01))
     losses = []
     for seed in range(3):
-        loss = model(**own_rows(model, batch(seed))).loss
+        loss = model(**local_samples(model, batch(seed))).loss
         loss.backward()
         losses.append(torch.nn.utils.clip_grad_norm_(chosen, 0.5).item())
         optimizer.step()
@@ -227,13 +227,13 @@ def step_in_evaluation_mode(path, text):
     """A step of a model without dropout; the rows of the replicas have unequal numbers of labels."""
     model = load(path, text).eval()
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    whole = batch(0)
-    whole["labels"][0] = -100
-    loss = model(**own_rows(model, whole)).loss
+    unsharded = batch(0)
+    unsharded["labels"][0] = -100
+    loss = model(**local_samples(model, unsharded)).loss
     loss.backward()
     optimizer.step()
     with torch.no_grad():
-        return loss.item(), model(**own_rows(model, batch(1))).logits.float().sum().item()
+        return loss.item(), model(**local_samples(model, batch(1))).logits.float().sum().item()
 
 
 @pytest.mark.parametrize("text", ["pp2", "dp2", "pp2+dp2"])

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from hf_megatron import CheckpointError, own_parameters, prepare_optimizer
+from hf_megatron import CheckpointError, local_named_parameters, prepare_optimizer
 from hf_megatron.checkpoint.gather_full import full_state_dict
 from hf_megatron.checkpoint.manifest import MANIFEST
 from hf_megatron.checkpoint.reader import Checkpoint, open_checkpoint
@@ -37,7 +37,7 @@ def ranks_of(config):
 
 
 @pytest.fixture(scope="module")
-def twins(tmp_path_factory):
+def tiny_models(tmp_path_factory):
     """Tiny models of four layers by model type, untied and tied, with experts that transformers fuses as it loads."""
     folders = {}
     for model_type in ("llama", "gpt2", "gemma2", "mixtral"):
@@ -67,23 +67,23 @@ def save_merged(source, targets, configs):
     return full_state_dict(model)
 
 
-def test_a_model_from_scratch_is_saved_in_the_format_of_its_type(twins, tmp_path):
+def test_a_model_from_scratch_is_saved_in_the_format_of_its_type(tiny_models, tmp_path):
     def on_rank(config, target):
         drawn = AutoModelForCausalLM.from_config(model_config, megatron_config=config)
         drawn.save_pretrained(target)
 
-    model_config = transformers.AutoConfig.from_pretrained(twins["mixtral"])
+    model_config = transformers.AutoConfig.from_pretrained(tiny_models["mixtral"])
     for name, config in (("pp2", layout(pp_size=2)), ("tp2", layout(tp_size=2))):
         run_ranks(on_rank, 2, config, tmp_path / name)
-    expected = load_file(twins["mixtral"] / "model.safetensors")
+    expected = load_file(tiny_models["mixtral"] / "model.safetensors")
     cut, split = (load_file(tmp_path / name / "model.safetensors") for name in ("pp2", "tp2"))
     assert cut.keys() == split.keys() == expected.keys()
     assert all(torch.equal(cut[name], split[name]) for name in cut)
 
 
 @pytest.mark.parametrize("model_type", MERGED)
-def test_merged_files_are_those_of_one_process(twins, tmp_path, model_type):
-    source = twins[model_type]
+def test_merged_files_are_those_of_one_process(tiny_models, tmp_path, model_type):
+    source = tiny_models[model_type]
     stock = AutoModelForCausalLM.from_pretrained(source)
     stock.save_pretrained(tmp_path / "stock")
     stock.save_pretrained(tmp_path / "stock" / "several", max_shard_size="40KB", variant="other")
@@ -92,10 +92,10 @@ def test_merged_files_are_those_of_one_process(twins, tmp_path, model_type):
         targets = [tmp_path / f"{world_size}-{index}" for index in range(len(configs))]
         if not configs:
             continue
-        whole, *others = run_ranks(save_merged, world_size, source, targets, configs)
+        unsharded, *others = run_ranks(save_merged, world_size, source, targets, configs)
         expected = stock.state_dict()
-        assert list(whole) == list(expected) and not any(others)
-        assert all(torch.equal(whole[name], expected[name]) for name in expected)
+        assert list(unsharded) == list(expected) and not any(others)
+        assert all(torch.equal(unsharded[name], expected[name]) for name in expected)
         for target in targets:
             assert_same_files(target, tmp_path / "stock")
             several, expected = target / "several", tmp_path / "stock" / "several"
@@ -143,11 +143,11 @@ CHAIN = {
 
 def batch(model):
     some = rows(4, 3, length=17)
-    whole = {name: torch.stack([row[name] for row in some]) for name in ("input_ids", "labels")}
+    unsharded = {name: torch.stack([row[name] for row in some]) for name in ("input_ids", "labels")}
     state = parallel_state(model)
     if state is None:
-        return whole
-    return {name: value.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank] for name, value in whole.items()}
+        return unsharded
+    return {name: value.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank] for name, value in unsharded.items()}
 
 
 def make(path, config, dtype=torch.float32):
@@ -261,8 +261,8 @@ def test_load_state_dict_of_a_whole_model(stories):
         for config in (layout(pp_size=2), layout(pp_size=2, pipeline_schedule="zbv")):
             model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=config)
             model.load_state_dict(dict(other))
-            whole = full_state_dict(model)
-            assert all(torch.equal(tensor, other[name]) for name, tensor in whole.items())
+            unsharded = full_state_dict(model)
+            assert all(torch.equal(tensor, other[name]) for name, tensor in unsharded.items())
 
     run_ranks(on_rank, 2)
 
@@ -315,10 +315,10 @@ def test_trainer_loads_its_best_checkpoint(stories, tmp_path, weights_only):
 
 def test_accelerate_state_continues_bit_equal(stories, tmp_path):
     config = layout(pp_size=2)
-    whole = run_ranks(loop, 2, stories, tmp_path / "whole", config, steps=4)
+    unsharded = run_ranks(loop, 2, stories, tmp_path / "whole", config, steps=4)
     run_ranks(loop, 2, stories, tmp_path / "parts", config, steps=2, save_at=(2,))
     resumed = run_ranks(loop, 2, stories, tmp_path / "parts", config, steps=4, load=True)
-    for (losses, rate, seen), (expected, expected_rate, _) in zip(resumed, whole, strict=True):
+    for (losses, rate, seen), (expected, expected_rate, _) in zip(resumed, unsharded, strict=True):
         assert losses == expected[4:] and rate == expected_rate and seen == 4
 
 
@@ -389,10 +389,10 @@ def test_a_stage_that_is_missing_in_the_manifest_is_an_error_on_every_rank(stori
     def load_again():
         # The first stage finds all of its own, and hears of the other's.
         model, optimizer = make(stories, layout(pp_size=2))
-        before = {name: parameter.clone() for name, parameter in own_parameters(model)}
+        before = {name: parameter.clone() for name, parameter in local_named_parameters(model)}
         with pytest.raises(CheckpointError, match=words):
             load(model, optimizer, tmp_path / "state")
-        same = all(torch.equal(before[name], parameter) for name, parameter in own_parameters(model))
+        same = all(torch.equal(before[name], parameter) for name, parameter in local_named_parameters(model))
         assert same == (prefix == "") and not optimizer.state
 
     run_ranks(save_once, 2)
@@ -419,7 +419,7 @@ def test_a_weight_that_one_stage_misses_is_an_error_on_every_rank(stories, tmp_p
 def test_stages_with_different_groups_are_told_so(stories, tmp_path):
     def on_rank():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=layout(pp_size=2)).train()
-        layers = [[parameter for _, parameter in own_parameters(layer)] for layer in model.model.layers]
+        layers = [[parameter for _, parameter in local_named_parameters(layer)] for layer in model.model.layers]
         groups = [{"params": parameters} for parameters in layers if parameters]
         groups[-1]["lr"] = 1e-2
         optimizer = prepare_optimizer(torch.optim.AdamW(groups))

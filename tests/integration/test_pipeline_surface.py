@@ -23,19 +23,19 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from hf_megatron import ConfigError, MegatronConfig, RankError, UnsupportedError, own_parameters
+from hf_megatron import ConfigError, MegatronConfig, RankError, UnsupportedError, local_named_parameters
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.pipeline_parallel.microbatches import split
 from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.tiny_config import tiny_config
-from tests.shared_twins import make_twin
+from tests.shared_twins import make_tiny_model
 
 
 @functools.cache
 def twin_of(model_type="llama"):
-    return make_twin(CONFIG_MAPPING[model_type](), microbatches=2, batch_size=4, min_layers=2)
+    return make_tiny_model(CONFIG_MAPPING[model_type](), microbatches=2, batch_size=4, min_layers=2)
 
 
 def config_of(layout, **changes):
@@ -44,11 +44,11 @@ def config_of(layout, **changes):
 
 
 def test_gradients_are_handed_over_without_a_copy():
-    twin = twin_of()
+    tiny_model = twin_of()
 
     def on_rank():
-        model = twin.load(megatron_config=config_of("pp2")).train()
-        loss = model(**twin.batches[0]).loss
+        model = tiny_model.load(megatron_config=config_of("pp2")).train()
+        loss = model(**tiny_model.batches[0]).loss
         pipeline, kept = parallel_state(model).pipeline, {}
         store = pipeline.engine.gradients
         original = type(store).hand_over
@@ -59,17 +59,17 @@ def test_gradients_are_handed_over_without_a_copy():
 
         type(store).hand_over = hand_over
         loss.backward()
-        return [parameter.grad.data_ptr() == kept[id(parameter)] for _, parameter in own_parameters(model)]
+        return [parameter.grad.data_ptr() == kept[id(parameter)] for _, parameter in local_named_parameters(model)]
 
     for same in run_ranks(on_rank, 2):
         assert same and all(same)
 
 
 def test_what_no_pipeline_can_do():
-    twin = twin_of()
+    tiny_model = twin_of()
 
     def on_rank():
-        model, batch = twin.load(megatron_config=config_of("pp2")).train(), twin.batches[0]
+        model, batch = tiny_model.load(megatron_config=config_of("pp2")).train(), tiny_model.batches[0]
         loss = model(**batch).loss
         loss.backward()
         with pytest.raises(ConfigError, match="twice"):
@@ -88,11 +88,11 @@ def test_what_no_pipeline_can_do():
 
 
 def test_outputs_are_freed_when_they_are_dropped():
-    twin = twin_of()
+    tiny_model = twin_of()
 
     def on_rank():
-        model = twin.load(megatron_config=config_of("pp2"))
-        ids = twin.batches[0]["input_ids"]
+        model = tiny_model.load(megatron_config=config_of("pp2"))
+        ids = tiny_model.batches[0]["input_ids"]
         gc.collect()
         gc.disable()
         alive = []
@@ -107,7 +107,7 @@ def test_outputs_are_freed_when_they_are_dropped():
                 alive.append(weakref.ref(output.logits.grad_fn))
             del output
         model.train()
-        output = model(**twin.batches[0])
+        output = model(**tiny_model.batches[0])
         alive.append(weakref.ref(output.loss.grad_fn))
         del output
         return [reference() is not None for reference in alive]
@@ -121,8 +121,8 @@ def test_outputs_are_freed_when_they_are_dropped():
 
 @pytest.mark.parametrize(("model_type", "layout"), [("llama", "pp2"), ("gemma2", "tp2+pp2"), ("gpt2", "pp2")])
 def test_state_dict_and_counts_are_the_whole_models(model_type, layout, tmp_path):
-    twin = twin_of(model_type)
-    stock = twin.load()
+    tiny_model = twin_of(model_type)
+    stock = tiny_model.load()
     expected = {name: (tensor.shape, tensor.dtype) for name, tensor in stock.state_dict().items()}
     choices = [{}, {"only_trainable": True}, {"exclude_embeddings": True}]
     choices.append({"only_trainable": True, "exclude_embeddings": True})
@@ -134,15 +134,15 @@ def test_state_dict_and_counts_are_the_whole_models(model_type, layout, tmp_path
         return [*counts, transformers.trainer.get_model_param_count(model, trainable_only=True)]
 
     def on_rank():
-        model = twin.load(megatron_config=config_of(layout))
+        model = tiny_model.load(megatron_config=config_of(layout))
         found = model.state_dict()
         assert list(found) == list(expected)
         assert {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()} == expected
-        absent = {name: tensor for name, tensor in found.items() if type(tensor).__name__ == "AbsentTensor"}
-        assert absent and len(absent) < len(found)
+        off_stage = {name: tensor for name, tensor in found.items() if type(tensor).__name__ == "OffStageTensor"}
+        assert off_stage and len(off_stage) < len(found)
         copied = {name: tensor.detach().clone().to(torch.float64) for name, tensor in found.items()}
         assert {tensor.dtype for tensor in copied.values()} == {torch.float64}
-        name, tensor = next(iter(absent.items()))
+        name, tensor = next(iter(off_stage.items()))
         assert (copy.deepcopy(tensor) + 1).sum().shape == ()
         for read in (
             lambda: tensor.sum().item(),
@@ -173,10 +173,10 @@ def test_state_dict_and_counts_are_the_whole_models(model_type, layout, tmp_path
 
 
 def test_hooks_of_a_save_get_the_weights(tmp_path):
-    twin = twin_of()
+    tiny_model = twin_of()
 
     def on_rank():
-        model = twin.load(megatron_config=config_of("pp2"))
+        model = tiny_model.load(megatron_config=config_of("pp2"))
         accelerator = Accelerator(cpu=True)
         model = accelerator.prepare(model)
         seen = []
@@ -185,7 +185,7 @@ def test_hooks_of_a_save_get_the_weights(tmp_path):
         assert isinstance(model, torch.nn.Module)
         return seen[0]
 
-    expected = twin.load().state_dict()
+    expected = tiny_model.load().state_dict()
     found = run_ranks(on_rank, 2)[0]
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -194,11 +194,11 @@ def test_hooks_of_a_save_get_the_weights(tmp_path):
 
 
 def test_a_cache_that_is_asked_for_in_training():
-    twin = twin_of()
+    tiny_model = twin_of()
 
     def on_rank():
-        model = twin.load(megatron_config=config_of("tp2")).train()
-        ids = twin.batches[0]["input_ids"]
+        model = tiny_model.load(megatron_config=config_of("tp2")).train()
+        ids = tiny_model.batches[0]["input_ids"]
         model.config.use_cache = True
         caches = [model(input_ids=ids).past_key_values, model(input_ids=ids, use_cache=True).past_key_values]
         with torch.no_grad():
@@ -211,11 +211,11 @@ def test_a_cache_that_is_asked_for_in_training():
 
 @pytest.mark.parametrize("text", ["tp2", "pp2"])
 def test_a_cache_that_was_left_out_says_so(text):
-    twin = twin_of()
+    tiny_model = twin_of()
 
     def on_rank():
-        ids = twin.batches[0]["input_ids"]
-        model = twin.load(megatron_config=config_of(text)).train()
+        ids = tiny_model.batches[0]["input_ids"]
+        model = tiny_model.load(megatron_config=config_of(text)).train()
         model.config.use_cache = True
         given = {"input_ids": ids, "labels": ids, "use_cache": True} if text == "pp2" else {"input_ids": ids}
         output = model(**given)
@@ -322,10 +322,10 @@ def reads(model, **more):
 
 
 def test_nobody_looks_for_documents_in_positions_that_were_not_given():
-    positions, twin = torch.arange(8).expand(2, -1), twin_of()
+    positions, tiny_model = torch.arange(8).expand(2, -1), twin_of()
 
     def on_rank():
-        model, stock = twin.load(megatron_config=config_of("tp2")).train(), twin.load().train()
+        model, stock = tiny_model.load(megatron_config=config_of("tp2")).train(), tiny_model.load().train()
         found = [reads(model), reads(model, position_ids=positions)]
         with pytest.raises(IndexError):
             model(input_ids=torch.full((1, 4), 10**6))
@@ -337,11 +337,11 @@ def test_nobody_looks_for_documents_in_positions_that_were_not_given():
 
 
 def test_labels_of_another_width_raise_on_every_stage():
-    twin = twin_of()
-    ids = twin.batches[0]["input_ids"]
+    tiny_model = twin_of()
+    ids = tiny_model.batches[0]["input_ids"]
 
     def on_rank():
-        model, found = twin.load(megatron_config=config_of("pp2")).train(), []
+        model, found = tiny_model.load(megatron_config=config_of("pp2")).train(), []
         for width in (ids.shape[1] - 1, ids.shape[1]):
             try:
                 found.append(model(input_ids=ids, labels=ids[:, :width]).loss.item())
@@ -366,21 +366,21 @@ def tuples(model, batch):
 
 
 def test_tuples_have_the_order_of_one_process():
-    twin = twin_of("mixtral")
+    tiny_model = twin_of("mixtral")
     config = config_of("pp2", num_microbatches=1)
-    expected = tuples(twin.load(), twin.batches[0])
-    for found in run_ranks(lambda: tuples(twin.load(megatron_config=config), twin.batches[0]), 2):
+    expected = tuples(tiny_model.load(), tiny_model.batches[0])
+    for found in run_ranks(lambda: tuples(tiny_model.load(megatron_config=config), tiny_model.batches[0]), 2):
         for one, other in zip(found, expected, strict=True):
             assert one == pytest.approx(other, rel=1e-5)
 
 
 def test_calls_that_are_refused_before_the_schedule():
     """On every rank alike, by the name of what it is, and the model trains on."""
-    twin = twin_of()
+    tiny_model = twin_of()
 
     def on_rank():
-        model = twin.load(megatron_config=config_of("pp2")).train()
-        batch = twin.batches[0]
+        model = tiny_model.load(megatron_config=config_of("pp2")).train()
+        batch = tiny_model.batches[0]
         ids = batch["input_ids"]
         with pytest.raises(UnsupportedError, match="Call the whole model"):
             model.model(input_ids=ids)
@@ -396,16 +396,16 @@ def test_calls_that_are_refused_before_the_schedule():
         return output.loss.item()
 
     losses = run_ranks(on_rank, 2)
-    assert losses == [pytest.approx(twin.load().train()(**twin.batches[0]).loss.item(), rel=1e-6)] * 2
+    assert losses == [pytest.approx(tiny_model.load().train()(**tiny_model.batches[0]).loss.item(), rel=1e-6)] * 2
 
 
 def test_an_auxiliary_loss_has_no_backward_of_its_own():
-    twin = twin_of("mixtral")
+    tiny_model = twin_of("mixtral")
 
     def on_rank():
-        model = twin.load(megatron_config=config_of("pp2", auxiliary_loss="sequence")).train()
+        model = tiny_model.load(megatron_config=config_of("pp2", router_aux_loss_scope="sequence")).train()
         model.config.output_router_logits = True
-        output = model(**twin.batches[0])
+        output = model(**tiny_model.batches[0])
         with pytest.raises(UnsupportedError, match="outputs.aux_loss"):
             (output.loss + output.aux_loss).backward()
 
@@ -418,8 +418,8 @@ def test_positions_of_several_dims_are_cut_along_their_rows():
     parts = split(batch, 2)
     assert torch.equal(torch.cat([part["position_ids"] for part in parts], dim=1), three)
     assert all(torch.equal(part["cache_position"], batch["cache_position"]) for part in parts)
-    whole = split({**batch, "position_ids": torch.arange(5)[None], "cu_seq_lens_q": torch.arange(5)}, 1)
-    assert whole[0]["cu_seq_lens_q"].shape == (5,)
+    unsharded = split({**batch, "position_ids": torch.arange(5)[None], "cu_seq_lens_q": torch.arange(5)}, 1)
+    assert unsharded[0]["cu_seq_lens_q"].shape == (5,)
 
 
 # Loops over layers that a pipeline cannot cut
@@ -461,19 +461,19 @@ def added_behind(layer):
     ids=["elsewhere", "added", "in place", "unpacked", "second value"],
 )
 def test_loops_over_layers(monkeypatch, change, message):
-    twin = twin_of()
+    tiny_model = twin_of()
     monkeypatch.setattr(LlamaModel, "forward", with_a_loop(change))
-    batch = {name: tensor[:2] for name, tensor in twin.batches[0].items()}
+    batch = {name: tensor[:2] for name, tensor in tiny_model.batches[0].items()}
 
     def on_rank():
-        model = twin.load(megatron_config=config_of("pp2", pipeline_partition=(2, 1), num_microbatches=1)).train()
+        model = tiny_model.load(megatron_config=config_of("pp2", pipeline_partition=(2, 1), num_microbatches=1)).train()
         if message is not None:
             with pytest.raises(UnsupportedError, match=message):
                 model(**batch)
             return None
         return model(**batch).loss.item()
 
-    expected = None if message else pytest.approx(twin.load().train()(**batch).loss.item(), rel=1e-6)
+    expected = None if message else pytest.approx(tiny_model.load().train()(**batch).loss.item(), rel=1e-6)
     assert run_ranks(on_rank, 2) == [expected] * 2
 
 

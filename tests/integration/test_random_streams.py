@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, Trainer, TrainingArguments
 from transformers import default_data_collator as collator
 
-from hf_megatron import own_parameters, prepare_optimizer, works_on_parts
+from hf_megatron import local_named_parameters, prepare_optimizer, shard_safe
 from hf_megatron.compat.torch_dtensor import local_tensor
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
@@ -77,7 +77,7 @@ def rank():
 
 def digest(model):
     """The bits of what this rank has of each weight, by name."""
-    return {name: local_tensor(parameter.detach()).clone() for name, parameter in own_parameters(model)}
+    return {name: local_tensor(parameter.detach()).clone() for name, parameter in local_named_parameters(model)}
 
 
 LASTING = {
@@ -209,7 +209,7 @@ def masks_by_name(model):
     found = {}
 
     def note(name):
-        @works_on_parts
+        @shard_safe
         def hook(module, args, output):
             noise = torch.rand(output.shape if isinstance(output, torch.Tensor) else output[0].shape)
             found[name] = noise
@@ -223,7 +223,7 @@ def masks_by_name(model):
     model.transformer.ln_f.register_forward_hook(note("norm"))
     layer.mlp.dropout.p = 0.5
     layer.mlp.dropout.register_forward_hook(
-        works_on_parts(lambda module, args, output: found.__setitem__("dropout", output == 0))
+        shard_safe(lambda module, args, output: found.__setitem__("dropout", output == 0))
     )
     torch.manual_seed(rank())
     model(**batch()).loss.backward()
@@ -233,10 +233,10 @@ def masks_by_name(model):
 @TP
 def test_what_each_rank_has_is_drawn_apart(gpt2, config):
     first, second = run_ranks(lambda: masks_by_name(load(gpt2, config, **dict.fromkeys(RATES, 0.0))), 2)
-    alike = {name for name in first if torch.equal(first[name], second[name])}
+    identical = {name for name in first if torch.equal(first[name], second[name])}
     assert first["dropout"].any() and not first["dropout"].all()
     blocks = {"attn.c_proj", "attn", "mlp.c_proj", "mlp", "dropout"}
-    assert alike == {"embedding", "norm"} | (set() if config.sequence_parallel else blocks)
+    assert identical == {"embedding", "norm"} | (set() if config.sequence_parallel else blocks)
 
 
 def losses_of_seeds(path, config, rate=0.3):

@@ -12,18 +12,18 @@ from transformers import AutoModelForCausalLM
 
 from hf_megatron import CheckpointError
 from hf_megatron.core.fork_harness import run_ranks
-from tests.integration.habits import Runs, batch, cells, layout, own_rows
+from tests.integration.habits import Runs, batch, cells, layout, local_samples
 
 LAYOUTS = ["tp2", "tp2+sp", "dp2", "dp2+zero2", "dp2+zero3", "tp2+dp2+zero3"]
-HABITS = {}
+LOOP_PATTERNS = {}
 
 
-def habit(function):
-    HABITS[function.__name__] = function
+def loop_pattern(function):
+    LOOP_PATTERNS[function.__name__] = function
     return function
 
 
-@habit
+@loop_pattern
 def clip_by_items(loop):
     for seed in range(3):
         loop.backward(seed)
@@ -37,7 +37,7 @@ def clip_by_items(loop):
         loop.optimizer.zero_grad()
 
 
-@habit
+@loop_pattern
 def skip_a_step_by_its_largest_entry(loop):
     for seed in range(4):
         loop.backward(seed)
@@ -62,7 +62,7 @@ def apply(loop, loss):
     loop.optimizer.zero_grad()
 
 
-@habit
+@loop_pattern
 def keep_books_of_a_loss_with_a_penalty(loop):
     total, added, history = torch.tensor(0.0), torch.zeros(1, dtype=torch.float64), torch.zeros(3)
     for seed in range(3):
@@ -76,7 +76,7 @@ def keep_books_of_a_loss_with_a_penalty(loop):
     loop.see("history", history)
 
 
-@habit
+@loop_pattern
 def weigh_losses_by_a_tensor(loop):
     for seed in range(3):
         square = loop.model.model.layers[0].self_attn.q_proj.weight
@@ -85,7 +85,7 @@ def weigh_losses_by_a_tensor(loop):
         apply(loop, (losses * torch.tensor([0.7, 0.01, 1e-3])).sum())
 
 
-@habit
+@loop_pattern
 def penalties_of_means(loop):
     """Losses of torch that divide by the entries of what may be a part."""
     losses = (F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.l1_loss, F.soft_margin_loss)
@@ -97,7 +97,7 @@ def penalties_of_means(loop):
         apply(loop, loop.loss(seed) + sum(terms))
 
 
-@habit
+@loop_pattern
 def clip_gradients_by_the_norms_of_their_rows(loop):
     for seed in range(3):
         loop.backward(seed)
@@ -123,7 +123,7 @@ READINGS = {
 }
 
 
-@habit
+@loop_pattern
 def log_numbers(loop):
     loop.backward(0)
     for name, parameter in loop.model.named_parameters():
@@ -142,7 +142,7 @@ def edits_weights(edit):
                 edit(loop)
 
     train.__name__ = edit.__name__
-    return habit(train)
+    return loop_pattern(train)
 
 
 @edits_weights
@@ -162,7 +162,7 @@ def scatter_into_weights(loop):
     weight.data.copy_(torch.renorm(weight.data, 2, 0, 0.7))
 
 
-@habit
+@loop_pattern
 def take_parameters_out_of_their_group(loop):
     """What is not in the groups keeps its gradient, which counts when the parameter comes back."""
     group = loop.optimizer.param_groups[0]
@@ -176,7 +176,7 @@ def listed(loop):
     return [parameter for group in loop.optimizer.param_groups for parameter in group["params"]]
 
 
-@habit
+@loop_pattern
 def reach_parameters_through_groups(loop):
     for seed in range(4):
         loop.backward(seed)
@@ -194,7 +194,7 @@ def reach_parameters_through_groups(loop):
                 parameter.mul_(0.95)
 
 
-@habit
+@loop_pattern
 def evaluate_in_inference_mode(loop):
     for seed in range(2):
         with torch.inference_mode():
@@ -205,15 +205,15 @@ def evaluate_in_inference_mode(loop):
 
 
 # What reads weights of other stages is refused.
-IMPOSSIBLE = {"pp2": HABITS.keys() - {"evaluate_in_inference_mode", "take_parameters_out_of_their_group"}}
+IMPOSSIBLE = {"pp2": LOOP_PATTERNS.keys() - {"evaluate_in_inference_mode", "take_parameters_out_of_their_group"}}
 
 
 @pytest.fixture(scope="module")
 def runs(tiny_uneven):
-    return Runs(tiny_uneven, HABITS, IMPOSSIBLE)
+    return Runs(tiny_uneven, LOOP_PATTERNS, IMPOSSIBLE)
 
 
-@pytest.mark.parametrize(("name", "text"), cells(HABITS, [*LAYOUTS, "pp2"], IMPOSSIBLE))
+@pytest.mark.parametrize(("name", "text"), cells(LOOP_PATTERNS, [*LAYOUTS, "pp2"], IMPOSSIBLE))
 def test_as_one_process(runs, name, text):
     runs.compare(text, name)
 
@@ -221,7 +221,7 @@ def test_as_one_process(runs, name, text):
 def save_and_load(path, text, folder):
     """Losses before training, and after the weights of that time are loaded again."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout(text)).train()
-    rows = own_rows(model, batch(0))
+    rows = local_samples(model, batch(0))
     file = folder / str(dist.get_rank())
     torch.save(model.state_dict(), file)
     dist.barrier()

@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.testing.check import parse_layouts
-from tests.shared_twins import make_twin
+from tests.shared_twins import make_tiny_model
 
 TASKS = {
     # Experts are `[expert, in, out]` in older files, `[expert, out, in]` in newer ones and in memory.
@@ -34,9 +34,9 @@ def files(tmp_path_factory):
 
 
 def _saved_by_one_process(model_type, folder, change=None):
-    twin = make_twin(CONFIG_MAPPING[model_type](), task=TASKS[model_type])
-    cls, source = getattr(transformers, twin.class_name), folder / "source"
-    cls.from_pretrained(twin.directory).save_pretrained(source)
+    tiny_model = make_tiny_model(CONFIG_MAPPING[model_type](), task=TASKS[model_type])
+    cls, source = getattr(transformers, tiny_model.class_name), folder / "source"
+    cls.from_pretrained(tiny_model.directory).save_pretrained(source)
     if change is not None:
         weights = load_file(source / "model.safetensors")
         change(weights)
@@ -58,11 +58,11 @@ def _save(cls, source, target, config):
 
 
 def saves_the_same(found, target, text):
-    cls, source, whole = found
+    cls, source, unsharded = found
     [config] = parse_layouts(text)
     run_ranks(_save, config.ranks_per_replica * (config.dp_size or 1), cls, source, target, config)
     saved = load_file(target / "model.safetensors")
-    return saved.keys() == whole.keys() and all(torch.equal(saved[name], whole[name]) for name in whole)
+    return saved.keys() == unsharded.keys() and all(torch.equal(saved[name], unsharded[name]) for name in unsharded)
 
 
 @pytest.mark.parametrize(
@@ -85,5 +85,5 @@ def test_written_as_one_process_writes(files, tmp_path, name, text):
 
 
 def test_parts_that_are_cut_before_they_are_rearranged_are_found(files, tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_megatron.integrations.transformers.loading.read_whole", lambda model, state: None)
+    monkeypatch.setattr("hf_megatron.integrations.transformers.loading.read_full", lambda model, state: None)
     assert not saves_the_same(files["hrm_text"], tmp_path, "tp2")

@@ -68,9 +68,9 @@ def batch(padded=True):
 
 
 def with_mode(model, mode):
-    twin = copy.deepcopy(model)
-    apply_recompute(twin, mode)
-    return twin
+    tiny_model = copy.deepcopy(model)
+    apply_recompute(tiny_model, mode)
+    return tiny_model
 
 
 def local(tensor):
@@ -134,31 +134,31 @@ def counted():
 
 def test_any_registered_implementation_and_only_in_training(counted):
     model = make("llama", "counting")
-    twin = with_mode(model, "selective")
-    assert_identical(step(twin), step(model))
+    tiny_model = with_mode(model, "selective")
+    assert_identical(step(tiny_model), step(model))
     forward, backward = [0, 1], [1, 0]
     assert counted == forward + backward + forward
     counted.clear()
-    step(copy.deepcopy(twin))
+    step(copy.deepcopy(tiny_model))
     assert counted == forward + backward, "a copy recomputes too"
     counted.clear()
-    step(twin.eval())
+    step(tiny_model.eval())
     assert counted == forward
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_evaluation_and_generation(implementation):
     model = make("llama", implementation)
-    twin = with_mode(model, "selective").eval()
+    tiny_model = with_mode(model, "selective").eval()
     model.eval()
     with torch.no_grad():
-        assert torch.equal(twin(**batch()).logits, model(**batch()).logits)
+        assert torch.equal(tiny_model(**batch()).logits, model(**batch()).logits)
     prompt = {"input_ids": batch()["input_ids"], "max_new_tokens": 5, "pad_token_id": 0}
     for use_cache in (True, False):
-        found, expected = (one.generate(**prompt, use_cache=use_cache) for one in (twin, model))
+        found, expected = (one.generate(**prompt, use_cache=use_cache) for one in (tiny_model, model))
         assert torch.equal(found, expected)
     # A cache that a training forward fills is filled once.
-    assert twin.train()(**batch(), use_cache=True).past_key_values.get_seq_length() == LENGTH
+    assert tiny_model.train()(**batch(), use_cache=True).past_key_values.get_seq_length() == LENGTH
 
 
 class Kept:
@@ -326,28 +326,28 @@ def test_the_table_of_the_docs(stories):
         for name, numbers in found.items():
             # What a kernel keeps beside its map differs a little between releases of torch.
             # The hook that splits the sequence is called with all of it.
-            whole = 128 * 64 * 4 if recomputes_hooks() and "sp" in name else 0
-            expected = [*table[name][:2], table[name][2] + whole]
+            unsharded = 128 * 64 * 4 if recomputes_hooks() and "sp" in name else 0
+            expected = [*table[name][:2], table[name][2] + unsharded]
             assert numbers == pytest.approx(expected, rel=0.02), name
 
 
 def test_with_gradient_checkpointing_on_top():
     model = make("llama")
-    twin = with_mode(model, "selective")
-    twin.gradient_checkpointing_enable()
-    assert_identical(step(twin), step(model))
-    twin.gradient_checkpointing_enable({"use_reentrant": True})
-    twin.zero_grad()
-    twin.enable_input_require_grads()
-    assert_identical(step(twin), step(with_mode(model, None)))
+    tiny_model = with_mode(model, "selective")
+    tiny_model.gradient_checkpointing_enable()
+    assert_identical(step(tiny_model), step(model))
+    tiny_model.gradient_checkpointing_enable({"use_reentrant": True})
+    tiny_model.zero_grad()
+    tiny_model.enable_input_require_grads()
+    assert_identical(step(tiny_model), step(with_mode(model, None)))
 
 
 def test_compiled_layers():
     model = make("llama", attention_dropout=0.0)
-    twin = with_mode(model, "selective")
-    for layer in twin.model.layers:
+    tiny_model = with_mode(model, "selective")
+    for layer in tiny_model.model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
-    found, expected = step(twin), step(model)
+    found, expected = step(tiny_model), step(model)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-7)
 

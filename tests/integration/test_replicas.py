@@ -19,9 +19,9 @@ from transformers import (
 from hf_megatron.compat.torch_dtensor import local_tensor
 from hf_megatron.config import MegatronConfig
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.core.off_stage import own_parameters
+from hf_megatron.core.off_stage import local_named_parameters
 from hf_megatron.data_parallel.distributed_optimizer import prepare_optimizer, sharded
-from hf_megatron.diagnostics.nonfinite_hooks import weights_not_finite
+from hf_megatron.diagnostics.nonfinite_hooks import nonfinite_weights
 from hf_megatron.diagnostics.replica_check import RANDOM, WEIGHT, ReplicaCheck
 from hf_megatron.errors import ConfigError, RankError
 from hf_megatron.integrations.trainer.callbacks.replicas import ReplicaCallback
@@ -85,7 +85,7 @@ def _found_on_rank(config, sizes, seeds):
         rank = random.Random(seed).randrange(torch.distributed.get_world_size())
         changed = None
         if torch.distributed.get_rank() == rank:
-            tensors = {("weight", name): parameter for name, parameter in own_parameters(model)}
+            tensors = {("weight", name): parameter for name, parameter in local_named_parameters(model)}
             for leaf in sharded(optimizer).leaves:
                 moments = optimizer.state[leaf.tensor].items()
                 tensors |= {("moment", f"{kind} of {leaf.name}"): value for kind, value in moments if kind != "step"}
@@ -264,7 +264,7 @@ def _adapted_on_rank(sizes):
             local_tensor(parameter)[0, 0] += 1
             state = parallel_state(model)
             local_tensor(dict(model.named_parameters())[f"base_model.model.{KEY}"])[2, 5] = torch.nan
-        [(_, found)] = weights_not_finite(model, state)
+        [(_, found)] = nonfinite_weights(model, state)
         return clean, list(map(str, check.differences())), str(found)
     return clean, list(map(str, check.differences())), ""
 

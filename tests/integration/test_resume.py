@@ -21,7 +21,7 @@ from hf_megatron import CheckpointError, MegatronConfig, prepare_optimizer
 from hf_megatron.checkpoint.discovery import is_committed, latest
 from hf_megatron.checkpoint.gather_full import full_state_dict
 from hf_megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from hf_megatron.checkpoint.tensor_chunks import Box
+from hf_megatron.checkpoint.tensor_chunks import TensorChunk
 from hf_megatron.checkpoint.training_state import facts, load_model, load_optimizers, pieces
 from hf_megatron.checkpoint.transaction import Transaction
 from hf_megatron.cli import app
@@ -161,7 +161,7 @@ def whole_tensors(path):
     for name in checkpoint.names():
         shape = checkpoint.shape(name)
         out = torch.empty(torch.Size(shape).numel(), dtype=checkpoint.dtype(name))
-        checkpoint.read(name, [Box((0,) * len(shape), shape)], out)
+        checkpoint.read(name, [TensorChunk((0,) * len(shape), shape)], out)
         found[name] = out
     return found
 

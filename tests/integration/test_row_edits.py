@@ -8,22 +8,22 @@ from tests.integration.habits import Runs, cells
 
 LAYOUTS = ["tp2", "tp2+sp", "dp2", "dp2+zero3", "tp2+dp2", "tp2+dp2+zero3"]
 IN_HALF = ["tp2", "dp2", "dp2+zero3"]
-HABITS, HALF = {}, {}
+LOOP_PATTERNS, HALF = {}, {}
 
 
-def habit(function):
-    HABITS[function.__name__] = function
+def loop_pattern(function):
+    LOOP_PATTERNS[function.__name__] = function
     return function
 
 
 def in_half_precision_too(function):
     HALF[function.__name__] = function
-    return habit(function)
+    return loop_pattern(function)
 
 
 @pytest.fixture(scope="module")
 def runs(tiny_uneven):
-    return Runs(tiny_uneven, HABITS)
+    return Runs(tiny_uneven, LOOP_PATTERNS)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def edits_weights(edit):
     return train
 
 
-def named(name, train, register=habit):
+def named(name, train, register=loop_pattern):
     train.__name__ = name
     register(train)
 
@@ -108,7 +108,11 @@ def mask(loop):
 
 
 for edit in (zero_rows, zero_rows_of_data, assign_rows, index_rows, edit_slices_of_slices, edit_columns, mask):
-    named(f"gradients_{edit.__name__}", edits_gradients(edit), in_half_precision_too if edit is zero_rows else habit)
+    named(
+        f"gradients_{edit.__name__}",
+        edits_gradients(edit),
+        in_half_precision_too if edit is zero_rows else loop_pattern,
+    )
 
 
 # Weights
@@ -135,7 +139,9 @@ def assign_columns(loop):
 
 
 for edit in (zero_a_row, assign_a_row, assign_columns):
-    named(f"weights_{edit.__name__}", edits_weights(edit), in_half_precision_too if edit is zero_a_row else habit)
+    named(
+        f"weights_{edit.__name__}", edits_weights(edit), in_half_precision_too if edit is zero_a_row else loop_pattern
+    )
 
 
 # Plain tensors, the same on every rank
@@ -166,7 +172,7 @@ def add_plain_to_gradients(loop):
         parameter.grad = parameter.grad * drawn(parameter, number + 2).sigmoid()
 
 
-@habit
+@loop_pattern
 def pulled_to_plain(loop):
     for seed in range(3):
         loss = loop.loss(seed)
@@ -232,11 +238,13 @@ def add_noise_to_gradients(loop):
 
 
 for edit in (redraw_head, redraw_modules, apply_init_weights, add_noise):
-    named(f"random_{edit.__name__}", edits_weights(edit), in_half_precision_too if edit is redraw_head else habit)
+    named(
+        f"random_{edit.__name__}", edits_weights(edit), in_half_precision_too if edit is redraw_head else loop_pattern
+    )
 named("random_gradient_noise", edits_gradients(add_noise_to_gradients))
 
 
-@pytest.mark.parametrize("name, text", cells(HABITS, LAYOUTS, {}))
+@pytest.mark.parametrize("name, text", cells(LOOP_PATTERNS, LAYOUTS, {}))
 def test_as_one_process(runs, name, text):
     runs.compare(text, name)
 

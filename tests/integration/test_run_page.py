@@ -21,7 +21,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 from hf_megatron.cli import app
-from hf_megatron.compat.shard_safe import works_on_parts
+from hf_megatron.compat.shard_safe import shard_safe
 from hf_megatron.config import MegatronConfig
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.diagnostics.run_charts import line_chart
@@ -205,7 +205,7 @@ def test_evaluations_and_skipped_steps(tmp_path, made_run):
     assert "Step 7 was skipped and 1 more times: gradients were not finite." in text
 
 
-@works_on_parts
+@shard_safe
 def _not_finite(module, args, output):
     return output * torch.nan
 

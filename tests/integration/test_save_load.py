@@ -28,7 +28,7 @@ from hf_megatron import CheckpointError, ConfigError, MegatronConfig, Unsupporte
 from hf_megatron.checkpoint.gather_full import full_state_dict
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import local_numel
-from tests.shared_twins import make_twin
+from tests.shared_twins import make_tiny_model
 
 TP2 = MegatronConfig(tp_size=2)
 LAYOUTS = [TP2, MegatronConfig(tp_size=2, sequence_parallel=True), MegatronConfig(tp_size=8)]
@@ -108,9 +108,9 @@ def test_merged_save_in_several_files_replaces_an_earlier_one(stories, tmp_path)
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_neox", "phi3", "deepseek_v3"])
 def test_conversions_are_reverted_bit_equal(tmp_path, model_type):
     """Fused experts become per-expert weights again."""
-    twin = make_twin(CONFIG_MAPPING[model_type]())
-    run_ranks(save, 2, twin.directory, tmp_path, TP2)
-    saved, original = load_file(tmp_path / "model.safetensors"), load_file(twin.directory / "model.safetensors")
+    tiny_model = make_tiny_model(CONFIG_MAPPING[model_type]())
+    run_ranks(save, 2, tiny_model.directory, tmp_path, TP2)
+    saved, original = load_file(tmp_path / "model.safetensors"), load_file(tiny_model.directory / "model.safetensors")
     assert saved.keys() == original.keys()
     assert all(torch.equal(saved[name], original[name]) for name in original)
 
@@ -126,9 +126,9 @@ def test_auto_class_concrete_class_dict_and_yaml(stories, tmp_path):
         ]
         return [local_numel(model) for model in models], [model.num_parameters() for model in models]
 
-    for local, whole in run_ranks(load, 2):
+    for local, unsharded in run_ranks(load, 2):
         assert len(set(local)) == 1 and local[0] < 0.52 * 260_032
-        assert set(whole) == {260_032}
+        assert set(unsharded) == {260_032}
 
 
 def test_bin_files_and_unsafe_pickles(stories, tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.integration.habits import Runs, batch, own_rows
+from tests.integration.habits import Runs, batch, local_samples
 
 LAYOUTS = ["dp2+zero3", "tp2+dp2+zero3"]
 
@@ -15,7 +15,7 @@ def called_before_the_first_forward(loop):
 
 def embedding_called(loop):
     loop.step(0)
-    rows = own_rows(loop.model, batch(1))
+    rows = local_samples(loop.model, batch(1))
     embeds = loop.model.get_input_embeddings()(rows["input_ids"])
     loop.model(inputs_embeds=embeds, labels=rows["labels"]).loss.backward()
 
@@ -59,7 +59,7 @@ def cast_later(loop):
 
 
 # In this order: the first needs a model that never ran, the last leaves one that cannot.
-HABITS = {
+LOOP_PATTERNS = {
     function.__name__: function
     for function in (
         called_before_the_first_forward,
@@ -75,7 +75,7 @@ HABITS = {
 
 @pytest.fixture(scope="module")
 def runs(tiny):
-    return Runs(tiny, HABITS)
+    return Runs(tiny, LOOP_PATTERNS)
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
@@ -90,8 +90,8 @@ def runs(tiny):
         ("cast_later", "was cast after its first forward"),
     ],
 )
-def test_refused(runs, habit, match, text):
-    runs.refused(text, habit, match)
+def test_refused(runs, loop_pattern, match, text):
+    runs.refused(text, loop_pattern, match)
 
 
 def test_a_layer_gathers_its_weights_itself(runs):

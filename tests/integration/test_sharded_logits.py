@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from tests.integration.habits import Runs, batch, full, own_rows, save_tiny
+from tests.integration.habits import Runs, batch, full, local_samples, save_tiny
 
 
 def steps(loop, loss_of):
     for seed in range(2):
-        output = loop.model(**own_rows(loop.model, batch(seed)))
+        output = loop.model(**local_samples(loop.model, batch(seed)))
         loss = loss_of(output)
         # Between forward and backward, as many loops have it.
         loop.model.zero_grad()
@@ -32,7 +32,7 @@ def instead_of_the_loss(loop):
 
 
 def see_logits(loop, name, output):
-    loop.rows(name, output.logits, own_rows(loop.model, {"rows": torch.arange(4)})["rows"])
+    loop.rows(name, output.logits, local_samples(loop.model, {"rows": torch.arange(4)})["rows"])
 
 
 def logged(loop):
@@ -47,19 +47,19 @@ def evaluated(loop):
     loop.step(0)
     for context in (torch.no_grad, torch.inference_mode):
         with context():
-            see_logits(loop, context.__name__, loop.model(**own_rows(loop.model, batch(1))))
+            see_logits(loop, context.__name__, loop.model(**local_samples(loop.model, batch(1))))
     loop.step(1)
 
 
 def differentiated(loop):
-    output = loop.model(**own_rows(loop.model, batch(0)))
+    output = loop.model(**local_samples(loop.model, batch(0)))
     names, parameters = zip(*loop.model.named_parameters(), strict=True)
     gradients = torch.autograd.grad(z_loss(output), parameters)
     loop.seen |= full(loop.model, dict(zip(names, gradients, strict=True)))
     loop.step(0)
 
 
-HABITS = {
+LOOP_PATTERNS = {
     function.__name__: function
     for function in (beside_the_loss, instead_of_the_loss, logged, evaluated, differentiated)
 }
@@ -69,19 +69,24 @@ HABITS = {
 def runs(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     save_tiny(folder, tie_word_embeddings=request.param)
-    return Runs(folder, HABITS)
+    return Runs(folder, LOOP_PATTERNS)
 
 
 @pytest.mark.filterwarnings("ignore:Full logits are gathered")
 @pytest.mark.parametrize(
     ("text", "habit"),
     [
-        *((text, habit) for text in ("tp2+dp2+zero3", "tp2+dp2") for habit in HABITS if habit != "differentiated"),
+        *(
+            (text, loop_pattern)
+            for text in ("tp2+dp2+zero3", "tp2+dp2")
+            for loop_pattern in LOOP_PATTERNS
+            if loop_pattern != "differentiated"
+        ),
         ("tp2", "differentiated"),
     ],
 )
-def test_equal_to_one_process(runs, text, habit):
-    runs.compare(text, habit)
+def test_equal_to_one_process(runs, text, loop_pattern):
+    runs.compare(text, loop_pattern)
 
 
 @pytest.mark.filterwarnings("ignore:Full logits are gathered")

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from hf_megatron import CheckpointError, ConfigError
-from hf_megatron.core.communication.rank_errors import raise_together
+from hf_megatron.core.communication.rank_errors import raise_on_all_ranks
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
 from tests.integration.dp_training import ranks_of
@@ -52,7 +52,7 @@ def test_a_rank_that_went_another_way_is_named(folder, text):
                 model(**batch(0))
         else:
             with pytest.raises(CheckpointError, match="rank 1 of 2 was not there, but at: Comparing the batch"):
-                raise_together(None, state.mesh.host_group(text[:2]), "Saving a checkpoint")
+                raise_on_all_ranks(None, state.mesh.host_group(text[:2]), "Saving a checkpoint")
 
     run_ranks(on_rank, 2)
 

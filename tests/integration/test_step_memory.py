@@ -17,10 +17,10 @@ from transformers import (
 from typer.testing import CliRunner
 
 from hf_megatron.cli import app
-from hf_megatron.compat.shard_safe import works_on_parts
+from hf_megatron.compat.shard_safe import shard_safe
 from hf_megatron.config import MegatronConfig
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.core.off_stage import own_parameters
+from hf_megatron.core.off_stage import local_named_parameters
 from hf_megatron.data_parallel.distributed_optimizer import prepare_optimizer
 from hf_megatron.diagnostics.memory_snapshot import MemorySnapshot, is_out_of_memory
 from hf_megatron.diagnostics.step_memory import StepMemory, memory_in
@@ -70,12 +70,12 @@ def _counted_on_rank(config, sizes, folder):
         # What a loop keeps of each call, as lists of outputs do.
         held = []
 
-        @works_on_parts
+        @shard_safe
         def keep(*args):
             held.append(torch.zeros(LEAK, dtype=torch.uint8))
 
         # Those of other stages hold no weights.
-        name = next(name for name, _ in own_parameters(model) if name.endswith("input_layernorm.weight"))
+        name = next(name for name, _ in local_named_parameters(model) if name.endswith("input_layernorm.weight"))
         hook = model.get_submodule(name.rpartition(".")[0]).register_forward_hook(keep)
         with StepMemory(folder / "leak", model, optimizer):
             _step(model, optimizer)
@@ -91,7 +91,7 @@ def test_beside_its_plan(layout, tmp_path):
     planned = {one.pipeline_rank: one for one in plan_for(found[0])}
     for one in found:
         plan = planned[one.pipeline_rank]
-        for name in ("weights", "gradients", "main weights", "moments", "inbox"):
+        for name in ("weights", "gradients", "main weights", "moments", "recv_buffer"):
             assert one.kept.get(name, 0) == plan.kept.get(name, 0), name
         # gloo's threads let go of some tensors late.
         assert one.peak == pytest.approx(plan.peak.size, rel=0.05)
@@ -149,11 +149,11 @@ def _ended_on_rank(sizes, folder):
     optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters()))
     _step(model, optimizer)
 
-    @works_on_parts
+    @shard_safe
     def ask(module, args):
         torch.empty(1 << 50, dtype=torch.uint8)
 
-    told = []
+    reported = []
     for draw in range(20):
         drawn = random.Random(f"{sizes} {draw}")
         name = drawn.choice([name for name, _ in model.model.layers.named_modules() if name.count(".") == 1])
@@ -161,10 +161,10 @@ def _ended_on_rank(sizes, folder):
         with pytest.raises(RuntimeError, match="can't allocate"), MemorySnapshot(folder / f"{draw}", model, optimizer):
             _step(model, optimizer)
         hook.remove()
-        told.append(name)
+        reported.append(name)
     with pytest.raises(ZeroDivisionError), MemorySnapshot(folder / "other", model, optimizer):
         _ = 1 / 0
-    return told
+    return reported
 
 
 @pytest.mark.parametrize("layout", ["tp2", "cp2", "dp2"])

@@ -20,7 +20,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 from hf_megatron.cli import app
-from hf_megatron.compat.shard_safe import works_on_parts
+from hf_megatron.compat.shard_safe import shard_safe
 from hf_megatron.compat.torch_autograd import dispatch_modes
 from hf_megatron.config import MegatronConfig
 from hf_megatron.core.fork_harness import run_ranks
@@ -60,7 +60,7 @@ LAYOUTS = {
 NAP, DRAWS = 0.2, 3
 
 
-@works_on_parts
+@shard_safe
 def _nap(*args):
     time.sleep(NAP)
 
@@ -222,7 +222,7 @@ def test_trainer(tmp_path):
 class _Broken(TrainerCallback):
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         if state.global_step == 1:
-            model.model.layers[1].register_forward_pre_hook(works_on_parts(lambda *called: 1 // 0))
+            model.model.layers[1].register_forward_pre_hook(shard_safe(lambda *called: 1 // 0))
 
 
 def _broken_on_rank(folder):

@@ -15,7 +15,7 @@ from transformers import (
     default_data_collator,
 )
 
-from hf_megatron.compat.shard_safe import works_on_parts
+from hf_megatron.compat.shard_safe import shard_safe
 from hf_megatron.config import MegatronConfig
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.data_parallel.distributed_optimizer import prepare_optimizer
@@ -43,7 +43,7 @@ LAYOUTS = [
 NAP, STEPS, WINDOWS = 0.15, 3, 2
 
 
-@works_on_parts
+@shard_safe
 def _nap(*args):
     time.sleep(NAP)
 

@@ -23,7 +23,7 @@ from hf_megatron import MegatronConfig
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.datasets.ordered_dataset import OrderedDataset
 from hf_megatron.datasets.ramp_up import BatchRampUp
-from hf_megatron.datasets.streams import RowStream
+from hf_megatron.datasets.streams import SampleStream
 from hf_megatron.errors import DataError, RankError
 from hf_megatron.integrations.trainer.sample_counter import SamplesCallback
 from hf_megatron.parallel_state import parallel_state
@@ -63,7 +63,7 @@ def stream_of(folder, passes=None, seed=1):
     """Shuffled anew in each pass."""
     files = sorted(map(str, folder.glob("*.jsonl")))
     rows = datasets.IterableDataset.from_generator(read, gen_kwargs={"files": files})
-    return RowStream(rows.shuffle(seed=seed, buffer_size=5), passes=passes)
+    return SampleStream(rows.shuffle(seed=seed, buffer_size=5), passes=passes)
 
 
 def read(files):
@@ -216,7 +216,7 @@ class Tensors(IterableDataset):
 
 
 def test_rows_of_tensors_go_on(folder, tmp_path):
-    run = {"rows": 2, "data": lambda: RowStream(Tensors())}
+    run = {"rows": 2, "data": lambda: SampleStream(Tensors())}
     run_ranks(train, 2, folder, tmp_path, {"dp_size": 2}, steps=3, stop=2, **run)
     go_on = {"steps": 4, "stop": 4, "resume": str(tmp_path / "checkpoint-2")}
     for steps, *_ in run_ranks(train, 2, folder, tmp_path, {"tp_size": 2}, **run, **go_on):
@@ -227,7 +227,7 @@ def test_rows_of_tensors_go_on(folder, tmp_path):
 def test_hashes_are_of_values(kind):
     rows = [[{"x": torch.ones(shape, dtype=kind) * number} for number in (1, first)] for first in (0, 0, 1)
             for shape in ((), (2, 3))]  # fmt: skip
-    one, other, again, _, changed, _ = [RowStream(row).fingerprint() for row in rows]
+    one, other, again, _, changed, _ = [SampleStream(row).fingerprint() for row in rows]
     assert one == again and len({one, other, changed}) == 3
 
 
@@ -260,7 +260,7 @@ def train_after_an_error(folder, output):
         eval_strategy="steps", eval_steps=3,
     )  # fmt: skip
     endless = Trainer(model, arguments, default_data_collator, stream_of(folder), stream_of(folder))
-    with pytest.raises(DataError, match="evaluation of a RowStream without an end"):
+    with pytest.raises(DataError, match="evaluation of a SampleStream without an end"):
         endless.train()
     assert endless.state.global_step == 0
     stream = stream_of(folder, passes=1)
@@ -360,8 +360,8 @@ def find_batch(folder, output):
 
 def test_batches_that_were_too_large_do_not_count(folder, tmp_path):
     ranks = run_ranks(find_batch, 2, folder, tmp_path)
-    whole = taken(folder, 0, 8)
-    assert [seen for seen, _ in ranks] == [whole[0:2] + whole[4:6], whole[2:4] + whole[6:8]]
+    unsharded = taken(folder, 0, 8)
+    assert [seen for seen, _ in ranks] == [unsharded[0:2] + unsharded[4:6], unsharded[2:4] + unsharded[6:8]]
     assert [begin for _, begin in ranks] == [0, 0]
     said = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())["stateful_callbacks"]
     assert said["SamplesCallback"]["attributes"]["consumed"] == 8
@@ -409,11 +409,11 @@ def test_what_would_not_keep_the_order_is_refused(folder, tmp_path):
     assert [message for message in one if "Expected 1 or 0" in message] == one[:2]
     assert "whole calls of 8 samples" in one[2] and "pass 0 over the stream has no row" in one[3]
     with pytest.raises(DataError, match="passes = 0"):
-        RowStream([], passes=0)
+        SampleStream([], passes=0)
     with pytest.raises(DataError, match="list_iterator: goes on where it was left"):
-        RowStream(iter([]))
+        SampleStream(iter([]))
     with pytest.raises(DataError, match="OrderedDataset has an order of its own"):
-        RowStream(OrderedDataset())
+        SampleStream(OrderedDataset())
 
 
 def refusals(folder, output):
@@ -425,7 +425,7 @@ def refusals(folder, output):
     with pytest.raises(DataError) as error:
         next(iter(DataLoader(stream_of(folder), 2, num_workers=2)))
     with pytest.raises(DataError) as nothing:
-        next(iter(RowStream([])))
+        next(iter(SampleStream([])))
     return [found[0], str(error.value), found[1], str(nothing.value)]
 
 
@@ -433,7 +433,7 @@ def evaluate(folder, output, sizes, rows):
     model = AutoModelForCausalLM.from_pretrained(folder / "model", megatron_config=MegatronConfig(**sizes))
     arguments = TrainingArguments(str(output), per_device_eval_batch_size=rows, report_to=[], use_cpu=True)
     trainer = Trainer(model, arguments, default_data_collator)
-    with pytest.raises(DataError, match="evaluation of a RowStream without an end"):
+    with pytest.raises(DataError, match="evaluation of a SampleStream without an end"):
         trainer.evaluate(stream_of(folder))
     return trainer.evaluate(stream_of(folder, passes=1))["eval_loss"]
 

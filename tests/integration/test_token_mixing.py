@@ -12,8 +12,8 @@ from hf_megatron.models.layers import find_layers
 from hf_megatron.models.spec import ModelSpec
 from hf_megatron.parallelize import plan
 from hf_megatron.testing import check
-from hf_megatron.testing.token_mixing import find_token_mixing, unknown_mixing, whole_share
-from tests.shared_twins import make_twin
+from hf_megatron.testing.token_mixing import find_token_mixing, full_share, unknown_mixing
+from tests.shared_twins import make_tiny_model
 
 CP2 = MegatronConfig(cp_size=2)
 # Type -> what mixes tokens beside transformers' attention functions, within a layer.
@@ -38,9 +38,9 @@ WHOLE = {"bloom", "falcon", "gptj", "granitemoehybrid"}
 
 @functools.lru_cache(maxsize=1)
 def loaded(model_type):
-    twin = make_twin(CONFIG_MAPPING[model_type](), microbatches=1)
-    state = plan(twin.model_on_meta(), CP2, Axes.of(CP2, 0))
-    return twin.load(), state, {"input_ids": twin.batches[0]["input_ids"]}
+    tiny_model = make_tiny_model(CONFIG_MAPPING[model_type](), microbatches=1)
+    state = plan(tiny_model.model_on_meta(), CP2, Axes.of(CP2, 0))
+    return tiny_model.load(), state, {"input_ids": tiny_model.batches[0]["input_ids"]}
 
 
 @pytest.mark.parametrize("model_type", MIXING)
@@ -50,7 +50,7 @@ def test_what_mixes_tokens_is_found_and_known(model_type):
     found = {name.removeprefix(f"{layers}.").split(".")[1] for name in find_token_mixing(model, batch, layers)}
     assert found == MIXING[model_type]
     assert unknown_mixing(model, state.spec, batch) is None
-    assert (whole_share(model, state) > 0) == (model_type in WHOLE)
+    assert (full_share(model, state) > 0) == (model_type in WHOLE)
 
 
 def test_a_layer_that_mixes_is_not_recorded(monkeypatch):

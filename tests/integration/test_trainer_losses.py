@@ -13,8 +13,8 @@ from tests.references import in_one_process
 
 
 def _rows(head, count, seed):
-    whole = batch(head, seed, rows=count)
-    return [{name: values[index] for name, values in whole.items()} for index in range(count)]
+    unsharded = batch(head, seed, rows=count)
+    return [{name: values[index] for name, values in unsharded.items()} for index in range(count)]
 
 
 class Penalised(Trainer):

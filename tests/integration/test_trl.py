@@ -27,7 +27,7 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.integrations.trl import base as integration
 from hf_megatron.integrations.trl import losses as trl_losses
-from hf_megatron.integrations.trl.preference_pairs import RowsOfReplicas
+from hf_megatron.integrations.trl.preference_pairs import ReplicaBatches
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.pipeline_parallel import engine, outputs
 from hf_megatron.pipeline_parallel.p2p import Transport
@@ -38,7 +38,7 @@ from hf_megatron.testing.tolerances import gradient_errors
 from tests.integration.dp_training import ranks_of
 from tests.integration.test_trainer import mean_loss
 from tests.references import trained_alone
-from tests.shared_twins import make_twin
+from tests.shared_twins import make_tiny_model
 
 LAYOUTS = ["tp2", "pp2", "dp2", "tp2+sp+pp2", "pp2+dp2", "cp2"]
 DEFAULTS = {
@@ -246,7 +246,7 @@ def count_right(prediction):
 
 
 @torch.no_grad()
-def laid_out_reference(path, config, factor=0.98):
+def parallelized_reference(path, config, factor=0.98):
     """Another model than the policy: of equal ones the better reward is a matter of rounding."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
     for parameter in model.parameters():
@@ -256,7 +256,7 @@ def laid_out_reference(path, config, factor=0.98):
 
 def unlike_reference(path, config):
     """Puts the rows of a batch in another order than the policy."""
-    return laid_out_reference(path, config, factor=0.5)
+    return parallelized_reference(path, config, factor=0.5)
 
 
 def adapter(path, config):
@@ -264,7 +264,7 @@ def adapter(path, config):
 
 
 def whole_reference(path, config):
-    return laid_out_reference(path, None)
+    return parallelized_reference(path, None)
 
 
 PACKED = {"packing": True, "max_length": 48}
@@ -283,14 +283,14 @@ SEVERAL_LOSSES = {"loss_type": ("ipo", "robust", "sft"), "label_smoothing": 0.1}
         ("pp2", SFTTrainer, completions, {"compute_loss_func": mean_loss}),
         ("pp2", DPOTrainer, preferences, {**SEVERAL_LOSSES, "compute_metrics": count_right}),
         ("pp2", DPOTrainer, preferences, {"use_weighting": True, "ld_alpha": 0.5, **BY_NAME}),
-        ("tp2", DPOTrainer, preferences, {"use_weighting": True, "ref_model": laid_out_reference}),
+        ("tp2", DPOTrainer, preferences, {"use_weighting": True, "ref_model": parallelized_reference}),
         ("pp2", DPOTrainer, preferences, {"ref_model": whole_reference, "gradient_checkpointing": True}),
         ("pp2", DPOTrainer, preferences, {"sync_ref_model": True, "ref_model_sync_steps": 1}),
         ("pp2+dp2", DPOTrainer, preferences, {"precompute_ref_log_probs": True}),
         ("cp2", SFTTrainer, texts, PACKED),
         ("cp2+a2a", SFTTrainer, texts, {**PACKED, "packing_strategy": "wrapped", "gradient_checkpointing": True}),
         ("cp2+pp2", SFTTrainer, texts, {"padding_free": True, "max_length": None}),
-        ("cp2+dp2", DPOTrainer, preferences, {"ref_model": laid_out_reference}),
+        ("cp2+dp2", DPOTrainer, preferences, {"ref_model": parallelized_reference}),
     ],
 )
 def test_options(stories, tmp_path, text, trainer_class, samples, options):
@@ -309,13 +309,13 @@ def test_every_loss_of_dpo(stories, tmp_path, text):
     """Weights that tell one from the other."""
     kinds = OVER_ROWS + ([] if "dp" in text and not ASKS_FOR_SCORES else list(OVER_THE_BATCH))
     options = {"loss_type": kinds, "loss_weights": [0.1 + 0.05 * number for number in range(len(kinds))]}
-    options |= {"label_smoothing": 0.1, "ref_model": laid_out_reference, "learning_rate": 1e-4}
+    options |= {"label_smoothing": 0.1, "ref_model": parallelized_reference, "learning_rate": 1e-4}
     compare(stories, tmp_path, text, DPOTrainer, preferences, tolerance=1e-4, max_steps=2, eval_steps=2, **options)
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_every_divergence_of_dpo(stories, tmp_path, kind):
-    options = {"f_divergence_type": kind, "ref_model": laid_out_reference, "max_steps": 2, "eval_steps": 2}
+    options = {"f_divergence_type": kind, "ref_model": parallelized_reference, "max_steps": 2, "eval_steps": 2}
     options["learning_rate"] = 1e-4
     compare(stories, tmp_path, "tp2+pp2", DPOTrainer, preferences, tolerance=1e-4, **options)
 
@@ -453,7 +453,7 @@ def test_batches_that_cannot_be_joined_are_refused_on_all_ranks(other, message):
         pairs = 1 if not other and dist.get_rank() else 2
         inputs = {"input_ids": torch.ones(2 * pairs, 5), "ref_chosen_logps": torch.ones(pairs)}
         with pytest.raises(UnsupportedError, match=message):
-            RowsOfReplicas(dist.group.WORLD).joined_batch(inputs | ({} if dist.get_rank() else other))
+            ReplicaBatches(dist.group.WORLD).joined_batch(inputs | ({} if dist.get_rank() else other))
 
     run_ranks(on_rank, 2)
 
@@ -470,8 +470,8 @@ else:
 
 
 @functools.lru_cache(maxsize=1)
-def twin(model_type):
-    return make_twin(CONFIG_MAPPING[model_type](), batch_size=5, min_layers=4)
+def tiny_model(model_type):
+    return make_tiny_model(CONFIG_MAPPING[model_type](), batch_size=5, min_layers=4)
 
 
 def plain_log_probs(model, labels, **batch):
@@ -480,11 +480,11 @@ def plain_log_probs(model, labels, **batch):
     return found.masked_fill(labels[:, 1:] == -100, 0)
 
 
-def measured(twin, config, log_probs_of, sabotage=lambda: None):
+def measured(tiny_model, config, log_probs_of, sabotage=lambda: None):
     """A loss that pairs rows and weighs tokens, its gradients, and the log-probabilities themselves."""
     sabotage()
-    model = twin.load(megatron_config=config).train()
-    [batch] = twin.batches
+    model = tiny_model.load(megatron_config=config).train()
+    [batch] = tiny_model.batches
     log_probs = log_probs_of(model, **batch)
     assert log_probs.dtype == torch.float32
     sums = log_probs.sum(-1)
@@ -496,10 +496,10 @@ def measured(twin, config, log_probs_of, sabotage=lambda: None):
     return measurement, log_probs.detach()
 
 
-def worst_error(twin, text, **kwargs):
+def worst_error(tiny_model, text, **kwargs):
     config = layout(text)
-    [(expected, numbers)] = run_ranks(measured, 1, twin, None, plain_log_probs)
-    found = run_ranks(measured, ranks_of(config), twin, config, token_log_probs, **kwargs)
+    [(expected, numbers)] = run_ranks(measured, 1, tiny_model, None, plain_log_probs)
+    found = run_ranks(measured, ranks_of(config), tiny_model, config, token_log_probs, **kwargs)
     for measurement, log_probs in found:
         assert measurement.loss == found[0][0].loss and torch.equal(log_probs, found[0][1])
     errors = [error.value for error in gradient_errors(found[0][0], expected)]
@@ -519,7 +519,7 @@ def worst_error(twin, text, **kwargs):
     ],
 )
 def test_token_log_probs(model_type, text):
-    assert worst_error(twin(model_type), text) <= 1
+    assert worst_error(tiny_model(model_type), text) <= 1
 
 
 SAMPLINGS = [
@@ -546,9 +546,9 @@ def statistics_of_warped_logits(model, labels, temperature=1.0, top_k=None, top_
     return found.masked_fill(ignored, 0), entropies.masked_fill(ignored, 0)
 
 
-def sampled(twin, config, statistics_of, options):
-    model = twin.load(megatron_config=config).train()
-    [batch] = twin.batches
+def sampled(tiny_model, config, statistics_of, options):
+    model = tiny_model.load(megatron_config=config).train()
+    [batch] = tiny_model.batches
     log_probs, entropies = statistics_of(model, **batch, **options)
     drawn = log_probs > -torch.inf
     weights = torch.linspace(0.5, 1.5, log_probs.numel()).view_as(log_probs)
@@ -560,7 +560,7 @@ def sampled(twin, config, statistics_of, options):
 @pytest.mark.parametrize("text", ["tp2", "pp2", "tp2+sp+pp2", "cp2"])
 @pytest.mark.parametrize("options", SAMPLINGS, ids=lambda options: ",".join(options))
 def test_numbers_of_what_is_sampled(text, options):
-    source, config = twin("llama"), layout(text)
+    source, config = tiny_model("llama"), layout(text)
     [(expected, log_probs, entropies)] = run_ranks(sampled, 1, source, None, statistics_of_warped_logits, options)
     assert (log_probs == -torch.inf).any() == ("top_k" in options or "top_p" in options)
     assert (log_probs[log_probs != 0] > -torch.inf).any()
@@ -580,7 +580,7 @@ def test_samplings_that_cannot_be(stories):
 
 
 def test_token_log_probs_of_a_model_in_one_process(stories):
-    assert worst_error(twin("gemma2"), "dp1") <= 1
+    assert worst_error(tiny_model("gemma2"), "dp1") <= 1
 
 
 def mixed_precision_step(path, config):
@@ -609,7 +609,7 @@ def test_mixed_precision(stories, text):
 
 def test_labels_that_do_not_fit():
     def call():
-        model = twin("gemma2").load(megatron_config=layout("tp2"))
+        model = tiny_model("gemma2").load(megatron_config=layout("tp2"))
         ids = torch.arange(12).view(2, 6)
         with pytest.raises(ConfigError, match="labels of shape .2, 6., logits for .2, 1."):
             token_log_probs(model, ids, input_ids=ids, logits_to_keep=1)
@@ -617,7 +617,7 @@ def test_labels_that_do_not_fit():
         assert model(input_ids=ids).logits.shape[:2] == (2, 6)
         assert not token_log_probs(model, ids.fill_(-100), input_ids=ids.clamp(min=0)).any()
 
-    twin("gemma2")
+    tiny_model("gemma2")
     run_ranks(call, 2)
 
 
@@ -638,17 +638,17 @@ def test_logits_that_are_there_already():
     torch.testing.assert_close(found, torch.autograd.grad((picked * weights + expected_entropy).sum(), logits)[0])
 
 
-def fused(twin, config, chunk):
+def fused(tiny_model, config, chunk):
     """Every field of TRL's own forward, with the router loss, and the gradients of both differentiable ones."""
     vocab_log_probs._TOKENS_PER_CHUNK = chunk
-    model = twin.load(megatron_config=config).train()
+    model = tiny_model.load(megatron_config=config).train()
     if ASKS_FOR_SCORES:
         trl.trainer.sft_trainer.add_fused_lm_head(model, outputs=vocab_log_probs.FIELDS)
-        output = model(**twin.batches[0], output_router_logits=True, fused_lm_head=True)
+        output = model(**tiny_model.batches[0], output_router_logits=True, fused_lm_head=True)
         (output.loss + output.entropy.sum() / 100).backward()
     else:
         trl.trainer.sft_trainer._patch_chunked_ce_lm_head(model, 5)
-        output = model(**twin.batches[0], output_router_logits=True)
+        output = model(**tiny_model.batches[0], output_router_logits=True)
         output.loss.backward()
     fields = {name: value.detach() for name, value in output.items()}
     return fields, Measurement(output.loss.item(), 0, 0, _full(model, _gradients(model)))
@@ -656,9 +656,9 @@ def fused(twin, config, chunk):
 
 @pytest.mark.parametrize("text", ["tp2", "pp2+mb1"])
 def test_every_field_equals_trls_own(text):
-    mixture = twin("qwen3_moe")
-    [(expected, reference)] = run_ranks(fused, 1, mixture, None, 1024)
-    for fields, measurement in run_ranks(fused, ranks_of(layout(text)), mixture, layout(text), 7):
+    moe_block = tiny_model("qwen3_moe")
+    [(expected, reference)] = run_ranks(fused, 1, moe_block, None, 1024)
+    for fields, measurement in run_ranks(fused, ranks_of(layout(text)), moe_block, layout(text), 7):
         assert list(fields) == list(expected)
         for name, value in expected.items():
             torch.testing.assert_close(fields[name], value, rtol=1e-5, atol=1e-5)
@@ -674,7 +674,7 @@ def keep_each_ranks_part_of_the_hidden_gradient():
 
 
 def take_every_vocabulary_for_the_first():
-    vocab_log_probs.VocabParallelHead.first_row = 0
+    vocab_log_probs.VocabParallelHead.vocab_start = 0
 
 
 def score_every_microbatch_by_the_first_rows():
@@ -701,7 +701,7 @@ def give_gradients_to_the_wrong_microbatches():
     ],
 )
 def test_fault_is_found(text, fault):
-    assert worst_error(twin("gemma2"), text, sabotage=fault) > 10
+    assert worst_error(tiny_model("gemma2"), text, sabotage=fault) > 10
 
 
 def count_tokens_of_ranks_that_share_a_batch(trainer):

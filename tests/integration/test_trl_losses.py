@@ -16,7 +16,7 @@ from tests.integration.test_trl import (
     PLACES,
     adapter,
     compare,
-    laid_out_reference,
+    parallelized_reference,
     preferences,
     whole_reference,
 )
@@ -96,7 +96,7 @@ def shrink(model):
 
 @pytest.mark.parametrize("text", [*LAYOUTS, "pp2+dp2"])
 def test_kto(stories, tmp_path, text):
-    options = {"by_name": True} if text == "tp2" else {"ref_model": laid_out_reference}
+    options = {"by_name": True} if text == "tp2" else {"ref_model": parallelized_reference}
     compare(stories, tmp_path, text, KTOTrainer, unpaired, **options)
 
 
@@ -119,7 +119,7 @@ def test_every_loss_of_cpo(stories, tmp_path, text, kind):
 
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_gkd_of_given_texts(stories, tmp_path, text):
-    teacher = {"tp2": named, "pp2": laid_out_reference}.get(text, whole_reference)
+    teacher = {"tp2": named, "pp2": parallelized_reference}.get(text, whole_reference)
     options = {"lmbda": 0.0, "max_length": 64, "teacher_model": teacher, "processing_class": tokenizer}
     if teacher is named:
         options["prepare"] = shrink
@@ -133,9 +133,9 @@ GIVEN = {"processing_class": tokenizer, "max_length": 64}
 @pytest.mark.parametrize(
     ("trainer_class", "samples", "options", "fault"),
     [
-        (KTOTrainer, unpaired, {"ref_model": laid_out_reference}, ("data_parallel_size", lambda trainer: 1)),
+        (KTOTrainer, unpaired, {"ref_model": parallelized_reference}, ("data_parallel_size", lambda trainer: 1)),
         (ORPOTrainer, preferences, GIVEN, ("_spread", lambda trainer: None)),
-        (CPOTrainer, preferences, GIVEN, ("_padded_alike", lambda trainer, batch: batch)),
+        (CPOTrainer, preferences, GIVEN, ("_padded_identically", lambda trainer, batch: batch)),
     ],
 )
 def test_a_loss_of_one_rank_differs(stories, tmp_path, monkeypatch, trainer_class, samples, options, fault):
@@ -150,13 +150,13 @@ GENERATED = {"lmbda": 1.0, "max_new_tokens": 8, "max_steps": 2, "eval_steps": 2}
 @pytest.mark.parametrize("text", ["tp2", "tp2+sp", "pp2", "cp2"])
 @pytest.mark.parametrize("given", [GENERATED | {"lmbda": 0.5}, GENERATED | {"lmbda": 0.0, "seq_kd": True}])
 def test_gkd_of_texts_that_a_model_writes(stories, tmp_path, text, given):
-    options = GIVEN | {"teacher_model": laid_out_reference, "beta": 0.5, "learning_rate": 1e-4}
+    options = GIVEN | {"teacher_model": parallelized_reference, "beta": 0.5, "learning_rate": 1e-4}
     compare(stories, tmp_path, text, GKDTrainer, conversations, tolerance=1e-4, **(options | given))
 
 
 @pytest.mark.parametrize("text", ["tp2", "pp2", "dp2"])
 def test_gkd_with_an_adapter(stories, tmp_path, text):
-    options = GIVEN | {"lmbda": 0.0, "teacher_model": laid_out_reference, "peft_config": adapter}
+    options = GIVEN | {"lmbda": 0.0, "teacher_model": parallelized_reference, "peft_config": adapter}
     compare(stories, tmp_path, text, GKDTrainer, conversations, tolerance=1e-4, **options)
 
 
@@ -167,7 +167,7 @@ def largest(predictions):
 
 @pytest.mark.parametrize("text", ["tp2", "pp2", "dp2"])
 def test_gkd_with_metrics_of_logits(stories, tmp_path, text):
-    options = GIVEN | {"lmbda": 0.0, "teacher_model": laid_out_reference, "compute_metrics": largest}
+    options = GIVEN | {"lmbda": 0.0, "teacher_model": parallelized_reference, "compute_metrics": largest}
     compare(stories, tmp_path, text, GKDTrainer, conversations, max_steps=2, eval_steps=2, **options)
 
 
@@ -182,7 +182,7 @@ def test_gkds_own_loss_differs_on_replicas(stories, tmp_path, monkeypatch):
 @pytest.mark.parametrize("text", [*LAYOUTS, "tp2+pp2"])
 @pytest.mark.parametrize("beta", [0.0, 0.5])
 def test_distillation(stories, tmp_path, text, beta):
-    options = {"teacher_model": laid_out_reference, "max_completion_length": 8, "temperature": 0.8, "beta": beta}
+    options = {"teacher_model": parallelized_reference, "max_completion_length": 8, "temperature": 0.8, "beta": beta}
     options |= RECORDED if text == "dp2" else {}
     if text == "pp2":
         options["teacher_model"] = whole_reference

@@ -5,17 +5,17 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from hf_megatron import works_on_parts
+from hf_megatron import shard_safe
 from hf_megatron.parallelize import parallel_state
-from tests.integration.habits import Runs, own_rows
+from tests.integration.habits import Runs, local_samples
 
 
 def backward(loop, seed):
     """The last layer's MLP sees the first two rows only."""
-    seen = own_rows(loop.model, {"seen": torch.tensor([1.0, 1.0, 0.0, 0.0])})["seen"]
+    seen = local_samples(loop.model, {"seen": torch.tensor([1.0, 1.0, 0.0, 0.0])})["seen"]
     mlp = loop.model.model.layers[1].mlp
-    whole = type(mlp).forward
-    mlp.forward = works_on_parts(lambda x: whole(mlp, x) * seen[:, None, None] if seen.any() else x * 0)
+    unsharded = type(mlp).forward
+    mlp.forward = shard_safe(lambda x: unsharded(mlp, x) * seen[:, None, None] if seen.any() else x * 0)
     try:
         loss = loop.loss(seed)
     finally:
@@ -66,15 +66,17 @@ def accumulated(loop):
     step(loop)
 
 
-HABITS = {function.__name__: function for function in (used, cleared, cleared_and_clipped, looked_at, accumulated)}
+LOOP_PATTERNS = {
+    function.__name__: function for function in (used, cleared, cleared_and_clipped, looked_at, accumulated)
+}
 
 
 @pytest.fixture(scope="module")
 def runs(tiny):
-    return Runs(tiny, HABITS)
+    return Runs(tiny, LOOP_PATTERNS)
 
 
-@pytest.mark.parametrize("habit", HABITS)
+@pytest.mark.parametrize("habit", LOOP_PATTERNS)
 @pytest.mark.parametrize("text", ["dp2+zero0", "dp2", "dp2+zero2", "dp2+zero3", "tp2+dp2", "tp2+dp2+zero3"])
-def test_equal_to_one_process(runs, text, habit):
-    runs.compare(text, habit)
+def test_equal_to_one_process(runs, text, loop_pattern):
+    runs.compare(text, loop_pattern)

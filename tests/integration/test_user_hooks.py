@@ -21,7 +21,7 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.loss import loss_utils
 from transformers.models.llama import modeling_llama
 
-from hf_megatron import UnsupportedError, own_parameters, works_on_parts
+from hf_megatron import UnsupportedError, local_named_parameters, shard_safe
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.tensor_parallel.user_hooks import tensor_layouts
 from hf_megatron.tensor_parallel.user_hooks.hooks import UserHooks
@@ -54,7 +54,7 @@ def first(value, function):
 
 def with_hooks(loop, register, names=LAYER, steps=2):
     # A pipeline's rank has its own layers alone.
-    numbers = {name.split(".")[2] for name, _ in own_parameters(loop.model) if ".layers." in name}
+    numbers = {name.split(".")[2] for name, _ in local_named_parameters(loop.model) if ".layers." in name}
     own = [loop.model.model.layers[int(number)] for number in sorted(numbers)]
     handles = [register(layer.get_submodule(name)) for layer in own for name in names]
     try:
@@ -207,7 +207,7 @@ def marked(loop):
     """Given what the rank has."""
 
     def register(module):
-        return module.register_forward_hook(works_on_parts(lambda module, args, output: first(output, torch.sin)))
+        return module.register_forward_hook(shard_safe(lambda module, args, output: first(output, torch.sin)))
 
     with_hooks(loop, register, (*LAYER, *LINEARS))
 
@@ -218,8 +218,8 @@ def removed(loop):
 
 
 EQUAL = {
-    habit.__name__: habit
-    for habit in (
+    loop_pattern.__name__: loop_pattern
+    for loop_pattern in (
         outputs_of_blocks,
         outputs_inside,
         inputs_of_blocks,
@@ -253,8 +253,8 @@ def runs(path):
 
 @pytest.mark.parametrize("text", LAYOUTS)
 @pytest.mark.parametrize("habit", EQUAL)
-def test_equal(runs, habit, text):
-    runs.compare(text, habit)
+def test_equal(runs, loop_pattern, text):
+    runs.compare(text, loop_pattern)
 
 
 OF_EXPERTS = ("", "input_layernorm", "self_attn", "self_attn.v_proj", "mlp", "mlp.gate", "mlp.experts")
@@ -298,13 +298,15 @@ def experts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expert_runs(experts):
-    return Runs(experts, {habit.__name__: habit for habit in (experts_outputs, experts_statistics)})
+    return Runs(
+        experts, {loop_pattern.__name__: loop_pattern for loop_pattern in (experts_outputs, experts_statistics)}
+    )
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
 @pytest.mark.parametrize("habit", ["experts_outputs", "experts_statistics"])
-def test_equal_with_experts(expert_runs, habit, text):
-    expert_runs.compare(text, habit)
+def test_equal_with_experts(expert_runs, loop_pattern, text):
+    expert_runs.compare(text, loop_pattern)
 
 
 ELSEWHERE = (outputs_of_blocks, inputs_inside)
@@ -312,13 +314,13 @@ ELSEWHERE = (outputs_of_blocks, inputs_inside)
 
 @pytest.fixture(scope="module")
 def runs_elsewhere(path):
-    return Runs(path, {habit.__name__: habit for habit in ELSEWHERE})
+    return Runs(path, {loop_pattern.__name__: loop_pattern for loop_pattern in ELSEWHERE})
 
 
 @pytest.mark.parametrize("text", ["tp2+pp2", "tp2+sp+pp2", "tp2+dp2"])
 @pytest.mark.parametrize("habit", ELSEWHERE)
-def test_equal_on_other_layouts(runs_elsewhere, habit, text):
-    runs_elsewhere.compare(text, habit.__name__)
+def test_equal_on_other_layouts(runs_elsewhere, loop_pattern, text):
+    runs_elsewhere.compare(text, loop_pattern.__name__)
 
 
 def no_hooks(monkeypatch):
@@ -326,7 +328,7 @@ def no_hooks(monkeypatch):
 
 
 def gradients_not_summed(monkeypatch):
-    monkeypatch.setattr(Addends, "close", lambda self, whole: whole)
+    monkeypatch.setattr(Addends, "close", lambda self, unsharded: unsharded)
 
 
 def gradients_counted_twice(monkeypatch):
@@ -335,7 +337,7 @@ def gradients_counted_twice(monkeypatch):
 
 def parts_in_wrong_places(monkeypatch):
     close = Columns.close
-    monkeypatch.setattr(Columns, "close", lambda self, whole: close(self, whole.flip(-1)))
+    monkeypatch.setattr(Columns, "close", lambda self, unsharded: close(self, unsharded.flip(-1)))
 
 
 def tokens_added_up(monkeypatch):
@@ -354,14 +356,14 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(path, runs, fault, monkeypatch):
-    text, habit = FAULTS[fault]
+    text, loop_pattern = FAULTS[fault]
     expected = runs.of(None)
     fault(monkeypatch)
-    faulty = Runs(path, {habit: EQUAL[habit]})
+    faulty = Runs(path, {loop_pattern: EQUAL[loop_pattern]})
     of = faulty.of
     faulty.of = lambda layout: expected if layout is None else of(layout)
     with pytest.raises(AssertionError):
-        faulty.compare(text, habit)
+        faulty.compare(text, loop_pattern)
 
 
 def hook_of_all_modules(model):
@@ -535,7 +537,7 @@ def test_what_was_exchanged_before_loading_is_refused_unless_it_is_marked(path, 
         model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout("tp2")).train()
         with pytest.raises(UnsupportedError, match=f"{name} was exchanged"):
             model(**batch(0))
-        setattr(owner, attribute, works_on_parts(lambda *args, **kwargs: stock(*args, **kwargs)))
+        setattr(owner, attribute, shard_safe(lambda *args, **kwargs: stock(*args, **kwargs)))
         return AutoModelForCausalLM.from_pretrained(path, megatron_config=layout("tp2"))(**batch(0)).loss.item()
 
     expected = AutoModelForCausalLM.from_pretrained(path)(**batch(0)).loss.item()
@@ -582,8 +584,8 @@ def test_a_mark_holds_for_all_axes(path):
     def step(config=None):
         model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
         for layer in model.model.layers:
-            layer.register_forward_hook(works_on_parts(lambda module, args, output: output * 1.5))
-            layer.mlp.register_forward_hook(works_on_parts(lambda module, args, output: output.tanh()))
+            layer.register_forward_hook(shard_safe(lambda module, args, output: output * 1.5))
+            layer.mlp.register_forward_hook(shard_safe(lambda module, args, output: output.tanh()))
         loss = model(**batch(0)).loss
         loss.backward()
         return loss.item(), get_total_norm([p.grad for p in model.parameters()]).item()
@@ -625,7 +627,7 @@ def test_hooks_that_are_given_other_parts_are_refused(tmp_path, text, name, matc
             model(**batch(0))
         handle.remove()
         # A mark says that the part will do.
-        model.get_submodule(name).register_forward_hook(works_on_parts(lambda *_: None), with_kwargs=True)
+        model.get_submodule(name).register_forward_hook(shard_safe(lambda *_: None), with_kwargs=True)
         model(**batch(0)).loss.backward()
 
     run_ranks(on_rank, 2)
@@ -634,15 +636,15 @@ def test_hooks_that_are_given_other_parts_are_refused(tmp_path, text, name, matc
 def scaled_activation(model):
     for layer in model.model.layers:
         layer.mlp.act_fn = nn.Tanh()
-        layer.mlp.down_proj.forward = works_on_parts(
+        layer.mlp.down_proj.forward = shard_safe(
             lambda x, linear=layer.mlp.down_proj: type(linear).forward(linear, x * 0.5)
         )
 
 
 def copied(model):
-    twin = copy.deepcopy(model)
-    twin.model.layers[0].mlp.register_forward_hook(lambda module, args, output: change(output))
-    return twin
+    tiny_model = copy.deepcopy(model)
+    tiny_model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: change(output))
+    return tiny_model
 
 
 @pytest.mark.parametrize("prepare", [scaled_activation, copied])

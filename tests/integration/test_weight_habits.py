@@ -12,9 +12,9 @@ from hf_megatron import UnsupportedError
 from hf_megatron.core.fork_harness import run_ranks
 from tests.integration.dp_training import layout, weights
 from tests.integration.habits import LAYOUTS, PIPELINES, Loop, Runs, cells, ranks_of
-from tests.twins import twin
+from tests.twins import tiny_model
 
-HABITS, HALF = {}, {}
+LOOP_PATTERNS, HALF = {}, {}
 IMPOSSIBLE = {
     # The norm of a gradient by hand, on the stage that has it.
     "pp": {"reaches_parameters_through_their_modules"},
@@ -25,8 +25,8 @@ IMPOSSIBLE = {
 }
 
 
-def habit(function):
-    HABITS[function.__name__] = function
+def loop_pattern(function):
+    LOOP_PATTERNS[function.__name__] = function
     return function
 
 
@@ -37,7 +37,7 @@ def in_half_precision(function):
 
 @pytest.fixture(scope="module")
 def runs(tiny):
-    return Runs(tiny, HABITS, IMPOSSIBLE)
+    return Runs(tiny, LOOP_PATTERNS, IMPOSSIBLE)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def edit(model):
             module.load_state_dict({name: value * 1.25 for name, value in module.state_dict().items()})
 
 
-@habit
+@loop_pattern
 def edits_between_backward_and_step(loop):
     for seed in range(2):
         loop.backward(seed)
@@ -72,7 +72,7 @@ def edits_between_backward_and_step(loop):
         loop.optimizer.zero_grad()
 
 
-@habit
+@loop_pattern
 def edits_after_evaluation(loop):
     for seed in range(2):
         loop.step(seed)
@@ -81,7 +81,7 @@ def edits_after_evaluation(loop):
         edit(loop.model)
 
 
-@habit
+@loop_pattern
 def loads_parts(loop):
     loop.step(0)
     state = {name: value.clone() for name, value in loop.model.state_dict().items()}
@@ -92,13 +92,13 @@ def loads_parts(loop):
     loop.step(3)
 
 
-@habit
+@loop_pattern
 def loads_full_tensors(loop):
     loop.step(0)
-    whole = AutoModelForCausalLM.from_pretrained(loop.path).state_dict()
-    parts = {name: tensor * 0.9 for name, tensor in whole.items() if "mlp" in name}
+    unsharded = AutoModelForCausalLM.from_pretrained(loop.path).state_dict()
+    parts = {name: tensor * 0.9 for name, tensor in unsharded.items() if "mlp" in name}
     result = loop.model.load_state_dict(parts, strict=False)
-    assert set(result.missing_keys) == whole.keys() - parts.keys() and not result.unexpected_keys
+    assert set(result.missing_keys) == unsharded.keys() - parts.keys() and not result.unexpected_keys
 
 
 # The values of these matter to backward. Each is a change that changes nothing.
@@ -111,7 +111,7 @@ EDITS = {
 }
 
 
-@habit
+@loop_pattern
 def edits_between_forward_and_backward(loop):
     """Each of them raises in backward."""
     weight = next(p for name, p in loop.model.named_parameters() if name.endswith("layers.1.mlp.up_proj.weight"))
@@ -143,7 +143,7 @@ def edits_between_forward_and_backward(loop):
 # Averages
 
 
-@habit
+@loop_pattern
 def average_of_the_state_dict(loop):
     average = {name: value.clone() for name, value in loop.model.state_dict().items()}
     for seed in range(2):
@@ -154,7 +154,7 @@ def average_of_the_state_dict(loop):
     loop.step(3)
 
 
-@habit
+@loop_pattern
 def averages_swapped_by_their_memory(loop):
     """The weights of before stay in the tensors that a loop has kept of them."""
     parameters = list(loop.model.parameters())
@@ -176,13 +176,13 @@ def averages_swapped_by_their_memory(loop):
 # Attributes of modules are the parameters
 
 
-@habit
+@loop_pattern
 def reaches_parameters_through_their_modules(loop):
     norm = loop.model.model.layers[0].input_layernorm
     for seed in range(2):
         loop.backward(seed)
         assert norm.weight.grad is not None
-        loop.see(f"norm {seed}", _whole(norm.weight.grad.norm()))
+        loop.see(f"norm {seed}", _unsharded(norm.weight.grad.norm()))
         norm.weight.grad.mul_(0.5)
         loop.model.model.norm.weight.grad = None
         with torch.no_grad():
@@ -196,14 +196,14 @@ def reaches_parameters_through_their_modules(loop):
     loop.model.requires_grad_(True)
 
 
-def _whole(tensor):
+def _unsharded(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 # Which parameters, and of what dtype
 
 
-@habit
+@loop_pattern
 def an_optimizer_of_some(loop):
     loop.optimizer = loop.prepare(loop.parameters("mlp"))
     loop.step(0)
@@ -213,7 +213,7 @@ def an_optimizer_of_some(loop):
     loop.model.zero_grad()
 
 
-@habit
+@loop_pattern
 def casts_and_casts_back(loop):
     loop.model.bfloat16().float()
     loop.step(0)
@@ -228,7 +228,7 @@ def casts_and_casts_back(loop):
     loop.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("name", "text"), cells(HABITS, LAYOUTS + PIPELINES, IMPOSSIBLE))
+@pytest.mark.parametrize(("name", "text"), cells(LOOP_PATTERNS, LAYOUTS + PIPELINES, IMPOSSIBLE))
 def test_equal_to_one_process(runs, text, name):
     runs.compare(text, name)
 
@@ -294,13 +294,13 @@ def test_edits_stay_in_half_precision(half_runs, text, name):
 
 def train_a_copy(path, text=None):
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=None if text is None else layout(text)).train()
-    twin = copy.deepcopy(model)
+    tiny_model = copy.deepcopy(model)
     before = weights(model)
     losses = []
-    for one in (twin, model):
+    for one in (tiny_model, model):
         loop = Loop(one)
         loop.step(0)
-        if one is twin:
+        if one is tiny_model:
             untouched = weights(model)
             assert all(torch.equal(untouched[name], before[name]) for name in before)
         loop.step(1)
@@ -337,9 +337,9 @@ def assign_whole(path):
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout("tp2"))
     expected = {}
     for name, parameter in model.named_parameters():
-        whole = parameter.data.redistribute(placements=[Replicate()] * parameter.device_mesh.ndim) * 1.5
-        expected[name], before = whole.to_local(), parameter.placements
-        parameter.data = whole
+        unsharded = parameter.data.redistribute(placements=[Replicate()] * parameter.device_mesh.ndim) * 1.5
+        expected[name], before = unsharded.to_local(), parameter.placements
+        parameter.data = unsharded
         assert parameter.placements == before
     with pytest.raises(UnsupportedError, match="takes a DTensor that lies like it"):
         parameter.data = torch.zeros(parameter.shape)
@@ -367,7 +367,7 @@ def mix_with_plain_parameters(path, text=None):
 
 def test_parameters_of_a_whole_model_are_mixed_in(tmp_path):
     """They want gradients themselves; and experts whose gate and up are split one by one become one vector."""
-    twin("deepseek_v3").save_pretrained(tmp_path)
+    tiny_model("deepseek_v3").save_pretrained(tmp_path)
     expected = mix_with_plain_parameters(tmp_path)
     for vector in run_ranks(mix_with_plain_parameters, 2, tmp_path, "tp2"):
         torch.testing.assert_close(vector, expected, rtol=0, atol=0)

@@ -27,11 +27,11 @@ def number(value):
 
 
 WAYS = {
-    "whole": lambda p, beside: (p.full_tensor() if hasattr(p, "full_tensor") else p) * beside,
-    "flat beside a plain one": lambda p, beside: p.flatten() * beside.flatten(),
-    "flat twice": lambda p, beside: p.flatten() * p.reshape(p.shape[0], -1).t().flatten(),
-    "rows": lambda p, beside: p[: p.shape[0] // 3] * beside[: p.shape[0] // 3],
-    "a copy": lambda p, beside: (p * 2).clone().view(-1) * beside.view(-1),
+    "whole": lambda p, alongside: (p.full_tensor() if hasattr(p, "full_tensor") else p) * alongside,
+    "flat beside a plain one": lambda p, alongside: p.flatten() * alongside.flatten(),
+    "flat twice": lambda p, alongside: p.flatten() * p.reshape(p.shape[0], -1).t().flatten(),
+    "rows": lambda p, alongside: p[: p.shape[0] // 3] * alongside[: p.shape[0] // 3],
+    "a copy": lambda p, alongside: (p * 2).clone().view(-1) * alongside.view(-1),
 }
 
 
@@ -39,14 +39,14 @@ def read(source, way, layout):
     model = AutoModelForCausalLM.from_pretrained(source, **({} if layout is None else {"megatron_config": layout}))
     numbers = {}
     for name, parameter in model.named_parameters():
-        beside = torch.linspace(0.5, 2, parameter.numel()).view(parameter.shape)
+        alongside = torch.linspace(0.5, 2, parameter.numel()).view(parameter.shape)
         with torch.no_grad():
-            numbers[name] = number(WAYS[way](parameter, beside).sum())
-        loss = WAYS[way](parameter, beside).pow(2).sum()
+            numbers[name] = number(WAYS[way](parameter, alongside).sum())
+        loss = WAYS[way](parameter, alongside).pow(2).sum()
         model.zero_grad()
         loss.backward()
         gradient = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
-        numbers[f"gradient of {name}"] = (gradient * beside).sum().item()
+        numbers[f"gradient of {name}"] = (gradient * alongside).sum().item()
     return numbers
 
 

@@ -81,14 +81,14 @@ class Session:
         zero_centered = self.model.config.layernorm_zero_centered_gamma
         for shard in tensors_of(self.sharded()):
             key = shard.key
-            whole = torch.randn(shard.global_shape, generator=generator(f"{seed} {key}"))
+            unsharded = torch.randn(shard.global_shape, generator=generator(f"{seed} {key}"))
             cut = tuple(
                 slice(offset, offset + size)
                 for offset, size in zip(shard.global_offset, shard_shape(shard), strict=True)
             )
             is_norm = "norm" in key and key.endswith("weight")
             vector = is_norm or key.endswith(("bias", "softmax_offset"))
-            values = whole[cut].reshape(shard.data.shape) * (0.1 if vector else 0.05)
+            values = unsharded[cut].reshape(shard.data.shape) * (0.1 if vector else 0.05)
             shard.data.copy_(values + float(is_norm and not zero_centered))
 
     def load(self, directory: str, form: str = "torch_dist") -> None:

@@ -13,7 +13,7 @@ from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_mo
 from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING
 
-from hf_megatron import own_parameters
+from hf_megatron import local_named_parameters
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.placement import GradientRule, Placement
 from hf_megatron.integrations.peft import dora, dropout, experts, factors, layout, lora, prompts, saving
@@ -24,8 +24,8 @@ from hf_megatron.parallel_state import parallel_state
 from hf_megatron.pipeline_parallel.off_stage_module import Placeholder
 from hf_megatron.testing.adapters import METHODS, adapted
 from hf_megatron.testing.check import check_models, parse_layouts
-from hf_megatron.testing.parity import check_twin
-from tests.shared_twins import make_twin
+from hf_megatron.testing.parity import check_tiny_model
+from tests.shared_twins import make_tiny_model
 
 SPREAD = {
     "lora": "tp2,tp2+sp,tp4,cp2,cp2+a2a,pp2,dp2+zero0,dp2,dp2+zero2,dp2+zero3,tp2+dp2+zero3,tp2+pp2+dp2,"
@@ -55,11 +55,11 @@ CASES = [(method, text) for method, texts in SPREAD.items() for text in texts.sp
 def twin_of(model_type, method):
     sizes = {"microbatches": 2, "min_layers": 2, "batch_size": 4}
     task = "image" if model_type in OF_IMAGES else "seq2seq" if model_type in WITH_ENCODERS else "causal"
-    return adapted(make_twin(CONFIG_MAPPING[model_type](), task=task, **sizes), method)
+    return adapted(make_tiny_model(CONFIG_MAPPING[model_type](), task=task, **sizes), method)
 
 
 def compare(model_type, method, text, sabotage=None):
-    return check_twin(twin_of(model_type, method), parse_layouts(text)[0], sabotage=sabotage)
+    return check_tiny_model(twin_of(model_type, method), parse_layouts(text)[0], sabotage=sabotage)
 
 
 @pytest.mark.parametrize(("method", "text"), CASES)
@@ -134,18 +134,20 @@ FOR_SEQUENCES = {
 )
 def test_models_that_peft_wraps_for_sequences_to_sequences(model_type, method, text):
     """Loss, gradients and generated tokens through PEFT's own class, as its users call it."""
-    twin = make_twin(CONFIG_MAPPING[model_type](), task="seq2seq", min_layers=2)
+    tiny_model = make_tiny_model(CONFIG_MAPPING[model_type](), task="seq2seq", min_layers=2)
     config = FOR_SEQUENCES[method]
     config.task_type = "SEQ_2_SEQ_LM"
 
     def run(**kwargs):
         torch.manual_seed(3)
-        model = get_peft_model(twin.load(**kwargs), config).eval()
-        model(**twin.batches[0]).loss.backward()
-        gradients = {name: parameter.grad for name, parameter in own_parameters(model) if parameter.requires_grad}
-        whole = {name: of.full_tensor() if isinstance(of, DTensor) else of for name, of in gradients.items()}
-        ids = twin.batches[0]["input_ids"]
-        return whole, model.generate(input_ids=ids, max_new_tokens=5, do_sample=False, eos_token_id=None)
+        model = get_peft_model(tiny_model.load(**kwargs), config).eval()
+        model(**tiny_model.batches[0]).loss.backward()
+        gradients = {
+            name: parameter.grad for name, parameter in local_named_parameters(model) if parameter.requires_grad
+        }
+        unsharded = {name: of.full_tensor() if isinstance(of, DTensor) else of for name, of in gradients.items()}
+        ids = tiny_model.batches[0]["input_ids"]
+        return unsharded, model.generate(input_ids=ids, max_new_tokens=5, do_sample=False, eos_token_id=None)
 
     [(expected, tokens)] = run_ranks(run, 1)
     found: dict = {}
@@ -208,9 +210,9 @@ def recorded():
     rows = [row for row in read_results(RECORDED.read_text("utf-8")) if row["passed"]]
     draw = random.Random(metadata.version("hf_megatron"))
     for count, of_images in ((12, False), (3, True)):
-        alike = [row for row in rows if ("media" in row) == of_images]
-        for model_type in draw.sample(sorted({row["model_type"] for row in alike}), count):
-            row = draw.choice([row for row in alike if row["model_type"] == model_type])
+        identical = [row for row in rows if ("media" in row) == of_images]
+        for model_type in draw.sample(sorted({row["model_type"] for row in identical}), count):
+            row = draw.choice([row for row in identical if row["model_type"] == model_type])
             layout, method = row["layout"].split(" ")
             # Some types have several classes.
             yield pytest.param(model_type, row["class"], layout, method, id=f"{model_type} {layout}")
@@ -283,13 +285,13 @@ def without_moved_hooks():
 
 
 def norms_of_own_columns():
-    original = dora.lay_out_dora
+    original = dora.shard_dora
 
-    def lay_out_dora(tuner, adapter, factors, site):
+    def shard_dora(tuner, adapter, factors, site):
         original(tuner, adapter, factors, site)
         tuner.lora_magnitude_vector[adapter].norm_group = None
 
-    lora.lay_out_dora = lay_out_dora
+    lora.shard_dora = shard_dora
 
 
 def experts_one_after_another():
@@ -303,12 +305,12 @@ def experts_without_sums():
 
 
 def prefix_gradients_of_own_heads():
-    prompts.copy_to_ranks = lambda whole, group: whole
+    prompts.copy_to_ranks = lambda unsharded, group: unsharded
 
 
 def prefix_of_the_first_heads():
     original = prompts._own_heads
-    prompts._own_heads = lambda whole, ranks, rank, state: original(whole, ranks, 0, state)
+    prompts._own_heads = lambda unsharded, ranks, rank, state: original(unsharded, ranks, 0, state)
 
 
 FAULTS = {
@@ -332,19 +334,19 @@ def test_seeded_faults_are_found(model_type, method, text, sabotage):
 
 
 def test_a_file_of_one_rank_is_found():
-    twin = twin_of("llama", "lora")
+    tiny_model = twin_of("llama", "lora")
 
     def sabotage():
-        saving.whole_of = lambda tensor: tensor.to_local().clone()
+        saving.full_tensor_of = lambda tensor: tensor.to_local().clone()
 
     def on_rank():
         sabotage()
-        model = twin.load(megatron_config=ConfigUnderTest(tp_size=2))
-        found = saving.whole_adapter({n: p for n, p in model.named_parameters() if "lora" in n}, parallel_state(model))
+        model = tiny_model.load(megatron_config=ConfigUnderTest(tp_size=2))
+        found = saving.full_adapter({n: p for n, p in model.named_parameters() if "lora" in n}, parallel_state(model))
         return {name: tuple(tensor.shape) for name, tensor in found.items()}
 
-    whole = {name: tuple(parameter.shape) for name, parameter in twin.load().named_parameters()}
-    assert any(shape != whole[name] for name, shape in run_ranks(on_rank, 2)[0].items())
+    unsharded = {name: tuple(parameter.shape) for name, parameter in tiny_model.load().named_parameters()}
+    assert any(shape != unsharded[name] for name, shape in run_ranks(on_rank, 2)[0].items())
 
 
 # Dropout
@@ -353,13 +355,13 @@ def test_a_file_of_one_rank_is_found():
 def masks(layout_text, sabotage=None):
     """Which entries of the inputs of a column and of a row linear's adapters are dropped, on each rank."""
 
-    twin = make_twin(CONFIG_MAPPING["llama"]())
+    tiny_model = make_tiny_model(CONFIG_MAPPING["llama"]())
 
     def on_rank():
         if sabotage is not None:
             sabotage()
         [config] = parse_layouts(layout_text)
-        model = twin.load(megatron_config=ConfigUnderTest(**config.to_dict())).train()
+        model = tiny_model.load(megatron_config=ConfigUnderTest(**config.to_dict())).train()
         torch.manual_seed(torch.distributed.get_rank())
         wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj", "o_proj"], lora_dropout=0.5))
         found = []
@@ -398,4 +400,4 @@ def test_masks_of_each_rank_are_found():
 
 def test_an_unknown_method_is_named():
     with pytest.raises(Exception, match="adapter 'lorra': valid are lora, lora_text, rslora"):
-        adapted(make_twin(CONFIG_MAPPING["llama"]()), "lorra")
+        adapted(make_tiny_model(CONFIG_MAPPING["llama"]()), "lorra")

@@ -8,7 +8,7 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.testing.measure import measure
 from hf_megatron.testing.tolerances import reference_error
-from tests.shared_twins import make_twin
+from tests.shared_twins import make_tiny_model
 
 LAYOUTS = {
     "tp2": {"tp_size": 2},
@@ -31,15 +31,17 @@ EXPERTS = {
     + [*((model_type, name) for model_type in ("qwen3_moe", "deepseek_v3", "gpt_oss") for name in EXPERTS)],
 )
 def test_error_to_fp32(model_type, name):
-    twin = make_twin(CONFIG_MAPPING[model_type](), microbatches=2)
-    one = measure(twin.load(dtype=torch.bfloat16), twin.batches, optimizers=())
+    tiny_model = make_tiny_model(CONFIG_MAPPING[model_type](), microbatches=2)
+    one = measure(tiny_model.load(dtype=torch.bfloat16), tiny_model.batches, optimizers=())
     layout = ConfigUnderTest(**(LAYOUTS | EXPERTS)[name])
 
     def on_rank():
-        return measure(twin.load(megatron_config=layout, dtype=torch.bfloat16), twin.batches, optimizers=())
+        return measure(tiny_model.load(megatron_config=layout, dtype=torch.bfloat16), tiny_model.batches, optimizers=())
 
     found = run_ranks(on_rank, 2)[0]
-    assert reference_error(found, twin.reference) <= 1.5 * reference_error(one, twin.reference)
+    assert reference_error(found, tiny_model.reference) <= 1.5 * reference_error(one, tiny_model.reference)
     # One process's loss may be right by chance: then a unit of bf16 counts.
-    by_chance = torch.finfo(torch.bfloat16).eps * twin.reference.loss
-    assert abs(found.loss - twin.reference.loss) <= max(1.5 * abs(one.loss - twin.reference.loss), by_chance)
+    by_chance = torch.finfo(torch.bfloat16).eps * tiny_model.reference.loss
+    assert abs(found.loss - tiny_model.reference.loss) <= max(
+        1.5 * abs(one.loss - tiny_model.reference.loss), by_chance
+    )

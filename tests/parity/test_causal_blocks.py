@@ -11,12 +11,12 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import RankError
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.losses import batch_loss, inline_losses
-from hf_megatron.losses.targets import losses_of
+from hf_megatron.losses.targets import target_names
 from hf_megatron.pipeline_parallel import boundary, module_mixins, stage_payload
 from hf_megatron.tensor_parallel import attention_heads, axis, head_sharded_blocks, region
 from hf_megatron.tensor_parallel.experts import SharedLogits
-from hf_megatron.testing.parity import check_twin
-from tests.shared_twins import make_twin
+from hf_megatron.testing.parity import check_tiny_model
+from tests.shared_twins import make_tiny_model
 
 # A loss of the logits of routers inside of what ranks add up.
 CHANGES = {"jetmoe": {"output_router_logits": True}}
@@ -47,9 +47,9 @@ CLASSES = {"musicgen_decoder": "MusicgenForCausalLM", "musicgen_melody_decoder":
 
 
 @functools.lru_cache(maxsize=1)
-def twin(model_type):
+def tiny_model(model_type):
     config, changes = CONFIG_MAPPING[model_type](), CHANGES.get(model_type, {})
-    return make_twin(config, class_name=CLASSES.get(model_type), microbatches=2, changes=changes)
+    return make_tiny_model(config, class_name=CLASSES.get(model_type), microbatches=2, changes=changes)
 
 
 def squares_of_one_rank():
@@ -77,27 +77,27 @@ def a_count_of_all_heads():
 
 
 def no_values_at_all():
-    boundary.zeros_for_absent = lambda tensor: tensor
+    boundary.zeros_for_off_stage = lambda tensor: tensor
 
 
 def zeros_as_wide_as_positions():
-    module_mixins.ForeignPositions.forward = module_mixins.ForeignInput.forward
+    module_mixins.OffStagePositions.forward = module_mixins.OffStageInput.forward
 
 
 def states_of_pieces():
-    region.SequenceStack.whole_kept_by = lambda self, function: function
+    region.SequenceStack.replicated_by = lambda self, function: function
     region.SequenceStack.dim_of_tokens = lambda self, tensor: 1
 
 
 def targets_of_the_first_codebook():
     # Of the labels alone, whose number a microbatch's are compared with no more.
     batch_loss.BatchLoss.require_terms = lambda self, terms, name: None
-    batch_loss.with_codebooks = lambda arguments: losses_of(arguments)
+    batch_loss.with_codebooks = lambda arguments: target_names(arguments)
     inline_losses._name_of = lambda function, labels, args: labels.argument
 
 
 def nothing_kept_but_on_the_first_stage():
-    stage_payload.Crossings.keep_input = lambda self, layer, hidden_states: None
+    stage_payload.StagePayload.keep_input = lambda self, layer, hidden_states: None
 
 
 FAULTS = {
@@ -116,14 +116,16 @@ FAULTS = {
 
 @pytest.mark.parametrize("model_type", LAYOUTS)
 def test_layouts_equal_one_process(model_type):
-    comparison = check_twin(twin(model_type), ConfigUnderTest(**LAYOUTS[model_type]))
+    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**LAYOUTS[model_type]))
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("model_type", FAULTS)
 def test_seeded_faults_are_found(model_type):
     try:
-        comparison = check_twin(twin(model_type), ConfigUnderTest(**LAYOUTS[model_type]), sabotage=FAULTS[model_type])
+        comparison = check_tiny_model(
+            tiny_model(model_type), ConfigUnderTest(**LAYOUTS[model_type]), sabotage=FAULTS[model_type]
+        )
     except RankError:
         # Some end in an error.
         return
@@ -132,23 +134,25 @@ def test_seeded_faults_are_found(model_type):
 
 @pytest.mark.parametrize("layers", range(1, 6))
 def test_kept_states_cross_every_cut(layers):
-    comparison = check_twin(twin("inkling2_text"), ConfigUnderTest(pp_size=2, pipeline_partition=(layers, 6 - layers)))
+    comparison = check_tiny_model(
+        tiny_model("inkling2_text"), ConfigUnderTest(pp_size=2, pipeline_partition=(layers, 6 - layers))
+    )
     assert comparison.passed, comparison.report()
 
 
 def test_kept_states_are_whole_where_sequences_are_split():
-    comparison = check_twin(twin("inkling2_text"), ConfigUnderTest(tp_size=2, sequence_parallel=True))
+    comparison = check_tiny_model(tiny_model("inkling2_text"), ConfigUnderTest(tp_size=2, sequence_parallel=True))
     assert comparison.passed, comparison.report()
 
 
 def test_kept_states_have_their_gradient_where_layers_are_recomputed():
     """What stands for the embedding then asks for a gradient of its own."""
-    comparison = check_twin(twin("inkling2_text"), ConfigUnderTest(pp_size=2, recompute="full"))
+    comparison = check_tiny_model(tiny_model("inkling2_text"), ConfigUnderTest(pp_size=2, recompute="full"))
     assert comparison.passed, comparison.report()
 
 
 def test_memory_between_layers_is_of_whole_sequences():
-    made = twin("xlnet")
+    made = tiny_model("xlnet")
     batch = made.batches[0]
     with torch.no_grad():
         expected = made.load().eval()(**batch).mems
@@ -163,7 +167,7 @@ def test_memory_between_layers_is_of_whole_sequences():
 
 
 def test_predicted_tokens_that_are_none_of_the_sequence_are_refused():
-    made = twin("xlnet")
+    made = tiny_model("xlnet")
     ids = made.batches[0]["input_ids"]
     mapping = torch.eye(ids.shape[1])[None, -2:].expand(len(ids), -1, -1)
 

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_megatron.context_parallel import attention, flash, kernels
 from hf_megatron.context_parallel import masks as masks_module
-from hf_megatron.context_parallel.attention import ContextGroups, SharedRow, context_attention
+from hf_megatron.context_parallel.attention import ContextGroups, SharedSample, context_attention
 from hf_megatron.context_parallel.kernels import Kernel
 from hf_megatron.context_parallel.masks import SequenceMask
 from hf_megatron.context_parallel.token_exchange import Passing, take_tokens
@@ -86,7 +86,7 @@ def over_ranks(scheme, cases, length, joins=None):
         assert groups.rank == dist.get_rank()
         for kind, name in cases:
             (q, k, v, sinks), direction = inputs(kind, length)
-            row, (mask, _) = SharedRow(groups, length), masks(length)[name]
+            row, (mask, _) = SharedSample(groups, length), masks(length)[name]
             q, k, v, direction = (take_tokens(t, 2, row.order, groups.rank) for t in (q, k, v, direction))
             wanted = [tensor.detach().requires_grad_() for tensor in (q, k, v, sinks) if tensor is not None]
             kernel = Kernel(0.3, KINDS[kind][4].get("softcap"), joins)
@@ -95,19 +95,19 @@ def over_ranks(scheme, cases, length, joins=None):
         return found
 
     results = run_ranks(on_rank, ranks)
-    order = SharedRow(ContextGroupsOf(ranks, heads), length).order
+    order = SharedSample(ContextGroupsOf(ranks, heads), length).order
     joined = []
     for number in range(len(cases)):
         parts = [result[number] for result in results]
         width = max(order.sizes)
-        whole = [
+        unsharded = [
             torch.cat([torch.nn.functional.pad(p, (0, 0, 0, width - p.shape[2])) for p in tensors], 2)[
                 :, :, order.natural
             ]
             for tensors in list(zip(*parts, strict=True))[:4]
         ]
         # Each rank has its part of the gradient of what all of them hold.
-        joined.append(whole + [sum(tensors) for tensors in list(zip(*parts, strict=True))[4:]])
+        joined.append(unsharded + [sum(tensors) for tensors in list(zip(*parts, strict=True))[4:]])
     return joined
 
 
@@ -155,7 +155,7 @@ def test_a_packed_row_is_one_call(monkeypatch):
     borders = torch.zeros(1, 64, dtype=torch.bool)
     borders[0, [9, 20, 40]] = True
     mask = SequenceMask.causal(64).documents(borders)
-    row = SharedRow(ContextGroupsOf(2, 1), 64, mask.borders)
+    row = SharedSample(ContextGroupsOf(2, 1), 64, mask.borders)
     blocks = list(mask.blocks(row.ring.parts[0], row.ring.parts[0]))
     calls = []
     stock = kernels.flash_forward_of_joined
@@ -216,7 +216,7 @@ def test_keys_leave_before_a_block_is_computed():
         attention.Passing = Noted
         groups = groups_of(2, 1, False)
         (q, k, v, _), _ = inputs("plain", 64)
-        row = SharedRow(groups, 64)
+        row = SharedSample(groups, 64)
         q, k, v = (take_tokens(tensor, 2, row.order, groups.rank).detach() for tensor in (q, k, v))
         context_attention(q, k, v, row, masks(64)["full"][0], Kernel(0.3))
         return [event for event, _ in itertools.groupby(events)]

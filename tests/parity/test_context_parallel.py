@@ -9,19 +9,19 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron.context_parallel import axis as context_parallel
 from hf_megatron.context_parallel import full_sequence_blocks, local_tokens, token_exchange
-from hf_megatron.context_parallel.attention import SharedRow
+from hf_megatron.context_parallel.attention import SharedSample
 from hf_megatron.context_parallel.masks import SequenceMask
 from hf_megatron.core.communication import mean_grad_ops
 from hf_megatron.core.communication.collectives import take_shard
-from hf_megatron.data_parallel.grad_sync_groups import Sharing
+from hf_megatron.data_parallel.grad_sync_groups import GradSyncGroup
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.losses import targets as call_targets
 from hf_megatron.losses import token_loss
 from hf_megatron.tensor_parallel import vocab_parallel_head
 from hf_megatron.tensor_parallel.linear import RowParallelLinear
 from hf_megatron.testing.measure import measure
-from hf_megatron.testing.parity import check_twin
-from tests.shared_twins import make_twin
+from hf_megatron.testing.parity import check_tiny_model
+from tests.shared_twins import make_tiny_model
 
 TYPES = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_moe", "gpt2")
 LAYOUTS = {
@@ -45,13 +45,13 @@ LAYOUTS = {
 
 
 @functools.lru_cache(maxsize=2)
-def twin(model_type):
-    return make_twin(CONFIG_MAPPING[model_type](), microbatches=2)
+def tiny_model(model_type):
+    return make_tiny_model(CONFIG_MAPPING[model_type](), microbatches=2)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_llama_equals_one_process(name):
-    comparison = check_twin(twin("llama"), ConfigUnderTest(**LAYOUTS[name]))
+    comparison = check_tiny_model(tiny_model("llama"), ConfigUnderTest(**LAYOUTS[name]))
     assert comparison.passed, comparison.report()
 
 
@@ -60,7 +60,7 @@ def test_llama_equals_one_process(name):
     [(kind, name) for kind in TYPES[1:] for name in ("cp2", "cp2, heads") if kind != "gpt_oss" or name == "cp2"],
 )
 def test_types_equal_one_process(model_type, name):
-    comparison = check_twin(twin(model_type), ConfigUnderTest(**LAYOUTS[name]))
+    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**LAYOUTS[name]))
     assert comparison.passed, comparison.report()
 
 
@@ -69,13 +69,13 @@ def test_types_equal_one_process(model_type, name):
 )
 def test_split_sequences_of_shared_rows(model_type):
     """Biases behind row linears, blocks that mix tokens: each rank has a part of what another axis has cut."""
-    comparison = check_twin(twin(model_type), ConfigUnderTest(**LAYOUTS["tp2+sp+cp2"]))
+    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**LAYOUTS["tp2+sp+cp2"]))
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("name", ["cp2", "cp2, heads", "tp2+sp+cp2", "pp2+cp2"])
 def test_attention_that_is_computed_again(name):
-    comparison = check_twin(twin("gpt_oss"), ConfigUnderTest(**LAYOUTS[name], recompute="selective"))
+    comparison = check_tiny_model(tiny_model("gpt_oss"), ConfigUnderTest(**LAYOUTS[name], recompute="selective"))
     assert comparison.passed, comparison.report()
 
 
@@ -87,14 +87,16 @@ def test_biases_of_one_rank_are_found():
 
     # Also of a twin whose own round-off widens its limits.
     for model_type in ("gpt2", "gpt_oss"):
-        comparison = check_twin(twin(model_type), ConfigUnderTest(**LAYOUTS["tp2+sp+cp2"]), sabotage=sabotage)
+        comparison = check_tiny_model(
+            tiny_model(model_type), ConfigUnderTest(**LAYOUTS["tp2+sp+cp2"]), sabotage=sabotage
+        )
         assert not comparison.passed and comparison.worst.value > 10
 
 
 def added_up():
     """Divides gradients by the ranks of a row no more."""
-    along = Sharing.along.__func__
-    Sharing.along = classmethod(
+    along = GradSyncGroup.along.__func__
+    GradSyncGroup.along = classmethod(
         lambda cls, axis, mesh: dataclasses.replace(along(cls, axis, mesh), divisor=mesh.axes.size("dp"))
     )
 
@@ -114,7 +116,7 @@ def _without_rule(state):
 
 def whole_positions():
     """Counts the positions of each rank from zero."""
-    SharedRow.own = lambda self, tensor, dim=1: tensor.narrow(dim, 0, self.order.sizes[self.groups.rank])
+    SharedSample.own = lambda self, tensor, dim=1: tensor.narrow(dim, 0, self.order.sizes[self.groups.rank])
 
 
 def without_windows():
@@ -167,7 +169,7 @@ def unsummed_tokens():
 
 def cut_twice():
     """Has blocks that need whole rows computed on this rank's tokens."""
-    full_sequence_blocks.WholeBlock.install = lambda self, block: None
+    full_sequence_blocks.FullSequenceBlock.install = lambda self, block: None
 
 
 FAULTS = {
@@ -187,27 +189,27 @@ FAULTS = {
 def test_a_fault_is_found(name):
     model_type, fault = FAULTS[name]
     layout = ConfigUnderTest(cp_size=2, cp_comm_type="p2p")
-    assert not check_twin(twin(model_type), layout, sabotage=fault).passed
+    assert not check_tiny_model(tiny_model(model_type), layout, sabotage=fault).passed
 
 
 @pytest.mark.parametrize("name", ["padded left", "padded right", "packed", "labels on one rank"])
 @pytest.mark.parametrize("scheme", ["p2p", "a2a"])
 def test_batches_equal_one_process(name, scheme):
-    changed = prepared(twin("mistral"), name)
-    comparison = check_twin(changed, ConfigUnderTest(cp_size=2, cp_comm_type=scheme))
+    changed = prepared(tiny_model("mistral"), name)
+    comparison = check_tiny_model(changed, ConfigUnderTest(cp_size=2, cp_comm_type=scheme))
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("layout", ["cp4", "tp2+sp+cp2", "pp2+cp2", "cp2+dp2+zero2", "cp2+dp2+zero3", "tp2+pp2+cp2"])
 @pytest.mark.parametrize("name", ["padded left", "padded right", "packed", "labels on one rank"])
 def test_batches_on_wider_layouts(name, layout):
-    comparison = check_twin(prepared(twin("mistral"), name), ConfigUnderTest(**LAYOUTS[layout]))
+    comparison = check_tiny_model(prepared(tiny_model("mistral"), name), ConfigUnderTest(**LAYOUTS[layout]))
     assert comparison.passed, comparison.report()
 
 
 @functools.cache
 def _reference(name):
-    base = twin("mistral")
+    base = tiny_model("mistral")
     batches = [_changed(batch, name) for batch in base.batches]
     reference = measure(base.load(), batches)
     reference.without, reference.cancelled = base.reference.without, base.reference.cancelled

@@ -10,10 +10,10 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import RankError
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.pipeline_parallel.executor import Execution
-from hf_megatron.pipeline_parallel.stage_payload import Crossings
+from hf_megatron.pipeline_parallel.stage_payload import StagePayload
 from hf_megatron.tensor_parallel import region
-from hf_megatron.testing.parity import check_twin
-from tests.shared_twins import make_twin
+from hf_megatron.testing.parity import check_tiny_model
+from tests.shared_twins import make_tiny_model
 
 # What a default config leaves out.
 CHANGES = {
@@ -29,14 +29,14 @@ CHANGES = {
 
 
 @functools.lru_cache(maxsize=1)
-def twin(model_type):
+def tiny_model(model_type):
     config = CONFIG_MAPPING[model_type](**CHANGES[model_type])
     task = "image" if model_type == "mllama" else "causal"
-    return make_twin(config, task=task, microbatches=2, min_layers=3)
+    return make_tiny_model(config, task=task, microbatches=2, min_layers=3)
 
 
 def cuts(model_type, stages=2):
-    layers = twin(model_type).config.get_text_config().num_hidden_layers
+    layers = tiny_model(model_type).config.get_text_config().num_hidden_layers
     for first in range(1, layers - stages + 2):
         rest = layers - first
         yield (first, *(rest // (stages - 1) + (i < rest % (stages - 1)) for i in range(stages - 1)))
@@ -45,7 +45,7 @@ def cuts(model_type, stages=2):
 @pytest.mark.parametrize("model_type", CHANGES)
 def test_every_cut_equals_one_process(model_type):
     for partition in cuts(model_type):
-        comparison = check_twin(twin(model_type), ConfigUnderTest(pp_size=2, pipeline_partition=partition))
+        comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(pp_size=2, pipeline_partition=partition))
         assert comparison.passed, (partition, comparison.report())
 
 
@@ -53,7 +53,7 @@ def test_every_cut_equals_one_process(model_type):
 def test_stages_between_pass_on(model_type):
     for partition in list(cuts(model_type, 3))[::3]:
         layout = ConfigUnderTest(pp_size=3, pipeline_partition=partition, num_microbatches=3)
-        comparison = check_twin(twin(model_type), layout)
+        comparison = check_tiny_model(tiny_model(model_type), layout)
         assert comparison.passed, (partition, comparison.report())
 
 
@@ -61,7 +61,7 @@ def test_stages_between_pass_on(model_type):
 def test_streams_behind_tokens_and_before_rows_are_split_by_tokens(model_type):
     """`[batch, sequence, streams, hidden]` of hyper-connections, `[streams, batch, sequence, hidden]` of AltUp."""
     layout = ConfigUnderTest(tp_size=2, sequence_parallel=True)
-    comparison = check_twin(twin(model_type), layout)
+    comparison = check_tiny_model(tiny_model(model_type), layout)
     assert comparison.passed, comparison.report()
 
     def sabotage():
@@ -69,7 +69,7 @@ def test_streams_behind_tokens_and_before_rows_are_split_by_tokens(model_type):
         region.SequenceStack.dim_of_tokens = lambda self, tensor: dim_of_tokens(self, tensor) % 2 + 1
 
     with pytest.raises(RankError):
-        check_twin(twin(model_type), layout, sabotage=sabotage)
+        check_tiny_model(tiny_model(model_type), layout, sabotage=sabotage)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_streams_behind_tokens_and_before_rows_are_split_by_tokens(model_type):
 )
 @pytest.mark.parametrize("model_type", ["gemma4_text", "hy_v4"])
 def test_layouts_equal_one_process(model_type, layout):
-    comparison = check_twin(twin(model_type), ConfigUnderTest(**layout))
+    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
 
 
@@ -95,7 +95,7 @@ def test_layouts_equal_one_process(model_type, layout):
 )
 def test_generation_equals_one_process(model_type, use_cache):
     """Keys and values that cross grow from step to step."""
-    model_twin = twin(model_type)
+    model_twin = tiny_model(model_type)
     ids = model_twin.batches[0]["input_ids"][:2, :6]
 
     def generate(**layout):
@@ -119,42 +119,42 @@ def drop_gradients_of_crossings():
 
 
 def swap_arguments():
-    original = Crossings.of_message.__func__
+    original = StagePayload.of_message.__func__
 
     def of_message(cls, message):
         found = original(cls, message)
         found.arguments = dict(zip(found.arguments, reversed(found.arguments.values()), strict=True))
         return found
 
-    Crossings.of_message = classmethod(of_message)
+    StagePayload.of_message = classmethod(of_message)
 
 
 @pytest.mark.parametrize("fault", [drop_gradients_of_crossings, swap_arguments])
 def test_faults_are_found(fault):
     model_type = "gemma4_text"
-    layers = twin(model_type).config.get_text_config().num_hidden_layers
+    layers = tiny_model(model_type).config.get_text_config().num_hidden_layers
     layout = ConfigUnderTest(pp_size=2, pipeline_partition=(2, layers - 2))
-    assert not check_twin(twin(model_type), layout, sabotage=fault).passed
+    assert not check_tiny_model(tiny_model(model_type), layout, sabotage=fault).passed
 
 
 def test_one_tensor_goes_once_and_keeps_its_places():
     hidden, shared, chosen = torch.zeros(1, 2, 3), torch.ones(2), torch.arange(2)
-    sent = Crossings(
+    sent = StagePayload(
         values={1: chosen},
         arguments={("states", layer): shared for layer in (3, 4)},
         entries={("kept", "full"): (shared, chosen), ("kept", 2): hidden},
     )
     message = sent.message(hidden)
     assert len(message.tensors) == 4
-    found = Crossings.of_message(message)
+    found = StagePayload.of_message(message)
     assert found.values[1] is chosen
     assert [found.arguments["states", layer] is shared for layer in (3, 4)] == [True, True]
     assert found.entries["kept", "full"][0] is shared and found.entries["kept", "full"][1] is chosen
     assert found.entries["kept", 2] is hidden
-    assert Crossings(logits=[shared]).message(hidden).layout == ""
+    assert StagePayload(logits=[shared]).message(hidden).layout == ""
 
 
 def test_a_type_without_a_backward_in_two_steps_is_refused_by_name():
     layout = ConfigUnderTest(pp_size=2, pipeline_schedule="zbv")
     with pytest.raises(RankError, match="'gemma3n_text' has no backward in two steps: each of its layers"):
-        check_twin(twin("gemma3n_text"), layout)
+        check_tiny_model(tiny_model("gemma3n_text"), layout)

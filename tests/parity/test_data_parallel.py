@@ -14,8 +14,8 @@ from hf_megatron.core.communication import mean_grad_ops
 from hf_megatron.data_parallel import bucket_assignment
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.testing.check import parse_layouts
-from hf_megatron.testing.parity import check_twin
-from tests.shared_twins import make_twin
+from hf_megatron.testing.parity import check_tiny_model
+from tests.shared_twins import make_tiny_model
 
 ALL_STAGES = "dp2+zero0,dp2+zero1,dp2+zero2,dp2+zero3"
 TP_AND_DP = "tp2+dp2+zero0,tp2+dp2+zero1,tp2+sp+dp2+zero2,tp2+sp+dp2+zero3"
@@ -35,8 +35,8 @@ CASES = [
 
 
 @functools.lru_cache(maxsize=2)
-def _twin(model_type: str, microbatches: int):
-    return make_twin(CONFIG_MAPPING[model_type](), microbatches=microbatches, batch_size=5)
+def _tiny_model(model_type: str, microbatches: int):
+    return make_tiny_model(CONFIG_MAPPING[model_type](), microbatches=microbatches, batch_size=5)
 
 
 def _flat():
@@ -47,7 +47,7 @@ def _flat():
 
 @pytest.mark.parametrize(("model_type", "microbatches", "layout"), _flat())
 def test_equals_one_process(model_type, microbatches, layout):
-    comparison = check_twin(_twin(model_type, microbatches), layout)
+    comparison = check_tiny_model(_tiny_model(model_type, microbatches), layout)
     assert comparison.passed, comparison.report()
 
 
@@ -65,7 +65,7 @@ def several_buckets(model):
     ids=lambda layout: f"{layout.layout()}-{layout.dp_replicate_size}",
 )
 def test_several_buckets_equal_one_process(layout):
-    comparison = check_twin(_twin("llama", 3), layout, sabotage=small_buckets, prepare=several_buckets)
+    comparison = check_tiny_model(_tiny_model("llama", 3), layout, sabotage=small_buckets, prepare=several_buckets)
     assert comparison.passed, comparison.report()
 
 
@@ -80,20 +80,20 @@ BY_COLLECTIVES = "dp2+zero0,dp2+zero1,dp2+zero2,dp4+zero1,dp4+zero2,dp4+replicas
 
 @pytest.mark.parametrize("layout", parse_layouts(BY_COLLECTIVES), ids=BY_COLLECTIVES.split(","))
 def test_collectives_equal_one_process(layout):
-    comparison = check_twin(_twin("llama", 3), layout, sabotage=collectives, prepare=several_buckets)
+    comparison = check_tiny_model(_tiny_model("llama", 3), layout, sabotage=collectives, prepare=several_buckets)
     assert comparison.passed, comparison.report()
 
 
 def test_pipeline_by_collectives_equals_one_process():
     [layout] = parse_layouts("pp2+dp2+zero1")
-    comparison = check_twin(_twin("llama", 3), layout, sabotage=collectives)
+    comparison = check_tiny_model(_tiny_model("llama", 3), layout, sabotage=collectives)
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_have_unequal_rows_and_labels(ranks):
     """What the cases above rely on."""
-    parts = _twin("llama", 3).batches[0]["labels"].tensor_split(ranks)
+    parts = _tiny_model("llama", 3).batches[0]["labels"].tensor_split(ranks)
     assert len({len(part) for part in parts}) == 2
     assert len({int((part[:, 1:] != -100).sum()) for part in parts}) == 2
 
@@ -126,8 +126,8 @@ def weighed_by_rank(model):
 def test_factors_of_each_rank_count_on_average(text):
     """As loops multiply a loss by their rank's share of the tokens."""
     [layout] = parse_layouts(text)
-    twin = make_twin(CONFIG_MAPPING["llama"](), microbatches=2, batch_size=5)
-    comparison = check_twin(twin, layout, prepare=weighed_by_rank)
+    tiny_model = make_tiny_model(CONFIG_MAPPING["llama"](), microbatches=2, batch_size=5)
+    comparison = check_tiny_model(tiny_model, layout, prepare=weighed_by_rank)
     assert comparison.passed, comparison.worst
 
 
@@ -138,6 +138,6 @@ def test_factors_that_are_not_averaged_are_found():
         mean_grad_ops._added_up = lambda gradient, group: gradient * torch.distributed.get_world_size(group)
 
     [layout] = parse_layouts("dp2")
-    twin = make_twin(CONFIG_MAPPING["llama"](), microbatches=2, batch_size=5)
-    comparison = check_twin(twin, layout, sabotage=sabotage, prepare=weighed_by_rank)
+    tiny_model = make_tiny_model(CONFIG_MAPPING["llama"](), microbatches=2, batch_size=5)
+    comparison = check_tiny_model(tiny_model, layout, sabotage=sabotage, prepare=weighed_by_rank)
     assert not comparison.passed and comparison.worst.value > 10

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from hf_megatron.compat.shard_safe import works_on_parts
+from hf_megatron.compat.shard_safe import shard_safe
 from hf_megatron.compat.torch_autograd import in_backward
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.placement import GradientRule
@@ -20,8 +20,8 @@ from hf_megatron.integrations.transformers.verification_gate import ConfigUnderT
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.measure import measure
-from hf_megatron.testing.parity import check_twin
-from tests.shared_twins import make_twin
+from hf_megatron.testing.parity import check_tiny_model
+from tests.shared_twins import make_tiny_model
 
 LAYOUTS = [
     "dp2+ep2+zero0",
@@ -75,8 +75,8 @@ FOUR_RANKS = {
 
 
 @pytest.fixture(scope="module")
-def twin():
-    return make_twin(CONFIG_MAPPING["qwen3_moe"](), microbatches=2, batch_size=5)
+def tiny_model():
+    return make_tiny_model(CONFIG_MAPPING["qwen3_moe"](), microbatches=2, batch_size=5)
 
 
 def holds_its_share(model):
@@ -90,24 +90,24 @@ def holds_its_share(model):
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
-def test_parity(twin, text):
+def test_parity(tiny_model, text):
     [layout] = parse_layouts(text)
-    comparison = check_twin(twin, layout, prepare=holds_its_share)
+    comparison = check_tiny_model(tiny_model, layout, prepare=holds_its_share)
     assert comparison.passed, comparison.worst
 
 
 @pytest.mark.parametrize(("model", "text"), TYPES.items(), ids=list(TYPES))
 def test_parity_of_other_experts(model, text):
     [layout] = parse_layouts(text)
-    comparison = check_twin(make_twin(CONFIG_MAPPING[model](), microbatches=2), layout)
+    comparison = check_tiny_model(make_tiny_model(CONFIG_MAPPING[model](), microbatches=2), layout)
     assert comparison.passed, comparison.worst
 
 
 @pytest.mark.parametrize(("model", "text"), [(model, text) for model, found in FOUR_RANKS.items() for text in found])
 def test_parity_of_experts_over_four_ranks(model, text):
     [layout] = parse_layouts(text)
-    twin = make_twin(CONFIG_MAPPING[model](), microbatches=2, batch_size=5)
-    comparison = check_twin(twin, layout, prepare=holds_its_share)
+    tiny_model = make_tiny_model(CONFIG_MAPPING[model](), microbatches=2, batch_size=5)
+    comparison = check_tiny_model(tiny_model, layout, prepare=holds_its_share)
     assert comparison.passed, comparison.worst
 
 
@@ -116,23 +116,23 @@ def test_parity_of_experts_over_four_ranks(model, text):
 )
 def test_router_losses(text):
     changes = {"output_router_logits": True, "router_aux_loss_coef": 1.0}
-    twin = make_twin(CONFIG_MAPPING["qwen3_moe"](), batch_size=4, changes=changes)
+    tiny_model = make_tiny_model(CONFIG_MAPPING["qwen3_moe"](), batch_size=4, changes=changes)
     [layout] = parse_layouts(text)
-    comparison = check_twin(twin, layout)
+    comparison = check_tiny_model(tiny_model, layout)
     assert comparison.passed, comparison.worst
 
 
 @pytest.fixture(scope="module")
 def with_identity_experts():
-    twin = make_twin(CONFIG_MAPPING["longcat_flash"](), microbatches=2, batch_size=5)
-    model, real, chosen = twin.load(), twin.config.n_routed_experts, []
+    tiny_model = make_tiny_model(CONFIG_MAPPING["longcat_flash"](), microbatches=2, batch_size=5)
+    model, real, chosen = tiny_model.load(), tiny_model.config.n_routed_experts, []
     for name, module in model.named_modules():
         if name.endswith(".experts"):
             module.register_forward_pre_hook(lambda module, args: chosen.append(args[1].flatten()))
-    model(**twin.batches[0])
+    model(**tiny_model.batches[0])
     handed_back = (torch.cat(chosen) >= real).float().mean()
-    assert 0.1 < handed_back < 0.9 and len(set(torch.cat(chosen).tolist())) == real + twin.config.zero_expert_num
-    return twin
+    assert 0.1 < handed_back < 0.9 and len(set(torch.cat(chosen).tolist())) == real + tiny_model.config.zero_expert_num
+    return tiny_model
 
 
 @pytest.mark.parametrize("recompute", [None, "full"])
@@ -145,7 +145,7 @@ def with_identity_experts():
 )
 def test_experts_that_hand_tokens_back(with_identity_experts, text, recompute):
     layout = dataclasses.replace(parse_layouts(text)[0], recompute=recompute)
-    comparison = check_twin(with_identity_experts, layout, prepare=holds_its_share)
+    comparison = check_tiny_model(with_identity_experts, layout, prepare=holds_its_share)
     assert comparison.passed, comparison.worst
 
 
@@ -159,9 +159,9 @@ def test_experts_that_hand_tokens_back(with_identity_experts, text, recompute):
     ids=["several of a block", "more of them than of others", "none"],
 )
 def test_numbers_of_experts_that_hand_tokens_back(changes):
-    twin = make_twin(CONFIG_MAPPING["longcat_flash"](), batch_size=4, changes=changes)
+    tiny_model = make_tiny_model(CONFIG_MAPPING["longcat_flash"](), batch_size=4, changes=changes)
     [layout] = parse_layouts("dp2+ep2")
-    comparison = check_twin(twin, layout, prepare=holds_its_share)
+    comparison = check_tiny_model(tiny_model, layout, prepare=holds_its_share)
     assert comparison.passed, comparison.worst
 
 
@@ -176,15 +176,15 @@ def to_the_first(model):
 @pytest.mark.parametrize("text", ["dp2+ep2", "dp2+ep2+zero3", "tp2+ep2", "dp4+ep4"])
 def test_ranks_without_tokens(text):
     # With other draws a unit stands at its clamp, and AdamW decides on which side.
-    twin = make_twin(CONFIG_MAPPING["gpt_oss"](), microbatches=2, batch_size=4, seed=20)
-    model = twin.load()
+    tiny_model = make_tiny_model(CONFIG_MAPPING["gpt_oss"](), microbatches=2, batch_size=4, seed=20)
+    model = tiny_model.load()
     to_the_first(model)
-    reference = measure(model, twin.batches)
+    reference = measure(model, tiny_model.batches)
     unused = [g[2:] for name, g in reference.gradients.items() if "experts." in name]
     assert unused and not any(gradient.any() for gradient in unused)
-    starved = dataclasses.replace(twin, reference=reference)
+    starved = dataclasses.replace(tiny_model, reference=reference)
     [layout] = parse_layouts(text)
-    comparison = check_twin(starved, layout, prepare=to_the_first)
+    comparison = check_tiny_model(starved, layout, prepare=to_the_first)
     assert comparison.passed, comparison.worst
 
 
@@ -193,37 +193,37 @@ def test_ranks_without_tokens(text):
 def test_few_tokens(text, length):
     """A rank of a split sequence has no token; the ranks of dp have one each."""
     config = CONFIG_MAPPING["qwen3_moe"]()
-    twin = make_twin(config, batch_size=2, sequence_length=length + 1)
+    tiny_model = make_tiny_model(config, batch_size=2, sequence_length=length + 1)
     [layout] = parse_layouts(text)
-    comparison = check_twin(twin, layout)
+    comparison = check_tiny_model(tiny_model, layout)
     assert comparison.passed, comparison.worst
 
 
 @pytest.mark.parametrize("text", ["dp2+ep2", "tp2+sp+ep2", "dp2+ep2+zero3", "pp2+dp2+ep2", "cp2+ep2"])
-def test_recompute(twin, text):
+def test_recompute(tiny_model, text):
     [layout] = parse_layouts(text)
-    comparison = check_twin(twin, dataclasses.replace(layout, recompute="full"))
+    comparison = check_tiny_model(tiny_model, dataclasses.replace(layout, recompute="full"))
     assert comparison.passed, comparison.worst
 
 
 @pytest.fixture(scope="module")
 def with_shared_experts():
-    return make_twin(CONFIG_MAPPING["deepseek_v3"](), microbatches=2)
+    return make_tiny_model(CONFIG_MAPPING["deepseek_v3"](), microbatches=2)
 
 
 @pytest.mark.parametrize("text", ["dp2+ep2", "dp2+ep2+zero3", "tp2+ep2", "cp2+ep2", "pp2+dp2+ep2"])
 @pytest.mark.parametrize("recompute", [None, "full"])
 def test_shared_experts(with_shared_experts, text, recompute):
     layout = dataclasses.replace(parse_layouts(text)[0], recompute=recompute)
-    comparison = check_twin(with_shared_experts, layout)
+    comparison = check_tiny_model(with_shared_experts, layout)
     assert comparison.passed, comparison.worst
 
 
-def events_of_a_layer(twin, recompute):
+def events_of_a_layer(tiny_model, recompute):
     """What happens around the exchange of rows in a layer's second forward, and in its backward."""
     layout = ConfigUnderTest(dp_size=2, ep_size=2, recompute=recompute)
-    model = twin.load(megatron_config=layout).train()
-    batch = {name: value[:1] for name, value in twin.batches[0].items()}
+    model = tiny_model.load(megatron_config=layout).train()
+    batch = {name: value[:1] for name, value in tiny_model.batches[0].items()}
     model(**batch).loss.backward()
     events = []
     post, wait = all_to_all._Exchange.post, all_to_all._Exchange.wait
@@ -252,7 +252,7 @@ def events_of_a_layer(twin, recompute):
     all_to_all._Exchange.post, all_to_all._Exchange.wait = noting("post", post), noting("wait", wait)
     for module in model.modules():
         if hasattr(module, "early"):
-            module.down_proj.register_forward_hook(works_on_parts(computed))
+            module.down_proj.register_forward_hook(shard_safe(computed))
     loss = model(**batch).loss
     forward, events[:] = list(events), []
     loss.backward()
@@ -280,10 +280,10 @@ def test_shared_experts_are_computed_while_rows_travel(with_shared_experts, reco
             assert all(inside(backward, "shared"))
 
 
-def losses_of_a_copy(twin, layout):
+def losses_of_a_copy(tiny_model, layout):
     """A copy's loss before its original was changed, after that, and after a change of its own."""
-    model = twin.load(megatron_config=layout).eval()
-    batch = twin.batches[0]
+    model = tiny_model.load(megatron_config=layout).eval()
+    batch = tiny_model.batches[0]
     with torch.no_grad():
         for _ in range(2):
             model(**batch)
@@ -319,25 +319,25 @@ def counted():
     return found
 
 
-def routes_of_a_step(twin, reentrant):
+def routes_of_a_step(tiny_model, reentrant):
     found = counted()
-    model = twin.load(megatron_config=ConfigUnderTest(dp_size=2, ep_size=2)).train()
+    model = tiny_model.load(megatron_config=ConfigUnderTest(dp_size=2, ep_size=2)).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     rank = parallel_state(model).mesh.dp_rank
-    losses = [model(**{k: v[rank : rank + 1] for k, v in batch.items()}).loss for batch in twin.batches]
+    losses = [model(**{k: v[rank : rank + 1] for k, v in batch.items()}).loss for batch in tiny_model.batches]
     sum(losses).backward()
     return found, sum(isinstance(module, experts.ParallelExperts) for module in model.modules())
 
 
-def test_layers_that_are_computed_again_route_once(twin):
+def test_layers_that_are_computed_again_route_once(tiny_model):
     """Two forwards are under way; with reentrant checkpoints, whose inputs are others, layers route again."""
-    for found, mixtures in run_ranks(routes_of_a_step, 2, twin, False):
-        assert found == [2 * mixtures, 0]
-    for found, mixtures in run_ranks(routes_of_a_step, 2, twin, True):
-        assert found == [2 * mixtures, 2 * mixtures]
+    for found, moe_blocks in run_ranks(routes_of_a_step, 2, tiny_model, False):
+        assert found == [2 * moe_blocks, 0]
+    for found, moe_blocks in run_ranks(routes_of_a_step, 2, tiny_model, True):
+        assert found == [2 * moe_blocks, 2 * moe_blocks]
 
 
-def test_choices_that_would_be_others_are_kept(twin):
+def test_choices_that_would_be_others_are_kept(tiny_model):
     """A router that chooses otherwise when it is computed again, as near-ties do on devices, changes nothing."""
 
     def shaken(model):
@@ -356,11 +356,11 @@ def test_choices_that_would_be_others_are_kept(twin):
                         with torch.no_grad():
                             module.weight.neg_()
 
-                module.forward = works_on_parts(forward)
+                module.forward = shard_safe(forward)
 
     # Scores of the negated router have another gradient; where rows went is what is compared.
     def rows(model_edit):
-        model = twin.load(megatron_config=ConfigUnderTest(dp_size=2, ep_size=2, recompute="full")).train()
+        model = tiny_model.load(megatron_config=ConfigUnderTest(dp_size=2, ep_size=2, recompute="full")).train()
         model_edit(model)
         sent = []
         original = token_dispatcher.AllToAll.dispatch
@@ -371,7 +371,7 @@ def test_choices_that_would_be_others_are_kept(twin):
             return found
 
         token_dispatcher.AllToAll.dispatch = noting
-        batch = twin.batches[0]
+        batch = tiny_model.batches[0]
         model(**{k: v[:1] for k, v in batch.items()}).loss.backward()
         return sent
 
@@ -383,13 +383,13 @@ def test_choices_that_would_be_others_are_kept(twin):
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
-def test_every_product_of_experts(twin, implementation):
+def test_every_product_of_experts(tiny_model, implementation):
     [layout] = parse_layouts("dp2+ep2")
 
     def choose(model):
         model.set_experts_implementation(implementation)
 
-    comparison = check_twin(twin, layout, prepare=choose)
+    comparison = check_tiny_model(tiny_model, layout, prepare=choose)
     assert comparison.passed, comparison.worst
 
 
@@ -416,14 +416,14 @@ def _add_penalty(model, args, output):
 
 
 @pytest.mark.parametrize("text", ["dp2+ep2", "dp4+ep2+zero2", "cp2+ep2", "tp4+ep2", "dp2+tp2+ep4", "dp2+tp2+etp2+ep2"])
-def test_terms_of_weights_by_themselves(twin, text):
+def test_terms_of_weights_by_themselves(tiny_model, text):
     """Penalties count once, whoever sends tokens to the experts."""
-    model = twin.load()
+    model = tiny_model.load()
     with_penalty(model)
-    reference = measure(model, twin.batches)
-    reference.cancelled = twin.reference.cancelled
+    reference = measure(model, tiny_model.batches)
+    reference.cancelled = tiny_model.reference.cancelled
     [layout] = parse_layouts(text)
-    comparison = check_twin(dataclasses.replace(twin, reference=reference), layout, prepare=with_penalty)
+    comparison = check_tiny_model(dataclasses.replace(tiny_model, reference=reference), layout, prepare=with_penalty)
     assert comparison.passed, comparison.worst
 
 
@@ -446,15 +446,15 @@ def averaged_over(axis):
 
 
 def divided_by_all():
-    from hf_megatron.data_parallel.grad_sync_groups import Sharing
+    from hf_megatron.data_parallel.grad_sync_groups import GradSyncGroup
 
-    original = Sharing.along.__func__
+    original = GradSyncGroup.along.__func__
 
     def along(cls, axis, mesh):
         found = original(cls, axis, mesh)
         return dataclasses.replace(found, divisor=mesh.axes.size("dp_cp")) if axis == "edp" else found
 
-    Sharing.along = classmethod(along)
+    GradSyncGroup.along = classmethod(along)
 
 
 def sent_by_every_tp_rank():
@@ -511,9 +511,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("sabotage", "text"), FAULTS.values(), ids=list(FAULTS))
-def test_seeded_faults_are_found(twin, sabotage, text):
+def test_seeded_faults_are_found(tiny_model, sabotage, text):
     [layout] = parse_layouts(text)
-    comparison = check_twin(twin, layout, sabotage=sabotage)
+    comparison = check_tiny_model(tiny_model, layout, sabotage=sabotage)
     assert not comparison.passed and comparison.worst.value > 10
 
 
@@ -550,7 +550,7 @@ FAULTS_OF_IDENTITY_EXPERTS = {
 )
 def test_seeded_faults_of_identity_experts_are_found(with_identity_experts, sabotage, text):
     [layout] = parse_layouts(text)
-    comparison = check_twin(with_identity_experts, layout, sabotage=sabotage)
+    comparison = check_tiny_model(with_identity_experts, layout, sabotage=sabotage)
     assert not comparison.passed and comparison.worst.value > 10
 
 
@@ -568,10 +568,10 @@ def test_starved_experts_outside_of_the_graph_are_found():
         experts.ParallelExperts._computed = empty
 
     # With other draws a unit stands at its clamp, and AdamW decides on which side.
-    twin = make_twin(CONFIG_MAPPING["gpt_oss"](), microbatches=2, batch_size=4, seed=20)
-    model = twin.load()
+    tiny_model = make_tiny_model(CONFIG_MAPPING["gpt_oss"](), microbatches=2, batch_size=4, seed=20)
+    model = tiny_model.load()
     to_the_first(model)
-    starved = dataclasses.replace(twin, reference=measure(model, twin.batches))
+    starved = dataclasses.replace(tiny_model, reference=measure(model, tiny_model.batches))
     [layout] = parse_layouts("tp2+ep2")
     with pytest.raises(RankError, match="stuck|failed|died"):
-        check_twin(starved, layout, sabotage=sabotage, prepare=to_the_first, timeout=20)
+        check_tiny_model(starved, layout, sabotage=sabotage, prepare=to_the_first, timeout=20)

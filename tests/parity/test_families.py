@@ -11,9 +11,9 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from hf_megatron.testing.check import parse_layouts
-from hf_megatron.testing.parity import check_twin
+from hf_megatron.testing.parity import check_tiny_model
 from hf_megatron.testing.tolerances import WELL_CONDITIONED, judge
-from tests.shared_twins import make_twin
+from tests.shared_twins import make_tiny_model
 
 CASES = [
     # model type, layouts, attributes of the tiny config
@@ -55,9 +55,9 @@ HEADS = [("bert", "token_classification", "tp2"), ("bert", "question_answering",
 
 
 @functools.lru_cache(maxsize=4)
-def _twin(model_type: str, changes: tuple, task: str = ""):
+def _tiny_model(model_type: str, changes: tuple, task: str = ""):
     task = task or TASKS.get(model_type, "causal")
-    return make_twin(CONFIG_MAPPING[model_type](), task=task, changes=dict(changes), microbatches=2)
+    return make_tiny_model(CONFIG_MAPPING[model_type](), task=task, changes=dict(changes), microbatches=2)
 
 
 def _flat():
@@ -69,26 +69,26 @@ def _flat():
 
 @pytest.mark.parametrize(("model_type", "layout", "changes"), _flat())
 def test_equals_one_process(model_type, layout, changes):
-    comparison = check_twin(_twin(model_type, changes), layout)
+    comparison = check_tiny_model(_tiny_model(model_type, changes), layout)
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize(("model_type", "task", "layout"), HEADS)
 def test_heads_equal_one_process(model_type, task, layout):
-    comparison = check_twin(_twin(model_type, (), task), parse_layouts(layout)[0])
+    comparison = check_tiny_model(_tiny_model(model_type, (), task), parse_layouts(layout)[0])
     assert comparison.passed, comparison.report()
 
 
 def test_a_reference_without_some_gradients_is_held_to_the_limits_too():
     """Its round-off is a number: an infinite one allowed 16 limits."""
-    reference = _twin("ernie4_5_moe", (), "causal").reference
+    reference = _tiny_model("ernie4_5_moe", (), "causal").reference
     assert reference.without and reference.round_off < WELL_CONDITIONED
 
 
 def test_gradients_that_are_zero_are_measured_as_round_off():
     """Attention does not change with what is added to all keys; a key bias that gets a gradient still fails."""
-    twin = _twin("bert", (), "token_classification")
-    reference = twin.reference
+    tiny_model = _tiny_model("bert", (), "token_classification")
+    reference = tiny_model.reference
     assert {name for name in reference.gradients if name.endswith("key.bias")} == reference.cancelled
     name = min(reference.cancelled)
     largest = max(gradient.abs().max() for gradient in reference.gradients.values() if gradient is not None)

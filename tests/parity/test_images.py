@@ -13,15 +13,15 @@ from hf_megatron.errors import RankError, UnsupportedError
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.models.modalities import sample_index
 from hf_megatron.tensor_parallel import vocab_parallel_head
-from hf_megatron.testing.parity import Twin, check_twin, measured
-from tests.shared_twins import make_twin
+from hf_megatron.testing.parity import TinyModel, check_tiny_model, measured
+from tests.shared_twins import make_tiny_model
 
 TYPES = ("qwen2_5_vl", "gemma3")
 
 
 @functools.lru_cache(maxsize=1)
-def twin(model_type):
-    return make_twin(CONFIG_MAPPING[model_type](), task="image", microbatches=2, min_layers=4, batch_size=4)
+def tiny_model(model_type):
+    return make_tiny_model(CONFIG_MAPPING[model_type](), task="image", microbatches=2, min_layers=4, batch_size=4)
 
 
 PIPELINES = [
@@ -42,16 +42,16 @@ def named(layout):
     ids=named,
 )
 def test_layouts_equal_one_process(model_type, layout):
-    comparison = check_twin(twin(model_type), ConfigUnderTest(**layout))
+    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_cut_equals_one_process(model_type):
-    layers = twin(model_type).config.text_config.num_hidden_layers
+    layers = tiny_model(model_type).config.text_config.num_hidden_layers
     for first in range(1, layers):
         layout = ConfigUnderTest(pp_size=2, num_microbatches=2, pipeline_partition=(first, layers - first))
-        comparison = check_twin(twin(model_type), layout)
+        comparison = check_tiny_model(tiny_model(model_type), layout)
         assert comparison.passed, (first, comparison.report())
 
 
@@ -67,15 +67,15 @@ def test_every_cut_equals_one_process(model_type):
     ids=lambda value: value if isinstance(value, str) else named(value),
 )
 def test_shared_rows_with_images(model_type, layout):
-    comparison = check_twin(twin(model_type), ConfigUnderTest(**layout))
+    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
 
 
 def test_features_that_shared_rows_leave_out_are_found():
     def sabotage():
-        ContextStack.whole_for = lambda self, function: lambda hidden, *args: hidden
+        ContextStack.on_full_sequence = lambda self, function: lambda hidden, *args: hidden
 
-    assert not check_twin(twin("qwen3_vl"), ConfigUnderTest(cp_size=2), sabotage=sabotage).passed
+    assert not check_tiny_model(tiny_model("qwen3_vl"), ConfigUnderTest(cp_size=2), sabotage=sabotage).passed
 
 
 def generated(image_twin, layout):
@@ -88,11 +88,11 @@ def generated(image_twin, layout):
 @pytest.mark.parametrize("layout", [{"pp_size": 2}, {"dp_size": 2, "zero_stage": 3}], ids=named)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_text_is_generated_about_images(model_type, layout):
-    expected = generated(twin(model_type), None)
-    assert run_ranks(generated, 2, twin(model_type), ConfigUnderTest(**layout)) == [expected] * 2
+    expected = generated(tiny_model(model_type), None)
+    assert run_ranks(generated, 2, tiny_model(model_type), ConfigUnderTest(**layout)) == [expected] * 2
 
 
-class FrozenTowers(Twin):
+class FrozenTowers(TinyModel):
     def load(self, **kwargs):
         model = super().load(**kwargs)
         for name, parameter in model.named_parameters():
@@ -101,8 +101,8 @@ class FrozenTowers(Twin):
         return model
 
 
-def frozen(whole):
-    return measured(FrozenTowers(**vars(whole)))
+def frozen(unsharded):
+    return measured(FrozenTowers(**vars(unsharded)))
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def frozen(whole):
 )
 def test_frozen_towers(layout):
     """As fine-tuning of the text alone does, with features between layers."""
-    whole = make_twin(CONFIG_MAPPING["qwen3_vl"](), task="image", microbatches=2, min_layers=4, batch_size=4)
-    comparison = check_twin(frozen(whole), ConfigUnderTest(**layout))
+    unsharded = make_tiny_model(CONFIG_MAPPING["qwen3_vl"](), task="image", microbatches=2, min_layers=4, batch_size=4)
+    comparison = check_tiny_model(frozen(unsharded), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
 
 
@@ -134,18 +134,18 @@ def test_images_of_another_row_are_found(model_type):
         sample_index.rows_with_images = of_other
 
     layout = ConfigUnderTest(pp_size=2, num_microbatches=2)
-    comparison = check_twin(twin(model_type), layout, sabotage=sabotage)
+    comparison = check_tiny_model(tiny_model(model_type), layout, sabotage=sabotage)
     assert not comparison.passed and comparison.worst.value > 10
 
 
 def test_features_between_layers_stay_on_the_first_stage():
-    deep = make_twin(CONFIG_MAPPING["qwen3_vl"](), task="image", microbatches=2, min_layers=4, batch_size=4)
+    deep = make_tiny_model(CONFIG_MAPPING["qwen3_vl"](), task="image", microbatches=2, min_layers=4, batch_size=4)
     layers = deep.config.text_config.num_hidden_layers
     count = len(deep.config.vision_config.deepstack_visual_indexes)
     assert layers > count + 1
     for first in (count + 1, layers - 1):
         layout = {"pp_size": 2, "num_microbatches": 2, "pipeline_partition": (first, layers - first)}
-        comparison = check_twin(deep, ConfigUnderTest(**layout))
+        comparison = check_tiny_model(deep, ConfigUnderTest(**layout))
         assert comparison.passed, (first, comparison.report())
 
     def load():
@@ -157,7 +157,7 @@ def test_features_between_layers_stay_on_the_first_stage():
 
 
 def test_a_count_of_placeholders_that_fits_no_image_is_refused():
-    model_twin = twin("gemma3")
+    model_twin = tiny_model("gemma3")
 
     def call():
         model = model_twin.load(megatron_config=MegatronConfig(pp_size=2, num_microbatches=2))
@@ -170,27 +170,27 @@ def test_a_count_of_placeholders_that_fits_no_image_is_refused():
 
 
 def test_tokens_that_are_ruled_out_and_heads_with_norms_of_their_own():
-    whole = make_twin(CONFIG_MAPPING["chameleon"](), task="image", microbatches=2)
+    unsharded = make_tiny_model(CONFIG_MAPPING["chameleon"](), task="image", microbatches=2)
     layout = ConfigUnderTest(tp_size=2, sequence_parallel=True)
-    comparison = check_twin(whole, layout)
+    comparison = check_tiny_model(unsharded, layout)
     assert comparison.passed, comparison.report()
 
     def sabotage():
         """The seeded fault: every rank rules the tokens out as if its rows were the first ones."""
         original = vocab_parallel_head.filling
-        vocab_parallel_head.filling = lambda tokens, value, first_row: original(tokens, value, 0)
+        vocab_parallel_head.filling = lambda tokens, value, vocab_start: original(tokens, value, 0)
 
-    assert not check_twin(whole, layout, sabotage=sabotage).passed
+    assert not check_tiny_model(unsharded, layout, sabotage=sabotage).passed
 
 
 def test_norms_by_the_statistics_of_a_batch_are_refused_for_parts_of_it():
-    whole = make_twin(CONFIG_MAPPING["emu3"](), task="image")
+    unsharded = make_tiny_model(CONFIG_MAPPING["emu3"](), task="image")
 
     def call():
-        model = whole.load(megatron_config=ConfigUnderTest(pp_size=2, num_microbatches=2)).train()
+        model = unsharded.load(megatron_config=ConfigUnderTest(pp_size=2, num_microbatches=2)).train()
         with pytest.raises(UnsupportedError, match=r"BatchNorm3d.*get_submodule\('model.vqmodel"):
-            model(**whole.batches[0])
+            model(**unsharded.batches[0])
         model.get_submodule("model.vqmodel").eval()
-        model(**whole.batches[0])
+        model(**unsharded.batches[0])
 
     run_ranks(call, 2)

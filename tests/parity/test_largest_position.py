@@ -13,8 +13,8 @@ from hf_megatron.data_parallel import dynamic_rope
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.testing.measure import measure
-from hf_megatron.testing.parity import check_twin
-from tests.shared_twins import make_twin
+from hf_megatron.testing.parity import check_tiny_model
+from tests.shared_twins import make_tiny_model
 
 SCALED = {
     "dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
@@ -36,10 +36,10 @@ LAYOUTS = {
 
 
 @functools.lru_cache(maxsize=2)
-def twin(kind):
+def tiny_model(kind):
     """The first row's positions are the largest; they end where the others' documents are short."""
     changes = {"rope_parameters": SCALED[kind], "max_position_embeddings": 8, "head_dim": 16}
-    base = make_twin(CONFIG_MAPPING["llama"](), changes=changes)
+    base = make_tiny_model(CONFIG_MAPPING["llama"](), changes=changes)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, base.config.vocab_size, (4, 13), generator=generator)
     positions = torch.arange(13).repeat(4, 1)
@@ -53,18 +53,18 @@ def twin(kind):
 @pytest.mark.parametrize("kind", SCALED)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_parts_of_a_batch_have_its_scale(kind, name):
-    comparison = check_twin(twin(kind), ConfigUnderTest(**LAYOUTS[name]))
+    comparison = check_tiny_model(tiny_model(kind), ConfigUnderTest(**LAYOUTS[name]))
     assert comparison.passed, comparison.report()
 
 
 def own_scales():
-    dynamic_rope.LargestPosition.install = lambda self, model: None
+    dynamic_rope.DynamicRopeSync.install = lambda self, model: None
 
 
 @pytest.mark.parametrize("name", ["pp2", "dp2"])
 @pytest.mark.parametrize("kind", SCALED)
 def test_scales_of_parts_are_found(kind, name):
-    assert not check_twin(twin(kind), ConfigUnderTest(**LAYOUTS[name]), sabotage=own_scales).passed
+    assert not check_tiny_model(tiny_model(kind), ConfigUnderTest(**LAYOUTS[name]), sabotage=own_scales).passed
 
 
 def loss_of_the_loop(model, labels, **batch):
@@ -76,7 +76,7 @@ def loss_of_the_loop(model, labels, **batch):
 
 
 def differences_of_loops(kind, sabotage=None):
-    made = twin(kind)
+    made = tiny_model(kind)
 
     def gradients(layout=None):
         if sabotage is not None:

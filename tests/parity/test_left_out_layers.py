@@ -12,14 +12,14 @@ from hf_megatron.errors import RankError
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.models.fingerprint import silence
 from hf_megatron.tensor_parallel import install_regions
-from tests.shared_twins import make_twin
+from tests.shared_twins import make_tiny_model
 
 SEEDS = range(4)
 
 
 @functools.lru_cache(maxsize=1)
-def twin(model_type, task):
-    return make_twin(CONFIG_MAPPING[model_type](), task=task, min_layers=3)
+def tiny_model(model_type, task):
+    return make_tiny_model(CONFIG_MAPPING[model_type](), task=task, min_layers=3)
 
 
 def trained(of, checkpointing, **layout):
@@ -78,10 +78,10 @@ def differs(of, *, checkpointing=False):
     [("m2m_100", "seq2seq", False), ("m2m_100", "seq2seq", True), ("opt", "causal", False)],
 )
 def test_the_same_layers_are_left_out(model_type, task, checkpointing):
-    assert not differs(twin(model_type, task), checkpointing=checkpointing)
+    assert not differs(tiny_model(model_type, task), checkpointing=checkpointing)
 
 
 def test_ends_that_are_left_out_and_neither_split_nor_join_are_found(monkeypatch):
     monkeypatch.setattr(install_regions, "leaves_layers_out", lambda config: False)
     with pytest.raises(RankError):
-        differs(twin("m2m_100", "seq2seq"))
+        differs(tiny_model("m2m_100", "seq2seq"))

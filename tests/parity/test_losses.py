@@ -9,7 +9,7 @@ import transformers
 from transformers import BartConfig, BertConfig, GPT2Config, LlamaConfig, MixtralConfig, T5Config
 from transformers.loss.loss_utils import LOSS_MAPPING
 
-from hf_megatron import UnsupportedError, works_on_parts
+from hf_megatron import UnsupportedError, shard_safe
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
@@ -418,9 +418,7 @@ def test_targets_that_nobody_can_count_are_refused_before_the_schedule(folder):
 )
 def test_a_loss_of_the_class_that_sums_its_own_terms_is_refused(folder, loss, message):
     def run(model, batch):
-        model.loss_function = works_on_parts(
-            lambda logits, labels, config: loss(logits.flatten(0, 1), labels.flatten())
-        )
+        model.loss_function = shard_safe(lambda logits, labels, config: loss(logits.flatten(0, 1), labels.flatten()))
         with pytest.raises(UnsupportedError, match=message):
             model.train()(**batch)
         # In evaluation it is this rank's.
@@ -437,7 +435,7 @@ def test_a_loss_function_of_ones_own_is_refused_unless_it_is_marked(folder, text
         model.train().loss_function = lambda logits, labels, **kwargs: stock(logits, labels, **kwargs) ** 2
         with pytest.raises(UnsupportedError, match="loss_function is not one of transformers' own"):
             model(**batch)
-        model.loss_function = works_on_parts(lambda logits, labels, **kwargs: stock(logits, labels, **kwargs))
+        model.loss_function = shard_safe(lambda logits, labels, **kwargs: stock(logits, labels, **kwargs))
         return model(**batch).loss.item()
 
     found = _each(2, "Llama", "causal", folder, text, run)

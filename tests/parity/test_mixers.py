@@ -12,13 +12,13 @@ from hf_megatron.errors import RankError, UnsupportedError
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.tensor_parallel import head_sharded_blocks
 from hf_megatron.testing.adapters import adapted
-from hf_megatron.testing.parity import check_twin
-from tests.shared_twins import make_twin
+from hf_megatron.testing.parity import check_tiny_model
+from tests.shared_twins import make_tiny_model
 
 
 @functools.lru_cache(maxsize=1)
-def twin(model_type):
-    return make_twin(CONFIG_MAPPING[model_type](), microbatches=2, min_layers=2)
+def tiny_model(model_type):
+    return make_tiny_model(CONFIG_MAPPING[model_type](), microbatches=2, min_layers=2)
 
 
 LAYOUTS = {
@@ -33,7 +33,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("model_type", LAYOUTS)
 def test_layouts_equal_one_process(model_type):
-    comparison = check_twin(twin(model_type), ConfigUnderTest(**LAYOUTS[model_type]))
+    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**LAYOUTS[model_type]))
     assert comparison.passed, comparison.report()
 
 
@@ -74,26 +74,26 @@ def steps_of_one_rank():
     ],
 )
 def test_seeded_faults_are_found(model_type, fault):
-    comparison = check_twin(twin(model_type), ConfigUnderTest(tp_size=2), sabotage=fault)
+    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(tp_size=2), sabotage=fault)
     assert not comparison.passed and comparison.worst.value > 10
 
 
 def test_adapters_inside_of_mixers():
-    whole = adapted(twin("bamba"), "lora")
-    comparison = check_twin(whole, ConfigUnderTest(tp_size=2, sequence_parallel=True))
+    unsharded = adapted(tiny_model("bamba"), "lora")
+    comparison = check_tiny_model(unsharded, ConfigUnderTest(tp_size=2, sequence_parallel=True))
     assert comparison.passed, comparison.report()
 
 
 def test_weights_that_are_trained_beside_adapters_are_refused():
-    whole = twin("bamba")
+    unsharded = tiny_model("bamba")
 
     def call():
         from peft import LoraConfig, get_peft_model
 
-        model = whole.load(megatron_config=ConfigUnderTest(tp_size=2))
+        model = unsharded.load(megatron_config=ConfigUnderTest(tp_size=2))
         model = get_peft_model(model, LoraConfig(target_modules=["in_proj"], r=2))
         model.get_base_model().model.layers[0].mamba.A_log.requires_grad_(True)
-        model(**whole.batches[0])
+        model(**unsharded.batches[0])
 
     with pytest.raises(RankError, match=r"A_log of a BambaMixer: .*Freeze it"):
         run_ranks(call, 2)
@@ -102,17 +102,17 @@ def test_weights_that_are_trained_beside_adapters_are_refused():
 @pytest.mark.parametrize("fails", [False, True])
 def test_weights_are_there_again_behind_a_forward_that_ends_inside(fails):
     """As recomputation does in backward, and an error."""
-    whole = twin("bamba")
+    unsharded = tiny_model("bamba")
 
     def shapes():
-        model = whole.load(megatron_config=ConfigUnderTest(tp_size=2, recompute="full"))
+        model = unsharded.load(megatron_config=ConfigUnderTest(tp_size=2, recompute="full"))
         expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         if fails:
             model.model.layers[0].mamba.chunk_size = None
             with contextlib.suppress(TypeError):
-                model(**whole.batches[0])
+                model(**unsharded.batches[0])
         else:
-            model(**whole.batches[0]).loss.backward()
+            model(**unsharded.batches[0]).loss.backward()
         found = {name: tuple(value.shape) for name, value in model.state_dict().items()}
         return expected == {name: found[name] for name in expected}
 
@@ -120,10 +120,10 @@ def test_weights_are_there_again_behind_a_forward_that_ends_inside(fails):
 
 
 def test_weights_are_split_at_rest():
-    whole = twin("bamba")
+    unsharded = tiny_model("bamba")
 
     def sizes():
-        model = whole.load(megatron_config=ConfigUnderTest(tp_size=2))
+        model = unsharded.load(megatron_config=ConfigUnderTest(tp_size=2))
         mixer = model.model.layers[0].mamba
         return [
             (parameter.numel(), parameter.to_local().numel())
@@ -139,7 +139,7 @@ def test_weights_are_split_at_rest():
 
 def test_states_that_ranks_cannot_keep_are_refused_and_left_out_where_nobody_asks():
     """RWKV's model makes states as wide as hidden states: calls without say nothing of them, as in evaluation."""
-    made = make_twin(CONFIG_MAPPING["rwkv"]())
+    made = make_tiny_model(CONFIG_MAPPING["rwkv"]())
 
     def on_rank(layout):
         model = made.load(megatron_config=ConfigUnderTest(**layout)) if layout else made.load()

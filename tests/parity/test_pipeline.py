@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from hf_megatron import ConfigError, MegatronConfig, RankError, UnsupportedError, own_parameters
+from hf_megatron import ConfigError, MegatronConfig, RankError, UnsupportedError, local_named_parameters
 from hf_megatron.compat.torch_autograd import splits_python_functions
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
@@ -20,10 +20,10 @@ from hf_megatron.parallelize import parallel_state
 from hf_megatron.pipeline_parallel.schedules import SCHEDULES
 from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.measure import Measurement, _full, _gradients, measure
-from hf_megatron.testing.parity import Twin, check_twin
+from hf_megatron.testing.parity import TinyModel, check_tiny_model
 from hf_megatron.testing.tiny_model import make_batch
 from hf_megatron.testing.tolerances import gradient_errors
-from tests.shared_twins import make_twin
+from tests.shared_twins import make_tiny_model
 
 ALL_ZERO_STAGES = "pp2+dp2+zero0,pp2+dp2+zero1,pp2+dp2+zero2,pp2+dp2+zero3"
 # Model type, optimizer step's batches, layouts; types with tied and untied heads, and every odd boundary of the table
@@ -47,8 +47,8 @@ CASES = [
 
 
 @functools.lru_cache(maxsize=1)
-def _twin(model_type, microbatches=1, min_layers=4):
-    return make_twin(CONFIG_MAPPING[model_type](), microbatches=microbatches, batch_size=5, min_layers=min_layers)
+def _tiny_model(model_type, microbatches=1, min_layers=4):
+    return make_tiny_model(CONFIG_MAPPING[model_type](), microbatches=microbatches, batch_size=5, min_layers=min_layers)
 
 
 def _flat():
@@ -59,7 +59,7 @@ def _flat():
 
 @pytest.mark.parametrize(("model_type", "microbatches", "layout"), _flat())
 def test_equals_one_process(model_type, microbatches, layout):
-    comparison = check_twin(_twin(model_type, microbatches), layout)
+    comparison = check_tiny_model(_tiny_model(model_type, microbatches), layout)
     assert comparison.passed, comparison.report()
 
 
@@ -75,9 +75,9 @@ def test_schedules_equal_one_process(model_type, layout, batches, schedule):
     config = dataclasses.replace(config, pipeline_schedule=schedule, num_microbatches=4 if "int" in schedule else 5)
     if refused_on_this_torch(config):
         with pytest.raises(RankError, match="needs torch 2.13"):
-            check_twin(_twin(model_type, batches), config)
+            check_tiny_model(_tiny_model(model_type, batches), config)
         return
-    comparison = check_twin(_twin(model_type, batches), config)
+    comparison = check_tiny_model(_tiny_model(model_type, batches), config)
     assert comparison.passed, comparison.report()
 
 
@@ -91,7 +91,7 @@ def trained(stories):
     """Five layers and a tied head, as it was trained."""
     model = AutoModelForCausalLM.from_pretrained(stories)
     batches = [make_batch(model.config, batch_size=5, seed=seed) for seed in range(2)]
-    return Twin(type(model).__name__, stories, batches, measure(model, batches), model.config)
+    return TinyModel(type(model).__name__, stories, batches, measure(model, batches), model.config)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def trained(stories):
     ids=str,
 )
 def test_a_trained_model_of_five_layers(trained, changes):
-    comparison = check_twin(trained, MegatronConfig(**changes))
+    comparison = check_tiny_model(trained, MegatronConfig(**changes))
     assert comparison.passed, comparison.report()
 
 
@@ -122,16 +122,16 @@ def test_a_trained_model_of_five_layers(trained, changes):
     ids=str,
 )
 def test_uneven_stages_and_recomputation(changes):
-    twin = _twin("gemma2", 2)
-    assert twin.config.num_hidden_layers == 6
-    comparison = check_twin(twin, MegatronConfig(pp_size=2, **changes))
+    tiny_model = _tiny_model("gemma2", 2)
+    assert tiny_model.config.num_hidden_layers == 6
+    comparison = check_tiny_model(tiny_model, MegatronConfig(pp_size=2, **changes))
     assert comparison.passed, comparison.report()
 
 
 def test_fewer_rows_than_a_schedule_needs():
     """DualPipeV over two ranks needs four microbatches; three rows are filled up with one that counts for nothing."""
-    twin = make_twin(CONFIG_MAPPING["qwen3_moe"](), microbatches=2, batch_size=3, min_layers=4)
-    comparison = check_twin(twin, MegatronConfig(pp_size=2, pipeline_schedule="dualpipev"))
+    tiny_model = make_tiny_model(CONFIG_MAPPING["qwen3_moe"](), microbatches=2, batch_size=3, min_layers=4)
+    comparison = check_tiny_model(tiny_model, MegatronConfig(pp_size=2, pipeline_schedule="dualpipev"))
     assert comparison.passed, comparison.report()
 
 
@@ -140,9 +140,11 @@ def test_fewer_rows_than_a_schedule_needs():
 def test_both_ends_on_one_rank_share_a_table_over_replicas(schedule, zero_stage):
     """The head's backward is not the last that adds to a table's gradient, and no reduction may begin with it."""
     config = CONFIG_MAPPING["llama"](tie_word_embeddings=True)
-    twin = make_twin(config, changes={"tie_word_embeddings": True}, microbatches=2, min_layers=4, batch_size=8)
+    tiny_model = make_tiny_model(
+        config, changes={"tie_word_embeddings": True}, microbatches=2, min_layers=4, batch_size=8
+    )
     layout = MegatronConfig(pp_size=2, dp_size=2, pipeline_schedule=schedule, num_microbatches=4, zero_stage=zero_stage)
-    comparison = check_twin(twin, layout)
+    comparison = check_tiny_model(tiny_model, layout)
     assert comparison.passed, comparison.report()
 
 
@@ -165,15 +167,15 @@ def _collectives(layout):
 
         return counted
 
-    twin = _twin("llama", 1)
+    tiny_model = _tiny_model("llama", 1)
 
     def on_rank():
-        model = twin.load(megatron_config=layout).train()
-        model(**twin.batches[0]).loss.backward()
+        model = tiny_model.load(megatron_config=layout).train()
+        model(**tiny_model.batches[0]).loss.backward()
         for name in ("all_reduce", "broadcast", "all_to_all_single", "isend", "irecv"):
             setattr(dist, name, counting(name))
         counts.clear()
-        model(**twin.batches[0]).loss.backward()
+        model(**tiny_model.batches[0]).loss.backward()
         return dict(counts)
 
     return run_ranks(on_rank, layout.ranks_per_replica)
@@ -226,29 +228,31 @@ def _microbatched(model, batch, microbatches):
 def test_router_losses_of_all_stages(model_type, layout):
     changes = {"pipeline_schedule": "zbv"} if layout == "zbv" else {}
     [config] = parse_layouts("pp2" if layout == "zbv" else layout)
-    config = ConfigUnderTest(**{**config.to_dict(), **changes, "num_microbatches": 4, "auxiliary_loss": "microbatch"})
-    twin = _twin(model_type, 1)
+    config = ConfigUnderTest(
+        **{**config.to_dict(), **changes, "num_microbatches": 4, "router_aux_loss_scope": "microbatch"}
+    )
+    tiny_model = _tiny_model(model_type, 1)
 
     def numbers(model):
         model.config.output_router_logits = True
         model.train()
         with torch.no_grad():
-            evaluated = model(**twin.batches[0])
-        output = model(**twin.batches[0])
+            evaluated = model(**tiny_model.batches[0])
+        output = model(**tiny_model.batches[0])
         assert output.aux_loss > 0
         torch.testing.assert_close((evaluated.loss, evaluated.aux_loss), (output.loss.detach(), output.aux_loss))
         output.loss.backward()
         return Measurement(output.loss.item(), 0, 0, _full(model, _gradients(model)))
 
-    model = twin.load().train()
+    model = tiny_model.load().train()
     model.config.output_router_logits = True
-    loss = _microbatched(model, twin.batches[0], 4)
+    loss = _microbatched(model, tiny_model.batches[0], 4)
     reference = Measurement(loss, 0, 0, _full(model, _gradients(model)))
-    plain = twin.load().train()
-    _microbatched(plain, twin.batches[0], 4)
+    plain = tiny_model.load().train()
+    _microbatched(plain, tiny_model.batches[0], 4)
     without = Measurement(0, 0, 0, _full(plain, _gradients(plain)))
 
-    found = run_ranks(lambda: numbers(twin.load(megatron_config=config)), config.ranks_per_replica)
+    found = run_ranks(lambda: numbers(tiny_model.load(megatron_config=config)), config.ranks_per_replica)
     assert all(other.loss == found[0].loss for other in found)
     assert abs(found[0].loss / reference.loss - 1) < 1e-6
     worst = max(gradient_errors(found[0], reference), key=lambda error: error.value)
@@ -261,8 +265,8 @@ def test_router_losses_of_all_stages(model_type, layout):
 
 def test_scale_of_the_loss_and_order_of_backwards():
     """Scales that change, two losses at once, backwards in another order, a forward that nobody backpropagates."""
-    twin = _twin("llama", 2)
-    first, second = twin.batches
+    tiny_model = _tiny_model("llama", 2)
+    first, second = tiny_model.batches
 
     def gradients(model):
         model.train()
@@ -289,13 +293,13 @@ def test_scale_of_the_loss_and_order_of_backwards():
         note()
         return found
 
-    expected = gradients(twin.load())
+    expected = gradients(tiny_model.load())
     for layout in ("pp2", "pp2+dp2+zero1"):
         [config] = parse_layouts(layout)
         ranks = 2 * (config.dp_size or 1)
 
         def on_rank(config=config):
-            model = twin.load(megatron_config=ConfigUnderTest(**config.to_dict()))
+            model = tiny_model.load(megatron_config=ConfigUnderTest(**config.to_dict()))
             state = parallel_state(model)
             if state.mesh.dp_size == 1:
                 return gradients(model)
@@ -311,11 +315,11 @@ def test_scale_of_the_loss_and_order_of_backwards():
 
 
 def test_what_is_refused():
-    twin = _twin("llama", 1)
-    batch = twin.batches[0]
+    tiny_model = _tiny_model("llama", 1)
+    batch = tiny_model.batches[0]
 
     def on_rank():
-        model = twin.load(megatron_config=ConfigUnderTest(pp_size=2)).train()
+        model = tiny_model.load(megatron_config=ConfigUnderTest(pp_size=2)).train()
         with pytest.raises(UnsupportedError, match="no logits in a training step"):
             model(**batch).logits.argmax(-1)
         with pytest.raises(UnsupportedError, match="output_hidden_states"):
@@ -338,26 +342,26 @@ def test_what_is_refused():
     ],
 )
 def test_wrong_configs_raise_before_anything_is_loaded(config, message):
-    twin = _twin("llama", 1)
+    tiny_model = _tiny_model("llama", 1)
 
     def on_rank():
         with pytest.raises(ConfigError, match=message):
-            twin.load(megatron_config=ConfigUnderTest(**{"pp_size": 2, **config}))
+            tiny_model.load(megatron_config=ConfigUnderTest(**{"pp_size": 2, **config}))
 
     run_ranks(on_rank, 2)
 
 
 def test_only_owned_layers_exist():
-    twin = _twin("llama", 1)
+    tiny_model = _tiny_model("llama", 1)
 
     def on_rank():
-        model = twin.load(megatron_config=ConfigUnderTest(pp_size=2, pipeline_partition="layers"))
-        own = dict(own_parameters(model))
+        model = tiny_model.load(megatron_config=ConfigUnderTest(pp_size=2, pipeline_partition="layers"))
+        own = dict(local_named_parameters(model))
         return set(own), sum(p.numel() for p in own.values())
 
-    whole = {name: parameter.numel() for name, parameter in twin.load().named_parameters()}
+    unsharded = {name: parameter.numel() for name, parameter in tiny_model.load().named_parameters()}
     (first, first_size), (second, second_size) = run_ranks(on_rank, 2)
-    assert first | second == whole.keys() and not first & second
-    assert first_size + second_size == sum(whole.values())
+    assert first | second == unsharded.keys() and not first & second
+    assert first_size + second_size == sum(unsharded.values())
     assert "model.embed_tokens.weight" in first and "lm_head.weight" in second
-    assert {name for name in whole if name.startswith(("model.layers.0.", "model.layers.1."))} < first
+    assert {name for name in unsharded if name.startswith(("model.layers.0.", "model.layers.1."))} < first

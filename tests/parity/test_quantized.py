@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_t
 from torchao.quantization import Int8WeightOnlyConfig, PerTensor
 from transformers import CONFIG_MAPPING, BitsAndBytesConfig, TorchAoConfig, Trainer, TrainingArguments
 
-from hf_megatron.core.communication.full_tensor import whole_of
+from hf_megatron.core.communication.full_tensor import full_tensor_of
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.quantized_weight import QuantizedWeight
 from hf_megatron.errors import ConfigError, UnsupportedError
@@ -20,7 +20,7 @@ from hf_megatron.parallel_state import parallel_state
 from hf_megatron.tensor_parallel.quantization import eight_bit, four_bit, scheme
 from hf_megatron.testing.adapters import METHODS, find_targets
 from hf_megatron.testing.check import parse_layouts
-from hf_megatron.testing.parity import check_twin, make_twin, measured
+from hf_megatron.testing.parity import check_tiny_model, make_tiny_model, measured
 from hf_megatron.testing.tiny_model import draw_parameters
 
 SCHEMES = {
@@ -49,7 +49,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 @functools.cache
 def base_of(model_type):
     changes = {name: value for name, value in WIDE.items() if hasattr(CONFIG_MAPPING[model_type](), name)}
-    return make_twin(CONFIG_MAPPING[model_type](), changes=changes, microbatches=2, batch_size=4)
+    return make_tiny_model(CONFIG_MAPPING[model_type](), changes=changes, microbatches=2, batch_size=4)
 
 
 def in_full_precision(model):
@@ -76,7 +76,7 @@ def twin_of(model_type, name):
 
 @pytest.mark.parametrize(("model_type", "name", "text"), CASES)
 def test_adapters_of_quantized_bases(model_type, name, text):
-    comparison = check_twin(twin_of(model_type, name), parse_layouts(text)[0])
+    comparison = check_tiny_model(twin_of(model_type, name), parse_layouts(text)[0])
     assert comparison.passed, comparison.report()
 
 
@@ -86,26 +86,26 @@ def test_every_scheme_is_compared():
 
 def dense_weights(name, text, sabotage=None):
     """Largest difference of what codes stand for to those of one process, over all weights of the twin."""
-    twin = replace(base_of("llama"), arguments={"quantization_config": SCHEMES[name]()})
+    tiny_model = replace(base_of("llama"), arguments={"quantization_config": SCHEMES[name]()})
 
     def on_rank():
         if sabotage is not None:
             sabotage()
         [config] = parse_layouts(text)
-        model = twin.load(megatron_config=ConfigUnderTest(**config.to_dict()))
+        model = tiny_model.load(megatron_config=ConfigUnderTest(**config.to_dict()))
         linears = sorted(parallel_state(model).placed[scheme.NAME].linears)
         held = [isinstance(model.get_submodule(linear).weight, QuantizedWeight) for linear in linears]
         model.dequantize(torch.float32)
-        return all(held), {linear: whole_of(model.get_submodule(linear).weight) for linear in linears}
+        return all(held), {linear: full_tensor_of(model.get_submodule(linear).weight) for linear in linears}
 
     held, found = run_ranks(on_rank, 2)[0]
     assert held and found
-    reference = twin.load()
+    reference = tiny_model.load()
     differences = []
     for linear, weight in found.items():
         stock = reference.get_submodule(linear).weight
-        whole = stock.dequantize() if name == "torchao" else dequantize_4bit(stock.data, stock.quant_state)
-        differences.append((whole - weight).abs().max().item())
+        unsharded = stock.dequantize() if name == "torchao" else dequantize_4bit(stock.data, stock.quant_state)
+        differences.append((unsharded - weight).abs().max().item())
     return max(differences)
 
 
@@ -131,30 +131,32 @@ def test_blocks_that_two_ranks_share_are_found():
     def sabotage():
         four_bit.FourBit.misfit = lambda self, part: None
 
-    twin = replace(
-        make_twin(CONFIG_MAPPING["llama"]()), arguments={"quantization_config": SCHEMES["nf4"]()}, adapt=lambda m: m
+    tiny_model = replace(
+        make_tiny_model(CONFIG_MAPPING["llama"]()),
+        arguments={"quantization_config": SCHEMES["nf4"]()},
+        adapt=lambda m: m,
     )
 
     def on_rank():
         sabotage()
-        model = twin.load(megatron_config=ConfigUnderTest(tp_size=2))
+        model = tiny_model.load(megatron_config=ConfigUnderTest(tp_size=2))
         model.dequantize(torch.float32)
-        return whole_of(model.model.layers[0].self_attn.o_proj.weight)
+        return full_tensor_of(model.model.layers[0].self_attn.o_proj.weight)
 
-    stock = twin.load().model.layers[0].self_attn.o_proj.weight
+    stock = tiny_model.load().model.layers[0].self_attn.o_proj.weight
     assert (run_ranks(on_rank, 2)[0] - dequantize_4bit(stock.data, stock.quant_state)).abs().max() > 1e-2
 
 
 # What users do
 
 
-def trained(folder, twin, text=None, resume=None):
+def trained(folder, tiny_model, text=None, resume=None):
     """Losses of a Trainer's run, of its evaluation, and of the merged model."""
-    rows = [{name: values[i % 4] for name, values in twin.batches[0].items()} for i in range(16)]
+    rows = [{name: values[i % 4] for name, values in tiny_model.batches[0].items()} for i in range(16)]
     arguments = {} if text is None else {"megatron_config": ConfigUnderTest(**parse_layouts(text)[0].to_dict())}
-    model = prepare_model_for_kbit_training(in_full_precision(twin.load(**arguments)))
+    model = prepare_model_for_kbit_training(in_full_precision(tiny_model.load(**arguments)))
     torch.manual_seed(7)
-    model = get_peft_model(model, METHODS["lora"](find_targets(base_of("llama").load(), twin)))
+    model = get_peft_model(model, METHODS["lora"](find_targets(base_of("llama").load(), tiny_model)))
     settings = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 4}
     settings |= {"learning_rate": 1e-2, "report_to": [], "use_cpu": True, "gradient_checkpointing": True}
     trainer = Trainer(model, TrainingArguments(folder, **settings), train_dataset=rows, eval_dataset=rows[:4])
@@ -163,28 +165,30 @@ def trained(folder, twin, text=None, resume=None):
     losses.append(trainer.evaluate()["eval_loss"])
     if text is not None:
         with torch.no_grad():
-            losses.append(model.merge_and_unload()(**twin.batches[0]).loss.item())
+            losses.append(model.merge_and_unload()(**tiny_model.batches[0]).loss.item())
     return losses
 
 
 def test_a_trainer_resumes_on_another_layout_and_merges(tmp_path):
-    twin = replace(base_of("llama"), arguments={"quantization_config": SCHEMES["nf4_double"]()})
-    expected = trained(tmp_path / "one", twin)
-    split = run_ranks(lambda: trained(tmp_path / "tp", twin, "tp2"), 2)[0]
+    tiny_model = replace(base_of("llama"), arguments={"quantization_config": SCHEMES["nf4_double"]()})
+    expected = trained(tmp_path / "one", tiny_model)
+    split = run_ranks(lambda: trained(tmp_path / "tp", tiny_model, "tp2"), 2)[0]
     assert split[:5] == pytest.approx(expected, rel=1e-5)
     # What was merged is not rounded to codes: it is the model with the adapter.
     assert split[5] == pytest.approx(split[4], rel=1e-5)
-    resumed = run_ranks(lambda: trained(tmp_path / "pp", twin, "pp2", str(tmp_path / "tp" / "checkpoint-2")), 2)[0]
+    resumed = run_ranks(lambda: trained(tmp_path / "pp", tiny_model, "pp2", str(tmp_path / "tp" / "checkpoint-2")), 2)[
+        0
+    ]
     assert resumed == pytest.approx(split, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["nf4", "int8", "torchao"])
 def test_parameters_are_counted_as_in_one_process(name):
-    twin = replace(base_of("llama"), arguments={"quantization_config": SCHEMES[name]()})
+    tiny_model = replace(base_of("llama"), arguments={"quantization_config": SCHEMES[name]()})
 
     def counts(layout):
         arguments = {} if layout is None else {"megatron_config": layout}
-        model = twin.load(**arguments)
+        model = tiny_model.load(**arguments)
         wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
         return model.num_parameters(), wrapped.get_nb_trainable_parameters()
 
@@ -197,14 +201,14 @@ def test_adapters_are_made_in_the_dtype_of_products(storage):
     settings = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_quant_storage=storage
     )
-    twin = replace(base_of("llama"), arguments={"quantization_config": settings, "dtype": torch.bfloat16})
+    tiny_model = replace(base_of("llama"), arguments={"quantization_config": settings, "dtype": torch.bfloat16})
 
     def made(layout):
         arguments = {} if layout is None else {"megatron_config": layout}
-        model = prepare_model_for_kbit_training(twin.load(**arguments))
+        model = prepare_model_for_kbit_training(tiny_model.load(**arguments))
         torch.manual_seed(0)
         wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
-        return {name: whole_of(weight) for name, weight in wrapped.named_parameters() if weight.requires_grad}
+        return {name: full_tensor_of(weight) for name, weight in wrapped.named_parameters() if weight.requires_grad}
 
     one = run_ranks(made, 1, None)[0]
     found = run_ranks(made, 2, ConfigUnderTest(tp_size=2))[0]
@@ -223,8 +227,8 @@ def test_modules_that_stock_leaves_out():
     def on_rank():
         found = {}
         for name, settings in cases.items():
-            twin = replace(base_of("llama"), arguments={"quantization_config": settings})
-            model = twin.load(megatron_config=ConfigUnderTest(tp_size=2))
+            tiny_model = replace(base_of("llama"), arguments={"quantization_config": settings})
+            model = tiny_model.load(megatron_config=ConfigUnderTest(tp_size=2))
             found[name] = parallel_state(model).placed[scheme.NAME].linears
         return found
 
@@ -235,9 +239,9 @@ def test_modules_that_stock_leaves_out():
 
 
 def test_what_is_refused(tmp_path):
-    twin = base_of("llama")
-    narrow = make_twin(CONFIG_MAPPING["llama"]())
-    stock = replace(twin, arguments={"quantization_config": SCHEMES["nf4"]()}).load()
+    tiny_model = base_of("llama")
+    narrow = make_tiny_model(CONFIG_MAPPING["llama"]())
+    stock = replace(tiny_model, arguments={"quantization_config": SCHEMES["nf4"]()}).load()
     stock.save_pretrained(tmp_path / "quantized")
     cls = transformers.LlamaForCausalLM
 
@@ -255,20 +259,20 @@ def test_what_is_refused(tmp_path):
             return model
 
         load(narrow.directory, SCHEMES["nf4"](), tp_size=2)
-        load(twin.directory, SCHEMES["int8"](), tp_size=2)
-        load(twin.directory, BitsAndBytesConfig(load_in_8bit=True), pp_size=2)
-        load(twin.directory, SCHEMES["nf4"](), dp_size=2, zero_stage=3)
-        load(twin.directory, TorchAoConfig(Int8WeightOnlyConfig(granularity=PerTensor())), tp_size=2)
-        load(twin.directory, "nf4", tp_size=2)
+        load(tiny_model.directory, SCHEMES["int8"](), tp_size=2)
+        load(tiny_model.directory, BitsAndBytesConfig(load_in_8bit=True), pp_size=2)
+        load(tiny_model.directory, SCHEMES["nf4"](), dp_size=2, zero_stage=3)
+        load(tiny_model.directory, TorchAoConfig(Int8WeightOnlyConfig(granularity=PerTensor())), tp_size=2)
+        load(tiny_model.directory, "nf4", tp_size=2)
         load(tmp_path / "quantized", None, tp_size=2)
-        model = load(twin.directory, SCHEMES["nf4"](), tp_size=2)
-        wrapped = get_peft_model(model, METHODS["lora"](find_targets(twin.load(), twin)))
+        model = load(tiny_model.directory, SCHEMES["nf4"](), tp_size=2)
+        wrapped = get_peft_model(model, METHODS["lora"](find_targets(tiny_model.load(), tiny_model)))
         attempts = (
             lambda: model.model.layers[0].self_attn.q_proj.weight * 2,
             lambda: model.save_pretrained(tmp_path / "base"),
             lambda: torch.save(model.state_dict(), tmp_path / "state.pt"),
             lambda: wrapped.merge_adapter(),
-            lambda: wrapped.add_adapter("second", METHODS["dora"](find_targets(twin.load(), twin))),
+            lambda: wrapped.add_adapter("second", METHODS["dora"](find_targets(tiny_model.load(), tiny_model))),
         )
         for attempt in attempts:
             with pytest.raises(UnsupportedError) as error:

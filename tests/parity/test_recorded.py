@@ -18,12 +18,12 @@ from hf_megatron.models.registry import REGISTRY, register_model, registered_typ
 from hf_megatron.testing import parity
 from hf_megatron.testing.cases import case_of, cases_of, causal_types, image_types, task_of_class
 from hf_megatron.testing.check import features_on_layout, parse_layouts
-from hf_megatron.testing.parity import check_twin
-from hf_megatron.testing.parity import make_twin as make_own_twin
+from hf_megatron.testing.parity import check_tiny_model
+from hf_megatron.testing.parity import make_tiny_model as make_own_twin
 from hf_megatron.testing.resolve_model import resolve_config
 from hf_megatron.testing.tiny_config import tiny_config
 from hf_megatron.testing.tiny_model import TASKS
-from tests.shared_twins import make_twin
+from tests.shared_twins import make_tiny_model
 from tests.structure import ROOT
 
 REQUIRED = [
@@ -71,8 +71,8 @@ def test_what_must_be_supported_is_recorded():
 
 
 def test_a_causal_class_may_be_made_of_a_part_of_its_types_config():
-    whole = CONFIG_MAPPING["musicgen"]()
-    assert case_of(whole, "causal", None) == (whole.decoder, "causal", "MusicgenForCausalLM")
+    unsharded = CONFIG_MAPPING["musicgen"]()
+    assert case_of(unsharded, "causal", None) == (unsharded.decoder, "causal", "MusicgenForCausalLM")
     # Auto classes find a text config, and most classes take their type's.
     for config in (CONFIG_MAPPING["gemma3"](), CONFIG_MAPPING["llama"]()):
         found, _, class_name = case_of(config, "causal", None)
@@ -95,8 +95,8 @@ def test_causal_types_that_were_split_also_share_rows_or_are_refused_by_name():
 def test_causal_types_that_were_split_are_also_cut_or_refused_by_name():
     classes = ("ForCausalLM", "LMHeadModel")
     causal = {row["model_type"] for row in verified.records() if row["class"].endswith(classes) and row["passed"]}
-    whole = [row for row in verified.records() if not row["changes"]]
-    cuts = [row for row in whole if row["layout"] == "pp" and row["class"].endswith(classes)]
+    unsharded = [row for row in verified.records() if not row["changes"]]
+    cuts = [row for row in unsharded if row["layout"] == "pp" and row["class"].endswith(classes)]
     rows = {row["model_type"]: row for row in cuts}
     assert not causal - rows.keys()
     # What it does with several streams of tokens ends in a crash of one rank, and is no layout to be loaded.
@@ -219,8 +219,8 @@ def _bases():
 
 @pytest.mark.parametrize(("model_type", "layout"), _bases())
 def test_base_models_are_what_classes_with_a_head_were_compared_as(model_type, layout):
-    twin = make_twin(resolve_config(model_type, {}), task="hidden_states", microbatches=2, min_layers=2)
-    comparison = check_twin(twin, parse_layouts(layout)[0])
+    tiny_model = make_tiny_model(resolve_config(model_type, {}), task="hidden_states", microbatches=2, min_layers=2)
+    comparison = check_tiny_model(tiny_model, parse_layouts(layout)[0])
     assert comparison.passed, comparison.report()
 
 
@@ -255,10 +255,10 @@ def test_a_sample_again(row):
     config = resolve_config(row["model_type"], row["changes"])
     task = _task(row)
     class_name = _class_beside_auto(config, task, row["class"])
-    twin = make_twin(config, microbatches=2, task=task, class_name=class_name)
+    tiny_model = make_tiny_model(config, microbatches=2, task=task, class_name=class_name)
     [layout] = parse_layouts(_layout(row))
-    assert features_on_layout(twin.model_on_meta(), layout).parts == set(row["parts"])
-    comparison = check_twin(twin, layout)
+    assert features_on_layout(tiny_model.model_on_meta(), layout).parts == set(row["parts"])
+    comparison = check_tiny_model(tiny_model, layout)
     assert comparison.passed, comparison.report()
 
 
@@ -268,7 +268,7 @@ _SLICES = 8
 @pytest.mark.parametrize("number", range(_SLICES))
 def test_rows_are_of_what_is_built_today(number, monkeypatch):
     """A layout is loaded where what it is made of was compared: a plan that changes leaves its rows behind."""
-    monkeypatch.setattr(parity, "measured", lambda twin, best=0.0: twin)
+    monkeypatch.setattr(parity, "measured", lambda tiny_model, best=0.0: tiny_model)
     cases = {}
     for row in verified.records():
         if row["passed"]:
@@ -278,12 +278,12 @@ def test_rows_are_of_what_is_built_today(number, monkeypatch):
     for case in sorted(cases)[number::_SLICES]:
         model_type, class_name, changes, task = case
         config = resolve_config(model_type, json.loads(changes))
-        twin = make_own_twin(config, task=task, class_name=_class_beside_auto(config, task, class_name))
+        tiny_model = make_own_twin(config, task=task, class_name=_class_beside_auto(config, task, class_name))
         for row in cases[case]:
             [layout] = parse_layouts(_layout(row))
-            if features_on_layout(twin.model_on_meta(), layout).parts != set(row["parts"]):
+            if features_on_layout(tiny_model.model_on_meta(), layout).parts != set(row["parts"]):
                 stale.append((*case, layout.layout()))
-        twin.delete()
+        tiny_model.delete()
     assert not stale
 
 

@@ -17,8 +17,8 @@ from hf_megatron.parallel_state import parallel_state
 from hf_megatron.testing.cases import causal_types
 from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.measure import measure
-from hf_megatron.testing.parity import check_twin
-from tests.shared_twins import make_twin
+from hf_megatron.testing.parity import check_tiny_model
+from tests.shared_twins import make_tiny_model
 
 LAYOUTS = [
     "tp2",
@@ -36,8 +36,8 @@ LAYOUTS = [
 
 
 @pytest.fixture(scope="module")
-def twin():
-    return make_twin(CONFIG_MAPPING["deepseek_v3"](), microbatches=2)
+def tiny_model():
+    return make_tiny_model(CONFIG_MAPPING["deepseek_v3"](), microbatches=2)
 
 
 def routing_of(input_ids, layers, experts, choices):
@@ -63,25 +63,25 @@ def replay_by_token(model):
 
 
 @pytest.fixture(scope="module")
-def replayed(twin):
+def replayed(tiny_model):
     """The twin, whose reference replays."""
-    model = twin.load()
+    model = tiny_model.load()
     replay_by_token(model)
-    reference = measure(model, twin.batches)
-    assert abs(reference.loss - twin.reference.loss) > 1e-4
-    return dataclasses.replace(twin, reference=reference)
+    reference = measure(model, tiny_model.batches)
+    assert abs(reference.loss - tiny_model.reference.loss) > 1e-4
+    return dataclasses.replace(tiny_model, reference=reference)
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_replay(replayed, text):
-    comparison = check_twin(replayed, parse_layouts(text)[0], prepare=replay_by_token)
+    comparison = check_tiny_model(replayed, parse_layouts(text)[0], prepare=replay_by_token)
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("text", ["tp2", "dp2+ep2", "tp2+sp+pp2+ep2", "cp2+ep2"])
 def test_layers_that_are_computed_again(replayed, text):
     layout = dataclasses.replace(parse_layouts(text)[0], recompute="full")
-    comparison = check_twin(replayed, layout, prepare=replay_by_token)
+    comparison = check_tiny_model(replayed, layout, prepare=replay_by_token)
     assert comparison.passed, comparison.report()
 
 
@@ -97,14 +97,14 @@ def without_the_cut():
 
 
 def test_routing_of_other_tokens_is_found(replayed):
-    assert not check_twin(
+    assert not check_tiny_model(
         replayed, parse_layouts("dp2+ep2")[0], prepare=replay_by_token, sabotage=without_the_cut
     ).passed
 
 
-def recorded_on(twin, layout):
-    model = twin.load(megatron_config=ConfigUnderTest(**layout.to_dict())).eval()
-    batch = twin.batches[0]["input_ids"]
+def recorded_on(tiny_model, layout):
+    model = tiny_model.load(megatron_config=ConfigUnderTest(**layout.to_dict())).eval()
+    batch = tiny_model.batches[0]["input_ids"]
     mesh = parallel_state(model).mesh
     rows = batch.tensor_split(mesh.dp_size)[mesh.dp_rank]
     with record_routing(model) as routing, torch.no_grad():
@@ -114,17 +114,17 @@ def recorded_on(twin, layout):
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
-def test_recorded_alike(twin, text):
+def test_recorded_alike(tiny_model, text):
     layout = parse_layouts(text)[0]
-    model = twin.load().eval()
-    batch = twin.batches[0]["input_ids"]
+    model = tiny_model.load().eval()
+    batch = tiny_model.batches[0]["input_ids"]
     with record_routing(model) as routing, torch.no_grad():
         model(input_ids=batch)
     assert routing.calls[0].min() >= 0 and len(routing.calls) == 1
     for rank, ranks, layers, calls in run_ranks(
         recorded_on,
         layout.ranks_per_replica * layout.dp_size if layout.dp_size else layout.ranks_per_replica,
-        twin,
+        tiny_model,
         layout,
     ):
         own = routing.calls[0].tensor_split(ranks, 1)[rank]
@@ -132,9 +132,9 @@ def test_recorded_alike(twin, text):
         assert torch.equal(calls[0], own) and torch.equal(calls[1], own)
 
 
-def generated_and_trained(twin, megatron_config=None):
-    model = twin.load(megatron_config=megatron_config).eval()
-    prompt = twin.batches[0]["input_ids"][:2, :5]
+def generated_and_trained(tiny_model, megatron_config=None):
+    model = tiny_model.load(megatron_config=megatron_config).eval()
+    prompt = tiny_model.batches[0]["input_ids"][:2, :5]
     with record_routing(model) as routing:
         tokens = model.generate(prompt, max_new_tokens=6, min_new_tokens=6, do_sample=False, use_cache=True)
     with torch.no_grad():
@@ -148,13 +148,13 @@ def generated_and_trained(twin, megatron_config=None):
     return tokens, joined, loss.item()
 
 
-def test_what_generated_is_trained(twin):
+def test_what_generated_is_trained(tiny_model):
     """The routing of `generate()`, prompt and tokens one by one, in a forward of the whole rows."""
-    tokens, joined, loss = generated_and_trained(twin)
+    tokens, joined, loss = generated_and_trained(tiny_model)
     assert joined.shape[2] == tokens.shape[1] - 1
     for text, ranks in (("tp2+sp+ep2", 2), ("pp2", 2), ("cp2+ep2", 2)):
         layout = ConfigUnderTest(**parse_layouts(text)[0].to_dict())
-        for found in run_ranks(generated_and_trained, ranks, twin, layout):
+        for found in run_ranks(generated_and_trained, ranks, tiny_model, layout):
             assert torch.equal(found[0], tokens) and torch.equal(found[1], joined)
             assert abs(found[2] - loss) < 1e-5
 
@@ -169,9 +169,9 @@ BY_OTHER_MEANS = {"phimoe"}
 @pytest.mark.parametrize("model_type", sorted(set(MIXTURES) & set(causal_types())))
 def test_every_router(model_type):
     """What was recorded is chosen again by routers of other weights, whose gradients are those of the choice."""
-    twin = make_twin(CONFIG_MAPPING[model_type](**WITH_EXPERTS.get(model_type, {})))
-    model = twin.load().eval()
-    batch = {"input_ids": twin.batches[0]["input_ids"]}
+    tiny_model = make_tiny_model(CONFIG_MAPPING[model_type](**WITH_EXPERTS.get(model_type, {})))
+    model = tiny_model.load().eval()
+    batch = {"input_ids": tiny_model.batches[0]["input_ids"]}
     if model_type in BY_OTHER_MEANS:
         with pytest.raises(UnsupportedError, match=r"does not choose by torch\.topk"), record_routing(model):
             model(**batch)
@@ -188,19 +188,19 @@ def test_every_router(model_type):
     assert output.logits.isfinite().all()
 
 
-def test_bad_routing_is_named(twin):
-    model = twin.load()
-    batch = twin.batches[0]["input_ids"]
+def test_bad_routing_is_named(tiny_model):
+    model = tiny_model.load()
+    batch = tiny_model.batches[0]["input_ids"]
     with record_routing(model) as routing:
         model(input_ids=batch)
-    whole = routing.calls[0]
+    unsharded = routing.calls[0]
     for wrong, message in (
-        (whole[:-1], "has to be"),
-        (whole.float(), "has to be"),
-        (whole + 1000, "experts are"),
-        (whole[:, :1], "routing of 1 rows"),
-        (whole[..., :1], "routing of 1 choices"),
-        (torch.cat([whole, whole], 2), "for a call of"),
+        (unsharded[:-1], "has to be"),
+        (unsharded.float(), "has to be"),
+        (unsharded + 1000, "experts are"),
+        (unsharded[:, :1], "routing of 1 rows"),
+        (unsharded[..., :1], "routing of 1 choices"),
+        (torch.cat([unsharded, unsharded], 2), "for a call of"),
     ):
         with pytest.raises(ConfigError, match=message), replay_routing(model, wrong):
             model(input_ids=batch)
@@ -211,14 +211,14 @@ def test_bad_routing_is_named(twin):
 
 
 @pytest.mark.parametrize("text", [None, "tp2", "dp2+ep2"])
-def test_recording_changes_no_gradient(twin, text):
+def test_recording_changes_no_gradient(tiny_model, text):
     """Also of layers that are computed again behind the context."""
 
     def gradient(records):
         config = {} if text is None else {"megatron_config": ConfigUnderTest(**parse_layouts(text)[0].to_dict())}
-        model = twin.load(**config).train()
+        model = tiny_model.load(**config).train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        batch = {name: value[:1] for name, value in twin.batches[0].items()}
+        batch = {name: value[:1] for name, value in tiny_model.batches[0].items()}
         with record_routing(model) if records else contextlib.nullcontext():
             loss = model(**batch).loss
         loss.backward()
@@ -232,16 +232,16 @@ def test_recording_changes_no_gradient(twin, text):
         assert torch.equal(plain, seen)
 
 
-def test_reentrant_checkpoints_are_refused(twin):
-    model = twin.load().train()
+def test_reentrant_checkpoints_are_refused(tiny_model):
+    model = tiny_model.load().train()
     with record_routing(model) as routing:
-        model(input_ids=twin.batches[0]["input_ids"])
+        model(input_ids=tiny_model.batches[0]["input_ids"])
     model.gradient_checkpointing_enable({"use_reentrant": True})
     with pytest.raises(UnsupportedError, match="use_reentrant"), replay_routing(model, routing):
         pass
 
 
 def test_models_without_experts_are_named():
-    model = make_twin(CONFIG_MAPPING["llama"]()).load()
+    model = make_tiny_model(CONFIG_MAPPING["llama"]()).load()
     with pytest.raises(ConfigError, match="no layer with experts"), record_routing(model):
         pass

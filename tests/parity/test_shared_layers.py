@@ -14,8 +14,8 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import RankError
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.pipeline_parallel.stage_runner import StageRunner
-from hf_megatron.testing.parity import check_twin
-from tests.shared_twins import make_twin
+from hf_megatron.testing.parity import check_tiny_model
+from tests.shared_twins import make_tiny_model
 
 LAYOUTS = {
     "pp2": {},
@@ -27,13 +27,13 @@ LAYOUTS = {
 
 
 @functools.lru_cache(maxsize=1)
-def twin(model_type):
-    return make_twin(CONFIG_MAPPING[model_type](), microbatches=2)
+def tiny_model(model_type):
+    return make_tiny_model(CONFIG_MAPPING[model_type](), microbatches=2)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_equal_one_process(layout):
-    comparison = check_twin(twin("zamba"), ConfigUnderTest(pp_size=2, **LAYOUTS[layout]))
+    comparison = check_tiny_model(tiny_model("zamba"), ConfigUnderTest(pp_size=2, **LAYOUTS[layout]))
     assert comparison.passed, comparison.report()
 
 
@@ -42,13 +42,13 @@ def gradients_of_one_stage():
 
 
 def test_a_seeded_fault_is_found():
-    comparison = check_twin(twin("zamba"), ConfigUnderTest(pp_size=2), sabotage=gradients_of_one_stage)
+    comparison = check_tiny_model(tiny_model("zamba"), ConfigUnderTest(pp_size=2), sabotage=gradients_of_one_stage)
     # Beside the embedding, which the head is tied to.
     assert any("shared_transf" in str(error) for error in comparison.errors if error.value > 1)
 
 
 def test_what_is_saved_is_one_process_s():
-    folder, made = Path(tempfile.mkdtemp()), twin("zamba")
+    folder, made = Path(tempfile.mkdtemp()), tiny_model("zamba")
 
     def on_rank():
         made.load(megatron_config=ConfigUnderTest(pp_size=2)).save_pretrained(folder)
@@ -60,17 +60,17 @@ def test_what_is_saved_is_one_process_s():
 
 
 def test_more_than_two_ranks_are_refused():
-    made = twin("zamba")
+    made = tiny_model("zamba")
     with pytest.raises(RankError, match="a weight that layers of several stages share"):
         run_ranks(lambda: made.load(megatron_config=ConfigUnderTest(pp_size=4)), 4)
 
 
 def test_adapters_on_a_shared_block_are_refused():
     def on_rank():
-        model = twin("zamba").load(megatron_config=ConfigUnderTest(pp_size=2))
+        model = tiny_model("zamba").load(megatron_config=ConfigUnderTest(pp_size=2))
         model = get_peft_model(model, LoraConfig(target_modules=["o_proj"])).train()
-        model(**twin("zamba").batches[0])
+        model(**tiny_model("zamba").batches[0])
 
-    twin("zamba")
+    tiny_model("zamba")
     with pytest.raises(RankError, match=r"shared_transf.* is held by two stages of the pipeline, and an adapter"):
         run_ranks(on_rank, 2)

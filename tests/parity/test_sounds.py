@@ -13,15 +13,15 @@ from hf_megatron.models import verified
 from hf_megatron.models.modalities import sample_index
 from hf_megatron.pipeline_parallel import microbatches
 from hf_megatron.testing.model_overrides import WITH_SOUNDS
-from hf_megatron.testing.parity import check_twin
-from tests.shared_twins import make_twin
+from hf_megatron.testing.parity import check_tiny_model
+from tests.shared_twins import make_tiny_model
 from tests.structure import ROOT
 
 
 @functools.lru_cache(maxsize=1)
-def twin(model_type):
+def tiny_model(model_type):
     config = CONFIG_MAPPING[model_type](**WITH_SOUNDS.get(model_type, {}))
-    return make_twin(config, task="sound", microbatches=2, min_layers=4, batch_size=4)
+    return make_tiny_model(config, task="sound", microbatches=2, min_layers=4, batch_size=4)
 
 
 LAYOUTS = {
@@ -33,23 +33,23 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("model_type", LAYOUTS)
 def test_layouts_equal_one_process(model_type):
-    comparison = check_twin(twin(model_type), ConfigUnderTest(**LAYOUTS[model_type]))
+    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**LAYOUTS[model_type]))
     assert comparison.passed, comparison.report()
 
 
 def test_sounds_of_another_row_are_found():
     """The seeded fault: with as many clips and placeholders."""
-    original = sample_index.rows_with_sounds
+    original = sample_index.samples_with_audio
 
     def sabotage():
         def of_other(arguments, rows, config):
             found = original(arguments, rows, config)
             return found | ({"input_features": found["input_features"].flip(0)} if found else {})
 
-        sample_index.rows_with_sounds = of_other
+        sample_index.samples_with_audio = of_other
 
     layout = ConfigUnderTest(pp_size=2, num_microbatches=2)
-    comparison = check_twin(twin("glmasr"), layout, sabotage=sabotage)
+    comparison = check_tiny_model(tiny_model("glmasr"), layout, sabotage=sabotage)
     assert not comparison.passed and comparison.worst.value > 10
 
 
@@ -63,21 +63,21 @@ def clips_of_other_rows():
 
 
 def test_clips_that_are_added_to_the_tokens_of_their_rows():
-    voxtral = make_twin(CONFIG_MAPPING["voxtral_realtime"](), task="sound", microbatches=2)
+    voxtral = make_tiny_model(CONFIG_MAPPING["voxtral_realtime"](), task="sound", microbatches=2)
     for layout in ({"pp_size": 2}, {"tp_size": 2, "sequence_parallel": True}):
-        comparison = check_twin(voxtral, ConfigUnderTest(**layout))
+        comparison = check_tiny_model(voxtral, ConfigUnderTest(**layout))
         assert comparison.passed, comparison.report()
-    assert not check_twin(voxtral, ConfigUnderTest(pp_size=2), sabotage=clips_of_other_rows).passed
+    assert not check_tiny_model(voxtral, ConfigUnderTest(pp_size=2), sabotage=clips_of_other_rows).passed
 
 
 def test_pipelines_refuse_sounds_of_types_that_were_not_compared_with_them(monkeypatch):
     rows = tuple(row | {"media": ["images"]} for row in verified.records())
     monkeypatch.setattr(verified, "records", lambda: rows)
-    whole = twin("glmasr")
+    unsharded = tiny_model("glmasr")
 
     def call():
-        model = whole.load(megatron_config=MegatronConfig(pp_size=2, num_microbatches=2))
-        model(**whole.batches[0])
+        model = unsharded.load(megatron_config=MegatronConfig(pp_size=2, num_microbatches=2))
+        model(**unsharded.batches[0])
 
     with pytest.raises(RankError, match=r"input_features: .*types that were compared so"):
         run_ranks(call, 2)
@@ -85,12 +85,12 @@ def test_pipelines_refuse_sounds_of_types_that_were_not_compared_with_them(monke
 
 def test_a_weight_that_the_class_froze_is_trained_where_a_file_has_it():
     """As in one process, where the loader puts a new parameter in the place of the frozen one."""
-    whole = make_twin(CONFIG_MAPPING["voxtral"](audio_token_id=24), task="sound", microbatches=1)
+    unsharded = make_tiny_model(CONFIG_MAPPING["voxtral"](audio_token_id=24), task="sound", microbatches=1)
     frozen = "model.audio_tower.embed_positions.weight"
-    assert whole.load().get_parameter(frozen).requires_grad
+    assert unsharded.load().get_parameter(frozen).requires_grad
 
     def flags():
-        model = whole.load(megatron_config=ConfigUnderTest(tp_size=2))
+        model = unsharded.load(megatron_config=ConfigUnderTest(tp_size=2))
         return model.get_parameter(frozen).requires_grad
 
     assert run_ranks(flags, 2) == [True, True]

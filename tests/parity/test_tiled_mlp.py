@@ -12,8 +12,8 @@ from hf_megatron.core.memory import activation_offload, tiled_mlp
 from hf_megatron.core.memory.activation_offload import OffloadedInputs
 from hf_megatron.core.memory.tiled_mlp import TiledMLP, find_mlps
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
-from hf_megatron.testing.parity import check_twin
-from tests.shared_twins import make_twin
+from hf_megatron.testing.parity import check_tiny_model
+from tests.shared_twins import make_tiny_model
 
 LAYOUTS = {
     "tp2": {"tp_size": 2},
@@ -26,8 +26,8 @@ LAYOUTS = {
 
 
 @functools.lru_cache(maxsize=2)
-def twin(model_type):
-    return make_twin(CONFIG_MAPPING[model_type](), microbatches=2)
+def tiny_model(model_type):
+    return make_tiny_model(CONFIG_MAPPING[model_type](), microbatches=2)
 
 
 def requires(kind, count):
@@ -44,27 +44,27 @@ def requires(kind, count):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_tiles_equal_one_process(name, recompute):
     layout = ConfigUnderTest(**LAYOUTS[name], mlp_chunk_size=7, recompute=recompute)
-    comparison = check_twin(twin("llama"), layout, prepare=requires(TiledMLP, 1))
+    comparison = check_tiny_model(tiny_model("llama"), layout, prepare=requires(TiledMLP, 1))
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gemma2", "deepseek_v3", "phi3"])
 def test_types_equal_one_process(model_type):
     layout = ConfigUnderTest(tp_size=2, mlp_chunk_size=5)
-    comparison = check_twin(twin(model_type), layout, prepare=requires(TiledMLP, 1))
+    comparison = check_tiny_model(tiny_model(model_type), layout, prepare=requires(TiledMLP, 1))
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_offloaded_inputs_equal_one_process(name):
     layout = ConfigUnderTest(**LAYOUTS[name], recompute="full", offload_activations=True)
-    comparison = check_twin(twin("llama"), layout, prepare=requires(OffloadedInputs, 1))
+    comparison = check_tiny_model(tiny_model("llama"), layout, prepare=requires(OffloadedInputs, 1))
     assert comparison.passed, comparison.report()
 
 
 def test_tiles_of_views():
     """GPT-2's linears view what they are given, and tiles of several rows are none of one piece."""
-    comparison = check_twin(twin("gpt2"), ConfigUnderTest(cp_size=2, mlp_chunk_size=5))
+    comparison = check_tiny_model(tiny_model("gpt2"), ConfigUnderTest(cp_size=2, mlp_chunk_size=5))
     assert comparison.passed, comparison.report()
 
 
@@ -84,7 +84,7 @@ def hands_back_another():
     ],
 )
 def test_a_fault_is_found(fault, fields):
-    assert not check_twin(twin("llama"), ConfigUnderTest(tp_size=2, **fields), sabotage=fault).passed
+    assert not check_tiny_model(tiny_model("llama"), ConfigUnderTest(tp_size=2, **fields), sabotage=fault).passed
 
 
 def test_which_modules_are_mlps():
@@ -97,7 +97,7 @@ def test_which_modules_are_mlps():
         ("qwen3_moe", set()),
         ("opt", set()),
     ):
-        model = twin(model_type).model_on_meta()
+        model = tiny_model(model_type).model_on_meta()
         layers = next(name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
         found = {name.removeprefix(f"{layers}.").partition(".")[2] for name in find_mlps(model, layers)}
         assert found == expected, model_type
@@ -140,7 +140,7 @@ class OffloadedLayer(OffloadedInputs):
 
 def test_models_without_mlps_say_so():
     with pytest.raises(RankError, match="mlp_chunk_size = 8: the layers of OPTForCausalLM have no module"):
-        check_twin(twin("opt"), ConfigUnderTest(tp_size=2, mlp_chunk_size=8))
+        check_tiny_model(tiny_model("opt"), ConfigUnderTest(tp_size=2, mlp_chunk_size=8))
 
 
 @pytest.mark.parametrize(

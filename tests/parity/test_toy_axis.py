@@ -10,14 +10,14 @@ from hf_megatron import parallelize
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.testing.check import parse_layouts
-from hf_megatron.testing.parity import check_twin
-from tests.shared_twins import make_twin
+from hf_megatron.testing.parity import check_tiny_model
+from tests.shared_twins import make_tiny_model
 from tests.toy_axis import axis
 
 
 @pytest.fixture(scope="module")
-def twin():
-    return make_twin(CONFIG_MAPPING["llama"](), microbatches=2, batch_size=5)
+def tiny_model():
+    return make_tiny_model(CONFIG_MAPPING["llama"](), microbatches=2, batch_size=5)
 
 
 def with_the_axis():
@@ -31,13 +31,13 @@ def only_the_split_ones(model):
 
 
 @pytest.mark.parametrize("text", ["dp2+zero0", "dp2+zero1", "dp4+zero0", "dp4+zero1", "dp4+zero2", "pp2+dp2+zero1"])
-def test_parity_over_a_new_axis(twin, text):
+def test_parity_over_a_new_axis(tiny_model, text):
     [layout] = parse_layouts(text)
-    comparison = check_twin(twin, layout, sabotage=with_the_axis, prepare=only_the_split_ones)
+    comparison = check_tiny_model(tiny_model, layout, sabotage=with_the_axis, prepare=only_the_split_ones)
     assert comparison.passed, comparison.worst
 
 
-def test_parts_averaged_over_the_wrong_ranks_are_found(twin):
+def test_parts_averaged_over_the_wrong_ranks_are_found(tiny_model):
     """The seeded fault: a part's gradient is averaged over all dp ranks, those with the other part included."""
 
     def sabotage():
@@ -56,7 +56,7 @@ def test_parts_averaged_over_the_wrong_ranks_are_found(twin):
         with_the_axis()
 
     [layout] = parse_layouts("dp2+zero1")
-    comparison = check_twin(twin, layout, sabotage=sabotage)
+    comparison = check_tiny_model(tiny_model, layout, sabotage=sabotage)
     assert not comparison.passed and comparison.worst.value > 10
 
 

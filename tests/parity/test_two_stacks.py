@@ -11,21 +11,21 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import RankError
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.pipeline_parallel.boundary import ENCODED, HIDDEN_STATES, StageBoundary
-from hf_megatron.pipeline_parallel.stage_payload import Crossings
-from hf_megatron.testing.parity import check_twin
-from tests.shared_twins import make_twin
+from hf_megatron.pipeline_parallel.stage_payload import StagePayload
+from hf_megatron.testing.parity import check_tiny_model
+from tests.shared_twins import make_tiny_model
 
 # Relative positions cross; learned positions; final norms that are defined before the layers.
 TYPES = ("t5", "bart", "t5gemma")
 
 
 @functools.lru_cache(maxsize=1)
-def twin(model_type):
-    return make_twin(CONFIG_MAPPING[model_type](), task="seq2seq", microbatches=2)
+def tiny_model(model_type):
+    return make_tiny_model(CONFIG_MAPPING[model_type](), task="seq2seq", microbatches=2)
 
 
 def layers_of(model_type):
-    return len([name for name, _ in twin(model_type).model_on_meta().named_modules() if is_layer(name)])
+    return len([name for name, _ in tiny_model(model_type).model_on_meta().named_modules() if is_layer(name)])
 
 
 def is_layer(name):
@@ -42,20 +42,20 @@ def test_every_cut_equals_one_process(model_type):
     layers = layers_of(model_type)
     for first in range(1, layers):
         layout = ConfigUnderTest(pp_size=2, pipeline_partition=(first, layers - first))
-        comparison = check_twin(twin(model_type), layout)
+        comparison = check_tiny_model(tiny_model(model_type), layout)
         assert comparison.passed, (first, comparison.report())
 
 
 def test_experts_in_a_dict_choose_among_tokens_of_a_split_sequence():
     """Each of them is called with tokens of its own, of which no rank has a part."""
-    comparison = check_twin(twin("switch_transformers"), ConfigUnderTest(tp_size=2, sequence_parallel=True))
+    comparison = check_tiny_model(tiny_model("switch_transformers"), ConfigUnderTest(tp_size=2, sequence_parallel=True))
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}, {"pp_size": 2}])
 @pytest.mark.parametrize("types", ["bert-roberta", "electra-bert"])
 def test_an_encoder_and_a_decoder_have_the_plans_of_their_own_types(types, layout):
-    comparison = check_twin(twin_of_two(types), ConfigUnderTest(**layout))
+    comparison = check_tiny_model(twin_of_two(types), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
 
 
@@ -64,7 +64,7 @@ def twin_of_two(types):
     encoder, decoder = (CONFIG_MAPPING[name]() for name in types.split("-"))
     config = EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder, decoder_start_token_id=1)
     config.pad_token_id = 0
-    return make_twin(config, task="seq2seq", microbatches=2)
+    return make_tiny_model(config, task="seq2seq", microbatches=2)
 
 
 @pytest.mark.parametrize("model_type", ["fsmt", "pegasus_x"])
@@ -73,7 +73,7 @@ def test_layers_of_both_stacks_hand_on_other_values(model_type):
     layers = layers_of(model_type)
     for partition in ((1, 1, layers - 2), (layers // 2, 1, layers - layers // 2 - 1)):
         layout = ConfigUnderTest(pp_size=3, pipeline_partition=partition, num_microbatches=3)
-        comparison = check_twin(twin(model_type), layout)
+        comparison = check_tiny_model(tiny_model(model_type), layout)
         assert comparison.passed, (partition, comparison.report())
 
 
@@ -83,10 +83,10 @@ def test_global_tokens_that_do_not_cross_are_found(monkeypatch):
         self.values = {place: torch.zeros_like(value) for place, value in self.values.items()}
         return hidden_states
 
-    original = Crossings.take_values
-    monkeypatch.setattr(Crossings, "take_values", take_values)
+    original = StagePayload.take_values
+    monkeypatch.setattr(StagePayload, "take_values", take_values)
     layout = ConfigUnderTest(pp_size=2, pipeline_partition=(1, layers_of("pegasus_x") - 1))
-    assert not check_twin(twin("pegasus_x"), layout).passed
+    assert not check_tiny_model(tiny_model("pegasus_x"), layout).passed
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -96,7 +96,7 @@ def test_stages_between_pass_on(model_type):
     half = layers // 2
     for partition in ((1, 1, layers - 2), (1, half - 1, half), (2, half - 1, half - 1), (half, 1, half - 1)):
         layout = ConfigUnderTest(pp_size=3, pipeline_partition=partition, num_microbatches=3)
-        comparison = check_twin(twin(model_type), layout)
+        comparison = check_tiny_model(tiny_model(model_type), layout)
         assert comparison.passed, (partition, comparison.report())
 
 
@@ -115,9 +115,9 @@ def test_stages_between_pass_on(model_type):
 def test_layouts_equal_one_process(model_type, layout):
     if model_type == "t5" and layout.get("pipeline_schedule") == "zbv":
         with pytest.raises(RankError, match="relative_attention_bias.weight of the decoder's first layer"):
-            check_twin(twin(model_type), ConfigUnderTest(**layout))
+            check_tiny_model(tiny_model(model_type), ConfigUnderTest(**layout))
         return
-    comparison = check_twin(twin(model_type), ConfigUnderTest(**layout))
+    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
 
 
@@ -133,12 +133,12 @@ def test_layouts_equal_one_process(model_type, layout):
 )
 @pytest.mark.parametrize("model_type", TYPES)
 def test_generation_equals_one_process(model_type, layout):
-    batch = twin(model_type).batches[0]
+    batch = tiny_model(model_type).batches[0]
     prompt = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
     fixed = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "decoder_start_token_id": 1}
 
     def generate(**layout):
-        model = twin(model_type).load(**layout).eval()
+        model = tiny_model(model_type).load(**layout).eval()
         ways = ({}, {"num_beams": 3}, {"use_cache": False})
         return [model.generate(**prompt, pad_token_id=0, **fixed, **way) for way in ways]
 
@@ -152,12 +152,14 @@ def test_generation_equals_one_process(model_type, layout):
 def test_generation_calls_an_encoder_whose_tokens_are_whole(model_type):
     """Pegasus-X's encoder has no stack that is split: its layers call their linears by themselves."""
     prompt = {
-        "input_ids": make_twin(CONFIG_MAPPING[model_type](), task="seq2seq", microbatches=2).batches[0]["input_ids"]
+        "input_ids": make_tiny_model(CONFIG_MAPPING[model_type](), task="seq2seq", microbatches=2).batches[0][
+            "input_ids"
+        ]
     }
     fixed = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "decoder_start_token_id": 1}
 
     def generate(**layout):
-        model = make_twin(CONFIG_MAPPING[model_type](), task="seq2seq", microbatches=2).load(**layout).eval()
+        model = make_tiny_model(CONFIG_MAPPING[model_type](), task="seq2seq", microbatches=2).load(**layout).eval()
         return [model.generate(**prompt, pad_token_id=0, **fixed, **way) for way in ({}, {"num_beams": 3})]
 
     [expected] = run_ranks(generate, 1)
@@ -169,10 +171,10 @@ def test_generation_calls_an_encoder_whose_tokens_are_whole(model_type):
 
 def test_an_encoder_alone_and_its_output_given():
     """What `generate()` does, by hand: with its output given the decoder's layers alone run."""
-    batch = twin("bart").batches[0]
+    batch = tiny_model("bart").batches[0]
 
     def run(**layout):
-        model = twin("bart").load(**layout).eval()
+        model = tiny_model("bart").load(**layout).eval()
         with torch.no_grad():
             encoded = model.get_encoder()(input_ids=batch["input_ids"]).last_hidden_state
             outputs = model(encoder_outputs=(encoded,), decoder_input_ids=batch["labels"].clamp(min=0))
@@ -185,7 +187,7 @@ def test_an_encoder_alone_and_its_output_given():
 
 
 def test_an_encoder_alone_has_no_gradients():
-    bart = twin("bart")
+    bart = tiny_model("bart")
 
     def run():
         model = bart.load(megatron_config=ConfigUnderTest(pp_size=2))
@@ -197,14 +199,14 @@ def test_an_encoder_alone_has_no_gradients():
 
 def test_one_embedding_is_not_split_as_several():
     with pytest.raises(RankError, match="are model.shared.weight, which FSDP2 would split as weights of their own"):
-        check_twin(twin("bart"), ConfigUnderTest(pp_size=2, dp_size=2, zero_stage=3))
+        check_tiny_model(tiny_model("bart"), ConfigUnderTest(pp_size=2, dp_size=2, zero_stage=3))
 
 
 def of_argument(name):
     """Drops the gradient of an argument that crosses."""
 
     def fault():
-        original = Crossings.of_message.__func__
+        original = StagePayload.of_message.__func__
 
         def of_message(cls, message):
             found = original(cls, message)
@@ -213,7 +215,7 @@ def of_argument(name):
             }
             return found
 
-        Crossings.of_message = classmethod(of_message)
+        StagePayload.of_message = classmethod(of_message)
 
     return fault
 
@@ -236,18 +238,18 @@ def of_positions():
 )
 def test_faults_are_found(fault, partition):
     layout = ConfigUnderTest(pp_size=2, pipeline_partition=partition)
-    comparison = check_twin(twin("t5"), layout)
+    comparison = check_tiny_model(tiny_model("t5"), layout)
     assert comparison.passed, comparison.report()
-    assert not check_twin(twin("t5"), layout, sabotage=fault).passed
+    assert not check_tiny_model(tiny_model("t5"), layout, sabotage=fault).passed
 
 
 @pytest.mark.parametrize("kind", [tuple, BaseModelOutput])
 def test_what_an_encoder_made_elsewhere_is_trained(kind):
     """Its gradient comes back to what was given, on every rank."""
-    batch = twin("t5").batches[0]
+    batch = tiny_model("t5").batches[0]
 
     def run(**layout):
-        model = twin("t5").load(**layout).train()
+        model = tiny_model("t5").load(**layout).train()
         encoded = torch.randn(
             *batch["input_ids"].shape, model.config.d_model, generator=torch.Generator().manual_seed(0)
         )
@@ -266,10 +268,10 @@ def test_what_an_encoder_made_elsewhere_is_trained(kind):
 
 def test_sources_of_other_lengths_and_batches_that_are_wrong():
     """What is wrong on every stage raises alike, and the next call runs."""
-    ids = twin("t5").batches[0]["input_ids"]
+    ids = tiny_model("t5").batches[0]["input_ids"]
 
     def run(**layout):
-        model = twin("t5").load(**layout).eval()
+        model = tiny_model("t5").load(**layout).eval()
         fixed = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "decoder_start_token_id": 1}
         found = []
         for length in (9, 5):
@@ -287,7 +289,7 @@ def test_sources_of_other_lengths_and_batches_that_are_wrong():
 
 
 def test_layers_that_are_left_out_at_random_are_refused():
-    bart = twin("bart")
+    bart = tiny_model("bart")
 
     def run():
         model = bart.load(megatron_config=ConfigUnderTest(pp_size=2)).train()
@@ -300,7 +302,9 @@ def test_layers_that_are_left_out_at_random_are_refused():
 
 def test_a_decoder_shorter_than_its_encoder_generates():
     """transformers makes as many entries of a cache as the encoder has layers."""
-    unequal = make_twin(CONFIG_MAPPING["t5"](), task="seq2seq", changes={"num_layers": 4, "num_decoder_layers": 2})
+    unequal = make_tiny_model(
+        CONFIG_MAPPING["t5"](), task="seq2seq", changes={"num_layers": 4, "num_decoder_layers": 2}
+    )
     ids = unequal.batches[0]["input_ids"]
 
     def generate(**layout):
@@ -310,6 +314,6 @@ def test_a_decoder_shorter_than_its_encoder_generates():
     [expected] = run_ranks(generate, 1)
     for partition in ((2, 4), (5, 1)):
         config = ConfigUnderTest(pp_size=2, pipeline_partition=partition)
-        assert check_twin(unequal, config).passed
+        assert check_tiny_model(unequal, config).passed
         for found in run_ranks(generate, 2, megatron_config=config):
             assert torch.equal(found, expected)

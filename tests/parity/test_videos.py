@@ -12,15 +12,15 @@ from hf_megatron.errors import RankError
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.models import verified
 from hf_megatron.models.modalities import sample_index
-from hf_megatron.testing.multimodal_batch import make_media_batch
-from hf_megatron.testing.parity import check_twin
-from tests.shared_twins import make_twin
+from hf_megatron.testing.multimodal_batch import make_multimodal_batch
+from hf_megatron.testing.parity import check_tiny_model
+from tests.shared_twins import make_tiny_model
 from tests.structure import ROOT
 
 
 @functools.lru_cache(maxsize=1)
-def twin(model_type):
-    return make_twin(CONFIG_MAPPING[model_type](), task="video", microbatches=2, min_layers=4, batch_size=4)
+def tiny_model(model_type):
+    return make_tiny_model(CONFIG_MAPPING[model_type](), task="video", microbatches=2, min_layers=4, batch_size=4)
 
 
 LAYOUTS = {
@@ -32,7 +32,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("model_type", LAYOUTS)
 def test_layouts_equal_one_process(model_type):
-    comparison = check_twin(twin(model_type), ConfigUnderTest(**LAYOUTS[model_type]))
+    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**LAYOUTS[model_type]))
     assert comparison.passed, comparison.report()
 
 
@@ -48,24 +48,24 @@ def test_videos_of_another_row_are_found():
         sample_index.rows_with_videos = of_other
 
     layout = ConfigUnderTest(pp_size=2, num_microbatches=2)
-    comparison = check_twin(twin("llava_onevision"), layout, sabotage=sabotage)
+    comparison = check_tiny_model(tiny_model("llava_onevision"), layout, sabotage=sabotage)
     assert not comparison.passed and comparison.worst.value > 10
 
 
 def test_types_without_a_known_form_say_so():
     """A twin is refused rather than compared without videos."""
     with pytest.raises(ValueError, match="takes no videos in a known form"):
-        make_twin(CONFIG_MAPPING["gemma3"](), task="video")
+        make_tiny_model(CONFIG_MAPPING["gemma3"](), task="video")
 
 
 def test_pipelines_refuse_videos_of_types_that_were_not_compared_with_them(monkeypatch):
     rows = tuple(row | {"media": ["images"]} for row in verified.records())
     monkeypatch.setattr(verified, "records", lambda: rows)
-    whole = twin("llava_onevision")
+    unsharded = tiny_model("llava_onevision")
 
     def call():
-        model = whole.load(megatron_config=MegatronConfig(pp_size=2, num_microbatches=2))
-        model(**whole.batches[0])
+        model = unsharded.load(megatron_config=MegatronConfig(pp_size=2, num_microbatches=2))
+        model(**unsharded.batches[0])
 
     with pytest.raises(RankError, match=r"pixel_values_videos: .*types that were compared so"):
         run_ranks(call, 2)
@@ -73,7 +73,7 @@ def test_pipelines_refuse_videos_of_types_that_were_not_compared_with_them(monke
 
 def test_a_batch_that_videos_do_not_reach_is_no_batch_of_videos():
     """The check of twins itself: a model that ignores its videos makes none."""
-    model = twin("llava_onevision").load()
+    model = tiny_model("llava_onevision").load()
     original = type(model).forward
 
     class Blind(type(model)):
@@ -84,7 +84,7 @@ def test_a_batch_that_videos_do_not_reach_is_no_batch_of_videos():
 
     model.__class__ = Blind
     with pytest.raises(ValueError, match="does not depend on them"):
-        make_media_batch(model, videos=True)
+        make_multimodal_batch(model, videos=True)
 
 
 def test_the_page_names_the_types_that_were_compared_with_videos():

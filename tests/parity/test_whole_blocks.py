@@ -10,7 +10,7 @@ from transformers.models.llama import modeling_llama
 from hf_megatron.models.registry import REGISTRY, register_model, registered_types
 from hf_megatron.models.spec_helpers import family_spec
 from hf_megatron.testing.check import parse_layouts
-from hf_megatron.testing.parity import check_twin, make_twin
+from hf_megatron.testing.parity import check_tiny_model, make_tiny_model
 
 
 class _OneExpert(nn.Module):
@@ -26,12 +26,12 @@ class _OneExpert(nn.Module):
 
 
 def _spec(model):
-    plan = {f"layers.*.self_attn.{name}_proj": "column" for name in "qkv"} | {
-        "embed_tokens": "vocab_embedding",
-        "layers.*.self_attn.o_proj": "row",
+    plan = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {
+        "embed_tokens": "embedding_rowwise",
+        "layers.*.self_attn.o_proj": "rowwise",
         "layers.*.mlp": "partial_sum",
-        "layers.*.mlp.up_proj": "split_rows",
-        "layers.*.mlp.down_proj": "split_columns",
+        "layers.*.mlp.up_proj": "shard_dim_-2",
+        "layers.*.mlp.down_proj": "shard_dim_-1",
     }
     return family_spec(model, plan)
 
@@ -46,5 +46,5 @@ def blocks_of_experts(monkeypatch):
 
 @pytest.mark.parametrize("layout", parse_layouts("tp2,tp2+sp"), ids=lambda layout: layout.layout())
 def test_a_partial_sum_directly_under_a_layer(layout, blocks_of_experts):
-    comparison = check_twin(make_twin(LlamaConfig(), task="causal", changes={}, microbatches=2), layout)
+    comparison = check_tiny_model(make_tiny_model(LlamaConfig(), task="causal", changes={}, microbatches=2), layout)
     assert comparison.passed, comparison.report()

@@ -10,7 +10,7 @@ import torch
 from hf_megatron import ConfigError, MegatronConfig
 from hf_megatron.checkpoint.local_shards import holding
 from hf_megatron.core.axes import Axes, Axis
-from hf_megatron.core.placement import Claim, GradientRule, Placement, Split
+from hf_megatron.core.placement import GradientRule, ParameterSharding, Placement, Split
 from hf_megatron.models.spec import ModelSpec
 from hf_megatron.parallel_state import ParallelState
 
@@ -194,7 +194,7 @@ def part_of(numbers, shards, shard):
 
 def state_of(axes, zero_stage, placement, average):
     config = MegatronConfig(zero_stage=zero_stage)
-    claims = {"weight": Claim("weight", SHAPE, "", placement, GradientRule(average=average))}
+    claims = {"weight": ParameterSharding("weight", SHAPE, "", placement, GradientRule(average=average))}
     return ParallelState(config, axes, ModelSpec(""), claims)
 
 

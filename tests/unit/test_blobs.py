@@ -46,8 +46,14 @@ def test_blobs_are_those_of_torch_save(tmp_path, dtype):
 
 
 def test_boxes_of_any_view(tmp_path):
-    whole = some((6, 8, 10))
-    views = [whole, whole.transpose(0, 2), whole[1:5, ::2, 3:], whole.permute(1, 2, 0), whole[:1].expand(6, 8, 10)]
+    unsharded = some((6, 8, 10))
+    views = [
+        unsharded,
+        unsharded.transpose(0, 2),
+        unsharded[1:5, ::2, 3:],
+        unsharded.permute(1, 2, 0),
+        unsharded[:1].expand(6, 8, 10),
+    ]
     for view in views:
         with open(tmp_path / "view", "wb") as file:
             torch.save(view, file)

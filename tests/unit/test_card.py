@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from hf_megatron import ConfigError, MegatronConfig
 from hf_megatron.model_cards import (
     MARKER,
-    CardFacts,
+    CardData,
     carry_card,
     check_card,
     facts_of_config,
@@ -36,7 +36,7 @@ LOG = tuple({"step": step, "loss": 3.0 / step, "epoch": step / 8} for step in ra
     {"step": 4, "eval_loss": 1.25, "eval_accuracy": 0.5, "eval_runtime": 3.0},
     {"step": 8, "eval_loss": 0.75, "eval_accuracy": 0.625, "eval_runtime": 3.0},
 )
-FACTS = CardFacts(
+FACTS = CardData(
     model_name="stories-tuned",
     base_model="tests/stories",
     architecture="LlamaForCausalLM",
@@ -81,7 +81,7 @@ def test_metadata_reads_back_and_results_are_a_model_index():
 
 
 def test_what_is_not_known_is_not_mentioned():
-    card = render(CardFacts())
+    card = render(CardData())
     check_card(card)
     assert card.data.to_dict() == {"library_name": "transformers", "tags": ["hf_megatron"]}
     assert "##" not in card.text and "None" not in card.text and "# Model\n" in card.text
@@ -93,7 +93,7 @@ def test_losses_are_those_of_the_log():
         value = entry.get("loss", entry.get("eval_loss"))
         assert re.search(rf"^\| {entry['step']} \|.*\b{re.escape(f'{value:.6g}')} \|", text, re.MULTILINE), entry
     long = tuple({"step": step, "loss": float(step)} for step in range(1, 1001))
-    rows = re.findall(r"^\| (\d+) \| \S+ \|$", render(CardFacts(log_history=long)).text, re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| \S+ \|$", render(CardData(log_history=long)).text, re.MULTILINE)
     assert len(rows) == 50 and (rows[0], rows[-1]) == ("1", "1000")
 
 
@@ -216,7 +216,7 @@ def test_a_card_that_is_carried_says_anew_how_to_load(tmp_path):
     write_card(source, dataclasses.replace(FACTS, files="sharded"))
     before = (source / "README.md").read_text()
     assert "hf-megatron merge . ../merged" in before and "from_pretrained" not in before
-    now = CardFacts(architecture="LlamaForCausalLM", files="merged")
+    now = CardData(architecture="LlamaForCausalLM", files="merged")
     assert carry_card(source, target, now) == target / "README.md"
     after = (target / "README.md").read_text()
     assert "LlamaForCausalLM.from_pretrained" in after and "hf-megatron merge" not in after

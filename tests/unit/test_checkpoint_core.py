@@ -14,7 +14,7 @@ from hf_megatron.checkpoint.async_save import AsyncSaver
 from hf_megatron.checkpoint.discovery import LATEST, committed, find, is_committed, latest, pointed_at
 from hf_megatron.checkpoint.manifest import MANIFEST
 from hf_megatron.checkpoint.reader import PARTIAL, Checkpoint, open_checkpoint, read_partial
-from hf_megatron.checkpoint.tensor_chunks import Box, Piece, local_boxes
+from hf_megatron.checkpoint.tensor_chunks import LocalChunk, TensorChunk, local_boxes
 from hf_megatron.checkpoint.transaction import Transaction, prune
 from hf_megatron.core.axes import Axes
 from hf_megatron.core.fork_harness import run_ranks
@@ -59,7 +59,7 @@ def pieces(tp, dp, rank):
         data = shard(name, placement, axes)
         borders = [data.numel() * index * index // (dp * dp) for index in range(dp + 1)]
         start, stop = borders[axes.rank("dp")], borders[axes.rank("dp") + 1]
-        yield Piece(name, shape, local_boxes(shape, placement, axes, start, stop), data[start:stop])
+        yield LocalChunk(name, shape, local_boxes(shape, placement, axes, start, stop), data[start:stop])
 
 
 def read_all(path, tp, dp):
@@ -98,16 +98,18 @@ def test_every_layout_reads_every_other(tmp_path, tp, dp):
 
 def save_alone(path, value=1.0, **arguments):
     with Transaction(path, **arguments) as transaction:
-        transaction.write([Piece("x", (4,), (Box((0,), (4,)),), torch.full((4,), value))])
+        transaction.write([LocalChunk("x", (4,), (TensorChunk((0,), (4,)),), torch.full((4,), value))])
 
 
 def test_strided_and_equal_names(tmp_path):
     with Transaction(tmp_path / "one") as transaction:
         halves = torch.arange(8.0).view(4, 2)
-        transaction.write([Piece("x", (8,), (Box((at,), (4,)),), halves[:, column]) for column, at in ((0, 0), (1, 4))])
-        transaction.write([Piece("y", (2,), (Box((0,), (2,)),), torch.ones(2))], file="more.safetensors")
+        transaction.write(
+            [LocalChunk("x", (8,), (TensorChunk((at,), (4,)),), halves[:, column]) for column, at in ((0, 0), (1, 4))]
+        )
+        transaction.write([LocalChunk("y", (2,), (TensorChunk((0,), (2,)),), torch.ones(2))], file="more.safetensors")
     out = torch.zeros(8)
-    Checkpoint(tmp_path / "one").read("x", [Box((0,), (8,))], out)
+    Checkpoint(tmp_path / "one").read("x", [TensorChunk((0,), (8,))], out)
     assert out.tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
     assert "more.safetensors" in Checkpoint(tmp_path / "one").manifest.files
 
@@ -204,7 +206,7 @@ def save_in_background(parent):
     saver, data, sums = AsyncSaver(group), torch.zeros(1000), []
     for step in range(1, 4):
         data.fill_(step)
-        piece = Piece("x", (2000,), (Box((1000 * rank,), (1000,)),), data)
+        piece = LocalChunk("x", (2000,), (TensorChunk((1000 * rank,), (1000,)),), data)
         saver.save([piece], parent / f"step-{step}", files={f"state-{rank}": b"state"})
         data.fill_(-1)
         # Training's own collectives go on meanwhile.
@@ -221,7 +223,7 @@ def test_background_saves_and_training_collectives_do_not_mix(tmp_path):
         out = torch.empty(2000)
         checkpoint = Checkpoint(tmp_path / f"step-{step}")
         checkpoint.verify()
-        checkpoint.read("x", [Box((0,), (2000,))], out)
+        checkpoint.read("x", [TensorChunk((0,), (2000,))], out)
         assert torch.equal(out, torch.full((2000,), float(step)))
         assert {"state-0", "state-1"} <= checkpoint.manifest.files.keys()
     assert latest(tmp_path) == tmp_path / "step-3"
@@ -233,29 +235,29 @@ def test_the_checkpoint_to_resume_is_the_newest_of_both_kinds(tmp_path):
         for name in files:
             (tmp_path / f"checkpoint-{step}" / name).touch()
 
-    def resumed(asked=True, *, is_laid_out=False):
-        found = checkpoint_to_resume(asked, str(tmp_path), is_laid_out=is_laid_out)
+    def resumed(asked=True, *, is_parallelized=False):
+        found = checkpoint_to_resume(asked, str(tmp_path), is_parallelized=is_parallelized)
         return Path(found).name if isinstance(found, str) else found
 
     assert resumed() is True and resumed(None) is None
     save_alone(tmp_path / "checkpoint-8")
     stock(6, "trainer_state.json", "optimizer.pt")
-    assert resumed() == resumed(is_laid_out=True) == "checkpoint-8"
+    assert resumed() == resumed(is_parallelized=True) == "checkpoint-8"
     # Cut short, by plain Trainer and in a copy of a sharded one.
     stock(10)
     stock(11, "trainer_state.json", "shard-00000-of-00002.safetensors")
     with pytest.warns(UserWarning, match="checkpoint-11 is passed over for .*checkpoint-8"):
-        assert resumed(is_laid_out=True) == "checkpoint-8"
+        assert resumed(is_parallelized=True) == "checkpoint-8"
     stock(12, "trainer_state.json", "model.safetensors")
-    assert resumed() == resumed(is_laid_out=True) == "checkpoint-12"
+    assert resumed() == resumed(is_parallelized=True) == "checkpoint-12"
     stock(14, "trainer_state.json", "model.safetensors", "optimizer.pt")
     assert resumed() == "checkpoint-14"
     with pytest.raises(CheckpointError, match="checkpoint-14 was written by plain Trainer.*checkpoint-8'"):
-        resumed(is_laid_out=True)
+        resumed(is_parallelized=True)
     with pytest.raises(CheckpointError, match="checkpoint-6 was written by plain Trainer"):
-        resumed(str(tmp_path / "checkpoint-6"), is_laid_out=True)
+        resumed(str(tmp_path / "checkpoint-6"), is_parallelized=True)
     save_alone(tmp_path / "checkpoint-14.1")
-    assert resumed() == resumed(str(tmp_path / "checkpoint-14"), is_laid_out=True) == "checkpoint-14.1"
+    assert resumed() == resumed(str(tmp_path / "checkpoint-14"), is_parallelized=True) == "checkpoint-14.1"
 
 
 def test_pipes_in_the_place_of_small_files_are_not_waited_for(tmp_path):

@@ -8,34 +8,34 @@ from hf_megatron.core.communication import collectives as c
 from hf_megatron.core.fork_harness import run_ranks
 
 
-def _whole(size: int) -> torch.Tensor:
+def _unsharded(size: int) -> torch.Tensor:
     return torch.arange(2.0 * size * 3).view(2, size, 3)
 
 
 def _on_rank(name: str, size: int):
     """Returns (forward equals, backward equals) for `sum(y * w)` with weights that differ from rank to rank."""
     group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    whole = _whole(size)
+    unsharded = _unsharded(size)
     start, stop = c.bounds(size, ranks, rank)
-    shard = whole[:, start:stop]
-    inputs = [whole * (r + 1) for r in range(ranks)]
-    weights = [torch.cos(whole + r) for r in range(ranks)]
+    shard = unsharded[:, start:stop]
+    inputs = [unsharded * (r + 1) for r in range(ranks)]
+    weights = [torch.cos(unsharded + r) for r in range(ranks)]
     if name == "copy":
-        x = whole.clone().requires_grad_()
+        x = unsharded.clone().requires_grad_()
         y = c.copy_to_ranks(x, group)
-        forward, weight, backward = whole, weights[rank], sum(weights)
+        forward, weight, backward = unsharded, weights[rank], sum(weights)
     elif name == "reduce":
         x = inputs[rank].clone().requires_grad_()
         y = c.reduce_from_ranks(x * 1, group)
         forward, weight, backward = sum(inputs), weights[0], weights[0]
     elif name == "split":
-        x = whole.clone().requires_grad_()
+        x = unsharded.clone().requires_grad_()
         y = c.split_over_ranks(x, 1, group)
         forward, weight, backward = shard, weights[0][:, start:stop], weights[0]
     elif name in ("gather", "gather_sum"):
         x = shard.clone().requires_grad_()
         y = c.gather_from_ranks(x, 1, size, group, sum_gradient=name == "gather_sum")
-        forward = whole
+        forward = unsharded
         weight = weights[rank] if name == "gather_sum" else weights[0]
         backward = (sum(weights) if name == "gather_sum" else weights[0])[:, start:stop]
     else:

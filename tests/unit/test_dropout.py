@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import AutoModelForCausalLM, GPT2Config, set_seed
 
-from hf_megatron import MegatronConfig, works_on_parts
+from hf_megatron import MegatronConfig, shard_safe
 from hf_megatron.core.communication.rng import StreamOfPart
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
@@ -27,7 +27,7 @@ def masks(path, sequence_parallel, checkpointing, seed_by_rank):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     found, dropout = [], nn.functional.dropout
 
-    @works_on_parts
+    @shard_safe
     def recording(x, *args, **kwargs):
         output = dropout(torch.ones_like(x), *args, **kwargs)
         found.append(output == 0)

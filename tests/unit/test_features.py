@@ -123,8 +123,8 @@ IN_BLOCKS = [("inkling2_text", "Inkling2ForCausalLM")] if hasattr(transformers, 
 def test_a_twin_is_made_of_what_its_model_is(model_type, class_name):
     config = full_config(CONFIG_MAPPING[model_type]())
     full = describe_model(on_meta(config, class_name))
-    twin = describe_model(on_meta(tiny_config(config, 2, one_of_each_kind(full)), class_name))
-    assert twin.features({}).parts == full.features({}).parts
+    tiny_model = describe_model(on_meta(tiny_config(config, 2, one_of_each_kind(full)), class_name))
+    assert tiny_model.features({}).parts == full.features({}).parts
 
 
 # Whose table has further rows, of codebooks.

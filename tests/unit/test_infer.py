@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaske
 
 from hf_megatron.errors import PlanError
 from hf_megatron.models.infer import inferred_spec, stated_or_inferred_spec
-from hf_megatron.models.registry import own_spec, spec_for
+from hf_megatron.models.registry import registered_spec, spec_for
 
 _CLASSES = {"bert": AutoModelForMaskedLM, "t5": AutoModelForSeq2SeqLM}
 
@@ -20,15 +20,17 @@ def on_meta(model_type, auto_class=AutoModelForCausalLM, **changes):
 @pytest.mark.parametrize("model_type", ["bert", "t5", "opt", "gptj", "gpt2"])
 def test_plans_of_families_are_found(model_type):
     model = on_meta(model_type, _CLASSES.get(model_type, AutoModelForCausalLM))
-    stated, found = own_spec(model), inferred_spec(model)
+    stated, found = registered_spec(model), inferred_spec(model)
     assert found.plan == stated.plan
     assert dict(found.regions) == dict(stated.regions) or model_type == "t5"
-    assert set(found.several_inputs) == set(stated.several_inputs) and set(found.transparent) == set(stated.transparent)
+    assert set(found.multi_input_blocks) == set(stated.multi_input_blocks) and set(found.transparent) == set(
+        stated.transparent
+    )
 
 
 def test_layers_of_a_plan_in_transformers_are_not_inferred():
     model = on_meta("llama")
-    assert own_spec(model) is None and spec_for(model).plan["model.layers.*.self_attn.q_proj"] == "column"
+    assert registered_spec(model) is None and spec_for(model).plan["model.layers.*.self_attn.q_proj"] == "colwise"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_a_norm_over_all_heads_leaves_a_block_whole():
 def test_parameters_beside_linears_leave_an_attention_whole():
     """DiffLlama's attention has vectors of its own; its MLPs are split."""
     plan = inferred_spec(on_meta("diffllama")).plan
-    assert not any("self_attn" in name for name in plan) and plan["model.layers.*.mlp.down_proj"] == "row"
+    assert not any("self_attn" in name for name in plan) and plan["model.layers.*.mlp.down_proj"] == "rowwise"
 
 
 def test_biases_of_heads_are_cut_where_no_block_makes_its_own():
@@ -86,7 +88,7 @@ def test_query_key_and_value_in_one_linear():
     model = on_meta("openai-gpt")
     assert inferred_spec(model).plan["transformer.h.*.attn.c_attn"] == "fused_qkv"
     model.transformer.h[0].attn = PerHead()
-    assert inferred_spec(model).plan["transformer.h.*.attn.query_key_value"] == "column"
+    assert inferred_spec(model).plan["transformer.h.*.attn.query_key_value"] == "colwise"
 
 
 def test_unknown_structures_say_what_to_do():
@@ -103,6 +105,6 @@ def test_heads_that_are_no_plain_linear_are_left():
 def test_heads_are_joined_where_an_output_has_the_width_of_the_input():
     """TrOCR's attention reshapes what its heads made to the width that it has read off its input."""
     plan = inferred_spec(on_meta("trocr")).plan
-    assert plan["model.decoder.layers.*.self_attn.q_proj"] == "column_gather"
-    assert plan["model.decoder.layers.*.self_attn.out_proj"] == "row_split"
-    assert plan["model.decoder.layers.*.fc1"] == "column"
+    assert plan["model.decoder.layers.*.self_attn.q_proj"] == "colwise_gather_output"
+    assert plan["model.decoder.layers.*.self_attn.out_proj"] == "rowwise_split_input"
+    assert plan["model.decoder.layers.*.fc1"] == "colwise"

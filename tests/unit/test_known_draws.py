@@ -23,7 +23,7 @@ def drawn(asked):
 def test_the_first_good_draw_is_taken_and_numbered():
     asked = []
     chosen, others = best_draw(drawn(asked))
-    assert chosen.draw == 3 and [twin.draw for twin in others] == [0, 1, 2]
+    assert chosen.draw == 3 and [tiny_model.draw for tiny_model in others] == [0, 1, 2]
     assert asked == [(0, math.inf), (1, 3.0), (2, 2.0), (3, 2.0)]
 
 

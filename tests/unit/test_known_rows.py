@@ -10,7 +10,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from hf_megatron.data_parallel.packed_sequences import KnownRows, _mask
+from hf_megatron.data_parallel.packed_sequences import PackingInfo, _mask
 from hf_megatron.data_parallel.packed_sequences import find_packed_sequence_indices as find
 
 STOCK = getattr(find_packed_sequence_indices, "__wrapped__", find_packed_sequence_indices)
@@ -31,7 +31,7 @@ FUNCTIONS = {
 def test_masks_are_those_of_transformers(name, function, options, rows):
     given = torch.tensor(rows)
     made = given.bool()
-    known = KnownRows([{"attention_mask": given}])
+    known = PackingInfo([{"attention_mask": given}])
     known.note_mask(given, made)
     assert known.hides_tokens(made) is (rows is not FULL)
     stock = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping[name]
@@ -44,17 +44,20 @@ def test_masks_are_those_of_transformers(name, function, options, rows):
 
 def test_what_is_no_mask_of_the_call_is_not_known():
     given = torch.ones(2, 6)
-    known = KnownRows([{"attention_mask": given}])
+    known = PackingInfo([{"attention_mask": given}])
     assert known.hides_tokens(torch.ones(2, 6)) is None
     known.note_mask(given.clone(), torch.zeros(2, 6))
     assert known.hides_tokens(given) is None and known.begins_anew(given) is None
 
 
 def test_each_microbatch_has_its_own_answer(monkeypatch):
-    whole = {"attention_mask": torch.tensor([*FULL, *RIGHT]), "position_ids": torch.tensor([[0, 1, 2, 3, 4, 5]] * 4)}
-    whole["position_ids"][3] = torch.tensor([0, 1, 0, 1, 2, 3])
-    parts = [{name: value[start : start + 2] for name, value in whole.items()} for start in (0, 2)]
-    known = KnownRows(parts)
+    unsharded = {
+        "attention_mask": torch.tensor([*FULL, *RIGHT]),
+        "position_ids": torch.tensor([[0, 1, 2, 3, 4, 5]] * 4),
+    }
+    unsharded["position_ids"][3] = torch.tensor([0, 1, 0, 1, 2, 3])
+    parts = [{name: value[start : start + 2] for name, value in unsharded.items()} for start in (0, 2)]
+    known = PackingInfo(parts)
     for part in parts:
         known.note_mask(part["attention_mask"], part["attention_mask"])
     asked = []
@@ -68,8 +71,8 @@ def test_each_microbatch_has_its_own_answer(monkeypatch):
 @pytest.mark.parametrize("rows", [[[0, 1, 2, 3]] * 2, [[0, 1, 0, 1], [0, 0, 1, 2]], [[3, 4, 5, 6], [0, 1, 5, 6]]])
 def test_documents_are_those_of_transformers(rows, monkeypatch):
     positions = torch.tensor(rows)
-    known = KnownRows([{"position_ids": positions}])
-    monkeypatch.setattr("hf_megatron.data_parallel.packed_sequences._calls_under_way", lambda: [known])
+    known = PackingInfo([{"position_ids": positions}])
+    monkeypatch.setattr("hf_megatron.data_parallel.packed_sequences._active_forwards", lambda: [known])
     expected, found = STOCK(positions), find(STOCK, positions)
     assert (found is None) == (expected is None)
     assert expected is None or torch.equal(found, expected)
@@ -77,7 +80,7 @@ def test_documents_are_those_of_transformers(rows, monkeypatch):
 
 def test_a_function_of_the_users_is_called_with_what_transformers_gives():
     given = torch.tensor(RIGHT)
-    known = KnownRows([{"attention_mask": given}])
+    known = PackingInfo([{"attention_mask": given}])
     known.note_mask(given, given)
     calls = []
 

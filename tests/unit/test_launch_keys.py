@@ -189,7 +189,7 @@ def test_every_field_can_be_set_by_a_variable():
         "zero_stage": 3,
         "dp_replicate_size": 2,
         "bucket_size": 8,
-        "main_weights_in_fp32": False,
+        "fp32_main_params": False,
         "max_skipped_steps": 3,
         "offload_optimizer": True,
         "recompute": "full",

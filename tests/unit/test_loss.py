@@ -32,7 +32,7 @@ def _on_rank(vocabulary, targets, chunk, denominator, smoothing, transform, dtyp
     local, local_bias = weight[start:stop].clone().requires_grad_(), bias[start:stop].clone().requires_grad_()
     options = CrossEntropyOptions(
         group=dist.group.WORLD,
-        first_row=start,
+        vocab_start=start,
         vocabulary=vocabulary,
         transform=_TRANSFORMS[transform],
         chunk_size=chunk,

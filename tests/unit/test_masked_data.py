@@ -175,9 +175,9 @@ def test_t5_equals_megatron_core(tmp_path, one_process, tokenizer, seed):
             assert found["decoder_input_ids"].tolist() == wanted["text_dec"].tolist()
             assert found["attention_mask"].tolist() == wanted["enc_mask"].tolist()
             assert found["decoder_attention_mask"].tolist() == wanted["dec_mask"].tolist()
-            told = wanted["loss_mask"] == 1
-            assert (found["labels"] != -100).tolist() == told.tolist()
-            assert found["labels"][told].tolist() == wanted["labels"][told].tolist()
+            reported = wanted["loss_mask"] == 1
+            assert (found["labels"] != -100).tolist() == reported.tolist()
+            assert found["labels"][reported].tolist() == wanted["labels"][reported].tolist()
             compared += 1
     assert compared
 

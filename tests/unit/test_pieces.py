@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 
-from hf_megatron.checkpoint.manifest import Manifest, PieceEntry, TensorEntry
-from hf_megatron.checkpoint.tensor_chunks import Box, Piece, copy_overlap, local_boxes, overlaps, uncovered
+from hf_megatron.checkpoint.manifest import ChunkEntry, Manifest, TensorEntry
+from hf_megatron.checkpoint.tensor_chunks import LocalChunk, TensorChunk, copy_overlap, local_boxes, overlaps, uncovered
 from hf_megatron.core.axes import Axes
 from hf_megatron.core.io.checksums import FileDigest
 from hf_megatron.core.placement import Placement, Split
@@ -127,14 +127,14 @@ def test_any_layout_is_copied_from_any_other(shape):
 
 
 def test_copy_returns_what_both_have():
-    whole = (Box((0, 0), (4, 4)),)
+    unsharded = (TensorChunk((0, 0), (4, 4)),)
     out = torch.zeros(16)
-    assert copy_overlap((Box((1, 2), (2, 2)),), torch.ones(4), whole, out) == 4
+    assert copy_overlap((TensorChunk((1, 2), (2, 2)),), torch.ones(4), unsharded, out) == 4
     assert out.view(4, 4)[1:3, 2:].sum() == out.sum() == 4
-    assert copy_overlap((), torch.ones(0), whole, out) == 0
-    assert uncovered([(Box((1, 2), (2, 2)),), (Box((0, 0), (3, 4)),)], whole) == 4
+    assert copy_overlap((), torch.ones(0), unsharded, out) == 0
+    assert uncovered([(TensorChunk((1, 2), (2, 2)),), (TensorChunk((0, 0), (3, 4)),)], unsharded) == 4
     with pytest.raises(CheckpointError, match="4 entries and the data 5"):
-        copy_overlap((Box((1, 2), (2, 2)),), torch.ones(5), whole, out)
+        copy_overlap((TensorChunk((1, 2), (2, 2)),), torch.ones(5), unsharded, out)
 
 
 def test_thousands_of_boxes_are_fast_and_small_in_the_manifest():
@@ -148,7 +148,7 @@ def test_thousands_of_boxes_are_fast_and_small_in_the_manifest():
     assert time.process_time() - began < 3
     assert copied == 36000 and torch.equal(out, shard_of(tensor, placement, 2, 1))
 
-    entry = TensorEntry(shape, torch.int64, (PieceEntry("a.safetensors", "x", source[1]),))
+    entry = TensorEntry(shape, torch.int64, (ChunkEntry("a.safetensors", "x", source[1]),))
     manifest = Manifest(1, {}, {"a.safetensors": FileDigest(1 << 20, "0" * 64)}, {"x": entry})
     text = json.dumps(manifest.to_dict())
     assert len(text) < 1000
@@ -159,16 +159,16 @@ def test_thousands_of_boxes_are_fast_and_small_in_the_manifest():
 def test_manifest_keeps_all_boxes(shape):
     for placement, ranks in placements(shape):
         boxes = local_boxes(shape, placement, on(ranks, ranks - 1))
-        entry = TensorEntry(shape, torch.int64, (PieceEntry("a", "x", boxes),))
+        entry = TensorEntry(shape, torch.int64, (ChunkEntry("a", "x", boxes),))
         manifest = Manifest(1, {}, {"a": FileDigest(1 << 20, "0" * 64)}, {"x": entry})
         assert Manifest.from_dict(json.loads(json.dumps(manifest.to_dict())), "here").tensors["x"] == entry
 
 
 def test_piece_checks_itself():
-    assert Piece("scalar", (), (Box((), ()),), torch.ones(1)).boxes[0].numel == 1
+    assert LocalChunk("scalar", (), (TensorChunk((), ()),), torch.ones(1)).boxes[0].numel == 1
     with pytest.raises(CheckpointError, match="weight: the box .* leaves"):
-        Piece("weight", (4, 4), (Box((3, 0), (2, 4)),), torch.ones(8))
+        LocalChunk("weight", (4, 4), (TensorChunk((3, 0), (2, 4)),), torch.ones(8))
     with pytest.raises(CheckpointError, match="weight: the boxes have 8 entries and the data 7"):
-        Piece("weight", (4, 4), (Box((2, 0), (2, 4)),), torch.ones(7))
+        LocalChunk("weight", (4, 4), (TensorChunk((2, 0), (2, 4)),), torch.ones(7))
     with pytest.raises(CheckpointError, match="one dim"):
-        Piece("weight", (4, 4), (Box((2, 0), (2, 4)),), torch.ones(2, 4))
+        LocalChunk("weight", (4, 4), (TensorChunk((2, 0), (2, 4)),), torch.ones(2, 4))

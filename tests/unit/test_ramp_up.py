@@ -37,9 +37,9 @@ def test_equals_megatron_core(seed):
     assert [sizes.after(steps + 1) for steps in range(200)] == ends
     assert sizes.after(30, ends[20]) == ends[50]
     for samples in range(0, ends[150], 7):
-        whole = sum(1 for end in ends if end <= samples)
-        assert sizes.whole_steps(0, samples) == whole
-    assert sizes.whole_steps(ends[9], ends[40]) == 31
+        unsharded = sum(1 for end in ends if end <= samples)
+        assert sizes.full_steps(0, samples) == unsharded
+    assert sizes.full_steps(ends[9], ends[40]) == 31
 
 
 def test_steps_of_a_run_are_those_of_megatron():

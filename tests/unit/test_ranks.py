@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from hf_megatron import RankError, UnsupportedError
 from hf_megatron.core import fork_harness
 from hf_megatron.core.fork_harness import first_reason, run_ranks
-from hf_megatron.testing.parity import make_twin
+from hf_megatron.testing.parity import make_tiny_model
 
 
 def test_results_come_in_rank_order():
@@ -77,6 +77,6 @@ def test_a_twin_is_measured_in_a_fork(monkeypatch):
         return backward(*args, **kwargs)
 
     monkeypatch.setattr(torch.Tensor, "backward", elsewhere)
-    twin = make_twin(LlamaConfig(), microbatches=1)
-    assert twin.reference.gradients and twin.reference.norm > 0
-    twin.delete()
+    tiny_model = make_tiny_model(LlamaConfig(), microbatches=1)
+    assert tiny_model.reference.gradients and tiny_model.reference.norm > 0
+    tiny_model.delete()

@@ -6,7 +6,7 @@ from transformers import CONFIG_MAPPING, Qwen2AudioConfig
 
 from hf_megatron import ConfigError, UnsupportedError
 from hf_megatron.models.modalities.images import without_pixels
-from hf_megatron.models.modalities.sample_index import rows_with_media
+from hf_megatron.models.modalities.sample_index import multimodal_samples
 from hf_megatron.pipeline_parallel.microbatches import split
 
 SOUND, IMAGE = 9, 8
@@ -36,7 +36,7 @@ def test_clips_of_unequal_lengths_without_text_between_them():
 
 
 def test_two_rows_of_a_batch():
-    found = rows_with_media(clips(), slice(1, 3), CONFIG)
+    found = multimodal_samples(clips(), slice(1, 3), CONFIG)
     assert len(found["input_features"]) == len(found["feature_attention_mask"]) == 2
 
 
@@ -63,4 +63,4 @@ def test_placeholders_that_fit_no_clip_are_refused():
 
 def test_sounds_that_were_not_compared_are_refused():
     with pytest.raises(UnsupportedError, match=r"input_features: .*types that were compared so"):
-        split(clips(), 3, CONFIG, media={"videos"})
+        split(clips(), 3, CONFIG, modalities={"videos"})

@@ -8,14 +8,14 @@ import torch
 
 from hf_megatron import CheckpointError
 from hf_megatron.checkpoint.reader import Checkpoint
-from hf_megatron.checkpoint.tensor_chunks import Box, Piece
+from hf_megatron.checkpoint.tensor_chunks import LocalChunk, TensorChunk
 from hf_megatron.checkpoint.transaction import Transaction, prune
 from hf_megatron.conversion.output_folder import Output
 from hf_megatron.core.io.atomic_folder import StagedFolder, remove_folder
 
 
 def piece(value):
-    return Piece("weight", (4,), (Box((0,), (4,)),), torch.full((4,), float(value)))
+    return LocalChunk("weight", (4,), (TensorChunk((0,), (4,)),), torch.full((4,), float(value)))
 
 
 def names(folder):
@@ -40,7 +40,7 @@ def test_a_save_leaves_a_running_save_alone(tmp_path):
             second.write([piece(2)])
     for name, value in (("lr1", 1), ("lr2", 2)):
         out = torch.zeros(4)
-        Checkpoint(tmp_path / name).read("weight", [Box((0,), (4,))], out)
+        Checkpoint(tmp_path / name).read("weight", [TensorChunk((0,), (4,))], out)
         assert out.tolist() == [value] * 4
     assert names(tmp_path) == ["latest", "lr1", "lr2"]
 

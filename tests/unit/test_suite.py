@@ -12,13 +12,13 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron.core.fork_harness import run_ranks
 from tests.references import in_one_process
-from tests.shared_twins import make_twin
+from tests.shared_twins import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 
 
 def small_twin(**arguments):
-    return make_twin(CONFIG_MAPPING["llama"](), sequence_length=7, **arguments)
+    return make_tiny_model(CONFIG_MAPPING["llama"](), sequence_length=7, **arguments)
 
 
 def folder_of(changes):
@@ -29,10 +29,10 @@ def test_a_twin_is_built_once_for_everybody():
     changes = {"num_key_value_heads": 1}
     with multiprocessing.get_context("fork").Pool(2) as pool:
         folders = pool.map(folder_of, [changes] * 4, chunksize=1)
-    twin = small_twin(changes=changes)
-    assert folders == [twin.directory] * 4
-    assert twin.load().config.num_key_value_heads == 1 and twin.reference.loss > 0
-    assert twin.directory not in (small_twin().directory, small_twin(changes=changes, seed=1).directory)
+    tiny_model = small_twin(changes=changes)
+    assert folders == [tiny_model.directory] * 4
+    assert tiny_model.load().config.num_key_value_heads == 1 and tiny_model.reference.loss > 0
+    assert tiny_model.directory not in (small_twin().directory, small_twin(changes=changes, seed=1).directory)
 
 
 def test_a_reference_is_run_once_for_the_same_arguments():

@@ -6,7 +6,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hf_megatron.checkpoint.tensor_chunks import Box
+from hf_megatron.checkpoint.tensor_chunks import TensorChunk
 from hf_megatron.conversion.chunks import check_cover
 from hf_megatron.conversion.dcp.store_reader import StoreReader
 from hf_megatron.conversion.dcp.store_writer import StoreWriter
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 def test_covers():
     def boxes(*pairs):
-        return [Box(tuple(offset), tuple(shape)) for offset, shape in pairs]
+        return [TensorChunk(tuple(offset), tuple(shape)) for offset, shape in pairs]
 
     check_cover("t", (4, 4), boxes(((0, 0), (4, 4))))
     check_cover("t", (), boxes(((), ())))
@@ -28,7 +28,7 @@ def test_covers():
     check_cover(
         "t", (3, 3), boxes(((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1)))
     )
-    grid = [Box((row, column), (1, 1)) for row in range(200) for column in range(150)]
+    grid = [TensorChunk((row, column), (1, 1)) for row in range(200) for column in range(150)]
     check_cover("t", (200, 150), grid)
     refused(lambda: check_cover("t", (200, 150), grid[1:]), "t:", "gaps")
     refused(lambda: check_cover("t", (200, 150), [*grid, grid[7]]), "t:", "overlap")
@@ -37,8 +37,8 @@ def test_covers():
     refused(lambda: check_cover("t", (4,), boxes(((1,), (4,)))), "leaves")
     refused(lambda: check_cover("t", (4,), boxes(((-1,), (5,)))), "leaves")
     # Many that all overlap are not compared pair by pair.
-    refused(lambda: check_cover("t", (40_000, 2), [Box((at, 0), (20_000, 1)) for at in range(4)]), "overlap")
-    many = [Box((at,), (10_000,)) for at in range(10_000)]
+    refused(lambda: check_cover("t", (40_000, 2), [TensorChunk((at, 0), (20_000, 1)) for at in range(4)]), "overlap")
+    many = [TensorChunk((at,), (10_000,)) for at in range(10_000)]
     refused(lambda: check_cover("t", (100_000_000,), many), "overlap")
 
 
@@ -80,11 +80,11 @@ def test_stores_of_several_ranks(tmp_path):
     run_ranks(_save_sharded, 4, str(tmp_path / "s"))
     store, other = StoreReader(tmp_path / "s"), StoreReader(tmp_path / "s2")
     for name, shape in (("rows", (10, 6)), ("columns", (6, 10)), ("few", (2, 3))):
-        whole = some(shape)
-        assert torch.equal(store.read(name), whole)
+        unsharded = some(shape)
+        assert torch.equal(store.read(name), unsharded)
         for row in range(shape[0]):
             box = store.read_box(name, (row, 1), (shape[0] - row, shape[1] - 2))
-            assert torch.equal(box, whole[row:, 1:-1])
+            assert torch.equal(box, unsharded[row:, 1:-1])
     assert torch.equal(other.read("both"), some((7, 9)))
     assert torch.equal(other.read_box("both", (2, 3), (4, 4)), some((7, 9))[2:6, 3:7])
 

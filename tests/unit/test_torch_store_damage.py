@@ -141,12 +141,12 @@ def test_bombs_and_cut_files(damaged, tmp_path):
         refused(lambda: StoreReader(folder), str(path))
     path.write_bytes(before)
     data = folder / "__0_0.distcp"
-    whole = data.read_bytes()
-    data.write_bytes(whole[: len(whole) // 2])
+    unsharded = data.read_bytes()
+    data.write_bytes(unsharded[: len(unsharded) // 2])
     refused(lambda: StoreReader(folder), str(data))
     place = pickle.loads(before).storage_data[MetadataIndex("w", (0, 0))]
     for position in range(place.offset, place.offset + 30):
-        changed = bytearray(whole)
+        changed = bytearray(unsharded)
         changed[position] ^= 0x10
         data.write_bytes(changed)
         try:
@@ -156,7 +156,9 @@ def test_bombs_and_cut_files(damaged, tmp_path):
     with zipfile.ZipFile(tmp_path / "z.zip", "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(Bomb(), 2))
     bomb = (tmp_path / "z.zip").read_bytes()
-    data.write_bytes(whole[: place.offset] + bomb.ljust(place.length, b"\0") + whole[place.offset + place.length :])
+    data.write_bytes(
+        unsharded[: place.offset] + bomb.ljust(place.length, b"\0") + unsharded[place.offset + place.length :]
+    )
     refused(lambda: StoreReader(folder).read("w"), str(data))
     assert not canary.exists()
 

@@ -6,7 +6,7 @@ from transformers import Glm4vConfig, LlavaNextVideoConfig, Qwen2VLConfig
 
 from hf_megatron import ConfigError, UnsupportedError
 from hf_megatron.models.modalities.images import without_pixels
-from hf_megatron.models.modalities.sample_index import rows_with_media
+from hf_megatron.models.modalities.sample_index import multimodal_samples
 from hf_megatron.models.modalities.videos import rows_with_videos
 from hf_megatron.pipeline_parallel.microbatches import split
 
@@ -65,12 +65,12 @@ def test_later_stages_are_given_no_pixels():
 def test_placeholders_that_fit_no_video_are_refused(ids):
     batch = patches() | {"input_ids": torch.tensor(ids), "pixel_values": None}
     with pytest.raises(ConfigError, match=r"placeholders of videos|video stand in two rows"):
-        rows_with_media(batch, slice(0, 1), QWEN)
+        multimodal_samples(batch, slice(0, 1), QWEN)
 
 
 def test_videos_that_were_not_compared_and_sounds_of_models_without_are_refused():
     with pytest.raises(UnsupportedError, match=r"pixel_values_videos.*types that were compared so"):
-        split(patches(), 3, QWEN, media={"sounds"})
+        split(patches(), 3, QWEN, modalities={"sounds"})
     with pytest.raises(UnsupportedError, match="num_frames_per_video"):
         split(patches() | {"num_frames_per_video": torch.tensor([2, 2, 2])}, 3, QWEN)
     with pytest.raises(UnsupportedError, match="input_features"):

@@ -21,33 +21,33 @@ def is_pairwise(group: dist.ProcessGroup) -> bool:
 class ReduceScatter:
     """A started sum of `rows` `[ranks, width]` over the group, of which this rank keeps its own row.
 
-    `rows` must stay as they are until `wait()` has returned the sum `[width]`, which lies in `inbox`.
+    `rows` must stay as they are until `wait()` has returned the sum `[width]`, which lies in `recv_buffer`.
 
     Args:
-        inbox (`Tensor`): memory for what arrives: `[ranks - 1, width]` where rows are sent one by one, else
+        recv_buffer (`Tensor`): memory for what arrives: `[ranks - 1, width]` where rows are sent one by one, else
             `[1, width]`, which may be this rank's of `rows`.
     """
 
-    def __init__(self, rows: Tensor, inbox: Tensor, group: dist.ProcessGroup):
-        self.rows, self.inbox, self.rank = rows, inbox, dist.get_rank(group)
+    def __init__(self, rows: Tensor, recv_buffer: Tensor, group: dist.ProcessGroup):
+        self.rows, self.recv_buffer, self.rank = rows, recv_buffer, dist.get_rank(group)
         ranks = dist.get_world_size(group)
         self.pairwise = is_pairwise(group)
         self.works: list[Any] = []
         if not self.pairwise:
-            self.works = [reduce_scatter_started(inbox[0], rows.view(-1), group)]
+            self.works = [reduce_scatter_started(recv_buffer[0], rows.view(-1), group)]
             return
         for index, other in enumerate(other for other in range(ranks) if other != self.rank):
             self.works.append(dist.isend(rows[other], group=group, group_dst=other))
-            self.works.append(dist.irecv(inbox[index], group=group, group_src=other))
+            self.works.append(dist.irecv(recv_buffer[index], group=group, group_src=other))
 
     def wait(self) -> Tensor:
         """Returns this rank's row of the sum, `[width]`."""
         for work in self.works:
             work.wait()
-        total = self.inbox[0]
+        total = self.recv_buffer[0]
         if self.pairwise:
             total += self.rows[self.rank]
-            for row in self.inbox[1:]:
+            for row in self.recv_buffer[1:]:
                 total += row
         return total
 

@@ -14,5 +14,5 @@ def agree(facts: dict[str, Any]) -> None:
     for name in sorted({key for other in gathered for key in other}):
         values = [other.get(name) for other in gathered]
         if any(value != values[0] for value in values):
-            shown = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
-            raise ConfigError(f"The ranks disagree on {name}: {shown}.")
+            listing = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
+            raise ConfigError(f"The ranks disagree on {name}: {listing}.")

@@ -33,44 +33,44 @@ def placed_gradient(parameter: Tensor) -> Tensor | None:
     """
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
-        parameter.grad = dtensor_from_local(part_like(whole_of(gradient), parameter), parameter)
+        parameter.grad = dtensor_from_local(shard_like(full_tensor_of(gradient), parameter), parameter)
     return parameter.grad
 
 
 @torch.no_grad()
-def whole_of(tensor: Tensor) -> Tensor:
+def full_tensor_of(tensor: Tensor) -> Tensor:
     """Copies a tensor `[...]` in full to every rank of its mesh; all of them call it."""
     if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
         return local_tensor(tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim))
     local = local_tensor(tensor).detach()
     if not isinstance(tensor, DTensor) or all(placement.is_replicate() for placement in tensor.placements):
         return local.clone()
-    whole = torch.zeros(tensor.shape, dtype=local.dtype, device=local.device)
+    unsharded = torch.zeros(tensor.shape, dtype=local.dtype, device=local.device)
     for here, there in _blocks(tensor):
-        whole[there] = local[here]
+        unsharded[there] = local[here]
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
-            dist.all_reduce(whole, group=tensor.device_mesh.get_group(axis))
-    return whole
+            dist.all_reduce(unsharded, group=tensor.device_mesh.get_group(axis))
+    return unsharded
 
 
 @torch.no_grad()
-def take_part(whole: Tensor, tensor: DTensor) -> None:
+def copy_local_shard(unsharded: Tensor, tensor: DTensor) -> None:
     """Copies this rank's part of a plain tensor into a DTensor, both `[...]` of one shape."""
     local = local_tensor(tensor)
     for here, there in _blocks(tensor):
-        local[here] = whole[there]
+        local[here] = unsharded[there]
 
 
-def part_like(whole: Tensor, like: DTensor) -> Tensor:
+def shard_like(unsharded: Tensor, like: DTensor) -> Tensor:
     """Copies this rank's part of a plain tensor, of the same shape as a DTensor `[...]` that lies on the ranks."""
-    local = whole.new_empty(local_tensor(like).shape)
+    local = unsharded.new_empty(local_tensor(like).shape)
     for here, there in _blocks(like):
-        local[here] = whole[there]
+        local[here] = unsharded[there]
     return local
 
 
-def take_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+def accept_full_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
     """Has `load_state_dict` accept whole tensors of any shape, as one process saves them; a hook before it.
 
     Raises:
@@ -84,7 +84,7 @@ def take_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: st
             raise ConfigError(
                 f"load_state_dict: {name} has shape {tuple(value.shape)}, the global shape is {tuple(parameter.shape)}."
             )
-        state_dict[prefix + name] = dtensor_from_local(part_like(value, parameter).to(parameter.device), parameter)
+        state_dict[prefix + name] = dtensor_from_local(shard_like(value, parameter).to(parameter.device), parameter)
 
 
 def _blocks(tensor: DTensor) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:

@@ -36,9 +36,9 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        whole = part.clone()
-        dist.all_reduce(whole, group=group)
-        return whole
+        unsharded = part.clone()
+        dist.all_reduce(unsharded, group=group)
+        return unsharded
 
     @staticmethod
     @once_differentiable

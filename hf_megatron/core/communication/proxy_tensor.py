@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from ...compat.torch_dtensor import ask_subclass_of_dtensor, local_tensor
 
 
-class StandIn(Tensor):
+class ProxyTensor(Tensor):
     """A tensor of any shape without entries of its own; what it is for answers to `__torch_dispatch__`."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -31,7 +31,7 @@ class StandIn(Tensor):
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-class StandInDTensor(StandIn, DTensor):
+class ProxyDTensor(ProxyTensor, DTensor):
     """Stands for entries of a `DTensor`, which takes no other kind of tensor for an operand."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -61,7 +61,7 @@ def gather_on_first(value: Any, group: ProcessGroup | None, doing: str) -> list[
     return gather(value, group, doing, on_first=True)
 
 
-def raise_together(error: BaseException | None, group: ProcessGroup | None, doing: str) -> None:
+def raise_on_all_ranks(error: BaseException | None, group: ProcessGroup | None, doing: str) -> None:
     """Raises one `CheckpointError` on all ranks where some report an error instead of `None`."""
     text = None
     if error is not None:
@@ -75,11 +75,11 @@ def raise_together(error: BaseException | None, group: ProcessGroup | None, doin
 
 
 @contextmanager
-def agreed(doing: str) -> Iterator[None]:
-    """Raises an error inside, on any rank of the default group, at the end on all of them, as `raise_together`."""
+def propagate_errors(doing: str) -> Iterator[None]:
+    """Raises an error inside, on any rank of the default group, at the end on all of them, as `raise_on_all_ranks`."""
     error: Exception | None = None
     try:
         yield
     except Exception as caught:  # noqa: BLE001 - the other ranks have to hear of it before it is raised
         error = caught
-    raise_together(error, None, doing)
+    raise_on_all_ranks(error, None, doing)

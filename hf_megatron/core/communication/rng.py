@@ -81,7 +81,7 @@ def broadcast_state(device: torch.device, *groups: dist.ProcessGroup, of_host: b
         set_host_state(found[-1])
 
 
-class RandomStreams(Shared):
+class TensorParallelRng(Shared):
     """The replicated and this rank's own stream, of which the default generator holds one at a time.
 
     Compiled code stays on the replicated stream: a switch would break its graph, and Inductor draws the numbers of a
@@ -103,7 +103,7 @@ class RandomStreams(Shared):
         """Tells whether the default generator holds this rank's stream."""
         return self._generator.initial_seed() % (1 << _OWN_BITS) == _OWN
 
-    def use_own(self) -> None:
+    def use_local_rng(self) -> None:
         """Continues with this rank's stream: what follows is a part of the whole."""
         if torch.compiler.is_compiling() or self._is_own():
             return
@@ -115,7 +115,7 @@ class RandomStreams(Shared):
                 del self._made_of[next(iter(self._made_of))]
             self._made_of[seed] = replicated, _distinction(self._generator.get_state())
 
-    def use_replicated(self) -> None:
+    def use_shared_rng(self) -> None:
         """Continues with the stream of all ranks: what follows is computed by all of them alike."""
         if torch.compiler.is_compiling() or not self._is_own():
             return
@@ -140,19 +140,19 @@ class RandomStreams(Shared):
     def replicated(self) -> Iterator[None]:
         """Draws from the stream of all ranks inside, and goes on with the one that was live."""
         was_own = not torch.compiler.is_compiling() and self._is_own()
-        self.use_replicated()
+        self.use_shared_rng()
         yield
         if was_own:
-            self.use_own()
+            self.use_local_rng()
 
     @contextmanager
     def own(self) -> Iterator[None]:
         """Draws from this rank's stream inside, and goes on with the one that was live."""
         was_own = torch.compiler.is_compiling() or self._is_own()
-        self.use_own()
+        self.use_local_rng()
         yield
         if not was_own:
-            self.use_replicated()
+            self.use_shared_rng()
 
 
 class StreamOfPart(Shared):

@@ -1,4 +1,4 @@
-"""RankWatch: a rank that fails tells the others why; a rank that goes silent is named by those who waited for it.
+"""RankWatchdog: a rank that fails tells the others why; a rank that goes silent is named by those who waited for it.
 
 Every rank runs one daemon thread with a client of its own on the job's store. Once a second it writes a heartbeat (a
 counter, the optimizer steps so far and where the main thread is) and looks whether a rank reported a failure. It uses
@@ -119,7 +119,7 @@ def _after(steps: int) -> str:
     return f"after {steps} optimizer step{'' if steps == 1 else 's'}"
 
 
-class RankWatch(threading.Thread):
+class RankWatchdog(threading.Thread):
     """Heartbeat and failure reports of this rank; `watch_ranks` starts it.
 
     Args:
@@ -440,10 +440,10 @@ class RankWatch(threading.Thread):
         self.stop()
 
 
-def running_watch() -> RankWatch | None:
+def running_watch() -> RankWatchdog | None:
     """Returns the watch of the current default process group."""
     for thread in threading.enumerate():
-        if isinstance(thread, RankWatch) and thread.group is dist.group.WORLD:
+        if isinstance(thread, RankWatchdog) and thread.group is dist.group.WORLD:
             return thread
     return None
 
@@ -466,9 +466,9 @@ def watch_ranks(timeout: float, store_host: int | None, records: Path | None = N
         watch.timeout = timeout
         return
     for thread in threading.enumerate():
-        if isinstance(thread, RankWatch):
+        if isinstance(thread, RankWatchdog):
             thread.stop()
     if records is not None:
         # An earlier job's.
         record_path(records, dist.get_rank()).unlink(missing_ok=True)
-    RankWatch(default_store("hf_megatron/watch"), timeout, store_host, records).start()
+    RankWatchdog(default_store("hf_megatron/watch"), timeout, store_host, records).start()

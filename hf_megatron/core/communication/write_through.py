@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ...compat.torch_autograd import returns_view, writes_to
 from ...compat.torch_dtensor import local_tensor
 from ...errors import UnsupportedError
-from .full_tensor import take_part, whole_of
-from .proxy_tensor import StandIn, StandInDTensor
+from .full_tensor import copy_local_shard, full_tensor_of
+from .proxy_tensor import ProxyDTensor, ProxyTensor
 
 
 class Whole:
@@ -31,8 +31,8 @@ class Whole:
     def __init__(
         self,
         source: Tensor,
-        read: Callable[[Any], Tensor] = whole_of,
-        write: Callable[[Tensor, Any], None] = take_part,
+        read: Callable[[Any], Tensor] = full_tensor_of,
+        write: Callable[[Tensor, Any], None] = copy_local_shard,
     ):
         self.source, self._read, self._write = source, read, write
         local = local_tensor(source) if type(source) is DTensor else source
@@ -57,7 +57,7 @@ class Whole:
             view = _WrittenBackDTensor(value, like._spec, requires_grad=False)  # type: ignore[attr-defined]
         else:
             view = Tensor._make_subclass(WrittenBack, value)
-        view.whole, view.value = self, value
+        view.unsharded, view.value = self, value
         return view
 
 
@@ -66,7 +66,7 @@ def _replicated(value: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-class WrittenBack(StandIn):
+class WrittenBack(ProxyTensor):
     """A view `[...]` of a tensor that lies on several ranks.
 
     Attributes:
@@ -74,17 +74,17 @@ class WrittenBack(StandIn):
         value (`Tensor`): its entries, a view of the copy; read before each use only.
     """
 
-    whole: Whole
+    unsharded: Whole
     value: Tensor
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if returns_view(func) and isinstance(args[0], WrittenBack):
-            return args[0].whole.views(func(args[0].value, *args[1:], **kwargs))
+            return args[0].unsharded.views(func(args[0].value, *args[1:], **kwargs))
         views = [value for value in tree_leaves((args, kwargs)) if isinstance(value, WrittenBack)]
-        for whole in {id(view.whole): view.whole for view in views}.values():
-            whole.refresh()
+        for unsharded in {id(view.unsharded): view.unsharded for view in views}.values():
+            unsharded.refresh()
         edited = writes_to(func, args, kwargs)
         if not any(isinstance(tensor, WrittenBack) for tensor in edited):
             args, kwargs = tree_map_only(WrittenBack, WrittenBack.entries, (args, kwargs))
@@ -103,22 +103,22 @@ class WrittenBack(StandIn):
         """Hands edited views back, one after another: copies of one source know nothing of each other."""
         values = [view.value.clone() for view in views] if len(views) > 1 else []
         for view, value in zip(views, values, strict=bool(values)):
-            view.whole.refresh()
+            view.unsharded.refresh()
             view.value.copy_(value)
-            view.whole.write()
+            view.unsharded.write()
         if not values:
-            views[0].whole.write()
+            views[0].unsharded.write()
 
     def entries(self) -> Tensor:
         """Returns the entries `[...]` as a tensor of the ordinary kind, which leads nowhere."""
         return _replicated(self.value, self) if isinstance(self, DTensor) else self.value
 
 
-class _WrittenBackDTensor(WrittenBack, StandInDTensor):
+class _WrittenBackDTensor(WrittenBack, ProxyDTensor):
     """A view of a `DTensor`."""
 
 
 def _plain(tensor: Tensor) -> Tensor:
     if isinstance(tensor, WrittenBack):
         return tensor.value
-    return whole_of(tensor) if isinstance(tensor, DTensor) else tensor
+    return full_tensor_of(tensor) if isinstance(tensor, DTensor) else tensor

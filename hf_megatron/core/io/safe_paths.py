@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ...errors import CheckpointError
-from ..text import shown
+from ..text import safe_repr
 
 # In bytes: of one folder or file, in all common file systems.
 _LONGEST_PART = 255
@@ -26,13 +26,13 @@ def inside(directory: Path, name: str) -> Path:
         CheckpointError: the name or links lead out of the folder, or no file can have the name.
     """
     if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
-        raise CheckpointError(f"{directory} names the file {shown(name)}, which lies outside of it.")
+        raise CheckpointError(f"{directory} names the file {safe_repr(name)}, which lies outside of it.")
     if any(len(part.encode("utf-8", "surrogatepass")) > _LONGEST_PART for part in Path(name).parts):
-        raise CheckpointError(f"{directory} names the file {shown(name)}: no file has so long a name.")
+        raise CheckpointError(f"{directory} names the file {safe_repr(name)}: no file has so long a name.")
     try:
         os.fsencode(name)
     except UnicodeEncodeError as error:
-        raise CheckpointError(f"{directory} names the file {shown(name)}: no file can have this name.") from error
+        raise CheckpointError(f"{directory} names the file {safe_repr(name)}: no file can have this name.") from error
     real, root = Path(os.path.realpath(directory / name)), Path(os.path.realpath(directory))
     allowed = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
     if not any(real.is_relative_to(folder) for folder in allowed):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ..text import shown
+from ..text import safe_repr
 from .buffer_pool import FRESH, Memory
 from .checksums import NewFile
 from .random_access_file import DataFile, bytes_of
@@ -200,12 +200,13 @@ def _location(where: str, entry: Any, origin: int, size: int) -> Location:
     try:
         dtype, shape, (begin, end) = _BY_NAME[entry["dtype"]], entry["shape"], entry["data_offsets"]
         numel = math.prod(shape)
-        sound = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+        audio_task = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where} has the unreadable header entry {shown(entry)}.") from error
-    if not sound or end - begin != numel * dtype.itemsize or origin + end > size:
+        raise CheckpointError(f"{where} has the unreadable header entry {safe_repr(entry)}.") from error
+    if not audio_task or end - begin != numel * dtype.itemsize or origin + end > size:
         raise CheckpointError(
-            f"{where}: bytes [{shown(begin)}, {shown(end)}) for {shown(shape)} {dtype} in a file of {size} bytes."
+            f"{where}: bytes [{safe_repr(begin)}, {safe_repr(end)}) for {safe_repr(shape)} {dtype} in a file of "
+            f"{size} bytes."
         )
     return Location(tuple(shape), dtype, origin + begin)
 

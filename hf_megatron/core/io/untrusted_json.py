@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from ..text import shown
+from ..text import safe_repr
 
 LARGEST_JSON = 256 << 20
 
@@ -38,9 +38,9 @@ def read_json_table(path: Path, most: int = LARGEST_JSON) -> dict[str, Any]:
     try:
         content = json.loads(read_small(path, most))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {shown(str(error))}") from error
+        raise CheckpointError(f"{path} cannot be read: {safe_repr(str(error))}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds {shown(content)}: expected a table.")
+        raise CheckpointError(f"{path} holds {safe_repr(content)}: expected a table.")
     return content
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...compat.class_mixin import stand_around
+from ...compat.class_mixin import mix_into
 from ...compat.torch_memory import from_host, to_host
 from .saved_tensor_hooks import Version
 
@@ -50,4 +50,4 @@ class OffloadedInputs(nn.Module):
 def offload_inputs(model: nn.Module, layers: str) -> None:
     """Has the layers of a model with `recompute="full"` keep their inputs in CPU memory; `layers` names their list."""
     for layer in model.get_submodule(layers).children():
-        stand_around(layer, OffloadedInputs)
+        mix_into(layer, OffloadedInputs)

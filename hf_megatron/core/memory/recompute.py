@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ...compat.shard_safe import works_on_parts
+from ...compat.shard_safe import shard_safe
 from ...compat.torch_autograd import recompute_layers
 from ...compat.transformers_models import computes_own_attention, fetches_attention_core
 from ...config import CHOICES
@@ -86,7 +86,7 @@ class RecomputedCore:
 
         return checkpoint(recomputed, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=True)
 
-    @works_on_parts
+    @shard_safe
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         # Some forwards reach the interface in some configurations only (GPT-2's `reorder_and_upcast_attn`).
         if _is_training(module) and not self.ran:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ...compat.class_mixin import stand_around
+from ...compat.class_mixin import mix_into
 from ...compat.transformers_models import fetches_attention_core
 from ...errors import UnsupportedError
 
@@ -33,7 +33,7 @@ def tile_mlps(model: nn.Module, layers: str, tokens: int) -> list[str]:
     compared: set[type] = set()
     found = list(find_mlps(model, layers))
     for name in found:
-        stand_around(model.get_submodule(name), TiledMLP, _tile=tokens, _mlp_name=name, _compared=compared)
+        mix_into(model.get_submodule(name), TiledMLP, _tile=tokens, _mlp_name=name, _compared=compared)
     return found
 
 

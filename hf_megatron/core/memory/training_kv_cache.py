@@ -15,12 +15,12 @@ from transformers.utils import ModelOutput
 
 from ...compat.shared import Shared
 from ...errors import UnsupportedError
-from ..unavailable_output import AbsentValue
+from ..unavailable_output import UnavailableOutput
 
 _CACHES = ("past_key_values", "cache_params")
 
 
-class AbsentCache(AbsentValue):
+class UnavailableCache(UnavailableOutput):
     """Stands where one process returns keys and values."""
 
     message = (
@@ -34,7 +34,7 @@ def leave_out_in_training(model: Any, *, pipelined: bool, always: bool = False) 
     """Makes forwards of a model in training behave as with `use_cache=False`, unless the call says otherwise.
 
     They raise `UnsupportedError` where that would tell documents apart which one process takes for one. Where one
-    process would have returned a cache an `AbsentCache` stands.
+    process would have returned a cache an `UnavailableCache` stands.
 
     Args:
         pipelined (`bool`): whether the model may return none by itself.
@@ -78,7 +78,7 @@ class _Hook(Shared):
     def before(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         given = dict(zip(self.names, args, strict=False)) | kwargs
         for cache in _caches(given):
-            if isinstance(cache, AbsentCache):
+            if isinstance(cache, UnavailableCache):
                 raise UnsupportedError(cache.message)
         by_name = given.get("return_dict")
         returns_tuple = not (model.config.return_dict if by_name is None else by_name)
@@ -98,8 +98,8 @@ class _Hook(Shared):
             return None
         # In the place that it has in a tuple.
         values = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
-        absent = {name: AbsentCache() for name in _CACHES if name in values and values[name] is None}
-        return type(output)(**values | absent) if absent else None
+        off_stage = {name: UnavailableCache() for name in _CACHES if name in values and values[name] is None}
+        return type(output)(**values | off_stage) if off_stage else None
 
 
 def leave_out(model: Any, arguments: dict[str, Any]) -> None:

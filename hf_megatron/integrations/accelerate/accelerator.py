@@ -124,7 +124,7 @@ def prepare_model(
         if inner is not None:
             return _prepare_around(original, self, model, inner, **kwargs)
     if RUNTIME.launch is not None and not evaluation_mode:
-        RUNTIME.launch.require_laid_out(model)
+        RUNTIME.launch.require_parallelized(model)
     # Stock takes a whole model beside tensor parallel ones for a mistake, unless it is only asked.
     return original(self, model, device_placement, evaluation_mode or (is_ours(self) and not trained), **kwargs)
 

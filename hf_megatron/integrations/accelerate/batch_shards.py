@@ -24,7 +24,7 @@ def begin(original: Callable, self: Any) -> None:
         return
     sampler = shard.batch_sampler.sampler
     if shard.num_processes > 1 and isinstance(sampler, Sized):
-        size = rows_of_all_ranks(shard)
+        size = samples_on_all_ranks(shard)
         if shard.drop_last or not shard.even_batches:
             # No row is repeated, and ranks with batches of their own stop together at the shortest.
             self.remainder, self._hf_megatron_last = -1, (0, 1)
@@ -136,7 +136,7 @@ def _noted(state: Any) -> tuple[int, int] | None:
     return None
 
 
-def rows_of_all_ranks(shard: Any) -> int:
+def samples_on_all_ranks(shard: Any) -> int:
     """Counts the rows of a full batch of all ranks, of what deals whole batches out or splits them."""
     size: int = shard.batch_size * (1 if shard.split_batches else shard.num_processes)
     return size

@@ -13,10 +13,10 @@ from ...checkpoint.gather_full import full_state_dict
 from ...checkpoint.packed_state import read_packed, write_packed
 from ...checkpoint.training_state import load_optimizers, write_config
 from ...checkpoint.transaction import Transaction, prune
-from ...core.communication.rank_errors import agreed, gather, rank_and_size
+from ...core.communication.rank_errors import gather, propagate_errors, rank_and_size
 from ...errors import CheckpointError, UnsupportedError
-from ...parallel_state import laid_out_model, parallel_state
-from ..peft.checkpoints import adapted_module, load_weights, save_adapters, saved_facts, saved_pieces
+from ...parallel_state import parallel_state, unwrap_parallel_model
+from ..peft.checkpoints import adapted_module, checkpoint_metadata, load_weights, save_adapters, saved_pieces
 from ..trainer.checkpoints import LOOP, advance, open_verified, progress, restore_random_state
 from ..transformers.model_cards import write_model_card
 
@@ -71,7 +71,7 @@ def save_state(original: Callable, self: Any, output_dir: str | None = None, *ar
         wanted = Path(output_dir).expanduser()
     target = gather(fresh_name(wanted), None, f"Saving {wanted}")[0]
     optimizers = _optimizers(self)
-    described = {"step": self.step, **saved_facts(model, optimizers)}
+    described = {"step": self.step, **checkpoint_metadata(model, optimizers)}
     with (
         progress(f"Saving {target.name}") as count,
         Transaction(target, described, on_step=count, pointer=pointer) as transaction,
@@ -87,7 +87,7 @@ def save_state(original: Callable, self: Any, output_dir: str | None = None, *ar
         write_model_card(model, transaction.directory, files="sharded")
     if naming.automatic_checkpoint_naming and naming.total_limit:
         # Together: a rank that goes on to load would list folders that the first one is removing.
-        with agreed(f"Removing old checkpoints beside {target}"):
+        with propagate_errors(f"Removing old checkpoints beside {target}"):
             if self.is_main_process:
                 prune(target.parent, naming.total_limit, pattern="checkpoint_*")
     naming.iteration += 1
@@ -110,7 +110,7 @@ def _write_files(accelerator: Any, directory: Path) -> None:
     rng_state.save(directory, rank)
     write_packed(directory / _data_file(rank), [_data_state(loader) for loader in accelerator._dataloaders])
     if rank == 0:
-        if laid_out_model(accelerator._models[0]) is accelerator._models[0]:
+        if unwrap_parallel_model(accelerator._models[0]) is accelerator._models[0]:
             write_config(accelerator._models[0], directory)
         scaler = accelerator.scaler
         loop = {

@@ -31,11 +31,11 @@ def iterate(original: Callable, self: Any) -> Iterator[Any]:
     base = self.base_dataloader
     _require_own_order(base)
     if group is not None and "_hf_megatron_seen" not in vars(base):
-        from ..trainer.global_batches import draw_for_all_ranks, read_whole_stream
+        from ..trainer.global_batches import draw_for_all_ranks, read_full_stream
 
         base._hf_megatron_seen = True
         draw_for_all_ranks(base)
-        read_whole_stream(base)
+        read_full_stream(base)
     if group is not None and "_hf_megatron_group" not in vars(base) and _may_differ(base):
         base._hf_megatron_group = group
         base.__class__ = _agreed_class(type(base))

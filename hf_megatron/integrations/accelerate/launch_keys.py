@@ -152,9 +152,10 @@ def _fields(given: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
             if name == "expert_tensor_parallel_size":
                 valid = (given.get("tp_degree", (1, ""))[0],)
             if (value.lower() if isinstance(value, str) else value) not in valid:
-                shown = " or ".join(str(choice).lower() for choice in valid) if valid else "leave it out"
+                listing = " or ".join(str(choice).lower() for choice in valid) if valid else "leave it out"
                 raise UnsupportedError(
-                    f"{source} = {value!r} (megatron_lm_{name} in megatron_lm_config): not supported, valid: {shown}; "
+                    f"{source} = {value!r} (megatron_lm_{name} in megatron_lm_config): not supported, valid: "
+                    f"{listing}; "
                     f"{key.instead}."
                 )
             continue

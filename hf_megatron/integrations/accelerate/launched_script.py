@@ -41,24 +41,24 @@ class Launch:
         self._said: set[str] = set()
 
     def make(
-        self, cls: type, laid_out: Callable[..., Any], whole: Callable[..., Any], arguments: Mapping[str, Any]
+        self, cls: type, parallelized: Callable[..., Any], unsharded: Callable[..., Any], arguments: Mapping[str, Any]
     ) -> Any:
         """Makes a model with the arguments of a script that knows of no layout.
 
         Args:
             cls: the model's class.
-            laid_out: makes it with `megatron_config` and arguments.
+            parallelized: makes it with `megatron_config` and arguments.
             whole: makes it as stock does, with arguments.
             arguments: the script's own keywords.
         """
         if _is_part_of_a_model():
-            return whole(**arguments)
+            return unsharded(**arguments)
         # Scripts name the devices of one process.
         given = {name: value for name, value in arguments.items() if name != "device_map"}
         try:
-            made = laid_out(megatron_config=self.layout, **given)
+            made = parallelized(megatron_config=self.layout, **given)
         except (UnsupportedError, UnverifiedLayoutError, PlanError) as error:
-            made = whole(**arguments)
+            made = unsharded(**arguments)
             self._reasons[_model(made)] = str(error)
             self._say(f"{cls.__name__} is left whole on every rank: {error}")
         else:
@@ -67,7 +67,7 @@ class Launch:
             self._say(f"{cls.__name__} is laid out: {state.config.layout()}.")
         return made
 
-    def require_laid_out(self, model: Any) -> None:
+    def require_parallelized(self, model: Any) -> None:
         """Raises `UnsupportedError` for a whole model of transformers that is about to be trained."""
         from transformers import PreTrainedModel
 

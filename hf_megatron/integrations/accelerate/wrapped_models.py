@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ...checkpoint.gather_full import full_state_dict
 from ...compat.ecosystem import is_sentence_transformer
-from ...core.off_stage import own_parameters
+from ...core.off_stage import local_named_parameters
 from ...core.runtime import RUNTIME
 from ...errors import UnsupportedError
 from ...parallel_state import ParallelState, parallel_state, share_state_around
@@ -19,7 +19,7 @@ _INSTEAD = (
 )
 
 
-def laid_out_inside(module: nn.Module) -> list[nn.Module]:
+def parallelized_submodule(module: nn.Module) -> list[nn.Module]:
     """Lists the laid out models that a module contains, and is not itself; each with its adapters, if it has any."""
     found: list[nn.Module] = []
     for inner in module.modules():
@@ -49,7 +49,7 @@ def state_around(module: Any, what: str) -> ParallelState | None:
         assert state is not None
         share_state_around(module, model, state)
         return state
-    for inner in laid_out_inside(module):
+    for inner in parallelized_submodule(module):
         raise UnsupportedError(f"{_named(what, module)} contains a laid out {type(inner).__name__}. {_instead(module)}")
     _refuse_parts(module, what)
     return None
@@ -64,7 +64,7 @@ def model_to_prepare(module: nn.Module, what: str = _PREPARE) -> nn.Module | Non
     Raises:
         UnsupportedError: it has parameters or buffers of its own, or weights of laid out models without one of these.
     """
-    inside = laid_out_inside(module)
+    inside = parallelized_submodule(module)
     if not inside:
         _refuse_parts(module, what)
         return None
@@ -79,9 +79,9 @@ def model_to_prepare(module: nn.Module, what: str = _PREPARE) -> nn.Module | Non
     tensors = (*module.named_parameters(), *module.named_buffers())
     own = [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors if id(tensor) not in known]
     if own:
-        shown = ", ".join(own[:3]) + (f" and {len(own) - 3} more" if len(own) > 3 else "")
+        listing = ", ".join(own[:3]) + (f" and {len(own) - 3} more" if len(own) > 3 else "")
         raise UnsupportedError(
-            f"{_named(what, module)} contains a laid out {type(model).__name__} and, beside it, {shown}, which "
+            f"{_named(what, module)} contains a laid out {type(model).__name__} and, beside it, {listing}, which "
             f"is not part of its layout. {_instead(module)}"
         )
     return model
@@ -94,18 +94,18 @@ def full_state_dict_around(module: nn.Module) -> dict[str, Tensor] | None:
     """
     if parallel_state(module) is not None:
         return full_state_dict(module)
-    if not laid_out_inside(module):
+    if not parallelized_submodule(module):
         return None
     found: dict[str, Tensor] = {}
     known: dict[int, Tensor] = {}
     for prefix, inner in module.named_modules():
         if parallel_state(inner) is None:
             continue
-        whole = full_state_dict(inner)
-        found |= {f"{prefix}.{name}": tensor for name, tensor in whole.items()}
+        unsharded = full_state_dict(inner)
+        found |= {f"{prefix}.{name}": tensor for name, tensor in unsharded.items()}
         # The module may name them once more.
         own = inner.named_parameters(remove_duplicate=False)
-        known |= {id(tensor): whole[name] for name, tensor in own if name in whole}
+        known |= {id(tensor): unsharded[name] for name, tensor in own if name in unsharded}
     if not found:
         return {}
     tensors, parameters = module.state_dict(), dict(module.named_parameters(remove_duplicate=False))
@@ -119,7 +119,7 @@ def _refuse_parts(module: nn.Module, what: str) -> None:
     models = RUNTIME.models
     if not models:
         return
-    name_of = {id(weight): (name, model) for model in models for name, weight in own_parameters(model)}
+    name_of = {id(weight): (name, model) for model in models for name, weight in local_named_parameters(model)}
     for weight in module.parameters():
         if id(weight) in name_of:
             name, model = name_of[id(weight)]

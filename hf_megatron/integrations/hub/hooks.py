@@ -17,7 +17,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers.utils.hub import create_and_tag_model_card
 
 from ...checkpoint.reader import PARTIAL, read_partial
-from ...core.communication.rank_errors import agreed, gather, rank_and_size
+from ...core.communication.rank_errors import gather, propagate_errors, rank_and_size
 from ...errors import CheckpointError, UnsupportedError
 from ...parallel_state import parallel_state
 from .pulled_folder import PART
@@ -60,17 +60,17 @@ def _push_model(
     tags: list[str] | str | None = None,
 ) -> Any:
     first = rank_and_size(None)[0] == 0
-    with agreed(f"Pushing to {repo_id}"):
+    with propagate_errors(f"Pushing to {repo_id}"):
         # The ranks of a host share it; on others it is an empty folder that goes at the end.
         made = tempfile.mkdtemp(prefix="hf_megatron_push_") if first else None
     directory = Path(gather(made, None, f"Pushing to {repo_id}")[0])
     try:
-        with agreed(f"Pushing to {repo_id}"):
+        with propagate_errors(f"Pushing to {repo_id}"):
             if first:
                 _fetch_card(repo_id, directory, private, token)
         # A card of somebody else is kept, ours is written anew.
         model.save_pretrained(directory, max_shard_size=max_shard_size, repo_id=repo_id)
-        with agreed(f"Making the card of {repo_id}"):
+        with propagate_errors(f"Making the card of {repo_id}"):
             if first:
                 wanted = [tags] if isinstance(tags, str) else list(tags or ())
                 _tag_card(repo_id, directory, [*(model.model_tags or ()), *wanted], token)
@@ -123,7 +123,7 @@ def init_hf_repo(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
             "MegatronConfig(async_save=True): every push needs all ranks, which go on training meanwhile. Use "
             "hub_strategy='end', or async_save=False."
         )
-    with agreed("Making the repository of TrainingArguments.push_to_hub"):
+    with propagate_errors("Making the repository of TrainingArguments.push_to_hub"):
         original(self, *args, **kwargs)
     self.hub_model_id = gather(self.hub_model_id, None, "Making the repository")[0]
     self.push_in_progress = None
@@ -150,7 +150,7 @@ def trainer_push_to_hub(
     if model_tags := self.model.model_tags:
         given = kwargs.get("tags") or []
         kwargs["tags"] = list(dict.fromkeys([*([given] if isinstance(given, str) else given), *model_tags]))
-    with agreed("Making the model card"):
+    with propagate_errors("Making the model card"):
         self.create_model_card(**kwargs)
     return _push_output(self, commit_message, token, revision, private)
 
@@ -201,12 +201,12 @@ def readable_part(path: Any) -> Any:
 
 def check_part(model: Any, info: dict[str, Any], path: Any) -> None:
     """Raises for weights that a partial folder lacks, whatever `strict_loading` says: they exist, elsewhere."""
-    if path is None or not os.path.isdir(path) or not (absent := read_partial(Path(path))):
+    if path is None or not os.path.isdir(path) or not (off_stage := read_partial(Path(path))):
         return
     # Where the weights came from, and not the folder that stood in for it.
     model.config._name_or_path = model.name_or_path = os.fspath(path)
     if missing := sorted(info.get("missing_keys") or ()):
         raise CheckpointError(
             f"{path} was pulled for other ranks or another layout ({PARTIAL}): {', '.join(missing[:5])} lie in "
-            f"{', '.join(sorted(absent))}. Run `hf-megatron pull` for this layout."
+            f"{', '.join(sorted(off_stage))}. Run `hf-megatron pull` for this layout."
         )

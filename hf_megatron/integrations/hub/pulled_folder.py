@@ -36,14 +36,14 @@ class Pulled:
     path: Path
     commit: str
     files: tuple[str, ...]
-    absent: tuple[str, ...]
+    off_stage: tuple[str, ...]
     bytes: int
     total_bytes: int
     fetched_bytes: int
 
 
-def note_absent(folder: Path, note: Mapping[str, Any]) -> None:
-    """Writes the note that says which files were left out, under `absent`."""
+def record_off_stage(folder: Path, note: Mapping[str, Any]) -> None:
+    """Writes the note that says which files were left out, under `off_stage`."""
     write_durably(folder / f".{PARTIAL}", json.dumps(note, indent=2) + "\n")
     os.replace(folder / f".{PARTIAL}", folder / PARTIAL)
 

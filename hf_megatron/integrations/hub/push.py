@@ -16,7 +16,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from torch.distributed import ProcessGroup
 
 from ...checkpoint.manifest import MANIFEST
-from ...core.communication.rank_errors import gather, gather_on_first, raise_together, rank_and_size
+from ...core.communication.rank_errors import gather, gather_on_first, raise_on_all_ranks, rank_and_size
 from ...errors import CheckpointError, ConfigError
 from .push_selection import CARD, Selection, check_card_metadata, explained, select
 
@@ -81,7 +81,7 @@ def push_checkpoint(folder: str | Path, repo_id: str, **arguments: Any) -> Commi
         error = CheckpointError(
             f"{folder} has no {MANIFEST}: it is no sharded checkpoint. push_folder pushes Hugging Face files."
         )
-    raise_together(error, arguments.get("group"), f"Pushing {folder}")
+    raise_on_all_ranks(error, arguments.get("group"), f"Pushing {folder}")
     return push_folder(folder, repo_id, **arguments)
 
 
@@ -128,7 +128,7 @@ class _Push:
         except Exception as caught:  # noqa: BLE001 - the client raises many kinds, and all ranks have to hear of them
             error = CheckpointError(explained(caught))
             error.__cause__ = caught
-        raise_together(error, self.group, self.doing)
+        raise_on_all_ranks(error, self.group, self.doing)
         return result
 
     def _on_first(self, action: Callable[[], Any]) -> Any:
@@ -138,8 +138,8 @@ class _Push:
         """Selects the files and makes the repository and the branch."""
         wanted = gather((str(self.folder), self.repo_id, self.revision), self.group, self.doing)
         if len(set(wanted)) > 1:
-            shown = ", ".join(f"rank {rank}: {other}" for rank, other in enumerate(wanted))
-            raise CheckpointError(f"The ranks want to push different things: {shown}.")
+            listing = ", ".join(f"rank {rank}: {other}" for rank, other in enumerate(wanted))
+            raise CheckpointError(f"The ranks want to push different things: {listing}.")
 
         def begin() -> tuple[Selection, str]:
             selection = select(self.folder, ignore)

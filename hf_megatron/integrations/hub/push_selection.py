@@ -142,9 +142,9 @@ def _is_pickle(path: Path) -> bool:
 
 def _complete(folder: Path) -> Manifest:
     checkpoint = Checkpoint(folder)
-    if checkpoint.absent:
+    if checkpoint.off_stage:
         raise CheckpointError(
-            f"{folder} was pulled for some ranks only ({PARTIAL}) and lacks {', '.join(sorted(checkpoint.absent))}; "
+            f"{folder} was pulled for some ranks only ({PARTIAL}) and lacks {', '.join(sorted(checkpoint.off_stage))}; "
             "pull it without --ranks before you push it."
         )
     for where, text in _texts(checkpoint.manifest.facts, "facts"):

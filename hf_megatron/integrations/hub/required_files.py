@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...checkpoint.local_shards import holding, named_tensors
-from ...checkpoint.manifest import Manifest, PieceEntry, TensorEntry
-from ...checkpoint.tensor_chunks import Box, overlaps
+from ...checkpoint.manifest import ChunkEntry, Manifest, TensorEntry
+from ...checkpoint.tensor_chunks import TensorChunk, overlaps
 from ...config import MegatronConfig
 from ...core.axes import Axes
 from ...parallel_state import ParallelState
@@ -46,9 +46,9 @@ def files_for(manifest: Manifest, stage: Stage, *, optimizer: bool) -> set[str]:
     return files
 
 
-def _holding(entry: TensorEntry, boxes: tuple[Box, ...], chosen: set[str]) -> set[str]:
+def _holding(entry: TensorEntry, boxes: tuple[TensorChunk, ...], chosen: set[str]) -> set[str]:
     """Lists files with the pieces that overlap the boxes; of copies one, a file that is needed anyway if possible."""
-    copies: dict[tuple[Box, ...], list[PieceEntry]] = {}
+    copies: dict[tuple[TensorChunk, ...], list[ChunkEntry]] = {}
     for piece in entry.pieces:
         copies.setdefault(piece.boxes, []).append(piece)
     found: set[str] = set()

@@ -8,11 +8,11 @@ import torch
 
 from ...checkpoint.base_model_hash import base_identity, identity_in_one_process
 from ...checkpoint.reader import Checkpoint
-from ...checkpoint.tensor_chunks import Piece
+from ...checkpoint.tensor_chunks import LocalChunk
 from ...checkpoint.training_state import facts, load_model, optimizer_pieces, pieces
 from ...compat.ecosystem import adapter_prefix
 from ...errors import CheckpointError
-from ...parallel_state import laid_out_model, parallel_state
+from ...parallel_state import parallel_state, unwrap_parallel_model
 
 _BASE = "base"
 
@@ -20,7 +20,7 @@ _BASE = "base"
 def adapted_module(model: Any) -> Any:
     """Returns the module that lists what is trained of an adapter as the saved state names it."""
     if parallel_state(model) is not None or adapter_prefix(model) is None:
-        return laid_out_model(model)
+        return unwrap_parallel_model(model)
     # Prompts stand beside a model that nobody has laid out.
     return model if model.active_peft_config.is_prompt_learning else model.get_base_model()
 
@@ -30,16 +30,16 @@ def is_of_adapters(checkpoint: Checkpoint) -> bool:
     return _BASE in checkpoint.facts
 
 
-def saved_facts(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+def checkpoint_metadata(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     """Returns what the manifest says beside the tensors; every rank calls it and gets the same."""
-    inner = laid_out_model(model)
+    inner = unwrap_parallel_model(model)
     found = facts(inner, optimizers)
     return found if inner is model else found | {_BASE: base_identity(inner)}
 
 
-def saved_pieces(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Piece]:
+def saved_pieces(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[LocalChunk]:
     """Yields all that this rank writes: of a model with adapters their moments."""
-    inner = laid_out_model(model)
+    inner = unwrap_parallel_model(model)
     if inner is model:
         yield from pieces(model, optimizers)
         return
@@ -49,7 +49,7 @@ def saved_pieces(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> Ite
 
 def save_adapters(model: Any, directory: Path) -> None:
     """Writes the files of a model's adapters, if it has any; every rank calls it."""
-    if laid_out_model(model) is not model:
+    if unwrap_parallel_model(model) is not model:
         model.save_pretrained(directory)
 
 

@@ -31,7 +31,7 @@ def has_codes(state: Any) -> bool:
     return NAME in state.placed
 
 
-def require_whole_base(state: Any) -> None:
+def require_full_base_weight(state: Any) -> None:
     """Raises `UnsupportedError` for a base that stage 3 splits."""
     if state.shards_weights:
         refuse_adapter(

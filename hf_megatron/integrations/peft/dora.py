@@ -17,7 +17,7 @@ from .factors import Factors
 from .site import Site
 
 
-class DoraOnParts(nn.Module):
+class ShardedDora(nn.Module):
     """Stands in the place of PEFT's `DoraLinearLayer`: `[..., in]` -> what is added to the base's `[..., out]`."""
 
     weight: nn.Parameter
@@ -59,13 +59,13 @@ class DoraOnParts(nn.Module):
         return squares.sqrt().to(rows.dtype)
 
 
-def lay_out_dora(tuner: Any, adapter: str, factors: Factors | None, site: Site) -> None:
+def shard_dora(tuner: Any, adapter: str, factors: Factors | None, site: Site) -> None:
     """Lays out the magnitudes of an adapter, if it has any."""
     if adapter not in tuner.lora_magnitude_vector:
         return
     layer, inner = tuner.lora_magnitude_vector[adapter], f"lora_magnitude_vector.{adapter}.weight"
     if factors is None:
-        site.place_whole(layer, "weight", inner)
+        site.replicate_value(layer, "weight", inner)
         return
     if factors.b.has("gather_output"):
         raise UnsupportedError(
@@ -84,4 +84,4 @@ def lay_out_dora(tuner: Any, adapter: str, factors: Factors | None, site: Site) 
 
 
 def _on_parts(base: type) -> type:
-    return type(base.__name__, (DoraOnParts, base), {})
+    return type(base.__name__, (ShardedDora, base), {})

@@ -2,20 +2,20 @@
 
 from torch import Tensor, nn
 
-from ...core.communication.rng import RandomStreams
+from ...core.communication.rng import TensorParallelRng
 
 
 class _Dropout(nn.Dropout):
-    streams: RandomStreams
-    is_whole: bool
+    streams: TensorParallelRng
+    is_replicated: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        with self.streams.replicated() if self.is_whole else self.streams.own():
+        with self.streams.replicated() if self.is_replicated else self.streams.own():
             return super().forward(x)
 
 
-def draw_in_turn(dropout: nn.Module, streams: RandomStreams, *, is_whole: bool) -> None:
+def draw_in_turn(dropout: nn.Module, streams: TensorParallelRng, *, is_replicated: bool) -> None:
     """Has an adapter's dropout draw from the stream of what it is given, whichever one is live."""
     if isinstance(dropout, nn.Dropout):
         dropout.__class__ = _Dropout
-        dropout.streams, dropout.is_whole = streams, is_whole  # type: ignore[assignment]
+        dropout.streams, dropout.is_replicated = streams, is_replicated  # type: ignore[assignment]

@@ -26,7 +26,7 @@ from ...tensor_parallel.styles import AXIS
 from .site import Site
 
 
-def lay_out_parameter(wrapper: Any, site: Site) -> None:
+def shard_parameter(wrapper: Any, site: Site) -> None:
     """Lays out the adapters of a parameter that are new."""
     base, inner = wrapper.base_layer, f"{site.base_name}."
     while base is not wrapper.get_base_layer():
@@ -65,7 +65,7 @@ def _taken_over(splits: tuple[Split, ...], dims: Mapping[int, tuple[int, int]]) 
             yield replace(split, dim=dim, groups=split.groups * blocks)
 
 
-class LoraOnParts(nn.Module):
+class ShardedLora(nn.Module):
     """Stands in the place of PEFT's `ParamWrapper` where a rank has a part of the parameter."""
 
     parameter_name: str
@@ -115,4 +115,4 @@ class LoraOnParts(nn.Module):
 
 @cache
 def _on_parts(base: type) -> Any:
-    return base if issubclass(base, LoraOnParts) else type(base.__name__, (LoraOnParts, base), {})
+    return base if issubclass(base, ShardedLora) else type(base.__name__, (ShardedLora, base), {})

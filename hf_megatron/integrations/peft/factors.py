@@ -6,10 +6,10 @@ What an adapter returns is added to what its linear returns, so both have to be 
 | linear | `A` | its gradient | `B` | its gradient |
 |---|---|---|---|---|
 | column, in a region | whole | sum | split dim 0 | complete |
-| column without a region, `column_gather` | whole | complete | split dim 0, its input copied | complete |
+| column without a region, `colwise_gather_output` | whole | complete | split dim 0, its input copied | complete |
 | row | split dim 1, its output summed | complete | whole | complete |
 | row of a split sequence | split dim 1, its output summed and cut along the sequence | complete | whole | sum |
-| `row_split` | split dim 1, its input cut | complete | whole | complete |
+| `rowwise_split_input` | split dim 1, its input cut | complete | whole | complete |
 | replicated | whole | the weight's rule | whole | the weight's rule |
 
 A region copies its input once, where the block begins: every gradient inside of it is a part. `B` of a linear that
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ...core.placement import Claim, GradientRule, Placement
+from ...core.placement import GradientRule, ParameterSharding, Placement
 from ...errors import UnsupportedError
 from ...tensor_parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from ...tensor_parallel.local_parameters import local_view
@@ -31,7 +31,7 @@ from ...tensor_parallel.styles import AXIS, style
 _SUMMED = GradientRule(sum=AXIS)
 
 
-class WholeFactor(ParallelLinear):
+class FullFactor(ParallelLinear):
     """A linear that every rank has whole, whose gradient may be a part: `[..., in]` -> `[..., out]`."""
 
     sum_gradient: bool = False
@@ -88,44 +88,44 @@ class Factors:
 
     a: Factor
     b: Factor
-    input_is_whole: bool
+    input_is_full: bool
 
 
-def factors_of(name: str, style_name: str, claim: Claim, region: UniformRegion | None) -> Factors:
+def factors_of(name: str, style_name: str, claim: ParameterSharding, region: UniformRegion | None) -> Factors:
     """Returns how an adapter beside a linear lies.
 
     Args:
-        claim (`Claim`): of the linear's weight.
+        claim (`ParameterSharding`): of the linear's weight.
         region (`UniformRegion`, *optional*): that the linear reads or ends.
 
     Raises:
         UnsupportedError: for a style that has no row in the table.
     """
     rules = style(style_name)
-    if rules.is_column or style_name == "column_gather":
+    if rules.is_column or style_name == "colwise_gather_output":
         [split] = claim.placement.splits
         over = Placement.split(AXIS, 0, groups=split.groups, copies=split.copies)
         rule = GradientRule(sum=AXIS, copies=split.copies) if split.copies > 1 else GradientRule()
         first = Factor(
-            WholeFactor,
+            FullFactor,
             Placement(),
             Placement(),
             GradientRule() if region is None else _SUMMED,
             region,
             (("sum_gradient", region is not None),),
         )
-        gathers = (("gather_output", style_name == "column_gather"),)
+        gathers = (("gather_output", style_name == "colwise_gather_output"),)
         return Factors(first, Factor(ColumnParallelLinear, over, over, rule, region, gathers), True)
-    if rules.is_row or style_name == "row_split":
+    if rules.is_row or style_name == "rowwise_split_input":
         sums = region is not None and region.stack is not None
-        along = (("split_input", style_name == "row_split"),)
+        along = (("split_input", style_name == "rowwise_split_input"),)
         first = Factor(RowParallelLinear, Placement.split(AXIS, 1), Placement(), GradientRule(), region, along)
-        whole = (("sum_gradient", sums),)
-        second = Factor(WholeFactor, Placement(), Placement(), _SUMMED if sums else GradientRule(), None, whole)
-        return Factors(first, second, style_name == "row_split")
-    if style_name in ("replicated", "replicated_sum", "latent_with_rotary"):
-        whole = (("sum_gradient", claim.gradient.sum == AXIS),)
-        both = Factor(WholeFactor, Placement(), Placement(), claim.gradient, None, whole)
+        unsharded = (("sum_gradient", sums),)
+        second = Factor(FullFactor, Placement(), Placement(), _SUMMED if sums else GradientRule(), None, unsharded)
+        return Factors(first, second, style_name == "rowwise_split_input")
+    if style_name in ("replicated", "replicated_with_grad_allreduce", "mla_kv_a_proj"):
+        unsharded = (("sum_gradient", claim.gradient.sum == AXIS),)
+        both = Factor(FullFactor, Placement(), Placement(), claim.gradient, None, unsharded)
         return Factors(both, both, True)
     raise UnsupportedError(
         f"A PEFT adapter on {name}: with tp_size > 1 adapters on {style_name!r} modules are not supported. Leave it "

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...core.communication.full_tensor import take_part, whole_of
-from ...core.off_stage import is_absent
+from ...core.communication.full_tensor import copy_local_shard, full_tensor_of
+from ...core.off_stage import is_off_stage
 from ...data_parallel.engine import engine_of
 
 
 @contextmanager
-def whole_base(base: nn.Module) -> Iterator[None]:
+def full_base_weight(base: nn.Module) -> Iterator[None]:
     """Has a linear hold its weight in full inside, on the ranks of every stage; what it is afterwards is kept.
 
     Every rank enters it.
@@ -27,28 +27,28 @@ def whole_base(base: nn.Module) -> Iterator[None]:
         return
     state, claim = engine.state, engine.claim(weight)
     assert claim is not None
-    whole = torch.empty(weight.shape, dtype=weight.dtype, device=state.mesh.device)
-    if not is_absent(weight):
-        whole = whole_of(weight)
+    unsharded = torch.empty(weight.shape, dtype=weight.dtype, device=state.mesh.device)
+    if not is_off_stage(weight):
+        unsharded = full_tensor_of(weight)
     if state.cut is not None:
-        dist.broadcast(whole, group=state.mesh.pp_group, group_src=state.cut.owner(claim.name))
-    base._parameters["weight"] = nn.Parameter(whole, requires_grad=False)
-    before = whole.clone()
+        dist.broadcast(unsharded, group=state.mesh.pp_group, group_src=state.cut.owner(claim.name))
+    base._parameters["weight"] = nn.Parameter(unsharded, requires_grad=False)
+    before = unsharded.clone()
     try:
         yield
         changed: Any = base._parameters["weight"]
     finally:
         base._parameters["weight"] = weight
-    if not is_absent(weight) and not torch.equal(changed.detach(), before):
+    if not is_off_stage(weight) and not torch.equal(changed.detach(), before):
         _write(changed.detach(), weight)
 
 
 @torch.no_grad()
-def _write(whole: Tensor, weight: Tensor) -> None:
+def _write(unsharded: Tensor, weight: Tensor) -> None:
     if isinstance(weight, DTensor):
-        take_part(whole, weight)
+        copy_local_shard(unsharded, weight)
     else:
-        weight.copy_(whole)
+        weight.copy_(unsharded)
 
 
 def agree_on(*tensors: Tensor) -> None:

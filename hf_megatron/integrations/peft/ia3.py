@@ -7,7 +7,7 @@ from .local_dict import LocalDict
 from .site import Site
 
 
-def lay_out_ia3(tuner: Any, site: Site) -> None:
+def shard_ia3(tuner: Any, site: Site) -> None:
     """Lays out the adapters of an (IA)3 layer that are new."""
     factors, vectors = site.factors(), tuner.ia3_l
     factor = None if factors is None else factors.a if tuner.is_feedforward else factors.b

@@ -7,12 +7,12 @@ from typing import Any
 from .checks import (
     has_codes,
     refuse_adapter,
+    require_full_base_weight,
     require_method,
     require_prompts,
     require_saved,
     require_supported,
     require_targets,
-    require_whole_base,
 )
 
 
@@ -42,22 +42,22 @@ def linear_init(
 
 def dora_update_layer(original: Callable, self: Any, *, base_layer: Any, **kwargs: Any) -> None:
     """Takes the norms of a whole weight, where ranks and stages have parts of it."""
-    from .full_base_weight import whole_base
+    from .full_base_weight import full_base_weight
 
-    with whole_base(base_layer):
+    with full_base_weight(base_layer):
         original(self, base_layer=base_layer, **kwargs)
 
 
 def from_base(original: Callable, self: Any, adapter_name: str, *args: Any) -> None:
     """Makes initial values of a whole weight, and leaves the rest of it in its place, alike on all ranks."""
     from ...data_parallel.engine import engine_of
-    from .full_base_weight import agree_on, whole_base
+    from .full_base_weight import agree_on, full_base_weight
 
     base = self.get_base_layer()
-    is_laid_out = engine_of(base.weight) is not None
-    with whole_base(base):
+    is_parallelized = engine_of(base.weight) is not None
+    with full_base_weight(base):
         original(self, adapter_name, *args)
-        if is_laid_out:
+        if is_parallelized:
             agree_on(base.weight, self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight)
 
 
@@ -93,17 +93,17 @@ def setup_prompt_encoder(original: Callable, self: Any, adapter_name: str) -> No
         original(self, adapter_name)
         return
     from .layout import note_modules
-    from .prompts import PROMPTS, embedded, lay_out_prompts
+    from .prompts import PROMPTS, embedded, shard_prompts
 
     require_prompts(self.peft_config[adapter_name], state)
-    _draw_alike(state)
+    _draw_identical(state)
     encoders = model.get_submodule(PROMPTS) if PROMPTS in model._modules else None
     trained = [] if encoders is None else [p for p in encoders.parameters() if p.requires_grad]
     original(self, adapter_name)
     for parameter in trained:
         # PEFT freezes all that the model has.
         parameter.requires_grad_(True)
-    lay_out_prompts(self.prompt_encoder, model, state)
+    shard_prompts(self.prompt_encoder, model, state)
     # Its names before those that it has in the model.
     self._modules["base_model"] = self._modules.pop("base_model")
     vars(self)["word_embeddings"] = partial(embedded, self._modules.pop("word_embeddings"))
@@ -124,7 +124,7 @@ def get_prompt(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
         return local_prompt(original(self, *args, **kwargs), state)
 
 
-def _draw_alike(state: Any) -> None:
+def _draw_identical(state: Any) -> None:
     """Gives all ranks the first one's random state."""
     from ...core.communication.rng import broadcast_state
 
@@ -138,16 +138,16 @@ def inject_adapter(original: Callable, self: Any, model: Any, adapter_name: str,
     if (state := parallel_state(model)) is None:
         original(self, model, adapter_name, *args, **kwargs)
         return
-    from .layout import lay_out_adapters
+    from .layout import shard_adapters
 
     if kwargs.get("low_cpu_mem_usage"):
         refuse_adapter("low_cpu_mem_usage = True", "ranks make whole adapters, which are small, and keep their part")
     require_supported(self.peft_config[adapter_name], state)
     require_targets(self, model, adapter_name, state)
     require_saved(self.peft_config[adapter_name], model, state)
-    _draw_alike(state)
+    _draw_identical(state)
     original(self, model, adapter_name, *args, **kwargs)
-    lay_out_adapters(model, state)
+    shard_adapters(model, state)
 
 
 def forward_hooks(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +171,7 @@ def unload(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     from .layout import forget_adapters, insides
 
     if kwargs.get("merge", args[0] if args else True):
-        require_whole_base(state)
+        require_full_base_weight(state)
         if has_codes(state):
             # Sums are rounded to the dtype of the model, not to codes a second time.
             self.model.dequantize()
@@ -203,7 +203,7 @@ def merge_adapter(original: Callable, self: Any, *args: Any, **kwargs: Any) -> A
     from ...parallel_state import parallel_state
 
     if (state := parallel_state(self.model)) is not None:
-        require_whole_base(state)
+        require_full_base_weight(state)
         if has_codes(state):
             refuse_adapter(
                 "merge_adapter on a quantised base",
@@ -220,13 +220,13 @@ def adapter_state_dict(original: Callable, model: Any, *args: Any, **kwargs: Any
     found, state = original(model, *args, **kwargs), parallel_state(model)
     if state is None:
         return found
-    from .saving import is_whole, whole_adapter
+    from .saving import full_adapter, is_replicated
 
     given = args[0] if args else kwargs.get("state_dict")
-    if given is not None and is_whole(given):
+    if given is not None and is_replicated(given):
         # `Accelerator.get_state_dict` has gathered it on the first rank.
         return found
-    return whole_adapter(found, state)
+    return full_adapter(found, state)
 
 
 def parts_for_load(original: Callable, model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:

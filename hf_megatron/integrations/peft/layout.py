@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ...core.off_stage import is_absent
+from ...core.off_stage import is_off_stage
 from ...core.placement import copies_of_model
 from ...errors import UnsupportedError
 from ...parallel_state import ParallelState
@@ -18,11 +18,11 @@ from ...pipeline_parallel.off_stage_module import Placeholder
 from ...tensor_parallel.axis import GUARDS, NAME
 from ...tensor_parallel.experts import LatentWithRotary
 from ...tensor_parallel.local_parameters import LocalParameters
-from ...tensor_parallel.region import UniformRegion, WholeSequenceRegion
-from .experts import lay_out_parameter
-from .ia3 import lay_out_ia3
-from .lora import lay_out_lora
-from .module_copies import lay_out_norms, lay_out_saved
+from ...tensor_parallel.region import FullSequenceRegion, UniformRegion
+from .experts import shard_parameter
+from .ia3 import shard_ia3
+from .lora import shard_lora
+from .module_copies import shard_norms, shard_saved
 from .site import Site, linear_factors
 
 
@@ -31,17 +31,17 @@ class _Kind:
     """A class of PEFT's: the attribute that holds the module inside, and what lays out the adapters beside it."""
 
     base: str
-    lay_out: Callable[[Any, Site], None]
+    shard_model: Callable[[Any, Site], None]
     # Of the module inside, hooks and all, which are called in its place.
     has_copies: bool = False
 
 
 _KINDS: Mapping[str, _Kind] = {
-    "ParamWrapper": _Kind("base_layer", lay_out_parameter),
-    "LoraLayer": _Kind("base_layer", lay_out_lora),
-    "IA3Layer": _Kind("base_layer", lay_out_ia3),
-    "LNTuningLayer": _Kind("base_layer", lay_out_norms, has_copies=True),
-    "ModulesToSaveWrapper": _Kind("original_module", lay_out_saved, has_copies=True),
+    "ParamWrapper": _Kind("base_layer", shard_parameter),
+    "LoraLayer": _Kind("base_layer", shard_lora),
+    "IA3Layer": _Kind("base_layer", shard_ia3),
+    "LNTuningLayer": _Kind("base_layer", shard_norms, has_copies=True),
+    "ModulesToSaveWrapper": _Kind("original_module", shard_saved, has_copies=True),
 }
 
 
@@ -80,7 +80,7 @@ def require_parameter_rule(state: ParallelState, name: str, module: nn.Module) -
         )
 
 
-def lay_out_adapters(model: nn.Module, state: ParallelState) -> None:
+def shard_adapters(model: nn.Module, state: ParallelState) -> None:
     """Claims and places what PEFT has put into a model since the last call."""
     found = list(_adapted(model))
     for name, tuner, kind in found:
@@ -93,7 +93,7 @@ def lay_out_adapters(model: nn.Module, state: ParallelState) -> None:
         while (inner := _kind(innermost)) is not None:
             innermost = getattr(innermost, inner.base)
         is_elsewhere = isinstance(innermost, Placeholder)
-        kind.lay_out(tuner, Site(name, base, f"{name}.{kind.base}", state, copies, is_elsewhere))
+        kind.shard_model(tuner, Site(name, base, f"{name}.{kind.base}", state, copies, is_elsewhere))
         if is_elsewhere:
             innermost.list_around(tuner)
         if not kind.has_copies:
@@ -143,7 +143,7 @@ def _follow(model: nn.Module, state: ParallelState, modules: Mapping[str, nn.Mod
     if state.cut is not None:
         listed = model.state_dict()
         state.names = tuple(listed)
-        state.elsewhere |= {name for name, tensor in listed.items() if is_absent(tensor)}
+        state.elsewhere |= {name for name, tensor in listed.items() if is_off_stage(tensor)}
     for guard in state.placed.get(GUARDS, ()):
         guard.follow(modules)
     assert state.data_parallel is not None
@@ -170,7 +170,7 @@ def _move_hooks(source: nn.Module, target: nn.Module) -> None:
     for hooks in (source._forward_pre_hooks, source._forward_hooks):
         for number, hook in list(hooks.items()):
             owner = getattr(hook, "__self__", None)
-            if isinstance(owner, LatentWithRotary | UniformRegion | WholeSequenceRegion):
+            if isinstance(owner, LatentWithRotary | UniformRegion | FullSequenceRegion):
                 del hooks[number]
                 source._forward_pre_hooks_with_kwargs.pop(number, None)
                 source._forward_hooks_with_kwargs.pop(number, None)

@@ -3,13 +3,13 @@
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...tensor_parallel.local_parameters import ForwardsUnderWay, local_view
+from ...tensor_parallel.local_parameters import ActiveForwards, local_view
 
 
 class LocalDict(nn.ParameterDict):
     """Parameters of any shape that are local tensors in forwards, their gradients summed over a group of ranks."""
 
-    forwards: ForwardsUnderWay
+    forwards: ActiveForwards
     group: dist.ProcessGroup | None
 
     def __getitem__(self, key: str) -> Tensor | None:

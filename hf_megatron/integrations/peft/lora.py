@@ -6,10 +6,10 @@ from typing import Any
 from torch import nn
 
 from ...core.placement import GradientRule, Placement
-from ...tensor_parallel.local_parameters import become
-from .dora import lay_out_dora
+from ...tensor_parallel.local_parameters import swap_class
+from .dora import shard_dora
 from .dropout import draw_in_turn
-from .factors import Factor, WholeFactor
+from .factors import Factor, FullFactor
 from .local_dict import LocalDict
 from .site import Site
 
@@ -17,10 +17,10 @@ _FACTORS = ("lora_A", "lora_B")
 _OF_EMBEDDINGS = ("lora_embedding_A", "lora_embedding_B")
 
 
-def lay_out_lora(tuner: Any, site: Site) -> None:
+def shard_lora(tuner: Any, site: Site) -> None:
     """Lays out the adapters of a LoRA layer that are new."""
     if len(tuner.lora_embedding_A):
-        _lay_out_embedding(tuner, site)
+        _shard_embedding(tuner, site)
         return
     factors = site.factors()
     pair = (None, None) if factors is None else (factors.a, factors.b)
@@ -30,17 +30,17 @@ def lay_out_lora(tuner: Any, site: Site) -> None:
         for which, factor in zip(_FACTORS, pair, strict=True):
             _place(getattr(tuner, which)[adapter], f"{which}.{adapter}", factor, site)
         if factors is not None:
-            draw_in_turn(tuner.lora_dropout[adapter], site.streams, is_whole=factors.input_is_whole)
-        lay_out_dora(tuner, adapter, factors, site)
+            draw_in_turn(tuner.lora_dropout[adapter], site.streams, is_replicated=factors.input_is_full)
+        shard_dora(tuner, adapter, factors, site)
 
 
-def _lay_out_embedding(tuner: Any, site: Site) -> None:
+def _shard_embedding(tuner: Any, site: Site) -> None:
     """Leaves the factors beside an embedding whole: every rank looks up all tokens, in `rank` columns."""
     for which in _OF_EMBEDDINGS:
         parameters = getattr(tuner, which)
         for adapter in list(parameters.keys()):
             if not site.has_claim(f"{which}.{adapter}"):
-                site.place_whole(parameters, adapter, f"{which}.{adapter}")
+                site.replicate_value(parameters, adapter, f"{which}.{adapter}")
         if len(parameters) and site.splits and not site.is_elsewhere:
             parameters.__class__ = LocalDict
             parameters.forwards, parameters.group = site.forwards, None
@@ -70,11 +70,11 @@ def _place(linear: nn.Module, inner: str, factor: Factor | None, site: Site) -> 
             site.place(linear, own, f"{inner}.{own}", placement, GradientRule() if factor is None else factor.rule)
     if factor is None or site.is_elsewhere:
         return
-    become(linear, factor.kind)
+    swap_class(linear, factor.kind)
     linear.mesh, linear.forwards = site.state.mesh, site.forwards  # type: ignore[assignment]
     linear.streams, linear.region = site.streams, factor.region  # type: ignore[assignment]
     linear.copies = factor.rule.copies or 1  # type: ignore[assignment]
-    if factor.kind is not WholeFactor or factor.rule.sum is not None:
-        linear.name_of_part = f"{site.name}.{inner}"  # type: ignore[assignment]
+    if factor.kind is not FullFactor or factor.rule.sum is not None:
+        linear.shard_name = f"{site.name}.{inner}"  # type: ignore[assignment]
     for switch, value in factor.switches:
         setattr(linear, switch, value)

@@ -7,7 +7,7 @@ from torch import nn
 from .site import Site
 
 
-def lay_out_copies(copies: nn.ModuleDict, within: str, site: Site) -> None:
+def shard_copies(copies: nn.ModuleDict, within: str, site: Site) -> None:
     """Claims copies, by adapter, as the module that they were made of."""
     for adapter, copy in copies.items():
         for own, _ in copy.named_parameters():
@@ -16,11 +16,11 @@ def lay_out_copies(copies: nn.ModuleDict, within: str, site: Site) -> None:
                 site.claim_copy(inner, site.state.claims[f"{site.base_name}.{own}"])
 
 
-def lay_out_norms(tuner: Any, site: Site) -> None:
+def shard_norms(tuner: Any, site: Site) -> None:
     """Lays out the adapters of a layer of LN tuning."""
-    lay_out_copies(tuner.ln_tuning_layers, "ln_tuning_layers", site)
+    shard_copies(tuner.ln_tuning_layers, "ln_tuning_layers", site)
 
 
-def lay_out_saved(wrapper: Any, site: Site) -> None:
+def shard_saved(wrapper: Any, site: Site) -> None:
     """Lays out the copies of a module that is saved with an adapter."""
-    lay_out_copies(wrapper.modules_to_save, "modules_to_save", site)
+    shard_copies(wrapper.modules_to_save, "modules_to_save", site)

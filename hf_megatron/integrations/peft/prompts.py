@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 
 from ...core.communication.collectives import copy_to_ranks
-from ...core.communication.full_tensor import take_whole_tensors
+from ...core.communication.full_tensor import accept_full_tensors
 from ...core.placement import GradientRule, Placement, copies_of_model
 from ...parallel_state import ParallelState
 from ...pipeline_parallel.off_stage_module import Placeholder
@@ -23,7 +23,7 @@ from .site import Site
 PROMPTS = "prompt_encoder"
 
 
-def lay_out_prompts(encoders: nn.ModuleDict, model: Any, state: ParallelState) -> None:
+def shard_prompts(encoders: nn.ModuleDict, model: Any, state: ParallelState) -> None:
     """Claims and places the parameters that make prompts, by adapter, and has the model list them."""
     if PROMPTS not in model._modules:
         model.add_module(PROMPTS, encoders)
@@ -38,7 +38,7 @@ def lay_out_prompts(encoders: nn.ModuleDict, model: Any, state: ParallelState) -
             site.place(module, parameter, f"{name}.{parameter}", Placement(), GradientRule())
         if site.is_elsewhere:
             continue
-        module.register_load_state_dict_pre_hook(take_whole_tensors)
+        module.register_load_state_dict_pre_hook(accept_full_tensors)
         if site.splits:
             read_locally(module, state.mesh, site.forwards, frozenset())
     if is_elsewhere:
@@ -76,10 +76,10 @@ def local_prompt(prompt: Any, state: ParallelState) -> Any:
     return prompt
 
 
-def _own_heads(whole: Tensor, ranks: int, rank: int, state: ParallelState) -> Tensor:
+def _own_heads(unsharded: Tensor, ranks: int, rank: int, state: ParallelState) -> Tensor:
     """Cuts this rank's heads out of `[rows, heads, tokens, head dim]`; gradients of all ranks are added up."""
-    heads = whole.shape[1]
-    whole = copy_to_ranks(whole, state.mesh.tp_group)
+    heads = unsharded.shape[1]
+    unsharded = copy_to_ranks(unsharded, state.mesh.tp_group)
     if heads >= ranks:
-        return whole.narrow(1, rank * heads // ranks, heads // ranks)
-    return whole.narrow(1, rank // (ranks // heads), 1)
+        return unsharded.narrow(1, rank * heads // ranks, heads // ranks)
+    return unsharded.narrow(1, rank // (ranks // heads), 1)

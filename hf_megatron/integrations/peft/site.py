@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...core.communication.rng import RandomStreams
-from ...core.placement import ADAPTER, Claim, GradientRule, Placement
+from ...core.communication.rng import TensorParallelRng
+from ...core.placement import ADAPTER, GradientRule, ParameterSharding, Placement
 from ...parallel_state import ParallelState
 from ...tensor_parallel.axis import FORWARDS, NAME, REGIONS
-from ...tensor_parallel.local_parameters import ForwardsUnderWay
+from ...tensor_parallel.local_parameters import ActiveForwards
 from .factors import Factors, factors_of
 
 
@@ -39,11 +39,11 @@ class Site:
         return self.state.placed.get(NAME) is not None
 
     @property
-    def streams(self) -> RandomStreams:
+    def streams(self) -> TensorParallelRng:
         return self.state.placed[REGIONS].streams
 
     @property
-    def forwards(self) -> ForwardsUnderWay:
+    def forwards(self) -> ActiveForwards:
         return self.state.placed[FORWARDS]
 
     def factors(self) -> Factors | None:
@@ -71,25 +71,25 @@ class Site:
             keeps_average (`bool`, defaults to `False`): whether the rule says which ranks average the gradient; else
                 they are those of the whole batch.
         """
-        whole: Any = holder._parameters[own]
+        unsharded: Any = holder._parameters[own]
         if not keeps_average:
             rule = replace(rule, average="dp_cp" if self.state.axes.size("cp") > 1 else "dp")
-        self._claim(inner, tuple(whole.shape), placement, rule)
+        self._claim(inner, tuple(unsharded.shape), placement, rule)
         if (self.splits or placement.is_split) and not self.is_elsewhere:
-            part = _part(whole.detach(), placement, self.state, self.copies)
-            holder._parameters[own] = nn.Parameter(part, requires_grad=whole.requires_grad)
+            part = _part(unsharded.detach(), placement, self.state, self.copies)
+            holder._parameters[own] = nn.Parameter(part, requires_grad=unsharded.requires_grad)
 
-    def place_whole(self, holder: nn.Module, own: str, inner: str) -> None:
+    def replicate_value(self, holder: nn.Module, own: str, inner: str) -> None:
         """Places a parameter of any shape where nothing is split."""
         self.place(holder, own, inner, Placement(), GradientRule())
 
-    def claim_copy(self, inner: str, claim: Claim) -> None:
+    def claim_copy(self, inner: str, claim: ParameterSharding) -> None:
         """Claims a parameter that is a copy of one of the base."""
         self._claim(inner, claim.shape, claim.placement, claim.gradient)
 
     def _claim(self, inner: str, shape: tuple[int, ...], placement: Placement, rule: GradientRule) -> None:
         name = f"{self.name}.{inner}"
-        self.state.claims[name] = Claim(name, shape, ADAPTER, placement, rule)
+        self.state.claims[name] = ParameterSharding(name, shape, ADAPTER, placement, rule)
 
 
 def linear_factors(state: ParallelState, name: str, weight: str) -> Factors | None:
@@ -109,16 +109,16 @@ def linear_factors(state: ParallelState, name: str, weight: str) -> Factors | No
     return factors_of(name, plan.styles.get(name, "replicated"), claim, region)
 
 
-def _part(whole: Tensor, placement: Placement, state: ParallelState, copies: int) -> DTensor:
+def _part(unsharded: Tensor, placement: Placement, state: ParallelState, copies: int) -> DTensor:
     """Returns this rank's part of a tensor of any shape that every rank has."""
-    local = whole
-    for dim, ranges in enumerate(placement.intervals(whole.shape, state.axes)):
+    local = unsharded
+    for dim, ranges in enumerate(placement.intervals(unsharded.shape, state.axes)):
         local = torch.cat([local.narrow(dim, start, stop - start) for start, stop in ranges], dim)
     return DTensor.from_local(
         local.clone(memory_format=torch.contiguous_format),
         state.mesh.of(placement, copies),
         placement.dtensor_placements(state.axes, copies),
         run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
+        shape=unsharded.shape,
+        stride=unsharded.stride(),
     )

@@ -15,15 +15,15 @@ def backward(original: Callable, tensors: Any, *args: Any, **kwargs: Any) -> Non
     Of the inputs that a backward is asked for this rank has its own; without any it takes part for the others.
     """
     if RUNTIME.models:
-        from ...core.off_stage import gradients_of, is_absent, own_terms
+        from ...core.off_stage import gradients_of, is_off_stage, own_terms
         from ...data_parallel.untracked_leaves import check_backward
 
         tensors = own_terms(tensors)
         check_backward(tensors)
         inputs = kwargs.get("inputs")
         inputs = list(inputs.values()) if isinstance(inputs, dict) else inputs
-        if isinstance(inputs, list | tuple) and any(map(is_absent, inputs)):
-            kwargs["inputs"] = [tensor for tensor in inputs if not is_absent(tensor)]
+        if isinstance(inputs, list | tuple) and any(map(is_off_stage, inputs)):
+            kwargs["inputs"] = [tensor for tensor in inputs if not is_off_stage(tensor)]
             if not kwargs["inputs"]:
                 names = ("grad_tensors", "retain_graph", "create_graph")
                 given = dict(zip(names, args, strict=False)) | {n: kwargs[n] for n in names if n in kwargs}

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from ...compat.torch_dtensor import dtensor_from_local, local_tensor, restore_state, split_dim
 from ...compat.torch_fsdp import take_memory
-from ...core.communication.full_tensor import part_like, whole_of
+from ...core.communication.full_tensor import full_tensor_of, shard_like
 from ...core.mesh import is_of_layout
 from ...errors import CheckpointError, UnsupportedError
 
@@ -31,7 +31,7 @@ def _is_own(tensor: DTensor) -> bool:
     return is_of_layout(tensor.device_mesh)
 
 
-def _is_whole(value: Any) -> bool:
+def _is_replicated(value: Any) -> bool:
     return isinstance(value, DTensor) and all(placement.is_replicate() for placement in value.placements)
 
 
@@ -43,9 +43,9 @@ def _assign(parameter: Any, value: Any) -> None:
     """
     # By its mesh: a cast makes new parameters without what was written on the old ones.
     is_own = _is_own(parameter)
-    if is_own and _is_whole(value) and value.shape == parameter.shape:
+    if is_own and _is_replicated(value) and value.shape == parameter.shape:
         # What torch 2.11 pads, as transformers does with biases of tied heads, lies whole on every rank.
-        value = dtensor_from_local(part_like(local_tensor(value), parameter), parameter)
+        value = dtensor_from_local(shard_like(local_tensor(value), parameter), parameter)
     if is_own and not (isinstance(value, DTensor) and value.placements == parameter.placements):
         raise UnsupportedError(
             "`parameter.data = ...` on a split parameter takes a DTensor that lies like it, such as `parameter.data * "
@@ -57,7 +57,7 @@ def _assign(parameter: Any, value: Any) -> None:
         take_memory(parameter, value)
 
 
-def _beside(tensor: Any, split: Any) -> Any:
+def _sibling(tensor: Any, split: Any) -> Any:
     """Returns a plain loss `[]` as a DTensor that lies whole on a split tensor's mesh; its gradient is a plain one."""
     plain = type(tensor) is Tensor and tensor.dim() == 0 and tensor.requires_grad
     if not plain or not torch.is_grad_enabled() or not _is_own(split):
@@ -69,7 +69,7 @@ def _beside(tensor: Any, split: Any) -> Any:
 def _with_plain_losses(stock: Callable[..., Any]) -> Callable[..., Any]:
     # Torch adds a number that is no DTensor to one, and the backward of what made it is handed a DTensor.
     def operator(self: Any, other: Any) -> Any:
-        return stock(self, _beside(other, self))
+        return stock(self, _sibling(other, self))
 
     return operator
 
@@ -81,13 +81,13 @@ def _format(self: Any, specification: str) -> str:
 
 
 def _tolist(self: Any) -> Any:
-    return whole_of(self).tolist() if _is_own(self) else Tensor.tolist(self)
+    return full_tensor_of(self).tolist() if _is_own(self) else Tensor.tolist(self)
 
 
 def _numpy(self: Any, *, force: bool = False) -> Any:
     if not _is_own(self) or (self.requires_grad and not force):
         return Tensor.numpy(self, force=force)
-    return whole_of(self).numpy(force=force)
+    return full_tensor_of(self).numpy(force=force)
 
 
 class _Whole(torch.autograd.Function):
@@ -96,12 +96,12 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Tensor:
         ctx.tensor = tensor.detach()
-        return whole_of(tensor)
+        return full_tensor_of(tensor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return dtensor_from_local(part_like(gradient, ctx.tensor), ctx.tensor)
+        return dtensor_from_local(shard_like(gradient, ctx.tensor), ctx.tensor)
 
 
 def _cuts(tensor: Any) -> list[int]:
@@ -117,7 +117,7 @@ def _is_cut_twice(tensor: Any) -> bool:
     return len(set(_cuts(tensor))) < len(_cuts(tensor))
 
 
-def _on_the_whole(name: str, where: Callable[[Any], bool]) -> Callable[..., Any]:
+def _on_full_model(name: str, where: Callable[[Any], bool]) -> Callable[..., Any]:
     """Makes a method of views that are recorded: torch puts what two axes have cut together in another order."""
     stock = getattr(Tensor, name)
 
@@ -127,8 +127,8 @@ def _on_the_whole(name: str, where: Callable[[Any], bool]) -> Callable[..., Any]
             return stock(self, *args, **kwargs)
         mesh = self.device_mesh
 
-        def lay(whole: Tensor) -> Tensor:
-            return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        def lay(unsharded: Tensor) -> Tensor:
+            return DTensor.from_local(unsharded, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
         return tree_map_only(Tensor, lay, stock(_Whole.apply(self), *args, **kwargs))
 
@@ -140,8 +140,8 @@ def _full_tensor(stock: Callable[..., Any]) -> Callable[..., Any]:
         if not _is_own(self) or grad_placements is not None or not _is_cut_twice(self):
             found: Tensor = stock(self, grad_placements=grad_placements)
             return found
-        whole: Tensor = _Whole.apply(self)
-        return whole
+        unsharded: Tensor = _Whole.apply(self)
+        return unsharded
 
     return full_tensor
 
@@ -176,8 +176,8 @@ class TensorMethods:
         self._full_tensor = DTensor.full_tensor
         self._methods = {
             **{name: _with_plain_losses(getattr(Tensor, name)) for name in _ARITHMETIC},
-            **{name: _on_the_whole(name, _is_cut_by_two) for name in _RESHAPES},
-            **{name: _on_the_whole(name, _is_cut_twice) for name in _PARTS},
+            **{name: _on_full_model(name, _is_cut_by_two) for name in _RESHAPES},
+            **{name: _on_full_model(name, _is_cut_twice) for name in _PARTS},
             "full_tensor": _full_tensor(DTensor.full_tensor),
             "data": property(Tensor.data.__get__, _assign),  # type: ignore[attr-defined]
             "__format__": _format,

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...compat.torch_autograd import sums_of_mean, writes_to
 from ...compat.torch_dtensor import (
-    add_up_in_place,
+    all_reduce_partial_,
     blocks_of_shard,
     dtensor_from_local,
     dtensor_handlers,
@@ -28,7 +28,7 @@ from ...compat.torch_dtensor import (
     split_dim,
 )
 from ...compat.torch_memory import share_memory
-from ...core.communication.full_tensor import is_split_along, part_like, take_part, whole_of
+from ...core.communication.full_tensor import copy_local_shard, full_tensor_of, is_split_along, shard_like
 from ...core.communication.write_through import Whole
 from ...core.mesh import is_of_layout
 from ...errors import UnsupportedError
@@ -145,8 +145,8 @@ def _view(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         result = _stock(func, args, kwargs)
         if share_memory(local_tensor(result), local_tensor(tensor)):
             return result
-    whole = Whole(tensor)
-    return whole.views(func(whole.tensor, *args[1:], **kwargs))
+    unsharded = Whole(tensor)
+    return unsharded.views(func(unsharded.tensor, *args[1:], **kwargs))
 
 
 def _axes_that_cut(tensor: DTensor) -> int:
@@ -169,8 +169,8 @@ def _can_be_viewed(tensor: DTensor) -> bool:
 
 
 def _draw(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    read = _empty if func in _FRESH else whole_of
-    return _on_whole(func, args, kwargs, read)
+    read = _empty if func in _FRESH else full_tensor_of
+    return _on_full(func, args, kwargs, read)
 
 
 def _by_entries(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -179,7 +179,7 @@ def _by_entries(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if recorded or not (plain or func in (_aten.index_put_.default, _aten.fill_.Tensor)):
         return _stock(func, args, kwargs)
-    return _on_whole(func, args, kwargs, whole_of)
+    return _on_full(func, args, kwargs, full_tensor_of)
 
 
 def _of_mean(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -192,7 +192,7 @@ def _of_mean(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _read(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     # DTensor reads this rank's term of a sum.
-    return func(whole_of(args[0]).reshape(()))
+    return func(full_tensor_of(args[0]).reshape(()))
 
 
 def _added_up(tensor: DTensor) -> DTensor:
@@ -207,7 +207,7 @@ def _of_sum(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _edit(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     # Torch raises where an edit needs what the ranks hold terms of.
     if any(placement.is_partial() for placement in args[0].placements):
-        add_up_in_place(args[0])
+        all_reduce_partial_(args[0])
     return _stock(func, args, kwargs)
 
 
@@ -243,7 +243,7 @@ def _pointwise_placed(func: Any, args: tuple, kwargs: dict[str, Any], recorded: 
     edited = writes_to(func, args, kwargs)
     if not all(isinstance(tensor, DTensor) for tensor in edited):
         # `total += loss.detach()`
-        return _on_whole(func, args, kwargs, whole_of)
+        return _on_full(func, args, kwargs, full_tensor_of)
     args, kwargs = tree_map_only(Tensor, partial(_placed_like, like=like, recorded=recorded), (args, kwargs))
     return _edit(func, args, kwargs) if edited else _stock(func, args, kwargs)
 
@@ -254,21 +254,21 @@ def _placed_like(tensor: Tensor, like: DTensor, recorded: bool) -> Tensor:
         if _is_split(tensor):
             return tensor
         if tensor.device_mesh == like.device_mesh:
-            is_whole = all(placement.is_replicate() for placement in tensor.placements)
-            if is_whole and _axes_that_cut(like) > 1 and _is_split(like) and _spreads_to(tensor.shape, like.shape):
-                return dtensor_from_local(part_like(local_tensor(tensor).expand(like.shape), like), like)
+            is_replicated = all(placement.is_replicate() for placement in tensor.placements)
+            if is_replicated and _axes_that_cut(like) > 1 and _is_split(like) and _spreads_to(tensor.shape, like.shape):
+                return dtensor_from_local(shard_like(local_tensor(tensor).expand(like.shape), like), like)
             # Torch would rather have all entries of the result be terms of a sum than add up these.
             return _added_up(tensor) if _is_split(like) else tensor
-        whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
-        return _whole_on(like.device_mesh, local_tensor(whole))
+        unsharded = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+        return _full_on(like.device_mesh, local_tensor(unsharded))
     if tensor.dim() == 0 or (recorded and tensor.requires_grad) or not _spreads_to(tensor.shape, like.shape):
         return tensor
     if any(placement.is_partial() for placement in like.placements):
-        return _whole_on(like.device_mesh, tensor)
-    return dtensor_from_local(part_like(tensor.expand(like.shape), like), like)
+        return _full_on(like.device_mesh, tensor)
+    return dtensor_from_local(shard_like(tensor.expand(like.shape), like), like)
 
 
-def _whole_on(mesh: DeviceMesh, tensor: Tensor) -> DTensor:
+def _full_on(mesh: DeviceMesh, tensor: Tensor) -> DTensor:
     return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
@@ -282,25 +282,25 @@ def _spreads_to(shape: torch.Size, wanted: torch.Size) -> bool:
 
 
 @torch.no_grad()
-def _on_whole(func: Any, args: tuple, kwargs: dict[str, Any], read: Callable[[Any], Tensor]) -> Any:
+def _on_full(func: Any, args: tuple, kwargs: dict[str, Any], read: Callable[[Any], Tensor]) -> Any:
     """Calls a function as one process does; ranks keep their parts of what it returns or writes to."""
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, DTensor)]
     edited = writes_to(func, args, kwargs)
-    wholes = {id(tensor): read(tensor) for tensor in tensors}
-    plain_args, plain_kwargs = tree_map_only(DTensor, lambda tensor: wholes[id(tensor)], (args, kwargs))
+    full_tensors = {id(tensor): read(tensor) for tensor in tensors}
+    plain_args, plain_kwargs = tree_map_only(DTensor, lambda tensor: full_tensors[id(tensor)], (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     if not edited:
         return tree_map_only(Tensor, partial(_spread, like=tensors[0]), result)
     for tensor in edited:
         if isinstance(tensor, DTensor):
-            take_part(wholes[id(tensor)], tensor)
+            copy_local_shard(full_tensors[id(tensor)], tensor)
     return edited[0]
 
 
 def _spread(result: Tensor, like: DTensor) -> DTensor:
     if result.shape == like.shape:
-        return dtensor_from_local(part_like(result, like), like)
-    return _whole_on(like.device_mesh, result)
+        return dtensor_from_local(shard_like(result, like), like)
+    return _full_on(like.device_mesh, result)
 
 
 def _is_own(tensor: Any) -> bool:
@@ -334,7 +334,7 @@ class SplitOperators:
             **dict.fromkeys(_VIEWS, partial(_for_own, _view)),
             **dict.fromkeys((*_FRESH, *_DRAWN_FROM), partial(_for_own, _draw)),
             **dict.fromkeys(_BY_ENTRIES, partial(_for_own, _by_entries)),
-            **dict.fromkeys(_ON_WHOLE, partial(_for_own, partial(_on_whole, read=whole_of))),
+            **dict.fromkeys(_ON_WHOLE, partial(_for_own, partial(_on_full, read=full_tensor_of))),
             **dict.fromkeys(_OF_MEANS, partial(_for_own, _of_mean)),
             **dict.fromkeys(_OF_SUMS, partial(_for_own, _of_sum)),
             **dict.fromkeys(_EDITS, partial(_for_own, _edit)),

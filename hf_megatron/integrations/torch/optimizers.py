@@ -105,8 +105,8 @@ def clip_grads_with_norm_(
 def _parameters_of(gradients: list[Any]) -> list[Any] | None:
     """Finds the parameters of laid out models that these tensors are the gradients of; `None` if some are none."""
     from ...compat.torch_dtensor import local_tensor
-    from ...core.off_stage import AbsentTensor, own_parameters
-    from ...data_parallel.sharded_grad import ReducedGradient
+    from ...core.off_stage import OffStageTensor, local_named_parameters
+    from ...data_parallel.sharded_grad import ShardedGrad
 
     models = RUNTIME.models
     if not models or not gradients:
@@ -114,14 +114,14 @@ def _parameters_of(gradients: list[Any]) -> list[Any] | None:
     known = {
         (local_tensor(parameter.grad).data_ptr(), parameter.grad.shape): parameter
         for model in models
-        for _, parameter in own_parameters(model)
-        if parameter.grad is not None and not isinstance(parameter.grad, ReducedGradient)
+        for _, parameter in local_named_parameters(model)
+        if parameter.grad is not None and not isinstance(parameter.grad, ShardedGrad)
     }
 
     def parameter_of(gradient: Any) -> Any:
-        if isinstance(gradient, AbsentTensor):
+        if isinstance(gradient, OffStageTensor):
             return gradient.weight
-        if isinstance(gradient, ReducedGradient):
+        if isinstance(gradient, ShardedGrad):
             return gradient.parameter
         return known.get((local_tensor(gradient).data_ptr(), gradient.shape))
 

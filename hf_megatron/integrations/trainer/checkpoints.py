@@ -22,14 +22,14 @@ from ...checkpoint.packed_state import read_packed, write_packed
 from ...checkpoint.reader import Checkpoint, open_checkpoint
 from ...checkpoint.training_state import load_optimizers, write_config
 from ...checkpoint.transaction import Transaction, prune
-from ...core.communication.rank_errors import agreed, gather, rank_and_size
-from ...parallel_state import laid_out_model, model_inside, parallel_state
+from ...core.communication.rank_errors import gather, propagate_errors, rank_and_size
+from ...parallel_state import model_inside, parallel_state, unwrap_parallel_model
 from ..peft.checkpoints import (
     adapted_module,
+    checkpoint_metadata,
     is_of_adapters,
     load_weights,
     save_adapters,
-    saved_facts,
     saved_pieces,
     write_markers,
 )
@@ -51,7 +51,7 @@ def train(original: Callable, self: Any, resume_from_checkpoint: Any = None, *ar
     """Trains from the newest save of the step that is named or of all, and waits at the end for a save under way."""
     state = parallel_state(self.model)
     resume_from_checkpoint = checkpoint_to_resume(
-        resume_from_checkpoint, self.args.output_dir, is_laid_out=state is not None
+        resume_from_checkpoint, self.args.output_dir, is_parallelized=state is not None
     )
     if state is None or not state.config.async_save:
         return original(self, resume_from_checkpoint, *args, **kwargs)
@@ -61,7 +61,7 @@ def train(original: Callable, self: Any, resume_from_checkpoint: Any = None, *ar
 
 def probe(directory: Path) -> None:
     """Writes to a directory on rank 0; an error is a `CheckpointError` on every rank, which names the directory."""
-    with agreed(f"Writing to output_dir {directory} (TrainingArguments)"):
+    with propagate_errors(f"Writing to output_dir {directory} (TrainingArguments)"):
         if rank_and_size(None)[0] == 0:
             directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=directory) as file:
@@ -104,7 +104,7 @@ def progress(what: str) -> Iterator[Callable[[str], None]]:
 def _save(trainer: Any, target: Path) -> None:
     model, optimizers = model_inside(trainer.model), _optimizers(trainer)
     weights_only = trainer.args.save_only_model
-    described = {"step": trainer.state.global_step, **({} if weights_only else saved_facts(model, optimizers))}
+    described = {"step": trainer.state.global_step, **({} if weights_only else checkpoint_metadata(model, optimizers))}
     with progress(f"Saving {target.name}") as advance, Transaction(target, described, on_step=advance) as transaction:
         _write_files(trainer, transaction.directory)
         if weights_only and model is trainer.model:
@@ -126,7 +126,7 @@ def _save_in_background(trainer: Any, saver: AsyncSaver, target: Path) -> None:
         write_trainer_card(trainer, staging, files="sharded")
         written = (path for path in Path(staging).rglob("*") if path.is_file())
         files = {str(path.relative_to(staging)): path.read_bytes() for path in written}
-    described = {"step": trainer.state.global_step, **saved_facts(model, optimizers)}
+    described = {"step": trainer.state.global_step, **checkpoint_metadata(model, optimizers)}
     after = functools.partial(_after_commit, trainer, target)
     saver.save(saved_pieces(model, optimizers), target, described, files, after=after)
 
@@ -139,7 +139,7 @@ def _write_files(trainer: Any, directory: Path) -> None:
     if not args.should_save:
         return
     if not args.save_only_model:
-        if laid_out_model(model) is model:
+        if unwrap_parallel_model(model) is model:
             write_config(model, directory)
         else:
             write_markers(directory)

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from transformers.trainer_utils import RemoveColumnsCollator
 
-from ...losses.targets import without_targets
-from ...models.modalities.images import is_of_media
+from ...losses.targets import mask_all_targets
+from ...models.modalities.images import is_multimodal
 from ...parallel_state import parallel_state
-from ..accelerate.batch_shards import rows_of_all_ranks, shard_of
+from ..accelerate.batch_shards import samples_on_all_ranks, shard_of
 
 # Libraries whose collators do, with a mask, where they have no tokenizer that says otherwise.
 _PAD_ON_THE_RIGHT = ("transformers", "trl")
@@ -75,22 +75,22 @@ def pad_for_all_ranks(loader: DataLoader) -> None:
         collator = collator.data_collator
     shard = _shard_of(loader)
     if shard is not None and not any(kind in (collator, type(collator)) for kind in _STACKS):
-        _take_own_rows(loader, shard)
+        _take_local_samples(loader, shard)
 
 
 def draw_for_all_ranks(loader: DataLoader) -> None:
     """Has a rank's loader take its batches out of those of all ranks, if making them draws random numbers."""
     shard = _shard_of(loader)
-    if shard is not None and (type(shard) is _WholeBatches or _draws(loader, shard.batch_size)):
-        _take_own_rows(loader, shard)
+    if shard is not None and (type(shard) is _GlobalBatches or _draws(loader, shard.batch_size)):
+        _take_local_samples(loader, shard)
 
 
-def read_whole_stream(loader: Any) -> None:
+def read_full_stream(loader: Any) -> None:
     """Has a rank's loader of a stream take its batches out of those of all ranks; each rank reads all rows anyway."""
     shard = loader.dataset
-    if type(shard) not in (IterableDatasetShard, _WholeStream) or shard.num_processes == 1 or loader.batch_size is None:
+    if type(shard) not in (IterableDatasetShard, _FullStream) or shard.num_processes == 1 or loader.batch_size is None:
         return
-    shard.__class__ = _WholeStream
+    shard.__class__ = _FullStream
     loader.batch_sampler.batch_size = loader.batch_size * shard.num_processes
     # A loader that skips batches shares the stream.
     if not isinstance(loader.collate_fn, _OwnRows):
@@ -103,7 +103,7 @@ def _shard_of(loader: DataLoader) -> BatchSamplerShard | None:
         return None
     sampler: Any = shard_of(loader)
     if (
-        type(sampler) not in (BatchSamplerShard, _WholeBatches)
+        type(sampler) not in (BatchSamplerShard, _GlobalBatches)
         or sampler.num_processes == 1
         or sampler.batch_size is None
     ):
@@ -111,11 +111,11 @@ def _shard_of(loader: DataLoader) -> BatchSamplerShard | None:
     return sampler if sampler.even_batches or sampler.drop_last else None
 
 
-def _take_own_rows(loader: DataLoader, shard: Any) -> None:
-    shard.__class__ = _WholeBatches
+def _take_local_samples(loader: DataLoader, shard: Any) -> None:
+    shard.__class__ = _GlobalBatches
     # A loader that skips batches shares the sampler, and may have been made before or after.
     if not isinstance(loader.collate_fn, _OwnRows):
-        size = rows_of_all_ranks(shard) // shard.num_processes
+        size = samples_on_all_ranks(shard) // shard.num_processes
         loader.collate_fn = _OwnRows(loader.collate_fn, shard.process_index, size)
 
 
@@ -162,34 +162,34 @@ def _has_rows(batch: Any, count: int) -> bool:
     """
     if not isinstance(batch, Mapping):
         return False
-    media = _media(batch)
+    modalities = _modalities(batch)
     return all(
-        _has_rows(value, count) and not _media(value)
+        _has_rows(value, count) and not _modalities(value)
         if isinstance(value, Mapping)
         else value.dim() > 0 and value.shape[0] == count
         for name, value in batch.items()
-        if isinstance(value, Tensor | Mapping) and name not in media
+        if isinstance(value, Tensor | Mapping) and name not in modalities
     )
 
 
-def _media(batch: Mapping) -> list[str]:
+def _modalities(batch: Mapping) -> list[str]:
     """Lists the images, videos and sounds beside a text; without one they are rows, drawn and padded as such."""
-    return [name for name in batch if is_of_media(name)] if "input_ids" in batch else []
+    return [name for name in batch if is_multimodal(name)] if "input_ids" in batch else []
 
 
-class _WholeBatches(BatchSamplerShard):
+class _GlobalBatches(BatchSamplerShard):
     """Yields the rows of all ranks, without repetitions."""
 
     def __iter__(self) -> Iterator[list]:
-        whole: list = []
+        unsharded: list = []
         batches = 1 if self.split_batches else self.num_processes
         for number, batch in enumerate(self.batch_sampler, 1):
-            whole += batch
-            if number % batches == 0 and len(whole) == batches * self.batch_size:
-                yield whole
-                whole = []
-        if whole and not self.drop_last:
-            yield whole
+            unsharded += batch
+            if number % batches == 0 and len(unsharded) == batches * self.batch_size:
+                yield unsharded
+                unsharded = []
+        if unsharded and not self.drop_last:
+            yield unsharded
 
 
 class _OwnRows:
@@ -206,16 +206,16 @@ class _OwnRows:
         batch = self.collate(samples)
         if _has_rows(batch, len(samples)):
             places = [(first + index) % len(samples) for index in range(self.size)]
-            media = _media(batch)
-            own = self._collated_again([samples[place] for place in places]) if media else {}
-            for name in media:
+            modalities = _modalities(batch)
+            own = self._collated_again([samples[place] for place in places]) if modalities else {}
+            for name in modalities:
                 del batch[name]
             batch = _taken(batch, places, len(samples))
-            batch.update({name: own[name] for name in media if name in own})
+            batch.update({name: own[name] for name in modalities if name in own})
             return batch
         # Once joined, repeated rows could not be told from others.
         own = samples[first : first + self.size]
-        return self.collate(own) if own else without_targets(self.collate(samples[:1]))
+        return self.collate(own) if own else mask_all_targets(self.collate(samples[:1]))
 
     def _collated_again(self, samples: list) -> Any:
         """Collates rows by themselves: which images belong to which rows the collator alone knows."""
@@ -223,7 +223,7 @@ class _OwnRows:
             return self.collate(samples)
 
 
-class _WholeStream(IterableDatasetShard):
+class _FullStream(IterableDatasetShard):
     """Yields the rows of all ranks, without repetitions; its length is that of a rank's."""
 
     def __iter__(self) -> Iterator[Any]:
@@ -237,7 +237,7 @@ class CountedBatch(NamedTuple):
 
     batch: Any
     rows: int
-    rows_of_a_rank: int
+    samples_per_rank: int
 
 
 class _CountedRows(_OwnRows):

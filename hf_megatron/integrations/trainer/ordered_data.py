@@ -15,9 +15,9 @@ from torch.utils.data import IterableDataset
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 
-from ...datasets.dataset_order import has_own_order, is_shifted, ordered_of, require_whole
+from ...datasets.dataset_order import has_own_order, is_shifted, ordered_of, require_full
 from ...datasets.ramp_up import BatchRampUp
-from ...datasets.streams import RowStream
+from ...datasets.streams import SampleStream
 from ...errors import DataError
 from ...parallel_state import parallel_state
 from . import length_samplers
@@ -35,7 +35,7 @@ def get_dataloader(original: Callable, self: Any, dataset: Any, *args: Any, **kw
     of a host read a set of MosaicML's together.
     """
     configuration = self.accelerator.dataloader_config
-    if not isinstance(dataset, RowStream) or configuration.dispatch_batches is not None:
+    if not isinstance(dataset, SampleStream) or configuration.dispatch_batches is not None:
         return original(self, dataset, *args, **kwargs)
     configuration.dispatch_batches = False
     try:
@@ -71,7 +71,7 @@ def count_rows(trainer: Any, loader: Any) -> None:
     trainer.callback_handler.callbacks.insert(0, counting)
 
 
-def require_all_rows(stream: RowStream | None, loader: Any, ranks: int) -> None:
+def require_all_rows(stream: SampleStream | None, loader: Any, ranks: int) -> None:
     """Checks that each rank reads all rows of a stream; other data pass.
 
     Raises:
@@ -89,7 +89,7 @@ def require_all_rows(stream: RowStream | None, loader: Any, ranks: int) -> None:
         )
 
 
-def _first_rows(rows: RowStream, is_dispatched: bool) -> str:
+def _first_rows(rows: SampleStream, is_dispatched: bool) -> str:
     """Returns the hash of a stream's first rows, which all ranks that read it have to find."""
     if not dist.is_initialized():
         return rows.fingerprint()
@@ -130,7 +130,7 @@ def get_train_sampler(original: Callable, self: Any, train_dataset: Any = None) 
             f"{type(given).__name__} around a dataset with an order of its own would be shuffled: pass that one; "
             "WithoutSamples leaves some of it out."
         )
-    require_whole(given)
+    require_full(given)
     if is_shifted(given):
         _require_shifted(self)
         collated = self.data_collator([given[0]])
@@ -154,7 +154,7 @@ def get_train_sampler(original: Callable, self: Any, train_dataset: Any = None) 
         raise DataError(f"{strategy}: {type(dataset).__name__} has an order of its own.")
     batch = self.get_total_train_batch_size(args)
     _require_countable(args, dataset.ramp_up, batch)
-    step, consumed = _told(vars(self).get("_hf_megatron_resumed"))
+    step, consumed = _reported(vars(self).get("_hf_megatron_resumed"))
     if args.ignore_data_skip or consumed is None:
         consumed = dataset.seen
     is_elsewhere = dataset.ramp_up is not None or dataset.sample_at(consumed) != step * batch
@@ -210,7 +210,7 @@ def _require_shifted(trainer: Any) -> None:
         )
 
 
-def _told(checkpoint: Any) -> tuple[int, int | None]:
+def _reported(checkpoint: Any) -> tuple[int, int | None]:
     """Returns the steps and the samples that a checkpoint says, where it says them."""
     path = None if checkpoint is None else Path(checkpoint, TRAINER_STATE_NAME)
     if path is None or not path.is_file():

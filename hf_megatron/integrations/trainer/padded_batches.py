@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.trainer_pt_utils import find_batch_size
 
-from ...core.communication.full_tensor import whole_of
-from ...losses.targets import LABELS, without_targets
-from ...models.modalities.sample_index import names_of_media, rows_with_media
+from ...core.communication.full_tensor import full_tensor_of
+from ...losses.targets import LABELS, mask_all_targets
+from ...models.modalities.sample_index import modality_names, multimodal_samples
 from ...parallel_state import ParallelState, parallel_state
 from ..accelerate.batch_shards import collecting, last_rows, read_ahead
 from ..accelerate.gathering import EvaluationLoss, gather_evaluated
@@ -34,14 +34,14 @@ def get_batch_samples(original: Callable, self: Any, *args: Any, **kwargs: Any) 
     with collecting(self.accelerator.gradient_state):
         batches, count = original(self, *args, **kwargs)
     state = None if self.model is None else parallel_state(self.model)
-    if state is None or not batches or not state.loss.is_spread:
+    if state is None or not batches or not state.loss.has_data_parallel:
         return batches, count
     last = batches[-1]
     read_ahead(self.accelerator.gradient_state, is_ahead=False)
     require_full_batch(self, last)
     # Trainers that generate get their rows as a list, of whole batches.
     if isinstance(last, Mapping) and _counted(self, state, last, self._train_batch_size) != find_batch_size(last):
-        batches[-1] = own_rows(self, state, last, self._train_batch_size)
+        batches[-1] = local_samples(self, state, last, self._train_batch_size)
     if last_rows(self.accelerator.gradient_state) is not None:
         # The ranks count together: on each of them, or on none.
         count = self._get_num_items_in_batch(batches, self.args.device)
@@ -61,7 +61,7 @@ def sequence_prediction_step(
 ) -> Any:
     """Evaluates and generates for the rows that count, in a Seq2SeqTrainer."""
     state = None if self.model is None else parallel_state(self.model)
-    if state is None or not state.loss.is_spread:
+    if state is None or not state.loss.has_data_parallel:
         return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
     if self.gather_function == self.accelerator.gather:
         self.gather_function = functools.partial(gather_evaluated, self.accelerator)
@@ -89,7 +89,7 @@ def _pad_token(trainer: Any) -> Any:
     return 0 if pad is None else pad
 
 
-def own_rows(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -> Any:
+def local_samples(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -> Any:
     """Cuts the repeated rows off a batch of this rank, or takes their targets away."""
     rows, counted = find_batch_size(inputs), _counted(trainer, state, inputs, batch_size)
     if counted == rows:
@@ -97,10 +97,10 @@ def own_rows(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -
     if not takes_any_rows(trainer):
         return _with_targets_of(inputs, counted)
     count, config = max(counted, 1), trainer.model.config
-    media = names_of_media(inputs, config)
-    kept = {name: _first(value, rows, count) for name, value in inputs.items() if name not in media}
-    kept |= rows_with_media(inputs, slice(0, count), config) if media else {}
-    return kept if counted else EmptyBatch(without_targets(kept))
+    modalities = modality_names(inputs, config)
+    kept = {name: _first(value, rows, count) for name, value in inputs.items() if name not in modalities}
+    kept |= multimodal_samples(inputs, slice(0, count), config) if modalities else {}
+    return kept if counted else EmptyBatch(mask_all_targets(kept))
 
 
 def evaluated(trainer: Any, state: ParallelState, inputs: Any, step: Callable[[Any], Any]) -> Any:
@@ -111,16 +111,16 @@ def evaluated(trainer: Any, state: ParallelState, inputs: Any, step: Callable[[A
     Args:
         step: makes loss, predictions and labels of inputs.
     """
-    if not state.loss.is_spread:
+    if not state.loss.has_data_parallel:
         return step(inputs)
     rows = find_batch_size(inputs)
-    inputs = own_rows(trainer, state, inputs, trainer.args.eval_batch_size)
+    inputs = local_samples(trainer, state, inputs, trainer.args.eval_batch_size)
     kept = find_batch_size(inputs)
     with state.loss.together(counts=not isinstance(inputs, EmptyBatch)):
         loss, *predictions = step(inputs)
     if loss is not None:
         # Where the targets were counted a rank has its share of the loss, and Trainer weighs ranks by their rows.
-        loss = whole_of(loss) if isinstance(loss, DTensor) else loss.clone()
+        loss = full_tensor_of(loss) if isinstance(loss, DTensor) else loss.clone()
         state.loss.mean_over_ranks(loss)
         loss = loss.as_subclass(EvaluationLoss)
     return loss, *(_filled_up(prediction, kept, rows) for prediction in predictions)
@@ -137,7 +137,7 @@ def _counted(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -
 
 def _with_targets_of(inputs: Any, count: Any) -> Any:
     """Keeps the targets `[rows, sequence]` of the first rows only; classes of rows have no value that says so."""
-    nothing = without_targets(inputs)
+    nothing = mask_all_targets(inputs)
     names = [name for name in LABELS if isinstance(inputs.get(name), Tensor) and inputs[name].dim() > 1]
     if not names:
         return inputs

@@ -15,18 +15,18 @@ STATE = "trainer_state.json"
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_*", "global_step*")
 
 
-def checkpoint_to_resume(asked: Any, output_dir: str, *, is_laid_out: bool) -> Any:
+def checkpoint_to_resume(asked: Any, output_dir: str, *, is_parallelized: bool) -> Any:
     """Returns the newest save of the step that is named, or the newest checkpoint of a folder for `True`.
 
     Raises:
         CheckpointError: what is to be resumed holds an optimizer's state of one process, and the run is laid out.
     """
-    if is_laid_out:
+    if is_parallelized:
         # The first rank's view of the file system counts.
         found = gather(_found(asked, output_dir), None, "Looking for a checkpoint to resume")[0]
     else:
         found = _found(asked, output_dir)
-    if is_laid_out and isinstance(found, str) and _is_stock(Path(found)) and _has_optimizer(Path(found)):
+    if is_parallelized and isinstance(found, str) and _is_stock(Path(found)) and _has_optimizer(Path(found)):
         raise CheckpointError(_refusal(Path(found)))
     return found
 

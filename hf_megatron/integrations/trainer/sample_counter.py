@@ -10,7 +10,7 @@ from transformers.trainer_callback import ExportableState, TrainerControl, Train
 from ...datasets.ordered_dataset import OrderedDataset
 from ...datasets.ramp_up import BatchRampUp
 from ...datasets.schedules import MegatronScheduler
-from ...datasets.streams import RowStream
+from ...datasets.streams import SampleStream
 from ...errors import DataError
 from ..accelerate.batch_shards import sampler_of
 from .callbacks.base import ToolCallback
@@ -48,7 +48,7 @@ class OwnOrder(Sampler[int]):
 class StreamOrder:
     """How the rows of a stream are taken, with what `OwnOrder` says of a dataset's."""
 
-    def __init__(self, dataset: RowStream):
+    def __init__(self, dataset: SampleStream):
         self.dataset, self.batch = dataset, dataset.batch
         self.sizes = dataset.ramp_up or BatchRampUp(dataset.batch, dataset.batch, 1, 1)
 
@@ -70,12 +70,12 @@ def order_of(loader: Any) -> OwnOrder | StreamOrder | None:
     return sampler if isinstance(sampler, OwnOrder) else None
 
 
-def stream_of(loader: Any) -> RowStream | None:
+def stream_of(loader: Any) -> SampleStream | None:
     """Returns the stream that a loader reads, if it is one."""
     dataset = loader.dataset
     while isinstance(dataset, IterableDatasetShard):
         dataset = dataset.dataset
-    return dataset if isinstance(dataset, RowStream) else None
+    return dataset if isinstance(dataset, SampleStream) else None
 
 
 def require_ending(stream: Any, trained: Any) -> None:
@@ -84,9 +84,10 @@ def require_ending(stream: Any, trained: Any) -> None:
     Raises:
         DataError: it does not.
     """
-    if isinstance(stream, RowStream) and (stream.passes is None or stream is trained):
+    if isinstance(stream, SampleStream) and (stream.passes is None or stream is trained):
         raise DataError(
-            "evaluation of a RowStream without an end, or of the one that is trained on: evaluate one of its own, with "
+            "evaluation of a SampleStream without an end, or of the one that is trained on: evaluate one of its "
+            "own, with "
             "passes=1."
         )
 
@@ -136,7 +137,7 @@ class SamplesCallback(ToolCallback, ExportableState):
         size, batch, step = len(order.dataset), order.batch, state.global_step
         sizes, grows = order.sizes, order.dataset.ramp_up is not None
         is_elsewhere = grows or self.consumed != step * batch
-        last = step + sizes.whole_steps(self.consumed, size)
+        last = step + sizes.full_steps(self.consumed, size)
         has_more = sizes.after(last - step, self.consumed) < size
         last += has_more and not is_elsewhere and not args.dataloader_drop_last
         if args.max_steps <= 0 and is_elsewhere:
@@ -170,7 +171,7 @@ class SamplesCallback(ToolCallback, ExportableState):
                 "and rates would be those of other steps."
             )
 
-    def _go_on(self, said: Any, dataset: OrderedDataset | RowStream) -> None:
+    def _go_on(self, said: Any, dataset: OrderedDataset | SampleStream) -> None:
         if not isinstance(said, Mapping):
             raise DataError(
                 "the checkpoint does not say which samples it has seen: its run had other data. Pass "
@@ -232,7 +233,7 @@ def _require_same_steps(said: Any, now: Mapping[str, Any]) -> None:
     if now.get("kind") == before.get("kind") == PLAIN and now["batch"] != before["batch"]:
         raise DataError(
             f"a step has {now['batch']} rows of the stream, and had {before['batch']}: other rows than were seen would "
-            "be skipped. Give Trainer a RowStream of it (hf_megatron.datasets.streams), which counts rows."
+            "be skipped. Give Trainer a SampleStream of it (hf_megatron.datasets.streams), which counts rows."
         )
 
 

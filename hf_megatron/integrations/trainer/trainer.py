@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers.trainer_pt_utils import LabelSmoother
 
 from ...core.mesh import is_of_layout
-from ...core.off_stage import is_absent
+from ...core.off_stage import is_off_stage
 from ...core.runtime import RUNTIME
 from ...errors import ConfigError, UnsupportedError
 from ...losses.batch_loss import BatchLoss
@@ -26,9 +26,9 @@ from .termination import TerminationCallback
 
 def has_mixed_dtensor(original: Callable, tensors: Iterable[Tensor]) -> bool:
     """Tells whether parameters of any shape lie on several meshes that optimizers would see: they step on parts."""
-    own = [parameter for parameter in tensors if not is_absent(parameter)]
-    is_laid_out = any(isinstance(one, DTensor) and is_of_layout(one.device_mesh) for one in own)
-    return False if is_laid_out else original(own)
+    own = [parameter for parameter in tensors if not is_off_stage(parameter)]
+    is_parallelized = any(isinstance(one, DTensor) and is_of_layout(one.device_mesh) for one in own)
+    return False if is_parallelized else original(own)
 
 
 def init(original: Callable, self: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
@@ -37,7 +37,7 @@ def init(original: Callable, self: Any, model: Any = None, args: Any = None, *re
     if state is None and RUNTIME.models:
         state = state_around(model, type(self).__name__)
     if state is None and model is not None and RUNTIME.launch is not None:
-        RUNTIME.launch.require_laid_out(model)
+        RUNTIME.launch.require_parallelized(model)
     if state is None or args is None:
         return original(self, model, args, *rest, **kwargs)
     for name in ("deepspeed", "fsdp"):

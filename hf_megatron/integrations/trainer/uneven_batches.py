@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset
 from ...errors import UnsupportedError
 from ...losses.targets import LABELS
 from ...parallel_state import parallel_state
-from ..accelerate.batch_shards import is_filled_up, rows_of_all_ranks, shard_of
+from ..accelerate.batch_shards import is_filled_up, samples_on_all_ranks, shard_of
 from .global_batches import first_batch, pad_for_evaluation, pad_for_training
 from .ordered_data import count_rows, require_all_rows
 from .sample_counter import require_ending, stream_of
@@ -69,10 +69,10 @@ class _LastBatch(NamedTuple):
     size: int
     rows: int
     loader: Any
-    rows_of_a_rank: int
+    samples_per_rank: int
 
     def is_counted_twice(self) -> bool:
-        return not has_targets_of_tokens(first_batch(self.loader.base_dataloader, self.rows_of_a_rank))
+        return not has_targets_of_tokens(first_batch(self.loader.base_dataloader, self.samples_per_rank))
 
     def describe(self) -> str:
         return f"the last of {self.number} batches of {self.size} rows has {self.rows}"
@@ -81,11 +81,11 @@ class _LastBatch(NamedTuple):
 def _last_batch(trainer: Any, loader: Any) -> _LastBatch | None:
     """Finds the batch that Accelerate fills up with repeated rows, where it is known before and may matter."""
     state, shard = parallel_state(trainer.model), shard_of(loader)
-    if state is None or not state.loss.is_spread or takes_any_rows(trainer):
+    if state is None or not state.loss.has_data_parallel or takes_any_rows(trainer):
         return None
     if shard is None or shard.batch_size is None or shard.drop_last or not shard.even_batches:
         return None
-    sampler, size = shard.batch_sampler.sampler, rows_of_all_ranks(shard)
+    sampler, size = shard.batch_sampler.sampler, samples_on_all_ranks(shard)
     if isinstance(loader.dataset, IterableDataset) or not isinstance(sampler, Sized) or len(sampler) % size == 0:
         return None
     return _LastBatch(-(-len(sampler) // size), size, len(sampler) % size, loader, shard.batch_size)

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from ...checkpoint.strict_loading import check_weight_index
 from ...checkpoint.untrusted_config import LARGEST_CONFIG
 from ...config import MegatronConfig
-from ...core.communication.rank_errors import agreed, gather, rank_and_size
+from ...core.communication.rank_errors import gather, propagate_errors, rank_and_size
 from ...core.io.safe_paths import inside, is_file
 from ...core.io.safetensors import read_header
 from ...core.io.untrusted_json import read_json_table
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _GENERATION = "generation_config.json"
 
 
-def foreign_source(model_class: Any, path: Any, config: Any, layout: MegatronConfig) -> "Source | None":
+def other_source(model_class: Any, path: Any, config: Any, layout: MegatronConfig) -> "Source | None":
     """Opens a folder in another layout than Hugging Face's; `None` for everything that stock reads.
 
     Without a `config` the folder's `config.json` is the model's.
@@ -43,7 +43,7 @@ def foreign_source(model_class: Any, path: Any, config: Any, layout: MegatronCon
         # Before the ranks agree on anything.
         ensure_process_group(layout.timeout)
     found = None
-    with agreed(f"Opening {path}"):
+    with propagate_errors(f"Opening {path}"):
         if os.path.isdir(path):
             # Most loads need none of the converters.
             from ...conversion.formats import HF, is_known, recognise
@@ -51,15 +51,15 @@ def foreign_source(model_class: Any, path: Any, config: Any, layout: MegatronCon
             found = recognise(Path(path)) if is_known(Path(path)) else HF
     names = gather("absent" if found is None else found.name, None, f"Opening {path}")
     if len(set(names)) > 1:
-        shown = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
-        raise CheckpointError(f"{path} is not the same for all ranks ({shown}).")
+        listing = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
+        raise CheckpointError(f"{path} is not the same for all ranks ({listing}).")
     if found is None or found.name == "hf":
         return None
     from ...conversion.architecture import Architecture
     from ...conversion.source import Source, with_config
 
     folder = Path(path)
-    with agreed(f"Opening {path}"):
+    with propagate_errors(f"Opening {path}"):
         own = Architecture.from_folder(with_config(folder)).config if config is None else config
         source = Source(folder, found, Architecture.from_class(model_class, own), with_config(folder))
     return source
@@ -94,7 +94,7 @@ def opened(model_class: Any, path: Any, kwargs: dict[str, Any], layout: Megatron
     Raises:
         CheckpointError: on every rank; the checkpoint is damaged or does not fit the model.
     """
-    source = foreign_source(model_class, path, kwargs.get("config"), layout)
+    source = other_source(model_class, path, kwargs.get("config"), layout)
     if source is not None:
         with reading(source, layout, kwargs.pop("dtype", kwargs.pop("torch_dtype", None))) as arguments:
             yield Opened(None, arguments, source.config_folder)
@@ -102,7 +102,7 @@ def opened(model_class: Any, path: Any, kwargs: dict[str, Any], layout: Megatron
         yield Opened(path)
     else:
         check_weight_index(path)
-        with agreed(f"Opening {path}"):
+        with propagate_errors(f"Opening {path}"):
             _check_pickles(path)
         try:
             yield Opened(readable_part(path))
@@ -142,7 +142,7 @@ def reading(source: "Source", config: MegatronConfig, dtype: Any) -> Iterator[di
     """
     from ...conversion.lazy_tensors import lazy_weights
 
-    with agreed(f"Opening {source.path}"):
+    with propagate_errors(f"Opening {source.path}"):
         # One rank compares the checksums for all.
         reader = source.open(checksums=config.verify_checksums and rank_and_size(None)[0] == 0)
     with reader:

@@ -60,7 +60,7 @@ def call_encoder(
     if state is None or not state.shards_weights:
         return original(self, inputs_tensor, model_kwargs, *args, **kwargs)
     assert state.data_parallel is not None
-    with state.data_parallel.whole_root():
+    with state.data_parallel.full_root():
         return original(self, inputs_tensor, model_kwargs, *args, **kwargs)
 
 
@@ -84,8 +84,8 @@ def get_stopping_criteria(original: Callable, self: Any, *args: Any, **kwargs: A
     # Here, so that an import of the library does not bring transformers' tokenizers in.
     from transformers.generation import stopping_criteria
 
-    alike = {getattr(stopping_criteria, name) for name in _ALIKE}
-    return type(criteria)(one if type(one) in alike else AgreedCriterion(one, state.mesh) for one in criteria)
+    identical = {getattr(stopping_criteria, name) for name in _ALIKE}
+    return type(criteria)(one if type(one) in identical else AgreedCriterion(one, state.mesh) for one in criteria)
 
 
 def valid_auto_compile_criteria(original: Callable, self: Any, *args: Any, **kwargs: Any) -> bool:

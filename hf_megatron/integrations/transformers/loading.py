@@ -25,15 +25,15 @@ from ...compat.versions import __version__, warn_of_unchecked_versions
 from ...config import MegatronConfig, validate_world_size
 from ...core.axes import Axes
 from ...core.communication.config_handshake import agree
-from ...core.communication.full_tensor import take_whole_tensors
-from ...core.communication.rank_errors import agreed, gather
+from ...core.communication.full_tensor import accept_full_tensors
+from ...core.communication.rank_errors import gather, propagate_errors
 from ...core.memory.activation_offload import offload_inputs
 from ...core.memory.recompute import apply_recompute
 from ...core.memory.tiled_mlp import tile_mlps
 from ...core.runtime import RUNTIME
 from ...errors import ConfigError, UnsupportedError
 from ...models.fingerprint import describe_model
-from ...models.layers import LayerRow
+from ...models.layers import LayerSequence
 from ...parallel_state import ParallelState, model_inside, parallel_state
 from ...parallelize import install, parallel_plan, place, plan
 from ...tensor_parallel.grouped_gemm import require_expert_widths
@@ -45,7 +45,7 @@ from .model_cards import write_model_card
 from .quantization import finish_quantization, plan_quantization, quantize_arrived, requested, require_dense
 from .single_rank_checks import fit_for_one_rank
 from .verification_gate import require_verified, with_compared_scheme
-from .weight_conversion import own_part, read_whole, stop_reading
+from .weight_conversion import own_part, read_full, stop_reading
 
 # Arguments of from_pretrained that lay the model out in another way.
 _EXCLUSIVE = {
@@ -87,11 +87,11 @@ def from_pretrained(
     **kwargs: Any,
 ) -> Any:
     """Loads a model laid out as `megatron_config` says, or as the script's launch does, from any kind of checkpoint."""
-    whole = functools.partial(original, cls, pretrained_model_name_or_path, *args)
-    laid_out = functools.partial(_load, original, cls, pretrained_model_name_or_path, *args)
+    unsharded = functools.partial(original, cls, pretrained_model_name_or_path, *args)
+    parallelized = functools.partial(_load, original, cls, pretrained_model_name_or_path, *args)
     if megatron_config is not None:
-        return laid_out(megatron_config=megatron_config, **kwargs)
-    return whole(**kwargs) if RUNTIME.launch is None else RUNTIME.launch.make(cls, laid_out, whole, kwargs)
+        return parallelized(megatron_config=megatron_config, **kwargs)
+    return unsharded(**kwargs) if RUNTIME.launch is None else RUNTIME.launch.make(cls, parallelized, unsharded, kwargs)
 
 
 def _load(original: Callable, cls: Any, path: Any, *args: Any, megatron_config: Any, **kwargs: Any) -> Any:
@@ -111,7 +111,7 @@ def _load(original: Callable, cls: Any, path: Any, *args: Any, megatron_config: 
         forget_conversions(model)
     if config.is_parallel:
         # Of a pipeline's weights a rank misses those of its own stages only.
-        with agreed(f"Loading {path}"):
+        with propagate_errors(f"Loading {path}"):
             check_part(model, info, path)
             check_loaded(model, info, strict=config.strict_loading)
         _finish(model, quantizer)
@@ -129,10 +129,10 @@ def auto_from_pretrained(
 
 def from_config(original: Callable, cls: Any, config: Any, *, megatron_config: Any = None, **kwargs: Any) -> Any:
     """Makes a model laid out as `megatron_config` says, with the same global weights on every layout."""
-    whole, laid_out = functools.partial(original, cls, config), functools.partial(_draw, original, cls, config)
+    unsharded, parallelized = functools.partial(original, cls, config), functools.partial(_draw, original, cls, config)
     if megatron_config is not None:
-        return laid_out(megatron_config=megatron_config, **kwargs)
-    return whole(**kwargs) if RUNTIME.launch is None else RUNTIME.launch.make(cls, laid_out, whole, kwargs)
+        return parallelized(megatron_config=megatron_config, **kwargs)
+    return unsharded(**kwargs) if RUNTIME.launch is None else RUNTIME.launch.make(cls, parallelized, unsharded, kwargs)
 
 
 def _draw(original: Callable, cls: Any, config: Any, *, megatron_config: Any, **kwargs: Any) -> Any:
@@ -159,7 +159,7 @@ def _finish(model: Any, quantizer: Any = None) -> None:
     _keep_less(model, state)
     install(model)
     apply_recompute(model, state.config.recompute)
-    model.register_load_state_dict_pre_hook(take_whole_tensors)
+    model.register_load_state_dict_pre_hook(accept_full_tensors)
     for attribute, value in (
         ("parallel_plan", types.MethodType(parallel_plan, model)),
         ("_tp_size", state.config.ranks_per_replica),
@@ -186,8 +186,8 @@ def _keep_less(model: Any, state: ParallelState) -> None:
 
 
 def _lists_of(model: Any, state: ParallelState, field: str) -> tuple[str, ...]:
-    """Names the lists of a model's layers; raises as `LayerRow.of`."""
-    row = LayerRow.of(model, state.spec, field) if state.cut is None else state.cut.layers
+    """Names the lists of a model's layers; raises as `LayerSequence.of`."""
+    row = LayerSequence.of(model, state.spec, field) if state.cut is None else state.cut.layers
     return row.lists
 
 
@@ -222,7 +222,7 @@ def maybe_distribute_model(original: Callable, cls: Any, model: Any, distributed
     # A dry run's ranks have none, whatever this machine has.
     on_cpu = not torch.cuda.is_available() or dist.get_backend() in ("gloo", "fake")
     place(model, state, "cpu" if on_cpu else "cuda")
-    read_whole(model, state)
+    read_full(model, state)
     return model
 
 

@@ -33,25 +33,25 @@ def write_model_card(model: Any, directory: Any, repo_id: str | None = None, **k
         model (`PreTrainedModel`): laid out by this library.
         directory (`str` or `Path`): where it was saved.
         repo_id (`str`, *optional*): where it is going to be pushed.
-        known: fields of `CardFacts` that the model does not say.
+        known: fields of `CardData` that the model does not say.
     """
     if rank_and_size(None)[0]:
         return
     with _warning(directory):
-        from ...model_cards import facts_of_model, write_card
+        from ...model_cards import card_data_from_model, write_card
 
         name = os.path.basename(os.path.abspath(directory) if repo_id is None else repo_id)
         # Folders that get their name later begin with a dot.
         known = {"model_name": None if name.startswith(".") else name, **known}
         if repo_id is not None and "/" in repo_id:
             known["model_id"] = repo_id
-        write_card(directory, facts_of_model(model, **known))
+        write_card(directory, card_data_from_model(model, **known))
 
 
 def write_trainer_card(trainer: Any, directory: Any, **known: Any) -> None:
     """Writes the card of what a Trainer has saved, with its log, on the first rank.
 
-    `known` are fields of `CardFacts` that the trainer does not say, or that it says otherwise.
+    `known` are fields of `CardData` that the trainer does not say, or that it says otherwise.
     """
     if rank_and_size(None)[0]:
         return
@@ -78,7 +78,7 @@ def create_model_card(original: Callable, self: Any, *args: Any, **kwargs: Any) 
 
 
 def _known(trainer: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Turns arguments of `create_model_card` into fields of `CardFacts`; the rest stays as the trainer says."""
+    """Turns arguments of `create_model_card` into fields of `CardData`; the rest stays as the trainer says."""
 
     from ...model_cards.provenance import base_of, is_id
 

@@ -3,7 +3,7 @@
 from ...config import MegatronConfig
 from ...errors import ConfigError
 
-_OF_ROUTERS = ("auxiliary_loss", "router_z_loss", "router_bias_update_rate", "replay_routing")
+_OF_ROUTERS = ("router_aux_loss_scope", "router_z_loss_coef", "router_bias_update_rate", "replay_routing")
 
 
 def fit_for_one_rank(config: MegatronConfig) -> MegatronConfig:

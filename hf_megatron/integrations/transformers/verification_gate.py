@@ -17,7 +17,14 @@ from ...config import MegatronConfig
 from ...context_parallel.comm_type import with_scheme
 from ...errors import UnsupportedError, UnverifiedLayoutError
 from ...models.fingerprint import Description, Features
-from ...models.verified import compared_media, differences, failed, layout_kind_of_tokens, layout_kinds, splits_weights
+from ...models.verified import (
+    compared_modalities,
+    differences,
+    failed,
+    layout_kind_of_tokens,
+    layout_kinds,
+    splits_weights,
+)
 from ...parallel_state import ParallelState
 
 # Differences that an error shows.
@@ -46,9 +53,9 @@ def require_verified(model: Any, state: ParallelState, description: Description)
         return
     if config.pp_size > 1:
         # Loads go on without: a pipeline refuses videos and sounds by name as they come.
-        state.media = compared_media(name, model_type, "pp")
+        state.modalities = compared_modalities(name, model_type, "pp")
     for kind in filter(splits_weights, layout_kinds(config)):
-        _warn_of_whole_layers(model, config, features_on(kind, description, state))
+        _warn_replicated_layers(model, config, features_on(kind, description, state))
     lines = why_unverified(model, config, state, description)
     if not lines:
         return
@@ -65,11 +72,11 @@ def require_verified(model: Any, state: ParallelState, description: Description)
             f"{what}\nRun\n    {command}\n"
             "or pass MegatronConfig(allow_unverified=True), which runs it and goes on if it passes."
         )
-    verdict: list[Any] = [None]
+    judgment: list[Any] = [None]
     if dist.get_rank() == 0:
-        verdict = [_check(model, layouts)]
-    dist.broadcast_object_list(verdict, src=0)
-    code, report = verdict[0]
+        judgment = [_check(model, layouts)]
+    dist.broadcast_object_list(judgment, src=0)
+    code, report = judgment[0]
     if code:
         raise UnverifiedLayoutError(f"{what}\nIts parity check failed (`{command}`):\n{report}")
 
@@ -138,7 +145,7 @@ def check_command(model_config: Any, class_name: str, layouts: str) -> str:
     return f"hf-megatron check {model} {options}" + (f" --set {shlex.quote(json.dumps(changes))}" if changes else "")
 
 
-def _warn_of_whole_layers(model: Any, config: MegatronConfig, features: Features) -> None:
+def _warn_replicated_layers(model: Any, config: MegatronConfig, features: Features) -> None:
     if features.split < 0.5 and dist.get_rank() == 0:
         warnings.warn(
             f"tp_size = {config.tp_size} splits {features.split:.0%} of the parameters in the layers of "

@@ -33,7 +33,7 @@ from ..accelerate.environment import job_world_size
 from ..torch.ddp_check import refuse_other_trl_trainers
 from ..trainer.padded_batches import evaluated
 from .checks import refuse_arguments, refuse_datasets_in_memory, refuse_losses_over_the_batch
-from .generation_sizes import require_rows_of_replicas, settle_generation_sizes
+from .generation_sizes import require_replica_batches, settle_generation_sizes
 from .online import load_reward_models, refuse_of_online_trainers
 from .preference_pairs import ROWS_OF_REPLICAS
 
@@ -74,7 +74,7 @@ def init(original: Callable, self: Any, model: Any = None, *args: Any, **kwargs:
     refuse_losses_over_the_batch(self, given, dp_size)
     refuse_datasets_in_memory(given, (*args, *kwargs.values()))
     settle_generation_sizes(given, dp_size)
-    require_rows_of_replicas(given, dp_size)
+    require_replica_batches(given, dp_size)
     kinds = {cls.__name__ for cls in type(self).__mro__}
     if not kinds.isdisjoint(_ONLINE):
         bound = inspect.signature(original).bind_partial(self, model, *args, **kwargs)
@@ -129,7 +129,7 @@ def create_model_from_path(original: Callable, model_id: str, *args: Any, **kwar
 def sft_prediction_step(original: Callable, self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Takes the loss `()` of an evaluation step over the tokens of all ranks' rows, none of them twice."""
     state = parallel_state(self.model)
-    if state is None or not state.loss.is_spread:
+    if state is None or not state.loss.has_data_parallel:
         return original(self, model, inputs, *args, **kwargs)
 
     def step(rows: Any) -> Any:

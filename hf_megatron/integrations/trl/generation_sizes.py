@@ -53,7 +53,7 @@ def _sizes(args: Any) -> tuple[int, int]:
     return args.generation_batch_size, args.steps_per_generation
 
 
-def require_rows_of_replicas(args: Any, replicas: int) -> None:
+def require_replica_batches(args: Any, replicas: int) -> None:
     """Raises `ConfigError` for sizes that count all ranks, of arguments that were made before the library was there."""
     if args is None or "generation_batch_size" not in vars(args):
         return

@@ -19,7 +19,7 @@ from ...parallel_state import ParallelState, parallel_state
 from ..trainer.uneven_batches import require_full_batch
 from .base import data_parallel_size
 from .checks import OVER_THE_BATCH
-from .preference_pairs import ROWS_OF_REPLICAS, RowsOfReplicas
+from .preference_pairs import ROWS_OF_REPLICAS, ReplicaBatches
 
 
 def kto_prepare_dataset(
@@ -53,7 +53,7 @@ def dpo_loss(original: Callable, self: Any, model: Any, inputs: Any, return_outp
 
 
 def _over_the_batch(original: Callable, trainer: Any, model: Any, inputs: Any, state: ParallelState) -> Tensor:
-    rows, tokens = RowsOfReplicas(state.mesh.group("dp")), trainer._total_train_tokens
+    rows, tokens = ReplicaBatches(state.mesh.group("dp")), trainer._total_train_tokens
     batch, reference = rows.joined_batch(inputs), trainer.ref_model
     if reference is not None and parallel_state(trainer.accelerator.unwrap_model(reference)) is None:
         trainer.ref_model = rows.of(reference)
@@ -87,7 +87,7 @@ def orpo_forward(original: Callable, self: Any, model: Any, batch: Any) -> tuple
 def cpo_forward(original: Callable, self: Any, model: Any, batch: Any) -> tuple[Tensor, ...]:
     """Takes CPO's loss of the chosen texts over all ranks' tokens: of answers alone."""
     if not self.cpo_alpha:
-        return original(self, model, _padded_alike(self, batch))
+        return original(self, model, _padded_identically(self, batch))
     return _with_loss_of_all_ranks(original, self, model, batch, batch["chosen_labels"] != IGNORE_INDEX)
 
 
@@ -96,7 +96,7 @@ def _with_loss_of_all_ranks(
 ) -> tuple[Tensor, ...]:
     """Replaces the fifth output, this rank's mean `()` over the tokens that `counts` `[rows, sequence]`."""
     state = _spread(trainer)
-    found = original(trainer, model, _padded_alike(trainer, batch))
+    found = original(trainer, model, _padded_identically(trainer, batch))
     if state is None:
         return found
     # The first token of a text is nobody's target.
@@ -108,7 +108,7 @@ def _with_loss_of_all_ranks(
         return *found[:4], state.loss.mean(total, count), *found[5:]
 
 
-def _padded_alike(trainer: Any, batch: Any) -> Any:
+def _padded_identically(trainer: Any, batch: Any) -> Any:
     """Pads `[rows, sequence]` to the longest text of all ranks: TRL logs the mean of logits over padding too."""
     state = _spread(trainer)
     if state is None or trainer.is_encoder_decoder:
@@ -125,4 +125,4 @@ def _padded_alike(trainer: Any, batch: Any) -> Any:
 def _spread(trainer: Any) -> ParallelState | None:
     """Returns the state of a model whose batches lie on several ranks."""
     state = parallel_state(trainer.model)
-    return state if state is not None and state.loss.is_spread else None
+    return state if state is not None and state.loss.has_data_parallel else None

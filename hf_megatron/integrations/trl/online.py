@@ -190,13 +190,13 @@ def shuffle(original: Callable, seq_dict: dict[str, Any]) -> dict[str, Any]:
     if state is None or state.mesh.dp_size == 1 or not all(map(_is_tensor, seq_dict.values())):
         return original(seq_dict)
     group = state.mesh.group("dp")
-    whole = {name: _of_all_replicas(name, value, trainer, group) for name, value in seq_dict.items()}
-    count = max(len(value) for value in whole.values() if value is not None and value.dim())
+    unsharded = {name: _of_all_replicas(name, value, trainer, group) for name, value in seq_dict.items()}
+    count = max(len(value) for value in unsharded.values() if value is not None and value.dim())
     # The first replica's, whose random state has gone on as one process's would.
     order = torch.randperm(count).to(state.mesh.device)
     dist.broadcast(order, group=group, group_src=0)
     own = order[state.mesh.dp_rank :: state.mesh.dp_size]
-    return {name: value[own.to(value.device)] if _has_rows(value) else value for name, value in whole.items()}
+    return {name: value[own.to(value.device)] if _has_rows(value) else value for name, value in unsharded.items()}
 
 
 def _is_tensor(value: Any) -> bool:
@@ -231,7 +231,7 @@ def loss_of_all_replicas(original: Callable, self: Any, model: Any, inputs: Any)
     # Evaluations are over all replicas, too, for the routers' loss: each has full batches.
     with nullcontext() if state is None else state.loss.together(), replaying(self, inputs):
         loss = original(self, model, inputs)
-    if state is None or not state.loss.is_spread:
+    if state is None or not state.loss.has_data_parallel:
         return loss
     if vars(self).get("loss_type") != "bnpo":
         return loss
@@ -264,7 +264,7 @@ def predict_over_replicas(original: Callable, self: Any, *args: Any, **kwargs: A
     """Returns the loss `()` of an evaluation step over the rows of all replicas, as one process has it."""
     loss, *rest = original(self, *args, **kwargs)
     state = parallel_state(self.model)
-    if state is not None and state.loss.is_spread:
+    if state is not None and state.loss.has_data_parallel:
         loss = loss.clone()
         state.loss.mean_over_ranks(loss)
         loss = loss.as_subclass(EvaluationLoss)

@@ -14,7 +14,7 @@ from ...core.communication.collectives import gather_from_ranks
 from ...errors import UnsupportedError
 
 
-class RowsOfReplicas:
+class ReplicaBatches:
     """Joins the rows of all dp ranks, the chosen ones of all before the rejected ones, and takes this rank's again.
 
     Args:
@@ -72,4 +72,4 @@ class RowsOfReplicas:
 
 
 # Whose rows a forward is given, where they are those of all ranks.
-ROWS_OF_REPLICAS: ContextVar[RowsOfReplicas | None] = ContextVar("rows of all replicas", default=None)
+ROWS_OF_REPLICAS: ContextVar[ReplicaBatches | None] = ContextVar("rows of all replicas", default=None)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...expert_parallel.router_replay import ABSENT, Routing, record_routing, replay_routing
-from ...parallel_state import laid_out_model, parallel_state
+from ...parallel_state import parallel_state, unwrap_parallel_model
 
 PROMPTS, COMPLETIONS = "prompt_routing", "completion_routing"
 
@@ -47,7 +47,7 @@ def generate_turn(original: Callable, self: Any, *args: Any, **kwargs: Any) -> A
     generated = _GENERATED.get()
     if generated is None:
         return original(self, *args, **kwargs)
-    with record_routing(laid_out_model(self.model)) as routing:
+    with record_routing(unwrap_parallel_model(self.model)) as routing:
         found = original(self, *args, **kwargs)
     generated.append(routing)
     return found
@@ -68,9 +68,9 @@ def token_numbers(
     generated = _GENERATED.get()
     context: AbstractContextManager[None] = nullcontext()
     if generated and model is self.model and not _is_reference(model):
-        whole = _fitted(generated[-1], input_ids.shape[1])
-        calls = [part.contiguous() for part in whole.split(batch_size or len(input_ids), 1)]
-        context = replay_routing(laid_out_model(model), Routing(generated[-1].layers, calls))
+        unsharded = _fitted(generated[-1], input_ids.shape[1])
+        calls = [part.contiguous() for part in unsharded.split(batch_size or len(input_ids), 1)]
+        context = replay_routing(unwrap_parallel_model(model), Routing(generated[-1].layers, calls))
     with context:
         return original(self, model, input_ids, attention_mask, logits_to_keep, *args, batch_size=batch_size, **kwargs)
 
@@ -80,7 +80,7 @@ def replaying(trainer: Any, rows: dict[str, Any]) -> AbstractContextManager[None
     if PROMPTS not in rows:
         return nullcontext()
     routing = torch.cat([rows[PROMPTS], rows[COMPLETIONS]], 1).permute(2, 0, 1, 3)
-    return replay_routing(laid_out_model(trainer.model), routing.contiguous())
+    return replay_routing(unwrap_parallel_model(trainer.model), routing.contiguous())
 
 
 def _fitted(routing: Routing, tokens: int) -> Tensor:

@@ -9,4 +9,4 @@ from ..spec_helpers import corrected_spec
 
 @register_model("apertus")
 def apertus(model: Any) -> ModelSpec:
-    return corrected_spec(model, {"layers.*.mlp.act_fn": "replicated_sum"})
+    return corrected_spec(model, {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"})

@@ -12,27 +12,27 @@ from ..spec_helpers import family_spec
 def bert(model: Any) -> ModelSpec:
     config = model.config
     cross = "encoder.layer.*.crossattention"
-    styles = {"self.query": "column", "self.key": "column", "self.value": "column", "output.dense": "row"}
+    styles = {"self.query": "colwise", "self.key": "colwise", "self.value": "colwise", "output.dense": "rowwise"}
     # Beside a decoder's own attention.
     reads_encoder = bool(config.add_cross_attention)
     return family_spec(
         model,
         {
-            "embeddings.word_embeddings": "vocab_embedding",
-            "encoder.layer.*.attention.self.query": "column",
-            "encoder.layer.*.attention.self.key": "column",
-            "encoder.layer.*.attention.self.value": "column",
-            "encoder.layer.*.attention.output.dense": "row",
-            "encoder.layer.*.intermediate.dense": "column",
-            "encoder.layer.*.output.dense": "row",
+            "embeddings.word_embeddings": "embedding_rowwise",
+            "encoder.layer.*.attention.self.query": "colwise",
+            "encoder.layer.*.attention.self.key": "colwise",
+            "encoder.layer.*.attention.self.value": "colwise",
+            "encoder.layer.*.attention.output.dense": "rowwise",
+            "encoder.layer.*.intermediate.dense": "colwise",
+            "encoder.layer.*.output.dense": "rowwise",
             **({f"{cross}.{name}": style for name, style in styles.items()} if reads_encoder else {}),
         },
-        head_plan={"cls.predictions.bias": "split_rows"},
+        head_plan={"cls.predictions.bias": "shard_dim_-2"},
         local_attributes={
             f"{attention}.self": ("num_attention_heads", "all_head_size")
             for attention in ("encoder.layer.*.attention", *([cross] if reads_encoder else []))
         },
-        several_inputs=(f"{cross}.self",) if reads_encoder else (),
+        multi_input_blocks=(f"{cross}.self",) if reads_encoder else (),
         regions={
             "encoder.layer.*.attention.self": "encoder.layer.*.attention.output.dense",
             "encoder.layer.*.intermediate": "encoder.layer.*.output.dense",

@@ -12,6 +12,6 @@ def big_bird(model: Any) -> ModelSpec:
     # Some of the heads alone would draw what others do, and a new attention knows of no part of its heads.
     return corrected_spec(
         model,
-        left_whole=("encoder.layer.*.attention", "encoder.layer.*.crossattention"),
+        replicated_modules=("encoder.layer.*.attention", "encoder.layer.*.crossattention"),
         no_context_parallel="its rows are padded to whole blocks of tokens.",
     )

@@ -12,7 +12,7 @@ def bigbird_pegasus(model: Any) -> ModelSpec:
     return corrected_spec(
         model,
         # Some of the heads alone would draw what others do, and short texts exchange the attention.
-        left_whole=("encoder.layers.*.self_attn",),
+        replicated_modules=("encoder.layers.*.self_attn",),
         # Behind its layers, where BART's stands before them.
         after_layers=("decoder.layernorm_embedding",),
     )

@@ -9,5 +9,5 @@ from ..spec_helpers import family_spec, gated_decoder_plan
 
 @register_model("bitnet")
 def bitnet(model: Any) -> ModelSpec:
-    norms = dict.fromkeys(("layers.*.self_attn.attn_sub_norm", "layers.*.mlp.ffn_sub_norm"), "norm_of_ranks")
+    norms = dict.fromkeys(("layers.*.self_attn.attn_sub_norm", "layers.*.mlp.ffn_sub_norm"), "sharded_rms_norm")
     return family_spec(model, gated_decoder_plan() | norms)

@@ -5,7 +5,7 @@ from typing import Any
 from ..infer import CHUNKS
 from ..registry import REGISTRY, register_model
 from ..spec import ModelSpec
-from ..spec_helpers import around_text_spec, family_spec
+from ..spec_helpers import composite_family_spec, family_spec
 from .blip_2 import TOWER
 
 _LAYER = "encoder.layer.*"
@@ -18,13 +18,13 @@ def blip_text_model(model: Any) -> ModelSpec:
     return family_spec(
         model,
         {
-            "embeddings.word_embeddings": "vocab_embedding",
-            **{f"{block}.self.{name}": "column" for block in attentions for name in ("query", "key", "value")},
-            **{f"{block}.output.dense": "row" for block in attentions},
-            f"{_LAYER}.intermediate.dense": "column",
-            f"{_LAYER}.output.dense": "row",
+            "embeddings.word_embeddings": "embedding_rowwise",
+            **{f"{block}.self.{name}": "colwise" for block in attentions for name in ("query", "key", "value")},
+            **{f"{block}.output.dense": "rowwise" for block in attentions},
+            f"{_LAYER}.intermediate.dense": "colwise",
+            f"{_LAYER}.output.dense": "rowwise",
         },
-        head_plan={"cls.predictions.bias": "split_rows"},
+        head_plan={"cls.predictions.bias": "shard_dim_-2"},
         local_attributes={f"{block}.self": ("num_attention_heads", "all_head_size") for block in attentions},
         # Cross attention reads two tensors: with a split sequence it is computed on all of it.
         regions={
@@ -32,7 +32,7 @@ def blip_text_model(model: Any) -> ModelSpec:
             f"{_LAYER}.intermediate": f"{_LAYER}.output.dense",
         },
         transparent=tuple(f"{_LAYER}.{block}" for block in ("attention", "attention.output", "output")),
-        early_arguments=("encoder_hidden_states",) if model.config.is_decoder else (),
+        pre_layer_arguments=("encoder_hidden_states",) if model.config.is_decoder else (),
         no_sequence_parallel=CHUNKS if model.config.chunk_size_feed_forward else None,
     )
 
@@ -40,4 +40,4 @@ def blip_text_model(model: Any) -> ModelSpec:
 @register_model("blip")
 def blip(model: Any) -> ModelSpec:
     tower = {f"vision_model.encoder.layers.*.{name}": style for name, style in TOWER.items()}
-    return around_text_spec(model, REGISTRY, tower, layers="text_decoder.bert.encoder.layer")
+    return composite_family_spec(model, REGISTRY, tower, layers="text_decoder.bert.encoder.layer")

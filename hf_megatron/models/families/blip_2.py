@@ -4,16 +4,21 @@ from typing import Any
 
 from ..registry import REGISTRY, register_model
 from ..spec import ModelSpec
-from ..spec_helpers import around_text_spec
+from ..spec_helpers import composite_family_spec
 
 # The tower cuts its fused projection by the width of its input: every rank computes all of its heads.
-TOWER = {"self_attn.qkv": "column_gather", "self_attn.projection": "row_split", "mlp.fc1": "column", "mlp.fc2": "row"}
+TOWER = {
+    "self_attn.qkv": "colwise_gather_output",
+    "self_attn.projection": "rowwise_split_input",
+    "mlp.fc1": "colwise",
+    "mlp.fc2": "rowwise",
+}
 _ATTENTIONS = ("attention", "crossattention")
 _QFORMER = {
-    **{f"{block}.attention.{name}": "column" for block in _ATTENTIONS for name in ("query", "key", "value")},
-    **{f"{block}.output.dense": "row" for block in _ATTENTIONS},
-    **{f"intermediate{of}.dense": "column" for of in ("", "_query")},
-    **{f"output{of}.dense": "row" for of in ("", "_query")},
+    **{f"{block}.attention.{name}": "colwise" for block in _ATTENTIONS for name in ("query", "key", "value")},
+    **{f"{block}.output.dense": "rowwise" for block in _ATTENTIONS},
+    **{f"intermediate{of}.dense": "colwise" for of in ("", "_query")},
+    **{f"output{of}.dense": "rowwise" for of in ("", "_query")},
 }
 
 
@@ -30,14 +35,14 @@ def instructblipvideo(model: Any) -> ModelSpec:
 
 def _around_text(model: Any, kind: str) -> ModelSpec:
     layer = "qformer.encoder.layer.*"
-    return around_text_spec(
+    return composite_family_spec(
         model,
         REGISTRY,
         {
             **{f"vision_model.encoder.layers.*.{name}": style for name, style in TOWER.items()},
             **{f"{layer}.{name}": style for name, style in _QFORMER.items()},
         },
-        features_argument=f"mm_encoder_outputs.{kind}",
+        image_features_argument=f"mm_encoder_outputs.{kind}",
         local_attributes={
             f"{layer}.{block}.attention": ("num_attention_heads", "all_head_size") for block in _ATTENTIONS
         },

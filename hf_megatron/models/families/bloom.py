@@ -17,11 +17,11 @@ def bloom(model: Any) -> ModelSpec:
     return family_spec(
         model,
         {
-            "word_embeddings": "vocab_embedding",
-            "h.*.self_attention.query_key_value": "column",
-            "h.*.self_attention.dense": "row",
-            "h.*.mlp.dense_h_to_4h": "column",
-            "h.*.mlp.dense_4h_to_h": "row",
+            "word_embeddings": "embedding_rowwise",
+            "h.*.self_attention.query_key_value": "colwise",
+            "h.*.self_attention.dense": "rowwise",
+            "h.*.mlp.dense_h_to_4h": "colwise",
+            "h.*.mlp.dense_4h_to_h": "rowwise",
         },
         local_attributes={"h.*.self_attention": ("num_heads",)},
         local_arguments={"h.*.self_attention": ("alibi",)},

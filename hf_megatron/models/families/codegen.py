@@ -19,6 +19,6 @@ ATTENTION = HeadBlock(
 def codegen(model: Any) -> ModelSpec:
     return family_spec(
         model,
-        {"wte": "vocab_embedding", "h.*.mlp.fc_in": "column", "h.*.mlp.fc_out": "row"},
-        head_blocks={f"{base_prefix(model)}h.*.attn": ATTENTION},
+        {"wte": "embedding_rowwise", "h.*.mlp.fc_in": "colwise", "h.*.mlp.fc_out": "rowwise"},
+        head_sharded={f"{base_prefix(model)}h.*.attn": ATTENTION},
     )

@@ -9,4 +9,4 @@ from ..spec_helpers import corrected_spec
 
 @register_model("cohere_asr")
 def cohere_asr(model: Any) -> ModelSpec:
-    return corrected_spec(model, before_layers=("decoder.pos_emb",), behind_encoder=("decoder.proj",))
+    return corrected_spec(model, before_layers=("decoder.pos_emb",), after_encoder=("decoder.proj",))

@@ -16,18 +16,18 @@ def cpmant(model: Any) -> ModelSpec:
     return family_spec(
         model,
         {
-            **{f"{attention}.project_{name}": "column" for name in "qkv"},
-            **{f"{mlp}.w_in.{name}": "column" for name in ("w_0", "w_1")},
-            **{f"{attention}.attention_out": "row", f"{mlp}.w_out": "row"},
+            **{f"{attention}.project_{name}": "colwise" for name in "qkv"},
+            **{f"{mlp}.w_in.{name}": "colwise" for name in ("w_0", "w_1")},
+            **{f"{attention}.attention_out": "rowwise", f"{mlp}.w_out": "rowwise"},
         },
         local_attributes={attention: ("num_heads",)},
         local_arguments={attention: (_BIAS,)},
         regions={mlp: f"{mlp}.w_out"},
         transparent=(f"{_LAYERS}.self_att", f"{_LAYERS}.ffn"),
         before_layers=tuple(base_prefix(model) + name for name in (*_EMBEDDINGS, _BIAS)),
-        on_all_stages=(base_prefix(model) + _BIAS,),
-        early_arguments=(_BIAS,),
+        run_on_all_stages=(base_prefix(model) + _BIAS,),
+        pre_layer_arguments=(_BIAS,),
         # Attentions beside hidden states.
-        layer_values=2,
+        layer_num_outputs=2,
         no_context_parallel="its prompt stands before each row.",
     )

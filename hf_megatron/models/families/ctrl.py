@@ -7,8 +7,8 @@ from ..spec import ModelSpec
 from ..spec_helpers import family_spec
 
 _LAYER = {
-    **{f"multi_head_attention.W{name}": "column" for name in "qkv"},
-    **{"multi_head_attention.dense": "row", "ffn.0": "column", "ffn.2": "row"},
+    **{f"multi_head_attention.W{name}": "colwise" for name in "qkv"},
+    **{"multi_head_attention.dense": "rowwise", "ffn.0": "colwise", "ffn.2": "rowwise"},
 }
 
 
@@ -17,5 +17,8 @@ def ctrl(model: Any) -> ModelSpec:
     layers = range(model.config.n_layer)
     return family_spec(
         model,
-        {"w": "vocab_embedding", **{f"h.{layer}.{name}": style for layer in layers for name, style in _LAYER.items()}},
+        {
+            "w": "embedding_rowwise",
+            **{f"h.{layer}.{name}": style for layer in layers for name, style in _LAYER.items()},
+        },
     )

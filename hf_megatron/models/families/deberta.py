@@ -12,4 +12,4 @@ from ..spec_helpers import base_prefix, corrected_spec
 def deberta(model: Any) -> ModelSpec:
     names = {name.removeprefix(base_prefix(model)) for name, _ in model.named_modules()}
     around = tuple(name for name in ("encoder.rel_embeddings", "encoder.LayerNorm") if name in names)
-    return corrected_spec(model, before_layers=around, early_arguments=("rel_embeddings",) if around else ())
+    return corrected_spec(model, before_layers=around, pre_layer_arguments=("rel_embeddings",) if around else ())

@@ -14,5 +14,5 @@ def doge(model: Any) -> ModelSpec:
         model,
         {f"layers.*.self_attn.{name}": "replicated" for name in linears},
         # Its mask is made of the values of all tokens.
-        whole_blocks=("layers.*.self_attn",),
+        full_sequence_blocks=("layers.*.self_attn",),
     )

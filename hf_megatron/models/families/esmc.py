@@ -11,5 +11,5 @@ from ..spec_helpers import corrected_spec
 def esmc(model: Any) -> ModelSpec:
     # As transformers plans OLMo 2, whose norms are the same: weights and their gradients are split, heads are not.
     attention = "layers.*.self_attn"
-    joined = {f"{attention}.{name}_proj": "column_gather" for name in "qkv"}
-    return corrected_spec(model, {**joined, f"{attention}.o_proj": "row_split"})
+    joined = {f"{attention}.{name}_proj": "colwise_gather_output" for name in "qkv"}
+    return corrected_spec(model, {**joined, f"{attention}.o_proj": "rowwise_split_input"})

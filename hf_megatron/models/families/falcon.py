@@ -17,16 +17,16 @@ from ..spec_helpers import family_spec
 def falcon(model: Any) -> ModelSpec:
     config = model.config
     attention = {
-        "h.*.self_attention.query_key_value": "column",
-        "h.*.self_attention.dense": "row",
+        "h.*.self_attention.query_key_value": "colwise",
+        "h.*.self_attention.dense": "rowwise",
     }
     splits = config.new_decoder_architecture or not config.multi_query
     return family_spec(
         model,
         {
-            "word_embeddings": "vocab_embedding",
-            "h.*.mlp.dense_h_to_4h": "column",
-            "h.*.mlp.dense_4h_to_h": "row",
+            "word_embeddings": "embedding_rowwise",
+            "h.*.mlp.dense_h_to_4h": "colwise",
+            "h.*.mlp.dense_4h_to_h": "rowwise",
         }
         | (attention if splits else {}),
         local_attributes={"h.*.self_attention": ("num_heads", "num_kv_heads")} if splits else {},

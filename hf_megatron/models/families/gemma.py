@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from ..composite import spec_around_text
+from ..composite import composite_spec
 from ..name_patterns import module_name
 from ..registry import register_model
 from ..spec import ModelSpec
@@ -18,17 +18,17 @@ def gemma4_text(model: Any) -> ModelSpec:
     per_layer = ("per_layer_input",) if model.config.hidden_size_per_layer_input else ()
     return corrected_spec(
         model,
-        sequence_arguments=per_layer,
+        per_token_arguments=per_layer,
         before_layers=_PER_LAYER,
-        early_arguments=per_layer,
-        layer_containers=("shared_kv_states",) if model.config.num_kv_shared_layers else (),
+        pre_layer_arguments=per_layer,
+        mutable_layer_arguments=("shared_kv_states",) if model.config.num_kv_shared_layers else (),
         no_sequence_parallel=reason if model.config.enable_moe_block else None,
     )
 
 
 @register_model("gemma4")
 def gemma4(model: Any) -> ModelSpec | None:
-    spec = spec_around_text(model, {"gemma4_text": gemma4_text})
+    spec = composite_spec(model, {"gemma4_text": gemma4_text})
     if spec is None or not model.config.get_text_config().hidden_size_per_layer_input:
         return spec
     # For the inputs per layer the model reads the padding token's row of the table itself: every rank holds all rows.
@@ -54,9 +54,9 @@ def gemma3n_text(model: Any) -> ModelSpec:
         after_layers=("altup_unembed_projections",),
         # Of one token at a time.
         transparent=("layers.*.altup", "layers.*.laurel"),
-        sequence_arguments=("per_layer_input",),
-        streams_before=True,
-        early_arguments=("per_layer_input",),
-        layer_containers=("shared_kv_states",),
-        no_split_backward="each of its layers asks a router twice.",
+        per_token_arguments=("per_layer_input",),
+        streams_lead=True,
+        pre_layer_arguments=("per_layer_input",),
+        mutable_layer_arguments=("shared_kv_states",),
+        no_zero_bubble="each of its layers asks a router twice.",
     )

@@ -13,9 +13,9 @@ _LINEAR = "linear_attention"
 def glm_moe_dsa(model: Any) -> ModelSpec:
     return corrected_spec(
         model,
-        whole_blocks=("layers.*.self_attn",),
+        full_sequence_blocks=("layers.*.self_attn",),
         # Token indices that later layers read.
-        layer_values=2,
+        layer_num_outputs=2,
     )
 
 
@@ -27,8 +27,8 @@ def glm5_next_text(model: Any) -> ModelSpec:
         # transformers splits what reads the heads of a delta net, and no more of it.
         {f"{block}.o_proj": "replicated" for block in linear},
         transparent=("layers.*.attn_hc", "layers.*.ffn_hc"),
-        whole_blocks=("layers.*.self_attn",),
-        layer_values=2,
+        full_sequence_blocks=("layers.*.self_attn",),
+        layer_num_outputs=2,
     )
 
 
@@ -36,4 +36,4 @@ def glm5_next_text(model: Any) -> ModelSpec:
 def glm4_moe(model: Any) -> ModelSpec:
     # Their weights are those of one head, and each rank computes with some of the heads.
     norms = ("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm") if model.config.use_qk_norm else ()
-    return corrected_spec(model, dict.fromkeys(norms, "replicated_sum"))
+    return corrected_spec(model, dict.fromkeys(norms, "replicated_with_grad_allreduce"))

@@ -15,11 +15,11 @@ def gpt2(model: Any) -> ModelSpec:
     return family_spec(
         model,
         {
-            "wte": "vocab_embedding",
+            "wte": "embedding_rowwise",
             "h.*.attn.c_attn": "fused_qkv",
-            "h.*.attn.c_proj": "row",
-            "h.*.mlp.c_fc": "column",
-            "h.*.mlp.c_proj": "row",
+            "h.*.attn.c_proj": "rowwise",
+            "h.*.mlp.c_fc": "colwise",
+            "h.*.mlp.c_proj": "rowwise",
         },
         local_attributes={"h.*.attn": ("num_heads", "split_size")},
     )

@@ -12,13 +12,13 @@ def gptj(model: Any) -> ModelSpec:
     return family_spec(
         model,
         {
-            "wte": "vocab_embedding",
-            "h.*.attn.q_proj": "column",
-            "h.*.attn.k_proj": "column",
-            "h.*.attn.v_proj": "column",
-            "h.*.attn.out_proj": "row",
-            "h.*.mlp.fc_in": "column",
-            "h.*.mlp.fc_out": "row",
+            "wte": "embedding_rowwise",
+            "h.*.attn.q_proj": "colwise",
+            "h.*.attn.k_proj": "colwise",
+            "h.*.attn.v_proj": "colwise",
+            "h.*.attn.out_proj": "rowwise",
+            "h.*.mlp.fc_in": "colwise",
+            "h.*.mlp.fc_out": "rowwise",
         },
         local_attributes={"h.*.attn": ("num_attention_heads",)},
     )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from ..composite import spec_around_text
+from ..composite import composite_spec
 from ..registry import register_model
 from ..spec import ModelSpec
 from ..spec_helpers import corrected_spec, family_spec, gated_decoder_plan
@@ -14,9 +14,9 @@ def hy_v4(model: Any) -> ModelSpec:
     return corrected_spec(
         model,
         transparent=("layers.*.attn_hc", "layers.*.ffn_hc"),
-        whole_blocks=("layers.*.self_attn",),
+        full_sequence_blocks=("layers.*.self_attn",),
         # Token indices that later layers read.
-        layer_values=2,
+        layer_num_outputs=2,
     )
 
 
@@ -28,7 +28,7 @@ def hunyuan_vl_text(model: Any) -> ModelSpec:
 @register_model("hunyuan_vl")
 def hunyuan_vl(model: Any) -> ModelSpec | None:
     reason = "positions of its images count those of all rows of a batch, which a microbatch lacks."
-    spec = spec_around_text(model, {"hunyuan_vl_text": hunyuan_vl_text})
+    spec = composite_spec(model, {"hunyuan_vl_text": hunyuan_vl_text})
     return None if spec is None else replace(spec, no_pipeline=f"{reason} Load it with pp_size=1.")
 
 

@@ -8,7 +8,7 @@ from ..spec import ModelSpec
 from ..spec_helpers import base_prefix, corrected_spec
 
 _CORRECTIONS = {
-    "layers.*.mlp.experts.gate_up_proj": "packed_rows",
+    "layers.*.mlp.experts.gate_up_proj": "packed_dim_-2",
     # Their own parameters read the input, so that its gradient is summed as well.
     "layers.*.mlp.shared_experts": "partial_sum",
 }
@@ -31,8 +31,8 @@ def inkling2_text(model: Any) -> ModelSpec:
         corrections=_CORRECTIONS,
         # Attention of each token to its own states of earlier layers.
         transparent=("layers.*.attention_input", "layers.*.mlp_input"),
-        sequence_arguments=("block_states",),
-        token_inputs={f"{prefix}.{index}.self_attn": _OTHER_INPUTS for index in several},
+        per_token_arguments=("block_states",),
+        per_token_inputs={f"{prefix}.{index}.self_attn": _OTHER_INPUTS for index in several},
         no_context_parallel="its loop keeps whole hidden states for later layers.",
-        kept_inputs=tuple(index for index, layer in enumerate(layers) if layer.is_block_boundary),
+        recorded_layers=tuple(index for index, layer in enumerate(layers) if layer.is_block_boundary),
     )

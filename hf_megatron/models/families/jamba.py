@@ -31,10 +31,10 @@ MIXER = HeadBlock(
 
 @register_model("jamba")
 def jamba(model: Any) -> ModelSpec:
-    return corrected_spec(model, head_blocks={"layers.*.mamba": MIXER})
+    return corrected_spec(model, head_sharded={"layers.*.mamba": MIXER})
 
 
 @register_model("mamba")
 @register_model("falcon_mamba")
 def mamba(model: Any) -> ModelSpec:
-    return corrected_spec(model, head_blocks={"layers.*.mixer": MIXER})
+    return corrected_spec(model, head_sharded={"layers.*.mixer": MIXER})

@@ -23,13 +23,13 @@ def jetmoe(model: Any) -> ModelSpec:
     return family_spec(
         model,
         {
-            "embed_tokens": "vocab_embedding",
+            "embed_tokens": "embedding_rowwise",
             "layers.*.mlp": "partial_sum",
-            "layers.*.mlp.bias": "shared_addend",
-            "layers.*.mlp.router": "shared_logits",
-            "layers.*.mlp.router.layer": "replicated_sum",
-            "layers.*.mlp.input_linear.weight": "packed_rows",
-            "layers.*.mlp.output_linear.weight": "split_columns",
+            "layers.*.mlp.bias": "shared_bias",
+            "layers.*.mlp.router": "router_logits",
+            "layers.*.mlp.router.layer": "replicated_with_grad_allreduce",
+            "layers.*.mlp.input_linear.weight": "packed_dim_-2",
+            "layers.*.mlp.output_linear.weight": "shard_dim_-1",
         },
-        head_blocks={f"{base_prefix(model)}layers.*.self_attention": ATTENTION},
+        head_sharded={f"{base_prefix(model)}layers.*.self_attention": ATTENTION},
     )

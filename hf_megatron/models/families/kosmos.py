@@ -4,19 +4,19 @@ from typing import Any
 
 from ..registry import REGISTRY, register_model
 from ..spec import ModelSpec
-from ..spec_helpers import around_text_spec, family_spec
+from ..spec_helpers import composite_family_spec, family_spec
 
-_QKV, _MLP = ("q_proj", "k_proj", "v_proj"), {"fc1": "column", "fc2": "row"}
-_ATTENTION = dict.fromkeys(_QKV, "column") | {"out_proj": "row"}
+_QKV, _MLP = ("q_proj", "k_proj", "v_proj"), {"fc1": "colwise", "fc2": "rowwise"}
+_ATTENTION = dict.fromkeys(_QKV, "colwise") | {"out_proj": "rowwise"}
 # Where a norm stands before the last linear, over all features: every rank computes all of them.
-_NORMED = {"column": "column_gather", "row": "row_split"}
+_NORMED = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
 _TOWERS = {
     **{f"vision_model.model.encoder.layers.*.self_attn.{name}": style for name, style in _ATTENTION.items()},
     **{f"vision_model.model.encoder.layers.*.mlp.{name}": style for name, style in _MLP.items()},
-    **{f"vision_model.encoder.layer.*.attention.{name}": "column" for name in ("query", "key", "value")},
-    "vision_model.encoder.layer.*.attention.output": "row",
-    **{f"vision_model.encoder.layer.*.mlp.{name}": "column" for name in ("wi_0", "wi_1")},
-    "vision_model.encoder.layer.*.mlp.wo": "row",
+    **{f"vision_model.encoder.layer.*.attention.{name}": "colwise" for name in ("query", "key", "value")},
+    "vision_model.encoder.layer.*.attention.output": "rowwise",
+    **{f"vision_model.encoder.layer.*.mlp.{name}": "colwise" for name in ("wi_0", "wi_1")},
+    "vision_model.encoder.layer.*.mlp.wo": "rowwise",
     **{f"image_to_text_projection.x_attn.{name}": style for name, style in _ATTENTION.items()},
 }
 
@@ -31,7 +31,8 @@ def kosmos_text(model: Any) -> ModelSpec:
     blocks = attention | {f"ffn.{name}": _NORMED[style] for name, style in _MLP.items()}
     return family_spec(
         model,
-        {"model.embed_tokens": "vocab_embedding"} | {f"model.layers.*.{name}": style for name, style in blocks.items()},
+        {"model.embed_tokens": "embedding_rowwise"}
+        | {f"model.layers.*.{name}": style for name, style in blocks.items()},
         after_layers=("model.layer_norm",),
     )
 
@@ -39,11 +40,11 @@ def kosmos_text(model: Any) -> ModelSpec:
 @register_model("kosmos-2")
 @register_model("kosmos-2.5")
 def kosmos(model: Any) -> ModelSpec:
-    return around_text_spec(
+    return composite_family_spec(
         model,
         REGISTRY,
         _TOWERS,
-        several_inputs=("image_to_text_projection.x_attn",),
+        multi_input_blocks=("image_to_text_projection.x_attn",),
         # Version 2.5 does without images.
-        features_argument="image_embeds" if model.config.model_type == "kosmos-2" else None,
+        image_features_argument="image_embeds" if model.config.model_type == "kosmos-2" else None,
     )

@@ -14,14 +14,14 @@ def kyutai_speech_to_text(model: Any) -> ModelSpec:
     return family_spec(
         model,
         {
-            "embed_tokens.embed_tokens": "vocab_embedding",
-            **{f"{_ATTENTION}.{name}_proj.linear": "column" for name in "qkv"},
-            f"{_ATTENTION}.o_proj.linear": "row",
-            "layers.*.mlp.fc1": "packed_column",
-            "layers.*.mlp.fc2": "row",
+            "embed_tokens.embed_tokens": "embedding_rowwise",
+            **{f"{_ATTENTION}.{name}_proj.linear": "colwise" for name in "qkv"},
+            f"{_ATTENTION}.o_proj.linear": "rowwise",
+            "layers.*.mlp.fc1": "packed_colwise",
+            "layers.*.mlp.fc2": "rowwise",
         },
         regions={_ATTENTION: f"{_ATTENTION}.o_proj.linear"},
         layers=base_prefix(model) + "layers",
         # Adds up tokens of text and of codebooks.
-        on_all_stages=(base_prefix(model) + "embed_tokens",),
+        run_on_all_stages=(base_prefix(model) + "embed_tokens",),
     )

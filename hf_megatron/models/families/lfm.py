@@ -16,5 +16,5 @@ def lfm2(model: Any) -> ModelSpec:
 
 @register_model("lfm3")
 def lfm3(model: Any) -> ModelSpec:
-    gate = {"layers.*.self_attn.g_proj": "column"} if model.config.use_attention_gate else {}
+    gate = {"layers.*.self_attn.g_proj": "colwise"} if model.config.use_attention_gate else {}
     return family_spec(model, gated_decoder_plan(norms=("q_norm", "k_norm"), **_MLP) | gate)

@@ -13,6 +13,6 @@ def llama4_text(model: Any) -> ModelSpec:
     layers = "model.layers.*" if "model" in model._modules else "layers.*"
     return corrected_spec(
         model,
-        whole_blocks=(f"{layers}.self_attn",),
+        full_sequence_blocks=(f"{layers}.self_attn",),
         experts={f"{layers}.feed_forward.experts": "num_experts"},
     )

@@ -11,6 +11,6 @@ from ..spec_helpers import corrected_spec
 def luke(model: Any) -> ModelSpec:
     return corrected_spec(
         model,
-        layer_values=2,
+        layer_num_outputs=2,
         no_sequence_parallel="its layers put words and entities into one sequence, of pieces of which there is none.",
     )

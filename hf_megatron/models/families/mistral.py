@@ -12,8 +12,8 @@ def mistral_large4_text(model: Any) -> ModelSpec:
     sources = model.config.kv_source_layers
     return corrected_spec(
         model,
-        whole_blocks=("layers.*.self_attn",),
+        full_sequence_blocks=("layers.*.self_attn",),
         # Token indices that later layers read.
-        layer_values=2,
-        layer_containers=("shared_kv_states",) if sources != list(range(len(sources))) else (),
+        layer_num_outputs=2,
+        mutable_layer_arguments=("shared_kv_states",) if sources != list(range(len(sources))) else (),
     )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from ..composite import moved_spec, spec_around_text
+from ..composite import composite_spec, moved_spec
 from ..name_patterns import module_name
 from ..registry import register_model
 from ..spec import ModelSpec
@@ -19,24 +19,26 @@ def mllama_text_model(model: Any) -> ModelSpec:
     if _TEXT in model._modules:
         # The class with a head goes by the name that it has in one of images.
         spec = moved_spec(mllama_text_model(model.get_submodule(_TEXT)), f"{_TEXT}.")
-        return replace(spec, plan={**spec.plan, module_name(model, model.get_output_embeddings()): "vocab_head"})
-    cross = {f"{_CROSS}.{name}_proj": "column" for name in "qkv"} | {f"{_CROSS}.o_proj": "row"}
+        return replace(
+            spec, plan={**spec.plan, module_name(model, model.get_output_embeddings()): "vocab_parallel_head"}
+        )
+    cross = {f"{_CROSS}.{name}_proj": "colwise" for name in "qkv"} | {f"{_CROSS}.o_proj": "rowwise"}
     # Their weights are those of one head, and each rank computes with some of the heads.
-    cross |= {f"{_CROSS}.{name}_norm": "replicated_sum" for name in "qk"}
+    cross |= {f"{_CROSS}.{name}_norm": "replicated_with_grad_allreduce" for name in "qk"}
     return family_spec(
         model,
         gated_decoder_plan() | cross,
         local_attributes={_ATTENTION: _COUNTS, _CROSS: _COUNTS},
-        several_inputs=(_CROSS,),
-        sequence_arguments=("full_text_row_masked_out_mask",),
+        multi_input_blocks=(_CROSS,),
+        per_token_arguments=("full_text_row_masked_out_mask",),
         token_dims={"full_text_row_masked_out_mask": 2},
-        early_arguments=("cross_attention_states",),
+        pre_layer_arguments=("cross_attention_states",),
     )
 
 
 @register_model("mllama")
 def mllama(model: Any) -> ModelSpec | None:
-    spec, head = spec_around_text(model, {"mllama_text_model": mllama_text_model}), model.get_output_embeddings()
+    spec, head = composite_spec(model, {"mllama_text_model": mllama_text_model}), model.get_output_embeddings()
     if spec is None or head is None:
         return spec
-    return replace(spec, plan={**spec.plan, module_name(model, head): "vocab_head"})
+    return replace(spec, plan={**spec.plan, module_name(model, head): "vocab_parallel_head"})

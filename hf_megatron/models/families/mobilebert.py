@@ -17,12 +17,12 @@ def mobilebert(model: Any) -> ModelSpec:
     modules = {name for name, _ in model.get_submodule(f"{prefix}encoder.layer.0").named_modules()}
     spec = corrected_spec(
         model,
-        several_inputs=(f"{attention}.self",),
-        token_inputs={attention: ("key_tensor", "value_tensor", "layer_input")},
+        multi_input_blocks=(f"{attention}.self",),
+        per_token_inputs={attention: ("key_tensor", "value_tensor", "layer_input")},
         transparent=tuple(f"encoder.layer.*.{name}" for name in _BOTTLENECKS if name in modules),
     )
     # Neither half of the joined matrix is called, and its rows are the vocabulary's in one half alone.
-    ends = ("vocab_head", "vocab_embedding", "split_rows")
+    ends = ("vocab_parallel_head", "embedding_rowwise", "shard_dim_-2")
     return replace(
         spec,
         plan={name: style for name, style in spec.plan.items() if style not in ends},

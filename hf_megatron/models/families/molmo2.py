@@ -12,5 +12,5 @@ def molmo2_text(model: Any) -> ModelSpec:
     norms = ("q_norm", "k_norm")
     if model.config.qk_norm_type == "qwen3":
         return family_spec(model, gated_decoder_plan(norms=norms))
-    joined = {f"layers.*.self_attn.{name}_proj": "column_gather" for name in "qkv"}
-    return family_spec(model, gated_decoder_plan() | joined | {"layers.*.self_attn.o_proj": "row_split"})
+    joined = {f"layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"}
+    return family_spec(model, gated_decoder_plan() | joined | {"layers.*.self_attn.o_proj": "rowwise_split_input"})

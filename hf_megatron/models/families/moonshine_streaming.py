@@ -11,6 +11,6 @@ from ..spec_helpers import base_prefix, corrected_spec
 def moonshine_streaming(model: Any) -> ModelSpec:
     return corrected_spec(
         model,
-        on_all_stages=(base_prefix(model) + "encoder.embedder",),
-        behind_encoder=("decoder.pos_emb", "decoder.proj"),
+        run_on_all_stages=(base_prefix(model) + "encoder.embedder",),
+        after_encoder=("decoder.pos_emb", "decoder.proj"),
     )

@@ -10,4 +10,4 @@ from ..spec_helpers import corrected_spec
 @register_model("mpnet")
 def mpnet(model: Any) -> ModelSpec:
     table = ("encoder.relative_attention_bias",)
-    return corrected_spec(model, before_layers=table, early_arguments=("position_bias",))
+    return corrected_spec(model, before_layers=table, pre_layer_arguments=("position_bias",))

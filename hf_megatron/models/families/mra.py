@@ -10,4 +10,4 @@ from ..spec_helpers import corrected_spec
 @register_model("mra")
 def mra(model: Any) -> ModelSpec:
     # Zeros compare nothing: what splits heads would be believed.
-    return corrected_spec(model, left_whole=("encoder.layer.*.attention",))
+    return corrected_spec(model, replicated_modules=("encoder.layer.*.attention",))

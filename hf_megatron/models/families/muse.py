@@ -6,12 +6,12 @@ from ..registry import register_model
 from ..spec import ModelSpec
 from ..spec_helpers import corrected_spec
 
-_ATTENTION = {f"layers.*.self_attn.{name}_proj": "column" for name in ("q", "k", "v", "gate")}
+_ATTENTION = {f"layers.*.self_attn.{name}_proj": "colwise" for name in ("q", "k", "v", "gate")}
 _EXPERTS = {
-    "layers.*.mlp.experts.gate_up_proj": "packed_rows",
-    "layers.*.mlp.experts.down_proj": "split_columns",
-    "layers.*.mlp.experts": "summed_inside",
-    "layers.*.mlp.experts.post_expert_norm": "norm_of_sum",
+    "layers.*.mlp.experts.gate_up_proj": "packed_dim_-2",
+    "layers.*.mlp.experts.down_proj": "shard_dim_-1",
+    "layers.*.mlp.experts": "moe_inner_sum",
+    "layers.*.mlp.experts.post_expert_norm": "norm_after_all_reduce",
 }
 # They weigh what a block adds to the residual stream, token by token.
 _GATES = ("layers.*.post_attention_residual_gate", "layers.*.post_feedforward_residual_gate")
@@ -19,5 +19,10 @@ _GATES = ("layers.*.post_attention_residual_gate", "layers.*.post_feedforward_re
 
 @register_model("muse_spark_text")
 def muse_spark_text(model: Any) -> ModelSpec:
-    corrections = {"embed_tokens": "vocab_embedding", "layers.*.self_attn.o_proj": "row", **_ATTENTION, **_EXPERTS}
+    corrections = {
+        "embed_tokens": "embedding_rowwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        **_ATTENTION,
+        **_EXPERTS,
+    }
     return corrected_spec(model, corrections, transparent=_GATES)

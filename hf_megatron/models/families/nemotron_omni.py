@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from ..composite import spec_around_text
+from ..composite import composite_spec
 from ..registry import register_model
 from ..spec import ModelSpec
 from .mamba2 import of_mixers
@@ -15,11 +15,11 @@ _ROWS = ("attention.o_proj", "mlp.fc2", "mlp.down_proj")
 
 @register_model("nemotron_h_omni")
 def nemotron_h_omni(model: Any) -> ModelSpec | None:
-    spec = spec_around_text(model, {"nemotron_h": of_mixers("mixer")})
+    spec = composite_spec(model, {"nemotron_h": of_mixers("mixer")})
     if spec is None:
         return None
     parts = {name for name, _ in model.named_modules()}
-    tower = {name: style for names, style in ((_COLUMNS, "column"), (_ROWS, "row")) for name in names}
+    tower = {name: style for names, style in ((_COLUMNS, "colwise"), (_ROWS, "rowwise")) for name in names}
     plan = {f"{_LAYER}.{name}": style for name, style in tower.items() if f"{_LAYER}.{name}".replace("*", "0") in parts}
     heads = {f"{_LAYER}.attention": ("num_attention_heads",)}
     return replace(spec, plan={**spec.plan, **plan}, local_attributes={**spec.local_attributes, **heads})

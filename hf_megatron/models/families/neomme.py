@@ -11,17 +11,17 @@ from ..spec_helpers import base_prefix, corrected_spec
 def neomme(model: Any) -> ModelSpec:
     attention = "layers.*.self_attn"
     corrections = {
-        "value_embeddings.weight": "split_columns",
-        f"{attention}.exclusive_self_attention.alpha": "split_first",
+        "value_embeddings.weight": "shard_dim_-1",
+        f"{attention}.exclusive_self_attention.alpha": "shard_dim_0",
     }
     prefix = base_prefix(model)
     return corrected_spec(
         model,
         corrections,
         # No block by itself: what it reads beside the input are heads of this rank.
-        several_inputs=(f"{prefix}{attention}.output_projection",),
+        multi_input_blocks=(f"{prefix}{attention}.output_projection",),
         regions={f"{prefix}{attention}": f"{prefix}{attention}.output_projection.o_proj"},
-        sequence_arguments=("initial_hidden_states",),
+        per_token_arguments=("initial_hidden_states",),
         before_layers=("value_embeddings",),
-        early_arguments=("initial_hidden_states", "value_embeds"),
+        pre_layer_arguments=("initial_hidden_states", "value_embeds"),
     )

@@ -13,11 +13,11 @@ _ATTENTION = "encoder.layers.*.self_attn"
 @register_model("pegasus_x")
 def pegasus_x(model: Any) -> ModelSpec:
     base = base_prefix(model)
-    columns = {f"{_ATTENTION}.{name}_proj": "column_gather" for name in "qkv"}
+    columns = {f"{_ATTENTION}.{name}_proj": "colwise_gather_output" for name in "qkv"}
     # Of some heads its attention could make no output: that has the width which it reads off its input.
     spec = corrected_spec(
         model,
-        {**columns, f"{_ATTENTION}.out_proj": "row_split"},
+        {**columns, f"{_ATTENTION}.out_proj": "rowwise_split_input"},
         # Its encoder's layers have more than one sequence.
         stacks=(f"{base}decoder.layers",),
     )

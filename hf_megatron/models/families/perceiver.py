@@ -13,16 +13,16 @@ def perceiver(model: Any) -> ModelSpec:
     names = [name.removeprefix(prefix) for name, _ in model.named_modules()]
     crossing = [name for name in names if name.endswith("cross_attention")]
     layers = [*crossing, "encoder.self_attends.*"]
-    columns = {f"{layer}.attention.self.{name}": "column" for layer in layers for name in ("query", "key", "value")}
-    rows = {f"{layer}.attention.output.dense": "row" for layer in layers}
-    mlps = {f"{layer}.mlp.dense{n}": style for layer in layers for n, style in ((1, "column"), (2, "row"))}
+    columns = {f"{layer}.attention.self.{name}": "colwise" for layer in layers for name in ("query", "key", "value")}
+    rows = {f"{layer}.attention.output.dense": "rowwise" for layer in layers}
+    mlps = {f"{layer}.mlp.dense{n}": style for layer in layers for n, style in ((1, "colwise"), (2, "rowwise"))}
     attention = "encoder.self_attends.*.attention"
     return family_spec(
         model,
         # Read before the projections, whose heads lie on several ranks.
-        {**columns, **rows, **mlps, f"{attention}.self.layernorm1": "replicated_sum"},
+        {**columns, **rows, **mlps, f"{attention}.self.layernorm1": "replicated_with_grad_allreduce"},
         local_attributes={f"{layer}.attention.self": ("num_heads",) for layer in layers},
         regions={f"{attention}.self": f"{attention}.output.dense"},
-        several_inputs=tuple(f"{layer}.attention.self" for layer in crossing),
+        multi_input_blocks=tuple(f"{layer}.attention.self" for layer in crossing),
         transparent=(attention, f"{attention}.output"),
     )

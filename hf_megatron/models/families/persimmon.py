@@ -10,14 +10,16 @@ from ..spec_helpers import base_prefix, family_spec
 @register_model("persimmon")
 def persimmon(model: Any) -> ModelSpec:
     plan = {
-        "embed_tokens": "vocab_embedding",
-        "layers.*.self_attn.query_key_value": "column",
-        "layers.*.self_attn.dense": "row",
-        "layers.*.mlp.dense_h_to_4h": "column",
-        "layers.*.mlp.dense_4h_to_h": "row",
+        "embed_tokens": "embedding_rowwise",
+        "layers.*.self_attn.query_key_value": "colwise",
+        "layers.*.self_attn.dense": "rowwise",
+        "layers.*.mlp.dense_h_to_4h": "colwise",
+        "layers.*.mlp.dense_4h_to_h": "rowwise",
     }
     if model.config.qk_layernorm:
-        plan |= {f"layers.*.self_attn.{norm}": "replicated_sum" for norm in ("q_layernorm", "k_layernorm")}
+        plan |= {
+            f"layers.*.self_attn.{norm}": "replicated_with_grad_allreduce" for norm in ("q_layernorm", "k_layernorm")
+        }
     return family_spec(
         model,
         plan,

@@ -10,4 +10,4 @@ from ..spec_helpers import corrected_spec
 @register_model("phi")
 def phi(model: Any) -> ModelSpec:
     norms = ("q_layernorm", "k_layernorm")
-    return corrected_spec(model, {f"layers.*.self_attn.{norm}": "replicated_sum" for norm in norms})
+    return corrected_spec(model, {f"layers.*.self_attn.{norm}": "replicated_with_grad_allreduce" for norm in norms})

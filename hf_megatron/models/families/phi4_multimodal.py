@@ -10,4 +10,4 @@ from ..spec_helpers import base_prefix, corrected_spec
 @register_model("phi4_multimodal")
 def phi4_multimodal(model: Any) -> ModelSpec:
     name = "embed_tokens_extend"
-    return corrected_spec(model, before_layers=(name,), on_all_stages=(f"{base_prefix(model)}{name}",))
+    return corrected_spec(model, before_layers=(name,), run_on_all_stages=(f"{base_prefix(model)}{name}",))

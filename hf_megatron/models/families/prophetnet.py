@@ -7,12 +7,12 @@ from ..spec import ModelSpec
 from ..spec_helpers import corrected_spec
 
 _PLAN = {
-    **{f"{stack}.layers.*.feed_forward.intermediate": "column" for stack in ("encoder", "decoder")},
-    **{f"{stack}.layers.*.feed_forward.output": "row" for stack in ("encoder", "decoder")},
+    **{f"{stack}.layers.*.feed_forward.intermediate": "colwise" for stack in ("encoder", "decoder")},
+    **{f"{stack}.layers.*.feed_forward.output": "rowwise" for stack in ("encoder", "decoder")},
     # Of some heads it could make no output: that has the width which it reads off its input.
-    **{f"decoder.layers.*.self_attn.{name}_proj": "column_gather" for name in ("query", "key", "value")},
-    "decoder.layers.*.self_attn.relative_pos_embeddings": "column_gather",
-    "decoder.layers.*.self_attn.out_proj": "row_split",
+    **{f"decoder.layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in ("query", "key", "value")},
+    "decoder.layers.*.self_attn.relative_pos_embeddings": "colwise_gather_output",
+    "decoder.layers.*.self_attn.out_proj": "rowwise_split_input",
 }
 
 
@@ -20,4 +20,4 @@ _PLAN = {
 def prophetnet(model: Any) -> ModelSpec:
     names = [name for name, _ in model.named_modules() if name.endswith("position_embeddings")]
     # They tell which positions they have embedded, and are asked for others.
-    return corrected_spec(model, _PLAN, on_all_stages=tuple(names))
+    return corrected_spec(model, _PLAN, run_on_all_stages=tuple(names))

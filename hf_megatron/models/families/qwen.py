@@ -13,5 +13,5 @@ CONNECTIONS = ("layers.*.attn_hyper_connection", "layers.*.mlp_hyper_connection"
 @register_model("qwen4_exp_text")
 def qwen4_exp_text(model: Any) -> ModelSpec:
     # transformers splits the first of two small projections, which would sum over ranks that hold different tokens.
-    whole = {f"{connection}.input_mix_weight_down": "replicated" for connection in CONNECTIONS}
-    return corrected_spec(model, whole, transparent=CONNECTIONS, head_blocks={BLOCK: OF_QWEN3_5})
+    unsharded = {f"{connection}.input_mix_weight_down": "replicated" for connection in CONNECTIONS}
+    return corrected_spec(model, unsharded, transparent=CONNECTIONS, head_sharded={BLOCK: OF_QWEN3_5})

@@ -16,5 +16,5 @@ def qwen3_vl_text(model: Any) -> ModelSpec:
 
 @register_model("qwen3_vl_moe_text")
 @register_model("qwen3_omni_moe_text")
-def qwen3_mixture_text(model: Any) -> ModelSpec:
-    return corrected_spec(model, {f"layers.*.self_attn.{norm}": "replicated_sum" for norm in _NORMS})
+def qwen3_moe_text(model: Any) -> ModelSpec:
+    return corrected_spec(model, {f"layers.*.self_attn.{norm}": "replicated_with_grad_allreduce" for norm in _NORMS})

@@ -21,11 +21,11 @@ def rwkv(model: Any) -> ModelSpec:
     prefix = base_prefix(model)
     return family_spec(
         model,
-        {"embeddings": "vocab_embedding"},
-        head_blocks={f"{prefix}blocks.*.attention": CHANNELS, f"{prefix}blocks.*.feed_forward": MLP},
+        {"embeddings": "embedding_rowwise"},
+        head_sharded={f"{prefix}blocks.*.attention": CHANNELS, f"{prefix}blocks.*.feed_forward": MLP},
         # Each token is mixed with the one before it, in both.
-        whole_blocks=("blocks.*.attention", "blocks.*.feed_forward"),
+        full_sequence_blocks=("blocks.*.attention", "blocks.*.feed_forward"),
         no_cache="its model makes them as wide as hidden states, and a rank has its own channels.",
         # States and attentions beside hidden states.
-        layer_values=3,
+        layer_num_outputs=3,
     )

@@ -16,11 +16,11 @@ def speecht5(model: Any) -> ModelSpec:
     spec = corrected_spec(
         model,
         # Each rank's heads give it a part of its gradient.
-        {f"{_DISTANCES}.pe_k": "replicated_sum"},
+        {f"{_DISTANCES}.pe_k": "replicated_with_grad_allreduce"},
         # Makes the mask that its encoder's layers on all stages read, of the clips. The decoder's hands on its own.
-        on_all_stages=tuple(f"{base_prefix(model)}{stack}.prenet" for stack in ("encoder", "decoder")),
+        run_on_all_stages=tuple(f"{base_prefix(model)}{stack}.prenet" for stack in ("encoder", "decoder")),
         before_layers=(_DISTANCES,),
-        early_arguments=("position_bias",),
+        pre_layer_arguments=("position_bias",),
     )
     # No tables with an entry for each head are among the arguments of its blocks.
     return replace(spec, local_arguments={})

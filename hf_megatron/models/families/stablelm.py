@@ -10,19 +10,19 @@ from ..spec_helpers import family_spec
 @register_model("stablelm")
 def stablelm(model: Any) -> ModelSpec:
     plan = {
-        "embed_tokens": "vocab_embedding",
-        "layers.*.self_attn.q_proj": "column",
-        "layers.*.self_attn.k_proj": "column",
-        "layers.*.self_attn.v_proj": "column",
-        "layers.*.self_attn.o_proj": "row",
-        "layers.*.mlp.gate_proj": "column",
-        "layers.*.mlp.up_proj": "column",
-        "layers.*.mlp.down_proj": "row",
+        "embed_tokens": "embedding_rowwise",
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
     }
     if model.config.qk_layernorm:
         for norm in ("q_layernorm", "k_layernorm"):
-            plan[f"layers.*.self_attn.{norm}"] = "norm_per_head"
-            plan[f"layers.*.self_attn.{norm}.norms.*"] = "replicated_sum"
+            plan[f"layers.*.self_attn.{norm}"] = "per_head_norm"
+            plan[f"layers.*.self_attn.{norm}.norms.*"] = "replicated_with_grad_allreduce"
     return family_spec(
         model,
         plan,

@@ -10,28 +10,28 @@ from ..spec_helpers import base_prefix, family_spec
 @register_model("t5")
 def t5(model: Any) -> ModelSpec:
     base = model.base_model
-    plan, local_attributes, regions, transparent = {"shared": "vocab_embedding"}, {}, {}, []
+    plan, local_attributes, regions, transparent = {"shared": "embedding_rowwise"}, {}, {}, []
     for stack in ("encoder", "decoder"):
         if stack not in base._modules:
             continue
-        plan[f"{stack}.embed_tokens"] = "vocab_embedding"
+        plan[f"{stack}.embed_tokens"] = "embedding_rowwise"
         layer = f"{stack}.block.*.layer.*"
         transparent.append(layer)
         attentions = ["SelfAttention", "EncDecAttention"] if stack == "decoder" else ["SelfAttention"]
         for attention in attentions:
-            plan |= {f"{layer}.{attention}.{name}": "column" for name in "qkv"} | {f"{layer}.{attention}.o": "row"}
+            plan |= {f"{layer}.{attention}.{name}": "colwise" for name in "qkv"} | {f"{layer}.{attention}.o": "rowwise"}
             local_attributes[f"{layer}.{attention}"] = ("n_heads", "inner_dim")
-        plan[f"{layer}.SelfAttention.relative_attention_bias.weight"] = "split_columns"
+        plan[f"{layer}.SelfAttention.relative_attention_bias.weight"] = "shard_dim_-1"
         regions[f"{layer}.SelfAttention"] = f"{layer}.SelfAttention.o"
         wide = ("wi_0", "wi_1") if model.config.is_gated_act else ("wi",)
-        plan |= {f"{layer}.DenseReluDense.{name}": "column" for name in wide}
-        plan[f"{layer}.DenseReluDense.wo"] = "row"
+        plan |= {f"{layer}.DenseReluDense.{name}": "colwise" for name in wide}
+        plan[f"{layer}.DenseReluDense.wo"] = "rowwise"
     return family_spec(
         model,
         plan,
         local_attributes=local_attributes,
         regions=regions,
-        several_inputs=tuple(name for name in local_attributes if name.endswith("EncDecAttention")),
+        multi_input_blocks=tuple(name for name in local_attributes if name.endswith("EncDecAttention")),
         transparent=tuple(transparent),
         # Towers of images around it have stacks too.
         stacks=tuple(f"{base_prefix(model)}{pattern.partition('.*')[0]}" for pattern in transparent),

@@ -9,4 +9,4 @@ from ..spec_helpers import base_prefix, corrected_spec
 
 @register_model("t5gemma2")
 def t5gemma2(model: Any) -> ModelSpec:
-    return corrected_spec(model, several_inputs=(f"{base_prefix(model)}decoder.layers.*.self_attn",))
+    return corrected_spec(model, multi_input_blocks=(f"{base_prefix(model)}decoder.layers.*.self_attn",))

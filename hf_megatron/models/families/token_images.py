@@ -16,7 +16,7 @@ def emu3_text(model: Any) -> ModelSpec:
 def chameleon(model: Any) -> ModelSpec:
     # Each head has weights of its own.
     prefix = base_prefix(model)
-    norms = {f"layers.*.self_attn.{name}_norm.{part}": "split_rows" for name in "qk" for part in ("weight", "bias")}
+    norms = {f"layers.*.self_attn.{name}_norm.{part}": "shard_dim_-2" for name in "qk" for part in ("weight", "bias")}
     return family_spec(
         model,
         gated_decoder_plan() | norms,

@@ -16,7 +16,7 @@ def xlm(model: Any) -> ModelSpec:
     return corrected_spec(
         model,
         layers=f"{prefix}layer_norm2",
-        layer_parts=tuple(f"{prefix}{name}" for name in ("attentions", "layer_norm1", "ffns")),
+        sublayer_lists=tuple(f"{prefix}{name}" for name in ("attentions", "layer_norm1", "ffns")),
         no_pipeline="with pre_norm its loop adds up the parts of a layer behind the last one. Load it with pp_size=1."
         if adds_last
         else None,

@@ -24,12 +24,12 @@ def xlstm(model: Any) -> ModelSpec:
             f"xlstm with weight_mode={model.config.weight_mode!r}: transformers cannot draw its weights, and no parity "
             "check covers it; set weight_mode='single'."
         )
-    mlp = {"proj_up_gate": "column", "proj_up": "column", "proj_down": "row"}
+    mlp = {"proj_up_gate": "colwise", "proj_up": "colwise", "proj_down": "rowwise"}
     return family_spec(
         model,
-        {"embeddings": "vocab_embedding", **{f"blocks.*.ffn.{name}": style for name, style in mlp.items()}},
-        head_blocks={f"{base_prefix(model)}blocks.*.mlstm_layer": MEMORY},
-        whole_blocks=("blocks.*.mlstm_layer",),
+        {"embeddings": "embedding_rowwise", **{f"blocks.*.ffn.{name}": style for name, style in mlp.items()}},
+        head_sharded={f"{base_prefix(model)}blocks.*.mlstm_layer": MEMORY},
+        full_sequence_blocks=("blocks.*.mlstm_layer",),
         # The memory's state beside hidden states.
-        layer_values=2,
+        layer_num_outputs=2,
     )

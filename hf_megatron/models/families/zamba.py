@@ -26,35 +26,35 @@ def with_shared_blocks(model: Any, block: str, plan: dict[str, str], mixer: Head
         plan (`dict[str, str]`): what else is split, and the first linears of the MLP.
     """
     shared, mixers = f"layers.*.{block}", (f"layers.*.{place}mamba" for place in ("", "mamba_decoder."))
-    styles = dict.fromkeys((f"self_attn.{name}_proj" for name in "qkv"), "column")
+    styles = dict.fromkeys((f"self_attn.{name}_proj" for name in "qkv"), "colwise")
     rows = {"self_attn": "self_attn.o_proj", "feed_forward": "feed_forward.down_proj"}
-    styles |= dict.fromkeys(rows.values(), "row")
+    styles |= dict.fromkeys(rows.values(), "rowwise")
     return family_spec(
         model,
-        {"embed_tokens": "vocab_embedding", **{f"{shared}.{name}": style for name, style in styles.items()}} | plan,
+        {"embed_tokens": "embedding_rowwise", **{f"{shared}.{name}": style for name, style in styles.items()}} | plan,
         # Beside their linears they may have adapters.
         regions={f"{shared}.{name}": f"{shared}.{row}" for name, row in rows.items()},
         transparent=(shared, "layers.*.mamba_decoder"),
-        sequence_arguments=("original_hidden_states",),
-        early_arguments=("original_hidden_states",),
-        head_blocks={base_prefix(model) + name: mixer for name in mixers},
+        per_token_arguments=("original_hidden_states",),
+        pre_layer_arguments=("original_hidden_states",),
+        head_sharded={base_prefix(model) + name: mixer for name in mixers},
     )
 
 
 @register_model("zamba")
 def zamba(model: Any) -> ModelSpec:
-    firsts = dict.fromkeys((f"layers.*.shared_transf.feed_forward.{name}_proj" for name in ("gate", "up")), "column")
+    firsts = dict.fromkeys((f"layers.*.shared_transf.feed_forward.{name}_proj" for name in ("gate", "up")), "colwise")
     return with_shared_blocks(model, "shared_transf", firsts, OF_ZAMBA)
 
 
 @register_model("zamba2")
 def zamba2(model: Any) -> ModelSpec:
     # Pairs of linears, whose names are numbers as the layers' are.
-    kinds = {"q": "column", "k": "column", "v": "column", "gate_up_proj": "packed_column"}
-    plan = {"layers.*.shared_transformer.feed_forward.gate_up_proj": "packed_column"}
+    kinds = {"q": "colwise", "k": "colwise", "v": "colwise", "gate_up_proj": "packed_colwise"}
+    plan = {"layers.*.shared_transformer.feed_forward.gate_up_proj": "packed_colwise"}
     for name, _ in model.named_modules():
         owner, _, number = name.removeprefix(base_prefix(model)).rpartition(".")
         if "_adapter_list." in owner and number in ("0", "1"):
             kind = next(kind for part, kind in kinds.items() if f"{part}_adapter_list." in owner)
-            plan[f"{owner}.{number}"] = kind if number == "1" else "replicated_sum"
+            plan[f"{owner}.{number}"] = kind if number == "1" else "replicated_with_grad_allreduce"
     return with_shared_blocks(model, "shared_transformer", plan, HEADS)

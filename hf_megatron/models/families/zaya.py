@@ -15,15 +15,15 @@ def zaya(model: Any) -> ModelSpec:
     return family_spec(
         model,
         {
-            "embed_tokens": "vocab_embedding",
+            "embed_tokens": "embedding_rowwise",
             "layers.*.mlp.experts": "partial_sum",
-            "layers.*.mlp.experts.gate_up_proj": "packed_rows",
-            "layers.*.mlp.experts.down_proj": "split_columns",
+            "layers.*.mlp.experts.gate_up_proj": "packed_dim_-2",
+            "layers.*.mlp.experts.down_proj": "shard_dim_-1",
         },
         # They add two tensors per token.
         transparent=tuple(f"layers.*.post_{block}_residual_scale" for block in ("attention", "mlp")),
-        whole_blocks=("layers.*.self_attn",),
+        full_sequence_blocks=("layers.*.self_attn",),
         before_layers=tuple(f"{base_prefix(model)}input_hidden_states_{name}" for name in ("scale", "bias")),
         # What routers of later layers read.
-        layer_values=2,
+        layer_num_outputs=2,
     )

@@ -32,12 +32,12 @@ def has_clip_per_row(config: Any) -> bool:
     return audio_token(config) is None and (is_added or getattr(config, "is_encoder_decoder", False))
 
 
-def is_of_sounds(name: str) -> bool:
+def is_audio(name: str) -> bool:
     """Tells whether an argument has an entry for each clip."""
     return name in (*SOUNDS, *MASKS_OF_SOUNDS, *LENGTHS_OF_SOUNDS)
 
 
-def sounds_of(arguments: Mapping[str, Any]) -> Tensor | None:
+def audio_of(arguments: Mapping[str, Any]) -> Tensor | None:
     """Returns the sounds of a call `[clips, ...]`."""
     return next((arguments[name] for name in SOUNDS if isinstance(arguments.get(name), Tensor)), None)
 
@@ -49,7 +49,7 @@ class _ConfigOfSounds:
         self.image_token_id = audio_token(config)
 
 
-def rows_with_sounds(arguments: Mapping[str, Any], rows: slice, config: Any) -> dict[str, Any]:
+def samples_with_audio(arguments: Mapping[str, Any], rows: slice, config: Any) -> dict[str, Any]:
     """Returns the sounds of some rows of a batch, in the arguments that they were given in, if there are any.
 
     Args:
@@ -61,12 +61,12 @@ def rows_with_sounds(arguments: Mapping[str, Any], rows: slice, config: Any) -> 
     Raises:
         ConfigError: a clip of which placeholders stand in two rows, or of another number of them.
     """
-    given = {name: value for name, value in arguments.items() if is_of_sounds(name) and value is not None}
-    sounds = sounds_of(arguments)
-    assert sounds is not None
+    given = {name: value for name, value in arguments.items() if is_audio(name) and value is not None}
+    audio_clips = audio_of(arguments)
+    assert audio_clips is not None
     lengths = [given[name] for name in LENGTHS_OF_SOUNDS if name in given]
     lengths += [given[name].flatten(1).sum(1) for name in MASKS_OF_SOUNDS if name in given]
     # Longer ones have more placeholders where it is not seen where one ends and the next begins.
-    others = {PIXELS: sounds, "input_ids": arguments["input_ids"]} | ({ENTRIES: lengths[0]} if lengths else {})
+    others = {PIXELS: audio_clips, "input_ids": arguments["input_ids"]} | ({ENTRIES: lengths[0]} if lengths else {})
     found = rows_with_images(others | {_PREFIX + name: given[name] for name in given}, rows, _ConfigOfSounds(config))
     return {name: found[_PREFIX + name] for name in given if _PREFIX + name in found}

@@ -59,7 +59,7 @@ def is_of_images(name: str) -> bool:
     return is_named and "video" not in name and name != PLACES
 
 
-def is_of_media(name: str) -> bool:
+def is_multimodal(name: str) -> bool:
     """Tells whether an argument has entries for images, videos or sounds, in whatever number, and not for rows."""
     return is_of_images(name) or any(part in name for part in ("pixel", *NOT_OF_ROWS))
 

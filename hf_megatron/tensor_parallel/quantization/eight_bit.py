@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...core.quantized_weight import QuantizedWeight
-from .scheme import WeightPart
+from .scheme import WeightShard
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class EightBit:
             "full for all of its rows. Set llm_int8_threshold=0.0, or train on dp alone."
         )
 
-    def misfit(self, part: WeightPart) -> str | None:
+    def misfit(self, part: WeightShard) -> str | None:
         """Says which columns a rank would lack."""
         if part.lacks_columns:
             held = sum(stop - start for start, stop in part.ranges[1])
@@ -42,11 +42,11 @@ class EightBit:
             )
         return None
 
-    def waits(self, part: WeightPart) -> bool:
+    def waits(self, part: WeightShard) -> bool:
         """Waits for nobody: rows are whole."""
         return False
 
-    def quantize(self, local: Tensor, part: WeightPart) -> QuantizedWeight:
+    def quantize(self, local: Tensor, part: WeightShard) -> QuantizedWeight:
         """Returns a part `[local out, in]` in eight bits."""
         from bitsandbytes.functional import int8_vectorwise_quant
 
@@ -55,7 +55,7 @@ class EightBit:
         weight.threshold = self.threshold
         return weight
 
-    def complete(self, weight: Any, part: WeightPart) -> None:
+    def complete(self, weight: Any, part: WeightShard) -> None:
         """Lacks nothing."""
 
 
@@ -81,9 +81,9 @@ def eight_bit_class() -> Any:
             return bitsandbytes.functional.int8_vectorwise_dequant(self.codes, self.SCB)
 
         def __deepcopy__(self, memo: dict) -> Any:
-            twin = super().__deepcopy__(memo)
-            twin.CB, twin.threshold, twin.entries = twin.codes, self.threshold, self.entries
-            return twin
+            tiny_model = super().__deepcopy__(memo)
+            tiny_model.CB, tiny_model.threshold, tiny_model.entries = tiny_model.codes, self.threshold, self.entries
+            return tiny_model
 
     EightBitWeight.__name__ = "Int8Params"
     return EightBitWeight
@@ -96,15 +96,15 @@ class Int8Rows:
     config: Any
     mixes_tokens = None
 
-    def misfit(self, part: WeightPart) -> str | None:
+    def misfit(self, part: WeightShard) -> str | None:
         """Fits any part."""
         return None
 
-    def waits(self, part: WeightPart) -> bool:
+    def waits(self, part: WeightShard) -> bool:
         """Tells whether other ranks have entries of this rank's rows."""
         return part.lacks_columns
 
-    def quantize(self, local: Tensor, part: WeightPart) -> QuantizedWeight:
+    def quantize(self, local: Tensor, part: WeightShard) -> QuantizedWeight:
         """Returns a part `[local out, local in]` in eight bits."""
         from torchao.quantization import quantize_
 
@@ -122,7 +122,7 @@ class Int8Rows:
         weight.factors = made.scale.flatten()
         return weight
 
-    def complete(self, weight: Any, part: WeightPart) -> None:
+    def complete(self, weight: Any, part: WeightShard) -> None:
         """Lacks nothing."""
 
 
@@ -141,9 +141,9 @@ class RowsWeight(QuantizedWeight):
         return self.codes * self.factors[:, None]
 
     def __deepcopy__(self, memo: dict) -> "RowsWeight":
-        twin = RowsWeight(self.codes.clone(), requires_grad=False)
-        twin.factors, twin.entries = self.factors.clone(), self.entries
-        return twin
+        tiny_model = RowsWeight(self.codes.clone(), requires_grad=False)
+        tiny_model.factors, tiny_model.entries = self.factors.clone(), self.entries
+        return tiny_model
 
 
 class _MultiplyCodes(torch.autograd.Function):

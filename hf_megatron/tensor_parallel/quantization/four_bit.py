@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...core.quantized_weight import QuantizedWeight
-from .scheme import WeightPart
+from .scheme import WeightShard
 
 _BLOCK = 64
 # Of the scales.
@@ -30,7 +30,7 @@ class FourBit:
     storage: torch.dtype
     mixes_tokens = None
 
-    def misfit(self, part: WeightPart) -> str | None:
+    def misfit(self, part: WeightShard) -> str | None:
         """Says which part of a block a rank would have."""
         width = part.shape[1]
         [*columns] = part.ranges[1]
@@ -41,18 +41,18 @@ class FourBit:
             return f"blocks have {_BLOCK} entries, and a rank's rows of {width} do not end with one."
         return None
 
-    def waits(self, part: WeightPart) -> bool:
+    def waits(self, part: WeightShard) -> bool:
         """Waits for nobody: blocks are whole."""
         return False
 
-    def quantize(self, local: Tensor, part: WeightPart) -> QuantizedWeight:
+    def quantize(self, local: Tensor, part: WeightShard) -> QuantizedWeight:
         """Returns a part `[local out, local in]` in four bits."""
         from bitsandbytes.functional import quantize_4bit
 
         codes, state = quantize_4bit(
             local.contiguous(),
             blocksize=_BLOCK,
-            compress_statistics=self.is_double and part.is_whole,
+            compress_statistics=self.is_double and part.is_replicated,
             quant_type=self.kind,
             quant_storage=self.storage,
         )
@@ -69,25 +69,25 @@ class FourBit:
         weight.compute_dtype, weight.entries_in_one = self.compute_dtype, 2 * codes.element_size()
         return weight
 
-    def complete(self, weight: Any, part: WeightPart) -> None:
+    def complete(self, weight: Any, part: WeightShard) -> None:
         """Gives a part the scales that it has when all of the weight's are quantised together."""
-        if self.is_double and not part.is_whole:
+        if self.is_double and not part.is_replicated:
             weight.quant_state.absmax = _twice(weight.quant_state.absmax, part)
 
 
-def _twice(scales: Tensor, part: WeightPart) -> Tensor:
+def _twice(scales: Tensor, part: WeightShard) -> Tensor:
     """Returns this rank's scales as they are when all of the weight's are quantised together."""
     from bitsandbytes.functional import dequantize_blockwise, quantize_blockwise
 
     out, width = part.shape
     rows, columns = (torch.cat([torch.arange(*both) for both in ranges]) for ranges in part.ranges)
     here = ((rows[:, None] * width + columns).flatten()[::_BLOCK] // _BLOCK).to(scales.device)
-    whole = torch.zeros(-(-out * width // _BLOCK), dtype=scales.dtype, device=scales.device)
-    whole[here] = scales
+    unsharded = torch.zeros(-(-out * width // _BLOCK), dtype=scales.dtype, device=scales.device)
+    unsharded[here] = scales
     # Not a sum: of fewer heads than ranks several have the same.
-    dist.all_reduce(whole, dist.ReduceOp.MAX, group=part.group)
-    mean = whole.mean()
-    codes, outer = quantize_blockwise(whole - mean, blocksize=_OUTER_BLOCK)
+    dist.all_reduce(unsharded, dist.ReduceOp.MAX, group=part.group)
+    mean = unsharded.mean()
+    codes, outer = quantize_blockwise(unsharded - mean, blocksize=_OUTER_BLOCK)
     return (dequantize_blockwise(codes, outer) + mean)[here]
 
 
@@ -110,13 +110,13 @@ def four_bit_class() -> Any:
             return dequantize_4bit(self.codes, self.quant_state)
 
         def __deepcopy__(self, memo: dict) -> Any:
-            twin = super().__deepcopy__(memo)
-            twin.compute_dtype, twin.entries, twin.entries_in_one = (
+            tiny_model = super().__deepcopy__(memo)
+            tiny_model.compute_dtype, tiny_model.entries, tiny_model.entries_in_one = (
                 self.compute_dtype,
                 self.entries,
                 self.entries_in_one,
             )
-            return twin
+            return tiny_model
 
     # PEFT, TRL and transformers know it by this name.
     FourBitWeight.__name__ = "Params4bit"

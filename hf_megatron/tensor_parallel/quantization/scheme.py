@@ -21,7 +21,7 @@ NAME = "quantized"
 
 
 @dataclass(frozen=True)
-class WeightPart:
+class WeightShard:
     """A rank's part of a linear's weight.
 
     Attributes:
@@ -35,7 +35,7 @@ class WeightPart:
     group: dist.ProcessGroup | None
 
     @property
-    def is_whole(self) -> bool:
+    def is_replicated(self) -> bool:
         return self.group is None
 
     @property
@@ -50,16 +50,16 @@ class Scheme(Protocol):
     def mixes_tokens(self) -> str | None:
         """Says why rows and tokens of one call cannot be computed by themselves; `None` if they can."""
 
-    def misfit(self, part: WeightPart) -> str | None:
+    def misfit(self, part: WeightShard) -> str | None:
         """Says why the codes of a part would not be those of the whole; `None` if they are."""
 
-    def waits(self, part: WeightPart) -> bool:
+    def waits(self, part: WeightShard) -> bool:
         """Tells whether ranks that have the rest of a weight have to be asked before it is quantised."""
 
-    def quantize(self, local: Tensor, part: WeightPart) -> QuantizedWeight:
+    def quantize(self, local: Tensor, part: WeightShard) -> QuantizedWeight:
         """Returns a part `[local out, local in]` in few bits."""
 
-    def complete(self, weight: Any, part: WeightPart) -> None:
+    def complete(self, weight: Any, part: WeightShard) -> None:
         """Asks ranks that have the rest of a weight for what it still lacks."""
 
 
@@ -126,11 +126,11 @@ class Quantization:
                 self.scheme.complete(weight, _part(claim.shape, claim.placement, state.axes, state.mesh))
 
 
-def _part(shape: Sequence[int], placement: Placement, axes: Axes, mesh: ParallelMesh | None) -> WeightPart:
+def _part(shape: Sequence[int], placement: Placement, axes: Axes, mesh: ParallelMesh | None) -> WeightShard:
     out, width = shape
     is_split = placement.on(axes).is_split
     group = mesh.tp_group if is_split and mesh is not None else None
-    return WeightPart((out, width), placement.intervals(shape, axes), group)
+    return WeightShard((out, width), placement.intervals(shape, axes), group)
 
 
 @torch.no_grad()

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ...compat.shard_safe import is_marked, is_of_checked_library, is_to_come_last, origin, works_on_parts
+from ...compat.shard_safe import is_marked, is_of_checked_library, origin, shard_safe, should_run_last
 from ...compat.torch_autograd import global_forward_hooks, leave_uncompiled
-from ...core.communication.rng import RandomStreams
+from ...core.communication.rng import TensorParallelRng
 from ...errors import UnsupportedError
 from ..attention_heads import LocalArguments
 from .module_calls import CallsInHooks
@@ -31,29 +31,29 @@ class _Opened:
     def __init__(self, form: Form, args: tuple, kwargs: dict[str, Any], hook: str):
         self.form = form
         self.part: Any = None
-        self.whole: Any = None
+        self.unsharded: Any = None
         self.call = change_input(args, kwargs, self._open)
-        self.version = None if self.whole is None else self.whole._version
-        if self.whole is not self.part and self.whole.requires_grad:
-            setattr(self.whole, _GIVEN_TO, hook)
+        self.version = None if self.unsharded is None else self.unsharded._version
+        if self.unsharded is not self.part and self.unsharded.requires_grad:
+            setattr(self.unsharded, _GIVEN_TO, hook)
 
     def _open(self, part: Tensor) -> Tensor:
-        self.part, self.whole = part, self.form.open(part)
-        return self.whole
+        self.part, self.unsharded = part, self.form.open(part)
+        return self.unsharded
 
     def was_edited(self) -> bool:
-        return self.whole is not self.part and self.whole._version != self.version
+        return self.unsharded is not self.part and self.unsharded._version != self.version
 
     def refuse_gradient_hooks(self, hook: str) -> None:
         """Raises `UnsupportedError` for hooks on the gradient of an input, which others than this module may read."""
-        if self.whole is not self.part and (self.whole.retains_grad or self.whole._backward_hooks):
+        if self.unsharded is not self.part and (self.unsharded.retains_grad or self.unsharded._backward_hooks):
             raise UnsupportedError(
                 f"{hook} asks for the gradient of an input, of which it has seen a copy. Hook the module that the "
                 "input is the output of, or load the model with tp_size=1."
             )
 
 
-def _refuse_parts_beside(given: Form, hidden: Any, call: tuple, hook: str) -> None:
+def _reject_extra_shards(given: Form, hidden: Any, call: tuple, hook: str) -> None:
     """Raises `UnsupportedError` where a module is given more tensors of which a rank has its tokens."""
     if not isinstance(given, Tokens):
         return
@@ -61,7 +61,7 @@ def _refuse_parts_beside(given: Form, hidden: Any, call: tuple, hook: str) -> No
         if isinstance(tensor, Tensor) and tensor is not hidden and tensor.dim() > 2 and given.holds(tensor):
             raise UnsupportedError(
                 f"{hook} is given a tensor of shape {tuple(tensor.shape)} beside the hidden states, of which each "
-                "rank has its tokens. Hook another module, mark the hook with hf_megatron.works_on_parts if a part is "
+                "rank has its tokens. Hook another module, mark the hook with hf_megatron.shard_safe if a part is "
                 "enough, or set sequence_parallel=False."
             )
 
@@ -79,19 +79,19 @@ def refuse_inputs_of_hooks(tensors: Iterable[Any]) -> None:
 class _Before:
     """A forward pre-hook that is given the whole of a module's input."""
 
-    def __init__(self, hook: Any, name: str, form: Form, streams: RandomStreams, calls: CallsInHooks):
+    def __init__(self, hook: Any, name: str, form: Form, streams: TensorParallelRng, calls: CallsInHooks):
         self.hook, self.name, self.form, self.streams, self.calls = hook, name, form, streams, calls
-        _mark_alike(self, hook)
+        _mark_identical(self, hook)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> Any:
         opened = _Opened(self.form, args, kwargs or {}, self.name)
-        _refuse_parts_beside(self.form, opened.whole, opened.call, self.name)
+        _reject_extra_shards(self.form, opened.unsharded, opened.call, self.name)
         with self.streams.replicated(), self.calls.guarded(self.name):
             result = self.hook(module, *(opened.call[:1] if kwargs is None else opened.call))
         opened.refuse_gradient_hooks(self.name)
         if opened.was_edited():
             # Whoever else reads the tensor, as the residual does a norm's input, sees an edit in place too.
-            opened.part.copy_(self.form.close(opened.whole))
+            opened.part.copy_(self.form.close(opened.unsharded))
             if result is None:
                 return None
         if kwargs is None:
@@ -104,9 +104,9 @@ class _Before:
 class _After:
     """A forward hook that is given the whole of a module's input and output."""
 
-    def __init__(self, hook: Any, name: str, forms: Forms, streams: RandomStreams, calls: CallsInHooks):
+    def __init__(self, hook: Any, name: str, forms: Forms, streams: TensorParallelRng, calls: CallsInHooks):
         self.hook, self.name, self.forms, self.streams, self.calls = hook, name, forms, streams, calls
-        _mark_alike(self, hook)
+        _mark_identical(self, hook)
 
     def __call__(self, module: nn.Module, args: tuple, *rest: Any) -> Any:
         *kwargs, output = rest
@@ -118,12 +118,12 @@ class _After:
         maps: Any = self.forms.maps
         given: Any = self.forms.given
         opened = _Opened(inside, args, kwargs[0] if kwargs else {}, self.name)
-        _refuse_parts_beside(given, opened.whole, opened.call, self.name)
-        whole = change_output(output, returned.open, maps and maps.open)
+        _reject_extra_shards(given, opened.unsharded, opened.call, self.name)
+        unsharded = change_output(output, returned.open, maps and maps.open)
         with self.streams.replicated(), self.calls.guarded(self.name):
-            result = self.hook(module, *opened.call[: 1 + len(kwargs)], whole)
+            result = self.hook(module, *opened.call[: 1 + len(kwargs)], unsharded)
         opened.refuse_gradient_hooks(self.name)
-        return change_output(whole if result is None else result, returned.close, maps and maps.close)
+        return change_output(unsharded if result is None else result, returned.close, maps and maps.close)
 
 
 class UserHooks:
@@ -139,7 +139,7 @@ class UserHooks:
     def __init__(
         self,
         activations: Activations,
-        streams: RandomStreams,
+        streams: TensorParallelRng,
         calls: CallsInHooks,
         modules: dict[str, nn.Module],
         first: int,
@@ -184,7 +184,7 @@ class UserHooks:
             if not is_marked(hook) and not is_of_checked_library(hook):
                 raise UnsupportedError(
                     f"A forward hook of all modules ({_name_of(hook)}): in a split model most of them see a part of a "
-                    "tensor. Register it with modules, mark it with hf_megatron.works_on_parts if parts are enough, or "
+                    "tensor. Register it with modules, mark it with hf_megatron.shard_safe if parts are enough, or "
                     "load the model with tp_size=1."
                 )
         for name, module in self.modules.items():
@@ -216,9 +216,9 @@ class UserHooks:
     def _give_outputs(self, name: str, module: nn.Module) -> None:
         hooks: Any = module._forward_hooks
         forms, users = self._forms(name, module), self._users(hooks)
-        is_whole = forms.inside is WHOLE and forms.returned is WHOLE and forms.maps is None
+        is_replicated = forms.inside is WHOLE and forms.returned is WHOLE and forms.maps is None
         for number in users:
-            if number not in self.seen and (is_whole or not is_marked(hooks[number])):
+            if number not in self.seen and (is_replicated or not is_marked(hooks[number])):
                 what = f"A forward hook of {name} ({type(module).__name__})"
                 for form in (forms.inside, forms.returned):
                     _require(form, what)
@@ -233,13 +233,13 @@ class UserHooks:
 
 
 def _is_of_a_library(hook: Any) -> bool:
-    return is_of_checked_library(hook) or is_to_come_last(hook)
+    return is_of_checked_library(hook) or should_run_last(hook)
 
 
-def _mark_alike(wrapper: Any, hook: Any) -> None:
+def _mark_identical(wrapper: Any, hook: Any) -> None:
     """Has other axes know what a hook was said to work on."""
     if is_marked(hook):
-        works_on_parts(wrapper)
+        shard_safe(wrapper)
 
 
 def _refuse_cut_arguments(module: nn.Module, hook: str) -> None:
@@ -248,7 +248,7 @@ def _refuse_cut_arguments(module: nn.Module, hook: str) -> None:
     if names:
         raise UnsupportedError(
             f"{hook} is given {', '.join(names)} of this rank's heads with tp_size > 1. Register it without "
-            "with_kwargs, or mark it with hf_megatron.works_on_parts if a part is enough."
+            "with_kwargs, or mark it with hf_megatron.shard_safe if a part is enough."
         )
 
 
@@ -256,7 +256,7 @@ def _require(form: Form | str, hook: str) -> Form:
     if isinstance(form, str):
         raise UnsupportedError(
             f"{hook}: with tp_size > 1 {form}. Hook a linear, the whole block or the layer, mark the hook with "
-            "hf_megatron.works_on_parts if a part is enough, or load the model with tp_size=1."
+            "hf_megatron.shard_safe if a part is enough, or load the model with tp_size=1."
         )
     return form
 

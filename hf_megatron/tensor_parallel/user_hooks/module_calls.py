@@ -10,7 +10,7 @@ from torch import nn
 from ...compat.shared import Shared
 from ...compat.torch_autograd import around_all_modules
 from ...errors import UnsupportedError
-from ..local_parameters import ForwardsUnderWay
+from ..local_parameters import ActiveForwards
 from .module_layouts import Activations
 from .tensor_layouts import WHOLE
 
@@ -22,7 +22,7 @@ class CallsInHooks(Shared):
         names: of the model's modules that are split or lie in a layer, by identity.
     """
 
-    def __init__(self, activations: Activations, names: dict[int, str], forwards: ForwardsUnderWay):
+    def __init__(self, activations: Activations, names: dict[int, str], forwards: ActiveForwards):
         self.activations, self.names, self.forwards = activations, names, forwards
 
     @contextmanager
@@ -36,7 +36,7 @@ class CallsInHooks(Shared):
 
         def enter(module: nn.Module, args: tuple) -> None:
             if not inner:
-                self._require_whole(hook, module)
+                self._require_full(hook, module)
                 self.forwards.in_hook = None
             inner.append(module)
 
@@ -50,7 +50,7 @@ class CallsInHooks(Shared):
         finally:
             self.forwards.in_hook = before
 
-    def _require_whole(self, hook: str, module: nn.Module) -> None:
+    def _require_full(self, hook: str, module: nn.Module) -> None:
         name = self.names.get(id(module))
         forms = None if name is None else self.activations.of(name, module)
         if forms is not None and not (forms.given is WHOLE and forms.returned is WHOLE):

@@ -7,15 +7,15 @@ from torch import nn
 
 from ...compat.shared import Shared
 from ...compat.transformers_models import computes_own_attention, fetches_attention_core
-from ...core.placement import Claim
+from ...core.placement import ParameterSharding
 from ..install_regions import Regions
 from ..region import SequenceStack, UniformRegion
 from ..structure import Structure
 from ..styles import style
 from .tensor_layouts import WHOLE, Addends, Columns, Form, Heads, InsideMLP, Logits, Tokens
 
-_ADDENDS = ("partial_sum", "summed_inside")
-_SUMS = (*_ADDENDS, "output_sum")
+_ADDENDS = ("partial_sum", "moe_inner_sum")
+_SUMS = (*_ADDENDS, "all_reduce")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Forms:
     maps: Form | None = None
 
     @property
-    def is_whole(self) -> bool:
+    def is_replicated(self) -> bool:
         """Whether the module takes and returns whole tensors; a head's logits become whole when they are read."""
         return self.given is WHOLE and (self.returned is WHOLE or isinstance(self.returned, Logits))
 
@@ -47,14 +47,14 @@ class Activations(Shared):
         self,
         structure: Structure,
         styles: Mapping[str, str],
-        claims: Mapping[str, Claim],
+        claims: Mapping[str, ParameterSharding],
         regions: Regions,
         kinds: Mapping[str, type],
     ):
         self.structure, self.styles, self.claims, self.regions = structure, styles, claims, regions
         self.group = regions.group
         self.attention = {name for name, kind in kinds.items() if _is_attention(kind)}
-        self.split_blocks = {block for block in structure.whole if self._has(block, "splits")}
+        self.split_blocks = {block for block in structure.unsharded if self._has(block, "splits")}
         rows = {name.rpartition(".")[0] for name, of in styles.items() if style(of).is_row}
         self.with_parts = {*regions.stacks} | {*structure.uniform, *self.split_blocks, *rows}
 
@@ -81,23 +81,25 @@ class Activations(Shared):
         rules, region = style(style_name), self.regions.of_linear.get(name)
         if self._within(name, [other for other, of in self.styles.items() if of in _SUMS]):
             return unknown("experts compute addends of a sum, each rank its part of their width")
-        if self._within(name, [other for other, of in self.styles.items() if of == "dispatched"]):
+        if self._within(name, [other for other, of in self.styles.items() if of == "expert_parallel"]):
             return unknown("experts compute tokens of all ranks that share them")
-        if style_name == "dispatched":
+        if style_name == "expert_parallel":
             return Forms(outer, outer, outer)
-        if style_name == "vocab_head":
+        if style_name == "vocab_parallel_head":
             return Forms(WHOLE, WHOLE, Logits())
         if rules.is_column:
             before = WHOLE if region is None else Addends(self.group)
             return Forms(before, before, self._columns(name))
         if rules.is_row:
             before = self._width(name)
-            return Forms(before, before, self._behind(region))
-        if style_name == "latent_with_rotary":
+            return Forms(before, before, self._trailing(region))
+        if style_name == "mla_kv_a_proj":
             return Forms(outer, outer, "of its output a part goes to this rank's heads alone")
         if style_name in _SUMS:
             return Forms(outer, Addends(self.group) if style_name in _ADDENDS else outer, outer)
-        if style_name in ("column_gather", "row_split") or (rules.splits and isinstance(module, nn.Embedding)):
+        if style_name in ("colwise_gather_output", "rowwise_split_input") or (
+            rules.splits and isinstance(module, nn.Embedding)
+        ):
             return Forms(outer, outer, outer)
         if block := self._within(name, self.structure.uniform):
             return self._inside(name, block, module)
@@ -108,14 +110,14 @@ class Activations(Shared):
             inside = row.startswith(f"{name}.")
             return Forms(outer, Addends(self.group), outer if inside else self._width(row))
         if self._ends_what_it_splits(name):
-            return Forms(outer, WHOLE if name in self.regions.whole else outer, outer)
+            return Forms(outer, WHOLE if name in self.regions.unsharded else outer, outer)
         return unknown("its weights are split, and how its tensors are is not known")
 
     def _inside(self, name: str, block: str, module: nn.Module) -> Forms:
         if block in self.attention or any(True for _ in module.parameters()):
             return unknown(f"it sees this rank's heads or features of {block}")
         row = self.structure.uniform[block]
-        form = InsideMLP(self.regions.uniform[block], self._width(row), self._behind(self.regions.uniform[block]))
+        form = InsideMLP(self.regions.uniform[block], self._width(row), self._trailing(self.regions.uniform[block]))
         return Forms(form, form, form)
 
     def _replicated(self, name: str, module: nn.Module, outer: Form) -> Forms:
@@ -129,7 +131,7 @@ class Activations(Shared):
 
     def _outer(self, name: str) -> Form:
         stack = self._within(name, self.regions.stacks)
-        if stack is None or self._within(name, (*self.structure.whole, *self.structure.stack_of)):
+        if stack is None or self._within(name, (*self.structure.unsharded, *self.structure.stack_of)):
             return WHOLE
         return Tokens(self.regions.stacks[stack])
 
@@ -144,7 +146,7 @@ class Activations(Shared):
         claim = self.claims[f"{row}.weight"]
         return Columns(claim.shape[claim.placement.splits[0].dim], self.group)
 
-    def _behind(self, region: UniformRegion | None) -> Form:
+    def _trailing(self, region: UniformRegion | None) -> Form:
         return WHOLE if region is None or region.stack is None else Tokens(region.stack)
 
     def _within(self, name: str, others: Iterable[str]) -> str | None:
@@ -157,9 +159,9 @@ class Activations(Shared):
     def _ends_what_it_splits(self, name: str) -> bool:
         """Tells whether a block has both linears that split its tensors and such that put them together again."""
         inside = {of for other, of in self.styles.items() if other.startswith(f"{name}.")}
-        splits = any(style(of).is_column or of == "column_gather" for of in inside)
-        joins = any(style(of).is_row or of == "row_split" for of in inside)
-        return (splits and joins) or not inside.isdisjoint((*_SUMS, "dispatched"))
+        splits = any(style(of).is_column or of == "colwise_gather_output" for of in inside)
+        joins = any(style(of).is_row or of == "rowwise_split_input" for of in inside)
+        return (splits and joins) or not inside.isdisjoint((*_SUMS, "expert_parallel"))
 
 
 def unknown(reason: str) -> Forms:

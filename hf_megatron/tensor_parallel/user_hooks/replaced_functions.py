@@ -44,7 +44,7 @@ class ExchangedFunctions:
         self.methods = {base: vars(base)["forward"] for base in bases if "forward" in vars(base)}
         files = {base.__module__ for base in bases if base.__module__.startswith("transformers.models.")} | {*_SHARED}
         self.files = {name: _functions_of(vars(sys.modules[name])) for name in files}
-        self.exchanged_before = [f"{file}.{name}" for file in files for name in _foreign(file, self.files[file])]
+        self.exchanged_before = [f"{file}.{name}" for file in files for name in _untracked(file, self.files[file])]
         configs = [vars(module).get("config") for module in modules.values()]
         self.configs = list({id(config): config for config in configs if config is not None}.values())
 
@@ -102,7 +102,7 @@ class ExchangedFunctions:
     def _refuse(self, what: str) -> None:
         raise UnsupportedError(
             f"{what} was exchanged: it is called with this rank's part of a tensor. Mark it "
-            "with hf_megatron.works_on_parts if it looks at single entries (attention: heads; layers: tokens), or load "
+            "with hf_megatron.shard_safe if it looks at single entries (attention: heads; layers: tokens), or load "
             f"the model with {self.field}=1."
         )
 
@@ -133,7 +133,7 @@ def _is_users(function: Any) -> bool:
     return not is_of_checked_library(function) and not is_marked(function)
 
 
-def _foreign(file: str, functions: dict[str, Any]) -> list[str]:
+def _untracked(file: str, functions: dict[str, Any]) -> list[str]:
     """Lists functions that a file of transformers defines, and that are of other origin."""
     users = [name for name, function in functions.items() if _is_users(function)]
     source = inspect.getsource(sys.modules[file]) if users else ""

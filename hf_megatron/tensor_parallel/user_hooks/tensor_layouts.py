@@ -54,9 +54,9 @@ class Form(Shared):
         """Returns the whole tensor of what a rank has, of any shape."""
         return tensor
 
-    def close(self, whole: Any) -> Any:
+    def close(self, unsharded: Any) -> Any:
         """Returns what a rank has of a whole tensor."""
-        return whole
+        return unsharded
 
 
 class Logits(Form):
@@ -84,16 +84,16 @@ class Tokens(Form):
             return self.open(tensor.view(self.stack.batch, -1, tensor.shape[1])).flatten(0, 1)
         return gather_from_ranks(tensor, self.stack.dim_of_tokens(tensor), self.stack.length, self.stack.group)
 
-    def close(self, whole: Tensor) -> Tensor:
-        if whole.dim() == 2:
-            return self.close(whole.unflatten(0, (self.stack.batch, self.stack.length))).flatten(0, 1)
-        dim = self.stack.dim_of_tokens(whole)
-        if whole.shape[dim] != self.stack.length:
+    def close(self, unsharded: Tensor) -> Tensor:
+        if unsharded.dim() == 2:
+            return self.close(unsharded.unflatten(0, (self.stack.batch, self.stack.length))).flatten(0, 1)
+        dim = self.stack.dim_of_tokens(unsharded)
+        if unsharded.shape[dim] != self.stack.length:
             raise UnsupportedError(
-                f"A forward hook made {whole.shape[dim]} tokens of {self.stack.length}: with "
+                f"A forward hook made {unsharded.shape[dim]} tokens of {self.stack.length}: with "
                 "sequence_parallel=True each rank has its part of them between layers. Set sequence_parallel=False."
             )
-        return split_over_ranks(whole, dim, self.stack.group)
+        return split_over_ranks(unsharded, dim, self.stack.group)
 
 
 @dataclass
@@ -109,8 +109,8 @@ class Columns(Form):
         parts = tensor.unflatten(-1, (self.groups, tensor.shape[-1] // self.groups))
         return gather_from_ranks(parts, -1, self.size // self.groups, self.group).flatten(-2)
 
-    def close(self, whole: Tensor) -> Tensor:
-        blocks = whole.unflatten(-1, (self.groups, whole.shape[-1] // self.groups))
+    def close(self, unsharded: Tensor) -> Tensor:
+        blocks = unsharded.unflatten(-1, (self.groups, unsharded.shape[-1] // self.groups))
         return split_over_ranks(blocks, -1, self.group).flatten(-2)
 
 
@@ -124,8 +124,8 @@ class Heads(Form):
     def open(self, tensor: Tensor) -> Tensor:
         return gather_from_ranks(tensor, HEADS_DIM, tensor.shape[HEADS_DIM] * self.group.size(), self.group)
 
-    def close(self, whole: Tensor) -> Tensor:
-        return split_over_ranks(whole, HEADS_DIM, self.group)
+    def close(self, unsharded: Tensor) -> Tensor:
+        return split_over_ranks(unsharded, HEADS_DIM, self.group)
 
 
 @dataclass
@@ -137,8 +137,8 @@ class Addends(Form):
     def open(self, tensor: Tensor) -> Tensor:
         return _OfFirstRank.apply(tensor, self.group)
 
-    def close(self, whole: Tensor) -> Tensor:
-        return copy_to_ranks(whole, self.group)
+    def close(self, unsharded: Tensor) -> Tensor:
+        return copy_to_ranks(unsharded, self.group)
 
 
 @dataclass
@@ -147,12 +147,12 @@ class InsideMLP(Form):
 
     region: UniformRegion
     features: Columns
-    behind: Form
+    trailing: Form
     is_split = True
 
     def _form(self, held: int, has: str) -> Form:
         if not self.region.is_inside:
-            return self.behind
+            return self.trailing
         start, stop = bounds(self.features.size, self.features.group.size(), dist.get_rank(self.features.group))
         if held != (stop - start if has == "part" else self.features.size):
             raise UnsupportedError(
@@ -163,8 +163,8 @@ class InsideMLP(Form):
     def open(self, tensor: Tensor) -> Tensor:
         return self._form(tensor.shape[-1], "part").open(tensor)
 
-    def close(self, whole: Tensor) -> Tensor:
-        return self._form(whole.shape[-1], "whole").close(whole)
+    def close(self, unsharded: Tensor) -> Tensor:
+        return self._form(unsharded.shape[-1], "whole").close(unsharded)
 
 
 WHOLE = Form()

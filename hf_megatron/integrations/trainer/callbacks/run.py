@@ -26,7 +26,7 @@ from ....diagnostics.step_memory import StepMemory
 from ....diagnostics.step_trace import StepTrace
 from ....diagnostics.stragglers import Straggler, StragglerWatch
 from ....errors import ConfigError
-from ....parallel_state import ParallelState, laid_out_model, parallel_state
+from ....parallel_state import ParallelState, parallel_state, unwrap_parallel_model
 from .base import ToolCallback, ToolOfStep
 from .throughput import ThroughputCallback
 
@@ -154,7 +154,7 @@ class RunCallback(ThroughputCallback, ToolCallback):
 
 
 def _facts(model: Any, state: ParallelState) -> RunFacts:
-    inner, axes = laid_out_model(model), state.axes
+    inner, axes = unwrap_parallel_model(model), state.axes
     sizes = {name: axes.size(name) for name in _AXES}
     hosts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
