@@ -14,7 +14,7 @@ from ..core.io.safetensors import TensorMeta
 from ..core.io.untrusted_json import read_small
 from ..core.text import safe_repr
 from ..errors import CheckpointError
-from ..model_cards.existing_card import CARD, PICTURE, stored_file
+from ..model_cards.provenance import CARD, PICTURE, stored_file
 from .formats import FORMATS
 from .interfaces import WEIGHT, Key
 from .output_folder import Output

@@ -1,7 +1,5 @@
 """Every exception the library raises on purpose; all derive from `MegatronError`."""
 
-pass
-
 # A list of names that came from a file may be as long as the file.
 _LONGEST = 16_000
 

@@ -22,7 +22,7 @@ from ..interfaces import TargetOptions
 from ..megatron.folder import TRACKER, folder_name, iteration_folder, tracker_text
 from ..megatron_core.reader import COMMON, COMMON_OBJECT, CONFIG
 from ..output_folder import Output
-from ..torch_files.writer import write_object
+from ..torch_files.archive_writer import write_object
 from .factors import PARTS, LowRank, Target, bridge_targets, to_bridge, to_peft
 
 KINDS = ("peft", "bridge", "bridge_canonical")

@@ -23,7 +23,7 @@ from ...core.io.checksums import NewFile
 from ...errors import CheckpointError
 from ..chunks import check_cover
 from ..output_folder import Output
-from ..torch_files.writer import write_object, write_tensor
+from ..torch_files.archive_writer import write_object, write_tensor
 from .store_reader import METADATA
 
 # A file is closed when it has become as large as this.

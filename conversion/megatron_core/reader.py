@@ -20,7 +20,7 @@ from ...errors import CheckpointError
 from ..dcp.store_reader import METADATA, StoreReader
 from ..interfaces import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, MegatronReader
 from ..megatron.folder import iteration_folder
-from ..torch_files.reader import read_saved
+from ..torch_files.weight_file import read_saved
 from .common_state import arguments_of, iteration_of, optimizer_of, optimizers_of
 
 CONFIG = "metadata.json"

@@ -18,7 +18,7 @@ from ..interfaces import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, Megatron
 from ..megatron.folder import TRACKER, folder_name, tracker_text
 from ..megatron.names import EMBEDDING, STACK, has_state, of_tower
 from ..output_folder import Output
-from ..torch_files.writer import write_object
+from ..torch_files.archive_writer import write_object
 from .common_state import is_plain_value, optimizer_state, rate_schedule
 from .reader import COMMON, COMMON_OBJECT, CONFIG
 

@@ -17,8 +17,8 @@ from ...errors import CheckpointError
 from ..megatron.arguments import stored_arguments
 from ..megatron.folder import iteration_folder
 from ..megatron.names import LANGUAGE
-from ..torch_files.reader import open_saved
 from ..torch_files.torch_save import Saved, StoredTensor
+from ..torch_files.weight_file import open_saved
 from .pre_core import check_version, core_arguments, core_names, flattened, is_older
 
 FILE = "model_optim_rng.pt"

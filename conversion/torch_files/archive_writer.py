@@ -113,3 +113,23 @@ class ArchiveWriter:
         short = min(count, 0xFFFF)
         end_fields = struct.pack("<HHHHIIH", 0, 0, short, short, min(size, _LARGE), min(start, _LARGE), 0)
         self._file.write(b"PK\5\6" + end_fields)
+
+
+def write_object(file: NewFile, value: Any) -> tuple[int, int]:
+    """Appends a small object, and returns where it begins and how long it is."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return file.tell(), file.write(buffer.getbuffer())
+
+
+def write_tensor(file: NewFile, tensor: Tensor) -> tuple[int, int]:
+    """Appends a tensor of any shape, and returns where it begins and how long it is; copies what is not contiguous.
+
+    Raises:
+        CheckpointError: for a dtype that cannot be stored.
+    """
+    tensor, start = tensor.detach().contiguous(), file.tell()
+    archive = ArchiveWriter(file, StorageSlot(0, TensorMeta.of(tensor)))
+    archive.append(0, [tensor])
+    archive.finish()
+    return start, file.tell() - start

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -9,8 +10,9 @@ from ...core.io.buffer_pool import FRESH, Memory
 from ...core.io.random_access_file import DataFile
 from ...core.io.safetensors import Location, check_count
 from ...errors import CheckpointError
-from .reader import open_saved
-from .torch_save import StoredTensor
+from .blob import Blob
+from .legacy_stream import Stream
+from .torch_save import Saved, StoredTensor
 
 
 class PickledFile:
@@ -45,3 +47,21 @@ class PickledFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+_ZIP = b"PK"
+
+
+def open_saved(file: DataFile) -> Saved:
+    """Opens a file of `torch.save`.
+
+    Raises:
+        CheckpointError: naming the file and the class it names, or what is damaged.
+    """
+    return Blob(file) if file.read(0, min(file.size, len(_ZIP))) == _ZIP else Stream(file)
+
+
+def read_saved(path: Path) -> Any:
+    """Reads what a file of `torch.save` holds, without its tensors' bytes; see `open_saved`."""
+    with DataFile(path) as file:
+        return open_saved(file).value

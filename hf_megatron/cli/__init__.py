@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from . import check, conversion, data, debug, env, hub, measure, plan, timeline
+from . import check, conversion, data, debug, env, hub, plan, timeline
 from .exit_codes import saying_interrupted
 
 app = typer.Typer(
@@ -37,7 +37,7 @@ for command in (
 app.command("dry-run")(plan.dry_run_kinds)
 app.add_typer(debug.app, name="debug")
 app.add_typer(data.app, name="data")
-app.command("measure")(measure.measure_this_machine)
+app.command("measure")(env.measure_this_machine)
 
 
 def main() -> None:

@@ -1,8 +1,12 @@
 """`hf-megatron env`."""
 
 import json
+from pathlib import Path
+from typing import Annotated
 
 import typer
+
+from .exit_codes import failing
 
 
 def env() -> None:
@@ -17,3 +21,22 @@ def env() -> None:
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
     typer.echo(json.dumps(versions, indent=2))
+
+
+def measure_this_machine(
+    output: Annotated[Path, typer.Argument(help="The YAML file that is written.")],
+    like: Annotated[
+        str, typer.Option(help="A built-in device or a YAML file with the memory, peaks and links of this machine.")
+    ] = "",
+    device_type: Annotated[str, typer.Option(help="cuda or cpu; by default the first that is there.")] = "",
+    seconds: Annotated[float, typer.Option(help="Of repeating, for each measurement.", min=0)] = 0.5,
+) -> None:
+    """Measure products, copies and launches of this machine, as a device that plans can be made for."""
+    from ..planner.devices import device, write_device
+    from ..planner.measured_device import measure_device
+
+    with failing():
+        given = device(like) if like else None
+        found = measure_device(device_type or None, like=given, seconds=seconds)
+        write_device(found, output)
+        typer.echo(output.read_text(encoding="utf-8"), nl=False)

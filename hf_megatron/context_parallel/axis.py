@@ -3,8 +3,9 @@
 import dataclasses
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..compat.transformers_models import reshapes_to_inputs
 from ..core.communication.rng import StreamOfPart
 from ..errors import UnsupportedError
 from ..models.full_sequence_blocks import find_full_sequence_blocks
@@ -13,11 +14,14 @@ from ..parallel_state import ParallelState
 from ..tensor_parallel.axis import GUARDS, REGIONS
 from ..tensor_parallel.forward_checks import RefusedOutputs
 from ..tensor_parallel.layer_rng import SyncedRngState
+from ..tensor_parallel.local_parameters import ActiveForwards, swap_class
+from ..tensor_parallel.loss_mode import install_pending_loss
+from ..tensor_parallel.vocab_parallel_head import VocabParallelHead
 from .attention import ContextGroups
 from .full_sequence_blocks import FullSequenceBlock
 from .head_parallel_blocks import SharedHeadBlock, heads_to_share
-from .lm_head import place_head
 from .sequence_split import ContextStack
+from .user_hook_checks import UserHookChecks
 
 NAME = "cp"
 # What knows which tokens of a row each rank has.
@@ -101,3 +105,24 @@ def context_groups(state: ParallelState) -> ContextGroups:
     if scheme == "a2a+p2p":
         return ContextGroups(mesh.group("cp_inner"), mesh.group("cp_outer"), all=everyone)
     return ContextGroups(None, everyone, gathers=scheme == "all_gather", all=everyone)
+
+
+def place_head(model: Any, state: ParallelState, stack: ContextStack, layers: str) -> UserHookChecks:
+    """Has a linear head compute its loss from the tokens of each rank; others get whole rows.
+
+    With tensor parallelism it may be a vocab-parallel one already. Returns what looks for users' functions.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, VocabParallelHead):
+        is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+        if state.axes.size("tp") > 1 or not is_plain:
+            return UserHookChecks(model, layers)
+        swap_class(head, VocabParallelHead)
+        head.mesh, head.forwards = state.mesh, ActiveForwards()
+        head.loss_chunk_size = state.config.loss_chunk_size
+        install_pending_loss(model, state)
+    head.part_of = stack.part_of
+    guards = UserHookChecks(model, layers)
+    if not reshapes_to_inputs(type(model.base_model)):
+        stack.keeps_tokens = lambda: head.loss_is_pending and guards.tail_is_stock and not stack.keeps_some_logits
+    return guards

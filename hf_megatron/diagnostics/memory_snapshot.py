@@ -20,7 +20,7 @@ from ..core.io.safe_paths import replace_file
 from ..data_parallel.distributed_optimizer import stepping_optimizer
 from ..data_parallel.sharded_grad import ShardedGrad
 from ..parallel_state import parallel_state, unwrap_parallel_model
-from .persistent_memory import kept_tensors
+from .step_memory import kept_tensors
 
 _SHOWN = 20
 # What a CPU's allocator says, whose error is of no class of its own.

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from ..compat.torch_autograd import dispatch_modes, in_backward
 from ..core.off_stage import local_named_parameters
-from ..data_parallel.distributed_optimizer import stepping_optimizer
+from ..data_parallel.distributed_optimizer import sharded, stepping_optimizer
 from ..errors import ConfigError
 from ..parallel_state import parallel_state, unwrap_parallel_model
 from .allocation_tracker import AllocationTracker
-from .persistent_memory import kept_tensors
 from .rank_files import rank_file, read_rank_files, write_rank_file
 
 MEMORY = "memory of a step"
@@ -160,3 +159,18 @@ def memory_in(directory: str | os.PathLike[str]) -> list[MeasuredMemory]:
         ConfigError: there is nothing, or something else.
     """
     return read_rank_files(Path(directory), MEMORY, lambda said: MeasuredMemory(**said))
+
+
+def kept_tensors(model: Any, optimizer: torch.optim.Optimizer | None = None) -> dict[str, list[Tensor]]:
+    """Lists what is kept from step to step on this rank, of any shape, by what it is for.
+
+    Args:
+        model: laid out by this library.
+        optimizer (*optional*): prepared.
+    """
+    kept: dict[str, list[Tensor]] = {"weights": [*(p for _, p in local_named_parameters(model)), *model.buffers()]}
+    state = parallel_state(model)
+    reducer = None if state is None or state.data_parallel is None else state.data_parallel.reducer
+    kept |= {} if reducer is None else reducer.memory()
+    attached = None if optimizer is None else sharded(optimizer)
+    return kept | ({} if attached is None else attached.memory())

@@ -23,7 +23,6 @@ from ..losses.batch_loss import Share
 from ..losses.inline_losses import with_known_targets
 from ..losses.targets import mask_all_targets, target_names
 from ..parallel_state import ParallelState
-from .autocast import autocast_dtype, quiet_autocast
 from .executor import Execution
 from .forward_checks import CallChecks
 from .kv_cache import StagedCache
@@ -36,7 +35,7 @@ from .packed_sequences import PackedRow, count_tokens
 from .schedules import Action, schedule, valid_microbatches
 from .split_model import ModelPartition
 from .tied_weight_grads import held_at_either_end, of_several_stages, trained_of
-from .trial_forward import TrialForward
+from .trial_forward import TrialForward, autocast_dtype, quiet_autocast
 
 if TYPE_CHECKING:
     from ..core.spans import SpanRecorder

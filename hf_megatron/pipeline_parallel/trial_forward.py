@@ -5,7 +5,8 @@ What a pipeline cannot do shows before anything is sent, not in the middle of a 
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from ..losses.batch_loss import Share
 from ..losses.inline_losses import with_known_targets
 from ..losses.targets import target_names, with_codebooks, with_every_label
 from ..parallel_state import ParallelState
-from .autocast import quiet_autocast
 from .off_stage_images import OffStageImages
 from .outputs import VALUES_OF_ROWS, loss_of, values_of_rows
 from .split_model import ModelPartition
@@ -118,3 +118,19 @@ class TrialForward(Shared):
         if self._shards_weights:
             reshard(self.cut.ends(self.model))
         return names
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Returns the dtype that autocast casts to on a kind of device, where it is on."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+@contextmanager
+def quiet_autocast() -> Iterator[None]:
+    """Casts weights for each microbatch: a cached cast would be part of several graphs."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

@@ -18,7 +18,7 @@ from ..core.fork_harness import run_ranks
 from ..core.off_stage import local_named_parameters
 from ..data_parallel.distributed_optimizer import prepare_optimizer
 from ..diagnostics.allocation_tracker import AllocationTracker
-from ..diagnostics.persistent_memory import kept_tensors
+from ..diagnostics.step_memory import kept_tensors
 from ..diagnostics.step_stats import StepFigures
 from ..errors import ConfigError
 from ..integrations.transformers.verification_gate import ConfigUnderTest

@@ -1,10 +1,12 @@
 """`hf-megatron check`: any architecture, by model type, folder or hub name."""
 
+import concurrent.futures
 import contextlib
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from ..config import MegatronConfig
 from ..core.axes import Axes
-from ..core.fork_harness import first_reason
+from ..core.fork_harness import first_reason, make_ready_to_fork
 from ..errors import ConfigError, MegatronError, RankError, UnsupportedError
 from ..models.experts import find_experts
 from ..models.fingerprint import Features, describe_model
@@ -32,7 +34,6 @@ from .tiny_model import TASKS
 from .token_mixing import full_share, unknown_mixing
 from .tolerances import Judgement
 from .variants import variants_of
-from .workers import in_forks
 
 _LAYOUT_WORDS = {
     "tp": "tp_size",
@@ -340,3 +341,30 @@ def features_on_layout(model: Any, layout: MegatronConfig) -> Features:
     """Returns what a model on the meta device is made of on a layout."""
     description = describe_model(model)
     return description.features(plan(model, layout, Axes.of(layout, 0)).claims if layout.tp_size > 1 else {})
+
+
+def in_forks(
+    function: Callable[..., Any], cases: Iterable[tuple[Any, ...]], workers: int
+) -> Iterator[tuple[tuple[Any, ...], Callable[[], Any]]]:
+    """Calls a function for each case, several at a time.
+
+    Args:
+        function (`Callable`): takes the case's values; what it takes, returns and raises must be picklable.
+        cases (`Iterable`): values of each call.
+        workers (`int`): forks of this process; one calls the function in this process.
+
+    Yields:
+        each case, as soon as it has ended, with a callable that returns what the function did, or raises it.
+    """
+    if workers == 1:
+        yield from ((case, lambda case=case: function(*case)) for case in cases)
+        return
+    make_ready_to_fork()
+    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
+        pending = {pool.submit(function, *case): case for case in cases}
+        try:
+            for done in concurrent.futures.as_completed(pending):
+                yield pending[done], done.result
+        finally:
+            # The caller may have stopped at one that failed.
+            pool.shutdown(cancel_futures=True)

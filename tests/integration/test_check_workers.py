@@ -5,8 +5,7 @@ import pytest
 from hf_megatron.config import MegatronConfig
 from hf_megatron.errors import ConfigError
 from hf_megatron.models.verified import read_results
-from hf_megatron.testing.check import check_models
-from hf_megatron.testing.workers import in_forks
+from hf_megatron.testing.check import check_models, in_forks
 
 
 def test_models_beside_each_other_have_the_rows_of_models_in_turn(tmp_path):

@@ -27,9 +27,8 @@ from hf_megatron import CheckpointError
 from hf_megatron.cli import app
 from hf_megatron.conversion import compare, convert
 from hf_megatron.conversion.megatron.arguments import check_arguments
-from hf_megatron.conversion.torch_files.reader import read_saved
 from hf_megatron.conversion.torch_files.safe_pickle import unpickle
-from hf_megatron.conversion.torch_files.weight_file import PickledFile
+from hf_megatron.conversion.torch_files.weight_file import PickledFile, read_saved
 from hf_megatron.core.text import safe_repr
 from hf_megatron.errors import sanitize
 from hf_megatron.model_cards import CardData, check_card, write_card

@@ -20,8 +20,8 @@ from hf_megatron.conversion.dcp.reader import DcpReader
 from hf_megatron.conversion.dcp.writer import DcpWriter
 from hf_megatron.conversion.interfaces import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, OptimizerState
 from hf_megatron.conversion.output_folder import Output
+from hf_megatron.conversion.shards.format import ShardsWriter
 from hf_megatron.conversion.shards.reader import ShardFolder
-from hf_megatron.conversion.shards.writer import ShardsWriter
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.io.safetensors import TensorMeta
 from tests.twins import tiny_model

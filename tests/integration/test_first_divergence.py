@@ -29,7 +29,7 @@ from hf_megatron.diagnostics.divergence import compare_recordings
 from hf_megatron.diagnostics.recorded_shards import Recording
 from hf_megatron.diagnostics.recording import StepRecorder
 from hf_megatron.errors import ConfigError
-from hf_megatron.integrations.trainer.callbacks.recording import RecordStepCallback
+from hf_megatron.integrations.trainer.callbacks.watches import RecordStepCallback
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 

@@ -28,7 +28,7 @@ from hf_megatron.diagnostics.step_memory import StepMemory, memory_in
 from hf_megatron.diagnostics.step_trace import StepTrace
 from hf_megatron.diagnostics.throughput import Throughput
 from hf_megatron.errors import ConfigError
-from hf_megatron.integrations.trainer.callbacks.nonfinite import NonFiniteCallback
+from hf_megatron.integrations.trainer.callbacks.watches import NonFiniteCallback
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 

@@ -31,12 +31,14 @@ from hf_megatron.diagnostics.step_memory import memory_in
 from hf_megatron.diagnostics.step_trace import StepTrace
 from hf_megatron.diagnostics.trace_breakdown import shares_of, write_merged
 from hf_megatron.errors import ConfigError
-from hf_megatron.integrations.trainer.callbacks.memory import MemoryCallback
-from hf_megatron.integrations.trainer.callbacks.nonfinite import NonFiniteCallback
-from hf_megatron.integrations.trainer.callbacks.recording import RecordStepCallback
 from hf_megatron.integrations.trainer.callbacks.run import RunCallback
-from hf_megatron.integrations.trainer.callbacks.stragglers import StragglerCallback
 from hf_megatron.integrations.trainer.callbacks.traces import TraceCallback
+from hf_megatron.integrations.trainer.callbacks.watches import (
+    MemoryCallback,
+    NonFiniteCallback,
+    RecordStepCallback,
+    StragglerCallback,
+)
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 

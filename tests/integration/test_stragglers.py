@@ -22,7 +22,7 @@ from hf_megatron.data_parallel.distributed_optimizer import prepare_optimizer
 from hf_megatron.diagnostics.stack_sampler import ThreadSampler
 from hf_megatron.diagnostics.stragglers import SlowRanks, StepWindow, StragglerWatch
 from hf_megatron.errors import ConfigError
-from hf_megatron.integrations.trainer.callbacks.stragglers import StragglerCallback
+from hf_megatron.integrations.trainer.callbacks.watches import StragglerCallback
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 

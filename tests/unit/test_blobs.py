@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from hf_megatron.conversion.torch_files import blob as blob_module
+from hf_megatron.conversion.torch_files.archive_writer import write_object, write_tensor
 from hf_megatron.conversion.torch_files.blob import Blob
-from hf_megatron.conversion.torch_files.reader import read_saved
 from hf_megatron.conversion.torch_files.torch_save import LARGEST_PICKLE, StoredTensor
-from hf_megatron.conversion.torch_files.writer import write_object, write_tensor
+from hf_megatron.conversion.torch_files.weight_file import read_saved
 from hf_megatron.core.io.checksums import NewFile
 from hf_megatron.core.io.random_access_file import DataFile
 from tests.unit.torch_stores import refused, some

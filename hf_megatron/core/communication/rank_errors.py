@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, ConfigError
 
 
 class _Sent(NamedTuple):
@@ -83,3 +83,14 @@ def propagate_errors(doing: str) -> Iterator[None]:
     except Exception as caught:  # noqa: BLE001 - the other ranks have to hear of it before it is raised
         error = caught
     raise_on_all_ranks(error, None, doing)
+
+
+def agree(facts: dict[str, Any]) -> None:
+    """Compares `facts` over all ranks; raises `ConfigError` on each, naming the first field that differs."""
+    gathered: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, facts)
+    for name in sorted({key for other in gathered for key in other}):
+        values = [other.get(name) for other in gathered]
+        if any(value != values[0] for value in values):
+            listing = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
+            raise ConfigError(f"The ranks disagree on {name}: {listing}.")

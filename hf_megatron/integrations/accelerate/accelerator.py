@@ -11,6 +11,9 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from accelerate.scheduler import AcceleratedScheduler
+from torch.optim.lr_scheduler import OneCycleLR
+
 from ...config import MegatronConfig
 from ...core.runtime import RUNTIME
 from ...errors import ConfigError, UnsupportedError
@@ -195,7 +198,7 @@ def prepare_scheduler(original: Callable, self: Any, scheduler: Any) -> Any:
     prepared = original(self, scheduler)
     if not is_ours(self) or prepared is scheduler:
         return prepared
-    from .scheduler import SchedulerOfReplicas
+    pass
 
     self._schedulers[-1] = SchedulerOfReplicas(prepared, replicas(self))
     return self._schedulers[-1]
@@ -219,3 +222,19 @@ def get_state_dict(original: Callable, self: Any, model: Any, unwrap: bool = Tru
 
     found = full_state_dict_around(model)
     return original(self, model, unwrap) if found is None else found
+
+
+class SchedulerOfReplicas(AcceleratedScheduler):
+    """A stock prepared scheduler that steps once for each of `replicas`, and once where batches are split."""
+
+    def __init__(self, stock: AcceleratedScheduler, replicas: int):
+        super().__init__(stock.scheduler, stock.optimizers, stock.step_with_optimizer, split_batches=True)
+        self._is_accelerate_prepared = True
+        self.steps = 1 if stock.split_batches or not stock.step_with_optimizer else replicas
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Steps where the optimizer has stepped."""
+        for _ in range(self.steps if self.gradient_state.sync_gradients else 1):
+            if isinstance(self.scheduler, OneCycleLR) and self.scheduler._step_count > self.scheduler.total_steps:
+                return
+            super().step(*args, **kwargs)

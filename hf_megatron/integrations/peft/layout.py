@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ...core.off_stage import is_off_stage
-from ...core.placement import copies_of_model
+from ...core.placement import GradientRule, Placement, copies_of_model
 from ...errors import UnsupportedError
 from ...parallel_state import ParallelState
 from ...pipeline_parallel.off_stage_module import Placeholder
@@ -20,10 +20,45 @@ from ...tensor_parallel.experts import LatentWithRotary
 from ...tensor_parallel.local_parameters import LocalParameters
 from ...tensor_parallel.region import FullSequenceRegion, UniformRegion
 from .experts import shard_parameter
-from .ia3 import shard_ia3
-from .lora import shard_lora
-from .module_copies import shard_norms, shard_saved
+from .lora import LocalDict, shard_lora
 from .site import Site, linear_factors
+
+
+def shard_copies(copies: nn.ModuleDict, within: str, site: Site) -> None:
+    """Claims copies, by adapter, as the module that they were made of."""
+    for adapter, copy in copies.items():
+        for own, _ in copy.named_parameters():
+            inner = f"{within}.{adapter}.{own}"
+            if not site.has_claim(inner):
+                site.claim_copy(inner, site.state.claims[f"{site.base_name}.{own}"])
+
+
+def shard_norms(tuner: Any, site: Site) -> None:
+    """Lays out the adapters of a layer of LN tuning."""
+    shard_copies(tuner.ln_tuning_layers, "ln_tuning_layers", site)
+
+
+def shard_saved(wrapper: Any, site: Site) -> None:
+    """Lays out the copies of a module that is saved with an adapter."""
+    shard_copies(wrapper.modules_to_save, "modules_to_save", site)
+
+
+def shard_ia3(tuner: Any, site: Site) -> None:
+    """Lays out the adapters of an (IA)3 layer that are new."""
+    factors, vectors = site.factors(), tuner.ia3_l
+    factor = None if factors is None else factors.a if tuner.is_feedforward else factors.b
+    for adapter in list(vectors.keys()):
+        inner = f"ia3_l.{adapter}"
+        if site.has_claim(inner):
+            continue
+        placement = Placement() if factor is None else factor.along(1 if tuner.is_feedforward else 0)
+        site.place(vectors, adapter, inner, placement, GradientRule() if factor is None else factor.rule)
+    if factor is not None and not site.is_elsewhere:
+        vectors.__class__ = LocalDict
+        vectors.forwards, vectors.group = site.forwards, None
+        if factor.rule.sum is not None:
+            copies, mesh = factor.rule.copies, site.state.mesh
+            vectors.group = mesh.tp_group if copies is None else mesh.copies_group(copies)
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,14 @@
 from functools import cache
 from typing import Any
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from ...core.communication.rng import TensorParallelRng
 from ...core.placement import GradientRule, Placement
-from ...tensor_parallel.local_parameters import swap_class
+from ...tensor_parallel.local_parameters import ActiveForwards, local_view, swap_class
 from .dora import shard_dora
-from .dropout import draw_in_turn
 from .factors import Factor, FullFactor
-from .local_dict import LocalDict
 from .site import Site
 
 _FACTORS = ("lora_A", "lora_B")
@@ -78,3 +78,30 @@ def _place(linear: nn.Module, inner: str, factor: Factor | None, site: Site) -> 
         linear.shard_name = f"{site.name}.{inner}"  # type: ignore[assignment]
     for switch, value in factor.switches:
         setattr(linear, switch, value)
+
+
+class _Dropout(nn.Dropout):
+    streams: TensorParallelRng
+    is_replicated: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.streams.replicated() if self.is_replicated else self.streams.own():
+            return super().forward(x)
+
+
+def draw_in_turn(dropout: nn.Module, streams: TensorParallelRng, *, is_replicated: bool) -> None:
+    """Has an adapter's dropout draw from the stream of what it is given, whichever one is live."""
+    if isinstance(dropout, nn.Dropout):
+        dropout.__class__ = _Dropout
+        dropout.streams, dropout.is_replicated = streams, is_replicated  # type: ignore[assignment]
+
+
+class LocalDict(nn.ParameterDict):
+    """Parameters of any shape that are local tensors in forwards, their gradients summed over a group of ranks."""
+
+    forwards: ActiveForwards
+    group: dist.ProcessGroup | None
+
+    def __getitem__(self, key: str) -> Tensor | None:
+        parameter = super().__getitem__(key)
+        return local_view(parameter, self.group) if self.forwards else parameter

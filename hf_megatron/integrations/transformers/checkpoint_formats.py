@@ -114,7 +114,7 @@ def _check_pickles(path: Any) -> None:
     """Reads the pickles that stock would, within the budget of the converters: torch's own reader has none."""
     if not os.path.isdir(path) or any(Path(path).glob("model*.safetensors")):
         return
-    from ...conversion.torch_files.reader import read_saved
+    from ...conversion.torch_files.weight_file import read_saved
 
     for file in sorted(Path(path).glob("pytorch_model*.bin")):
         read_saved(file)

@@ -24,9 +24,8 @@ from ...compat.transformers_loading import forget_conversions, quiet_loading
 from ...compat.versions import __version__, warn_of_unchecked_versions
 from ...config import MegatronConfig, validate_world_size
 from ...core.axes import Axes
-from ...core.communication.config_handshake import agree
 from ...core.communication.full_tensor import accept_full_tensors
-from ...core.communication.rank_errors import gather, propagate_errors
+from ...core.communication.rank_errors import agree, gather, propagate_errors
 from ...core.memory.activation_offload import offload_inputs
 from ...core.memory.recompute import apply_recompute
 from ...core.memory.tiled_mlp import tile_mlps
@@ -43,7 +42,6 @@ from ..hub.hooks import check_part, push_saved
 from .checkpoint_formats import opened, save_in_format
 from .model_cards import write_model_card
 from .quantization import finish_quantization, plan_quantization, quantize_arrived, requested, require_dense
-from .single_rank_checks import fit_for_one_rank
 from .verification_gate import require_verified, with_compared_scheme
 from .weight_conversion import own_part, read_full, stop_reading
 
@@ -329,3 +327,20 @@ def resize_token_embeddings(original: Callable, self: Any, *args: Any, **kwargs:
             "process, resize, save, and load the result with megatron_config."
         )
     return original(self, *args, **kwargs)
+
+
+_OF_ROUTERS = ("router_aux_loss_scope", "router_z_loss_coef", "router_bias_update_rate", "replay_routing")
+
+
+def fit_for_one_rank(config: MegatronConfig) -> MegatronConfig:
+    """Returns the layout; raises `ConfigError` for settings by which several ranks train otherwise than one."""
+    default = MegatronConfig()
+    for name in _OF_ROUTERS:
+        value, stock = getattr(config, name), getattr(default, name)
+        if value != stock and not config.is_parallel:
+            raise ConfigError(
+                f"MegatronConfig.{name} = {value!r} in a job of one rank, whose models are transformers' own: it would "
+                "train otherwise than a job of several. Run it on two ranks or more (dp_size), or leave "
+                f"{name} at {stock!r}."
+            )
+    return config

@@ -12,7 +12,7 @@ from ....compat.ecosystem import require_plots
 from ....errors import ConfigError
 from ....expert_parallel.expert_load import ExpertLoad, expert_load
 from ....parallel_state import parallel_state
-from ..logs import LoggingCallback
+from .base import LoggingCallback
 
 _MIB = 2**20
 

@@ -6,8 +6,7 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 
 from ....diagnostics.throughput import Throughput
 from ....errors import ConfigError
-from ..logs import LoggingCallback
-from .base import ToolCallback
+from .base import LoggingCallback, ToolCallback
 
 
 class ThroughputCallback(LoggingCallback, ToolCallback):

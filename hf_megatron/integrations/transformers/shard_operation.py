@@ -1,11 +1,12 @@
-"""Files of one expert each, read by ranks whose experts are several runs of them (LongCat-Flash)."""
+"""Patched reading of shards: experts split block by block, and parameters without dims."""
 
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from ...compat.torch_dtensor import place_in_run
+from ...compat.torch_dtensor import accept_full, place_in_run
 from ...core.mesh import is_of_layout
 
 
@@ -19,3 +20,11 @@ def shard_tensor(
             return None
     part: Tensor | None = original(self, source, tensor_idx, *args, **kwargs)
     return part
+
+
+def plan_shard(original: Callable, self: Any, param: DTensor) -> None:
+    """Plans how this rank's part of a parameter is read: all of one that has no dims."""
+    if param.dim() == 0 and is_of_layout(param.device_mesh):
+        accept_full(self, param)
+    else:
+        original(self, param)
