@@ -41,10 +41,10 @@ def pytest_configure(config):
         origin = find_spec(package).origin
         if TESTS.parent not in Path(origin).parents:
             raise pytest.UsageError(f"{package} is {origin}, not this checkout's: run `pip install -e .` here")
+    # Tests that are named are run, whatever their tier.
+    if config.args_source is config.ArgsSource.ARGS and config.option.markexpr == ONLY_FIRST:
+        config.option.markexpr = ""
     if not _is_worker(config):
-        # Tests that are named are run, whatever their tier.
-        if config.args_source is config.ArgsSource.ARGS and config.option.markexpr == ONLY_FIRST:
-            config.option.markexpr = ""
         os.environ[TWINS] = tempfile.mkdtemp(prefix="hf_megatron_twins_")
 
 

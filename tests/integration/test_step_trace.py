@@ -79,7 +79,7 @@ class Naps:
 
         def inside():
             partial = self.file.with_suffix(".partial")
-            partial.write_text(json.dumps([made.axis, made.ranks, made.number, made.operation]), "utf-8")
+            partial.write_text(json.dumps([made.axis, made.ranks, made.number]), "utf-8")
             partial.replace(self.file)
             try:
                 return function()
@@ -91,11 +91,11 @@ class Naps:
     def _is_waited_for(self):
         for file in self.folder.glob("waits*.json"):
             try:
-                axis, ranks, number, operation = json.loads(file.read_text("utf-8"))
+                axis, ranks, number = json.loads(file.read_text("utf-8"))
             except FileNotFoundError:
                 continue
-            # Whoever sends may end before another rank comes.
-            if self.trace.rank in ranks and operation != "send" and number >= self.trace._counts[axis, tuple(ranks)]:
+            # No call of gloo ends before all of its ranks have come, sends included.
+            if self.trace.rank in ranks and number >= self.trace._counts[axis, tuple(ranks)]:
                 return True
         return False
 
