@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +14,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-pytest_plugins = ["tests.costs"]
+pytest_plugins = ["tests.costs", "tests.progress"]
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
@@ -22,7 +23,9 @@ import hf_megatron  # noqa: E402, F401
 
 TESTS = Path(__file__).parent
 ALLOWED_SKIPS = TESTS / "allowed_skips.txt"
-SLOW = TESTS / "slow.txt"
+FIRST_TIER = TESTS / "first_tier.txt"
+# What `addopts` of pyproject.toml selects.
+ONLY_FIRST = "not slow"
 # See `shared_twins`.
 TWINS = "SHARED_TWINS"
 
@@ -38,6 +41,9 @@ def pytest_configure(config):
         origin = find_spec(package).origin
         if TESTS.parent not in Path(origin).parents:
             raise pytest.UsageError(f"{package} is {origin}, not this checkout's: run `pip install -e .` here")
+    # Tests that are named are run, whatever their tier.
+    if config.args_source is config.ArgsSource.ARGS and config.option.markexpr == ONLY_FIRST:
+        config.option.markexpr = ""
     if not _is_worker(config):
         os.environ[TWINS] = tempfile.mkdtemp(prefix="hf_megatron_twins_")
 
@@ -73,29 +79,40 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow-part", metavar="K/N", help="every N-th function of the slow tests, from the K-th on")
+    parser.addoption(
+        "--slow-part", metavar="K/N", help="of the slow tests, the K-th of N parts that take about as long"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks what `slow.txt` lists, before `-m` selects, and leaves out what `--slow-part` does."""
-    slow = {line.removeprefix("!").strip(): not line.startswith("!") for line in _listed(SLOW)}
+    """Marks what `first_tier.txt` does not list as slow, before `-m` selects.
+
+    Leaves out tests that need a GPU where there is none, and the slow ones of the other parts of `--slow-part`.
+    """
+    listed = {line.removeprefix("!").strip(): not line.startswith("!") for line in _listed(FIRST_TIER)}
     names = set()
     for item in items:
-        fitting = [name for name in slow if item.nodeid.startswith(name)]
+        fitting = [name for name in listed if item.nodeid.startswith(name)]
         names.update(fitting)
-        if fitting and slow[max(fitting, key=len)]:
+        if not fitting or not listed[max(fitting, key=len)]:
             item.add_marker(pytest.mark.slow)
-    if config.args_source is config.ArgsSource.TESTPATHS and slow.keys() - names:
-        raise pytest.UsageError(f"{SLOW.name} lists what is no test: {sorted(slow.keys() - names)}")
+    if config.args_source is config.ArgsSource.TESTPATHS and listed.keys() - names:
+        raise pytest.UsageError(f"{FIRST_TIER.name} lists what is no test: {sorted(listed.keys() - names)}")
+    left_out = set()
+    if not torch.cuda.device_count():
+        left_out |= {item for item in items if item.get_closest_marker("gpu")}
     if text := config.getoption("slow_part"):
+        # Later than pytest, which rewrites the assertions of plugins.
+        from .costs import parts_of_equal_cost
+
         part, parts = _part(text)
-        others = [item for item in items if item.get_closest_marker("slow")]
+        others = [item for item in items if item.get_closest_marker("slow") and item not in left_out]
         # Whole functions, whose cases share runs.
-        chosen = sorted({_function(item) for item in others})[part - 1 :: parts]
-        left_out = {item for item in others if _function(item) not in chosen}
-        items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=list(left_out))
+        chosen = parts_of_equal_cost(Counter(map(_function, others)), parts)[part - 1]
+        left_out |= {item for item in others if _function(item) not in chosen}
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
 
 
 def _function(item) -> str:

@@ -2,6 +2,9 @@
 
     python -m pytest --costs=costs.json
     python -m tests.costs costs.json          # the dearest files and tests
+    python -m tests.costs costs.json --keep   # writes what slow tests took to tests/costs.json
+
+`tests/costs.json` has the seconds of slow functions, by which the parts of `--slow-part` take about as long.
 
 A run ends with what it took and with how much of the machine others used: where that is much, its times say little.
 
@@ -14,7 +17,8 @@ import os
 import resource
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,6 +30,11 @@ _costs: dict[str, dict[str, list[float]]] = {}
 # Collecting and starting workers takes about this long on each, outside of tests.
 _START_SECONDS = 25
 _DISTURBED = 0.15
+KEPT = Path(__file__).parent / "costs.json"
+# Of a case of a function that is not kept.
+_SECONDS_OF_A_CASE = 0.5
+# Cheaper functions are not kept.
+_LEAST = 5
 
 
 def _now():
@@ -102,5 +111,29 @@ def summarise(path, count=25):
         print(f"      {spent[0]:7.1f} {spent[1]:7.1f} {spent[2]:9.1f}  {name}")
 
 
+def parts_of_equal_cost(functions: Mapping[str, int], parts: int) -> Sequence[set[str]]:
+    """Deals functions, with how many cases they have, into parts that take about as long."""
+    known = json.loads(KEPT.read_text(encoding="utf-8"))
+    costs = {name: known.get(name, _SECONDS_OF_A_CASE * cases) for name, cases in functions.items()}
+    found: list[set[str]] = [set() for _ in range(parts)]
+    seconds = [0.0] * parts
+    for name in sorted(costs, key=lambda name: (-costs[name], name)):
+        lightest = seconds.index(min(seconds))
+        found[lightest].add(name)
+        seconds[lightest] += costs[name]
+    return found
+
+
+def keep(path):
+    """Writes the seconds of functions in a run of slow tests to `KEPT`, beside those of others."""
+    found: Counter[str] = Counter()
+    for name, phases in json.loads(Path(path).read_text()).items():
+        found[name.partition("[")[0]] += sum(wall for wall, _, _ in phases.values())
+    known = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
+    costs = sorted((known | {name: round(seconds) for name, seconds in found.items()}).items())
+    rows = {name: seconds for name, seconds in costs if seconds >= _LEAST}
+    KEPT.write_text(json.dumps(rows, indent=0) + "\n", encoding="utf-8")
+
+
 if __name__ == "__main__":
-    summarise(*sys.argv[1:2], *map(int, sys.argv[2:3]))
+    keep(sys.argv[1]) if "--keep" in sys.argv else summarise(*sys.argv[1:2], *map(int, sys.argv[2:3]))

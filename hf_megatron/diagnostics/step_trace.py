@@ -118,8 +118,7 @@ class StepTrace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._turn_to(AROUND)
-        stop, queued = time.time(), self._queue.seconds() - self._queued
+        stop, queued = self._close(AROUND), self._queue.seconds() - self._queued
         self._queue.close()
         for undo in self._undo:
             undo()
@@ -145,14 +144,17 @@ class StepTrace:
     # Computing
 
     def _turn_to(self, label: str) -> None:
-        """Closes the span of what was computed, and opens one."""
-        if is_rerunning_step(self._state):
-            return
+        if not is_rerunning_step(self._state):
+            self._close(label)
+
+    def _close(self, label: str) -> float:
+        """Closes the span of what was computed, opens one, and returns when that was."""
         with self._lock:
             now = time.time()
             if now > self._since:
                 self._computed.append((self._label, self._since, now))
             self._label, self._since = label, now
+        return now
 
     @shard_safe
     def _turn_to_forward(self, module: nn.Module, args: Any) -> None:
@@ -236,8 +238,9 @@ class StepTrace:
         return wait() if made is None else self._timed(wait, made)
 
     def _timed(self, function: Callable[[], Any], made: Communication) -> Any:
-        label, start = self._label, time.time()
-        self._turn_to(AROUND)
+        # One moment for both, so that nothing counts twice.
+        label = self._label
+        start = self._close(AROUND)
         result = function()
         with self._lock:
             stop = time.time()

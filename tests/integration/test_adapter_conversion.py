@@ -51,9 +51,10 @@ def adapter_of(base, folder, name="all"):
     return folder
 
 
-def logits(base, adapter):
+def logits(base, adapter, dtype=torch.float32):
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).to(dtype)
     with torch.no_grad():
-        return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)(input_ids=IDS).logits
+        return model(input_ids=IDS).logits
 
 
 def stored(folder):
@@ -141,7 +142,9 @@ def test_there_and_back(base, tmp_path, name, kind):
     assert (tmp_path / "there/latest_checkpointed_iteration.txt").read_text() == "release"
     convert_adapter(tmp_path / "there", tmp_path / "back", "peft", base)
     expected = logits(base, adapter)
-    assert (logits(base, tmp_path / "back") - expected).norm() <= 1e-5 * expected.norm()
+    # Scales are multiplied in another order: as far from each other as single precision is from double.
+    rounding = (logits(base, adapter, torch.float64) - expected).norm()
+    assert (logits(base, tmp_path / "back") - expected).norm() <= max(1e-5 * expected.norm(), 4 * rounding)
     if (name, kind) == ("all", "bridge_canonical"):
         before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapter, tmp_path / "back"))
         assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)

@@ -1,4 +1,4 @@
-"""What only a GPU can show; skipped without one (see allowed_skips.txt).
+"""What only a GPU can show; left out without one.
 
     PYTORCH_NVML_BASED_CUDA_CHECK=1 pytest tests/integration/test_gpu.py
 
@@ -32,7 +32,7 @@ from tests.integration.test_trl import completions, layout, preferences, train
 from tests.integration.test_trl_online import REWARDS, SIZES, prompts
 from tests.shared_twins import make_tiny_model
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The debugging tools on a GPU: its kernels, allocator, collectives; skipped without one (see allowed_skips.txt).
+"""The debugging tools on a GPU: its kernels, allocator, collectives; left out without one.
 
     PYTORCH_NVML_BASED_CUDA_CHECK=1 pytest tests/integration/test_gpu_tools.py
 
@@ -34,7 +34,7 @@ from hf_megatron.planner.memory_report import memory_table, plan_for
 from tests.integration import test_first_divergence, test_non_finite, test_replicas, test_step_trace
 from tests.integration.test_gpu import forks_can_use_the_gpu  # noqa: F401  (a fixture)
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 # Large enough that a step's tensors are more than what libraries allocate beside them.
 LLAMA = LlamaConfig(

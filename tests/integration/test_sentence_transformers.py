@@ -29,6 +29,8 @@ from hf_megatron.integrations.transformers.verification_gate import ConfigUnderT
 from tests.conftest import TESTS
 
 STEPS = 20
+# Of a limit, and by how much it is more than the rounding of one process.
+LEAST, FACTOR = 1e-4, 8
 LAYOUTS = {
     "tp2+sp": {"tp_size": 2, "sequence_parallel": True},
     "pp2": {"pp_size": 2},
@@ -48,8 +50,8 @@ def pairs(count):
     return Dataset.from_list([{"anchor": first, "positive": second} for first, second in halves])
 
 
-def embedder(stories, layout, *further):
-    arguments = {} if layout is None else {"megatron_config": layout}
+def embedder(stories, layout, *further, dtype=torch.float32):
+    arguments = {"dtype": dtype} if layout is None else {"megatron_config": layout}
     transformer = Transformer(str(stories), model_kwargs=arguments)
     transformer.tokenizer.pad_token = transformer.tokenizer.eos_token
     pooling = Pooling(transformer.get_embedding_dimension(), "mean")
@@ -61,8 +63,8 @@ def evaluator():
     return EmbeddingSimilarityEvaluator(lines[:6], lines[6:], [0.1, 0.9, 0.3, 0.7, 0.5, 0.2], write_csv=False)
 
 
-def trainer_of(stories, folder, layout, loss=MultipleNegativesRankingLoss, rows=40, **arguments):
-    model = embedder(stories, layout)
+def trainer_of(stories, folder, layout, loss=MultipleNegativesRankingLoss, rows=40, dtype=torch.float32, **arguments):
+    model = embedder(stories, layout, dtype=dtype)
     replicas = 1 if layout is None else layout.dp_size or 1
     options = {"gather_across_devices": layout is not None} if loss is not CosineSimilarityLoss else {}
     data = pairs(rows)
@@ -94,17 +96,38 @@ def train(stories, folder, layout, **arguments):
     return numbers(trainer)
 
 
-def agree(found, expected, tolerance=1e-4):
+def agree(found, expected, exact):
+    """Compares logs with those of one process, which rounds as `exact`, the same run in double precision, shows."""
+    limits = limits_of(expected, exact)
     for log in found:
         assert len(log) == len(expected)
         for entry, other in zip(log, expected, strict=True):
-            assert entry == pytest.approx(other, rel=tolerance, abs=tolerance)
+            assert entry.keys() == other.keys()
+            for name, value in entry.items():
+                assert value == pytest.approx(other[name], rel=limits[name], abs=limits[name]), name
+
+
+def limits_of(expected, exact):
+    """Another order of summation is as far from one process as that is from exact numbers, give or take a factor."""
+    limits = {}
+    for entry, other in zip(expected, exact, strict=True):
+        for name, value in entry.items():
+            error = abs(value - other[name]) / max(1, abs(other[name]))
+            limits[name] = max(limits.get(name, LEAST), FACTOR * error)
+    return limits
 
 
 def ranks(name):
     sizes = LAYOUTS[name]
     layout = ConfigUnderTest(**sizes)
     return layout, layout.ranks_per_replica * (layout.dp_size or 1)
+
+
+def in_both_precisions(stories, folder, **arguments):
+    """What one process logs in single and in double precision."""
+    [log] = run_ranks(train, 1, stories, folder, None, timeout=300, **arguments)
+    [exact] = run_ranks(train, 1, stories, folder / "exact", None, timeout=300, dtype=torch.float64, **arguments)
+    return log, exact
 
 
 def on_ranks(name, stories, folder, **arguments):
@@ -114,17 +137,17 @@ def on_ranks(name, stories, folder, **arguments):
 
 @pytest.fixture(scope="module")
 def alone(stories, tmp_path_factory):
-    """What one process logs and saves."""
+    """What one process logs, in single and in double precision, and saves."""
     folder = tmp_path_factory.mktemp("alone")
-    [log] = run_ranks(train, 1, stories, folder, None, timeout=300)
+    log, exact = in_both_precisions(stories, folder)
     assert sum("loss" in entry for entry in log) == STEPS and any("eval_pearson_cosine" in entry for entry in log)
-    return log, SentenceTransformer(str(folder / "saved"), device="cpu").encode(sentences(6))
+    return log, exact, SentenceTransformer(str(folder / "saved"), device="cpu").encode(sentences(6))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_in_batch_negatives_of_all_ranks(stories, tmp_path, alone, name):
-    log, embeddings = alone
-    agree(on_ranks(name, stories, tmp_path), log)
+    log, exact, embeddings = alone
+    agree(on_ranks(name, stories, tmp_path), log, exact)
     saved = SentenceTransformer(str(tmp_path / "saved"), device="cpu")
     assert saved.encode(sentences(6)) == pytest.approx(embeddings, abs=1e-3)
 
@@ -133,13 +156,13 @@ def test_in_batch_negatives_of_all_ranks(stories, tmp_path, alone, name):
 @pytest.mark.parametrize("name", ["pp2", "tp2+dp2"])
 def test_losses_that_call_the_model_otherwise(stories, tmp_path, loss, name):
     arguments = {"loss": loss, "max_steps": 4, "eval_strategy": "no"}
-    [expected] = run_ranks(train, 1, stories, tmp_path / "one", None, timeout=300, **arguments)
-    agree(on_ranks(name, stories, tmp_path / "split", **arguments), expected)
+    expected = in_both_precisions(stories, tmp_path / "one", **arguments)
+    agree(on_ranks(name, stories, tmp_path / "split", **arguments), *expected)
 
 
-def train_on_several(stories, folder, layout, batch_sampler="batch_sampler"):
+def train_on_several(stories, folder, layout, batch_sampler="batch_sampler", dtype=torch.float32):
     """Two datasets in turns, of other columns, with a loss each; the first has every pair twice."""
-    model = embedder(stories, layout)
+    model = embedder(stories, layout, dtype=dtype)
     replicas = 1 if layout is None else layout.dp_size or 1
     twice = Dataset.from_list([pair for pair in pairs(24) for _ in range(2)])
     scored = pairs(40).add_column("label", [0.1 * (row % 10) for row in range(40)])
@@ -160,19 +183,26 @@ def train_on_several(stories, folder, layout, batch_sampler="batch_sampler"):
     return numbers(trainer)
 
 
+def several_in_both_precisions(stories, folder, *sampler):
+    def on_rank(dtype):
+        return train_on_several(stories, folder / str(dtype), None, *sampler, dtype=dtype)
+
+    return [log for dtype in (torch.float32, torch.float64) for log in run_ranks(on_rank, 1, dtype, timeout=300)]
+
+
 @pytest.mark.parametrize("batch_sampler", ["batch_sampler", "no_duplicates"])
 def test_batches_of_several_datasets(stories, tmp_path, batch_sampler):
-    [expected] = run_ranks(train_on_several, 1, stories, tmp_path / "one", None, batch_sampler, timeout=300)
+    expected = several_in_both_precisions(stories, tmp_path, batch_sampler)
     layout, count = ranks("dp2")
-    agree(run_ranks(train_on_several, count, stories, tmp_path / "two", layout, batch_sampler, timeout=300), expected)
+    agree(run_ranks(train_on_several, count, stories, tmp_path / "two", layout, batch_sampler, timeout=300), *expected)
 
 
 def test_batches_that_each_rank_draws_are_found(stories, tmp_path, monkeypatch):
-    [expected] = run_ranks(train_on_several, 1, stories, tmp_path / "one", None, timeout=300)
+    expected = several_in_both_precisions(stories, tmp_path)
     monkeypatch.setattr(replaced, "_ranks_with_other_rows", lambda trainer: 1)
     layout, count = ranks("dp2")
     with pytest.raises((AssertionError, RankError)):
-        agree(run_ranks(train_on_several, count, stories, tmp_path / "two", layout, timeout=300), expected)
+        agree(run_ranks(train_on_several, count, stories, tmp_path / "two", layout, timeout=300), *expected)
 
 
 class StopsAtSave(TrainerCallback):
@@ -196,7 +226,7 @@ def test_a_run_goes_on_on_another_layout(stories, tmp_path, alone):
     layout, count = ranks("tp2+sp")
     run_ranks(half, count, stories, tmp_path, layout, timeout=300)
     layout, count = ranks("dp2")
-    agree(run_ranks(other_half, count, stories, tmp_path, layout, timeout=300), alone[0])
+    agree(run_ranks(other_half, count, stories, tmp_path, layout, timeout=300), *alone[:2])
 
 
 @pytest.mark.parametrize(
@@ -210,7 +240,7 @@ def test_a_run_goes_on_on_another_layout(stories, tmp_path, alone):
 def test_a_wrong_gathering_is_found(stories, tmp_path, alone, monkeypatch, fault):
     monkeypatch.setattr(*fault)
     with pytest.raises(AssertionError):
-        agree(on_ranks("dp2", stories, tmp_path, max_steps=4, eval_strategy="no"), alone[0][:4])
+        agree(on_ranks("dp2", stories, tmp_path, max_steps=4, eval_strategy="no"), alone[0][:4], alone[1][:4])
 
 
 def test_what_would_train_otherwise_is_refused(stories, tmp_path):

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
@@ -57,7 +56,6 @@ def test_ranks_leave_nothing_behind():
     assert "RANK" not in os.environ and not torch.distributed.is_initialized()
 
 
-@pytest.mark.slow
 def test_a_skip_in_a_worker_fails_the_run(tmp_path):
     (tmp_path / "test_skipped.py").write_text("import pytest\ndef test_one(): pytest.skip('why not')\n")
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-n", "2", str(tmp_path)]

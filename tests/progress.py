@@ -1,0 +1,40 @@
+"""Progress of a run: a line every twenty seconds, with how many tests have ended and how many have failed."""
+
+import time
+
+import pytest
+
+_SECONDS = 20
+
+
+def pytest_configure(config):
+    # In workers of xdist nobody reads it.
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Progress(config), "progress")
+
+
+class Progress:
+    """Counts of what has ended, printed where it has been quiet for a while."""
+
+    def __init__(self, config):
+        self.config, self.started = config, time.monotonic()
+        self.printed = self.started
+        self.ended, self.failed = 0, set()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report):
+        self.ended += report.when == "teardown"
+        if report.failed:
+            self.failed.add(report.nodeid)
+        now = time.monotonic()
+        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is None or now - self.printed < _SECONDS:
+            return
+        self.printed = now
+        if reporter._tw.width_of_current_line:
+            reporter._tw.line()
+        reporter.write_line(
+            f"{self.ended:,} of {reporter._session.testscollected:,} tests, {len(self.failed)} failed, "
+            f"{(now - self.started) / 60:.1f} minutes",
+            flush=True,
+        )
