@@ -14,7 +14,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-pytest_plugins = ["tests.costs", "tests.progress"]
+pytest_plugins = ["tests.helpers.costs", "tests.helpers.progress"]
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
@@ -104,7 +104,7 @@ def pytest_collection_modifyitems(config, items):
         left_out |= {item for item in items if item.get_closest_marker("gpu")}
     if text := config.getoption("slow_part"):
         # Later than pytest, which rewrites the assertions of plugins.
-        from .costs import parts_of_equal_cost
+        from tests.helpers.costs import parts_of_equal_cost
 
         part, parts = _part(text)
         others = [item for item in items if item.get_closest_marker("slow") and item not in left_out]
@@ -128,7 +128,7 @@ def stories() -> Path:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     """A Llama of two layers with drawn weights: hidden 32, 4 heads, 2 KV heads, vocabulary 64, tied."""
-    from tests.integration.habits import save_tiny
+    from tests.helpers.training import save_tiny
 
     folder = tmp_path_factory.mktemp("tiny")
     save_tiny(folder)
@@ -138,7 +138,7 @@ def tiny(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_uneven(tmp_path_factory) -> Path:
     """The same untied with a vocabulary of 67, of which ranks hold unequal parts."""
-    from tests.integration.habits import save_tiny
+    from tests.helpers.training import save_tiny
 
     folder = tmp_path_factory.mktemp("tiny_uneven")
     save_tiny(folder, vocab_size=67, tie_word_embeddings=False)

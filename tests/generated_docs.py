@@ -1,7 +1,7 @@
 """Generates the parts of the documentation that are derived from the code: `python -m tests.generated_docs`.
 
 docs/patches.md   every replaced function and attribute
-docs/surface.md   what a training loop may do on which layout, as `python -m tests.habits` recorded it
+docs/surface.md   what a training loop may do on which layout, as `python -m tests.helpers.loop_patterns` recorded it
 docs/versions.md  which versions the tests were run with, as `python -m tests.matrix` recorded it
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from hf_megatron.compat.instance_patches import INSTANCE_PATCHES
 from hf_megatron.compat.patch_registry import Patch
 from hf_megatron.integrations.patch_table import PATCHES
-from tests.habits import table
+from tests.helpers.loop_patterns import table
 from tests.matrix import table as versions
 from tests.structure import ROOT
 

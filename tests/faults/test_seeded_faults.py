@@ -11,7 +11,7 @@ from hf_megatron.data_parallel.buckets import Bucket, Slot
 from hf_megatron.tensor_parallel import region, vocab_parallel_head
 from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.parity import check_tiny_model
-from tests.shared_twins import make_tiny_model
+from tests.helpers.shared_tiny_models import make_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -27,10 +27,11 @@ from hf_megatron.testing.measure import measure
 from hf_megatron.testing.parity import check_tiny_model
 from hf_megatron.testing.pipeline_timeline import draw_timeline
 from hf_megatron.testing.tolerances import reference_error
-from tests.integration import test_resume, test_trl
-from tests.integration.test_trl import completions, layout, preferences, train
-from tests.integration.test_trl_online import REWARDS, SIZES, prompts
-from tests.shared_twins import make_tiny_model
+from tests.helpers.shared_tiny_models import make_tiny_model
+from tests.integration.integrations.trainer import test_resume
+from tests.integration.integrations.trl import test_base
+from tests.integration.integrations.trl.test_base import completions, layout, preferences, train
+from tests.integration.integrations.trl.test_online import REWARDS, SIZES, prompts
 
 pytestmark = pytest.mark.gpu
 
@@ -275,7 +276,7 @@ def test_numbers_per_token(text):
 @pytest.mark.parametrize("trainer_class", [SFTTrainer, DPOTrainer, GRPOTrainer])
 def test_trainers_of_trl(stories, tmp_path, monkeypatch, text, trainer_class):
     """Against one process on a GPU, which draws the same completions; greedy ones where replicas draw their own."""
-    monkeypatch.setitem(test_trl.CONFIGS, GRPOTrainer, GRPOConfig)
+    monkeypatch.setitem(test_base.CONFIGS, GRPOTrainer, GRPOConfig)
     samples = {SFTTrainer: completions, DPOTrainer: preferences, GRPOTrainer: prompts}[trainer_class]
     options = {"use_cpu": False, "max_steps": 2, "eval_strategy": "no"}
     if trainer_class is GRPOTrainer:

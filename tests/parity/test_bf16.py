@@ -8,7 +8,7 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.testing.measure import measure
 from hf_megatron.testing.tolerances import reference_error
-from tests.shared_twins import make_tiny_model
+from tests.helpers.shared_tiny_models import make_tiny_model
 
 LAYOUTS = {
     "tp2": {"tp_size": 2},

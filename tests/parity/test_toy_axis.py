@@ -11,7 +11,7 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.parity import check_tiny_model
-from tests.shared_twins import make_tiny_model
+from tests.helpers.shared_tiny_models import make_tiny_model
 from tests.toy_axis import axis
 
 

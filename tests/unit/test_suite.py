@@ -10,8 +10,8 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from hf_megatron.core.fork_harness import run_ranks
-from tests.references import in_one_process
-from tests.shared_twins import make_tiny_model
+from tests.helpers.references import in_one_process
+from tests.helpers.shared_tiny_models import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,0 +1,289 @@
+"""A gradient that is not finite on one rank: every rank skips the step, and nothing of the optimizer moves."""
+
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_megatron import MegatronConfig, NonFiniteGradientError, prepare_optimizer
+from hf_megatron.compat.torch_autograd import accumulator
+from hf_megatron.compat.torch_dtensor import local_tensor
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.data_parallel import grad_scaler
+from hf_megatron.parallelize import parallel_state
+from tests.helpers.dp_training import (
+    backward,
+    batch,
+    error_of,
+    layout,
+    load,
+    local_samples,
+    ranks_of,
+    snapshot,
+    train,
+    unmoved,
+)
+
+LIMIT = 2e-4
+LAYOUTS = ["dp2", "dp2+zero0", "tp2+dp2+zero2", "dp2+zero3", "tp2"]
+
+
+def adamw(model, **kwargs):
+    return prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, **kwargs))
+
+
+class Spoiled:
+    """Holds the node that a hook is on: autograd makes it anew once nobody does."""
+
+    def __init__(self, node, hook):
+        self.node, self.handle = node, node.register_prehook(hook)
+
+    def remove(self):
+        self.handle.remove()
+
+
+def spoil_an_entry(model, rank, value=float("inf")):
+    """An entry of a gradient becomes `value` on one rank, until the handle is removed."""
+    layer = model.model.layers[1].mlp.up_proj
+
+    def spoil(gradient):
+        gradient = gradient.clone()
+        if dist.get_rank() == rank:
+            local_tensor(gradient)[0, 0] = value
+        return gradient
+
+    class SpoiledGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, output):
+            return output.view_as(output)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return spoil(gradient)
+
+    def spoil_output(module, args, output):
+        return SpoiledGradient.apply(output)
+
+    if parallel_state(model).shards_weights:
+        # FSDP2 computes with other tensors than the parameters.
+        return layer.register_forward_hook(spoil_output)
+    model.spoiled = Spoiled(accumulator(layer.weight), lambda gradients: (spoil(gradients[0]),))
+    return model.spoiled
+
+
+def state_of(optimizer):
+    """Copies of all optimizer state, in the order of parameters."""
+    return [
+        (name, key, value.clone() if isinstance(value, torch.Tensor) else value)
+        for name, state in optimizer.state_dict()["state"].items()
+        for key, value in state.items()
+    ]
+
+
+def same(one, other):
+    def equal(a, b):
+        return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+    return len(one) == len(other) and all(a[:2] == b[:2] and equal(a[2], b[2]) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_every_rank_skips_and_training_goes_on(stories, text, value):
+    """The run equals one process that never saw the bad batch."""
+
+    def run(model):
+        optimizer = adamw(model)
+        train(model, optimizer, 2)
+        if parallel_state(model) is not None:
+            engine, weights, state = parallel_state(model).data_parallel, snapshot(model), state_of(optimizer)
+            optimizer.zero_grad()
+            loss = model(**local_samples(model, batch(99))).loss
+            (loss * value if dist.get_rank() == 1 else loss).backward()
+            optimizer.step()
+            assert optimizer._hf_megatron.step_was_skipped and engine.skipped_steps == 1
+            assert unmoved(model, weights)
+            assert same(state, state_of(optimizer))
+        train(model, optimizer, 1, first=2)
+        if parallel_state(model) is not None:
+            assert not optimizer._hf_megatron.step_was_skipped and engine.skipped_steps == 1
+            assert not same(state, state_of(optimizer)), "the comparison sees a step"
+
+    assert error_of(stories, run, layout(text)) < LIMIT
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_one_bad_entry_on_one_rank_is_enough(stories, text):
+    """Only the rank that owns the entry sees it."""
+
+    def on_rank():
+        model = load(stories, layout(text))
+        optimizer, before = adamw(model), snapshot(model)
+        spoil_an_entry(model, rank=1)
+        backward(model)
+        optimizer.step()
+        skipped = unmoved(model, before)
+        return skipped, parallel_state(model).data_parallel.skipped_steps
+
+    assert run_ranks(on_rank, ranks_of(layout(text))) == [(True, 1)] * ranks_of(layout(text))
+
+
+@pytest.mark.parametrize("text", ["dp2", "dp2+zero3"])
+def test_training_ends_after_too_many_skipped_steps(stories, text):
+    config = MegatronConfig(**layout(text).to_dict() | {"max_skipped_steps": 3})
+
+    def on_rank():
+        model = load(stories, config)
+        optimizer = adamw(model)
+
+        def step(spoiled):
+            optimizer.zero_grad()
+            handle = spoil_an_entry(model, 1) if spoiled else None
+            backward(model)
+            if handle is not None:
+                handle.remove()
+            optimizer.step()
+
+        for spoiled in (True, True, False, True, True):
+            step(spoiled)
+        with pytest.raises(NonFiniteGradientError, match="3 optimizer steps in a row"):
+            step(True)
+        return parallel_state(model).data_parallel.skipped_steps
+
+    assert run_ranks(on_rank, 2) == [5, 5]
+
+
+@pytest.mark.parametrize("text", ["dp2", "tp2+dp2+zero0"])
+@pytest.mark.parametrize("clipped", [False, True])
+def test_an_accelerate_scheduler_waits_for_skipped_steps(stories, text, clipped):
+    from accelerate import Accelerator
+
+    def on_rank():
+        model = load(stories, layout(text))
+        accelerator = Accelerator(cpu=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        seen = []
+        for spoiled in (False, True, False):
+            handle = spoil_an_entry(model, 1) if spoiled else None
+            accelerator.backward(model(**local_samples(model, batch(3))).loss)
+            if clipped:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            seen.append((optimizer.step_was_skipped, scheduler.get_last_lr()[0]))
+            if handle is not None:
+                handle.remove()
+        return seen
+
+    # A step of the schedule for each of two replicas.
+    expected = [(False, 2.5e-4), (True, 2.5e-4), (False, 6.25e-5)]
+    assert run_ranks(on_rank, ranks_of(layout(text))) == [expected] * ranks_of(layout(text))
+
+
+# fp16 loss loss_scaling
+
+
+def scaled_step(model, optimizer, scaler, seeds, max_norm=None):
+    optimizer.zero_grad()
+    backward(model, seeds, scaler.scale)
+    if max_norm is not None:
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        assert not torch.isfinite(norm) or norm > 2 * max_norm, "nothing was clipped"
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def new_scaler():
+    return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize("text", ["dp2", "tp2+dp2+zero2", "dp2+zero3", "tp2"])
+def test_fault_22_overflow_on_one_rank_makes_all_ranks_skip(stories, text, max_norm):
+    """With an overflow in the second step; the rest equals one process without a scaler that never saw it."""
+
+    def run(model):
+        optimizer, parallel = adamw(model), parallel_state(model) is not None
+        scaler = new_scaler()
+        for step in range(3):
+            if step == 1 and not parallel:
+                continue
+            handle = spoil_an_entry(model, 1) if step == 1 else None
+            before, state = snapshot(model), state_of(optimizer) if step == 1 else None
+            scaled_step(model, optimizer, scaler, (2 * step, 2 * step + 1), max_norm)
+            if handle is not None:
+                handle.remove()
+                assert unmoved(model, before)
+                assert same(state, state_of(optimizer))
+        assert scaler.get_scale() == (2.0**9 if parallel else 2.0**10)
+        assert not parallel or parallel_state(model).data_parallel.skipped_steps == 1
+
+    assert error_of(stories, run, layout(text)) < LIMIT
+
+
+@pytest.mark.parametrize(
+    ("text", "fused", "clipping"),
+    [
+        ("dp2", False, None),
+        ("dp2", False, 0.1),
+        ("dp2", True, None),
+        ("dp2", True, 0.1),
+        ("tp2+dp2+zero2", False, 0.1),
+        ("dp2+zero3", False, 0.1),
+    ],
+)
+def test_fault_22_scaled_equals_unscaled(stories, text, fused, clipping):
+    """Without an overflow; the limit of the config clips what is no longer scaled."""
+
+    def run(model):
+        optimizer = adamw(model, fused=fused)
+        if parallel_state(model) is None:
+            for step in range(3):
+                optimizer.zero_grad()
+                backward(model, (2 * step, 2 * step + 1))
+                if clipping is not None:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), clipping)
+                optimizer.step()
+            return
+        scaler = new_scaler()
+        for step in range(3):
+            scaled_step(model, optimizer, scaler, (2 * step, 2 * step + 1))
+        assert scaler.get_scale() == 2.0**10
+
+    config = MegatronConfig(**layout(text).to_dict() | {"gradient_clipping": clipping})
+    assert error_of(stories, run, config) < LIMIT
+
+
+def test_fault_22_fused_optimizer_skips_too(stories):
+    """It is stepped all the same, with the verdict beside the gradients."""
+
+    def on_rank():
+        model = load(stories, layout("dp2"))
+        optimizer, before, scaler = adamw(model, fused=True), snapshot(model), new_scaler()
+        spoil_an_entry(model, 1)
+        scaled_step(model, optimizer, scaler, (0, 1))
+        skipped = unmoved(model, before)
+        return skipped, scaler.get_scale(), parallel_state(model).data_parallel.skipped_steps
+
+    assert run_ranks(on_rank, 2) == [(True, 2.0**9, 1)] * 2
+
+
+def test_fault_22_without_one_verdict_the_ranks_part(stories):
+    """The seeded fault: each rank asks its own shards only."""
+
+    def on_rank(seeded):
+        if seeded:
+            grad_scaler.dist = types.SimpleNamespace(all_reduce=lambda *args, **kwargs: None, ReduceOp=dist.ReduceOp)
+        model = load(stories, layout("tp2"))
+        optimizer, before, scaler = adamw(model), snapshot(model), new_scaler()
+        spoil_an_entry(model, 1)
+        scaled_step(model, optimizer, scaler, (0, 1))
+        return unmoved(model, before), scaler.get_scale()
+
+    assert run_ranks(on_rank, 2, False) == [(True, 2.0**9), (True, 2.0**9)]
+    assert run_ranks(on_rank, 2, True) == [(False, 2.0**10), (True, 2.0**9)]

@@ -1,0 +1,179 @@
+"""Tests of the pipeline's tests: each seeded fault must make the comparison fail."""
+
+import contextlib
+import dataclasses
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from hf_megatron.data_parallel.engine import DataParallel
+from hf_megatron.errors import RankError
+from hf_megatron.losses.batch_loss import BatchLoss
+from hf_megatron.pipeline_parallel import engine, executor
+from hf_megatron.pipeline_parallel.boundary import StageBoundary
+from hf_megatron.pipeline_parallel.loss_grad_scale import ScheduledGradients
+from hf_megatron.pipeline_parallel.p2p import Transport
+from hf_megatron.testing.check import parse_layouts
+from hf_megatron.testing.parity import check_tiny_model
+from tests.helpers.shared_tiny_models import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def tiny_model():
+    """Tied embeddings, several microbatches per call and two calls per step."""
+    return make_tiny_model(CONFIG_MAPPING["gemma2"](), microbatches=2, batch_size=5)
+
+
+def drop_the_gradient_of_a_stage():
+    original = executor.Execution._hand_back
+
+    def hand_back(self, cell, inputs):
+        original(self, cell, inputs)
+        if cell[1] == 2:
+            for gradient in self._gradients[cell[0] - 1, cell[1]]:
+                gradient.zero_()
+
+    executor.Execution._hand_back = hand_back
+
+
+def count_a_microbatch_twice():
+    original = executor.Execution._backward
+
+    def backward(self, action):
+        seeds = self.seeds
+        if action.microbatch == 2:
+            self.seeds = lambda microbatch: tuple(2 * seed for seed in seeds(microbatch))
+        original(self, action)
+        self.seeds = seeds
+
+    executor.Execution._backward = backward
+
+
+def forget_to_sum_tied_gradients():
+    Transport.sum_with = lambda self, tensor, peer, tag: None
+
+
+def sum_tied_gradients_of_the_whole_step_again():
+    """Sums what was summed in the call before once more."""
+    engine.Pipeline.tied = lambda self: []
+
+    original = ScheduledGradients.settle
+
+    def settle(self, scale, **kwargs):
+        handed_over = original(self, scale, **kwargs)
+        pipeline = self.sum_tied.__self__
+        for _, parameter in pipeline._tied():
+            other = pipeline.holders[int(pipeline.mesh.pp_rank == pipeline.holders[0])]
+            index = [id(reached) for reached in self.store.parameters].index(id(parameter))
+            pipeline.transport.sum_with(handed_over[index], other, 0)
+            if parameter.grad is not None:
+                pipeline.transport.sum_with(parameter.grad, other, 0)
+        return handed_over
+
+    ScheduledGradients.settle = settle
+
+
+def count_the_tied_weight_twice_in_the_norm():
+    DataParallel.holders = lambda self, parameter: self.state.axes.size("stage")
+
+
+def ignore_the_scale_of_backward():
+    original = ScheduledGradients.settle
+    ScheduledGradients.settle = lambda self, scale, **kwargs: original(self, self.seed, **kwargs)
+
+
+def each_microbatch_by_its_own_targets():
+    @contextlib.contextmanager
+    def over(self, share):
+        self.used = {"labels"}
+        yield
+
+    BatchLoss.over = over
+
+
+def keep_the_zeros_instead_of_what_was_received():
+    StageBoundary._enter = lambda self, index, args, kwargs: (args, kwargs)
+
+
+def mix_up_microbatches():
+    original = executor.Execution._take_inputs
+
+    def take_inputs(self, cell, message):
+        if cell[1] == 2:
+            message = dataclasses.replace(message, tensors=tuple(tensor.roll(1, dims=1) for tensor in message.tensors))
+        original(self, cell, message)
+
+    executor.Execution._take_inputs = take_inputs
+
+
+FAULTS = [
+    drop_the_gradient_of_a_stage,
+    count_a_microbatch_twice,
+    forget_to_sum_tied_gradients,
+    sum_tied_gradients_of_the_whole_step_again,
+    count_the_tied_weight_twice_in_the_norm,
+    ignore_the_scale_of_backward,
+    each_microbatch_by_its_own_targets,
+    keep_the_zeros_instead_of_what_was_received,
+    mix_up_microbatches,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_fault_is_found(tiny_model, fault):
+    [layout] = parse_layouts("pp2")
+    comparison = check_tiny_model(tiny_model, layout, sabotage=fault)
+    assert not comparison.passed, comparison.worst
+    assert comparison.worst.value > 10
+
+
+def add_up_weights_of_the_last_microbatch_only():
+    original = executor.backward_weights
+    seen = []
+
+    def backward_weights(parameters, groups):
+        seen.append(1)
+        if len(seen) % 4 == 0:
+            original(parameters, groups)
+
+    executor.backward_weights = backward_weights
+
+
+def test_faults_of_a_split_backward_are_found(tiny_model):
+    [layout] = parse_layouts("pp2")
+    layout = dataclasses.replace(layout, pipeline_schedule="zbv")
+    assert check_tiny_model(tiny_model, layout).passed
+    comparison = check_tiny_model(tiny_model, layout, sabotage=add_up_weights_of_the_last_microbatch_only)
+    assert not comparison.passed and comparison.worst.value > 10
+
+
+def average_over_stages_instead_of_dp_ranks():
+    original = BatchLoss.denominators
+    BatchLoss.denominators = lambda self, *args, over_ranks: original(self, *args, over_ranks=False)
+
+
+def forget_that_reduction_comes_last():
+    """Buckets are reduced with the first microbatch that fills them."""
+    original = ScheduledGradients.before_backward
+
+    def before_backward(self, action):
+        original(self, action)
+        self.store.synchronise = True
+
+    ScheduledGradients.before_backward = before_backward
+
+
+def test_faults_with_data_parallelism_are_found(tiny_model):
+    [layout] = parse_layouts("pp2+dp2+zero1")
+    comparison = check_tiny_model(tiny_model, layout, sabotage=average_over_stages_instead_of_dp_ranks)
+    assert not comparison.passed and comparison.worst.value > 10
+    # A tied weight's gradient comes last in any case.
+    untied = make_tiny_model(CONFIG_MAPPING["llama"](), microbatches=2, batch_size=5)
+    with pytest.raises(RankError, match="another gradient after it was reduced"):
+        check_tiny_model(untied, layout, sabotage=forget_that_reduction_comes_last)
+
+
+def test_a_twin_without_faults_passes(tiny_model):
+    for layout in parse_layouts("pp2,pp2+dp2+zero1"):
+        assert check_tiny_model(tiny_model, layout).passed
+    assert (tiny_model.batches[0]["labels"][1] == -100).all()

@@ -1,0 +1,128 @@
+"""A plain training loop that runs alike in one process and on the ranks of a layout, and what its tests compare."""
+
+import contextlib
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_megatron import local_named_parameters
+from hf_megatron.checkpoint.gather_full import gather_to_first
+from hf_megatron.compat.torch_dtensor import local_tensor
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.data_parallel.fsdp import full_local
+from hf_megatron.parallelize import parallel_state
+from hf_megatron.testing.check import parse_layouts
+from tests.integration.integrations.trainer.test_trainer import rows
+
+
+def layout(text):
+    [config] = parse_layouts(text)
+    return config
+
+
+def ranks_of(config):
+    return config.ranks_per_replica * (config.dp_size or 1)
+
+
+def load(path, config=None, **kwargs):
+    return AutoModelForCausalLM.from_pretrained(path, megatron_config=config, **kwargs).train()
+
+
+def batch(seed=0, count=5):
+    """Five rows: unequal numbers of labels, one row has none."""
+    samples = rows(count, seed, length=33)
+    return {name: torch.stack([row[name] for row in samples]) for name in ("input_ids", "labels")}
+
+
+def local_samples(model, unsharded):
+    state = parallel_state(model)
+    if state is None:
+        return unsharded
+    return {name: value.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank] for name, value in unsharded.items()}
+
+
+def backward(model, seeds=(0,), scale=lambda loss: loss):
+    """One window: every microbatch but the last inside `no_sync`; returns its loss."""
+    total = 0.0
+    for seed in seeds:
+        waits = seed != seeds[-1] and parallel_state(model) is not None and hasattr(model, "no_sync")
+        with model.no_sync() if waits else contextlib.nullcontext():
+            loss = model(**local_samples(model, batch(seed))).loss / len(seeds)
+            scale(loss).backward()
+        total += loss.item()
+    return total
+
+
+def train(model, optimizer, steps=3, first=0, schedulers=()):
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        backward(model, (2 * step, 2 * step + 1))
+        optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+
+
+def weights(model):
+    """The full weights on the first tp rank of each dp rank."""
+    state = parallel_state(model)
+    if state is None:
+        return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    full = {}
+    for name, tensor in model.state_dict().items():
+        placement, local = state.placement(name), None
+        if state.shards_weights:
+            local = full_local(tensor, placement.local_shape(tensor.shape, state.axes), state.mesh, state.average(name))
+        value = gather_to_first(tensor, placement, state.mesh, None, local)
+        if value is not None and state.mesh.tp_rank == 0:
+            full[name] = value.clone()
+    return full
+
+
+def snapshot(model):
+    return {name: parameter.detach().clone() for name, parameter in local_named_parameters(model)}
+
+
+def unmoved(model, before):
+    """Whether this rank's part of every parameter is what it was."""
+    return all(torch.equal(local_tensor(p.detach()), local_tensor(before[n])) for n, p in local_named_parameters(model))
+
+
+@torch.no_grad()
+def restore(model, values):
+    for name, parameter in local_named_parameters(model):
+        parameter.copy_(values[name])
+
+
+def gradients(model):
+    """This step's reduced gradients, in full on every dp rank; tp is left as it is."""
+    reducer = getattr(getattr(parallel_state(model), "data_parallel", None), "reducer", None)
+    if reducer is None:
+        return {n: None if p.grad is None else p.grad.clone() for n, p in local_named_parameters(model)}
+    reducer.finish()
+    return {name: reducer.full_gradient(parameter) for name, parameter in local_named_parameters(model)}
+
+
+def movement_error(found, expected, start):
+    """How far the found weights are from the expected ones, in lengths of the way these have moved."""
+    apart = sum((found[name].double() - expected[name].double()).pow(2).sum() for name in expected)
+    way = sum((expected[name].double() - start[name].double()).pow(2).sum() for name in expected)
+    assert way > 0, "nothing moved"
+    return (apart / way).sqrt().item()
+
+
+def error_of(stories, run, config, sabotage=None, **kwargs):
+    """`run(model)` on every rank against one process: the larger of the error and what separates the dp ranks."""
+    expected = load(stories, **kwargs)
+    start = weights(expected)
+    run(expected)
+
+    def on_rank():
+        if sabotage is not None:
+            sabotage()
+        model = load(stories, config, **kwargs)
+        run(model)
+        return weights(model)
+
+    found = [full for full in run_ranks(on_rank, ranks_of(config)) if full]
+    assert len(found) == (config.dp_size or 1)
+    return max(movement_error(full, weights(expected), start) for full in found)

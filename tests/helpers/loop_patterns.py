@@ -1,0 +1,88 @@
+"""What each habit of a training loop gives on each layout: `python -m tests.helpers.loop_patterns [layout ...]`
+records it anew.
+
+Each is run and compared with one process; `tests/data/loop_patterns.json` keeps the verdicts, docs/surface.md shows
+them, and `tests/integration/fuzz/test_patterns.py` runs them again.
+"""
+
+import json
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+DATA = Path(__file__).parents[1] / "data" / "loop_patterns.json"
+LAYOUTS = ("tp2", "tp2+sp", "dp2+zero0", "dp2", "dp2+zero2", "dp2+zero3", "pp2", "tp2+pp2", "cp2")
+HEADINGS = {"dp2+zero0": "dp2, stage 0", "dp2": "stage 1", "dp2+zero2": "stage 2", "dp2+zero3": "stage 3"}
+# Verdicts that a cell may have; all others are defects.
+ALLOWED = ("equal", "refused", "raises alike")
+
+
+def run(layout: str, names: list[str] | None = None, timeout: float = 60.0) -> dict[str, dict]:
+    """Runs habits on a layout: their verdicts and what these rest on."""
+    from tests.fuzz.cases import simple_case
+    from tests.fuzz.patterns import LOOP_PATTERNS
+    from tests.fuzz.runner import run_cases
+
+    wanted = list(LOOP_PATTERNS) if names is None else names
+    models = {name: "mixtral" if "experts" in LOOP_PATTERNS[name].needs else "llama" for name in wanted}
+    cases = [simple_case(layout, name, model) for name, model in models.items()]
+    return {case["habits"][0]: result for case, result in run_cases(cases, timeout)}
+
+
+def recorded() -> dict[str, dict[str, list[str]]]:
+    """LoopPattern -> layout -> verdict, and the message of a refusal."""
+    return json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
+
+
+def record(layouts: tuple[str, ...] = LAYOUTS) -> None:
+    from tests.fuzz.patterns import LOOP_PATTERNS
+
+    for layout in layouts:
+        known = recorded()
+        for name, result in run(layout).items():
+            reason = re.sub(r"\s+", " ", result["worst"])[:160] if result["verdict"] == "refused" else ""
+            known.setdefault(name, {})[layout] = [result["verdict"], reason]
+            if result["verdict"] not in ALLOWED:
+                print(f"{layout:10} {name:26} {result['verdict']:15} {result['worst'][:150]}", flush=True)
+        kept = {
+            name: {place: known[name][place] for place in LAYOUTS if place in known.get(name, {})}
+            for name in LOOP_PATTERNS
+        }
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in kept.items())
+        DATA.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
+
+
+def table() -> str:
+    """The habits and their verdicts in Markdown, then why some are refused."""
+    from tests.fuzz.patterns import LOOP_PATTERNS
+
+    rows = recorded()
+    headings = [HEADINGS.get(layout, layout) for layout in LAYOUTS]
+    lines = [f"| a loop | {' | '.join(headings)} |", "|---" * (1 + len(LAYOUTS)) + "|"]
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for name, loop_pattern in LOOP_PATTERNS.items():
+        cells = []
+        for layout in LAYOUTS:
+            judgment, reason = rows[name].get(layout, ["-", ""])
+            cells.append(judgment if judgment in (*ALLOWED, "-") else f"**{judgment}**")
+            if reason:
+                reasons[f"{name}: {reason.partition('. ')[0]}"].append(HEADINGS.get(layout, layout))
+        lines.append(f"| {loop_pattern.description} | {' | '.join(cells)} |")
+    refused = [f"- {', '.join(where)}: {reason}" for reason, where in reasons.items()]
+    return "\n".join(lines) + "\n" + ("\nRefused:\n\n" + "\n".join(refused) + "\n" if refused else "")
+
+
+if __name__ == "__main__":
+    import warnings
+
+    import torch
+    import transformers
+
+    import hf_megatron  # noqa: F401
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    record(tuple(sys.argv[1:]) or LAYOUTS)

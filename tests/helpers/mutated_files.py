@@ -1,0 +1,243 @@
+"""Damaged checkpoints of every format, converted: `python -m tests.helpers.mutated_files --cases 10000 --resume LOG`.
+
+A case is a checkpoint with one file changed, by bytes or by what the file's format means by them, drawn from a seed
+and its number alone. It ends well if the conversion is refused in one line, writes the weights that were there before,
+or writes those that another library reads from the damaged files. It is a finding if it raises anything else, takes
+longer than a time or more memory than an allowance, or writes other weights: also those of another order of heads, and
+any where a checksum covers what was changed.
+"""
+
+import argparse
+import collections
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hf_megatron import MegatronError
+from hf_megatron.conversion import convert
+from hf_megatron.model_cards import MARKER
+from tests.helpers.mutated_sources import Made, Tensors, make_checkpoints, same_tensors, written
+from tests.helpers.mutations import change_tree, cut, flip_bits, move, of_meaning, put_in
+
+SECONDS, BYTES = 20.0, 2 << 30
+RECORD = "conversion.json"
+FINDINGS = ("unclear", "raised", "wrong", "hang", "died", "untrue")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A damaged copy of a checkpoint, and how it is converted.
+
+    Attributes:
+        what: was changed.
+        covered: by a checksum that is compared.
+    """
+
+    name: str
+    what: str
+    covered: bool
+    to: str
+    checksums: bool
+    verify: bool
+
+
+def drawn(seed: int, number: int, sources: Mapping[str, Made], place: Path) -> Case:
+    """Copies a checkpoint to `place` and damages it."""
+    draw = random.Random(f"{seed}/{number}")
+    name = draw.choice(sorted(sources))
+    made = sources[name]
+    shutil.copytree(made.folder, place)
+    to = draw.choice(sorted(made.expected))
+    checksums, verify = draw.random() < 0.3, draw.random() < 0.1
+    record, recorded = place / RECORD, {}
+    if record.exists():
+        if checksums:
+            recorded = json.loads(record.read_bytes())["files"]
+        else:
+            record.unlink()
+    files = sorted(path for path in place.rglob("*") if path.is_file())
+    file = draw.choice(files)
+    path = str(file.relative_to(place))
+    label = f"{name}/{path}"
+    if draw.random() < 0.1:
+        how = change_tree(draw, place, file, files)
+        return Case(name, f"{label}: {how}", False, to, checksums, verify)
+    content = file.read_bytes()
+    meant = of_meaning(file, content)
+    change = draw.choice(meant if meant and draw.random() < 0.7 else [flip_bits, cut, put_in, move])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        changed = change(content, draw)
+    file.write_bytes(changed)
+    covered = path in recorded and changed != content
+    return Case(name, f"{label}: {change.__name__}", covered, to, checksums, verify)
+
+
+def outcome(case: Case, made: Made, source: Path, target: Path) -> tuple[str, str]:
+    """Converts in this process; returns a verdict and its reason."""
+    try:
+        convert(source, target, case.to, checksums=case.checksums, verify=case.verify)
+    except MegatronError as error:
+        text = str(error)
+        bad = "\n" in text.strip() or len(text) > 4000 or not text.replace("\n", "").isprintable()
+        return ("unclear", repr(text[:300])) if bad else ("refused", text[:200])
+    except BaseException as error:  # noqa: BLE001 - what a user would see as a traceback
+        return "raised", f"{type(error).__name__}: {error}"[:300] + traceback.format_exc()[-900:]
+    found = written(target, case.to)
+    judgment, reason = judged(case, made, source, found)
+    if judgment in ("same", "followed") and "README.md" not in case.what:
+        untrue = untrue_beside(source, target, found)
+        return ("untrue", untrue) if untrue else (judgment, reason)
+    return judgment, reason
+
+
+def judged(case: Case, made: Made, source: Path, found: Tensors) -> tuple[str, str]:
+    """Compares what was written with what was there before, and with what another library reads now."""
+    same = same_tensors(found, made.expected[case.to])
+    if case.covered and not same:
+        return "wrong", "other weights in spite of a checksum"
+    try:
+        content = made.peer(source)
+    except BaseException as error:  # noqa: BLE001 - whatever the other library raises
+        return ("same", "") if same else ("wrong", f"another library refuses it: {error!r}"[:300])
+    wanted = made.wanted(content, case.to)
+    if wanted is not None:
+        # Another library may lose what is still there to be read.
+        if same or same_tensors(found, wanted):
+            return ("same" if same else "followed"), ""
+        different = [name for name in found if name not in wanted or not found[name].equal(wanted[name])]
+        return "wrong", f"another library reads other weights: {different[:3]} of {len(different)}"
+    if same or all(name in content and same_tensors({name: found[name]}, {name: content[name]}) for name in found):
+        return "same" if same else "followed", ""
+    return "wrong", "other weights, of parts that do not fit together"
+
+
+def untrue_beside(source: Path, target: Path, found: Tensors) -> str:
+    """Says what else of the target is not what it was in the source or not what was written."""
+    config, before = (json.loads((folder / "config.json").read_text("utf-8-sig")) for folder in (target, source))
+    for table in (config, before):
+        table.pop("dtype", None)
+        table.pop("torch_dtype", None)
+    if json.dumps(config, sort_keys=True) != json.dumps(before, sort_keys=True):
+        return "another config"
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        old, new = source / name, target / name
+        if old.is_file() and (not new.is_file() or new.read_bytes() != old.read_bytes()):
+            return f"another {name}"
+    return _untrue_card(source, target, found)
+
+
+def _untrue_card(source: Path, target: Path, found: Tensors) -> str:
+    before, card = (
+        (folder / "README.md").read_bytes() if (folder / "README.md").is_file() else b"" for folder in (source, target)
+    )
+    if MARKER.encode() not in card:
+        return "" if card == before else "a card of others that is another"
+    weights = {name: tensor for name, tensor in found.items() if not name.startswith("optimizer.")}
+    numel, dtypes = sum(map(Tensor.numel, weights.values())), [str(tensor.dtype)[6:] for tensor in weights.values()]
+    for row in (f"| parameters | {numel:,} |", f"| dtype | `{max(dtypes, key=dtypes.count)}` |"):
+        if row not in card.decode():
+            return f"a card without {row}"
+    return ""
+
+
+def in_a_fork(function: Callable[[], tuple[str, str]]) -> tuple[str, str]:
+    """Runs a case in a fork of bounded memory, and ends it when its time is over."""
+    reading, writing = os.pipe()
+    process = os.fork()
+    if process == 0:
+        try:
+            # What is mapped already counts.
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + BYTES
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            for stream in (1, 2):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+            os.write(writing, json.dumps(function()).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(process, signal.SIGKILL))
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    began = time.monotonic()
+    with os.fdopen(reading, "rb") as pipe:
+        answer = pipe.read()
+    os.waitpid(process, 0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    if answer:
+        judgment, reason = json.loads(answer)
+        return judgment, reason
+    seconds = time.monotonic() - began
+    return ("hang", f"over {SECONDS:.0f} s") if seconds >= SECONDS else ("died", f"after {seconds:.1f} s")
+
+
+def run_case(seed: int, number: int, sources: Mapping[str, Made], folder: Path) -> tuple[Case, str, str]:
+    """Returns a case, its verdict and the reason; `folder` is empty before and afterwards."""
+    source, target = folder / "source", folder / "target"
+    case = drawn(seed, number, sources, source)
+    judgment, reason = in_a_fork(lambda: outcome(case, sources[case.name], source, target))
+    if judgment == "hang":
+        # Twice: a busy machine, and a fork of a process with threads, may stand still once.
+        shutil.rmtree(target, ignore_errors=True)
+        judgment, reason = in_a_fork(lambda: outcome(case, sources[case.name], source, target))
+    left = [path.name for path in folder.iterdir() if path.name not in ("source", "target")]
+    if left or (judgment == "refused" and target.exists()):
+        judgment, reason = "unclear", f"{left or target} was left behind"
+    for path in folder.iterdir():
+        # What a killed conversion leaves is a lock too.
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return case, judgment, reason
+
+
+def run(seed: int, cases: int, log: Path, minutes: float) -> collections.Counter[str]:
+    """Runs the cases that the log does not have yet; returns how all of its cases of this seed ended."""
+    torch.set_num_threads(1)
+    rows = [json.loads(line) for line in log.read_text("utf-8").splitlines()] if log.exists() else []
+    done = {row["number"] for row in rows if row["seed"] == seed}
+    counts = collections.Counter(row["verdict"] for row in rows if row["seed"] == seed)
+    end = time.monotonic() + 60 * minutes
+    with tempfile.TemporaryDirectory() as directory, log.open("a", encoding="utf-8") as file:
+        sources = make_checkpoints(Path(directory) / "made")
+        folder = Path(directory) / "case"
+        folder.mkdir()
+        for number in range(cases):
+            if number in done or time.monotonic() > end:
+                continue
+            case, judgment, reason = run_case(seed, number, sources, folder)
+            counts[judgment] += 1
+            row = {"seed": seed, "number": number, "what": case.what, "verdict": judgment, "reason": reason}
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            if judgment in FINDINGS:
+                print(f"case {number}: {case.what}: {judgment}: {reason}", flush=True)
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--minutes", type=float, default=1e9, help="when to stop; --resume goes on")
+    parser.add_argument("--resume", type=Path, required=True, metavar="LOG", help="one line of JSON for each case")
+    given = parser.parse_args()
+    counts = run(given.seed, given.cases, given.resume, given.minutes)
+    print(f"{counts.total()} cases: {', '.join(f'{count} {judgment}' for judgment, count in counts.most_common())}")
+    sys.exit(any(counts[judgment] for judgment in FINDINGS))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,355 @@
+"""Checkpoints of every format that is read, made of numbered entries, and what other libraries read from them.
+
+Every entry of a model and of its moments is another number. So the numbers that another reader finds in a damaged
+checkpoint say which weights it holds, whatever their order there (`Made.wanted`).
+"""
+
+import contextlib
+import json
+import shutil
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from hf_megatron.checkpoint.manifest import MANIFEST, ChunkEntry, Manifest, TensorEntry
+from hf_megatron.checkpoint.tensor_chunks import TensorChunk
+from hf_megatron.conversion import convert
+from hf_megatron.conversion.dcp.store_writer import StoreWriter
+from hf_megatron.conversion.interfaces import TargetOptions
+from hf_megatron.conversion.output_folder import Output
+from hf_megatron.core.io.checksums import hash_file
+from tests.helpers.megatron_pre_core import gpt2_parts, write_checkpoint
+
+Tensors = Mapping[str, Tensor]
+FIRST, STEPS = 1000, 7
+CARD = """---
+license: apache-2.0
+language:
+- en
+tags:
+- text-generation
+base_model: some/model
+---
+
+# A model
+
+| loss | 1.5 |
+"""
+
+
+@dataclass(frozen=True)
+class Made:
+    """An undamaged checkpoint.
+
+    Attributes:
+        peer: reads, with other libraries, every part of a tensor that is stored, under a name that says which it is.
+        content: what it reads here.
+        expected: what conversions to each format write.
+    """
+
+    folder: Path
+    peer: Callable[[Path], Tensors]
+    content: Tensors
+    expected: Mapping[str, Tensors]
+
+    def wanted(self, content: Tensors, to: str) -> Tensors | None:
+        """Returns what has to be written for other content; `None` where it has no such weights, or two of one."""
+        if _metas(content) != _metas(self.content):
+            return None
+        before, after = _flat(self.content), _flat(content).view(torch.int32)
+        values, order = before.sort(stable=True)
+        wanted = {}
+        for name, tensor in self.expected[to].items():
+            low, high = torch.searchsorted(values, tensor), torch.searchsorted(values, tensor, right=True)
+            found = after[order[low]]
+            for copy in range(1, int((high - low).max())):
+                if not torch.equal(after[order[torch.minimum(low + copy, high - 1)]], found):
+                    return None
+            wanted[name] = found.view(torch.float32)
+        return wanted
+
+
+def _metas(content: Tensors) -> dict[str, Any]:
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in content.items()}
+
+
+def _flat(content: Tensors) -> Tensor:
+    return torch.cat([content[name].flatten() for name in sorted(content) if content[name].dtype == torch.float32])
+
+
+def same_tensors(found: Tensors, expected: Tensors) -> bool:
+    """Compares bytes."""
+    return found.keys() == expected.keys() and all(
+        (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype)
+        and torch.equal(
+            found[name].contiguous().view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8)
+        )
+        for name, tensor in expected.items()
+    )
+
+
+def number(tensors: Tensors, first: int = FIRST) -> int:
+    """Fills tensors with numbers that fp32 holds exactly; returns the next one."""
+    for tensor in tensors.values():
+        tensor.copy_(torch.arange(first, first + tensor.numel()).view(tensor.shape))
+        first += tensor.numel()
+    return first
+
+
+# What other libraries read
+
+
+def of_index(path: Path) -> Tensors:
+    """A Hugging Face folder, by its index."""
+    kind = "model.safetensors" if any(path.glob("model*.safetensors*")) else "pytorch_model.bin"
+    index = path / f"{kind}.index.json"
+    named = json.loads(index.read_text("utf-8"))["weight_map"] if index.exists() else None
+    files = {kind} if named is None else set(named.values())
+    load = load_file if kind.endswith("s") else torch.load
+    found = {file: load(path / file) for file in files}
+    if named is None:
+        return found[kind]
+    return {name: found[file][name] for name, file in named.items()}
+
+
+def of_store(path: Path) -> Tensors:
+    reader = dcp.FileSystemReader(path)
+    items = reader.read_metadata().state_dict_metadata
+    # Not a number where nothing is stored.
+    found = {
+        name: torch.full(item.size, torch.nan).to(item.properties.dtype)
+        for name, item in items.items()
+        if hasattr(item, "size")
+    }
+    try:
+        dcp.load(found, storage_reader=reader, no_dist=True)
+    except dcp.api.CheckpointException:
+        # What a conversion does not ask for may be unreadable.
+        found = {
+            name: _of_store_alone(path, name, torch.full_like(tensor, torch.nan)) for name, tensor in found.items()
+        }
+    return found
+
+
+def _of_store_alone(path: Path, name: str, tensor: Tensor) -> Tensor:
+    with contextlib.suppress(dcp.api.CheckpointException):
+        dcp.load({name: tensor}, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    return tensor
+
+
+def of_iteration(path: Path) -> Tensors:
+    found = of_store(path / f"iter_{int((path / TRACKER).read_text()):07d}")
+    # Copies in fp32, which are weights of their own where both are read.
+    return {name: tensor for name, tensor in found.items() if ".fp32_param." not in name and ".param." not in name}
+
+
+def of_accelerate(path: Path) -> Tensors:
+    return of_store(path / "pytorch_model_fsdp_0")
+
+
+def of_ranks(path: Path) -> Tensors:
+    """Megatron's legacy format: every rank's own."""
+    said = (path / TRACKER).read_text().strip()
+    folder = path / (said if said == "release" else f"iter_{int(said):07d}")
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("mp_rank_*/model_optim_rng.pt")):
+        _collect(file.parent.name, torch.load(file, weights_only=False)["model"], found)
+    return found
+
+
+def _collect(name: str, value: Any, found: dict[str, Tensor]) -> None:
+    for key, inner in value.items():
+        if isinstance(inner, Tensor):
+            found[f"{name}/{key}"] = inner
+        elif isinstance(inner, dict):
+            _collect(f"{name}/{key}", inner, found)
+
+
+def of_shards(path: Path) -> Tensors:
+    found: dict[str, Tensor] = {}
+    for file in sorted(path.glob("shard-*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            places = json.loads((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+            for name in opened.keys():  # noqa: SIM118 - it is no table
+                offsets = places.get(name, {}).get("saved_offsets", [0] * len(opened.get_slice(name).get_shape()))
+                _put(found, f"{name}@{offsets}", opened.get_tensor(name))
+    return found
+
+
+def of_manifest(path: Path) -> Tensors:
+    found: dict[str, Tensor] = {}
+    for name, entry in json.loads((path / MANIFEST).read_text("utf-8"))["tensors"].items():
+        for piece in entry["pieces"]:
+            tensor = load_file(path / piece["file"])[piece["key"]]
+            assert str(tensor.dtype) == f"torch.{entry['dtype']}"
+            _put(found, f"{name} {entry['shape']} {json.dumps(piece['boxes'], sort_keys=True)}", tensor.flatten())
+    return found
+
+
+def _put(found: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+    while name in found:
+        name += "'"
+    found[name] = tensor
+
+
+def written(path: Path, to: str) -> Tensors:
+    """What a conversion wrote, without counts of steps."""
+    if to == "dcp":
+        return {name: tensor for name, tensor in of_store(path).items() if not name.endswith(".step")}
+    found: dict[str, Tensor] = {}
+    for file in path.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+# Checkpoints
+
+TRACKER = "latest_checkpointed_iteration.txt"
+PEERS: Mapping[str, Callable[[Path], Tensors]] = {
+    **dict.fromkeys(("hf", "hf_one", "bin", "old_bin"), of_index),
+    "dcp": of_store,
+    "fsdp": of_accelerate,
+    "megatron_core": of_iteration,
+    "megatron_legacy": of_ranks,
+    "before_core": of_ranks,
+    "shards": of_shards,
+    "sharded": of_manifest,
+}
+WITH_MOMENTS = ("dcp", "sharded", "megatron_core")
+
+
+@torch.no_grad()
+def make_checkpoints(folder: Path) -> dict[str, Made]:
+    """A tiny Llama in every format, and a GPT-2 from before Megatron-Core."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    weights = dict(model.named_parameters())
+    following = number(weights)
+    moments = {
+        f"optimizer.state.{name}.{kind}": torch.empty_like(tensor)
+        for kind in ("exp_avg", "exp_avg_sq")
+        for name, tensor in weights.items()
+    }
+    number(moments, following)
+    model.save_pretrained(folder / "hf", max_shard_size="20KB")
+    model.save_pretrained(folder / "hf_one")
+    (folder / "hf" / "README.md").write_text(CARD)
+    for name in ("hf", "hf_one"):
+        (folder / name / "tokenizer_config.json").write_text('{"model_max_length": 64}')
+    _write_bin(folder, dict(weights))
+    steps = {f"optimizer.state.{name}.step": torch.tensor(float(STEPS)) for name in weights}
+    for name, tensors in (("dcp", {**weights, **moments, **steps}), ("fsdp/pytorch_model_fsdp_0", weights)):
+        _write_store(folder / name, {f"{'model.' * ('fsdp' in name)}{key}": value for key, value in tensors.items()})
+    _write_shards(folder / "shards", weights)
+    for name in ("dcp", "fsdp", "shards"):
+        shutil.copy(folder / "hf" / "config.json", folder / name)
+    convert(folder / "dcp", folder / "sharded", "sharded")
+    _split_pieces(folder / "sharded")
+    convert(folder / "dcp", folder / "megatron_core", "megatron_core")
+    convert(folder / "hf", folder / "megatron_legacy", "megatron_legacy", options=TargetOptions(tp_size=2, pp_size=2))
+    _write_before_core(folder)
+    return {name: _made(folder / name, name) for name in PEERS}
+
+
+def _made(folder: Path, name: str) -> Made:
+    expected = {}
+    for to in ("hf", "dcp") if name in WITH_MOMENTS else ("hf",):
+        convert(folder, folder.parent / "written", to)
+        expected[to] = written(folder.parent / "written", to)
+        shutil.rmtree(folder.parent / "written")
+    made = Made(folder, PEERS[name], PEERS[name](folder), expected)
+    for to in expected:
+        entries = torch.cat([tensor.flatten() for tensor in expected[to].values()])
+        assert entries.unique().numel() == entries.numel() and entries.min() >= FIRST
+        wanted = made.wanted(made.content, to)
+        assert wanted is not None and same_tensors(wanted, expected[to]), name
+    return made
+
+
+def _write_bin(folder: Path, weights: dict[str, Tensor]) -> None:
+    for name in ("bin", "old_bin"):
+        (folder / name).mkdir()
+        shutil.copy(folder / "hf" / "config.json", folder / name)
+    weights = {name: tensor.detach().clone() for name, tensor in weights.items()}
+    torch.save(weights, folder / "old_bin" / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    names, weight_map = list(weights), {}
+    for index, part in enumerate((names[::2], names[1::2])):
+        file = f"pytorch_model-{index + 1:05d}-of-00002.bin"
+        torch.save({name: weights[name] for name in part}, folder / "bin" / file)
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "bin" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+def _write_store(folder: Path, tensors: Tensors) -> None:
+    """In two chunks, as two ranks have them."""
+    with Output(folder) as output:
+        store = StoreWriter(output)
+        for name, tensor in tensors.items():
+            for start, part in enumerate(tensor.detach().chunk(2) if tensor.dim() else [tensor]):
+                offsets = [start * part.shape[0], *[0] * (part.dim() - 1)] if part.dim() else []
+                store.write_chunk(name, tensor.shape, offsets, part.contiguous())
+        store.finish({name: tuple(name.split(".")) if "optimizer" in name else (name,) for name in tensors})
+
+
+def _write_shards(folder: Path, weights: Tensors) -> None:
+    """Matrices in two parts along either dim, what has one dim in both files."""
+    folder.mkdir()
+    for rank in range(2):
+        parts, places = {}, {}
+        for index, (name, tensor) in enumerate(weights.items()):
+            dim = index % 2
+            parts[name] = tensor.detach()
+            if tensor.dim() > 1:
+                parts[name] = parts[name].chunk(2, dim)[rank].contiguous()
+                offsets = [0, 0]
+                offsets[dim] = rank * parts[name].shape[dim]
+                places[name] = {"saved_offsets": offsets}
+        file = folder / f"shard-{rank + 1:05d}-model-{rank + 1:05d}-of-00002.safetensors"
+        save_file(parts, file, {"format": "pt", "DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0"})
+
+
+def _split_pieces(folder: Path) -> None:
+    """Gives every other row to a second rank's file: boxes that repeat."""
+    manifest = Manifest.load(folder)
+    tensors, files = {}, dict(manifest.files)
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, entry in manifest.tensors.items():
+        (piece,) = entry.pieces
+        tensor = load_file(folder / piece.file)[piece.key].view(entry.shape)
+        pieces = []
+        for rank in range(2):
+            rows = range(rank, entry.shape[0], 2)
+            boxes = tuple(TensorChunk((row, *[0] * (tensor.dim() - 1)), (1, *entry.shape[1:])) for row in rows)
+            file = f"rank{rank}-{piece.file}"
+            parts.setdefault(file, {})[piece.key] = tensor[rank::2].flatten().clone()
+            pieces.append(ChunkEntry(file, piece.key, boxes))
+        tensors[name] = TensorEntry(entry.shape, entry.dtype, tuple(pieces))
+    for file in {piece.file for entry in manifest.tensors.values() for piece in entry.pieces}:
+        (folder / file).unlink()
+        del files[file]
+    for file, content in parts.items():
+        save_file(content, folder / file)
+        files[file] = hash_file(folder / file)
+    changed = Manifest(2, manifest.facts, files, tensors)
+    (folder / MANIFEST).write_text(json.dumps(changed.to_dict()))
+    (folder / "conversion.json").unlink()
+
+
+def _write_before_core(folder: Path) -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=16))
+    number(dict(model.named_parameters()))
+    model.save_pretrained(folder / "gpt2")
+    parts = gpt2_parts(model)
+    said = vars(Namespace(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16))
+    write_checkpoint(folder / "before_core", parts, "2021", 2.0, tp=2, args=said)
+    shutil.copy(folder / "gpt2" / "config.json", folder / "before_core")

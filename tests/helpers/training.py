@@ -1,0 +1,209 @@
+"""What loops do to gradients and weights besides the usual: each habit is a function of a `Loop`, run on every layout.
+
+Those of `tests.fuzz` are run by `tests/integration/fuzz/test_patterns.py`; here are others, and gradients are compared
+as well. All
+habits of a file run in one job per layout, one after another from the same weights, and once in one process.
+"""
+
+import functools
+import traceback
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from hf_megatron import local_named_parameters, prepare_optimizer
+from hf_megatron.checkpoint.gather_full import gather_to_first
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.data_parallel.fsdp import full_local
+from hf_megatron.parallelize import parallel_state
+from hf_megatron.testing.measure import Measurement, _full
+from hf_megatron.testing.tolerances import judge
+from tests.helpers import dp_training
+from tests.helpers.dp_training import local_samples, ranks_of, restore, snapshot
+
+LAYOUTS = ["tp2", "tp2+sp", "dp2+zero0", "dp2", "dp2+zero2", "dp2+zero3", "tp2+dp2"]
+# The last word of the second one is a schedule that computes gradients of inputs and of weights apart.
+PIPELINES = ["pp2", "pp2+split", "tp2+pp2", "pp2+dp2+zero0", "pp2+dp2", "pp2+dp2+zero2", "pp2+dp2+zero3"]
+WHOLE_BATCH = ["tp2", "tp2+sp", "pp2", "tp2+pp2"]
+
+
+def layout(text):
+    config = dp_training.layout(text.removesuffix("+split"))
+    if text.endswith("+split"):
+        config = replace(config, pipeline_schedule="interleaved_zero_bubble", virtual_stages=1)
+    return config
+
+
+def save_tiny(path, **fields):
+    """A Llama of two layers whose norms are no constants."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        **{"num_hidden_layers": 2, "vocab_size": 64, "num_key_value_heads": 2, "tie_word_embeddings": True, **fields},
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(path)
+
+
+def batch(seed, rows=4, length=9):
+    """Rows with unequal numbers of labels."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 64, (rows, length), generator=generator)
+    labels = ids.clone()
+    for row in range(rows):
+        labels[row, : int(torch.randint(0, length - 2, (1,), generator=generator))] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def full(model, values):
+    """Weights or gradients by name in full: on the first tp ranks, over stages on the first rank of all."""
+    state = parallel_state(model)
+    values = {name: None if value is None else value.detach().clone() for name, value in values.items()}
+    if state is None or state.mesh.pp_size > 1:
+        return _full(model, values)
+    found = {name: None if value is None else _full_of_one(state, name, value) for name, value in values.items()}
+    return found if state.mesh.tp_rank == 0 else {}
+
+
+def _full_of_one(state, name, tensor):
+    placement, local = state.placement(name), None
+    if state.shards_weights:
+        local = full_local(tensor, placement.local_shape(tensor.shape, state.axes), state.mesh, state.average(name))
+    gathered = gather_to_first(tensor, placement, state.mesh, None, local)
+    return None if gathered is None else gathered.clone()
+
+
+@dataclass
+class Loop:
+    """A model under training, and what was seen of it."""
+
+    model: Any
+    path: Any = None
+    optimizer: Any = None
+    losses: list[float] = field(default_factory=list)
+    seen: dict[str, torch.Tensor | None] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.optimizer = self.prepare(self.parameters())
+
+    def prepare(self, parameters, make=torch.optim.SGD, **kwargs):
+        options = {"lr": 0.05, "weight_decay": 0.1} | ({"momentum": 0.9} if make is torch.optim.SGD else {}) | kwargs
+        return prepare_optimizer(make(parameters, **options))
+
+    def parameters(self, part=""):
+        return [parameter for name, parameter in self.model.named_parameters() if part in name]
+
+    def loss(self, seed, **kwargs):
+        return self.model(**local_samples(self.model, batch(seed)), **kwargs).loss
+
+    def backward(self, seed, factor=1.0):
+        loss = self.loss(seed)
+        (loss * factor).backward()
+        self.losses.append(loss.item())
+
+    def step(self, *seeds):
+        """One step of the usual kind."""
+        for seed in seeds:
+            self.backward(seed)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def see(self, name, tensor):
+        """Notes a tensor that every rank has whole."""
+        self.seen[name] = None if tensor is None else torch.as_tensor(tensor).detach().clone().float()
+
+    def rows(self, name, tensor, numbers):
+        """Notes rows of a batch that the dp ranks hold parts of; `numbers` are this rank's."""
+        state = parallel_state(self.model)
+        unsharded = torch.zeros(4, *tensor.shape[1:])
+        unsharded[numbers] = tensor.detach().float()
+        if state is not None and state.mesh.dp_size > 1:
+            torch.distributed.all_reduce(unsharded, group=state.mesh.dp_group)
+        self.see(name, unsharded)
+
+    def see_gradients(self, when):
+        gradients = full(self.model, {name: parameter.grad for name, parameter in local_named_parameters(self.model)})
+        self.seen |= {f"{when}: {name}": gradient for name, gradient in gradients.items()}
+
+    def measurement(self):
+        """Gradients of a last backward are what is left after the habit plus one more batch's."""
+        self.backward(99)
+        self.see_gradients("at the end")
+        weights = full(self.model, dict(local_named_parameters(self.model)))
+        weights = {name: weight for name, weight in weights.items() if weight is not None}
+        return Measurement(sum(self.losses), 0.0, 0.0, dict(self.seen), {"the habit": weights}), list(self.losses)
+
+
+def run_all(path, text, loop_patterns, **kwargs):
+    """What each habit leaves, or the error that it raised."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, megatron_config=None if text is None else layout(text), **kwargs
+    ).train()
+    start, found = snapshot(model), {}
+    for name, loop_pattern in loop_patterns.items():
+        model.zero_grad()
+        model.requires_grad_(True)
+        restore(model, start)
+        loop = Loop(model, path)
+        try:
+            loop_pattern(loop)
+            found[name] = loop.measurement()
+        except Exception as error:  # noqa: BLE001
+            found[name] = (type(error).__name__, str(error), traceback.format_exc())
+    return found
+
+
+def possible(loop_patterns, text, impossible):
+    """The habits that a layout can have; `impossible` names others by a part of the layout's text."""
+    gone = set().union(*(names for part, names in impossible.items() if part in (text or "")))
+    return {name: loop_pattern for name, loop_pattern in loop_patterns.items() if name not in gone}
+
+
+def cells(loop_patterns, layouts, impossible):
+    """Parameters `name, text` of a test; ids begin with the layout, by which the first tier chooses."""
+    return [
+        pytest.param(name, text, id=f"{text}-{name}")
+        for text in layouts
+        for name in possible(loop_patterns, text, impossible)
+    ]
+
+
+class Runs:
+    """Every layout's run of a table of habits, made when first asked for."""
+
+    def __init__(self, path, loop_patterns, impossible=None, **kwargs):
+        self.of = functools.cache(
+            lambda text: self._run(path, text, possible(loop_patterns, text, impossible or {}), **kwargs)
+        )
+
+    def _run(self, path, text, loop_patterns, **kwargs):
+        if text is None:
+            return run_all(path, None, loop_patterns, **kwargs)
+        return run_ranks(run_all, ranks_of(layout(text)), path, text, loop_patterns, timeout=300, **kwargs)
+
+    def compare(self, text, loop_pattern):
+        """Raises where a layout's run of a habit is not one process's."""
+        expected, losses = self.of(None)[loop_pattern]
+        results = [found[loop_pattern] for found in self.of(text)]
+        for found in results:
+            assert isinstance(found[0], Measurement), found[-1]
+        for found, of_rank in results:
+            torch.testing.assert_close(torch.tensor(of_rank), torch.tensor(losses), rtol=1e-5, atol=0)
+            if found.weights["the habit"]:
+                judgement = judge(found, expected)
+                assert judgement.passed, judgement.report()
+
+    def refused(self, text, loop_pattern, match):
+        """Raises where a layout's run of a habit did not end with this refusal on every rank."""
+        for found in self.of(text):
+            kind, message, trace = found[loop_pattern]
+            assert kind == "UnsupportedError", trace
+            assert match in message, message

@@ -1,0 +1,80 @@
+"""`hf-megatron data`: pairs that Megatron wrote, looked at, checked, put together and ordered."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_megatron.cli import app
+
+DATA = Path(__file__).parents[2] / "data" / "megatron_indexed"
+INPUTS, TARGETS = (str(DATA / f"ag_news_prompt_{name}_document") for name in ("inputs", "targets"))
+
+
+def _run(*words):
+    result = CliRunner().invoke(app, ["data", *map(str, words)])
+    return result.exit_code, result.output
+
+
+def test_what_a_pair_holds():
+    code, text = _run("info", INPUTS)
+    assert code == 0 and "100 sequences in 100 documents, 5,945 tokens of int32, 59.5 a sequence" in text
+
+
+def test_verified(tmp_path):
+    code, text = _run("verify", TARGETS, "--vocab-size", 300_000)
+    assert code == 0 and "empty sequences 0" in text
+    code, text = _run("verify", TARGETS, "--vocab-size", 10)
+    assert code == 1 and "the vocabulary has 10" in text
+    shutil.copyfile(f"{INPUTS}.idx", tmp_path / "cut.idx")
+    (tmp_path / "cut.bin").write_bytes(Path(f"{INPUTS}.bin").read_bytes()[:-4])
+    code, text = _run("verify", tmp_path / "cut")
+    assert code == 1 and "cut off or belongs to another pair" in text
+
+
+def test_merged(tmp_path):
+    code, text = _run("merge", tmp_path / "both", INPUTS, TARGETS)
+    assert code == 0 and "200 sequences of 2 pairs" in text
+    code, text = _run("merge", tmp_path / "both", INPUTS)
+    assert code == 2 and "is there already" in text
+    assert _run("merge", tmp_path / "both", INPUTS, "--overwrite")[0] == 0
+    assert "100 sequences" in _run("info", tmp_path / "both")[1]
+
+
+def test_order():
+    code, text = _run("order", INPUTS, "--seq", 32, "--split", "90,10,0", "--print", 3)
+    assert code == 0 and "samples of 32 tokens in 1 epoch" in text and len(text.strip().splitlines()) == 4
+    assert "epochs" in _run("order", INPUTS, "--seq", 32, "--samples", 1000)[1]
+    # The order of the dataset's own documents.
+    assert _run("order", INPUTS, "--seq", 32, "--seed", 1)[1] != _run("order", INPUTS, "--seq", 32, "--seed", 2)[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["order", INPUTS, "--seq", 32, "--part", "dev"], "expected one of train, valid, test"),
+        (["order", INPUTS, "--seq", 32, "--split", "1,0,0", "--part", "test"], "is test"),
+        (["order", INPUTS, "--seq", 32, "--split", "all"], "expected one to three weights"),
+        (["order", INPUTS, "--seq", 100_000], "make no sample of 100000"),
+        (["info", "nowhere"], "nowhere.idx: no such file"),
+    ],
+)
+def test_what_cannot_be_shown(words, message):
+    code, text = _run(*words)
+    assert code == 2 and message in text
+
+
+def test_built(tmp_path, stories):
+    (tmp_path / "texts.jsonl").write_text('{"text": "Once upon a time"}\n{"text": ""}\n{"text": "a dog"}\n')
+    words = "build", tmp_path / "pair", tmp_path / "texts.jsonl", "--tokenizer", stories, "--append-eod"
+    code, text = _run(*words)
+    assert code == 0 and "3 documents" in text
+    # The tokenizer begins every text with a token, as Megatron-LM has it by default.
+    assert "3 sequences in 3 documents" in _run("info", tmp_path / "pair")[1]
+    plain = tmp_path / "plain"
+    assert _run("build", plain, *words[2:], "--no-special-tokens")[0] == 0
+    assert "2 sequences in 3 documents" in _run("info", plain)[1]
+    assert _run("verify", tmp_path / "pair", "--vocab-size", 512)[0] == 0
+    code, text = _run(*words)
+    assert code == 2 and "is there already" in text

@@ -1,0 +1,106 @@
+"""megatron-core's T5Model computes what transformers' T5 1.1 and mT5 do, and what it saves comes back.
+
+Its attention takes the bias of relative positions as TransformerEngine's does (`tests/megatron_peer/t5.py`).
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from hf_megatron import CheckpointError, UnsupportedError
+from hf_megatron.conversion import TargetOptions, convert
+from hf_megatron.conversion.export import export
+from hf_megatron.conversion.families import check_config
+from tests.helpers.tiny_models import VOCABULARY, tiny_model
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("case", ["t5", "t5_tied", "mt5"])
+def test_megatron_core_computes_the_same_logits(tmp_path, case, tp):
+    model, hf = tiny_model(case), tmp_path / "hf"
+    model.save_pretrained(hf)
+    generator = torch.Generator().manual_seed(1)
+    ids, decoder_ids = (torch.randint(0, VOCABULARY, (2, length), generator=generator) for length in (24, 20))
+    mask = torch.ones_like(ids)
+    mask[0, 18:] = 0
+    save_file({"ids": ids, "decoder_ids": decoder_ids, "mask": mask}, hf / "inputs.safetensors")
+    convert(hf, tmp_path / "core", "megatron_core", options=TargetOptions(tp_size=tp))
+    convert(hf, tmp_path / "legacy", "megatron_legacy", options=TargetOptions(tp_size=tp, local_names=True))
+    folders = [str(tmp_path / name / "release") for name in ("core", "legacy")]
+    command = [sys.executable, "-m", "tests.megatron_peer.t5", str(hf), str(tmp_path / "out"), str(tp), *folders]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert result.returncode == 0, result.stderr[-4000:]
+    found = load_file(tmp_path / "out")
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, decoder_input_ids=decoder_ids).logits
+    for index in range(len(folders)):
+        logits = found[str(index)][..., :VOCABULARY]
+        assert (logits - expected).abs().max() < 1e-6 * max(1.0, float(expected.abs().max()))
+        assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+    before = load_file(hf / "model.safetensors")
+    for form in ("core", "legacy"):
+        convert(tmp_path / f"out-{form}", tmp_path / f"{form}-hf", "hf", config=str(hf))
+        after = load_file(tmp_path / f"{form}-hf" / "model.safetensors")
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("to", ["megatron_core", "megatron_legacy", "sharded", "dcp"])
+def test_a_head_of_its_own_comes_along(tmp_path, to):
+    """T5 1.1 has one, which its config cannot say: transformers sees it in the files."""
+    tiny_model("t5").save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "made", to)
+    report = convert(tmp_path / "made", tmp_path / "back", "hf", verify=True, logits=True)
+    assert report.comparison.equal and report.comparison.logits == 0.0
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
+    assert "lm_head.weight" in before and before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("to", ["megatron_core", "sharded"])
+def test_a_model_in_training_keeps_a_head_of_its_own(tmp_path, to):
+    model = tiny_model("t5")
+    model.config.architectures = [type(model).__name__]
+    export(model, tmp_path / "made", to, None, model.config.save_pretrained)
+    convert(tmp_path / "made", tmp_path / "back", "hf")
+    after = load_file(tmp_path / "back" / "model.safetensors")
+    assert torch.equal(after["lm_head.weight"], model.lm_head.weight)
+    assert torch.equal(after["shared.weight"], model.shared.weight)
+
+
+def test_what_differs_where_a_config_ties_is_damaged(tmp_path):
+    """A config that could say that the head is its own does not: one of both is wrong."""
+    tiny_model("llama_tied").save_pretrained(tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    save_file(
+        {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1},
+        tmp_path / "hf" / "model.safetensors",
+        {"format": "pt"},
+    )
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight.* one tied weight of the model, and differ"):
+        convert(tmp_path / "hf", tmp_path / "core", "megatron_core")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"feed_forward_proj": "gated-gelu"}, "scale_decoder_outputs, as T5 1.0 has it"),
+        ({"tie_word_embeddings": False, "feed_forward_proj": "relu"}, "feed_forward_proj=relu: known are gated ones"),
+    ],
+)
+def test_what_t5_model_does_not_compute_is_refused(changes, reason):
+    with pytest.raises(UnsupportedError, match=f"t5: {reason}"):
+        check_config(AutoConfig.for_model("t5", **changes))
+
+
+def test_encoder_and_decoder_lie_on_one_stage(tmp_path):
+    tiny_model("t5").save_pretrained(tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="pp_size 2: encoder and decoder lie on one stage"):
+        convert(tmp_path / "hf", tmp_path / "legacy", "megatron_legacy", options=TargetOptions(pp_size=2))

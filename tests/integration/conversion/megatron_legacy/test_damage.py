@@ -1,0 +1,116 @@
+"""Damaged and malicious files of Megatron's legacy layout: refused by name, nothing runs."""
+
+import os
+import pickle
+import re
+import struct
+import zipfile
+
+import pytest
+import torch
+
+from hf_megatron.errors import CheckpointError
+from tests.helpers.legacy_weights import FIRST, change, check_equal, model, read, set_value, weights, write
+
+
+@pytest.fixture
+def tensors():
+    return weights()
+
+
+class Bomb:
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize("place", ["args", "model", "rng_state", "extra_state"])
+@pytest.mark.parametrize("function", [os.system, eval, exec], ids=lambda function: function.__name__)
+def test_a_pickle_does_not_run(tmp_path, tensors, function, place):
+    marker = tmp_path / "ran"
+    command = f"touch {marker}" if function is os.system else f"open({str(marker)!r}, 'w').close()"
+    write(tmp_path / "out", tensors, model())
+    path = ["model", "output_layer._extra_state"] if place == "extra_state" else [place]
+    change(tmp_path / "out" / FIRST, set_value(path, Bomb(function, command)))
+    with pytest.raises(CheckpointError, match=f"names .*{function.__name__}") as caught:
+        read(tmp_path / "out", model())
+    assert str(tmp_path / "out" / FIRST) in str(caught.value)
+    assert not marker.exists()
+
+
+def test_files_of_older_torch_are_read_and_others_refused(tmp_path, tensors):
+    write(tmp_path / "out", tensors, model())
+    path = tmp_path / "out" / FIRST
+    content = torch.load(path, weights_only=False)
+    expected = read(tmp_path / "out", model())
+    torch.save(content, path, _use_new_zipfile_serialization=False)
+    found = read(tmp_path / "out", model())
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    path.write_bytes(pickle.dumps(Bomb(os.system, f"touch {tmp_path / 'ran'}")))
+    with pytest.raises(CheckpointError, match=re.escape(str(path))):
+        read(tmp_path / "out", model())
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_truncated_file_is_refused(tmp_path, tensors):
+    write(tmp_path / "out", tensors, model())
+    path = tmp_path / "out" / FIRST
+    unsharded = path.read_bytes()
+    for length in (0, 10, 100, len(unsharded) // 2, len(unsharded) - 1000, len(unsharded) - 20, len(unsharded) - 1):
+        path.write_bytes(unsharded[:length])
+        with pytest.raises(CheckpointError, match=re.escape(str(path))):
+            read(tmp_path / "out", model())
+
+
+def test_a_flipped_byte_of_the_directory_is_refused_or_harmless(tmp_path):
+    expected = weights(layers=1, experts=0)
+    of = model(layers=1)
+    write(tmp_path / "out", expected, of)
+    path = tmp_path / "out" / FIRST
+    unsharded = path.read_bytes()
+    start = struct.unpack("<I", unsharded[-6:-2])[0]
+    refused = 0
+    for position in range(start, len(unsharded), 2):
+        for bit in (0x01, 0x80):
+            damaged = bytearray(unsharded)
+            damaged[position] ^= bit
+            path.write_bytes(damaged)
+            try:
+                found = read(tmp_path / "out", of)
+            except CheckpointError as error:
+                assert str(path) in str(error)
+                refused += 1
+            else:
+                check_equal(found, expected)
+    assert refused > (len(unsharded) - start) / 4
+
+
+def test_a_flipped_byte_of_the_pickle_is_never_another_error(tmp_path):
+    of = model(layers=1)
+    write(tmp_path / "out", weights(layers=1, experts=0), of)
+    path = tmp_path / "out" / FIRST
+    unsharded = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        size = archive.getinfo("archive/data.pkl").file_size
+    for position in range(64, 64 + size, 3):
+        damaged = bytearray(unsharded)
+        damaged[position] ^= 0x10
+        path.write_bytes(damaged)
+        try:
+            read(tmp_path / "out", of)
+        except CheckpointError as error:
+            assert str(tmp_path) in str(error)
+
+
+def test_record_names_lead_nowhere(tmp_path, tensors):
+    write(tmp_path / "out", tensors, model())
+    path = tmp_path / "out" / FIRST
+    unsharded = path.read_bytes()
+    for name in (b"archive/data/1", b"archive/data.pkl"):
+        evil = (b"../../../" * 3)[: len(name)]
+        path.write_bytes(unsharded.replace(name, evil))
+        with pytest.raises(CheckpointError, match=re.escape(str(path))):
+            read(tmp_path / "out", model())
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out"]

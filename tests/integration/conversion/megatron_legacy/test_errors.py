@@ -1,0 +1,183 @@
+"""Checkpoints of Megatron's legacy layout that are refused: incomplete or contradictory ones."""
+
+import shutil
+from argparse import Namespace
+
+import pytest
+import torch
+
+from hf_megatron.conversion.interfaces import WEIGHT, Key, TargetOptions
+from hf_megatron.conversion.megatron_legacy.reader import MegatronLegacyReader
+from hf_megatron.conversion.megatron_legacy.writer import MegatronLegacyWriter
+from hf_megatron.conversion.output_folder import Output
+from hf_megatron.core.io.safetensors import TensorMeta
+from hf_megatron.errors import CheckpointError
+from tests.helpers.legacy_weights import (
+    FILE,
+    FIRST,
+    NORM,
+    QKV,
+    change,
+    check_equal,
+    model,
+    read,
+    set_value,
+    weights,
+    write,
+)
+
+
+@pytest.fixture
+def tensors():
+    return weights()
+
+
+@pytest.mark.parametrize(
+    ("layout", "further", "message"),
+    [
+        (TargetOptions(pp_size=3), {}, "num_layers 4 does not divide over pp_size 3"),
+        (TargetOptions(tp_size=3), {}, "num_attention_heads 4 does not divide over tp_size 3"),
+        (TargetOptions(tp_size=4), {"num_query_groups": 3}, "num_query_groups 3"),
+        (TargetOptions(ep_size=3), {}, "4 experts do not divide over ep_size 3"),
+        (TargetOptions(tp_size=16), {"num_attention_heads": 16}, "embedding.word_embeddings.weight, tp_size 16: 24"),
+        (TargetOptions(), {"settings": Namespace()}, "argument settings"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(tmp_path, tensors, layout, further, message):
+    with pytest.raises(CheckpointError, match=message):
+        write(tmp_path / "out", tensors, model(**further), layout)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_writer_wants_every_tensor_once(tmp_path, tensors):
+    with pytest.raises(CheckpointError, match="exp_avg of .* without optimizer state"):
+        write(tmp_path / "out", {Key("exp_avg", QKV): torch.zeros(24, 16)}, model())
+    with pytest.raises(CheckpointError, match=r"not_there\.weight"):
+        write(tmp_path / "out", {Key(WEIGHT, "decoder.layers.0.not_there.weight"): torch.zeros(1)}, model())
+    plan = {key: TensorMeta.of(tensor) for key, tensor in tensors.items()}
+    key = Key(WEIGHT, QKV)
+    with pytest.raises(CheckpointError, match="never came"), Output(tmp_path / "out") as output:
+        writer = MegatronLegacyWriter(output, plan, model(), TargetOptions(), 1)
+        writer.write(key, tensors[key])
+        with pytest.raises(CheckpointError, match="twice"):
+            writer.write(key, tensors[key])
+        with pytest.raises(CheckpointError, match="planned"):
+            writer.write(Key(WEIGHT, NORM), torch.zeros(3))
+        writer.finish()
+    assert not list(tmp_path.iterdir())
+
+
+BROKEN = {
+    "old": (set_value(["checkpoint_version"], 1.0), "checkpoint_version is 1.0"),
+    "no_version": (lambda content: content.pop("checkpoint_version"), "checkpoint_version is 0"),
+    "unknown": (
+        set_value(["model", "decoder.layers.0.new.weight"], torch.zeros(1)),
+        r"decoder\.layers\.0\.new\.weight",
+    ),
+    "before_core": (
+        set_value(["model", "language_model.encoder.weight"], torch.zeros(1)),
+        "embedding.word_embeddings.weight is no tensor of a GPT or BERT of Megatron-LM before Megatron-Core",
+    ),
+    "no_weights": (lambda content: content.pop("model"), "has no weights"),
+    "no_table": (set_value(["model"], [1]), "no table of names"),
+    "repeated": (
+        set_value(["model", QKV], torch.zeros(1).expand(1 << 40, 16)),
+        "linear_qkv.weight repeats the entries",
+    ),
+    "no_shape": (set_value(["model", QKV], torch.tensor(1.0)), "linear_qkv.weight is no tensor"),
+    "no_columns": (
+        set_value(["model", "decoder.layers.1.self_attention.linear_proj.weight"], torch.zeros(4)),
+        r"linear_proj\.weight in .* has the shape \(4,\)",
+    ),
+    "no_experts": (
+        set_value(["model", "decoder.layers.1.mlp.experts.weight1"], torch.zeros(3)),
+        "its experts is unclear",
+    ),
+    "no_number": (set_value(["model", f"decoder.layers.{'9' * 5000}.x"], torch.zeros(1)), "is not a tensor"),
+    "no_tensor": (set_value(["model", QKV], "text"), "linear_qkv.weight is no tensor"),
+    "no_layer": (
+        lambda content: [content["model"].pop(key) for key in list(content["model"]) if ".layers.1." in key],
+        r"numbered \[0, 2, 3\]",
+    ),
+    "too_few_layers": (
+        lambda content: [content["model"].pop(key) for key in list(content["model"]) if ".layers.3." in key],
+        "num_layers is 3, and 4 in the model",
+    ),
+    "more_ranks": (lambda content: setattr(content["args"], "tensor_model_parallel_size", 2), "mp_rank_01 is missing"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_checkpoint_is_refused_by_name(tmp_path, tensors, case):
+    edit, message = BROKEN[case]
+    write(tmp_path / "out", tensors, model())
+    change(tmp_path / "out" / FIRST, edit)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read(tmp_path / "out", model())
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", ["mp_rank_00_000_000", "mp_rank_01_001_001", "mp_rank_01_000_001"])
+def test_a_missing_rank_is_named(tmp_path, tensors, missing):
+    write(tmp_path / "out", tensors, model(), TargetOptions(2, 2, 2))
+    shutil.rmtree(tmp_path / "out" / "iter_0000007" / missing)
+    with pytest.raises(CheckpointError, match=f"{missing} is missing"):
+        read(tmp_path / "out", model())
+
+
+def test_a_missing_file_and_folder_are_named(tmp_path, tensors):
+    write(tmp_path / "out", tensors, model(), TargetOptions(tp_size=2))
+    (tmp_path / "out" / "iter_0000007" / "mp_rank_01" / FILE).unlink()
+    with pytest.raises(CheckpointError, match=f"mp_rank_01/{FILE} is missing"):
+        read(tmp_path / "out", model())
+    tracker = tmp_path / "out" / "latest_checkpointed_iteration.txt"
+    for text, message in (("8", "names iter_0000008"), ("../../x", "expected a number"), ("", "expected")):
+        tracker.write_text(text)
+        with pytest.raises(CheckpointError, match=message):
+            read(tmp_path / "out", model())
+    with pytest.raises(CheckpointError, match="is no folder"):
+        read(tmp_path / "nowhere", model())
+    with pytest.raises(CheckpointError, match="no folders mp_rank"):
+        read(tmp_path, model())
+
+
+@pytest.mark.parametrize("layout", [TargetOptions(tp_size=2), TargetOptions(ep_size=2)], ids=["tp", "ep"])
+def test_copies_that_differ_are_refused(tmp_path, tensors, layout):
+    write(tmp_path / "out", tensors, model(), layout)
+    second = sorted((tmp_path / "out").rglob("*.pt"))[1]
+    change(second, lambda content: content["model"][NORM].add_(1))
+    with pytest.raises(CheckpointError, match="should be copies") as caught:
+        read(tmp_path / "out", model())
+    assert NORM in str(caught.value) and str(second) in str(caught.value)
+
+
+def test_a_tied_copy_that_differs_is_refused(tmp_path):
+    of = model(tied=True)
+    write(tmp_path / "out", weights(tied=True), of, TargetOptions(pp_size=2))
+    change(
+        tmp_path / "out" / "iter_0000007" / "mp_rank_00_001" / FILE,
+        lambda content: content["model"]["output_layer.weight"].add_(1),
+    )
+    with pytest.raises(CheckpointError, match="output_layer.weight.*differ"):
+        read(tmp_path / "out", of)
+
+
+def test_ranks_with_other_tensors_or_shapes_are_refused(tmp_path, tensors):
+    write(tmp_path / "out", tensors, model(), TargetOptions(tp_size=2))
+    second = tmp_path / "out" / "iter_0000007" / "mp_rank_01" / FILE
+    saved = second.read_bytes()
+    change(second, lambda content: content["model"].pop(NORM))
+    with pytest.raises(CheckpointError, match="differ in which tensors"):
+        read(tmp_path / "out", model())
+    second.write_bytes(saved)
+    change(second, set_value(["model", QKV], torch.zeros(3, 16)))
+    with pytest.raises(CheckpointError, match="where another rank has"):
+        read(tmp_path / "out", model())
+
+
+def test_optimizer_state_is_refused_with_the_way_round_it(tmp_path, tensors):
+    write(tmp_path / "out", tensors, model())
+    change(tmp_path / "out" / FIRST, set_value(["optimizer"], {"state": {0: torch.zeros(2)}}))
+    with MegatronLegacyReader(tmp_path / "out", model()) as reader:
+        assert "--dist-ckpt-optim-fully-reshardable" in reader.optimizer_refusal
+    check_equal(read(tmp_path / "out", model()), tensors)

@@ -1,0 +1,205 @@
+"""Megatron's legacy layout: round trips over numbers of ranks, what torch makes of the files, memory."""
+
+import enum
+import io
+import itertools
+import re
+import signal
+import sys
+import threading
+import time
+import types
+import zipfile
+from argparse import Namespace
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from hf_megatron.conversion.interfaces import WEIGHT, Key, MegatronModel, TargetOptions
+from hf_megatron.conversion.megatron_legacy.reader import MegatronLegacyReader
+from hf_megatron.conversion.megatron_legacy.writer import MegatronLegacyWriter
+from hf_megatron.conversion.output_folder import Output
+from hf_megatron.core.io.safetensors import TensorMeta
+from tests.helpers.legacy_weights import FILE, FIRST, QKV, change, check_equal, model, read, weights, write
+
+
+@pytest.fixture
+def tensors():
+    return weights()
+
+
+OPTIONS = [{}, {"local_names": True}, {"local_names": True, "grouped_experts": True, "expert_tp_size": 1}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["te", "local", "whole_experts"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("sizes", list(itertools.product((1, 2, 4), (1, 2, 4), (1, 2))), ids=str)
+def test_round_trip(tmp_path, sizes, tied, options):
+    expected = weights(tied=tied)
+    layout = TargetOptions(*sizes)
+    write(tmp_path / "out", expected, model(tied=tied), layout, **options)
+    files = list((tmp_path / "out").rglob("*.pt"))
+    assert len(files) == layout.tp_size * layout.pp_size * layout.ep_size
+    check_equal(read(tmp_path / "out", model(tied=tied)), expected)
+    check_equal(read(tmp_path / "out" / "iter_0000007", model(tied=tied)), expected)
+
+
+@pytest.mark.parametrize("local_names", [False, True])
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_round_trip_of_latent_attention(tmp_path, tp_size, local_names):
+    expected = weights(latent=True)
+    write(tmp_path / "out", expected, model(), TargetOptions(tp_size), local_names=local_names)
+    rank = torch.load(tmp_path / "out" / FIRST, weights_only=False)["model"]
+    rows = rank["decoder.layers.0.self_attention.linear_kv_down_proj.weight"].shape[0]
+    assert rows == (12 // tp_size if local_names else 12)
+    check_equal(read(tmp_path / "out", model()), expected)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_torch_loads_what_is_written(tmp_path, tensors, mapped):
+    write(tmp_path / "out", tensors, model(), TargetOptions(tp_size=2, make_vocab_size_divisible_by=12))
+    path = tmp_path / "out" / FIRST
+    content = torch.load(path, weights_only=False, mmap=mapped)
+    # Records of tensors have no checksum, as torch writes them with `set_crc32_options(False)`.
+    assert not any(record.CRC for record in zipfile.ZipFile(path).infolist() if "/data/" in record.filename)
+    assert content["checkpoint_version"] == 3.0 and content["iteration"] == 7
+    args = content["args"]
+    assert isinstance(args, Namespace)
+    assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (2, 1)
+    assert (args.padded_vocab_size, args.make_vocab_size_divisible_by) == (24, 12)
+    assert args.params_dtype == torch.bfloat16 and args.num_layers == 4
+    held = content["model"]
+    assert torch.equal(held[QKV], tensors[Key(WEIGHT, QKV)][:12])
+    gate, up = tensors[Key(WEIGHT, "decoder.layers.0.mlp.linear_fc1.weight")].chunk(2)
+    assert torch.equal(held["decoder.layers.0.mlp.linear_fc1.weight"], torch.cat([gate[:4], up[:4]]))
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in held.values() if tensor is not None and mapped)
+    with torch.serialization.safe_globals([Namespace]):
+        torch.load(path, weights_only=True)
+
+
+def test_a_release(tmp_path, tensors):
+    write(tmp_path / "out", tensors, model(), iteration=None)
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert (tmp_path / "out" / "release" / "mp_rank_00" / FILE).is_file()
+    with MegatronLegacyReader(tmp_path / "out", model()) as reader:
+        assert reader.iteration is None and reader.optimizer_refusal is None
+    check_equal(read(tmp_path / "out", model()), tensors)
+
+
+def test_folders_of_two_numbers_without_arguments(tmp_path, tensors):
+    for name, layout in (("pp", TargetOptions(pp_size=2)), ("ep", TargetOptions(ep_size=2))):
+        write(tmp_path / name, tensors, model(), layout)
+        for path in (tmp_path / name).rglob("*.pt"):
+            change(path, lambda content: content.pop("args"))
+        check_equal(read(tmp_path / name, model()), tensors)
+
+
+def test_virtual_stages(tmp_path, tensors):
+    """Of four layers on two stages in two rounds, the first stage has 0 and 2, the second 1 and 3."""
+    write(tmp_path / "out", tensors, model())
+    content = torch.load(tmp_path / "out" / FIRST, weights_only=False)
+    for stage in range(2):
+        held = {key: value for key, value in content.items() if key != "model"}
+        for chunk in range(2):
+            prefix = f"decoder.layers.{2 * chunk + stage}."
+            held[f"model{chunk}"] = {
+                key.replace(prefix, "decoder.layers.0."): value
+                for key, value in content["model"].items()
+                if key.startswith(prefix)
+                or (key.startswith("embedding.") and (stage, chunk) == (0, 0))
+                or (key.startswith(("decoder.final", "output_layer")) and (stage, chunk) == (1, 1))
+            }
+        held["args"].pipeline_model_parallel_size = 2
+        path = tmp_path / "virtual" / f"mp_rank_00_{stage:03d}" / FILE
+        path.parent.mkdir(parents=True)
+        torch.save(held, path)
+    check_equal(read(tmp_path / "virtual", model()), tensors)
+
+
+def test_experts_in_one_tensor(tmp_path, tensors):
+    """As GroupedMLP has them (moe/experts.py, sh_ten_merge_fn)."""
+    write(tmp_path / "out", tensors, model(), TargetOptions(tp_size=2, ep_size=2), local_names=True)
+
+    def merge(content):
+        held = content["model"]
+        for layer in ("decoder.layers.1.mlp.experts.", "decoder.layers.3.mlp.experts."):
+            for number, linear in enumerate(("linear_fc1", "linear_fc2"), 1):
+                names = [f"{layer}local_experts.{expert}.{linear}." for expert in range(2)]
+                stacked = torch.stack([held.pop(f"{name}weight") for name in names])
+                hidden = stacked.transpose(1, 2).contiguous()
+                held[f"{layer}weight{number}"] = hidden.view(16, -1) if number == 1 else hidden.view(-1, 16)
+                for name in names:
+                    held.pop(f"{name}bias")
+
+    for path in (tmp_path / "out").rglob("*.pt"):
+        change(path, merge)
+    without = {key: tensor for key, tensor in tensors.items() if ".experts.experts.linear" not in key.name}
+    without |= {key: tensor for key, tensor in tensors.items() if re.search(r"experts\.experts.*weight", key.name)}
+    found = read(tmp_path / "out", model())
+    check_equal({key: found[key] for key in without}, without)
+    assert found.keys() == without.keys()
+
+
+def test_what_megatron_saves_beside_weights_is_left_out(tmp_path, tensors, monkeypatch):
+    """Enumerations of its arguments, random states and fp8 states (megatron/core/safe_globals.py)."""
+    for name in ("megatron", "megatron.core", "megatron.core.enums"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    kinds = enum.Enum("ModelType", ["encoder_or_decoder"], module="megatron.core.enums")
+    sys.modules["megatron.core.enums"].ModelType = kinds
+    write(tmp_path / "out", tensors, model())
+
+    def edit(content):
+        content["args"].model_type = kinds.encoder_or_decoder
+        content["args"].signal = signal.SIGTERM
+        content["args"].path = tmp_path
+        content["rng_state"] = [
+            {"np_rng_state": numpy.random.get_state(), "torch_rng_state": torch.get_rng_state(), "python": (3, (1,))}
+        ]
+        content["opt_param_scheduler"] = {"max_lr": numpy.float64(1e-3), "num_steps": 7}
+        content["model"]["output_layer._extra_state"] = io.BytesIO(b"fp8")
+        content["model"]["decoder.layers.0.self_attention.linear_qkv._extra_state"] = torch.zeros(3)
+
+    change(tmp_path / "out" / FIRST, edit)
+    check_equal(read(tmp_path / "out", model()), tensors)
+
+
+def test_memory_stays_a_few_tensors(tmp_path):
+    """Rank files are read and written piece by piece: 192 MiB pass through, 8 MiB at a time."""
+    rows, hidden, layers = 1024, 2048, 24
+    names = [f"decoder.layers.{number}.mlp.linear_fc1.weight" for number in range(layers)]
+    plan = {Key(WEIGHT, name): TensorMeta((rows, hidden), torch.float32) for name in names}
+    largest = rows * hidden * 4
+    of = MegatronModel({"num_layers": layers}, gated=True)
+    peak, done = 0, threading.Event()
+
+    def watch():
+        nonlocal peak
+        while not done.is_set():
+            peak = max(peak, anonymous())
+            time.sleep(0.001)
+
+    def convert(source, target: Path, layout: TargetOptions):
+        with Output(target) as output:
+            writer = MegatronLegacyWriter(output, plan, of, layout, 1)
+            for key in plan:
+                writer.write(key, source(key))
+            writer.finish()
+
+    convert(lambda key: torch.zeros(rows, hidden), tmp_path / "first", TargetOptions(tp_size=2))
+    before = anonymous()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        with MegatronLegacyReader(tmp_path / "first", of) as reader:
+            convert(reader.read, tmp_path / "second", TargetOptions(tp_size=4))
+    finally:
+        done.set()
+        watcher.join()
+    assert peak - before < 5 * largest
+
+
+def anonymous() -> int:
+    """Bytes of memory that are no mapped file."""
+    return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10

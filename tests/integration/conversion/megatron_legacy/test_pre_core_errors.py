@@ -1,0 +1,176 @@
+"""Checkpoints of Megatron-LM before Megatron-Core that are refused: damaged, unknown, or of another model."""
+
+import re
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_megatron.conversion import convert
+from hf_megatron.errors import CheckpointError
+from tests.helpers.megatron_pre_core import bert_parts, gpt2_parts, llama_parts, write_checkpoint
+from tests.helpers.tiny_models import tiny_model
+
+LAYER = "layers.1.attention.query_key_value.weight"
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory) -> tuple[Path, object]:
+    folder, model = tmp_path_factory.mktemp("gpt2") / "hf", tiny_model("gpt2")
+    model.save_pretrained(folder)
+    return folder, model
+
+
+def change(path: Path, edit: Callable[[dict], object]) -> None:
+    content = torch.load(path, weights_only=False)
+    edit(content)
+    torch.save(content, path)
+
+
+def refusal(source: Path, config: Path) -> str:
+    """The error of a conversion, which is one line, names the checkpoint and leaves nothing behind."""
+    target = source.with_name("out")
+    with pytest.raises(CheckpointError) as caught:
+        convert(source, target, "hf", config=str(config))
+    assert not target.exists()
+    text = str(caught.value)
+    assert "\n" not in text and str(source) in text
+    return text
+
+
+def layers(content: dict) -> dict:
+    return content["model"]["language_model"]["transformer"]
+
+
+def nested_in_itself(content: dict) -> None:
+    content["model"]["language_model"]["embedding"]["more"] = content["model"]["language_model"]
+
+
+def twice(content: dict) -> None:
+    layers(content)["layers.1.self_attention.query_key_value.weight"] = layers(content)[LAYER]
+
+
+DAMAGED = {
+    "a tensor is missing": (lambda content: layers(content).pop(LAYER), r"does not fit .*h\.1\.attn\.c_attn\.weight"),
+    "embeddings are missing": (
+        lambda content: content["model"]["language_model"].pop("embedding"),
+        r"does not fit .*transformer\.wte\.weight",
+    ),
+    "a layer is missing": (
+        lambda content: [layers(content).pop(name) for name in list(layers(content)) if "layers.1." in name],
+        "num_layers is 1, and 2 in the model",
+    ),
+    "an unknown tensor": (
+        lambda content: layers(content).update({"layers.0.inter_attention.query.weight": torch.zeros(1)}),
+        r"transformer\.layers\.0\.inter_attention\.query\.weight is no tensor of a GPT or BERT",
+    ),
+    "an unknown model": (
+        lambda content: content["model"].update(classification_head={"weight": torch.zeros(2, 2)}),
+        r"classification_head\.weight is no tensor",
+    ),
+    "a decoder beside it": (
+        lambda content: content["model"]["language_model"].update(decoder={"layers.0.x": torch.zeros(1)}),
+        r"language_model\.decoder\.layers\.0\.x is no tensor",
+    ),
+    "one tensor under two names": (twice, "linear_qkv.weight twice"),
+    "no tensor": (lambda content: layers(content).update({LAYER: "text"}), "linear_qkv.weight is no tensor"),
+    "deeper tables": (
+        lambda content: content["model"]["language_model"]["embedding"]["word_embeddings"].update(more={"weight": {}}),
+        r"word_embeddings\.more is no tensor",
+    ),
+    "a table that holds itself": (nested_in_itself, "the same parts again and again"),
+    "a number as a name": (lambda content: layers(content).update({5: torch.zeros(1)}), "no table of names"),
+    "rows that do not divide": (
+        lambda content: layers(content).update({LAYER: layers(content)[LAYER][:-1].clone()}),
+        "191 rows of query, key and value on 1 ranks are not those of 4 heads",
+    ),
+    "version 1.5": (lambda content: content.update(checkpoint_version=1.5), "checkpoint_version is 1.5: expected one"),
+    "version 4.0": (lambda content: content.update(checkpoint_version=4.0), "checkpoint_version is 4.0: expected one"),
+    "version -1": (lambda content: content.update(checkpoint_version=-1), "checkpoint_version is -1: expected one"),
+    "no number": (lambda content: content.update(checkpoint_version="2.0"), "checkpoint_version or iteration is not"),
+    "a truth value": (
+        lambda content: content.update(checkpoint_version=True),
+        "checkpoint_version or iteration is not",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damage_is_named(gpt2, tmp_path, case):
+    folder, model = gpt2
+    edit, message = DAMAGED[case]
+    source = write_checkpoint(tmp_path / "megatron", gpt2_parts(model), "2020", 0)
+    change(next(source.rglob("*.pt")), edit)
+    assert re.search(message, refusal(source, folder))
+
+
+ARGUMENTS = {
+    "heads": ({"num_attention_heads": 8}, "num_attention_heads is 8, and 4 by the config"),
+    "norms": ({"layernorm_epsilon": 1e-6}, "norm_epsilon is 1e-06, and 1e-05 by the config"),
+    "ranks": ({"model_parallel_size": 2}, "mp_rank_01 is missing"),
+    "residual": (
+        {"apply_residual_connection_post_layernorm": True},
+        "apply_residual_connection_post_layernorm is True",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments_have_to_be_those_of_the_config(gpt2, tmp_path, case):
+    folder, model = gpt2
+    args, message = ARGUMENTS[case]
+    same = {"num_layers": 2, "num_attention_heads": 4, "layernorm_epsilon": 1e-5, "model_parallel_size": 1}
+    source = write_checkpoint(tmp_path / "megatron", gpt2_parts(model), "2020", 1.0, args={**same, **args})
+    assert message in refusal(source, folder)
+    source = write_checkpoint(tmp_path / "same", gpt2_parts(model), "2020", 1.0, args={"kv_channels": None, **same})
+    convert(source, tmp_path / "hf", "hf", config=str(folder))
+
+
+def test_ranks_of_two_versions(gpt2, tmp_path):
+    folder, model = gpt2
+    source = write_checkpoint(tmp_path / "megatron", gpt2_parts(model), "2020", 2.0, tp=2)
+    change(sorted(source.rglob("*.pt"))[1], lambda content: content.update(checkpoint_version=1.0))
+    assert "checkpoint_version is 1.0 where another rank has 2.0" in refusal(source, folder)
+
+
+def test_older_orders_know_no_groups(tmp_path):
+    """Grouped queries came long after version 2.0."""
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "hf")
+    source = write_checkpoint(tmp_path / "megatron", llama_parts(model), "2023", 3.0)
+    change(next(source.rglob("*.pt")), lambda content: content.update(checkpoint_version=1.0))
+    assert "4 heads and 2 groups in checkpoint_version 1.0" in refusal(source, tmp_path / "hf")
+
+
+def test_another_model_type_is_refused(gpt2, tmp_path):
+    folder, _ = gpt2
+    source = write_checkpoint(tmp_path / "megatron", bert_parts(tiny_model("megatron_bert")), "2020", 0)
+    assert "have no counterpart in GPT2LMHeadModel" in refusal(source, folder)
+
+
+def test_a_vocabulary_smaller_than_that_of_the_config(gpt2, tmp_path):
+    folder, model = gpt2
+    parts = gpt2_parts(model)
+    parts.embeddings["word"] = parts.embeddings["word"][:128].clone()
+    source = write_checkpoint(tmp_path / "megatron", parts, "2020", 0, rows=128)
+    assert "(128, 64)" in refusal(source, folder)
+
+
+def test_loss_scalers_of_older_files_are_passed_over(gpt2, tmp_path, monkeypatch):
+    """Their module, `fp16.loss_scaler`, is no part of Megatron's package; nothing of it is looked up."""
+    folder, model = gpt2
+    module = types.ModuleType("fp16.loss_scaler")
+    scaler = type("DynamicLossScaler", (), {"__module__": "fp16.loss_scaler"})
+    module.DynamicLossScaler = scaler
+    source = write_checkpoint(tmp_path / "megatron", gpt2_parts(model), "2020", 0)
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "fp16", types.ModuleType("fp16"))
+        patched.setitem(sys.modules, "fp16.loss_scaler", module)
+        change(
+            next(source.rglob("*.pt")),
+            lambda content: content.update(optimizer={"loss_scaler": scaler()}, total_iters=5, args=None),
+        )
+    convert(source, tmp_path / "out", "hf", config=str(folder))

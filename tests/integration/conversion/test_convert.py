@@ -1,0 +1,412 @@
+"""`hf-megatron convert` and `verify`: every family through every layout, and all that must be refused."""
+
+import json
+import os
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+from typer.testing import CliRunner
+
+from hf_megatron import CheckpointError, ConfigError, RankError, UnsupportedError
+from hf_megatron.cli import app
+from hf_megatron.conversion import TargetOptions, compare, convert, plan_conversion
+from hf_megatron.conversion.families import check_config
+from hf_megatron.conversion.formats import FORMATS
+from hf_megatron.conversion.interfaces import WEIGHT, Key
+from hf_megatron.conversion.output_folder import Output
+from hf_megatron.core.fork_harness import run_ranks
+from tests.helpers.tiny_models import FAMILIES, tiny_model
+
+OTHERS = [name for name in FORMATS if name != "hf"]
+
+
+def split(to: str, **sizes: int) -> TargetOptions:
+    """For two tensor parallel ranks, where the format knows of any."""
+    return TargetOptions(tp_size=2, **sizes) if to.startswith("megatron") else TargetOptions()
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def assert_equal(first: Path, second: Path) -> None:
+    """The same names, dtypes and bytes."""
+    one, other = tensors_of(first), tensors_of(second)
+    assert one.keys() == other.keys()
+    for name in one:
+        assert one[name].dtype == other[name].dtype, name
+        assert torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)), name
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("llama") / "hf"
+    tiny_model("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_every_layout_gives_back_the_bytes(case, tmp_path):
+    source = tmp_path / "hf"
+    model = tiny_model(case, torch.bfloat16)
+    model.save_pretrained(source, max_shard_size="100KB")
+    for to in OTHERS:
+        # An encoder and a decoder lie on one stage.
+        even = model.config.num_hidden_layers == 2 and not model.config.is_encoder_decoder
+        pipeline = 2 if to == "megatron_legacy" and even else 1
+        convert(source, tmp_path / to, to, options=split(to, pp_size=pipeline))
+        convert(tmp_path / to, tmp_path / f"{to}-hf", "hf")
+        assert_equal(source, tmp_path / f"{to}-hf")
+
+
+@pytest.mark.parametrize("first", OTHERS)
+@pytest.mark.parametrize("second", OTHERS)
+def test_between_any_two_layouts(llama, tmp_path, first, second):
+    convert(llama, tmp_path / "first", first, options=split(first))
+    convert(tmp_path / "first", tmp_path / "second", second, options=split(second, make_vocab_size_divisible_by=32))
+    report = convert(tmp_path / "second", tmp_path / "hf", "hf", verify=True, logits=True)
+    assert report.comparison is not None
+    assert (report.comparison.equal, report.comparison.logits) == (True, 0.0)
+    assert_equal(llama, tmp_path / "hf")
+
+
+def loaded_logits(folder: Path) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    from hf_megatron import MegatronConfig
+
+    model = AutoModelForCausalLM.from_pretrained(folder, megatron_config=MegatronConfig(tp_size=2)).eval()
+    with torch.no_grad():
+        return model(torch.arange(16)[None]).logits
+
+
+@pytest.mark.parametrize("to", OTHERS)
+def test_from_pretrained_reads_every_layout(llama, tmp_path, to):
+    convert(llama, tmp_path / "made", to, options=split(to))
+    expected = run_ranks(loaded_logits, 2, llama)
+    found = run_ranks(loaded_logits, 2, tmp_path / "made")
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    # An error is the same on all ranks.
+    largest = max((path for path in (tmp_path / "made").rglob("*") if path.is_file()), key=os.path.getsize)
+    os.truncate(largest, 100)
+    with pytest.raises(RankError, match="(?s)rank 0.*Opening.*rank 1.*Opening"):
+        run_ranks(loaded_logits, 2, tmp_path / "made")
+
+
+def test_padded_rows_are_zero_and_cut(llama, tmp_path):
+    report = convert(llama, tmp_path / "core", "megatron_core", options=TargetOptions(tp_size=2))
+    (row,) = [row for row in report.rows if row[0] == "model.embed_tokens.weight"]
+    assert row[1] == "embedding.word_embeddings.weight"
+    from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
+
+    with MegatronCoreReader(tmp_path / "core") as reader:
+        embedding = reader.read(Key(WEIGHT, "embedding.word_embeddings.weight"))
+    assert embedding.shape == (256, 64)
+    assert not embedding[250:].any()
+
+
+def test_a_plan_reads_and_writes_nothing(llama, tmp_path):
+    result = CliRunner().invoke(app, ["convert", str(llama), str(tmp_path / "out"), "--to", "torch_dist", "--plan"])
+    assert result.exit_code == 0, result.output
+    assert (
+        "model.layers.1.self_attn.q_proj.weight -> decoder.layers.1.self_attention.linear_qkv.weight" in result.output
+    )
+    assert "21 tensors" in result.output
+    assert not (tmp_path / "out").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_line(llama, tmp_path):
+    run = CliRunner().invoke
+    result = run(app, ["convert", str(llama), str(tmp_path / "core"), "--to", "torch_dist", "--verify", "--logits"])
+    assert result.exit_code == 0, result.output
+    assert "0 different" in result.output
+    assert "largest difference of logits 0.000e+00" in result.output
+    assert run(app, ["verify", str(llama), str(tmp_path / "core"), "--logits"]).exit_code == 0
+    again = run(app, ["convert", str(llama), str(tmp_path / "core"), "--to", "hf"])
+    assert (again.exit_code, "exists" in again.output) == (1, True)
+    wrong = run(app, ["convert", str(llama), str(tmp_path / "x"), "--to", "zarr"])
+    assert (wrong.exit_code, "megatron_core" in wrong.output) == (2, True)
+
+
+def test_verify_finds_one_changed_entry(llama, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(llama, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-3
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    comparison = compare(llama, other, logits=True)
+    assert [str(key) for key in comparison.different] == ["model.layers.1.mlp.up_proj.weight"]
+    assert comparison.logits > 0
+    result = CliRunner().invoke(app, ["verify", str(llama), str(other)])
+    assert result.exit_code == 1
+    assert "model.layers.1.mlp.up_proj.weight" in result.output
+
+
+def test_unknown_and_missing_tensors_are_named(llama, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(llama, other)
+    tensors = load_file(other / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    tensors["model.layers.0.mlp.side_proj.weight"] = torch.zeros(2)
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"1 missing \(model.layers.0.mlp.up_proj.weight\).*side_proj"):
+        convert(other, tmp_path / "out", "sharded")
+    convert(llama, tmp_path / "core", "megatron_core")
+    config = json.loads((tmp_path / "core" / "config.json").read_text())
+    config["num_hidden_layers"] = 1
+    (tmp_path / "core" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="num_layers is 2, and 1 by the config"):
+        convert(tmp_path / "core", tmp_path / "out", "hf")
+    common = tmp_path / "core" / "release" / "common.pt"
+    torch.save({"iteration": torch.load(common, weights_only=False)["iteration"]}, common)
+    with pytest.raises(CheckpointError, match="decoder.layers.1"):
+        convert(tmp_path / "core", tmp_path / "out", "hf", checksums=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_config_of_another_model_is_refused(llama, tmp_path):
+    convert(llama, tmp_path / "core", "megatron_core")
+    config = json.loads((tmp_path / "core" / "config.json").read_text())
+    config["num_key_value_heads"] = 4
+    (tmp_path / "core" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="num_query_groups is 2, and 4 by the config"):
+        convert(tmp_path / "core", tmp_path / "out", "hf")
+    (tmp_path / "core" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="--config"):
+        convert(tmp_path / "core", tmp_path / "out", "hf")
+    convert(tmp_path / "core", tmp_path / "out", "hf", config=str(llama))
+    assert_equal(llama, tmp_path / "out")
+
+
+def test_families_without_names_are_refused(tmp_path):
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64, "max_position_embeddings": 32}
+    config = OPTConfig(hidden_size=32, ffn_dim=32, word_embed_proj_dim=32, **sizes)
+    OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
+    with pytest.raises(UnsupportedError, match="'opt'.*llama"):
+        plan_conversion(tmp_path / "opt", tmp_path / "out", "megatron_core")
+    # Layouts under Hugging Face names need no rules.
+    convert(tmp_path / "opt", tmp_path / "sharded", "sharded", verify=True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("bert", {}, "norms before attention and MLP, BERT behind them; .* is megatron-bert"),
+        ("umt5", {}, "one bias of relative positions for all layers, UMT5 one in each"),
+        ("mamba", {}, "that of Mamba2"),
+        ("megatron-bert", {"is_decoder": True}, "is_decoder: attention of Megatron's BertModel looks both ways"),
+        ("mamba2", {"conv_kernel": 3}, "conv_kernel=3: MambaMixer of Megatron-Core has 4"),
+        ("mamba2", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06: MambaMixer of Megatron-Core has 1e-05"),
+        ("mamba2", {"use_bias": True}, "use_bias=True: MambaMixer of Megatron-Core has False"),
+        ("nemotron_h", {"mlp_bias": True}, "mlp_bias: add_bias_linear of Megatron-Core would give attention biases"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act=silu: known is relu2"),
+        ("nemotron_h", {"norm_topk_prob": False}, "norm_topk_prob: Megatron-Core divides the weights of experts"),
+    ],
+)
+def test_what_megatron_computes_otherwise_is_refused_by_name(model_type, changes, reason):
+    with pytest.raises(UnsupportedError, match=reason):
+        check_config(AutoConfig.for_model(model_type, **changes))
+
+
+def convert_with_little_disk(source: Path, target: Path) -> None:
+    """In a process whose files may not grow: the system answers each further write with an error."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    convert(source, target, "sharded")
+
+
+def test_nothing_is_left_of_an_interrupted_conversion(llama, tmp_path):
+    with pytest.raises(RankError, match="cannot be written.*File too large"):
+        run_ranks(convert_with_little_disk, 1, llama, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    # What a killed process leaves is removed by the next conversion to the same target.
+    (tmp_path / f".tmp-out-{'0' * 32}").mkdir()
+    convert(llama, tmp_path / "out", "sharded")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_space_is_checked_first(tmp_path):
+    with pytest.raises(CheckpointError, match="1,152,921,504,606,846,976 bytes are needed and [0-9,]+ are free"):
+        Output(tmp_path / "out", 1 << 60)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_flipped_bit_is_found(llama, tmp_path, to):
+    convert(llama, tmp_path / "made", to)
+    largest = max((path for path in (tmp_path / "made").rglob("*") if path.is_file()), key=os.path.getsize)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    with pytest.raises(CheckpointError, match=largest.name):
+        convert(tmp_path / "made", tmp_path / "out", "hf" if to != "hf" else "sharded")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_truncated_file_is_found_without_checksums_too(llama, tmp_path, to):
+    convert(llama, tmp_path / "made", to)
+    largest = max((path for path in (tmp_path / "made").rglob("*") if path.is_file()), key=os.path.getsize)
+    os.truncate(largest, largest.stat().st_size - 1000)
+    with pytest.raises(CheckpointError, match=largest.name):
+        target = "hf" if to != "hf" else "sharded"
+        convert(tmp_path / "made", tmp_path / "out", target, checksums=False)
+    assert not (tmp_path / "out").exists()
+
+
+class Bomb:
+    def __init__(self, command: str):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def test_pickles_and_paths_out_of_the_folder_are_refused(llama, tmp_path):
+    canary, folder = tmp_path / "canary", tmp_path / "bad"
+    folder.mkdir()
+    shutil.copy(llama / "config.json", folder)
+    torch.save({"model.norm.weight": Bomb(f"touch {canary}")}, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pytorch_model.bin"):
+        convert(folder, tmp_path / "out", "sharded")
+    (folder / "pytorch_model.bin").unlink()
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "../hf/model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"\.\./hf"):
+        convert(folder, tmp_path / "out", "sharded")
+    (folder / "model.safetensors.index.json").unlink()
+    os.symlink(llama / "model.safetensors", folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="leads out"):
+        convert(folder, tmp_path / "out", "sharded")
+    (folder / "model.safetensors").unlink()
+    (folder / "latest_checkpointed_iteration.txt").write_text("../hf")
+    with pytest.raises(CheckpointError, match=r"'\.\./hf'"):
+        convert(folder, tmp_path / "out", "hf")
+    assert not canary.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad"]
+
+
+def test_links_and_large_files_are_not_copied(llama, tmp_path):
+    folder = tmp_path / "linked"
+    shutil.copytree(llama, folder)
+    (tmp_path / "secret").write_text("token")
+    os.symlink(tmp_path / "secret", folder / "notes.txt")
+    with pytest.raises(CheckpointError, match="notes.txt leads out"):
+        convert(folder, tmp_path / "out", "sharded")
+    (folder / "notes.txt").unlink()
+    with open(folder / "data.parquet", "wb") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(CheckpointError, match="data.parquet"):
+        convert(folder, tmp_path / "out", "sharded")
+    assert not (tmp_path / "out").exists()
+
+
+def with_moments(source: Path, target: Path, frozen: str, **options) -> None:
+    """A sharded checkpoint with an optimizer's state, of a run that trains everything but one weight."""
+    from accelerate import Accelerator
+    from transformers import AutoModelForCausalLM
+
+    from hf_megatron import MegatronConfig
+
+    model = AutoModelForCausalLM.from_pretrained(source, megatron_config=MegatronConfig(dp_size=2))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name != frozen)
+    accelerator = Accelerator(cpu=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=1e-3, **options))
+    ids = torch.arange(16)[None]
+    accelerator.backward(model(input_ids=ids, labels=ids).loss)
+    optimizer.step()
+    accelerator.save_state(target)
+
+
+def test_moments_without_their_counterparts_are_named(llama, tmp_path):
+    run_ranks(with_moments, 2, llama, tmp_path / "state", "model.layers.1.self_attn.v_proj.weight")
+    for action in (plan_conversion, convert):
+        with pytest.raises(CheckpointError, match="exp_avg of model.layers.1.self_attn.q_proj.weight.*frozen"):
+            action(tmp_path / "state", tmp_path / "core", "megatron_core")
+    convert(tmp_path / "state", tmp_path / "core", "megatron_core", optimizer=False, verify=True)
+    convert(tmp_path / "state", tmp_path / "dcp", "dcp", verify=True)
+
+
+def test_state_beside_the_moments_is_refused_by_name(llama, tmp_path):
+    run_ranks(with_moments, 2, llama, tmp_path / "state", "", amsgrad=True)
+    with pytest.raises(CheckpointError, match="max_exp_avg_sq"):
+        convert(tmp_path / "state", tmp_path / "core", "megatron_core")
+
+
+@pytest.mark.parametrize("to", OTHERS)
+def test_shapes_are_those_of_the_config(llama, tmp_path, to):
+    convert(llama, tmp_path / "made", to)
+    other = tmp_path / "other"
+    other.mkdir()
+    config = json.loads((llama / "config.json").read_text())
+    config["intermediate_size"] = 64
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="ffn_hidden_size|gate_proj|down_proj"):
+        convert(tmp_path / "made", tmp_path / "out", "hf", config=str(other))
+
+
+def test_a_running_conversion_is_left_alone(llama, tmp_path):
+    running = Output(tmp_path / "out")
+    Output(tmp_path / "out")
+    assert running.directory.is_dir()
+
+
+def test_bin_files_and_old_names_are_read(llama, tmp_path):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    shutil.copy(llama / "config.json", folder)
+    tensors = load_file(llama / "model.safetensors")
+    # Checkpoints of base models lack the prefix, old ones have buffers that are computed today.
+    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    tensors["layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+    torch.save(tensors, folder / "pytorch_model.bin")
+    convert(folder, tmp_path / "hf", "hf")
+    assert_equal(llama, tmp_path / "hf")
+
+
+def test_a_tied_weight_that_is_stored_twice(tmp_path):
+    tiny_model("llama_tied").save_pretrained(tmp_path / "tied")
+    tensors = load_file(tmp_path / "tied" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "tied" / "model.safetensors", {"format": "pt"})
+    convert(tmp_path / "tied", tmp_path / "core", "megatron_core")
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, tmp_path / "tied" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="lm_head.weight.*differ"):
+        convert(tmp_path / "tied", tmp_path / "other", "megatron_core")
+
+
+def test_round_trip_only_is_said(tmp_path):
+    tiny_model("gemma2").save_pretrained(tmp_path / "gemma2")
+    arguments = ["convert", str(tmp_path / "gemma2"), str(tmp_path / "core"), "--to", "torch_dist"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "format checked by round trip only" in result.output
+    assert "format checked by round trip only" in (tmp_path / "core" / "README.md").read_text()
+    assert "round trip only" in json.loads((tmp_path / "core" / "conversion.json").read_text())["notes"][0]
+
+
+def test_sizes_are_checked(llama, tmp_path):
+    with pytest.raises(ConfigError, match="tp_size=0"):
+        TargetOptions(tp_size=0)
+    with pytest.raises(ConfigError, match="pp_size=3 means nothing to megatron_core.*tp_size"):
+        plan_conversion(llama, tmp_path / "out", "megatron_core", options=TargetOptions(pp_size=3))
+    with pytest.raises(ConfigError, match="tp_size=2 means nothing to sharded.*none"):
+        convert(llama, tmp_path / "out", "sharded", options=TargetOptions(tp_size=2))
+    with pytest.raises((CheckpointError, ConfigError), match="3"):
+        convert(llama, tmp_path / "out", "megatron_legacy", options=TargetOptions(pp_size=3))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,313 @@
+"""What a conversion looks at before it works: how many, how large, which sizes and where; and what its bar counts."""
+
+import contextlib
+import gc
+import json
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from typer.testing import CliRunner
+
+from hf_megatron import CheckpointError, ConfigError
+from hf_megatron.cli import app
+from hf_megatron.cli import conversion as commands
+from hf_megatron.conversion import TargetOptions, convert, plan_conversion
+from hf_megatron.conversion.torch_files.safe_pickle import Named, unpickle
+from hf_megatron.core.io.atomic_folder import StagedFolder
+from tests.helpers.tiny_models import tiny_model
+from tests.integration.conversion.test_third_party_files import llama
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory) -> Path:
+    """Eight heads in two groups."""
+    folder = tmp_path_factory.mktemp("limits") / "hf"
+    llama().save_pretrained(folder)
+    return folder
+
+
+def lines_of(error: pytest.ExceptionInfo) -> int:
+    return len(str(error.value).splitlines())
+
+
+MANY = 300_000
+
+
+def test_headers_of_more_tensors_than_any_model_has(hf, tmp_path):
+    """Each was looked at and compared with the names of the model, which took half a minute."""
+    shutil.copytree(hf, tmp_path / "source")
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    spelled = json.dumps({f"t{number}": entry for number in range(MANY)}).encode()
+    for header in (spelled, spelled.replace(b'"data_offsets"', b'"d\\u0061ta_offsets"')):
+        (tmp_path / "source" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        with pytest.raises(
+            CheckpointError, match=rf"model.safetensors: {MANY} tensors in one file, more than the \d+"
+        ) as seen:
+            convert(tmp_path / "source", tmp_path / "out", "sharded")
+        assert len(str(seen.value).splitlines()) == 1 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("source", ["megatron_legacy", "hf"])
+def test_pickles_of_more_tensors_than_any_model_has(hf, tmp_path, source):
+    if source == "hf":
+        shutil.copytree(hf, tmp_path / "source")
+    else:
+        convert(hf, tmp_path / "source", source)
+    one = torch.zeros(1)
+    many = {f"decoder.layers.0.x{number}norm.weight": one for number in range(MANY)}
+    if source == "hf":
+        (tmp_path / "source" / "model.safetensors").unlink()
+        file = tmp_path / "source" / "pytorch_model.bin"
+    else:
+        (tmp_path / "source" / "conversion.json").unlink()
+        file = next((tmp_path / "source").rglob("model_optim_rng.pt"))
+        many = torch.load(file, weights_only=False) | {"model": many}
+    torch.save(many, file)
+    with pytest.raises(CheckpointError, match=rf"{file.name}: {MANY} tensors in one file, more than the \d+"):
+        convert(tmp_path / "source", tmp_path / "out", "sharded")
+
+
+@pytest.mark.parametrize("source", ["megatron_core", "dcp"])
+def test_stores_of_more_tensors_than_the_model_can_have(hf, tmp_path, source):
+    """Hundreds of thousands were read, which took ten seconds, before the first was compared with the model."""
+    convert(hf, tmp_path / "source", source)
+    (tmp_path / "source" / "conversion.json").unlink()
+    file = next((tmp_path / "source").rglob(".metadata"))
+    metadata = pickle.loads(file.read_bytes())
+    index, place = next((index, place) for index, place in metadata.storage_data.items() if index.offset is not None)
+    item = metadata.state_dict_metadata[index.fqn]
+    for number in range(12_000):
+        metadata.state_dict_metadata[f"further{number}"] = item
+        metadata.storage_data[replace(index, fqn=f"further{number}")] = place
+    # Each with its own description, as files have them; what is shared is read once.
+    metadata.state_dict_metadata = {name: copy(one) for name, one in metadata.state_dict_metadata.items()}
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"\.metadata is refused: it has more than 10\d\d\d tensors\.") as seen:
+        convert(tmp_path / "source", tmp_path / "out", "sharded")
+    assert lines_of(seen) == 1 and not (tmp_path / "out").exists()
+
+
+def test_the_collector_rests_while_a_pickle_is_read_and_goes_on():
+    seen = []
+    names = {"here.look": Named("here.look", lambda arguments: seen.append(gc.isenabled()))}
+    for data in (b"\x80\x02chere\nlook\n)R.", b"\x80\x02chere\nlook\n)R"):
+        with contextlib.suppress(CheckpointError):
+            unpickle(data, "here", names)
+        assert gc.isenabled()
+    gc.disable()
+    try:
+        unpickle(b"\x80\x02N.", "here", names)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert seen == [False, False]
+
+
+# Options, what is wrong, and what would fit.
+UNFIT = {
+    "heads": ({"tp_size": 3}, "num_attention_heads 8 does not divide over tp_size 3: sizes that fit are 1, 2, 4, 8"),
+    "more_than_heads": ({"tp_size": 16}, "num_attention_heads 8 .* tp_size 16"),
+    "no_experts": ({"ep_size": 2}, "ep_size 2: the model has no experts"),
+}
+
+
+@pytest.mark.parametrize("to", ["megatron_core", "megatron_legacy"])
+@pytest.mark.parametrize("case", UNFIT)
+def test_sizes_that_do_not_divide_are_refused_before_work(hf, tmp_path, to, case):
+    sizes, message = UNFIT[case]
+    for refused in (convert, plan_conversion):
+        with pytest.raises(CheckpointError, match=message) as seen:
+            refused(hf, tmp_path / "parent" / "out", to, options=TargetOptions(**sizes))
+        assert lines_of(seen) == 1 and not (tmp_path / "parent").exists()
+
+
+def test_groups_widths_and_experts_divide_too(tmp_path):
+    llama(hidden_size=96, num_attention_heads=12, num_key_value_heads=4).save_pretrained(tmp_path / "groups")
+    llama(intermediate_size=50).save_pretrained(tmp_path / "width")
+    tiny_model("deepseek_v3").save_pretrained(tmp_path / "experts")
+    cases = (
+        ("groups", {"tp_size": 6}, "num_query_groups 4 neither divides nor is divided by tp_size 6"),
+        ("width", {"tp_size": 4}, "ffn_hidden_size 50 does not divide over tp_size 4: sizes that fit are 1, 2"),
+        ("experts", {"ep_size": 3}, "num_experts 8 does not divide over ep_size 3: sizes that fit are 1, 2, 4, 8"),
+    )
+    for source, sizes, message in cases:
+        for to in ("megatron_core", "megatron_legacy"):
+            with pytest.raises(CheckpointError, match=message):
+                convert(tmp_path / source, tmp_path / "out", to, options=TargetOptions(**sizes))
+    convert(tmp_path / "groups", tmp_path / "out", "megatron_core", options=TargetOptions(tp_size=12))
+
+
+def test_targets_inside_of_the_source_are_refused(hf, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(hf, source)
+    (tmp_path / "link").symlink_to(source)
+    before = sorted(source.rglob("*"))
+    inside = (source / "out", source / "deep" / "out", tmp_path / "link" / "out")
+    for target in inside:
+        for refused in (convert, plan_conversion):
+            with pytest.raises(CheckpointError, match="lies inside of the source") as seen:
+                refused(source, target, "sharded")
+            assert lines_of(seen) == 1
+    for target in (source, tmp_path, tmp_path / "link"):
+        with pytest.raises(CheckpointError, match="exists; give a folder that does not"):
+            convert(source, target, "sharded")
+    assert sorted(source.rglob("*")) == before
+    convert(source, tmp_path / "source-2", "sharded")
+
+
+def test_bytes_that_are_needed_are_those_that_are_written(hf, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(StagedFolder, "require_space", lambda self, expected: asked.append(expected))
+    report = convert(hf, tmp_path / "out", "hf")
+    alongside = sum((hf / name).stat().st_size for name in ("config.json", "generation_config.json"))
+    assert asked == [report.nbytes + alongside]
+    assert asked[0] <= sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
+
+
+class Bar:
+    """What a progress bar is told."""
+
+    def __init__(self, name: str | None = None):
+        self.name, self.total, self.n, self.is_open = name, None, 0, False
+
+    def __enter__(self):
+        self.is_open = True
+        return self
+
+    def __exit__(self, *error):
+        self.is_open = False
+
+    def set_description(self, what, refresh=True):
+        self.name = what
+
+    def update(self, size):
+        assert self.is_open
+        self.n += size
+
+
+def test_what_is_read_back_and_compared_has_bars_of_its_own(hf, tmp_path, monkeypatch):
+    bars: list[Bar] = []
+
+    def bar(*name: str) -> Bar:
+        assert not any(other.is_open for other in bars)
+        bars.append(Bar(*name))
+        return bars[-1]
+
+    monkeypatch.setattr(commands, "_bar", bar)
+    result = CliRunner().invoke(app, ["convert", str(hf), str(tmp_path / "out"), "--to", "megatron_core", "--verify"])
+    assert result.exit_code == 0, result.output
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file() and path.name != "README.md"]
+    assert [bar.name for bar in bars] == ["hf -> megatron_core", "reading back", "comparing"]
+    assert all(bar.n == bar.total and not bar.is_open for bar in bars)
+    assert bars[1].n == sum(path.stat().st_size for path in files)
+
+
+# Ctrl-C at a moment, swallowed by whoever is called then, as libraries do while they are imported.
+INTERRUPTED = """
+import importlib.abc, os, signal, sys
+
+class Interrupting(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == moment:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except BaseException:
+                pass
+        return None
+
+moment = sys.argv[1]
+sys.argv[:] = ["hf-megatron", *sys.argv[2:]]
+sys.meta_path.insert(0, Interrupting())
+from hf_megatron.cli import main
+main()
+"""
+WRITING = """
+import os, signal, sys, time
+
+# Processes in the background inherit that it is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from hf_megatron.cli import main
+from hf_megatron.core.io.checksums import NewFile
+from tqdm.auto import tqdm
+
+def interrupted_after(function):
+    def call(*args, **named):
+        function(*args, **named)
+        os.kill(os.getpid(), signal.SIGINT)
+    return call
+
+def slow(*args):
+    # Bars appear after a second.
+    time.sleep(1.1)
+    write(*args)
+
+write = NewFile.write_tensor
+if sys.argv[1] == "a bar":
+    NewFile.write_tensor, tqdm.refresh = slow, interrupted_after(tqdm.refresh)
+else:
+    NewFile.write_tensor = interrupted_after(write)
+sys.argv[:] = ["hf-megatron", *sys.argv[2:]]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "moment",
+    ["torch", "hf_megatron.conversion.compare", "transformers.models.llama.modeling_llama", "a write", "a bar"],
+)
+def test_an_interrupted_command_says_so_in_one_line(hf, tmp_path, moment):
+    script = WRITING if moment.startswith("a ") else INTERRUPTED
+    command = [sys.executable, "-c", script, moment, "convert", str(hf), str(tmp_path / "out"), "--to", "sharded"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout) == (130, ""), done.stderr
+    assert done.stderr.splitlines()[-1] == "Interrupted." and "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_something_is_written_an_interrupt_is_an_exception(hf, tmp_path, monkeypatch):
+    """So that what is there is cleaned up; and whoever called finds the handler that was there."""
+    handlers = [signal.getsignal(signal.SIGINT)]
+    open_ = StagedFolder.open
+    monkeypatch.setattr(
+        StagedFolder, "open", lambda self: (handlers.append(signal.getsignal(signal.SIGINT)), open_(self))
+    )
+    result = CliRunner().invoke(app, ["convert", str(hf), str(tmp_path / "out"), "--to", "sharded"])
+    assert result.exit_code == 0, result.output
+    assert handlers == [signal.getsignal(signal.SIGINT)] * 2
+
+
+def test_a_vocabulary_is_padded_within_reason(hf, tmp_path, monkeypatch):
+    """It was written until the disk was full; the padding was not among the bytes that are needed."""
+    with pytest.raises(ConfigError, match="make_vocab_size_divisible_by=1000000000: expected 65536 or less"):
+        convert(hf, tmp_path / "out", "torch_dist", options=TargetOptions(make_vocab_size_divisible_by=10**9))
+    asked = []
+    monkeypatch.setattr(StagedFolder, "require_space", lambda self, expected: asked.append(expected))
+    for to in ("torch_dist", "megatron_legacy"):
+        convert(hf, tmp_path / to, to, options=TargetOptions(make_vocab_size_divisible_by=4096))
+    # An embedding and a head of 64 columns in four bytes.
+    assert min(asked) > 2 * 4096 * 64 * 4
+
+
+@pytest.mark.parametrize("to", ["megatron_core", "megatron_legacy"])
+def test_the_one_of_another_type_is_named(hf, tmp_path, to):
+    source = tmp_path / "source"
+    shutil.copytree(hf, source)
+    weights = safetensors.torch.load_file(source / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    safetensors.torch.save_file(
+        weights | {name: weights[name].bfloat16()}, source / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(CheckpointError) as seen:
+        convert(source, tmp_path / "out", to)
+    others = ", ".join(name.replace("q_proj", f"{part}_proj") for part in "kv")
+    assert f"{name} is of torch.bfloat16, and {others} of torch.float32: they become one" in str(seen.value)
+    convert(source, tmp_path / "out", "hf", verify=True)

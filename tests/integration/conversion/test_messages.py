@@ -1,0 +1,238 @@
+"""What a conversion says of files that are not what their names promise, and of arguments that cannot be."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    MegatronBertConfig,
+    MegatronBertForPreTraining,
+)
+from typer.testing import CliRunner
+
+from hf_megatron import CheckpointError
+from hf_megatron.cli import app
+from hf_megatron.conversion import compare, convert
+from tests.integration.conversion.test_third_party_files import llama, with_config
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("messages") / "hf"
+    llama().save_pretrained(folder)
+    return folder
+
+
+def refused(source: Path, target: Path, to: str = "hf", **wanted) -> str:
+    """The one line."""
+    with pytest.raises(CheckpointError) as raised:
+        convert(source, target, to, **wanted)
+    assert not target.exists() and "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+CONFIGS = {
+    "NaN": ({"rms_norm_eps": float("nan")}, "config.json: rms_norm_eps is NaN"),
+    "NaN inside": ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_parameters.rope_theta is NaN"),
+    "text": ({"hidden_size": "64"}, "'hidden_size': TypeError"),
+    "a number as type": ({"dtype": 5}, "dtype is 5: expected a type of torch"),
+    "no type": ({"dtype": "x"}, "dtype is x: expected a type of torch"),
+    "no kind of positions": ({"rope_parameters": {"rope_type": "text", "rope_theta": 1e4}}, "rope_type is text: exp"),
+    "negative": ({"vocab_size": -3}, "vocab_size is -3: expected a size"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_setting_that_cannot_be_is_named(hf, tmp_path, case):
+    changes, message = CONFIGS[case]
+    assert message in refused(with_config(hf, tmp_path / "source", **changes), tmp_path / "out")
+
+
+def test_a_name_that_no_file_can_have_is_refused(hf, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(hf, source)
+    (source / "model.safetensors").rename(source / "model-1.safetensors")
+    index = {"weight_map": dict.fromkeys(("lm_head.weight",), "model\ud800.safetensors")}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
+    assert "no file can have this name" in refused(source, tmp_path / "out")
+
+
+def test_the_format_of_a_store_is_shown_in_bounds(hf, tmp_path):
+    source = tmp_path / "source"
+    convert(hf, source, "torch_dist")
+    [file] = source.rglob("metadata.json")
+    file.write_text(json.dumps({"sharded_backend": "t" + "[" * 5000, "sharded_backend_version": 1}), "utf-8")
+    assert len(refused(source, tmp_path / "out")) < 1000
+
+
+OTHER_KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "pipe": (os.mkfifo, "is a named pipe: expected a file"),
+    "folder": (os.mkdir, "is a folder: expected a file"),
+    "link": (lambda path: path.symlink_to(path.with_name("nowhere")), "is a link to nothing: expected a file"),
+    "pointer": (
+        lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "utf-8"),
+        "is a pointer of git-lfs",
+    ),
+}
+
+
+PLACES = [("model.safetensors", kind) for kind in OTHER_KINDS] + [("config.json", kind) for kind in ("pipe", "folder")]
+
+
+@pytest.mark.parametrize(("name", "kind"), PLACES)
+def test_what_lies_in_the_place_of_a_file_is_said(hf, tmp_path, name, kind):
+    source, (make, message) = tmp_path / "source", OTHER_KINDS[kind]
+    shutil.copytree(hf, source)
+    (source / name).unlink()
+    make(source / name)
+    said = refused(source, tmp_path / "out")
+    assert name in said and message in said
+
+
+def test_a_tensor_without_a_rule_is_one_of_the_source(tmp_path):
+    LlamaForSequenceClassification(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            pad_token_id=0,
+        )
+    ).save_pretrained(tmp_path / "source")
+    said = refused(tmp_path / "source", tmp_path / "out", "megatron_core")
+    assert said.startswith(f"{tmp_path / 'source'}: no rule says what score.weight is")
+
+
+def run(*arguments: str | Path) -> tuple[int, list[str]]:
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    return result.exit_code, result.stderr.splitlines()
+
+
+def test_arguments_that_cannot_be_are_one_line(hf, tmp_path):
+    target = tmp_path / "there"
+    target.mkdir()
+    cases = (
+        (("convert", hf, "", "--to", "hf"), 2, "target='': expected a folder."),
+        (("convert", "", target, "--to", "hf"), 2, "source='': expected a folder."),
+        (("convert", hf, target, "--to", "torch_dist", "--tp", "0"), 2, "tp_size=0: expected 1 or more."),
+        (("convert", hf, target, "--to", "torch_dist", "--tp", "3"), 1, "num_attention_heads 8 does not divide"),
+        (("convert", tmp_path / "nowhere", target, "--to", "hf"), 1, "nowhere does not exist."),
+        (("convert", hf, target, "--to", "hf"), 1, "there exists; give a folder that does not."),
+        (("plan", hf, "--tp", "0"), 2, "MegatronConfig.tp_size = 0: expected an integer of 1 or more."),
+    )
+    for arguments, code, message in cases:
+        found, lines = run(*arguments)
+        assert (found, len(lines)) == (code, 1), (arguments, lines)
+        assert message in lines[0]
+
+
+def test_two_unlike_models_are_not_called_equal(hf, tmp_path):
+    other = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=16))
+    other.save_pretrained(tmp_path / "gpt2")
+    found = compare(hf, tmp_path / "gpt2")
+    assert not found.equal and found.summary().startswith("two other models: no tensor is in both; ")
+    assert compare(hf, hf).summary() == "21 tensors compared, 0 different"
+
+
+def test_buffers_of_old_gpt2_files_are_no_weights(tmp_path):
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=16))
+    model.save_pretrained(tmp_path / "gpt2")
+    file = tmp_path / "gpt2" / "model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    older = {"h.0.attn.masked_bias": torch.tensor(-1e4), "h.0.attn.bias": torch.ones(1, 1, 16, 16)}
+    weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()} | older
+    safetensors.torch.save_file(weights, file, {"format": "pt"})
+    convert(tmp_path / "gpt2", tmp_path / "out", "hf", verify=True)
+    written = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert written and not any("masked_bias" in name for name in written)
+    assert json.loads((tmp_path / "out" / "config.json").read_text("utf-8"))["n_layer"] == 1
+
+
+def test_logits_are_all_that_a_class_returns(tmp_path):
+    """Megatron's BERT has two heads, and calls the logits of neither so."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = MegatronBertForPreTraining(MegatronBertConfig(**sizes, intermediate_size=16, max_position_embeddings=32))
+    model.save_pretrained(tmp_path / "hf")
+    report = convert(tmp_path / "hf", tmp_path / "legacy", "megatron_legacy", verify=True, logits=True)
+    assert report.comparison.logits == 0.0 and compare(tmp_path / "hf", tmp_path / "hf", logits=True).logits == 0.0
+    with torch.no_grad():
+        model.cls.seq_relationship.bias += 1
+    model.save_pretrained(tmp_path / "other")
+    assert compare(tmp_path / "hf", tmp_path / "other", logits=True).logits == pytest.approx(1.0)
+    tuples = with_config(tmp_path / "other", tmp_path / "tuples", return_dict=False)
+    assert compare(tuples, tuples, logits=True).logits == 0.0
+    headless = model.bert
+    headless.save_pretrained(tmp_path / "headless")
+    assert compare(tmp_path / "headless", tmp_path / "headless", logits=True).logits == 0.0
+
+
+def test_logits_that_are_no_numbers_are_not_called_equal(hf, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(hf, source)
+    weights = safetensors.torch.load_file(source / "model.safetensors")
+    weights["model.norm.weight"] *= float("nan")
+    safetensors.torch.save_file(weights, source / "model.safetensors", {"format": "pt"})
+    found = compare(source, source, logits=True)
+    assert not found.different and "logits are NaN or infinite: nothing of them could be compared" in found.summary()
+    assert run("verify", source, source, "--logits")[0] == 1 and run("verify", source, source)[0] == 0
+    said = refused(source, tmp_path / "out", logits=True)
+    assert "is not shown to equal its source, and is removed: " in said and "logits are NaN" in said
+
+
+def test_a_conversion_that_is_not_shown_to_be_equal_leaves_nothing(hf, tmp_path, monkeypatch):
+    target = tmp_path / "out"
+    for error in (CheckpointError("no logits"), KeyboardInterrupt(), RuntimeError("memory")):
+        monkeypatch.setattr("hf_megatron.conversion.open_pair.compare_logits", raising(error))
+        with pytest.raises(type(error)):
+            convert(hf, target, "hf", verify=True, logits=True)
+        assert os.listdir(tmp_path) == []
+
+
+def raising(error: BaseException) -> Callable[..., None]:
+    def fail(*arguments: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.int32])
+def test_whole_numbers_are_no_weights(hf, tmp_path, dtype):
+    """They went along as they were, under a config that said float32."""
+    source, legacy, name = tmp_path / "source", tmp_path / "legacy", "model.layers.0.mlp.down_proj.weight"
+    shutil.copytree(hf, source)
+    convert(source, legacy, "megatron_legacy")
+    weights = safetensors.torch.load_file(source / "model.safetensors")
+    unsharded = weights[name].view(dtype) if dtype == torch.int32 else weights[name].to(dtype)
+    safetensors.torch.save_file(weights | {name: unsharded}, source / "model.safetensors", {"format": "pt"})
+    [file] = legacy.rglob("*.pt")
+    content = torch.load(file, weights_only=False)
+    content["model"]["decoder.layers.0.mlp.linear_fc2.weight"] = unsharded
+    torch.save(content, file)
+    (legacy / "conversion.json").unlink()
+    for folder in (source, legacy):
+        for to in ("hf", "megatron_core"):
+            said = refused(folder, tmp_path / "out", to)
+            assert f"{name} is of {dtype}, and a floating point number in LlamaForCausalLM" in said
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "fp8", "\x1b[31m"])
+@pytest.mark.parametrize("to", ["hf", "megatron_core", "dcp"])
+def test_a_quantization_is_refused_by_name(hf, tmp_path, to, method):
+    """It was left out of what Megatron's formats have, and copied beside plain weights in the others."""
+    source = with_config(hf, tmp_path / "source", quantization_config={"quant_method": method, "load_in_4bit": True})
+    said = refused(source, tmp_path / "out", to)
+    listing = method.replace("\x1b", "\\x1b")
+    assert f"config.json: quantization_config has quant_method {listing}: quantized weights are not converted" in said
+    with pytest.raises(CheckpointError, match="quantization_config"):
+        compare(source, hf)

@@ -1,0 +1,274 @@
+"""Models of images and text through Megatron's formats and back, as a user converts them; and what must be refused."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_megatron import CheckpointError, UnsupportedError
+from hf_megatron.cli import app
+from hf_megatron.conversion import TargetOptions, compare, convert, plan_conversion
+from hf_megatron.conversion.families import check_config, family_of
+from hf_megatron.conversion.interfaces import WEIGHT
+from hf_megatron.conversion.megatron.names import of_tower
+from hf_megatron.conversion.megatron.splits import tensor_parallel_split
+from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
+from hf_megatron.conversion.megatron_core.writer import MegatronCoreWriter
+from hf_megatron.conversion.output_folder import Output
+from tests.helpers.tiny_models import MULTIMODAL, VOCABULARY, config_of, tiny_model
+from tests.integration.conversion.test_convert import assert_equal, tensors_of
+
+LAYOUTS = {
+    "core": ("torch_dist",),
+    "core-tp2": ("torch_dist", "--tp", "2"),
+    "legacy": ("torch",),
+    "legacy-tp2": ("torch", "--tp", "2"),
+    "legacy-pp2": ("torch", "--pp", "2"),
+    "legacy-tp2-pp2": ("torch", "--tp", "2", "--pp", "2"),
+    "legacy-local": ("torch", "--tp", "2", "--local-names"),
+}
+EXPERTS = {"core-ep2": ("torch_dist", "--ep", "2"), "legacy-ep2": ("torch", "--ep", "2")}
+
+
+def command(*words: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> Path:
+    """A Hugging Face folder of every case."""
+    root = tmp_path_factory.mktemp("multimodal")
+    for case in MULTIMODAL:
+        tiny_model(case, torch.bfloat16).save_pretrained(root / case, max_shard_size="100KB")
+    return root
+
+
+def rank_files(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """What Megatron-LM would load on each rank."""
+    found = {}
+    for path in sorted(folder.glob("*/mp_rank_*/model_optim_rng.pt")):
+        content = torch.load(path, weights_only=False)["model"]
+        found[path.parent.name] = {name: tensor for name, tensor in content.items() if tensor is not None}
+    return found
+
+
+@pytest.mark.parametrize("case", MULTIMODAL)
+def test_every_layout_gives_back_the_bytes(case, sources, tmp_path):
+    layouts = {**LAYOUTS, **(EXPERTS if "moe" in case else {})}
+    for name, (to, *sizes) in layouts.items():
+        command("convert", sources / case, tmp_path / name, "--to", to, *sizes, "--verify")
+        command("convert", tmp_path / name, tmp_path / f"{name}-hf", "--to", "hf")
+        assert_equal(sources / case, tmp_path / f"{name}-hf")
+        said = command("verify", sources / case, tmp_path / name)
+        assert " 0 different" in said
+
+
+@pytest.mark.parametrize("case", MULTIMODAL)
+def test_towers_lie_on_the_first_stage_whole_or_split(case, sources, tmp_path):
+    convert(sources / case, tmp_path / "one", "megatron_legacy")
+    convert(sources / case, tmp_path / "four", "megatron_legacy", options=TargetOptions(tp_size=2, pp_size=2))
+    (one,), four = rank_files(tmp_path / "one").values(), rank_files(tmp_path / "four")
+    towers = {name for name in one if of_tower(name)}
+    assert towers
+    for rank, tensors in four.items():
+        tp, stage = int(rank[8:10]), int(rank[11:14])
+        assert {name for name in tensors if of_tower(name)} == (towers if stage == 0 else set())
+        for name in towers if stage == 0 else ():
+            split = tensor_parallel_split(name)
+            expected = one[name] if split is None else one[name].chunk(2, split.dim)[tp]
+            assert torch.equal(tensors[name], expected), name
+    replicated = case.startswith(("qwen2_5", "gemma3"))
+    named = [name for name in towers if name.startswith(("visual.", "vision_tower."))]
+    assert bool(named) is replicated
+    # Of a language model that is split over a pipeline, the last stage has the head, or a copy of tied embeddings.
+    assert "language_model.output_layer.weight" in four["mp_rank_00_001"]
+    assert ("language_model.output_layer.weight" in one) is not config_of(case).tie_word_embeddings
+
+
+@pytest.mark.parametrize("case", MULTIMODAL)
+def test_torch_dist_stacks_what_megatron_stacks(case, sources, tmp_path):
+    convert(sources / case, tmp_path / "core", "megatron_core")
+    with MegatronCoreReader(tmp_path / "core") as reader:
+        stored = {name: tuple(entry.shape) for name, entry in reader._store.entries.items()}
+    config, name = config_of(case), "language_model.decoder.layers.self_attention.linear_proj.weight"
+    if "moe" in case:
+        # A list of which layers have experts has every block store its layers by themselves.
+        assert name not in stored
+        assert "vision_model.decoder.deepstack_merger_list.1.linear_fc1.weight" in stored
+        assert "vision_model.decoder.layers.1.mlp.linear_fc1.weight" in stored
+        return
+    assert stored[name] == (config.text_config.num_hidden_layers, 64, 64)
+    if "qwen3" in case:
+        assert stored["vision_model.decoder.layers.mlp.linear_fc1.weight"] == (2, 48, 32)
+        assert stored["vision_model.decoder.deepstack_merger_list.linear_fc1.weight"] == (2, 128, 128)
+    if "llava" in case:
+        assert stored["vision_model.decoder.layers.mlp.linear_fc1.weight"] == (3, 48, 32)
+        assert stored["vision_model.class_token"] == (1, 1, 32)
+    if "gemma3" in case:
+        assert "vision_tower.vision_model.encoder.layers.1.mlp.fc1.weight" in stored
+
+
+@pytest.mark.parametrize("case", ["qwen2_5_vl", "qwen3_vl", "llava", "gemma3_vl_tied"])
+def test_a_wrong_order_or_a_changed_tower_is_seen(case, sources, tmp_path, monkeypatch):
+    convert(sources / case, tmp_path / "core", "megatron_core")
+    weights = tiny_model(case, torch.bfloat16)
+    with torch.no_grad():
+        name, tensor = next((n, p) for n, p in weights.named_parameters() if "language_model" not in n)
+        tensor.view(-1)[0] += 1
+    weights.save_pretrained(tmp_path / "other")
+    found = compare(tmp_path / "other", tmp_path / "core")
+    assert not found.equal
+    assert name in found.summary()
+    command("verify", tmp_path / "other", tmp_path / "core", code=1)
+    # An order that is none: rows of query, key and value as transformers has them.
+    from hf_megatron.conversion.megatron.rules import GroupedQKV
+
+    monkeypatch.setattr(GroupedQKV, "to_megatron", lambda self, tensors, memory=None: [torch.cat(list(tensors))])
+    with pytest.raises(CheckpointError, match="not shown to equal its source"):
+        convert(sources / case, tmp_path / "wrong", "megatron_core", verify=True)
+    assert not (tmp_path / "wrong").exists()
+
+
+def without(source: Path, target: Path, case: str, start: str) -> Path:
+    """A Megatron-Core checkpoint that lacks the tensors whose names begin so."""
+    with MegatronCoreReader(source) as reader:
+        plan = {key: entry for key, entry in reader.entries.items() if not key.name.startswith(start)}
+        assert len(plan) < len(reader.entries)
+        config = config_of(case)
+        with Output(target, 1 << 20) as output:
+            writer = MegatronCoreWriter(output, plan, family_of(config).model(config))
+            for key in plan:
+                writer.write(key, reader.read(key))
+            writer.finish()
+    shutil.copy(source / "config.json", target)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("case", "start", "said"),
+    [
+        ("qwen2_5_vl", "visual.", r"has no visual\.\*: by the config"),
+        ("qwen2_5_vl", "visual.merger.mlp.0.bias", r"1 missing \(model\.visual\.merger\.mlp\.0\.bias\)"),
+        ("qwen3_vl", "vision_model.decoder.deepstack", r"missing \(model\.visual\.deepstack_merger_list\.0"),
+        ("llava", "vision_projection.", r"has no vision_projection\.\*"),
+        ("gemma3_vl_tied", "vision_tower.", r"has no vision_tower\.\*"),
+    ],
+)
+def test_a_checkpoint_without_a_tower_is_refused(case, start, said, sources, tmp_path):
+    convert(sources / case, tmp_path / "core", "megatron_core")
+    part = without(tmp_path / "core", tmp_path / "part", case, start)
+    with pytest.raises(CheckpointError, match=said):
+        convert(part, tmp_path / "out", "hf")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", ["megatron_core", "megatron_legacy"])
+def test_a_text_model_is_none_of_images(to, sources, tmp_path):
+    tiny_model("qwen2", torch.bfloat16).save_pretrained(tmp_path / "text")
+    convert(tmp_path / "text", tmp_path / "core", to)
+    (tmp_path / "core" / "config.json").unlink()
+    said = r"has no language_model\.\*, visual\.\*: .* is it the checkpoint of a text model"
+    with pytest.raises(CheckpointError, match=said):
+        convert(tmp_path / "core", tmp_path / "out", "hf", config=str(sources / "qwen2_5_vl"))
+    # And the other way round.
+    convert(sources / "qwen2_5_vl", tmp_path / "images", to)
+    with pytest.raises(CheckpointError, match=r"has language_model\.\*, visual\.\*, of which the config knows"):
+        convert(tmp_path / "images", tmp_path / "out", "hf", config=str(tmp_path / "text"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_megatron_leaves_out_is_filled_and_said(sources, tmp_path):
+    """Megatron's CLIP has no norm behind the tower, and LLaVA does not read it."""
+    convert(sources / "llava", tmp_path / "core", "megatron_core")
+    part = without(tmp_path / "core", tmp_path / "part", "llava", "vision_model.ln_post")
+    said = command("convert", part, tmp_path / "out", "--to", "hf")
+    assert "no computation reads" in said
+    expected, found = tensors_of(sources / "llava"), tensors_of(tmp_path / "out")
+    differing = {name for name in expected if not torch.equal(expected[name], found[name])}
+    assert {name.rpartition("post_layernorm.")[2] for name in differing} == {"weight", "bias"}
+    for name in differing:
+        assert found[name].unique().tolist() == [1.0 if name.endswith("weight") else 0.0]
+
+
+def test_sizes_that_towers_do_not_divide_over(sources, tmp_path):
+    with pytest.raises(CheckpointError, match=r"num_attention_heads 4 does not divide over tp_size 8"):
+        convert(sources / "llava", tmp_path / "out", "megatron_core", options=TargetOptions(tp_size=8))
+    model = tiny_model("llava")
+    model.config.vision_config.num_attention_heads = 2
+    model.save_pretrained(tmp_path / "few")
+    said = r"vision_config\.num_attention_heads 2 does not divide over tp_size 4: sizes that fit are 1, 2"
+    with pytest.raises(CheckpointError, match=said):
+        convert(tmp_path / "few", tmp_path / "out", "megatron_core", options=TargetOptions(tp_size=4))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda config: setattr(config, "vision_feature_layer", [-2, -1]), "projects the output of one layer"),
+        (lambda config: setattr(config.text_config, "model_type", "gpt2"), "a text part of type 'gpt2' is not known"),
+        (lambda config: setattr(config.vision_config, "model_type", "siglip_vision_model"), "a tower of type 'siglip"),
+    ],
+)
+def test_llava_of_other_parts_is_refused(change, said):
+    config = config_of("llava")
+    change(config)
+    with pytest.raises(UnsupportedError, match=re.escape(said)):
+        check_config(config)
+
+
+def test_the_wrong_positions_are_seen(sources, tmp_path):
+    """Sections of rotary positions have no shape of their own."""
+    convert(sources / "qwen2_5_vl", tmp_path / "core", "megatron_core")
+    config = config_of("qwen2_5_vl")
+    config.text_config.rope_parameters["mrope_section"] = [4, 2, 2]
+    config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
+    config.save_pretrained(tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"mrope_section is \[2, 3, 3\], and \[4, 2, 2\] by the config"):
+        convert(tmp_path / "core", tmp_path / "out", "hf", config=str(tmp_path / "other"))
+
+
+def test_a_plan_says_what_becomes_of_towers(sources, tmp_path):
+    report = plan_conversion(sources / "qwen3_vl", tmp_path / "out", "megatron_core")
+    names = {name: other for name, other, _ in report.rows}
+    assert names["model.visual.merger.norm.weight"] == "vision_model.merger.patch_norm.weight"
+    assert names["model.language_model.norm.weight"] == "language_model.decoder.final_layernorm.weight"
+    assert any("mrope_interleaved" in note for note in report.notes)
+    assert any("round trip only" in note for note in report.notes)
+    config = config_of("llava")
+    config.vision_feature_layer = -2
+    assert any("vision_feature_layer=-2" in what for what in family_of(config).unstored(config))
+
+
+def loaded_logits(folder: Path) -> torch.Tensor:
+    from transformers import AutoModelForImageTextToText
+
+    from hf_megatron import MegatronConfig
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, megatron_config=MegatronConfig(tp_size=1)).eval()
+    with torch.no_grad():
+        return model(input_ids=torch.arange(10, 26)[None] % VOCABULARY).logits
+
+
+@pytest.mark.parametrize("to", ["megatron_core", "megatron_legacy"])
+def test_from_pretrained_reads_them(sources, tmp_path, to):
+    from hf_megatron.core.fork_harness import run_ranks
+
+    convert(sources / "qwen2_5_vl", tmp_path / "made", to)
+    (expected,), (found,) = (run_ranks(loaded_logits, 1, at) for at in (sources / "qwen2_5_vl", tmp_path / "made"))
+    assert torch.equal(expected, found)
+
+
+def test_entries_are_weights_alone(sources, tmp_path):
+    convert(sources / "qwen3_vl", tmp_path / "core", "megatron_core")
+    with MegatronCoreReader(tmp_path / "core") as reader:
+        assert {key.kind for key in reader.entries} == {WEIGHT}
+        objects = set(reader._store.objects)
+    assert "vision_model.decoder.layers.self_attention.linear_qkv._extra_state/shard_1_2" in objects
+    assert "vision_model.decoder.deepstack_merger_list.linear_fc1._extra_state/shard_0_2" in objects
+    assert not any(name.startswith("vision_model.patch_embed") for name in objects)

@@ -1,0 +1,67 @@
+"""A few cases of the campaign of damaged checkpoints (`tests.helpers.mutated_files`), and faults that it has to
+find.
+"""
+
+import json
+import shutil
+
+import pytest
+
+from hf_megatron.conversion import source
+from hf_megatron.conversion.megatron import name_view
+from hf_megatron.core.io.safetensors import SafetensorsFile
+from tests.helpers.mutated_files import FINDINGS, Case, drawn, outcome, run_case
+from tests.helpers.mutated_sources import make_checkpoints
+
+SEED = 1
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    return make_checkpoints(tmp_path_factory.mktemp("made"))
+
+
+def test_damaged_files_are_refused_or_read_right(sources, tmp_path):
+    seen = set()
+    for number in range(50):
+        case, judgment, reason = run_case(SEED, number, sources, tmp_path)
+        assert judgment not in FINDINGS, (number, case.what, judgment, reason)
+        seen |= {case.name, judgment}
+    assert seen == {*sources, "refused", "same", "followed"}
+
+
+def nothing(*arguments):
+    return None
+
+
+def test_checksums_that_are_not_compared_are_found(sources, tmp_path, monkeypatch):
+    case = drawn(SEED, 437, sources, tmp_path / "source")
+    assert case.covered
+    assert outcome(case, sources[case.name], tmp_path / "source", tmp_path / "target")[0] == "refused"
+    monkeypatch.setattr(source, "check_record", nothing)
+    assert outcome(case, sources[case.name], tmp_path / "source", tmp_path / "target")[0] == "wrong"
+
+
+@pytest.mark.parametrize("name", ["megatron_core", "megatron_legacy"])
+def test_another_order_of_heads_is_found(sources, tmp_path, monkeypatch, name):
+    """Shapes stay, rows of query, key and value do not."""
+    shutil.copytree(sources[name].folder, tmp_path / "source")
+    path = tmp_path / "source" / "config.json"
+    changed = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changed), encoding="utf-8")
+    case = Case(name, "config.json", False, "hf", False, False)
+    assert outcome(case, sources[name], tmp_path / "source", tmp_path / "target")[0] == "refused"
+    monkeypatch.setattr(name_view, "check_arguments", nothing)
+    assert outcome(case, sources[name], tmp_path / "source", tmp_path / "target")[0] == "wrong"
+
+
+def test_a_reader_that_takes_one_tensor_for_another_is_found(sources, tmp_path, monkeypatch):
+    read = SafetensorsFile.read
+
+    def exchanged(self, name, *memory):
+        return read(self, name.replace("layers.1.input_layernorm", "layers.1.post_attention_layernorm"), *memory)
+
+    case, made = Case("hf_one", "nothing", False, "hf", False, False), sources["hf_one"]
+    assert outcome(case, made, made.folder, tmp_path / "right")[0] == "same"
+    monkeypatch.setattr(SafetensorsFile, "read", exchanged)
+    assert outcome(case, made, made.folder, tmp_path / "wrong")[0] == "wrong"

@@ -1,0 +1,635 @@
+"""Activations of a split sequence in fewer bytes: the same numbers bit by bit, and edits in place are still seen."""
+
+import copy
+import functools
+import gc
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
+
+from hf_megatron import ConfigError, MegatronConfig, local_named_parameters, prepare_optimizer, shard_safe
+from hf_megatron.compat.torch_autograd import nodes_can_pack
+from hf_megatron.compat.torch_dtensor import local_tensor
+from hf_megatron.compat.torch_memory import storage_id
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.memory import saved_tensor_hooks
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.tensor_parallel import gathered_input
+from hf_megatron.testing.measure import measure
+from tests.helpers.shared_tiny_models import make_tiny_model
+from tests.integration.core.memory.test_recompute import count_collectives
+
+LAYERS = 2
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+BOTH = (True, False)
+FAMILIES = ["llama", "gpt2", "opt", "gemma2", "qwen3", "olmo2", "mixtral", "t5"]
+TASKS = {"t5": "seq2seq"}
+
+
+def saved(path, **changes):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | changes)).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("longer"), num_hidden_layers=LAYERS + 2)
+
+
+def load(folder, packs, *, tp_size=2, **fields):
+    options = {name: fields.pop(name) for name in ("dtype", "attn_implementation") if name in fields}
+    layout = ConfigUnderTest(tp_size=tp_size, sequence_parallel=True, shard_saved_activations=packs, **fields)
+    return AutoModelForCausalLM.from_pretrained(folder, megatron_config=layout, **options).train()
+
+
+def ids(length=13, rows=2):
+    return torch.randint(0, 64, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def padded(length, rows=2):
+    mask = torch.ones(rows, length, dtype=torch.long)
+    mask[0, :3] = 0
+    return mask
+
+
+def loss_of(model, **kwargs):
+    return model(input_ids=ids(), labels=ids(), **kwargs).loss
+
+
+def gradients(model):
+    grads = {name: parameter.grad for name, parameter in local_named_parameters(model) if parameter.grad is not None}
+    assert grads
+    return {name: local_tensor(grad).clone() for name, grad in grads.items()}
+
+
+def assert_identical(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+class Remade:
+    """Counts the tensors that were kept in another form, and how often one was made again."""
+
+    def __init__(self):
+        self.kept = self.made = 0
+
+    def __enter__(self):
+        counts, kept, made = self, saved_tensor_hooks.Remade.__init__, saved_tensor_hooks.Remade.unpack
+        self.originals = kept, made
+
+        def init(one, *args):
+            counts.kept += 1
+            kept(one, *args)
+
+        def unpack(one):
+            counts.made += 1
+            return made(one)
+
+        saved_tensor_hooks.Remade.__init__, saved_tensor_hooks.Remade.unpack = init, unpack
+        return self
+
+    def __exit__(self, *error):
+        saved_tensor_hooks.Remade.__init__, saved_tensor_hooks.Remade.unpack = self.originals
+
+
+class Alive(TorchDispatchMode):
+    """The bytes of storages that were made inside and still exist; views of parameters are none."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.seen = {storage_id(local_tensor(parameter)): None for parameter in model.parameters()}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented
+        found = function(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(tensor, torch.Tensor) and storage_id(tensor) not in self.seen:
+                storage = tensor.untyped_storage()
+                # The reference also keeps the number from being used again.
+                self.seen[storage_id(tensor)] = StorageWeakRef(storage), storage.nbytes()
+        return found
+
+    @property
+    def bytes(self):
+        gc.collect()
+        # gloo's threads let go of what they sent a little after those that wait for it.
+        time.sleep(0.1)
+        return sum(size for reference, size in filter(None, self.seen.values()) if not reference.expired())
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_numbers_are_those_without(model_type):
+    tiny_model = make_tiny_model(CONFIG_MAPPING[model_type](), task=TASKS.get(model_type, "causal"), microbatches=2)
+
+    def on_rank():
+        found = {}
+        for packs in BOTH:
+            layout = ConfigUnderTest(tp_size=2, sequence_parallel=True, shard_saved_activations=packs)
+            with Remade() as count:
+                found[packs] = measure(tiny_model.load(megatron_config=layout), tiny_model.batches)
+            assert bool(count.made) == packs
+        return found
+
+    for found in run_ranks(on_rank, 2):
+        packed, plain = found[True], found[False]
+        assert (packed.loss, packed.eval_loss, packed.norm) == (plain.loss, plain.eval_loss, plain.norm)
+        assert_identical(
+            *({name: value for name, value in one.gradients.items() if value is not None} for one in (packed, plain))
+        )
+        for name, weights in plain.weights.items():
+            assert_identical(packed.weights[name], weights)
+
+
+def test_a_wrong_shard_is_noticed(folder, monkeypatch):
+    gather = gathered_input.all_gather
+
+    def on_rank():
+        expected = load(folder, False)
+        loss_of(expected).backward()
+        model = load(folder, True)
+        loss = loss_of(model)
+        monkeypatch.setattr(gathered_input, "all_gather", lambda *args: gather(*args).roll(1, 1))
+        loss.backward()
+        with pytest.raises(AssertionError):
+            assert_identical(gradients(model), gradients(expected))
+
+    run_ranks(on_rank, 2)
+
+
+ROWS, LENGTH = 2, 48
+
+
+def bytes_of_a_layer(folder, longer, packs, tp_size):
+    """What a forward keeps for one more layer."""
+    shorter, more = (bytes_kept(load(path, packs, tp_size=tp_size, dtype=torch.bfloat16)) for path in (folder, longer))
+    return (more - shorter) / 2
+
+
+def bytes_kept(model, make=lambda model: model(input_ids=ids(LENGTH, ROWS)).logits):
+    with Alive(model) as alive:
+        output = make(model)
+    total = alive.bytes
+    del output
+    return total
+
+
+def by_cause(tp_size, tokens=ROWS * LENGTH, sizes=SIZES):
+    """Bytes of one layer that are kept, 2 for each entry."""
+    h, f, head_dim = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
+    heads, pairs = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    return {
+        "two norms: input in fp32, result before the weight, scale": 2 * (6 * h + 4) * tokens // tp_size,
+        "shards of two gathered inputs": 2 * 2 * tokens * h // tp_size,
+        "queries, keys, values": 2 * tokens * (heads + 2 * pairs) * head_dim // tp_size,
+        "attention's output": 2 * tokens * heads * head_dim // tp_size,
+        "attention's sums, in fp32": 4 * tokens * heads // tp_size,
+        "gate and up": 2 * 2 * tokens * f // tp_size,
+        "activation and product": 0 if nodes_can_pack() else 2 * 2 * tokens * f // tp_size,
+    }
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_bytes_by_cause(folder, longer, tp_size, monkeypatch):
+    expected = by_cause(tp_size)
+
+    def on_rank():
+        found = {packs: bytes_of_a_layer(folder, longer, packs, tp_size) for packs in BOTH}
+        with monkeypatch.context() as patch:
+            patch.setattr("hf_megatron.tensor_parallel.region.may_pack", lambda: False)
+            return found | {"fault": bytes_of_a_layer(folder, longer, True, tp_size)}
+
+    for found in run_ranks(on_rank, tp_size):
+        assert found[True] == sum(expected.values())
+        assert found["fault"] == found[False] > 1.3 * found[True]
+
+
+@pytest.mark.parametrize("autocast", BOTH)
+def test_heads_that_a_mask_repeats_are_kept_once(folder, autocast):
+    def forward(model):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(input_ids=ids(LENGTH, ROWS), attention_mask=padded(LENGTH)).logits
+
+    def on_rank():
+        with_mask = {packs: bytes_kept(load(folder, packs), forward) for packs in BOTH}
+        monkeypatch = pytest.MonkeyPatch()
+        monkeypatch.setattr("hf_megatron.tensor_parallel.region.keep_heads_once", lambda x: None)
+        repeated = bytes_kept(load(folder, True), forward)
+        monkeypatch.undo()
+        return with_mask, repeated
+
+    for with_mask, repeated in run_ranks(on_rank, 2):
+        heads, pairs = SIZES["num_attention_heads"] // 2, SIZES["num_key_value_heads"] // 2
+        entries = ROWS * LENGTH * 2 * (heads - pairs) * SIZES["head_dim"]
+        assert repeated - with_mask[True] == nodes_can_pack() * LAYERS * entries * (2 if autocast else 4)
+        assert repeated < with_mask[False]
+
+
+def test_numbers_with_a_mask(folder):
+    def run(model):
+        loss = loss_of(model, attention_mask=padded(13))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return gradients(model)
+
+    on_both(folder, run)
+
+
+def test_the_figure_of_the_docs():
+    sizes = {"hidden_size": 16384, "intermediate_size": 53248, "head_dim": 128}
+    sizes |= {"num_attention_heads": 128, "num_key_value_heads": 8}
+    figure = f"{sum(by_cause(8, 8192, sizes).values()) / 2**30:.2f}"
+    assert figure == ("0.52" if nodes_can_pack() else "0.72")
+    assert (f"these are {figure} GiB" if nodes_can_pack() else f"before, it is {figure}") in (
+        Path(__file__).parents[4] / "docs" / "sequence_parallel.md"
+    ).read_text()
+
+
+def test_one_gather_more_for_each_block(folder):
+    def on_rank():
+        counts = {}
+        for packs in BOTH:
+            for recompute in (None, "selective", "full"):
+                model = load(folder, packs, recompute=recompute)
+                loss, forward = count_collectives(lambda model=model: loss_of(model))
+                _, backward = count_collectives(loss.backward)
+                counts[packs, recompute] = gradients(model), forward, backward
+        return counts
+
+    for counts in run_ranks(on_rank, 2):
+        expected, forward, backward = counts[False, None]
+        for (packs, recompute), (found, sent, returned) in counts.items():
+            assert_identical(found, expected)
+            assert sent == forward
+            if recompute != "full":
+                more = {name: count - backward[name] for name, count in returned.items() if count != backward[name]}
+                assert list(more.values()) == [2 * LAYERS] * packs
+        assert counts[True, "full"][2] == counts[False, "full"][2], "checkpointing has the first word"
+
+
+def on_both(folder, run, ranks=2, **fields):
+    """Asserts that `run(model)` returns the same with packed and with plain activations."""
+
+    def on_rank():
+        found = []
+        for packs in BOTH:
+            model = load(folder, packs, **fields)
+            with Remade() as count:
+                found.append(run(model))
+            assert bool(count.made) == packs
+        return found
+
+    for packed, plain in run_ranks(on_rank, ranks):
+        assert_identical(packed, plain)
+        assert packed
+
+
+def test_retained_graphs(folder):
+    def run(model):
+        loss = loss_of(model)
+        loss.backward(retain_graph=True)
+        first = gradients(model)
+        loss.backward()
+        second = gradients(model)
+        assert_identical(second, {name: 2 * gradient for name, gradient in first.items()})
+        with pytest.raises(RuntimeError, match="twice"):
+            loss.backward()
+        return second
+
+    on_both(folder, run)
+
+
+def test_gradients_of_some(folder):
+    """What a backward for some weights has gathered is let go when another block gathers, and with the graph."""
+    unsharded = 4 * ids().numel() * SIZES["hidden_size"]
+
+    def run(model):
+        weights = dict(local_named_parameters(model))
+        found, stay = {}, []
+        with Alive(model) as alive:
+            loss = loss_of(model)
+            before = alive.bytes
+            for layer in (1, 0):
+                name = f"model.layers.{layer}.self_attn.k_proj.weight"
+                (gradient,) = torch.autograd.grad(loss, [weights[name]], retain_graph=True)
+                found[name] = local_tensor(gradient).clone()
+                del gradient
+                stay.append(alive.bytes - before - sum(tensor.nbytes for tensor in found.values()))
+            loss.backward()
+            loss.detach_()
+            after = alive.bytes
+        return found | gradients(model), stay, after
+
+    def on_rank():
+        (packed, stay, after), (plain, stay_plain, after_plain) = (run(load(folder, packs)) for packs in BOTH)
+        assert_identical(packed, plain)
+        first, second = (one - other for one, other in zip(stay, stay_plain, strict=True))
+        assert first == unsharded >= second, "one gathered input at a time"
+        assert after == after_plain
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(folder, dtype):
+    def run(model):
+        with torch.autocast("cpu", dtype):
+            loss = loss_of(model)
+        loss.backward()
+        return gradients(model) | {"loss": loss.detach()}
+
+    on_both(folder, run)
+
+
+def test_bytes_under_autocast(folder):
+    def forward(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(input_ids=ids(LENGTH, ROWS)).logits
+
+    def on_rank():
+        return [bytes_kept(load(folder, packs), forward) for packs in BOTH]
+
+    for packed, plain in run_ranks(on_rank, 2):
+        unsharded = 2 * ROWS * LENGTH * SIZES["hidden_size"]
+        # Five linears of each layer keep a copy of their gathered input in bf16, and a shard in fp32 stays.
+        assert plain - packed > LAYERS * 4 * unsharded
+
+
+# Which tensor a loop gets hold of: module, and whether it is its input or its output.
+EDITS = {
+    "norm's input": ("input_layernorm", "input"),
+    "shard": ("input_layernorm", "output"),
+    "gathered": ("self_attn.q_proj", "input"),
+    "gate": ("mlp.gate_proj", "output"),
+    "activation": ("mlp.act_fn", "output"),
+    "up": ("mlp.up_proj", "output"),
+    "product": ("mlp.down_proj", "input"),
+    "norm's weight": ("input_layernorm", "weight"),
+    "column's weight": ("self_attn.q_proj", "weight"),
+    "row's weight": ("mlp.down_proj", "weight"),
+}
+
+
+def catch(module, place, act):
+    """Has `act` called with a tensor as it passes by."""
+    if place == "input":
+        module.register_forward_pre_hook(shard_safe(lambda module, args: act(args[0])))
+    elif place == "output":
+        module.register_forward_hook(shard_safe(lambda module, args, output: act(output)))
+    else:
+        module.register_forward_hook(lambda module, args, output: act(local_tensor(module._parameters[place])))
+
+
+def add_one(tensor):
+    with torch.no_grad():
+        tensor.add_(1)
+
+
+@pytest.mark.parametrize("packs", BOTH)
+def test_edits_in_place_after_forward(folder, packs):
+    def on_rank():
+        for what, (name, place) in EDITS.items():
+            model = load(folder, packs)
+            caught = []
+            catch(model.model.layers[0].get_submodule(name), place, lambda tensor, caught=caught: caught.append(tensor))
+            loss = loss_of(model)
+            add_one(caught[0])
+            if what == "shard" and not packs:
+                loss.backward()
+                continue
+            with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
+                loss.backward()
+            torch.distributed.barrier()
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("packs", BOTH)
+@pytest.mark.parametrize("factor", ["gate_proj", "up_proj", "act_fn"])
+def test_edits_in_place_in_forward(folder, packs, factor):
+    def on_rank():
+        model = load(folder, packs)
+        mlp, caught = model.model.layers[0].mlp, []
+        catch(mlp.get_submodule(factor), "output", caught.append)
+        catch(mlp.down_proj, "input", lambda tensor: add_one(caught[0]))
+        loss = loss_of(model)
+        with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
+            loss.backward()
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("packs", BOTH)
+def test_edits_of_the_gathered_input_between_its_readers(folder, packs):
+    def on_rank():
+        model = load(folder, packs)
+        catch(model.model.layers[0].self_attn.k_proj, "input", add_one)
+        loss = loss_of(model)
+        with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
+            loss.backward()
+
+    run_ranks(on_rank, 2)
+
+
+def test_an_edit_in_place_before_anybody_saves(folder):
+    def run(model):
+        catch(model.model.layers[0].self_attn.q_proj, "input", add_one)
+        loss_of(model).backward()
+        return gradients(model)
+
+    on_both(folder, run)
+
+
+def freeze_all(model):
+    model.requires_grad_(False)
+
+
+def freeze_columns(model):
+    for layer in model.model.layers:
+        for linear in (layer.self_attn.q_proj, layer.self_attn.v_proj, layer.mlp.gate_proj):
+            linear.requires_grad_(False)
+
+
+def freeze_rows_and_norms(model):
+    for layer in model.model.layers:
+        for module in (layer.mlp.down_proj, layer.self_attn.o_proj, layer.input_layernorm):
+            module.requires_grad_(False)
+
+
+def freeze_first_layer(model):
+    model.get_input_embeddings().requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+
+
+@pytest.mark.parametrize("freeze", [freeze_all, freeze_columns, freeze_rows_and_norms, freeze_first_layer])
+def test_frozen_weights(folder, freeze):
+    def run(model):
+        freeze(model)
+        embeds = model.get_input_embeddings()(ids()).detach()
+        embeds.requires_grad_(freeze is not freeze_first_layer)
+        with Alive(model) as alive:
+            loss = model(inputs_embeds=embeds, labels=ids()).loss
+            kept = alive.bytes
+        loss.backward()
+        of_embeds = {} if embeds.grad is None else {"embeds": embeds.grad}
+        found = {n: local_tensor(p.grad).clone() for n, p in local_named_parameters(model) if p.grad is not None}
+        return {"kept": kept, "gradients": of_embeds | found}
+
+    def on_rank():
+        packed, plain = (run(load(folder, packs)) for packs in BOTH)
+        assert plain["gradients"]
+        assert_identical(packed["gradients"], plain["gradients"])
+        assert packed["kept"] < plain["kept"]
+
+    run_ranks(on_rank, 2)
+
+
+def test_an_adapter(folder):
+    """A low-rank adapter beside a frozen linear reads the gathered input and keeps it as it likes."""
+
+    def run(model):
+        model.requires_grad_(False)
+        q_proj, generator = model.model.layers[0].self_attn.q_proj, torch.Generator().manual_seed(1)
+        down = torch.randn(SIZES["hidden_size"], 2, generator=generator).requires_grad_()
+        up = torch.randn(2, SIZES["hidden_size"], generator=generator).requires_grad_()
+        q_proj.register_forward_hook(lambda module, args, output: output + args[0] @ down @ up)
+        loss_of(model).backward()
+        return {"down": down.grad, "up": up.grad}
+
+    on_both(folder, run)
+
+
+def test_hooks_of_others_have_the_first_word(folder):
+    def on_rank():
+        found = []
+        for packs in BOTH:
+            model, shapes = load(folder, packs), []
+            hooks = torch.autograd.graph.saved_tensors_hooks(
+                lambda t, shapes=shapes: shapes.append(t.shape) or t, tuple
+            )
+            with hooks:
+                loss_of(model)
+            found.append(shapes)
+        assert found[0] == found[1] != []
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp", "mlp.act_fn", "mlp.down_proj", "post_attention_layernorm"])
+def test_checkpoints_around_a_part_of_a_layer(folder, name):
+    def run(model):
+        for layer in model.model.layers:
+            module = layer.get_submodule(name)
+            module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+        loss_of(model).backward()
+        return gradients(model)
+
+    on_both(folder, run)
+
+
+def test_nothing_is_packed_where_nothing_is_saved(folder):
+    def on_rank():
+        model = load(folder, True)
+        with Remade() as count:
+            with torch.no_grad():
+                model(input_ids=ids())
+            model.eval().generate(ids(), max_new_tokens=3, pad_token_id=0)
+        assert not count.kept
+        loss_of(copy.deepcopy(model).train()).backward()
+
+    run_ranks(on_rank, 2)
+
+
+def test_user_hooks_run_once(folder):
+    def on_rank():
+        found = []
+        for packs in BOTH:
+            model, calls = load(folder, packs), []
+            found.append(calls)
+            for name in ("input_layernorm", "mlp.act_fn", "mlp.up_proj", "self_attn"):
+                module = model.model.layers[0].get_submodule(name)
+                module.register_forward_hook(lambda *args, calls=calls, name=name: calls.append(name))
+            loss_of(model).backward()
+        assert found[0] == found[1] != []
+
+    run_ranks(on_rank, 2)
+
+
+def trained(model):
+    """Losses and weights of two steps of two microbatches each."""
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    found = {}
+    for step in range(2):
+        for part in range(2):
+            loss = loss_of(model)
+            loss.backward()
+            found[f"loss {step} {part}"] = loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found | {name: local_tensor(parameter).detach().clone() for name, parameter in local_named_parameters(model)}
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_data_parallel(folder, zero_stage):
+    on_both(folder, trained, ranks=4, zero_stage=zero_stage, dp_size=2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "zbv"])
+def test_pipelines(longer, schedule):
+    def run(model):
+        return {name: tensor for name, tensor in trained(model).items() if tensor.numel()}
+
+    on_both(longer, run, ranks=4, pp_size=2, num_microbatches=2, pipeline_schedule=schedule)
+
+
+def test_compiled_layers(folder):
+    def on_rank():
+        expected = load(folder, False)
+        loss_of(expected).backward()
+        model = load(folder, True)
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager", fullgraph=True)
+        loss_of(model).backward()
+        found = gradients(model)
+        for name, tensor in gradients(expected).items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-7)
+
+    run_ranks(on_rank, 2)
+
+
+def test_where_it_is_on():
+    layout = MegatronConfig(tp_size=2, sequence_parallel=True)
+    assert layout.packs_activations("nccl") and not layout.packs_activations("gloo")
+    assert MegatronConfig(tp_size=2, sequence_parallel=True, shard_saved_activations=True).packs_activations("gloo")
+    assert not MegatronConfig(tp_size=2, sequence_parallel=True, shard_saved_activations=False).packs_activations(
+        "nccl"
+    )
+    assert not MegatronConfig(tp_size=2).packs_activations("nccl")
+    with pytest.raises(ConfigError, match="shard_saved_activations = 1: expected True or False"):
+        MegatronConfig(tp_size=2, sequence_parallel=True, shard_saved_activations=1)
+    with pytest.raises(ConfigError, match="shard_saved_activations = True: needs sequence_parallel"):
+        MegatronConfig(tp_size=2, shard_saved_activations=True)

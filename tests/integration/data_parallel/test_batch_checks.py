@@ -1,0 +1,67 @@
+"""Ranks of one replica that are given different batches."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_megatron import CheckpointError, ConfigError
+from hf_megatron.core.communication.rank_errors import raise_on_all_ranks
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.parallelize import parallel_state
+from tests.helpers.dp_training import ranks_of
+from tests.helpers.training import batch, layout, save_tiny
+from tests.integration.core.test_off_stage import load
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    save_tiny(path, num_hidden_layers=4)
+    return path
+
+
+@pytest.mark.parametrize("name", ["input_ids", "attention_mask"])
+@pytest.mark.parametrize("text", ["tp2", "pp2", "tp2+pp2"])
+def test_other_rows_are_noticed_on_all_ranks(folder, text, name):
+    def on_rank():
+        model = load(folder, text)
+        given = batch(0) | {"attention_mask": torch.ones(4, 9, dtype=torch.long)}
+        model(**given).loss.backward()
+        other = given | {name: given[name].roll(dist.get_rank(), dims=0).clone()}
+        other["attention_mask"][dist.get_rank(), -1] = 0 if name == "attention_mask" else 1
+        with pytest.raises(ConfigError, match=rf"{name}: the (tp|pp) ranks .* different ones \(call 2 of the model"):
+            model(**other)
+        # Compared again in the fourth call.
+        return model(**given).loss.item()
+
+    losses = run_ranks(on_rank, ranks_of(layout(text)))
+    assert losses == [losses[0]] * len(losses)
+
+
+@pytest.mark.parametrize("text", ["tp2", "pp2"])
+def test_a_rank_that_went_another_way_is_named(folder, text):
+    """As after an error that the loop catches on one rank alone."""
+
+    def on_rank():
+        model = load(folder, text)
+        state = parallel_state(model)
+        if dist.get_rank() == 1:
+            with pytest.raises(
+                CheckpointError, match="Comparing the batch .*: rank 0 of 2 was not there, but at: Saving"
+            ):
+                model(**batch(0))
+        else:
+            with pytest.raises(CheckpointError, match="rank 1 of 2 was not there, but at: Comparing the batch"):
+                raise_on_all_ranks(None, state.mesh.host_group(text[:2]), "Saving a checkpoint")
+
+    run_ranks(on_rank, 2)
+
+
+def test_replicas_have_batches_of_their_own(folder):
+    def on_rank():
+        model = load(folder, "tp2+dp2")
+        model(**batch(dist.get_rank() // 2)).loss.backward()
+        # Nobody leaves while others still send what they reduce.
+        dist.barrier()
+
+    run_ranks(on_rank, 4)

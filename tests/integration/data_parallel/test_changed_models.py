@@ -1,0 +1,299 @@
+"""Models whose parts were changed after loading: followed, or an error before the first step."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from hf_megatron import MegatronError, prepare_optimizer
+from hf_megatron.core.fork_harness import run_ranks
+from tests.helpers.training import batch, layout, local_samples
+
+
+class Scaled(nn.Module):
+    def forward(self, weight):
+        return weight * 1.1
+
+
+def parametrize_a_norm(model):
+    nn.utils.parametrize.register_parametrization(model.model.layers[0].input_layernorm, "weight", Scaled())
+
+
+def remove_the_last_layer(model):
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+
+
+def remove_the_first_layer(model):
+    model.model.layers = model.model.layers[1:]
+    model.model.layers[0].self_attn.layer_idx = 0
+    model.config.num_hidden_layers = 1
+
+
+def untie_by_config(model):
+    model.config.tie_word_embeddings = False
+    model.tie_weights()
+
+
+def differentiate_twice(model):
+    loss = model(**batch(0)).loss
+    (gradient,) = torch.autograd.grad(loss, [model.model.norm.weight], create_graph=True)
+    (loss + gradient.pow(2).sum()).backward()
+
+
+def call_with_other_parameters(model):
+    rows = local_samples(model, batch(0))
+    others = {name: parameter * 1.01 for name, parameter in model.named_parameters()}
+    torch.func.functional_call(model, others, args=(), kwargs=rows)
+
+
+def differentiate_by_function(model):
+    rows = local_samples(model, batch(0))
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, args=(), kwargs=rows).loss
+
+    torch.func.grad_and_value(loss)(dict(model.named_parameters()))
+
+
+def set_the_class(model):
+    class Halved(type(model)):
+        def forward(self, *args, **kwargs):
+            outputs = super().forward(*args, **kwargs)
+            outputs.loss = outputs.loss / 2
+            return outputs
+
+    model.__class__ = Halved
+
+
+def list_a_layer_twice(model):
+    first, *others = model.model.layers
+    model.model.layers = nn.ModuleList([first, first, *others])
+    model.config.num_hidden_layers += 1
+
+
+def list_layers_backwards(model):
+    model.model.layers = nn.ModuleList(reversed(list(model.model.layers)))
+
+
+class Adapted(nn.Module):
+    """As many write LoRA by hand."""
+
+    def __init__(self, base):
+        super().__init__()
+        torch.manual_seed(7)
+        self.base = base
+        self.down = nn.Linear(base.in_features, 4, bias=False)
+        self.up = nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class AdaptedLinear(nn.Linear):
+    """With the weight of the linear that it replaces as its own."""
+
+    def __init__(self, base):
+        nn.Module.__init__(self)
+        torch.manual_seed(7)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        self.down = nn.Linear(base.in_features, 4, bias=False)
+        self.up = nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x):
+        return super().forward(x) + self.up(self.down(x))
+
+
+def add_adapters(model, kind=Adapted):
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = kind(layer.self_attn.q_proj)
+
+
+def add_adapters_with_the_weights(model):
+    add_adapters(model, AdaptedLinear)
+
+
+def add_a_value_head(model):
+    torch.manual_seed(3)
+    model.value_head = nn.Linear(model.config.vocab_size, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "text", "match"),
+    [
+        (add_a_value_head, "tp2", "value_head.weight appeared after the plan was made"),
+        (add_a_value_head, "pp2", "value_head.weight came to a pipelined model after loading"),
+        (add_a_value_head, "dp2+zero3", "value_head.weight came to a model with zero_stage=3 after loading"),
+        (add_adapters, "tp2", "layers.0.self_attn.q_proj.base.weight appeared after the plan was made"),
+        (add_adapters, "pp2", "q_proj of a LlamaAttention: it lies on stage"),
+        (add_adapters, "dp2+zero3", "layers.0.self_attn.q_proj.down.weight came to a model with zero_stage=3"),
+        (add_adapters_with_the_weights, "tp2", "q_proj.down.weight appeared after the plan was made"),
+        (add_adapters_with_the_weights, "dp2+zero3", "q_proj.weight came to a model with zero_stage=3"),
+        (list_a_layer_twice, "pp2", "lists the layers .0, 0, 1"),
+        (list_layers_backwards, "pp2", "lists the layers .1, 0"),
+        (remove_the_last_layer, "pp2", "lists the layers .0. "),
+        (set_the_class, "pp2", "Halved.forward is not what the model was loaded with"),
+        (parametrize_a_norm, "tp2", "weight of a .* is no parameter any more"),
+        (remove_the_last_layer, "tp2+sp", "first or last layer of model.layers was removed"),
+        (remove_the_first_layer, "tp2+sp", "first or last layer of model.layers was removed"),
+        (untie_by_config, "pp2", "tie_word_embeddings was changed from True"),
+        (differentiate_twice, "tp2", "cannot be differentiated twice"),
+        (differentiate_twice, "tp2+sp", "cannot be differentiated twice"),
+        (call_with_other_parameters, "dp2", "torch.func.functional_call"),
+        (call_with_other_parameters, "pp2", "torch.func.functional_call"),
+        (differentiate_by_function, "dp2+zero3", "torch.func.functional_call"),
+    ],
+)
+def test_refused(tiny, change, text, match):
+    def on_rank():
+        model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=layout(text)).train()
+        with pytest.raises(MegatronError, match=match):
+            change(model)
+            model(**local_samples(model, batch(0)))
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("change", [remove_the_last_layer, remove_the_first_layer])
+@pytest.mark.parametrize("text", ["tp2", "dp2"])
+def test_layers_are_removed(tiny, change, text):
+    def loss(config=None):
+        model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=config).train()
+        change(model)
+        with torch.no_grad():
+            return model.eval()(**batch(0)).loss.item()
+
+    for found in run_ranks(lambda: loss(layout(text)), 2):
+        assert found == pytest.approx(loss(), rel=1e-5)
+
+
+@pytest.mark.parametrize("change", [add_a_value_head, add_adapters, add_adapters_with_the_weights])
+@pytest.mark.parametrize("text", ["dp2+zero0", "dp2", "dp2+zero2"])
+def test_modules_are_added(tiny, change, text):
+    def train(config=None):
+        model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=config).train()
+        change(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if config is not None:
+            prepare_optimizer(optimizer)
+        norms = []
+        for step in range(3):
+            outputs = model(**local_samples(model, batch(step)))
+            loss = outputs.loss
+            if change is add_a_value_head:
+                # Rows are as many on each rank, so that the mean over ranks is that of all.
+                loss = loss + model.value_head(outputs.logits).pow(2).mean()
+            loss.backward()
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms
+
+    [expected] = run_ranks(train, 1)
+    for found in run_ranks(lambda: train(layout(text)), 2):
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def exchange_the_head(model):
+    torch.manual_seed(3)
+    model.lm_head = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
+
+
+def exchange_the_embedding(model):
+    torch.manual_seed(4)
+    model.set_input_embeddings(nn.Embedding(model.config.vocab_size, model.config.hidden_size))
+
+
+def exchange_layers(model):
+    torch.manual_seed(5)
+    for index in range(model.config.num_hidden_layers):
+        model.model.layers[index] = type(model)._from_config(model.config).model.layers[index]
+
+
+def wrap_layers(model):
+    class Wrapped(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, *args, **kwargs):
+            return self.layer(*args, **kwargs)
+
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = Wrapped(layer)
+
+
+def losses_and_norms(path, change, config):
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
+    change(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(3):
+        loss = model(**batch(step)).loss
+        loss.backward()
+        found += [loss.item(), float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("change", [exchange_the_head, exchange_the_embedding, exchange_layers, wrap_layers])
+def test_exchanged_modules_stay_on_their_stages(tiny_uneven, change):
+    [expected] = run_ranks(losses_and_norms, 1, tiny_uneven, change, None)
+    for found in run_ranks(losses_and_norms, 2, tiny_uneven, change, layout("pp2")):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def swap_layers(model):
+    layers = model.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def share_a_layer(model):
+    model.model.layers[1] = model.model.layers[0]
+
+
+@pytest.mark.parametrize("change", [swap_layers, share_a_layer])
+def test_parts_of_a_pipeline_keep_their_places(tiny_uneven, change):
+    def on_rank():
+        model = AutoModelForCausalLM.from_pretrained(tiny_uneven, megatron_config=layout("pp2"))
+        with pytest.raises(MegatronError, match="cannot become another part of a pipelined model"):
+            change(model)
+
+    run_ranks(on_rank, 2)
+
+
+def test_an_exchanged_head_is_read_on_its_stage_only(tiny_uneven):
+    def on_rank():
+        model = AutoModelForCausalLM.from_pretrained(tiny_uneven, megatron_config=layout("pp2"))
+        exchange_the_head(model)
+        if torch.distributed.get_rank() == 1:
+            return model.lm_head.weight.shape[0]
+        with pytest.raises(MegatronError, match="not on this rank"):
+            model.lm_head.weight.tolist()
+        with pytest.raises(MegatronError, match="not on this rank"):
+            model.state_dict()["lm_head.weight"].sum().item()
+
+    run_ranks(on_rank, 2)
+
+
+def test_the_class_of_layers_is_followed(tiny):
+    """Subclasses of a layer keep the forward that its class had, where transformers wraps it."""
+
+    def loss(config=None):
+        model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=config).train()
+        stock = LlamaDecoderLayer.forward
+        LlamaDecoderLayer.forward = lambda self, hidden_states, *args, **kwargs: stock(
+            self, hidden_states * 0.9, *args, **kwargs
+        )
+        try:
+            return model(**batch(0)).loss.item()
+        finally:
+            LlamaDecoderLayer.forward = stock
+
+    expected = loss()
+    for text in ("pp2", "dp2+zero3"):
+        for found in run_ranks(lambda text=text: loss(layout(text)), 2):
+            assert found == pytest.approx(expected, rel=1e-5)

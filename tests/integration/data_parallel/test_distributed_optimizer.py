@@ -1,0 +1,682 @@
+"""Optimizers on what a rank owns, against one process. Errors are in lengths of the way the weights have moved."""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.optim.lr_scheduler import ExponentialLR
+
+from hf_megatron import ConfigError, MegatronConfig, UnsupportedError, prepare_optimizer
+from hf_megatron.checkpoint.initialize import local_part
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.data_parallel import bucket_assignment, grad_reducer
+from hf_megatron.data_parallel import distributed_optimizer as optimizers
+from hf_megatron.data_parallel.buckets import Bucket
+from hf_megatron.parallelize import parallel_state
+from tests.helpers.dp_training import (
+    backward,
+    batch,
+    error_of,
+    gradients,
+    layout,
+    load,
+    local_samples,
+    movement_error,
+    ranks_of,
+    restore,
+    snapshot,
+    train,
+    unmoved,
+    weights,
+)
+
+LIMIT = 2e-4
+
+
+def adamw(parameters, **kwargs):
+    return torch.optim.AdamW(parameters, **({"lr": 1e-3, "eps": 1e-4} | kwargs))
+
+
+def groups(model):
+    decays = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    return [{"params": others, "lr": 1e-2, "weight_decay": 0.0}, {"params": decays, "weight_decay": 0.5}]
+
+
+# What each class is made with; eps keeps round-off in gradients near zero from becoming whole steps.
+ARGUMENTS = {
+    "ASGD": {"lr": 1e-1},
+    "Adadelta": {"lr": 1.0, "eps": 1e-4},
+    "Adagrad": {"lr": 1e-3, "eps": 1e-4},
+    "Adam": {"lr": 1e-3, "eps": 1e-4},
+    "AdamW": {"lr": 1e-3, "eps": 1e-4},
+    "Adamax": {"lr": 1e-3, "eps": 1e-4},
+    "NAdam": {"lr": 1e-3, "eps": 1e-4},
+    "RAdam": {"lr": 1e-1, "eps": 1e-4},
+    "RMSprop": {"lr": 1e-3, "eps": 1e-4},
+    "Rprop": {"lr": 1e-3},
+    "SGD": {"lr": 1e-1, "momentum": 0.9, "nesterov": True},
+}
+
+
+def _makers():
+    makers = {
+        name: lambda model, name=name: getattr(torch.optim, name)(model.parameters(), **ARGUMENTS[name])
+        for name in sorted(optimizers.ELEMENTWISE["torch"])
+    }
+    for kwargs in ({"foreach": True}, {"foreach": False}, {"fused": True}, {"amsgrad": True}):
+        name = f"AdamW {kwargs}"
+        makers[name] = lambda model, kwargs=kwargs: adamw(model.parameters(), **kwargs)
+    makers["SGD fused"] = lambda model: torch.optim.SGD(model.parameters(), lr=1e-1, momentum=0.9, fused=True)
+    makers["Adagrad that starts at 0.5"] = lambda model: torch.optim.Adagrad(
+        model.parameters(), lr=1e-3, initial_accumulator_value=0.5
+    )
+    makers["AdamW with groups"] = lambda model: adamw(groups(model))
+    return makers
+
+
+MAKERS = _makers()
+
+
+def train_with_each(path, config):
+    """The weights that every optimizer leaves, by name."""
+    model = load(path, config)
+    start, found = snapshot(model), {}
+    for name, make in MAKERS.items():
+        restore(model, start)
+        train(model, prepare_optimizer(make(model)))
+        found[name] = weights(model)
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_optimizer(stories):
+    @functools.cache
+    def trained(text):
+        if text is None:
+            return train_with_each(stories, None)
+        config = layout(text)
+        return [full for full in run_ranks(train_with_each, ranks_of(config), stories, config) if full["SGD"]]
+
+    return trained
+
+
+@pytest.mark.parametrize("text", ["dp2", "tp2+dp2"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_elementwise_optimizers(stories, by_optimizer, name, text):
+    start, expected, found = weights(load(stories)), by_optimizer(None)[name], by_optimizer(text)
+    assert len(found) == 2
+    for full in found:
+        assert movement_error(full[name], expected, start) < LIMIT
+
+
+def test_every_known_class_of_torch_is_tested():
+    assert set(ARGUMENTS) == optimizers.ELEMENTWISE["torch"]
+
+
+# Seeded faults of this file's comparison
+
+
+def own_part_only():
+    optimizers.ShardedOptimizer.publish = lambda self: None
+
+
+def one_owner_off():
+    """Each rank steps on a neighbour's gradients."""
+    original = grad_reducer.GradientReducer.gradient
+
+    def gradient(self, parameter):
+        found = original(self, parameter)
+        return None if found is None else found.roll(1)
+
+    grad_reducer.GradientReducer.gradient = gradient
+
+
+@pytest.mark.parametrize("fault", [own_part_only, one_owner_off], ids=lambda fault: fault.__name__)
+def test_faults_are_found(stories, fault):
+    error = error_of(stories, lambda m: train(m, prepare_optimizer(adamw(m.parameters()))), layout("dp2"), fault)
+    assert error > 100 * LIMIT
+
+
+def test_a_learning_rate_one_percent_off_is_found(stories):
+    def run(model):
+        factor = 1.0 if parallel_state(model) is None else 1.01
+        train(model, prepare_optimizer(adamw(model.parameters(), lr=1e-3 * factor)))
+
+    assert error_of(stories, run, layout("dp2")) > 10 * LIMIT
+
+
+# Schedulers and state
+
+
+@pytest.mark.parametrize("text", ["dp2", "tp2+dp2"])
+def test_schedulers_made_before_and_after(stories, text):
+    def run(model, before=0.5):
+        optimizer = adamw(groups(model))
+        first = ExponentialLR(optimizer, before)
+        optimizer = prepare_optimizer(optimizer)
+        second = ExponentialLR(optimizer, 0.7)
+        train(model, optimizer, schedulers=[first, second])
+        assert second.get_last_lr() == pytest.approx([1e-2 * 0.35**3, 1e-3 * 0.35**3])
+
+    assert error_of(stories, run, layout(text)) < LIMIT
+
+
+@pytest.mark.parametrize("text", ["dp2", "tp2+dp2+zero2", "dp2+zero3"])
+def test_state_dict_round_trip_continues_bit_equal(stories, text):
+    def on_rank():
+        model = load(stories, layout(text))
+        optimizer = prepare_optimizer(adamw(groups(model)))
+        train(model, optimizer, 2)
+        state, middle = copy.deepcopy(optimizer.state_dict()), snapshot(model)
+        names = {name for name, _ in model.named_parameters()}
+        assert set(state["state"]) == names
+        assert {name for group in state["param_groups"] for name in group["params"]} == names
+        train(model, optimizer, 2, first=2)
+        expected = snapshot(model)
+
+        results = []
+        for load_it in (True, False):
+            restore(model, middle)
+            again = prepare_optimizer(adamw(groups(model)))
+            if load_it:
+                again.load_state_dict(state)
+            train(model, again, 2, first=2)
+            results.append(unmoved(model, expected))
+        return results
+
+    # Without its state an optimizer goes elsewhere.
+    assert run_ranks(on_rank, ranks_of(layout(text))) == [[True, False]] * ranks_of(layout(text))
+
+
+def test_state_of_unknown_parameters_is_refused(stories):
+    def on_rank():
+        model = load(stories, layout("dp2"))
+        optimizer = prepare_optimizer(adamw(model.parameters()))
+        state = optimizer.state_dict()
+        state["param_groups"][0]["params"][0] = "another.weight"
+        with pytest.raises(ConfigError, match="another.weight"):
+            optimizer.load_state_dict(state)
+
+    run_ranks(on_rank, 2)
+
+
+def test_state_shrinks_with_the_dp_ranks(stories):
+    def state_bytes(config=None):
+        model = load(stories, config)
+        optimizer = prepare_optimizer(adamw(model.parameters()))
+        train(model, optimizer, 1)
+        tensors = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
+        return sum(t.untyped_storage().nbytes() for t in tensors)
+
+    unsharded = state_bytes()
+    for ranks in (2, 4):
+        for found in run_ranks(state_bytes, ranks, MegatronConfig(dp_size=ranks)):
+            assert found == pytest.approx(unsharded / ranks, rel=0.02)
+    for found in run_ranks(state_bytes, 2, MegatronConfig(dp_size=2, zero_stage=0)):
+        assert found == unsharded
+
+
+def test_optimizers_of_the_past_are_freed(stories):
+    import gc
+    import weakref
+
+    def on_rank():
+        model = load(stories, layout("dp2"))
+        optimizer = prepare_optimizer(adamw(model.parameters()))
+        train(model, optimizer, 1)
+        gone = weakref.ref(optimizer)
+        del optimizer
+        gc.collect()
+        return gone() is None
+
+    assert run_ranks(on_rank, 2) == [True, True]
+
+
+# Which parameters
+
+
+def freeze(model, *trainable):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in trainable))
+
+
+@pytest.mark.parametrize("text", ["dp2", "dp2+zero0", "tp2+sp+dp2+zero2", "dp2+zero3"])
+def test_frozen_then_unfrozen_then_frozen(stories, text):
+    """The optimizer has held all parameters from the start."""
+
+    def run(model):
+        optimizer = prepare_optimizer(adamw(model.parameters(), weight_decay=0.5))
+        freeze(model, "q_proj")
+        train(model, optimizer, 2)
+        freeze(model, "q_proj", "layernorm", "mlp")
+        train(model, optimizer, 2, first=2)
+        optimizer.zero_grad()
+        before = snapshot(model)
+        freeze(model, "mlp")
+        train(model, optimizer, 1, first=4)
+        optimizer.zero_grad()
+        for name, value in snapshot(model).items():
+            assert ("mlp" in name) != torch.equal(value, before[name]), name
+
+    assert error_of(stories, run, layout(text)) < LIMIT
+
+
+@pytest.mark.parametrize("text", ["dp2", "dp2+zero0", "tp2+sp+dp2+zero2", "dp2+zero3"])
+def test_unfrozen_and_added_as_a_group(stories, text):
+    def run(model):
+        freeze(model, "q_proj")
+        optimizer = prepare_optimizer(adamw([p for p in model.parameters() if p.requires_grad]))
+        train(model, optimizer, 2)
+        freeze(model, "q_proj", "down_proj", "layernorm")
+        added = [p for n, p in model.named_parameters() if "down_proj" in n or "layernorm" in n]
+        optimizer.add_param_group({"params": added, "lr": 1e-2})
+        train(model, optimizer, 2, first=2)
+
+    assert error_of(stories, run, layout(text)) < LIMIT
+
+
+@pytest.mark.parametrize("text", ["dp2", "tp2+dp2", "dp2+zero0"])
+def test_two_optimizers_of_one_model(stories, text):
+    """`zero_grad` of one leaves the other's gradients, which go on adding up."""
+
+    def run(model):
+        mlp = [p for n, p in model.named_parameters() if "mlp" in n]
+        others = [p for n, p in model.named_parameters() if "mlp" not in n]
+        first, second = prepare_optimizer(adamw(mlp)), prepare_optimizer(torch.optim.SGD(others, lr=1e-1))
+        for step in range(2):
+            backward(model, (2 * step, 2 * step + 1))
+            first.step()
+            first.zero_grad()
+            backward(model, (step + 7,))
+            second.step()
+            second.zero_grad()
+
+    assert error_of(stories, run, layout(text)) < LIMIT
+
+
+def test_a_parameter_of_another_model_is_refused(stories):
+    def on_rank():
+        model = load(stories, layout("dp2"))
+        parameters = [*model.parameters(), torch.nn.Parameter(torch.zeros(3))]
+        with pytest.raises(ConfigError, match=r"shape \(3,\)"):
+            prepare_optimizer(adamw(parameters))
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("text", ["tp2", "dp2+zero0", "dp2", "dp2+zero3", "pp2"])
+def test_one_optimizer_of_two_models_is_refused(stories, text):
+    def on_rank():
+        first, second = load(stories, layout(text)), load(stories, layout(text))
+        optimizer = adamw([*first.parameters(), *second.parameters()])
+        with pytest.raises(ConfigError, match="give each model an optimizer of its own"):
+            prepare_optimizer(optimizer)
+        accelerator = Accelerator(cpu=True)
+        with pytest.raises(ConfigError, match="give each model an optimizer of its own"):
+            accelerator.prepare(first, second, optimizer)
+
+    run_ranks(on_rank, 2)
+
+
+# Windows
+
+
+def largest_difference(found, expected):
+    return max((found[name] - expected[name]).abs().max().item() for name in expected)
+
+
+def by_collectives():
+    """Takes the way of backends whose own collectives are used; gloo's stand for them."""
+    torch.distributed.get_backend = lambda group=None: "nccl"
+
+
+def leave_the_sum_where_gradients_are_written():
+    by_collectives()
+
+    def open_buffer(bucket):
+        bucket.in_rows = False
+        if bucket.rows is None:
+            bucket.rows = bucket._make_rows(bucket.ranks)
+        return bucket.rows
+
+    Bucket.open_buffer = open_buffer
+
+
+@pytest.mark.parametrize(
+    ("text", "prepare", "is_right"),
+    [
+        ("dp2", None, True),
+        ("dp2+zero0", None, True),
+        ("dp2+zero2", None, True),
+        ("dp4+replicas2", None, True),
+        ("dp2", by_collectives, True),
+        ("dp2+zero2", by_collectives, True),
+        ("dp2", leave_the_sum_where_gradients_are_written, False),
+    ],
+)
+def test_windows_with_and_without_no_sync_and_zero_grad(stories, text, prepare, is_right):
+    one = load(stories)
+    backward(one, (0, 1, 2))
+    expected = gradients(one)
+
+    def on_rank():
+        if prepare is not None:
+            prepare()
+        model = load(stories, layout(text))
+        optimizer = prepare_optimizer(adamw(model.parameters()))
+        errors = []
+        for forget in (optimizer.zero_grad, model.zero_grad):
+            backward(model, (0, 1, 2))
+            errors.append(largest_difference(gradients(model), expected))
+            forget()
+            assert all(gradient is None for gradient in gradients(model).values())
+            for seed in (0, 1, 2):
+                (model(**local_samples(model, batch(seed))).loss / 3).backward()
+            errors.append(largest_difference(gradients(model), expected))
+            forget()
+            # Half a window that is thrown away, reduced or not.
+            (model(**local_samples(model, batch(5))).loss / 3).backward()
+            forget()
+            with model.no_sync():
+                (model(**local_samples(model, batch(6))).loss / 3).backward()
+            forget()
+        # What comes twice is found.
+        backward(model, (0, 1, 2))
+        backward(model, (0, 1, 2))
+        return max(errors), largest_difference(gradients(model), expected)
+
+    scale = max(gradient.abs().max().item() for gradient in expected.values())
+    for error, twice in run_ranks(on_rank, ranks_of(layout(text))):
+        assert (error < 1e-5 * scale) == is_right
+        assert twice > 0.5 * scale
+
+
+@pytest.mark.parametrize("text", ["dp2", "dp2+zero2", "tp2+dp2"])
+def test_one_communication_per_window(stories, text):
+    def on_rank():
+        bucket_assignment.default_capacity = lambda *args, **kwargs: 2**17
+        model = load(stories, layout(text))
+        reducer = parallel_state(model).data_parallel.reducer
+        sends, send = [], torch.distributed.isend
+        torch.distributed.isend = lambda tensor, **kwargs: sends.append(tensor) or send(tensor, **kwargs)
+        backward(model, (0, 1, 2))
+        reducer.finish()
+        with_no_sync = len(sends)
+        reducer.discard()
+        for seed in (0, 1, 2):
+            model(**local_samples(model, batch(seed))).loss.backward()
+        reducer.finish()
+        return len(reducer.buckets), with_no_sync, len(sends) - with_no_sync
+
+    for number, with_no_sync, without in run_ranks(on_rank, ranks_of(layout(text))):
+        assert number > 3 and with_no_sync == number and without == 3 * number
+
+
+@pytest.mark.parametrize("text", ["dp2", "dp2+zero0"])
+def test_a_layer_that_one_rank_skips(stories, text):
+    """That rank has no gradient for some buckets, and starts its reductions later than the other."""
+
+    def skip(model):
+        model.model.layers[-1].forward = lambda hidden_states, *args, **kwargs: hidden_states
+
+    def half(seed, rank):
+        model = load(stories)
+        part = {name: value.tensor_split(2)[rank] for name, value in batch(seed).items()}
+        targets = (batch(seed)["labels"][:, 1:] != -100).sum()
+        if rank == 1:
+            skip(model)
+        (model(**part, num_items_in_batch=targets).loss).backward()
+        return gradients(model)
+
+    expected = {}
+    for seed, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        for name, gradient in half(seed, rank).items():
+            if gradient is not None:
+                expected[name] = expected.get(name, 0) + gradient
+
+    def on_rank():
+        bucket_assignment.default_capacity = lambda *args, **kwargs: 2**17
+        model = load(stories, layout(text))
+        if torch.distributed.get_rank() == 1:
+            skip(model)
+        for seed in (3, 4):
+            model(**local_samples(model, batch(seed))).loss.backward()
+            model.zero_grad()
+        for seed in (0, 1):
+            model(**local_samples(model, batch(seed))).loss.backward()
+        return largest_difference(gradients(model), expected)
+
+    scale = max(gradient.abs().max().item() for gradient in expected.values())
+    for error in run_ranks(on_rank, 2):
+        assert error < 1e-5 * scale
+
+
+# Half precision and offload
+
+STEPS = 8
+
+
+def in_one_process_bf16(stories, start):
+    """A bf16 model whose fp32 weights are kept beside it."""
+    model = load(stories, dtype=torch.bfloat16)
+    main = {name: start[name].clone().requires_grad_() for name, _ in model.named_parameters()}
+    optimizer = adamw(main.values(), lr=1e-5)
+    for step in range(STEPS):
+        model.zero_grad()
+        backward(model, (2 * step,))
+        for name, parameter in model.named_parameters():
+            main[name].grad = parameter.grad.float()
+        optimizer.step()
+        restore(model, main)
+    return main
+
+
+@pytest.mark.parametrize("text", ["dp2", "tp2", "tp2+dp2"])
+def test_bf16_parameters_follow_fp32(stories, text):
+    """Steps of 1e-5 on weights whose neighbours in bf16 are 1e-3 away: only main weights can take them."""
+    rounded = load(stories, dtype=torch.bfloat16)
+    start = {name: parameter.detach().float() for name, parameter in rounded.named_parameters()}
+    exact = load(stories)
+    restore(exact, start)
+    reference = adamw(exact.parameters(), lr=1e-5)
+    for step in range(STEPS):
+        reference.zero_grad()
+        backward(exact, (2 * step,))
+        reference.step()
+    expected = snapshot(exact)
+    allowed = movement_error(in_one_process_bf16(stories, start), expected, start)
+
+    def on_rank():
+        model = load(stories, layout(text), dtype=torch.bfloat16)
+        optimizer = prepare_optimizer(adamw(model.parameters(), lr=1e-5))
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            backward(model, (2 * step,))
+            optimizer.step()
+        state = parallel_state(model)
+        apart = way = moved = 0.0
+        for leaf in optimizer._hf_megatron.leaves:
+            assert leaf.tensor.dtype is torch.float32 and leaf.parameter.dtype is torch.bfloat16
+
+            def part(full, leaf=leaf):
+                place = state.claims[leaf.name].placement
+                local = local_part(full, place, state.axes).reshape(-1)
+                return local[leaf.start : leaf.stop]
+
+            own, begin, end = leaf.tensor.detach().reshape(-1), part(start[leaf.name]), part(expected[leaf.name])
+            assert torch.equal(leaf.view().reshape(-1), own.bfloat16()), leaf.name
+            apart += (own - end).double().pow(2).sum().item()
+            way += (end - begin).double().pow(2).sum().item()
+            moved += (own != begin).sum().item() / begin.numel() if begin.numel() else 1.0
+        return apart, way, moved / len(optimizer._hf_megatron.leaves)
+
+    found = run_ranks(on_rank, ranks_of(layout(text)))
+    error = (sum(apart for apart, _, _ in found) / sum(way for _, way, _ in found)) ** 0.5
+    assert error < 1.5 * allowed, (error, allowed)
+    assert all(moved > 0.9 for _, _, moved in found)
+
+
+def test_bf16_without_main_weights_stands_still(stories):
+    """What the test above would see without them."""
+
+    def on_rank():
+        config = MegatronConfig(dp_size=2, fp32_main_params=False)
+        model = load(stories, config, dtype=torch.bfloat16)
+        before = snapshot(model)
+        optimizer = prepare_optimizer(adamw(model.parameters(), lr=1e-5))
+        train(model, optimizer, 3)
+        after = snapshot(model)
+        return sum((after[n] != before[n]).sum().item() for n in before) / sum(p.numel() for p in before.values())
+
+    assert all(moved < 0.1 for moved in run_ranks(on_rank, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_offloaded_state_gives_bitwise_the_same(stories, dtype):
+    def on_rank(stage):
+        results = []
+        for offload in (False, True):
+            model = load(stories, MegatronConfig(dp_size=2, zero_stage=stage, offload_optimizer=offload), dtype=dtype)
+            train(model, prepare_optimizer(adamw(groups(model))), 2)
+            results.append(snapshot(model))
+        return all(
+            torch.equal(results[0][name].view(torch.uint8), v.view(torch.uint8)) for name, v in results[1].items()
+        )
+
+    for stage in (0, 1):
+        assert run_ranks(on_rank, 2, stage) == [True, True]
+
+
+# Classes
+
+
+class Unknown(torch.optim.SGD):
+    pass
+
+
+def matrices(model):
+    return [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+
+
+REFUSED = {
+    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
+    "Muon": lambda model: torch.optim.Muon(matrices(model)),
+    "LBFGS": lambda model: torch.optim.LBFGS(model.parameters()),
+    "Unknown": lambda model: Unknown(model.parameters(), lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("text", ["dp2", "tp2", "tp2+dp2+zero0", "dp2+zero3"])
+def test_classes_that_see_whole_parameters_are_refused_by_name(stories, text):
+    def on_rank():
+        model = load(stories, layout(text))
+        for name, make in REFUSED.items():
+            with pytest.raises(UnsupportedError, match=f"{name} is not known to be elementwise"):
+                prepare_optimizer(make(model))
+
+    run_ranks(on_rank, ranks_of(layout(text)))
+
+
+# Muon orthogonalises in bf16, where round-off of the gradient shows.
+@pytest.mark.parametrize(("name", "limit"), [("Adafactor", LIMIT), ("Muon", 2e-2)])
+def test_whole_parameters_take_any_class(stories, name, limit):
+    def run(model):
+        train(model, prepare_optimizer(REFUSED[name](model)))
+
+    assert error_of(stories, run, layout("dp2+zero0")) < limit
+
+
+def test_a_class_declared_elementwise(stories):
+    def run(model):
+        train(model, prepare_optimizer(Unknown(model.parameters(), lr=1e-1), elementwise=True))
+
+    assert error_of(stories, run, layout("tp2+dp2")) < LIMIT
+
+
+@pytest.mark.parametrize("text", ["dp2", "dp2+zero0"])
+def test_an_unprepared_optimizer_is_refused_when_it_steps(stories, text):
+    def on_rank():
+        model = load(stories, layout(text))
+        optimizer = adamw(model.parameters())
+        backward(model)
+        parallel_state(model).data_parallel.reducer.finish()
+        with pytest.raises(ConfigError, match="prepare_optimizer"):
+            optimizer.step()
+
+    run_ranks(on_rank, 2)
+
+
+def test_a_closure_is_refused(stories):
+    def on_rank():
+        model = load(stories, layout("dp2"))
+        optimizer = prepare_optimizer(adamw(model.parameters()))
+        backward(model)
+        parallel_state(model).data_parallel.reducer.finish()
+        with pytest.raises(UnsupportedError, match="closure"):
+            optimizer.step(lambda: model(**local_samples(model, batch())).loss)
+        with pytest.raises(UnsupportedError, match="closure"):
+            optimizer.step(closure=lambda: 0.0)
+
+    run_ranks(on_rank, 2)
+
+
+def test_an_optimizer_that_has_stepped_is_refused(stories):
+    def on_rank():
+        model = load(stories, layout("tp2"))
+        optimizer = adamw([p for n, p in model.named_parameters() if "mlp" in n])
+        backward(model)
+        optimizer.step()
+        with pytest.raises(ConfigError, match="stepped already"):
+            prepare_optimizer(optimizer)
+
+    run_ranks(on_rank, 2)
+
+
+# Norm and clipping
+
+
+@pytest.mark.parametrize("text", ["dp2", "tp2+dp2", "tp2+sp+dp2+zero0", "dp4+replicas2", "tp2+dp2+zero3"])
+def test_norm_and_clipping_with_frozen_parameters(stories, text):
+    """By Accelerate, by torch and by the config, one step each."""
+    from accelerate import Accelerator
+    from torch.nn.utils import clip_grad_norm_
+
+    norms = []
+
+    def run(model):
+        freeze(model, "mlp", "norm", "q_proj")
+        accelerator = Accelerator(cpu=True) if parallel_state(model) is not None else None
+        optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        for step, by in enumerate(("accelerate", "torch", "config")):
+            optimizer.zero_grad()
+            backward(model, (2 * step, 2 * step + 1))
+            if accelerator is None:
+                norms.append(clip_grad_norm_(model.parameters(), 0.1).item())
+            elif by != "config":
+                clip = accelerator.clip_grad_norm_ if by == "accelerate" else clip_grad_norm_
+                assert clip(model.parameters(), 0.1).item() == pytest.approx(norms[step], rel=1e-5)
+            optimizer.step()
+        assert min(norms) > 0.2, "nothing was clipped"
+
+    config = MegatronConfig(**layout(text).to_dict() | {"gradient_clipping": 0.1})
+    assert error_of(stories, run, config) < LIMIT
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "AdamW", "SGD"])
+def test_elementwise_optimizers_with_sharded_weights(stories, name):
+    assert error_of(stories, lambda m: train(m, prepare_optimizer(MAKERS[name](m))), layout("dp2+zero3")) < LIMIT
+
+
+@pytest.mark.parametrize("text", ["dp2", "tp2"])
+def test_a_prepared_optimizer_is_not_copied(stories, text):
+    def on_rank():
+        optimizer = prepare_optimizer(adamw(load(stories, layout(text)).parameters()))
+        for take in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(UnsupportedError, match="cannot be copied or pickled"):
+                take(optimizer)
+
+    run_ranks(on_rank, 2)

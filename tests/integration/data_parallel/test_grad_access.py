@@ -1,0 +1,254 @@
+"""What Python makes of split tensors: numbers, text, arrays and files; and loops that decide by them."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from hf_megatron import CheckpointError
+from hf_megatron.core.fork_harness import run_ranks
+from tests.helpers.training import Runs, batch, cells, layout, local_samples
+
+LAYOUTS = ["tp2", "tp2+sp", "dp2", "dp2+zero2", "dp2+zero3", "tp2+dp2+zero3"]
+LOOP_PATTERNS = {}
+
+
+def loop_pattern(function):
+    LOOP_PATTERNS[function.__name__] = function
+    return function
+
+
+@loop_pattern
+def clip_by_items(loop):
+    for seed in range(3):
+        loop.backward(seed)
+        total = sum(p.grad.data.norm(2).item() ** 2 for p in loop.model.parameters()) ** 0.5
+        loop.see(f"norm {seed}", total)
+        for parameter in loop.model.parameters():
+            parameter.grad.data.mul_(min(1.0, 0.3 / (total + 1e-6)))
+            if parameter.grad.norm() > 0.05:
+                parameter.grad.data.div_(float(parameter.grad.norm()) / 0.05)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+@loop_pattern
+def skip_a_step_by_its_largest_entry(loop):
+    for seed in range(4):
+        loop.backward(seed)
+        # One rank has it.
+        largest = max(p.grad.abs().max().item() for p in loop.model.parameters())
+        row = loop.model.lm_head.weight.grad[-1].abs().max().item()
+        loop.see(f"largest {seed}", torch.tensor([largest, row]))
+        if seed == 1:
+            loop.model.lm_head.weight.grad[66] = float("nan")
+        if not any(bool(torch.isnan(p.grad).any()) for p in loop.model.parameters()) and row < 0.9 * largest:
+            loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+def penalty(loop):
+    return sum(parameter.pow(2).sum() for name, parameter in loop.model.named_parameters() if "proj" in name)
+
+
+def apply(loop, loss):
+    loss.backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+@loop_pattern
+def keep_books_of_a_loss_with_a_penalty(loop):
+    total, added, history = torch.tensor(0.0), torch.zeros(1, dtype=torch.float64), torch.zeros(3)
+    for seed in range(3):
+        loss = loop.loss(seed) + 1e-2 * penalty(loop)
+        apply(loop, loss)
+        total += loss.detach()
+        added.add_(loss.detach())
+        history[seed] = loss.detach()
+    loop.see("total", total)
+    loop.see("added", added)
+    loop.see("history", history)
+
+
+@loop_pattern
+def weigh_losses_by_a_tensor(loop):
+    for seed in range(3):
+        square = loop.model.model.layers[0].self_attn.q_proj.weight
+        orthogonal = ((square @ square.T - torch.eye(len(square))) ** 2).sum()
+        losses = torch.stack([loop.loss(seed) + 0 * penalty(loop), penalty(loop), orthogonal])
+        apply(loop, (losses * torch.tensor([0.7, 0.01, 1e-3])).sum())
+
+
+@loop_pattern
+def penalties_of_means(loop):
+    """Losses of torch that divide by the entries of what may be a part."""
+    losses = (F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.l1_loss, F.soft_margin_loss)
+    for seed in range(3):
+        terms = [
+            losses[place % len(losses)](parameter, torch.ones_like(parameter))
+            for place, parameter in enumerate(loop.model.parameters())
+        ]
+        apply(loop, loop.loss(seed) + sum(terms))
+
+
+@loop_pattern
+def clip_gradients_by_the_norms_of_their_rows(loop):
+    for seed in range(3):
+        loop.backward(seed)
+        for parameter in loop.model.parameters():
+            if parameter.dim() > 1:
+                largest = parameter.detach().norm(dim=1, keepdim=True).clamp_(min=1e-3).mul_(0.05)
+                norms = parameter.grad.norm(dim=1, keepdim=True).clamp_(min=1e-6)
+                parameter.grad.mul_((largest / norms).clamp_(max=1.0))
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+READINGS = {
+    "norms": lambda t: [float(t.norm()), t.norm(1).item(), t.norm(math.inf).item(), torch.linalg.norm(t).item()],
+    "sums": lambda t: [t.sum().item(), t.mean().item(), t.abs().max().item(), t.min().item(), t.std().item()],
+    "roots": lambda t: [math.sqrt(t.pow(2).sum()), t[-1].sum().item(), t.logsumexp(0).sum().item()],
+    "counts": lambda t: [t.count_nonzero().item(), int((t > 0.01).sum()), (t > 0.01).float().mean().item()],
+    "text": lambda t: [float(f"{t.norm():.5f}"), float(f"{t.sum():8.4f}")],
+    "lists": lambda t: t.tolist()[-1][:3] if t.dim() > 1 else t.tolist()[-3:],
+    "arrays": lambda t: t.detach().cpu().numpy().reshape(-1)[-3:].tolist(),
+    "histograms": lambda t: torch.histc(t, 5).tolist() + torch.histogram(t.flatten(), 4)[0].tolist(),
+    "distances": lambda t: [F.mse_loss(t, 2 * t).item(), F.normalize(t, dim=None).sum().item()],
+}
+
+
+@loop_pattern
+def log_numbers(loop):
+    loop.backward(0)
+    for name, parameter in loop.model.named_parameters():
+        for what, read in READINGS.items():
+            with torch.no_grad():
+                loop.see(f"{what} of {name}", torch.tensor(read(parameter.data)))
+                loop.see(f"{what} of the gradient of {name}", torch.tensor(read(parameter.grad)))
+    loop.optimizer.step()
+
+
+def edits_weights(edit):
+    def train(loop):
+        for seed in range(3):
+            loop.step(seed)
+            with torch.no_grad():
+                edit(loop)
+
+    train.__name__ = edit.__name__
+    return loop_pattern(train)
+
+
+@edits_weights
+def fill_by_functions_with_out(loop):
+    for layer in loop.model.model.layers:
+        nn.init.eye_(layer.self_attn.q_proj.weight)
+        torch.arange(32, out=layer.input_layernorm.weight.data)
+        layer.input_layernorm.weight.data.div_(32)
+
+
+@edits_weights
+def scatter_into_weights(loop):
+    weight = loop.model.lm_head.weight
+    rows = torch.tensor([[1], [40], [66]]).expand(3, 32)
+    weight.data.scatter_(0, rows, torch.full((3, 32), 0.1))
+    weight.data.scatter_add_(0, rows, torch.arange(96.0).view(3, 32) / 500)
+    weight.data.copy_(torch.renorm(weight.data, 2, 0, 0.7))
+
+
+@loop_pattern
+def take_parameters_out_of_their_group(loop):
+    """What is not in the groups keeps its gradient, which counts when the parameter comes back."""
+    group = loop.optimizer.param_groups[0]
+    everything = list(group["params"])
+    for seed in range(3):
+        group["params"] = everything[: len(everything) // 2] if seed == 1 else everything
+        loop.step(seed)
+
+
+def listed(loop):
+    return [parameter for group in loop.optimizer.param_groups for parameter in group["params"]]
+
+
+@loop_pattern
+def reach_parameters_through_groups(loop):
+    for seed in range(4):
+        loop.backward(seed)
+        assert all(a is b for a, b in zip(listed(loop), loop.parameters(), strict=True))
+        if seed == 1:
+            loop.see("norm", torch.nn.utils.clip_grad_norm_(listed(loop), 0.1))
+            loop.see("square", sum(parameter.grad.pow(2).sum().item() for parameter in listed(loop)))
+        elif seed == 2:
+            torch.nn.utils.clip_grad_value_(listed(loop), 1e-3)
+            listed(loop)[0].grad.mul_(0.5)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter in listed(loop):
+                parameter.mul_(0.95)
+
+
+@loop_pattern
+def evaluate_in_inference_mode(loop):
+    for seed in range(2):
+        with torch.inference_mode():
+            loop.see(f"loss {seed}", loop.model(**batch(seed + 20)).loss)
+            loop.model.eval().generate(batch(0)["input_ids"][:, :4], max_new_tokens=2, do_sample=False, pad_token_id=0)
+        loop.model.train()
+        loop.step(seed)
+
+
+# What reads weights of other stages is refused.
+IMPOSSIBLE = {"pp2": LOOP_PATTERNS.keys() - {"evaluate_in_inference_mode", "take_parameters_out_of_their_group"}}
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_uneven):
+    return Runs(tiny_uneven, LOOP_PATTERNS, IMPOSSIBLE)
+
+
+@pytest.mark.parametrize(("name", "text"), cells(LOOP_PATTERNS, [*LAYOUTS, "pp2"], IMPOSSIBLE))
+def test_as_one_process(runs, name, text):
+    runs.compare(text, name)
+
+
+def save_and_load(path, text, folder):
+    """Losses before training, and after the weights of that time are loaded again."""
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout(text)).train()
+    rows = local_samples(model, batch(0))
+    file = folder / str(dist.get_rank())
+    torch.save(model.state_dict(), file)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        with pytest.raises(CheckpointError, match="was written by rank 0, and rank 1 holds another one"):
+            torch.load(folder / "0")
+    before = model(**rows).loss
+    before.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    model.load_state_dict(torch.load(file))
+    return before.item(), model(**rows).loss.item()
+
+
+@pytest.mark.parametrize("text", ["tp2", "dp2+zero3"])
+def test_a_pickled_part_is_read_by_the_rank_that_wrote_it(tiny_uneven, tmp_path, text):
+    for before, after in run_ranks(save_and_load, 2, tiny_uneven, text, tmp_path):
+        assert after == before
+
+
+def test_transposing_in_place_says_what_to_do_instead(tiny_uneven):
+    def on_rank():
+        model = AutoModelForCausalLM.from_pretrained(tiny_uneven, megatron_config=layout("tp2"))
+        weight = model.model.layers[0].mlp.down_proj.weight
+        assert isinstance(weight, DTensor)
+        with pytest.raises(Exception, match="weight.copy_"):
+            nn.init.orthogonal_(weight)
+
+    run_ranks(on_rank, 2)

@@ -1,0 +1,57 @@
+"""Hooks of a loop that change `.grad` while gradients of bfloat16 weights are added up in fp32."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_megatron import prepare_optimizer
+from hf_megatron.core.fork_harness import run_ranks
+from tests.helpers.dp_training import layout
+from tests.helpers.training import batch, full
+
+
+def scale(parameter):
+    parameter.grad.mul_(0.5)
+
+
+def assign(parameter):
+    parameter.grad = parameter.grad * 0.5
+
+
+def read(parameter):
+    assert parameter.grad.norm() >= 0
+
+
+def gradients(path, hook, seeds, early):
+    """What two backwards leave in `.grad`, and how far one step moves weights, of all parameters in a row."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, megatron_config=layout("tp2")).train()
+    optimizer = None if early else prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    if hook is not None:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(hook)
+    if early:
+        optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for seed in seeds:
+        model(**batch(seed)).loss.backward()
+    found = full(model, {name: parameter.grad for name, parameter in model.named_parameters()})
+    optimizer.step()
+    moved = full(model, {name: before[name] - parameter.detach() for name, parameter in model.named_parameters()})
+    return [torch.cat([v.float().flatten() for v in values.values()]) if values else None for values in (found, moved)]
+
+
+@pytest.fixture(scope="module")
+def parts(tiny):
+    return [run_ranks(gradients, 2, tiny, None, (seed,), False)[0][0] for seed in range(2)]
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before prepare_optimizer", "after"])
+@pytest.mark.parametrize(
+    ("hook", "factors"), [(scale, (0.25, 0.5)), (assign, (0.25, 0.5)), (read, (1, 1)), (None, (1, 1))]
+)
+def test_a_hook_acts_once_on_all_that_was_added(tiny, parts, hook, factors, early):
+    found, moved = run_ranks(gradients, 2, tiny, hook, (0, 1), early)[0]
+    expected = sum(part * factor for part, factor in zip(parts, factors, strict=True))
+    assert (found - expected).norm() < 0.01 * expected.norm()
+    # Weights are rounded to bfloat16.
+    assert torch.dot(moved, expected) == pytest.approx(float(torch.dot(expected, expected)), rel=0.02)

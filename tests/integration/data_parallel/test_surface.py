@@ -1,0 +1,167 @@
+"""The ordinary surface of a data parallel model."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from hf_megatron import MegatronConfig, RankError, UnsupportedError
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.parallelize import parallel_state
+from tests.helpers.dp_training import backward, gradients, layout, load, ranks_of, snapshot, unmoved, weights
+
+STAGES = ["dp2", "dp2+zero3", "tp2+dp2+zero0", "tp2+dp2+zero1", "tp2+dp2+zero3"]
+
+
+def equal(found, expected):
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("text", STAGES)
+def test_saved_files_are_the_source(stories, tmp_path, text):
+    run_ranks(lambda: load(stories, layout(text)).save_pretrained(tmp_path), ranks_of(layout(text)))
+    assert equal(load_file(tmp_path / "model.safetensors"), load_file(stories / "model.safetensors"))
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert not [file for file in tmp_path.iterdir() if file.suffix == ".tmp"]
+
+
+@pytest.mark.parametrize("text", STAGES)
+def test_accelerates_state_dict_is_full_on_the_first_rank(stories, text):
+    def on_rank():
+        model = load(stories, layout(text))
+        accelerator = Accelerator(cpu=True)
+        return accelerator.get_state_dict(accelerator.prepare(model))
+
+    assert equal(run_ranks(on_rank, ranks_of(layout(text)))[0], load(stories).state_dict())
+
+
+@pytest.mark.parametrize("text", STAGES)
+def test_generate_with_another_prompt_on_each_dp_rank(stories, text):
+    """Of different lengths until the end: under stage 3 the rank that is done must go on with the other."""
+    prompts, lengths = [[1, 403, 407, 261], [1, 410]], [5, 21]
+
+    def generate(model, rank):
+        tokens = torch.tensor([prompts[rank]])
+        return model.eval().generate(tokens, max_new_tokens=lengths[rank], do_sample=False)
+
+    def on_rank():
+        model = load(stories, layout(text))
+        rank = parallel_state(model).mesh.dp_rank
+        return rank, generate(model, rank)
+
+    expected = [generate(load(stories), rank) for rank in (0, 1)]
+    for rank, tokens in run_ranks(on_rank, ranks_of(layout(text))):
+        assert torch.equal(tokens, expected[rank])
+
+
+def test_generate_without_waiting_for_the_others_is_found(stories):
+    """The seeded fault: one rank leaves while the other still gathers weights."""
+
+    def on_rank():
+        model, rank = load(stories, layout("dp2+zero3")).eval(), dist.get_rank()
+        model.generate(torch.tensor([[1, 403]]), max_new_tokens=3 + 5 * rank, do_sample=False, synced_gpus=False)
+
+    with pytest.raises(RankError):
+        run_ranks(on_rank, 2)
+
+
+def test_drawn_weights_do_not_depend_on_the_layout(stories):
+    source = AutoConfig.from_pretrained(stories)
+
+    def on_rank(text, seed=3):
+        torch.manual_seed(dist.get_rank())
+        values = layout(text).to_dict() | {"seed": seed}
+        return weights(AutoModelForCausalLM.from_config(source, megatron_config=MegatronConfig(**values)))
+
+    expected = run_ranks(on_rank, 2, "tp2")[0]
+    for text in STAGES:
+        for found in run_ranks(on_rank, ranks_of(layout(text)), text):
+            assert not found or equal(found, expected), text
+    assert not equal(run_ranks(on_rank, 2, "dp2", seed=4)[0], expected)
+
+
+def test_a_deep_copy_evaluates_and_stays_behind(stories):
+    def on_rank():
+        model = load(stories, layout("dp2"))
+        tiny_model = copy.deepcopy(model)
+        before = snapshot(tiny_model)
+        backward(model)
+        tiny_model.zero_grad()
+        assert all(gradient is not None for gradient in gradients(model).values())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert unmoved(tiny_model, before)
+        return tiny_model.eval()(input_ids=torch.tensor([[1, 403, 407]])).logits.detach()
+
+    expected = load(stories)(input_ids=torch.tensor([[1, 403, 407]])).logits
+    for logits in run_ranks(on_rank, 2):
+        torch.testing.assert_close(logits, expected)
+
+
+def test_training_a_deep_copy_is_refused(stories):
+    def on_rank():
+        tiny_model = copy.deepcopy(load(stories, layout("dp2")))
+        with pytest.raises(UnsupportedError, match="deep copy"):
+            backward(tiny_model)
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("text", ["dp2+zero0", "dp2", "dp2+zero2"])
+def test_one_rank_evaluates_alone(stories, text):
+    def on_rank():
+        model = load(stories, layout(text))
+        backward(model)
+        loss = 0.0
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                ids = torch.tensor([[1, 403, 407, 261]])
+                loss = model.eval()(input_ids=ids, labels=ids).loss.item()
+        model.train()
+        backward(model)
+        return loss, gradients(model).keys() == dict(model.named_parameters()).keys()
+
+    ids = torch.tensor([[1, 403, 407, 261]])
+    expected = load(stories)(input_ids=ids, labels=ids).loss.item()
+    assert run_ranks(on_rank, 2) == [(pytest.approx(expected, rel=1e-5), True), (0.0, True)]
+
+
+def test_zero_grad_of_a_fully_sharded_model(stories):
+    def on_rank():
+        model = load(stories, layout("dp2+zero3"))
+        backward(model)
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        model.zero_grad()
+        return all(parameter.grad is None for parameter in model.parameters())
+
+    assert run_ranks(on_rank, 2) == [True, True]
+
+
+def anonymous():
+    """Memory of this process that no file is behind, in bytes."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def anonymous_after_loading(path):
+    before = anonymous()
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=MegatronConfig(dp_size=2, zero_stage=3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().mul_(1.0)
+    return anonymous() - before
+
+
+def test_stage_three_holds_its_own_part_only_after_loading(tmp_path):
+    config = LlamaConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, vocab_size=8192)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    for held in run_ranks(anonymous_after_loading, 2, tmp_path):
+        assert held < 0.5 * size + 2**25 + 100 * 2**20

@@ -1,0 +1,82 @@
+"""Parameters that only some data parallel ranks use: a branch that depends on the rows of a batch."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from hf_megatron import shard_safe
+from hf_megatron.parallelize import parallel_state
+from tests.helpers.training import Runs, local_samples
+
+
+def backward(loop, seed):
+    """The last layer's MLP sees the first two rows only."""
+    seen = local_samples(loop.model, {"seen": torch.tensor([1.0, 1.0, 0.0, 0.0])})["seen"]
+    mlp = loop.model.model.layers[1].mlp
+    unsharded = type(mlp).forward
+    mlp.forward = shard_safe(lambda x: unsharded(mlp, x) * seen[:, None, None] if seen.any() else x * 0)
+    try:
+        loss = loop.loss(seed)
+    finally:
+        del mlp.forward
+    loss.backward()
+    loop.losses.append(loss.item())
+
+
+def step(loop):
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def used(loop):
+    for seed in range(3):
+        backward(loop, seed)
+        step(loop)
+
+
+def cleared(loop):
+    for seed in range(3):
+        backward(loop, seed)
+        loop.model.model.layers[1].mlp.up_proj.weight.grad = None
+        step(loop)
+
+
+def cleared_and_clipped(loop):
+    for seed in range(3):
+        backward(loop, seed)
+        for parameter in loop.model.model.layers[1].mlp.parameters():
+            parameter.grad = None
+        torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)
+        step(loop)
+
+
+def looked_at(loop):
+    for seed in range(2):
+        backward(loop, seed)
+        loop.see(f"empty {seed}", torch.tensor([float(p.grad is None) for p in loop.model.parameters()]))
+        step(loop)
+
+
+def accumulated(loop):
+    with nullcontext() if parallel_state(loop.model) is None else loop.model.no_sync():
+        backward(loop, 0)
+    backward(loop, 1)
+    loop.model.model.layers[1].mlp.up_proj.weight.grad = None
+    step(loop)
+
+
+LOOP_PATTERNS = {
+    function.__name__: function for function in (used, cleared, cleared_and_clipped, looked_at, accumulated)
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tiny):
+    return Runs(tiny, LOOP_PATTERNS)
+
+
+@pytest.mark.parametrize("habit", LOOP_PATTERNS)
+@pytest.mark.parametrize("text", ["dp2+zero0", "dp2", "dp2+zero2", "dp2+zero3", "tp2+dp2", "tp2+dp2+zero3"])
+def test_equal_to_one_process(runs, text, loop_pattern):
+    runs.compare(text, loop_pattern)

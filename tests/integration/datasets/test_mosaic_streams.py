@@ -1,0 +1,82 @@
+"""Sets of MosaicML's streaming go on with the next row after a resume, on any layout, without reading the others."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_megatron.datasets.streams import SampleStream
+from hf_megatron.errors import DataError
+from tests.integration.datasets.test_streams import LAYOUTS, LENGTH, LLAMA, ROWS, dealt, joined, train
+
+
+def stream_of(folder, ranks):
+    import streaming
+
+    return SampleStream(
+        streaming.StreamingDataset(
+            local=str(folder / "set"), shuffle=True, shuffle_seed=3, batch_size=1, num_canonical_nodes=1,
+            replication=ranks,
+        )
+    )  # fmt: skip
+
+
+def test_stopped_runs_take_every_row_once(tmp_path):
+    """Its shared memory is of jobs, not of forks of one process."""
+    # What it asks for excludes transformers 5: it is installed without that (`pip install --no-deps`).
+    streaming = pytest.importorskip("streaming")
+    drawn = np.random.default_rng(0)
+    columns = {"input_ids": "ndarray:int64", "labels": "ndarray:int64"}
+    with streaming.MDSWriter(out=str(tmp_path / "set"), columns=columns, size_limit=600) as writer:
+        for number in range(ROWS):
+            row = np.concatenate([[number], drawn.integers(0, 64, LENGTH - 1)])
+            writer.write({"input_ids": row, "labels": row})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(LLAMA).save_pretrained(tmp_path / "model")
+    stream = iter(stream_of(tmp_path, None))
+    unsharded = [next(stream)["input_ids"].tolist() for _ in range(60)]
+    assert sorted(row[0] for row in unsharded[:ROWS]) == list(range(ROWS)) != [row[0] for row in unsharded[:ROWS]]
+    # Begun anew where it has been further, and where it had ended.
+    again = stream_of(tmp_path, None)
+    for begin in (0, 30, 7):
+        again.begin = begin
+        assert [row["input_ids"].tolist() for row in itertools.islice(again, 25)] == unsharded[begin : begin + 25]
+    with pytest.raises(DataError, match="num_canonical_nodes is missing"):
+        SampleStream(streaming.StreamingDataset(local=str(tmp_path / "set"), batch_size=1))
+    done, first = 0, 0
+    for layout, rows, accumulate, steps in (("tp2", 2, 2, 2), ("tp2+dp2", 3, 1, 2), ("dp2", 4, 2, 2), ("cp2", 4, 1, 1)):
+        ranks, replicas, done = 4 if "+" in layout else 2, LAYOUTS[layout].get("dp_size", 1), done + steps
+        job = [str(ranks), str(tmp_path), layout, str(rows), str(accumulate), str(done), str(first and done - steps)]
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", job[0]]
+        subprocess.run(
+            [*launch, "-m", __name__, *job], check=True, timeout=60, cwd=Path(__file__).parents[3],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        read = [json.loads((tmp_path / f"{done}-{rank}.json").read_text()) for rank in range(ranks)]
+        found = joined([({int(step): ids for step, ids in steps.items()}, rank, None) for steps, rank in read])
+        for step in range(done - steps + 1, done + 1):
+            of_step = replicas * rows * accumulate
+            assert found[step] == dealt(unsharded[first : first + of_step], replicas, rows)
+            first += of_step
+    assert first > 1.5 * ROWS
+
+
+def main(ranks, folder, layout, rows, accumulate, done, begun):
+    folder = Path(folder)
+    steps, rank, _ = train(
+        folder, folder / "out", LAYOUTS[layout], rows=int(rows), accumulate=int(accumulate), steps=int(done) + 1,
+        stop=int(done), resume=str(folder / "out" / f"checkpoint-{begun}") if int(begun) else None,
+        data=lambda: stream_of(folder, int(ranks)),
+    )  # fmt: skip
+    (folder / f"{done}-{os.environ['RANK']}.json").write_text(json.dumps([steps, rank]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

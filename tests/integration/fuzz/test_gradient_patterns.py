@@ -1,0 +1,456 @@
+"""Gradients as PyTorch has them: what loops do to `.grad` besides the usual, against one process."""
+
+import contextlib
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import hf_megatron
+from hf_megatron import UnsupportedError, local_named_parameters
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.parallelize import parallel_state
+from tests.helpers.dp_training import layout
+from tests.helpers.training import LAYOUTS, PIPELINES, WHOLE_BATCH, Runs, batch, cells, local_samples
+
+LOOP_PATTERNS = {}
+_NAMES = ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_", "clip_grad_value_")
+
+
+def early_names():
+    """Functions as torch made them, whatever was put in their place under their names since."""
+    hf_megatron.disable()
+    names = [getattr(torch.nn.utils, name) for name in _NAMES]
+    hf_megatron.enable()
+    return names
+
+
+def loop_pattern(function):
+    LOOP_PATTERNS[function.__name__] = function
+    return function
+
+
+IMPOSSIBLE = {
+    # It has other parameters between forward and backward, and whole ones inside the model's forward only.
+    "zero3": {
+        "sets_gradients_to_none_before_backward",
+        "assigns_zeros_between_forward_and_backward",
+        "gives_embeddings_of_its_own",
+    },
+    # A rank has the norms of its own stage's gradients.
+    "pp": {"reads_gradients"},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tiny):
+    return Runs(tiny, LOOP_PATTERNS, IMPOSSIBLE)
+
+
+# Taking gradients away
+
+
+@loop_pattern
+def sets_gradients_to_none_before_backward(loop):
+    for seed in range(3):
+        loss = loop.loss(seed)
+        for parameter in loop.model.parameters():
+            parameter.grad = None
+        loss.backward()
+        loop.optimizer.step()
+
+
+@loop_pattern
+def deletes_the_gradients_of_some(loop):
+    loop.backward(0)
+    for parameter in loop.parameters("mlp"):
+        del parameter.grad
+    loop.optimizer.step()
+    loop.backward(1)
+    for parameter in loop.parameters("norm"):
+        parameter.grad = None
+    loop.backward(2)
+    loop.optimizer.step()
+
+
+@loop_pattern
+def zeroes_gradients_of_the_model(loop):
+    for seed in range(2):
+        loop.model.zero_grad(set_to_none=False)
+        loop.backward(seed)
+        loop.optimizer.step()
+
+
+@loop_pattern
+def zeroes_each_gradient(loop):
+    for seed in range(2):
+        for parameter in loop.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.detach_()
+                parameter.grad.zero_()
+        loop.backward(seed)
+        loop.optimizer.step()
+
+
+# Editing gradients
+
+
+@loop_pattern
+def scales_and_adds(loop):
+    for seed in range(2):
+        loop.backward(seed)
+        for parameter in loop.model.parameters():
+            parameter.grad.mul_(0.5).div_(3.0).add_(parameter.detach(), alpha=0.01)
+            parameter.grad += 0.001
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+@loop_pattern
+def assigns_gradients(loop):
+    for seed in range(2):
+        loop.backward(seed)
+        for parameter in loop.model.parameters():
+            parameter.grad = parameter.grad * 0.3 + parameter.detach() * 0.1
+        loop.backward(seed + 10)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+@loop_pattern
+def assigns_what_is_made_of_statistics(loop):
+    for seed in range(2):
+        loop.backward(seed)
+        for parameter in loop.model.parameters():
+            gradient = parameter.grad.sign() * parameter.grad.abs().mean()
+            parameter.grad = gradient - parameter.grad.mean(0, keepdim=True)
+        loop.see(f"norm {seed}", torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1))
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+@loop_pattern
+def assigns_means(loop):
+    for seed in range(2):
+        loop.backward(seed)
+        for parameter in loop.model.parameters():
+            parameter.grad = parameter.grad.mean(0, keepdim=True).expand_as(parameter).clone()
+        loop.see(f"norm {seed}", torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1))
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+@loop_pattern
+def assigns_zeros_between_forward_and_backward(loop):
+    for seed in range(2):
+        loss = loop.loss(seed)
+        for parameter in loop.model.parameters():
+            parameter.grad = torch.ones_like(parameter) * 0.01
+        loss.backward()
+        loop.optimizer.step()
+
+
+@loop_pattern
+def foreach_edits(loop):
+    loop.backward(0)
+    gradients = [parameter.grad for parameter in loop.model.parameters()]
+    torch._foreach_mul_(gradients, 0.25)
+    torch._foreach_add_(gradients, [parameter.detach() for parameter in loop.model.parameters()], alpha=0.01)
+    torch._foreach_clamp_max_(gradients, 0.02)
+    loop.optimizer.step()
+
+
+@loop_pattern
+def edits_what_is_no_entry_of_its_own(loop):
+    loop.backward(0)
+    for parameter in loop.model.parameters():
+        parameter.grad.sub_(parameter.grad.mean())
+        parameter.grad.copy_(parameter.grad.flip(0))
+    loop.optimizer.step()
+
+
+@loop_pattern
+def keeps_gradients_of_two_losses(loop):
+    loop.backward(0)
+    first = [parameter.grad.clone() for parameter in loop.model.parameters()]
+    loop.optimizer.zero_grad()
+    loop.backward(1)
+    for parameter, other in zip(loop.model.parameters(), first, strict=True):
+        parameter.grad = (parameter.grad + other) / 2
+    loop.optimizer.step()
+
+
+# Reading gradients
+
+
+@loop_pattern
+def reads_gradients(loop):
+    for seed in range(2):
+        loop.backward(seed)
+        loop.see_gradients(f"step {seed}")
+        norms = [parameter.grad.norm() for parameter in loop.model.parameters()]
+        loop.see("norm", torch.stack([torch.as_tensor(_plain(norm)) for norm in norms]).norm())
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+# Clipping, by names that were imported before this library was
+
+
+@loop_pattern
+def clips_by_early_names(loop):
+    clip_grad_norm_, get_total_norm, clip_grads_with_norm_, clip_grad_value_ = early_names()
+    for seed in range(2):
+        loop.backward(seed)
+        parameters = list(loop.model.parameters())
+        loop.see("norm", clip_grad_norm_(parameters, 0.5))
+        loop.see("norm of a part", get_total_norm([parameter.grad for parameter in loop.parameters("norm")]))
+        loop.see("largest", get_total_norm((parameter.grad for parameter in parameters), float("inf")))
+        clip_grads_with_norm_(loop.parameters("norm"), 0.1, get_total_norm([p.grad for p in loop.parameters("norm")]))
+        clip_grad_value_(parameters, 1e-3)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+def _plain(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+# Losses
+
+
+@loop_pattern
+def computes_a_penalty_first(loop):
+    for seed in range(2):
+        penalty = sum(_plain(parameter.pow(2).sum()) for parameter in loop.model.parameters())
+        loss = loop.loss(seed)
+        ((loss + 0.1 * penalty) / 4).backward()
+        loop.losses.append(loss.item())
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+def outside(loop, seed):
+    """A loss that the loop computes, of rows that are equally many on every rank."""
+    ids = local_samples(loop.model, batch(seed))["input_ids"]
+    logits = loop.model(input_ids=ids).logits[:, :-1]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+@loop_pattern
+def losses_of_its_own_twice(loop):
+    loss = outside(loop, 0)
+    loss.backward(retain_graph=True)
+    (loss / 3).backward()
+    loop.optimizer.step()
+
+
+@loop_pattern
+def losses_of_both_kinds(loop):
+    (loop.loss(0) + outside(loop, 1)).backward()
+    loop.optimizer.step()
+
+
+@loop_pattern
+def losses_of_two_models(loop):
+    state = parallel_state(loop.model)
+    config = {} if state is None else {"megatron_config": state.config}
+    other = AutoModelForCausalLM.from_pretrained(loop.path, **config).train()
+    for seed in range(2):
+        (loop.loss(seed) * other(**local_samples(other, batch(seed + 2))).loss).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+@loop_pattern
+def two_forwards_two_backwards(loop):
+    for seed in (0, 2):
+        first, second = loop.loss(seed), loop.loss(seed + 1)
+        (3 * second).backward()
+        (first / 2).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+@loop_pattern
+def accumulates_unevenly(loop):
+    for seeds in ((0,), (1, 2, 3), (4, 5)):
+        for seed in seeds:
+            waits = seed != seeds[-1] and hasattr(loop.model, "no_sync")
+            with loop.model.no_sync() if waits else contextlib.nullcontext():
+                loop.backward(seed, 1 / len(seeds))
+            loop.model.eval()
+            with torch.no_grad():
+                loop.loss(seed + 20)
+            loop.model.train()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+@loop_pattern
+def accumulates_with_checkpointing(loop):
+    loop.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for seed in (0, 2):
+        loop.step(seed, seed + 1)
+    loop.model.gradient_checkpointing_disable()
+
+
+@loop_pattern
+def freezes_between_microbatches(loop):
+    loop.backward(0)
+    for parameter in loop.parameters("mlp"):
+        parameter.requires_grad_(False)
+    loop.step(1)
+    loop.model.requires_grad_(True)
+    loop.step(2)
+
+
+# Trained inputs
+
+
+@loop_pattern
+def trains_inputs(loop):
+    unsharded = torch.randn(4, 9, 32, generator=torch.Generator().manual_seed(0))
+    for seed in range(2):
+        own = local_samples(loop.model, {"x": unsharded, **batch(seed)})
+        inputs = own["x"].clone().requires_grad_()
+        loss = loop.model(inputs_embeds=inputs, labels=own["labels"]).loss
+        loss.backward()
+        loop.losses.append(loss.item())
+        expected = local_samples(loop.model, {"x": torch.arange(4)})["x"]
+        loop.rows(f"inputs {seed}", inputs.grad, expected)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+@loop_pattern
+def gives_embeddings_of_its_own(loop):
+    for seed in range(2):
+        own = local_samples(loop.model, batch(seed))
+        inputs = loop.model.get_input_embeddings()(own["input_ids"]) * 1.5
+        loss = loop.model(inputs_embeds=inputs, labels=own["labels"]).loss
+        loss.backward()
+        loop.losses.append(loss.item())
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+# What data parallelism refuses
+
+PARTIAL = {}
+
+
+def partial(message):
+    def of(function):
+        PARTIAL[function.__name__] = function, message
+        return function
+
+    return of
+
+
+@partial("averaged over the dp ranks")
+def asks_autograd_for_one_after_another(loop):
+    parameters = list(loop.model.parameters())
+    loss = loop.loss(0)
+    for index, parameter in enumerate(parameters):
+        [parameter.grad] = torch.autograd.grad(loss, [parameter], retain_graph=index < len(parameters) - 1)
+    loop.optimizer.step()
+
+
+@partial("averaged over the dp ranks")
+def asks_autograd_for_gradients_of_its_own_loss(loop):
+    parameters = list(loop.model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(outside(loop, 0), parameters), strict=True):
+        parameter.grad = gradient
+    loop.optimizer.step()
+
+
+@partial("averaged over the dp ranks")
+def goes_backward_to_some(loop):
+    loop.loss(0).backward(inputs=loop.parameters("mlp"))
+    assert all(
+        (parameter.grad is None) == ("mlp" not in name) for name, parameter in local_named_parameters(loop.model)
+    )
+    loop.optimizer.step()
+
+
+@partial("A hook on the gradient of")
+def squares_gradients_in_hooks(loop):
+    """Once for each gradient, and not for each microbatch: a square tells the difference."""
+    calls = []
+    with contextlib.ExitStack() as hooks:
+        for parameter in loop.model.parameters():
+            hooks.enter_context(parameter.register_hook(lambda g: calls.append(1) or g * g.abs()))
+        (loop.loss(0) / 2).backward()
+    assert len(calls) == len(list(local_named_parameters(loop.model)))
+    loop.optimizer.step()
+
+
+@partial("A hook on the gradient of")
+def steps_in_hooks(loop):
+    def step(parameter):
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=1e-2)
+
+    with contextlib.ExitStack() as hooks:
+        for parameter in loop.model.parameters():
+            hooks.enter_context(parameter.register_post_accumulate_grad_hook(step))
+        (loop.loss(0) + outside(loop, 1)).backward()
+
+
+@partial("Make them parameters of the model")
+def asks_for_the_gradient_of_a_prompt(loop):
+    drawn = local_samples(loop.model, {"x": torch.randn(4, 9, 32, generator=torch.Generator().manual_seed(7))})["x"]
+    prompt = torch.ones(32, requires_grad=True)
+    labels = local_samples(loop.model, batch(0))["labels"]
+    loop.see(
+        "asked", torch.autograd.grad(loop.model(inputs_embeds=drawn * prompt, labels=labels).loss / 4, [prompt])[0]
+    )
+    loop.model(inputs_embeds=drawn * prompt).logits.float().square().mean().backward()
+    loop.see("of logits", prompt.grad)
+    loop.model.zero_grad()
+
+
+@pytest.fixture(scope="module")
+def partial_runs(tiny):
+    return Runs(tiny, {name: function for name, (function, _) in PARTIAL.items()})
+
+
+@pytest.mark.parametrize("text", WHOLE_BATCH)
+@pytest.mark.parametrize("name", PARTIAL)
+def test_equal_where_one_rank_sees_all_of_the_batch(partial_runs, text, name):
+    partial_runs.compare(text, name)
+
+
+@pytest.mark.parametrize("name", PARTIAL)
+def test_refused_where_ranks_see_parts_of_the_batch(partial_runs, name):
+    partial_runs.refused("pp2+dp2", name, PARTIAL[name][1])
+
+
+@pytest.mark.parametrize(("name", "text"), cells(LOOP_PATTERNS, LAYOUTS + PIPELINES, IMPOSSIBLE))
+def test_equal_to_one_process(runs, text, name):
+    runs.compare(text, name)
+
+
+def keep_a_gradient(path):
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout("dp2")).train()
+    weight = model.model.norm.weight
+    standing = []
+    for seed in range(3):
+        model(**local_samples(model, batch(seed))).loss.backward()
+        standing.append(id(weight.grad))
+        model.zero_grad()
+    assert len(set(standing)) == 1, "one tensor stands for all gradients that nobody keeps"
+    model(**local_samples(model, batch(0))).loss.backward()
+    kept = weight.grad
+    model.zero_grad()
+    with pytest.raises(UnsupportedError, match=r"clone\(\)"):
+        kept.norm()
+    model(**local_samples(model, batch(1))).loss.backward()
+    with pytest.raises(UnsupportedError, match=r"clone\(\)"):
+        kept.norm()
+    return weight.grad.norm().item() > 0
+
+
+def test_a_gradient_that_was_cleared_is_not_the_next_one(tiny):
+    assert run_ranks(keep_a_gradient, 2, tiny) == [True, True]

@@ -1,0 +1,246 @@
+"""A plain Accelerate loop on two ranks against one process, and what Accelerate must refuse."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+from hf_megatron import ConfigError, MegatronConfig, UnsupportedError
+from hf_megatron.core.fork_harness import run_ranks
+from tests.integration.integrations.trainer.test_trainer import rows
+
+TP2 = MegatronConfig(tp_size=2)
+
+
+def loop(path, config):
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9 ** (step / accelerator.num_processes))
+    train, evaluation = DataLoader(rows(9, 0), batch_size=2), DataLoader(rows(7, 1), batch_size=3)
+    model, optimizer, train, evaluation, scheduler = accelerator.prepare(model, optimizer, train, evaluation, scheduler)
+    numbers = []
+    for batch in train:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 0.5) if accelerator.sync_gradients else 0.0
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        numbers.append((loss.item(), float(norm), scheduler.get_last_lr()[0]))
+    model.eval()
+    losses, samples = [], 0
+    for batch in evaluation:
+        with torch.no_grad():
+            outputs = model(**batch)
+        predictions = accelerator.gather_for_metrics(outputs.logits.argmax(-1))
+        objects = accelerator.gather_for_metrics(list(range(len(batch["labels"]))), use_gather_object=True)
+        assert len(predictions) == len(objects)
+        samples += len(predictions)
+        losses.append(accelerator.gather(outputs.loss).mean().item())
+    keys = sorted(accelerator.get_state_dict(model)) if config is None else None
+    return numbers, losses, samples, keys
+
+
+def test_loop_equals_one_process(stories):
+    [expected] = run_ranks(loop, 1, stories, None)
+    for numbers, losses, samples, _ in run_ranks(loop, 2, stories, TP2):
+        torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected[0]), rtol=2e-5, atol=1e-7)
+        assert losses == pytest.approx(expected[1], rel=2e-5)
+        assert samples == expected[2] == 7
+
+
+def learning_rates(path, config, counted):
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    data = DataLoader(rows(16, 0), batch_size=4 // (1 if config is None else config.dp_size or 1))
+    steps = len(data) if counted == "batches" else 4 * accelerator.num_processes
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    if counted == "one cycle":
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=steps)
+    model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
+    found = []
+    for batch in data:
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        scheduler.step()
+        found.append(scheduler.get_last_lr()[0])
+    return found
+
+
+# In as many steps of a cycle as dp ranks, stock too has another curve to the same end.
+@pytest.mark.parametrize(
+    ("layout", "counted"),
+    [
+        ({name: 2}, counted)
+        for name in ("tp_size", "dp_size", "pp_size")
+        for counted in ("batches", "processes", "one cycle")
+        if (name, counted) != ("dp_size", "one cycle")
+    ],
+    ids=str,
+)
+def test_schedules_are_those_of_one_process(stories, layout, counted):
+    """As scripts count their steps that Accelerate is to distribute: in batches of one process, or times processes."""
+    [expected] = run_ranks(learning_rates, 1, stories, None, counted)
+    for found in run_ranks(learning_rates, 2, stories, MegatronConfig(**layout), counted):
+        assert found == pytest.approx(expected, abs=1e-9)
+
+
+def generated(path, config, apply_padding):
+    """Of prompts that are split by hand, all tokens on every rank."""
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).eval()
+    accelerator = Accelerator(cpu=True)
+    prompts = [row["input_ids"][None, : 8 + index] for index, row in enumerate(rows(5, 0))]
+    tokens = []
+    with accelerator.split_between_processes(prompts, apply_padding=apply_padding) as own:
+        for prompt in own:
+            mask = torch.ones_like(prompt)
+            output = model.generate(input_ids=prompt, attention_mask=mask, max_new_tokens=4, do_sample=False)
+            tokens.append(output[0].tolist())
+    with accelerator.split_between_processes({"ids": torch.arange(6), "text": list("abcdef")}) as own:
+        labels = [(int(index), text) for index, text in zip(own["ids"], own["text"], strict=True)]
+    return (
+        accelerator.gather_for_metrics(tokens, use_gather_object=True)[:5],
+        accelerator.gather_for_metrics(labels, use_gather_object=True),
+    )
+
+
+@pytest.mark.parametrize("apply_padding", [False, True])
+@pytest.mark.parametrize("layout", ["tp_size", "pp_size", "dp_size"])
+def test_inputs_are_split_over_replicas(stories, layout, apply_padding):
+    [expected] = run_ranks(generated, 1, stories, None, False)
+    assert len(expected[0]) == 5 and len(expected[1]) == 6
+    assert run_ranks(generated, 2, stories, MegatronConfig(**{layout: 2}), apply_padding) == [expected] * 2
+
+
+def test_state_dict_is_full_on_the_first_rank(stories):
+    def gather():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(model)
+        return {name: tensor.shape for name, tensor in accelerator.get_state_dict(model).items()}
+
+    first, second = run_ranks(gather, 2)
+    expected = {name: t.shape for name, t in AutoModelForCausalLM.from_pretrained(stories).state_dict().items()}
+    assert first == expected and second == {}
+
+
+def stop_and_save(path, folder, config):
+    """The step at which all ranks stop; the model is saved as Accelerate's examples do it."""
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(model)
+    for step in range(4):  # noqa: B007
+        if config.dp_size is None:
+            with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=True) as local:
+                local.step()
+        if step == 2 and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+            accelerator.set_trigger()
+        if accelerator.check_trigger():
+            break
+    assert not accelerator.check_trigger()
+    accelerator.unwrap_model(model).save_pretrained(
+        folder,
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(model),
+    )
+    return step
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [TP2, MegatronConfig(dp_size=2, zero_stage=3), MegatronConfig(tp_size=2, pp_size=2)],
+    ids=MegatronConfig.layout,
+)
+def test_triggers_and_saving_as_in_the_examples(stories, tmp_path, layout):
+    ranks = (layout.tp_size or 1) * (layout.pp_size or 1) * (layout.dp_size or 1)
+    assert run_ranks(stop_and_save, ranks, stories, tmp_path, layout) == [2] * ranks
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    for name, value in AutoModelForCausalLM.from_pretrained(stories).state_dict().items():
+        assert torch.equal(saved[name], value), name
+
+
+def test_a_state_dict_of_parts_is_not_saved(stories, tmp_path):
+    def on_rank():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
+        with pytest.raises(UnsupportedError, match="takes whole tensors on rank 0"):
+            model.save_pretrained(tmp_path, state_dict=model.state_dict())
+
+    run_ranks(on_rank, 2)
+
+
+def test_an_accelerator_that_came_first_is_refused(stories):
+    def prepare():
+        accelerator = Accelerator(cpu=True)
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
+        with pytest.raises(ConfigError, match="Create it after the model"):
+            accelerator.prepare(model)
+
+    run_ranks(prepare, 2)
+
+
+def test_whole_model_ddp_is_refused(stories):
+    def wrap():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
+        with pytest.raises(UnsupportedError, match="DistributedDataParallel"):
+            torch.nn.parallel.DistributedDataParallel(model)
+
+    run_ranks(wrap, 2)
+
+
+def test_gradient_norm_with_shared_key_value_heads_counts_each_entry_once(stories):
+    """Parameters on two meshes, where stock clipping raises."""
+
+    def norm(config):
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=config).train()
+        from hf_megatron.data_parallel.grad_norm import clip_grad_norm
+
+        batch = {name: torch.stack([row[name] for row in rows(3, 0)]) for name in ("input_ids", "labels")}
+        model(**batch).loss.backward()
+        values = [clip_grad_norm(model.parameters(), 1e9, kind).item() for kind in (2.0, 1.0, float("inf"))]
+        clip_grad_norm(model.parameters(), 0.1)
+        return [*values, clip_grad_norm(model.parameters(), 1e9).item()]
+
+    def stock():
+        model = AutoModelForCausalLM.from_pretrained(stories).train()
+        batch = {name: torch.stack([row[name] for row in rows(3, 0)]) for name in ("input_ids", "labels")}
+        model(**batch).loss.backward()
+        clip = torch.nn.utils.clip_grad_norm_
+        values = [clip(model.parameters(), 1e9, kind).item() for kind in (2.0, 1.0, float("inf"))]
+        clip(model.parameters(), 0.1)
+        return [*values, clip(model.parameters(), 1e9).item()]
+
+    expected = stock()
+    for found in run_ranks(norm, 8, MegatronConfig(tp_size=8)):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["FSDP", "DEEPSPEED"])
+def test_plugins_of_the_environment_are_refused_by_name(stories, name, monkeypatch):
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+
+    def load():
+        with pytest.raises(UnsupportedError, match=name):
+            AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
+
+    run_ranks(load, 2)
+
+
+def test_mixed_precision_follows_one_process(stories):
+    def run(config):
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=config).train()
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        model = accelerator.prepare(model)
+        batch = {name: torch.stack([row[name] for row in rows(3, 0)]) for name in ("input_ids", "labels")}
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        return loss.item(), float(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+
+    [expected] = run_ranks(run, 1, None)
+    for found in run_ranks(run, 2, TP2):
+        assert found == pytest.approx(expected, rel=2e-2)

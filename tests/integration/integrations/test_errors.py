@@ -1,0 +1,124 @@
+"""What trains silently wrong on split models today, as most of TRL's trainers: refused by name before work starts."""
+
+import contextlib
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
+
+import pytest
+import transformers
+from datasets import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPConfig,
+    CLIPVisionConfig,
+    Trainer,
+    ViTConfig,
+)
+
+from hf_megatron import MegatronConfig, UnsupportedError
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.integrations.torch.ddp_check import refuse_other_trl_trainers
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+
+TP2 = MegatronConfig(tp_size=2)
+
+
+def test_adapters_of_transformers(stories):
+    def wrap():
+        from peft import LoraConfig
+
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
+        config = LoraConfig(target_modules=["q_proj", "down_proj"])
+        with pytest.raises(UnsupportedError, match="transformers' own adapters"):
+            model.add_adapter(config)
+        with pytest.raises(UnsupportedError, match="transformers' own adapters"):
+            model.load_adapter("folder")
+
+    run_ranks(wrap, 2)
+
+
+SUPPORTED = {
+    "trl.trainer": ["DPOTrainer", "DistillationTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer"],
+    "trl.experimental": ["CPOTrainer", "GKDTrainer", "ORPOTrainer"],
+}
+
+
+def trainers_of_trl():
+    """Every trainer in the installed package."""
+    import trl
+
+    found = {}
+    for module in pkgutil.walk_packages(trl.__path__, "trl."):
+        if module.name.partition(".")[2].split(".")[0] in ("trainer", "experimental"):
+            # Some need packages of their own.
+            with contextlib.suppress(ImportError):
+                classes = inspect.getmembers(importlib.import_module(module.name), inspect.isclass)
+                found |= {(kind.__module__, name): kind for name, kind in classes if issubclass(kind, Trainer)}
+    return {key: kind for key, kind in found.items() if key[0].startswith("trl.") and not key[1].startswith("_")}
+
+
+def test_every_trainer_of_trl_is_compared_or_refused():
+    refused = set()
+    for (module, name), kind in trainers_of_trl().items():
+        try:
+            refuse_other_trl_trainers(kind.__new__(kind))
+        except UnsupportedError as error:
+            assert f"{name}: of TRL's trainers SFTTrainer, DPOTrainer, " in str(error)
+            refused.add(f"{module}.{name}")
+    assert len(refused) >= 10 and all(name.startswith("trl.experimental.") for name in refused)
+    assert not any(name.endswith(f".{kept}") for name in refused for kept in SUPPORTED["trl.experimental"])
+    listed = (Path(__file__).parents[3] / "docs" / "post_training.md").read_text()
+    assert all(f"`{name.rpartition('.')[2]}`" in listed for name in refused), sorted(refused)
+
+
+def test_a_trainer_that_is_refused(stories, tmp_path):
+    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+    from trl.experimental.tpo import TPOConfig, TPOTrainer
+
+    def build():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
+        rows = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c", "reference": "d"}] * 2)
+        given = {"use_cpu": True, "bf16": False, "report_to": "none"}
+        with pytest.raises(UnsupportedError, match="GMPOTrainer: of TRL's trainers SFTTrainer, DPO"):
+            args = GMPOConfig(str(tmp_path), num_generations=2, **given)
+            GMPOTrainer(model, reward_funcs=len, args=args, train_dataset=rows)
+        with pytest.raises(UnsupportedError, match="TPOTrainer: of TRL's trainers SFTTrainer, DPO"):
+            TPOTrainer(model, args=TPOConfig(str(tmp_path), **given), train_dataset=rows)
+
+    run_ranks(build, 2)
+
+
+def test_resize_and_distributed_checkpoint(stories, tmp_path):
+    def call():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
+        with pytest.raises(UnsupportedError, match="resize_token_embeddings"):
+            model.resize_token_embeddings(600)
+        with pytest.raises(UnsupportedError, match="distributed_checkpoint"):
+            model.save_pretrained(tmp_path, distributed_checkpoint=True)
+        with pytest.raises(UnsupportedError, match="state_dict"):
+            model.save_pretrained(tmp_path, state_dict={})
+
+    run_ranks(call, 2)
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+VISION = SMALL | {"image_size": 8, "patch_size": 4}
+TOWERS = {
+    "ViTForImageClassification": (ViTConfig(**VISION), "takes pixel_values"),
+    "CLIPVisionModel": (CLIPVisionConfig(**VISION), "takes pixel_values"),
+    "CLIPModel": (CLIPConfig(text_config=SMALL | {"vocab_size": 64}, vision_config=VISION), "has to have one list of"),
+}
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_towers_over_pipeline_stages(tmp_path, name):
+    config, match = TOWERS[name]
+    getattr(transformers, name)(config).save_pretrained(tmp_path)
+
+    def on_rank():
+        with pytest.raises(UnsupportedError, match=f"pp_size.*{name} {match}"):
+            getattr(transformers, name).from_pretrained(tmp_path, megatron_config=ConfigUnderTest(pp_size=2))
+
+    run_ranks(on_rank, 2)

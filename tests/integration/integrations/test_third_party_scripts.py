@@ -1,0 +1,68 @@
+"""TRL's own scripts, changed by the import and the argument alone or not at all (see
+`tests.helpers.third_party_scripts`).
+"""
+
+import pytest
+
+from tests.helpers.third_party_scripts import LAYOUTS, LOSS, WEIGHTS, compare, make_data, program, trl_script
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("scripts")
+    make_data(path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["sft.py", "dpo.py"])
+def test_every_logged_number_and_weight(folder, name):
+    expected = None
+    for layout in LAYOUTS[name].split(","):
+        (worst, number), apart, count, expected = compare(trl_script(name), folder, layout, expected)
+        assert count > 20
+        assert worst <= LOSS and apart <= WEIGHTS, (layout, number, worst, apart)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("sft.py", "tp2+pp2"), ("dpo.py", "dp2"), ("kto.py", "tp2+sp"), ("reward.py", "pp2"), ("reward.py", "tp2")],
+)
+def test_without_any_edit(folder, name, layout):
+    (worst, number), apart, count, _ = compare(trl_script(name), folder, layout, launched=True)
+    assert count > 20
+    assert worst <= LOSS and apart <= WEIGHTS, (number, worst, apart)
+
+
+# Masks of dropout would differ.
+ADAPTER = [
+    "--use_peft",
+    "--lora_r",
+    "4",
+    "--lora_dropout",
+    "0.0",
+    "--lora_target_modules",
+    "q_proj",
+    "v_proj",
+    "down_proj",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"), [("sft.py", ()), ("dpo.py", ()), ("reward.py", ("--lora_task_type", "SEQ_CLS"))]
+)
+def test_an_adapter_without_any_edit(folder, name, flags):
+    expected = None
+    for layout in ("tp2+sp", "pp2", "dp2"):
+        (worst, number), apart, count, expected = compare(
+            trl_script(name), folder, layout, expected, launched=True, flags=(*ADAPTER, *flags)
+        )
+        assert count > 20
+        assert worst <= LOSS and apart <= WEIGHTS, (layout, number, worst, apart)
+
+
+@pytest.mark.parametrize("name", ["sft.py", "dpo.py"])
+def test_one_argument_is_added(name):
+    assert "LAYOUT" not in program(trl_script(name), False).co_names
+    code = program(trl_script(name), True)
+    functions = [constant for constant in code.co_consts if hasattr(constant, "co_names")]
+    assert "hf_megatron" in code.co_names and any("LAYOUT" in function.co_names for function in functions)

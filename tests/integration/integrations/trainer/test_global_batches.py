@@ -1,0 +1,281 @@
+"""Rows that a collator pads to each other, on data parallel ranks: padding, predictions and counts of one process."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
+
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.integrations.trainer import global_batches
+from tests.helpers.dp_training import ranks_of
+from tests.integration.integrations.trainer.test_padded_batches import COUNTS, layout
+
+
+def texts(count, seed=0, vocabulary=64):
+    """Rows of unequal length, each with a name."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for index in range(count):
+        ids = torch.randint(3, vocabulary, (3 + (7 * index + 4) % 11,), generator=generator)
+        found.append({"input_ids": ids, "labels": ids.clone(), "names": f"row {index}"})
+    return found
+
+
+class Padding:
+    """Pads to the longest row, on either side."""
+
+    def __init__(self, side="right"):
+        self.side = side
+
+    def __call__(self, samples):
+        def padded(values, value):
+            return torch.nn.utils.rnn.pad_sequence(values, True, value, self.side)
+
+        ids = [sample["input_ids"] for sample in samples]
+        return {
+            "input_ids": padded(ids, 0),
+            "attention_mask": padded([torch.ones_like(row) for row in ids], 0),
+            "labels": padded([sample["labels"] for sample in samples], -100),
+        }
+
+
+def seen(prediction):
+    """Of every number that metrics are made of, padding included."""
+    logits, inputs = prediction.predictions, prediction.inputs
+    return {
+        "width": logits.shape[1],
+        "logits": float(np.abs(logits).mean()),
+        "places": float((inputs * np.arange(1, inputs.shape[1] + 1)).sum()),
+        "labels": int(prediction.label_ids.sum()),
+        "loss of rows": float(prediction.losses.sum()),
+    }
+
+
+class Stream(IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def predict(path, output, side, config=None, kind=list, **arguments):
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
+    dp_size = 1 if config is None else config.dp_size
+    arguments = TrainingArguments(
+        str(output),
+        per_device_eval_batch_size=6 // dp_size,
+        include_for_metrics=["inputs", "loss"],
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        **arguments,
+    )
+    trainer = Trainer(model, arguments, Padding(side), compute_metrics=seen)
+    data, found = texts(12), []
+    for count in COUNTS:
+        metrics = trainer.evaluate(kind(data[:count]))
+        prediction = trainer.predict(kind(data[:count]))
+        numbers = {name: value for name, value in metrics.items() if "runtime" not in name and "second" not in name}
+        numbers.pop("eval_model_preparation_time", None)
+        found.append((numbers, prediction.predictions, prediction.label_ids))
+    return found
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    """A model of learned positions, which counts them from the first column, padding or not."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("gpt2")
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2)
+    GPT2LMHeadModel(config).save_pretrained(path)
+    return path
+
+
+def compare(found, expected):
+    assert len(found) == len(expected) == len(COUNTS)
+    for (numbers, predictions, labels), (reference, logits, targets) in zip(found, expected, strict=True):
+        assert numbers == pytest.approx(reference, rel=2e-5)
+        np.testing.assert_allclose(predictions, logits, atol=1e-4)
+        np.testing.assert_array_equal(labels, targets)
+
+
+@pytest.mark.parametrize(
+    ("text", "side", "arguments"),
+    [
+        ("dp2", "right", {"eval_accumulation_steps": 1}),
+        ("dp2", "left", {"dataloader_num_workers": 1}),
+        ("dp2+zero3", "right", {}),
+        ("tp2+dp2", "left", {}),
+        ("pp2+dp2", "right", {}),
+    ],
+)
+def test_predictions_on_rows_of_unequal_length(gpt2, tmp_path, text, side, arguments):
+    config = layout(text)
+    [expected] = run_ranks(predict, 1, gpt2, tmp_path, side)
+    for found in run_ranks(predict, ranks_of(config), gpt2, tmp_path, side, config=config, **arguments):
+        compare(found, expected)
+
+
+@pytest.mark.parametrize("text", ["dp2", "tp2+dp2"])
+def test_predictions_on_a_stream_that_each_rank_reads(gpt2, tmp_path, text):
+    config = layout(text)
+    [expected] = run_ranks(predict, 1, gpt2, tmp_path, "right", kind=Stream)
+    # With tensor parallelism there is no other way.
+    arguments = {"accelerator_config": {"dispatch_batches": False}} if text == "dp2" else {}
+    found = run_ranks(predict, ranks_of(config), gpt2, tmp_path, "right", config=config, kind=Stream, **arguments)
+    for each in found:
+        compare(each, expected)
+
+
+def test_padding_of_each_ranks_own_is_noticed(gpt2, tmp_path, monkeypatch):
+    monkeypatch.setattr(global_batches, "pad_for_all_ranks", lambda loader: None)
+    [expected] = run_ranks(predict, 1, gpt2, tmp_path, "left")
+    [found, _] = run_ranks(predict, 2, gpt2, tmp_path, "left", config=layout("dp2"))
+    with pytest.raises(AssertionError):
+        compare(found, expected)
+    assert [entry[0]["eval_loss"] for entry in found] != pytest.approx([entry[0]["eval_loss"] for entry in expected])
+
+
+def generate(path, output, kind, side, config=None):
+    model = kind.from_pretrained(path, megatron_config=config)
+    arguments = Seq2SeqTrainingArguments(
+        str(output),
+        per_device_eval_batch_size=4 if config is None else 2,
+        predict_with_generate=True,
+        generation_max_length=24,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = Seq2SeqTrainer(model, arguments, Padding(side))
+    predictions = [trainer.predict(texts(count)) for count in (5, 7, 8)]
+    return [(each.predictions, each.label_ids, each.metrics["test_loss"]) for each in predictions]
+
+
+@pytest.mark.parametrize("kind", [AutoModelForCausalLM, AutoModelForSeq2SeqLM])
+def test_sequences_that_end_early(tmp_path, kind):
+    """Ranks stop when their own rows are done, and labels narrower than `max_length` are padded to it with tokens."""
+    torch.manual_seed(0)
+    ends = {"eos_token_id": [1, *range(30, 50)], "pad_token_id": 0}
+    if kind is AutoModelForCausalLM:
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32, **ends))
+    else:
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+        model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, **ends))
+    model.generation_config.max_length = 8
+    model.save_pretrained(tmp_path / "model")
+    side = "left" if kind is AutoModelForCausalLM else "right"
+    [expected] = run_ranks(generate, 1, tmp_path / "model", tmp_path, kind, side)
+    for found in run_ranks(generate, 2, tmp_path / "model", tmp_path, kind, side, config=layout("dp2")):
+        for (tokens, labels, loss), reference in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(tokens, reference[0])
+            np.testing.assert_array_equal(labels, reference[1])
+            assert loss == pytest.approx(reference[2], rel=2e-5)
+
+
+def count(path, output, collator, config=None, resume=None, kind=list, **arguments):
+    """Losses and tokens seen of two epochs whose last batches are not full."""
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
+    dp_size = 1 if config is None else config.dp_size
+    defaults = {
+        "per_device_train_batch_size": 4 // dp_size,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2,
+        "include_num_input_tokens_seen": "all",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    trainer = Trainer(model, TrainingArguments(str(output), **defaults | arguments), collator, kind(texts(13)))
+    trainer.train(resume_from_checkpoint=resume)
+    return [(entry["loss"], entry["num_input_tokens_seen"]) for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("text", ["dp2", "tp2+dp2", "dp4"])
+def test_padding_that_is_counted(gpt2, tmp_path, text):
+    """Of the last row of an epoch one rank has all, and others none."""
+    config = layout(text)
+    [expected] = run_ranks(count, 1, gpt2, tmp_path, Padding("left"))
+    for found in run_ranks(count, ranks_of(config), gpt2, tmp_path, Padding("left"), config=config):
+        assert [tokens for _, tokens in found] == [tokens for _, tokens in expected]
+        assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=2e-5)
+
+
+@pytest.mark.parametrize("kind", [list, Stream])
+def test_padding_that_is_counted_after_resuming_within_an_epoch(gpt2, tmp_path, kind):
+    arguments = {"save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 1, "kind": kind}
+    if kind is Stream:
+        arguments |= {"max_steps": 8, "accelerator_config": {"dispatch_batches": False}}
+    [expected] = run_ranks(count, 1, gpt2, tmp_path / "one", Padding(), **arguments)
+    run_ranks(count, 2, gpt2, tmp_path / "two", Padding(), config=layout("dp2"), **arguments)
+    folder = str(tmp_path / "two" / "checkpoint-2")
+    for found in run_ranks(count, 2, gpt2, tmp_path / "three", Padding(), layout("dp2"), resume=folder, **arguments):
+        assert np.allclose(found, expected, rtol=2e-5)
+
+
+def loss_of_stream(path, output, config=None):
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
+    rows = [{"input_ids": row["input_ids"][:3], "labels": row["input_ids"][:3]} for row in texts(6)]
+    arguments = TrainingArguments(str(output), use_cpu=True, report_to=[], per_device_eval_batch_size=4)
+    return Trainer(model, arguments).evaluate(Stream(rows))["eval_loss"]
+
+
+@pytest.mark.parametrize("text", ["tp2", "pp2"])
+def test_the_last_batch_of_a_stream_that_ranks_share(gpt2, tmp_path, text):
+    """Accelerate counts its rows once for each rank."""
+    [expected] = run_ranks(loss_of_stream, 1, gpt2, tmp_path)
+    for found in run_ranks(loss_of_stream, 2, gpt2, tmp_path, layout(text)):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+class LeftTokenizer(Padding):
+    """A collator that says by its tokenizer where it pads."""
+
+    def __init__(self):
+        super().__init__("left")
+        self.tokenizer = SimpleNamespace(padding_side="left", model_input_names=["attention_mask"])
+
+
+@pytest.mark.parametrize("collator", [LeftTokenizer(), Padding("left")], ids=["said", "unsaid"])
+def test_rows_that_are_padded_on_the_left(gpt2, tmp_path, collator):
+    """A first token behind padding is predicted from it, and has another position."""
+    arguments = {"include_num_input_tokens_seen": "non_padding"}
+    [expected] = run_ranks(count, 1, gpt2, tmp_path, collator, **arguments)
+    for found in run_ranks(count, 2, gpt2, tmp_path, collator, config=layout("dp2"), **arguments):
+        assert np.allclose(found, expected, rtol=2e-5)
+
+
+def joined(samples):
+    """Joins rows to one, as padding-free collators do."""
+    ids = torch.cat([sample["input_ids"] for sample in samples])
+    places = torch.cat([torch.arange(len(sample["input_ids"])) for sample in samples])
+    return {"input_ids": ids[None], "labels": ids[None], "position_ids": places[None]}
+
+
+@pytest.mark.parametrize("size", [4, 2])
+def test_rows_that_are_joined_have_no_padding(gpt2, tmp_path, size):
+    """Twelve rows fill each batch, also those of one row for each rank."""
+    arguments = {"include_num_input_tokens_seen": "all", "max_steps": 3, "gradient_accumulation_steps": 1}
+    [expected] = run_ranks(count, 1, gpt2, tmp_path, joined, per_device_train_batch_size=size, **arguments)
+    for found in run_ranks(
+        count, 2, gpt2, tmp_path, joined, layout("dp2"), per_device_train_batch_size=size // 2, **arguments
+    ):
+        assert [tokens for _, tokens in found] == [tokens for _, tokens in expected]

@@ -1,0 +1,159 @@
+"""Stock Trainer with heads that compute their loss themselves, on data parallel ranks and in one process."""
+
+import pytest
+import torch
+import transformers
+from transformers import Trainer, TrainingArguments, default_data_collator
+
+from hf_megatron.checkpoint.gather_full import full_state_dict
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.parallelize import parallel_state
+from tests.helpers.references import in_one_process
+from tests.parity.losses.test_losses import _CONFIGS, HEADS, _layout, batch
+
+
+def _rows(head, count, seed):
+    unsharded = batch(head, seed, rows=count)
+    return [{name: values[index] for name, values in unsharded.items()} for index in range(count)]
+
+
+class Penalised(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = loss + 1e-2 * sum(p.pow(2).sum() for name, p in model.named_parameters() if "proj" in name)
+        return (loss, outputs) if return_outputs else loss
+
+
+def train(family, head, output, layout, accepts_count=True, trainer_class=Trainer, rows=(22, 10), **arguments):
+    suffix, changes = HEADS[head]
+    torch.manual_seed(0)
+    config = None if layout is None else _layout(layout)
+    path = output / f"{family}-{head}"
+    cls = getattr(transformers, f"{family}{suffix}")
+    if layout is None:
+        cls(_CONFIGS[family](**changes)).save_pretrained(path)
+    model = cls.from_pretrained(path, megatron_config=config)
+    if not accepts_count:
+        model.accepts_loss_kwargs = False
+    ranks = 1 if config is None else config.dp_size or 1
+    defaults = {
+        "per_device_train_batch_size": 4 // ranks,
+        "per_device_eval_batch_size": 6 // ranks,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "learning_rate": 1e-3,
+        "max_grad_norm": 0.5,
+        # Gradients that are zero in exact arithmetic stay so.
+        "adam_epsilon": 1e-4,
+    }
+    trainer = trainer_class(
+        model,
+        TrainingArguments(str(output / "out"), **(defaults | arguments)),
+        # The last batch is one rank's alone.
+        train_dataset=_rows(head, rows[0], 0),
+        eval_dataset=_rows(head, rows[1], 1),
+        data_collator=default_data_collator,
+    )
+    trainer.train()
+    weights = full_state_dict(model) if parallel_state(model) is not None else model.state_dict()
+    names = ("loss", "grad_norm", "eval_loss", "total_flos")
+    log = [{name: entry[name] for name in names if name in entry} for entry in trainer.state.log_history]
+    return log, {name: weight.clone() for name, weight in weights.items()}
+
+
+def compare(family, head, folder, layout="dp2", **arguments):
+    log, weights = in_one_process(train, family, head, folder, None, **arguments)
+    assert len(log) >= 5
+    config = _layout(layout)
+    found = run_ranks(
+        train, config.ranks_per_replica * (config.dp_size or 1), family, head, folder, layout, timeout=200, **arguments
+    )
+    for other, _ in found:
+        for entry, reference in zip(other, log, strict=True):
+            assert entry == pytest.approx(reference, rel=2e-5)
+    for name, weight in weights.items():
+        torch.testing.assert_close(
+            found[0][1][name], weight, rtol=0, atol=3e-5, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("trainer")
+
+
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [
+        *(("Bert", head) for head in ("masked", "single", "tokens", "answers")),
+        *(("Llama", head) for head in ("single", "tokens", "answers", "regression")),
+        ("T5", "seq2seq"),
+    ],
+)
+def test_every_logged_number(folder, family, head):
+    compare(family, head, folder)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2+zero3"])
+def test_a_penalty_on_weights(folder, layout):
+    # Repeated rows of a last batch would count in a loss of one's own.
+    compare("Llama", "single", folder, layout, trainer_class=Penalised, rows=(24, 12))
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "layout"),
+    [
+        *(("Llama", head, "tp2") for head in ("single", "tokens", "answers", "regression")),
+        *(("Llama", head, "pp2") for head in ("single", "tokens", "answers", "regression")),
+        *(("Llama", head, "pp2+dp2") for head in ("tokens", "answers", "regression")),
+        ("GPT2", "tokens", "pp2+dp2"),
+        ("Bert", "masked", "pp2"),
+    ],
+)
+def test_every_logged_number_of_split_models(folder, family, head, layout):
+    compare(family, head, folder, layout)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2+sp", "pp2", "dp2"])
+@pytest.mark.parametrize("head", ["regression", "tokens", "answers"])
+def test_twenty_steps(folder, head, layout):
+    compare("Llama", head, folder, layout, max_steps=20, eval_steps=10)
+
+
+SMOOTHED = [
+    *(("Llama", "causal", layout) for layout in ("dp2+zero0", "dp2", "dp2+zero2", "dp2+zero3", "tp2", "pp2")),
+    *(("Bert", "masked", layout) for layout in ("dp2", "dp2+zero3")),
+]
+
+
+@pytest.mark.parametrize(("family", "head", "layout"), SMOOTHED)
+def test_label_smoothing_factor(folder, family, head, layout):
+    compare(family, head, folder, layout, label_smoothing_factor=0.1)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"label_smoothing_factor": 0.1}], ids=["plain", "smoothed"])
+def test_a_class_without_a_count(folder, arguments):
+    compare("Llama", "causal", folder, accepts_count=False, **arguments)
+
+
+def test_tokens_are_averaged_across_devices_all_the_same(folder):
+    compare("Llama", "causal", folder, average_tokens_across_devices=False)
+
+
+def test_a_router_loss_beside_a_loss_that_follows_the_count(folder):
+    """Trainer multiplies both by the ranks."""
+    compare("Mixtral", "causal", folder)
+
+
+def test_a_rank_that_ignores_the_count_is_found(folder, monkeypatch):
+    """The seeded fault: the loss is not divided by the ranks that Trainer multiplies it by."""
+    monkeypatch.setattr("hf_megatron.losses.inline_losses._with_loss", lambda output, loss: output)
+    with pytest.raises(AssertionError):
+        compare("Bert", "masked", folder)

@@ -1,0 +1,675 @@
+"""Trainer takes Megatron's samples in Megatron's order, on all layouts, and goes on with the next after a resume."""
+
+import itertools
+import json
+import random
+import shutil
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from torch.utils.data import DataLoader, Subset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    BertConfig,
+    BertTokenizer,
+    LlamaConfig,
+    MixtralConfig,
+    T5Config,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
+
+from hf_megatron import MegatronConfig
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.datasets.blended import BlendedDataset
+from hf_megatron.datasets.indexed_writer import IndexedWriter
+from hf_megatron.datasets.masked import BertDataset, T5Dataset
+from hf_megatron.datasets.ordered_dataset import WithoutSamples
+from hf_megatron.datasets.pretraining import PretrainingDataset
+from hf_megatron.datasets.ramp_up import BatchRampUp
+from hf_megatron.datasets.schedules import MegatronSchedule, MegatronScheduler
+from hf_megatron.errors import DataError, RankError
+from hf_megatron.integrations.trainer.sample_counter import SamplesCallback
+from hf_megatron.parallel_state import parallel_state
+
+LLAMA = LlamaConfig(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=False,
+)
+LAYOUTS = {
+    "one process": None,
+    "tp2": {"tp_size": 2},
+    "dp2": {"dp_size": 2},
+    "dp4": {"dp_size": 4},
+    "cp2": {"cp_size": 2},
+    "tp2+dp2": {"tp_size": 2, "dp_size": 2},
+    "pp2+dp2": {"pp_size": 2, "dp_size": 2, "num_microbatches": 2},
+}
+LENGTH, SAMPLES = 16, 48
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    prefix = tmp_path_factory.mktemp("data") / "corpus_text_document"
+    drawn = random.Random(0)
+    with IndexedWriter(prefix, "uint16") as writer:
+        for _ in range(60):
+            writer.add_document([[drawn.randrange(1, 96) for _ in range(drawn.randrange(0, 40))] + [0]])
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(LLAMA).save_pretrained(prefix.parent / "model")
+    return str(prefix)
+
+
+def dataset_of(prefix, samples=SAMPLES, **options):
+    return PretrainingDataset(prefix, LENGTH, samples, eod_token=0, **options)
+
+
+def ranks_of(sizes):
+    layout = MegatronConfig(**sizes or {})
+    return layout.ranks_per_replica * (layout.dp_size or 1)
+
+
+class Seen(TrainerCallback):
+    """Notes the tokens that this rank's replica was given in each step."""
+
+    def __init__(self, kill_at=None):
+        self.steps, self.kill_at = {}, kill_at
+        self._ids = []
+
+    def watch(self, trainer):
+        original = trainer.compute_loss
+
+        def compute_loss(model, inputs, *args, **kwargs):
+            assert inputs["shift_labels"] is not None
+            self._ids += [row.tolist() for row in inputs["input_ids"]]
+            return original(model, inputs, *args, **kwargs)
+
+        trainer.compute_loss = compute_loss
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps[state.global_step], self._ids = self._ids, []
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.global_step == self.kill_at:
+            control.should_training_stop = True
+
+
+def train(
+    prefix,
+    output,
+    sizes,
+    *,
+    rows,
+    steps,
+    accumulate=1,
+    stop=None,
+    resume=None,
+    samples=SAMPLES,
+    ramp_up=None,
+    **options,
+):
+    """Returns what each step of this rank's replica was given, its dp rank, and the losses and weights."""
+    layout = {} if sizes is None else {"megatron_config": MegatronConfig(**sizes)}
+    model = AutoModelForCausalLM.from_pretrained(Path(prefix).parent / "model", **layout)
+    state, seen = parallel_state(model), Seen(stop)
+    arguments = TrainingArguments(
+        str(output),
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=accumulate,
+        max_steps=steps,
+        save_strategy="no" if stop is None else "steps",
+        save_steps=1,
+        logging_steps=1,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        **options,
+    )
+    dataset = dataset_of(prefix, samples)
+    if ramp_up is not None:
+        dataset.ramp_up = ramp_up
+    trainer = Trainer(model, arguments, default_data_collator, dataset, callbacks=[seen])
+    seen.watch(trainer)
+    trainer.train(resume_from_checkpoint=resume)
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return seen.steps, 0 if state is None else state.mesh.dp_rank, losses
+
+
+def given(ranks):
+    """Returns the rows of each step over all replicas, in the order of Megatron's sampler: rank by rank."""
+    replicas = {}
+    for steps, rank, _ in ranks:
+        assert replicas.setdefault(rank, steps) == steps
+    return {step: [replicas[rank][step] for rank in sorted(replicas)] for step in replicas[0]}
+
+
+def expected(prefix, first, steps, dp_size, rows, accumulate, samples=SAMPLES):
+    """What `MegatronPretrainingSampler` gives each rank: consecutive blocks of rows, microbatch by microbatch."""
+    dataset, found = dataset_of(prefix, samples), {}
+    for step in steps:
+        found[step] = [[] for _ in range(dp_size)]
+        for _ in range(accumulate):
+            for rank in range(dp_size):
+                found[step][rank] += [dataset[first + row]["input_ids"].tolist() for row in range(rows)]
+                first += rows
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_are_given_what_megatron_gives_them(prefix, tmp_path, layout):
+    sizes = LAYOUTS[layout]
+    dp_size = (sizes or {}).get("dp_size", 1)
+    options = {"rows": 4 // dp_size, "accumulate": 2, "steps": 4}
+    one = train if sizes is None else None
+    ranks = (
+        [one(prefix, tmp_path, None, **options)]
+        if one
+        else run_ranks(train, ranks_of(sizes), prefix, tmp_path, sizes, **options)
+    )
+    assert given(ranks) == expected(prefix, 0, range(1, 5), dp_size, 4 // dp_size, 2)
+    [(_, _, losses)] = run_ranks(train, 1, prefix, tmp_path / "one", None, rows=4, accumulate=2, steps=4)
+    assert ranks[0][2] == pytest.approx(losses, abs=2e-4)
+
+
+def test_labels_are_shifted_once(prefix):
+    """The loss over a batch is that of predicting each next token, the one behind the last included."""
+    torch.manual_seed(0)
+    model, dataset = AutoModelForCausalLM.from_config(LLAMA), dataset_of(prefix)
+    batch = default_data_collator([dataset[0], dataset[1]])
+    tokens = torch.stack([torch.from_numpy(dataset.tokens(sample)[0]) for sample in (0, 1)])
+    unsharded = model(input_ids=tokens, labels=tokens).loss
+    torch.testing.assert_close(model(**batch).loss, unsharded)
+
+
+def draws():
+    """Layouts and batches of a run that is stopped and goes on otherwise; stock's own checkpoints have one layout."""
+    drawn = random.Random(0)
+    for number in range(20):
+        yield (
+            number,
+            [
+                (
+                    layout := drawn.choice([*LAYOUTS][0 if part == 2 else 1 :]),
+                    drawn.choice([1, 2]) * (2 if layout == "pp2+dp2" else 1),
+                    drawn.choice([1, 2]),
+                    drawn.choice([1, 2]),
+                )
+                for part in range(3)
+            ],
+        )
+
+
+@pytest.mark.parametrize(("number", "parts"), draws(), ids=lambda value: str(value) if isinstance(value, int) else "")
+def test_stopped_runs_see_every_sample_once(prefix, tmp_path, number, parts):
+    """Three parts of one run, of other layouts, accumulation and batch sizes: the same sequence as without a stop."""
+    done, resume, found, first = 0, None, [], 0
+    for layout, rows, accumulate, steps in parts:
+        sizes = LAYOUTS[layout]
+        done += steps
+        ranks = run_ranks(
+            train, ranks_of(sizes), prefix, tmp_path, sizes, rows=rows, accumulate=accumulate, steps=done + 1,
+            stop=done, resume=resume,
+        )  # fmt: skip
+        dp_size = (sizes or {}).get("dp_size", 1)
+        steps_seen = {step: rows for step, rows in given(ranks).items() if step <= done}
+        assert steps_seen == expected(prefix, first, steps_seen, dp_size, rows, accumulate)
+        assert list(steps_seen) == list(range(done - steps + 1, done + 1))
+        first += steps * dp_size * rows * accumulate
+        resume = str(tmp_path / f"checkpoint-{done}")
+        found.append(first)
+
+
+def test_a_resume_with_other_samples_says_what_changed(prefix, tmp_path):
+    train(prefix, tmp_path, None, rows=4, steps=3, stop=2)
+    go_on = {"rows": 4, "steps": 4, "resume": str(tmp_path / "checkpoint-2")}
+    with pytest.raises(DataError, match=r"epochs\[0\] was \d+ and is \d+"):
+        train(prefix, tmp_path, None, samples=400, **go_on)
+    other = Path(prefix).with_name("other")
+    with IndexedWriter(other, "uint16") as writer:
+        writer.add_document([list(range(1, 90)) * 12])
+    with pytest.raises(DataError, match="files.sequences was 60 and is 1"):
+        train(str(other), tmp_path, None, **go_on)
+    said = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    del said["stateful_callbacks"]["SamplesCallback"]
+    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text(json.dumps(said))
+    with pytest.raises(DataError, match="does not say which samples it has seen"):
+        train(prefix, tmp_path, None, **go_on)
+    steps, *_ = train(str(other), tmp_path, None, ignore_data_skip=True, stop=4, **go_on)
+    assert steps == {key: rows[0] for key, rows in expected(str(other), 0, [3, 4], 1, 4, 1).items()}
+
+
+def test_more_steps_than_samples_say_so(prefix, tmp_path):
+    size = len(dataset_of(prefix, None))
+    steps = -(-size // 4)
+    with pytest.raises(DataError, match=f"{steps + 1} steps of 4 samples need more than the {size}"):
+        train(prefix, tmp_path, None, rows=4, steps=steps + 1, samples=None)
+    seen, *_ = train(prefix, tmp_path, None, rows=4, steps=steps, samples=None)
+    assert sum(map(len, seen.values())) == size
+
+
+def test_who_shuffles_again_is_refused(prefix, tmp_path):
+    with pytest.raises(DataError, match="train_sampling_strategy='group_by_length'"):
+        train(prefix, tmp_path, None, rows=4, steps=2, train_sampling_strategy="group_by_length")
+
+    def on_rank():
+        from accelerate import Accelerator
+
+        model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=MegatronConfig(tp_size=2))
+        accelerator = Accelerator(cpu=True)
+        _, loader = accelerator.prepare(model, DataLoader(dataset_of(prefix), 4, shuffle=True))
+        with pytest.raises(DataError, match="shuffles it again"):
+            next(iter(loader))
+        loader = accelerator.prepare(DataLoader(dataset_of(prefix), 4))
+        return next(iter(loader))["input_ids"].tolist()
+
+    dataset = dataset_of(prefix)
+    for rows in run_ranks(on_rank, 2):
+        assert rows == [dataset[sample]["input_ids"].tolist() for sample in range(4)]
+
+
+def stock(prefix, output, train_dataset=None, **options):
+    model = AutoModelForCausalLM.from_pretrained(Path(prefix).parent / "model")
+    arguments = TrainingArguments(str(output), max_steps=1, report_to=[], use_cpu=True, save_strategy="no", **options)
+    return Trainer(model, arguments, default_data_collator, train_dataset)
+
+
+def test_what_would_shift_again_is_refused(prefix, tmp_path):
+    trainer = stock(prefix, tmp_path, dataset_of(prefix))
+    trainer.model_accepts_loss_kwargs = False
+    with pytest.raises(DataError, match="takes no shift_labels"):
+        trainer.train()
+    with pytest.raises(DataError, match="label_smoothing_factor=0.1"):
+        stock(prefix, tmp_path, dataset_of(prefix), label_smoothing_factor=0.1).train()
+    with pytest.raises(DataError, match="label_smoothing_factor=0.1"):
+        stock(prefix, tmp_path, label_smoothing_factor=0.1).evaluate(dataset_of(prefix))
+    trainer = stock(prefix, tmp_path, dataset_of(prefix))
+    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: outputs.loss
+    with pytest.raises(DataError, match="compute_loss_func: it gets labels that are shifted already"):
+        trainer.train()
+    trainer = stock(prefix, tmp_path, dataset_of(prefix))
+    trainer.data_collator = lambda rows: {
+        name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")
+    }
+    with pytest.raises(DataError, match="collator leaves shift_labels out"):
+        trainer.train()
+    with pytest.raises(DataError, match="Subset around a dataset with an order of its own"):
+        stock(prefix, tmp_path, Subset(dataset_of(prefix), range(8))).train()
+
+
+def test_prompts_that_peft_puts_before_labels_are_refused(prefix, tmp_path):
+    trainer = stock(prefix, tmp_path, dataset_of(prefix))
+    adapter = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, adapter)
+    with pytest.raises(DataError, match="PROMPT_TUNING: PEFT puts its prompt before the labels"):
+        trainer.train()
+    trainer = stock(prefix, tmp_path, dataset_of(prefix))
+    adapter = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, adapter)
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize("part", [None, 6])
+def test_an_evaluation_shifts_once(prefix, tmp_path, part):
+    """Of data that the trainer was not made with, and of a part of it."""
+    dataset = dataset_of(prefix) if part is None else Subset(dataset_of(prefix), range(part))
+    trainer = stock(prefix, tmp_path, per_device_eval_batch_size=len(dataset))
+    batch = default_data_collator([dataset[number] for number in range(len(dataset))])
+    with torch.no_grad():
+        expected = trainer.model.eval()(**batch).loss.item()
+    assert trainer.evaluate(dataset)["eval_loss"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_larger_batches_to_the_end_of_the_data(prefix, tmp_path):
+    """More steps than an epoch of the new batch size has; at the end fewer samples are left than a step takes."""
+    size = len(dataset_of(prefix, None))
+    train(prefix, tmp_path, None, rows=2, steps=21, stop=20, samples=None)
+    left = (size - 40) // 8
+    given_up = {"rows": 4, "accumulate": 2, "samples": None, "resume": str(tmp_path / "checkpoint-20")}
+    steps, *_ = train(prefix, tmp_path, None, steps=20 + left, **given_up)
+    planned = expected(prefix, 40, range(21, 21 + left), 1, 4, 2, samples=None)
+    assert steps == {step: rows[0] for step, rows in planned.items()}
+    with pytest.raises(DataError, match=f"it ends with step {20 + left}"):
+        train(prefix, tmp_path, None, steps=21 + left, **given_up)
+    with pytest.raises(DataError, match=f"train for max_steps={20 + left}"):
+        train(prefix, tmp_path, None, steps=-1, **given_up)
+
+
+def test_schedules_count_what_a_step_has(prefix, tmp_path):
+    trainer = stock(prefix, tmp_path, dataset_of(prefix), per_device_train_batch_size=4, weight_decay=0.01)
+    for batch, samples, message in ((8, 0, "a step has 4 samples"), (4, 4, "first 0 samples were seen")):
+        trainer.create_optimizer()
+        schedule = MegatronSchedule(1e-3, decay=100)
+        trainer.lr_scheduler = MegatronScheduler(trainer.optimizer, schedule, batch, samples)
+        with pytest.raises(DataError, match=message):
+            trainer.train()
+
+
+def test_blends_are_taken_in_turns(prefix, tmp_path):
+    datasets = [dataset_of(prefix, 40, seed=seed) for seed in (1, 2)]
+    blend = BlendedDataset(datasets, [0.3, 0.7], 20, cache=tmp_path)
+    again = BlendedDataset(datasets, [0.3, 0.7], 20, cache=tmp_path)
+    assert len(blend) == len(again) == 20
+    assert blend.order.dataset[:10].tolist() == [1, 0, 1, 1, 0, 1, 1, 0, 1, 1]
+    assert [blend[k]["input_ids"].tolist() for k in range(3)] == [
+        datasets[one][sample]["input_ids"].tolist() for one, sample in ((1, 0), (0, 0), (1, 1))
+    ]
+    with pytest.raises(DataError, match="has .* samples, of which"):
+        BlendedDataset(datasets, [0.3, 0.7], 10_000)
+
+
+def test_samples_are_left_out_from_where_a_run_goes_on(prefix, tmp_path, monkeypatch):
+    """Of a run that was stopped after 8 samples, 12 to 17 are left out; another begins where Megatron-LM had ended."""
+    train(prefix, tmp_path, None, rows=4, steps=3, stop=2)
+    unsharded = dataset_of(prefix)
+    rows = [unsharded[sample]["input_ids"].tolist() for sample in range(30)]
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            "tests.integration.integrations.trainer.test_ordered_data.dataset_of",
+            lambda *args: WithoutSamples(PretrainingDataset(prefix, LENGTH, SAMPLES, eod_token=0), [(12, 17)]),
+        )
+        steps, *_ = train(prefix, tmp_path, None, rows=4, steps=4, resume=str(tmp_path / "checkpoint-2"))
+    assert steps == {3: rows[8:12], 4: rows[17:21]}
+    unsharded.seen = 6
+    monkeypatch.setattr("tests.integration.integrations.trainer.test_ordered_data.dataset_of", lambda *args: unsharded)
+    steps, *_ = train(prefix, tmp_path / "other", None, rows=4, steps=2, accumulate=2)
+    assert steps == {1: rows[6:14], 2: rows[14:22]}
+
+
+def test_ranges_that_are_left_out(prefix):
+    dataset = dataset_of(prefix)
+    left = WithoutSamples(dataset, [(0, 2), (5, 6), (40, 48)])
+    kept = [place for place in range(len(dataset)) if not (place < 2 or place == 5 or 40 <= place < 48)]
+    assert len(left) == len(kept) and [left.place_of(sample) for sample in range(len(left))] == kept
+    assert [left.sample_at(place) for place in kept] == list(range(len(kept)))
+    assert left.sample_at(5) == left.sample_at(6)
+    assert left[3]["input_ids"].tolist() == dataset[kept[3]]["input_ids"].tolist()
+    for ranges in ([(5, 5)], [(5, 9), (7, 12)], [(0, 10_000)], [(-1, 2)]):
+        with pytest.raises(DataError, match="expected .first, stop. in their order"):
+            WithoutSamples(dataset, ranges)
+
+
+class _SavesWithin(TrainerCallback):
+    """Saves where a signal has stock save: before an optimizer's step, and at the end of one before other callbacks."""
+
+    def __init__(self):
+        self.said = []
+
+    def _save(self, args, state, control, **kwargs):
+        [count] = [one for one in self.counting.callback_handler.callbacks if isinstance(one, SamplesCallback)]
+        self.said.append((state.global_step, count.state()["attributes"]["consumed"]))
+
+    on_pre_optimizer_step = on_step_end = on_substep_end = _save
+
+
+def test_what_is_saved_within_a_step_has_its_steps_samples(prefix, tmp_path):
+    trainer = stock(prefix, tmp_path, dataset_of(prefix), per_device_train_batch_size=2, gradient_accumulation_steps=3)
+    trainer.args.max_steps = 2
+    saves = _SavesWithin()
+    saves.counting = trainer
+    trainer.add_callback(saves)
+    # As stock's own, it comes before what users add.
+    trainer.callback_handler.callbacks.insert(0, trainer.callback_handler.callbacks.pop())
+    trainer.train()
+    assert saves.said == [(0, 0)] * 3 + [(1, 6)] * 4 + [(2, 12)]
+
+
+def test_files_of_the_same_lengths_are_others(prefix, tmp_path):
+    places = [tmp_path / name / "pair" for name in "ab"]
+    for seed, place in enumerate(places):
+        drawn = random.Random(seed)
+        with IndexedWriter(place, "uint16") as writer:
+            for _ in range(30):
+                writer.add_document([[drawn.randrange(1, 96) for _ in range(17)]])
+        shutil.copytree(Path(prefix).parent / "model", place.parent / "model")
+    train(str(places[0]), tmp_path / "out", None, rows=4, steps=3, stop=2, samples=None)
+    with pytest.raises(DataError, match="files.data was"):
+        train(str(places[1]), tmp_path / "out", None, rows=4, steps=4, samples=None,
+              resume=str(tmp_path / "out" / "checkpoint-2"))  # fmt: skip
+
+
+def test_what_is_left_out_or_seen_is_so_of_the_whole(prefix):
+    dataset = dataset_of(prefix)
+    with pytest.raises(DataError, match="a run counts those of the blend"):
+        BlendedDataset([WithoutSamples(dataset, [(1, 3)]), dataset])
+    left = WithoutSamples(dataset, [(1, 3)])
+    dataset.seen = 10
+    assert left.seen == 10
+    with pytest.raises(DataError, match="a run counts those of the blend"):
+        BlendedDataset([dataset])
+
+
+RAMP_UP = BatchRampUp(8, start=2, increment=2, samples=12)
+# Layout -> rows of a replica's call, and where it goes on; checkpoints of stock in one process do so there alone.
+GROWING = {"one process": (2, "one process"), "dp2": (1, "tp2+dp2"), "cp2": (1, "dp2"), "pp2+dp2": (2, "dp4")}
+
+
+def by_hand(prefix, ends):
+    """Losses of steps of growing batches in a loop in one process."""
+    model = AutoModelForCausalLM.from_pretrained(Path(prefix).parent / "model")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0)
+    dataset, losses = dataset_of(prefix), []
+    for first, stop in itertools.pairwise([0, *ends]):
+        loss = model(**default_data_collator([dataset[sample] for sample in range(first, stop)])).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("layout", GROWING)
+def test_batches_grow(prefix, tmp_path, layout):
+    """As those of a loop in one process, also where another layout goes on within the growth."""
+    rows, other = GROWING[layout]
+    sizes = RAMP_UP if layout != "pp2+dp2" else BatchRampUp(8, start=4, increment=4, samples=12)
+    ends = [sizes.after(steps) for steps in range(1, 7)]
+    options = {"ramp_up": sizes, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+
+    def run(name, rows, **given):
+        calls = 8 // rows // (LAYOUTS[name] or {}).get("dp_size", 1)
+        ranks = ranks_of(LAYOUTS[name])
+        return run_ranks(train, ranks, prefix, tmp_path, LAYOUTS[name], rows=rows, accumulate=calls, **given, **options)
+
+    begun = run(layout, rows, steps=6, stop=3)
+    went_on = run(other, 1, steps=6, resume=str(tmp_path / "checkpoint-3"))
+    taken = {**given(begun), **given(went_on)}
+    dataset = dataset_of(prefix)
+    for step, (first, stop) in enumerate(itertools.pairwise([0, *ends]), 1):
+        unsharded = [row for replica in taken[step] for row in replica]
+        assert sorted(unsharded) == sorted(dataset[sample]["input_ids"].tolist() for sample in range(first, stop))
+    # The last of the logs of a stopped run is a summary.
+    assert begun[0][2][:3] + went_on[0][2][3:] == pytest.approx(by_hand(prefix, ends), abs=2e-4)
+
+
+def test_batches_that_do_not_grow_by_calls_are_refused(prefix, tmp_path):
+    grow = {"steps": 6, "ramp_up": RAMP_UP}
+    with pytest.raises(DataError, match="whole calls of 4 samples, of all replicas, and 2 are none"):
+        train(prefix, tmp_path, None, rows=4, accumulate=2, **grow)
+    with pytest.raises(DataError, match="a step has 16 samples"):
+        train(prefix, tmp_path, None, rows=2, accumulate=8, **grow)
+    with pytest.raises(DataError, match="steps that grow, of which epochs know nothing"):
+        train(prefix, tmp_path, None, rows=2, accumulate=4, **{**grow, "steps": -1})
+    size = len(dataset_of(prefix, None))
+    last = RAMP_UP.full_steps(0, size)
+    with pytest.raises(DataError, match=f"it ends with step {last}"):
+        train(prefix, tmp_path, None, rows=2, accumulate=4, samples=None, **{**grow, "steps": last + 1})
+
+
+SPECIAL_TOKENS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "[EOS]",
+    *(f"<extra_id_{number}>" for number in range(9)),
+]
+
+
+MASKED_MODELS = {"bert": AutoModelForMaskedLM, "t5": AutoModelForSeq2SeqLM}
+
+
+def masked(prefix, kind):
+    """A model, and sentences with masked words for it."""
+    words = [*SPECIAL_TOKENS, *(f"word{number}" for number in range(96 - len(SPECIAL_TOKENS)))]
+    tokenizer = BertTokenizer({word: number for number, word in enumerate(words)}, eos_token="[EOS]")
+    if kind == "t5":
+        config = T5Config(
+            vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )  # fmt: skip
+        return config, T5Dataset(prefix, 32, 24, 32, tokenizer=tokenizer)
+    config = BertConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return config, BertDataset(prefix, 32, 32, tokenizer=tokenizer, pairs=False)
+
+
+def train_masked(prefix, output, sizes, kind, accumulate=2, is_scaled=None, ramp_up=None, resume=None, **options):
+    _, dataset = masked(prefix, kind)
+    layout = {} if sizes is None else {"megatron_config": MegatronConfig(**sizes)}
+    model = MASKED_MODELS[kind].from_pretrained(output / "model", **layout)
+    arguments = TrainingArguments(
+        str(output),
+        per_device_train_batch_size=8 // accumulate // (sizes or {}).get("dp_size", 1),
+        gradient_accumulation_steps=accumulate,
+        report_to=[],
+        use_cpu=True,
+        **{"max_steps": 4, "logging_steps": 1, "learning_rate": 1e-2, "save_strategy": "no"} | options,
+    )
+    dataset.ramp_up = ramp_up
+    trainer, seen = Trainer(model, arguments, default_data_collator, dataset), Seen()
+    original = trainer.compute_loss
+
+    def compute_loss(model, inputs, *args, **kwargs):
+        seen._ids += inputs["input_ids"].tolist()
+        return original(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss, trainer.loss_is_scaled_for_ga = compute_loss, is_scaled
+    trainer.train(resume_from_checkpoint=resume)
+    return seen._ids, [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def sentences_of(tmp_path, kind):
+    """A pair of documents of sentences, and a model for them."""
+    drawn, prefix = random.Random(0), tmp_path / "text_sentence"
+    with IndexedWriter(prefix, "uint16") as writer:
+        for _ in range(30):
+            count = drawn.randrange(1, 5)
+            writer.add_document(
+                [[drawn.randrange(15, 96) for _ in range(drawn.randrange(1, 20))] for _ in range(count)]
+            )
+    config, dataset = masked(prefix, kind)
+    torch.manual_seed(0)
+    MASKED_MODELS[kind].from_config(config).save_pretrained(tmp_path / "model")
+    return prefix, dataset
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_masked_sentences_train_alike(tmp_path, kind):
+    """Samples with as many masked tokens as they happen to have, over replicas that have other ones."""
+    prefix, dataset = sentences_of(tmp_path, kind)
+    [(unsharded, losses)] = run_ranks(train_masked, 1, prefix, tmp_path, None, kind)
+    assert unsharded == [dataset[sample]["input_ids"].tolist() for sample in range(32)]
+    assert len(losses) == 4
+    for layout in ("dp2", "tp2+dp2"):
+        ranks = run_ranks(train_masked, ranks_of(LAYOUTS[layout]), prefix, tmp_path, LAYOUTS[layout], kind)
+        assert sorted(ranks[0][0] + ranks[-1][0]) == sorted(unsharded)
+        assert ranks[0][1] == pytest.approx(losses, abs=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_losses_that_are_added_up_over_calls_are_refused(tmp_path, kind):
+    """Where steps get other numbers of calls: in batches that grow, and after a resume with another accumulation."""
+    prefix, _ = sentences_of(tmp_path, kind)
+    grow = {"ramp_up": BatchRampUp(8, start=4, increment=4, samples=4)}
+    for layout in ("one process", "dp2", "pp2+dp2"):
+        sizes = LAYOUTS[layout]
+        if kind == "t5" and layout == "pp2+dp2":
+            continue
+        run = [ranks_of(sizes), prefix, tmp_path / layout, sizes, kind]
+        shutil.copytree(tmp_path / "model", tmp_path / layout / "model")
+        with pytest.raises(RankError, match="loss_is_scaled_for_ga"):
+            run_ranks(train_masked, *run, **grow)
+        [(_, means), *_] = run_ranks(train_masked, *run, **grow, is_scaled=False)
+        assert max(means) < 1.6 * min(means)
+    run = [2, prefix, tmp_path / "dp2", LAYOUTS["dp2"], kind]
+    run_ranks(train_masked, *run, max_steps=2, save_strategy="steps", save_steps=2)
+    go_on = {"resume": str(tmp_path / "dp2" / "checkpoint-2"), "accumulate": 4}
+    with pytest.raises(RankError, match="loss_is_scaled_for_ga"):
+        run_ranks(train_masked, *run, **go_on)
+    [(ids, _), _] = run_ranks(train_masked, *run, **go_on, is_scaled=False)
+    assert len(ids) == 8
+
+
+def test_a_mean_of_ones_own_is_refused_in_batches_that_grow(prefix, tmp_path):
+    trainer = stock(prefix, tmp_path, dataset_of(prefix), per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    trainer.args.max_steps, trainer.train_dataset.ramp_up = 3, RAMP_UP
+    trainer.compute_loss = lambda model, inputs, num_items_in_batch=None: model(**inputs).loss
+    with pytest.raises(DataError, match="LlamaForCausalLM does not divide by num_items_in_batch"):
+        trainer.train()
+    trainer.compute_loss = lambda model, inputs, num_items_in_batch=None: (
+        model(**inputs, num_items_in_batch=num_items_in_batch).loss
+    )
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
+def train_with_a_skip(prefix, output, resume, steps):
+    model = AutoModelForCausalLM.from_pretrained(
+        Path(prefix).parent / "model", megatron_config=MegatronConfig(dp_size=2)
+    )
+    arguments = TrainingArguments(
+        str(output), per_device_train_batch_size=1, gradient_accumulation_steps=4, max_steps=steps, save_steps=3,
+        report_to=[], use_cpu=True, weight_decay=0.01, logging_steps=1, learning_rate=1e-3, max_grad_norm=0.0,
+    )  # fmt: skip
+    dataset = dataset_of(prefix)
+    dataset.ramp_up = RAMP_UP
+    trainer = Trainer(model, arguments, default_data_collator, dataset)
+    original = trainer.compute_loss
+    # The second step overflows.
+    trainer.compute_loss = lambda *args, **kwargs: (
+        original(*args, **kwargs) * (float("nan") if trainer.state.global_step == 1 else 1.0)
+    )
+    trainer.create_optimizer()
+    trainer.lr_scheduler = scheduler = MegatronScheduler(
+        trainer.optimizer, MegatronSchedule(1e-3, decay=100, end_weight_decay=0.01), RAMP_UP
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    [count] = [one for one in trainer.callback_handler.callbacks if isinstance(one, SamplesCallback)]
+    return count.consumed, scheduler.samples
+
+
+def test_skipped_steps_are_none_of_a_schedule(prefix, tmp_path):
+    """As in Megatron-LM: their samples were seen, and rates stay; a run goes on with that."""
+    # 2 2 4 | 6 8, the second of which is skipped.
+    assert run_ranks(train_with_a_skip, 2, prefix, tmp_path, None, 3)[0] == (8, 6)
+    resume = str(tmp_path / "checkpoint-3")
+    assert run_ranks(train_with_a_skip, 2, prefix, tmp_path, resume, 5)[0] == (22, 20)
+
+
+def test_losses_of_routers_are_refused_in_batches_that_grow(prefix, tmp_path):
+    config = MixtralConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=2, output_router_logits=True,
+    )  # fmt: skip
+    trainer = stock(prefix, tmp_path, dataset_of(prefix), per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    trainer.model = trainer.model_wrapped = AutoModelForCausalLM.from_config(config)
+    trainer.train_dataset.ramp_up = RAMP_UP
+    with pytest.raises(DataError, match="routers' losses are added in each call"):
+        trainer.train()
+    config.router_aux_loss_coef = 0.0
+    trainer.train()

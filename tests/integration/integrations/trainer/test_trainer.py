@@ -1,0 +1,186 @@
+"""A stock Trainer on two ranks against the same Trainer in one process: every logged number."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+
+from hf_megatron import MegatronConfig
+from hf_megatron.checkpoint.gather_full import full_state_dict
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.parallelize import parallel_state
+from tests.helpers.references import trained_alone
+
+TP2_SP = MegatronConfig(tp_size=2, sequence_parallel=True)
+
+
+def rows(count, seed, length=33):
+    """Random rows with unequal numbers of labels, one of them without any."""
+    generator = torch.Generator().manual_seed(seed)
+    result = []
+    for index in range(count):
+        ids = torch.randint(3, 512, (length,), generator=generator)
+        labels = ids.clone()
+        labels[: int(torch.randint(0, 30, (1,), generator=generator))] = -100
+        if index == 1:
+            labels[:] = -100
+        result.append({"input_ids": ids, "labels": labels})
+    return result
+
+
+def accuracy(prediction):
+    right = prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]
+    return {"accuracy": float(right.mean()), "samples": len(prediction.predictions)}
+
+
+class OwnLoss(Trainer):
+    """Adds nothing, as many do that log something."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+def train(
+    path, output, config, compute_loss_func=None, prepare=None, train_rows=22, eval_rows=7, kind=Trainer, **arguments
+):
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
+    if prepare is not None:
+        prepare(model)
+    defaults = {
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 6,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "learning_rate": 1e-3,
+        "max_grad_norm": 0.5,
+    }
+    trainer = kind(
+        model,
+        TrainingArguments(str(output), **(defaults | arguments)),
+        train_dataset=rows(train_rows, 0),
+        eval_dataset=rows(eval_rows, 1),
+        data_collator=default_data_collator,
+        compute_metrics=accuracy,
+        compute_loss_func=compute_loss_func,
+    )
+    trainer.train()
+    prediction = trainer.predict(rows(6, 2))
+    weights = full_state_dict(model) if parallel_state(model) is not None else model.state_dict()
+    names = ("loss", "grad_norm", "eval_loss", "eval_accuracy", "eval_samples", "epoch", "train_loss")
+    names += ("num_input_tokens_seen",)
+    log = [{name: entry[name] for name in names if name in entry} for entry in trainer.state.log_history]
+    return log, prediction.predictions, prediction.metrics["test_loss"], weights
+
+
+def compare(stories, tmp_path, layout=TP2_SP, tolerance=2e-5, **kwargs):
+    dp_size = layout.dp_size or 1
+    one = kwargs | {"per_device_train_batch_size": 2 * dp_size, "per_device_eval_batch_size": 3 * dp_size}
+    expected = trained_alone(train, stories, **one)
+    found = run_ranks(train, layout.tp_size * dp_size, stories, tmp_path, layout, timeout=200, **kwargs)
+    assert len(expected[0]) >= 6
+    for log, predictions, test_loss, _ in found:
+        assert len(log) == len(expected[0])
+        for entry, reference in zip(log, expected[0], strict=True):
+            assert entry == pytest.approx(reference, rel=tolerance)
+        np.testing.assert_allclose(predictions, expected[1], atol=1e-3)
+        assert test_loss == pytest.approx(expected[2], rel=tolerance)
+    for name, weight in expected[3].items():
+        torch.testing.assert_close(
+            found[0][3][name], weight, rtol=0, atol=3e-4, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+def test_train_evaluate_predict_with_accumulation_and_clipping(stories, tmp_path):
+    compare(stories, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        MegatronConfig(dp_size=2),
+        MegatronConfig(dp_size=2, zero_stage=0),
+        MegatronConfig(tp_size=2, sequence_parallel=True, dp_size=2, zero_stage=2),
+        MegatronConfig(tp_size=2, dp_size=2, zero_stage=3),
+    ],
+    ids=lambda config: config.layout(),
+)
+def test_data_parallel(stories, tmp_path, layout):
+    compare(stories, tmp_path, layout)
+
+
+def test_own_compute_loss_and_steps_that_are_not_logged(stories, tmp_path):
+    """The last batch of an epoch is not full, and the mean over the training has steps since the last log."""
+    compare(stories, tmp_path, MegatronConfig(dp_size=2), kind=OwnLoss, logging_steps=4, eval_steps=1)
+
+
+def test_without_averaging_tokens_across_devices(stories, tmp_path):
+    compare(stories, tmp_path, average_tokens_across_devices=False, include_num_input_tokens_seen="all", max_steps=3)
+
+
+def test_label_smoothing(stories, tmp_path):
+    compare(stories, tmp_path, label_smoothing_factor=0.1, max_steps=3)
+
+
+def mean_loss(outputs, labels, num_items_in_batch=None):
+    logits = outputs["logits"][:, :-1].reshape(-1, 512)
+    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].reshape(-1), reduction="sum")
+    return loss / num_items_in_batch if num_items_in_batch is not None else loss / 100
+
+
+def test_compute_loss_func_sees_full_logits(stories, tmp_path):
+    compare(stories, tmp_path, compute_loss_func=mean_loss, max_steps=3)
+
+
+def test_gradient_checkpointing(stories, tmp_path):
+    compare(stories, tmp_path, gradient_checkpointing=True, max_steps=3)
+    compare(
+        stories,
+        tmp_path,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": True},
+        max_steps=3,
+    )
+
+
+def freeze(model):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("mlp" in name)
+
+
+def test_frozen_parameters(stories, tmp_path):
+    compare(stories, tmp_path, prepare=freeze, max_steps=3)
+
+
+def test_load_best_model_at_end(stories, tmp_path):
+    compare(
+        stories,
+        tmp_path,
+        save_strategy="steps",
+        save_steps=2,
+        save_only_model=True,
+        load_best_model_at_end=True,
+        # Never greater than the first time: the first checkpoint stays the best and is read back.
+        metric_for_best_model="samples",
+    )
+
+
+def test_other_engines_and_whole_model_compile_are_refused_by_name(stories, tmp_path):
+    from hf_megatron import UnsupportedError
+
+    def build():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=MegatronConfig(tp_size=2))
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True)
+        for name in ("fsdp", "deepspeed", "torch_compile"):
+            setattr(arguments, name, {"stage": 3})  # any true value
+            with pytest.raises(UnsupportedError, match=name):
+                Trainer(model, arguments)
+            setattr(arguments, name, None if name != "torch_compile" else False)
+
+    run_ranks(build, 2)

@@ -1,0 +1,82 @@
+"""`generate(do_sample=True)` after a seed: the tokens of one process, call by call, and its random state afterwards."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from tests.helpers.dp_training import ranks_of
+
+LAYOUTS = {
+    "tp2": ConfigUnderTest(tp_size=2),
+    "tp2+sp": ConfigUnderTest(tp_size=2, sequence_parallel=True),
+    "pp2": ConfigUnderTest(pp_size=2),
+    "tp2+pp2": ConfigUnderTest(tp_size=2, pp_size=2),
+}
+WAYS = {
+    "plain": {"top_k": 0},
+    "filters": {"top_k": 20, "top_p": 0.9, "temperature": 1.3},
+    "beams": {"num_beams": 3},
+    "several": {"num_return_sequences": 2},
+    "static": {"cache_implementation": "static", "disable_compile": True},
+    "no cache": {"use_cache": False},
+}
+
+
+def inputs(stories):
+    tokenizer = AutoTokenizer.from_pretrained(stories, padding_side="left")
+    tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer(["Once upon a time", "Lily and Tom went to the big park. They"], return_tensors="pt", padding=True)
+
+
+def assistant_of(stories):
+    model = AutoModelForCausalLM.from_pretrained(stories)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def sample(stories, config):
+    """Three calls after one seed in every way, and the random state that each way leaves."""
+    model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=config)
+    prompt, assistant = inputs(stories), assistant_of(stories)
+    one_row = {name: value[1:] for name, value in prompt.items()}
+    found = {}
+    for way, kwargs in (WAYS | {"assistant": {"assistant_model": assistant}}).items():
+        # The first rank's seed counts.
+        set_seed(11 + (dist.get_rank() if dist.is_initialized() else 0))
+        kwargs = (one_row if way == "assistant" else prompt) | kwargs
+        calls = [model.generate(**kwargs, max_new_tokens=8, do_sample=True) for _ in range(3)]
+        found[way] = [*calls, torch.get_rng_state()]
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_process(stories):
+    return sample(stories, None)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_of_one_process(stories, one_process, layout):
+    assert not torch.equal(*one_process["plain"][:2])
+    for found in run_ranks(sample, ranks_of(LAYOUTS[layout]), stories, LAYOUTS[layout]):
+        for way, expected in one_process.items():
+            assert all(map(torch.equal, found[way], expected)), way
+
+
+def test_ranks_with_other_prompts_draw_for_themselves(stories):
+    """On dp ranks a seed counts as in as many processes: each has its own batch and its own random state."""
+
+    def on_rank(config=None, rank=None):
+        rank = dist.get_rank() if rank is None else rank
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=config)
+        set_seed(11 + rank)
+        prompt = {name: value[rank : rank + 1] for name, value in inputs(stories).items()}
+        return model.generate(**prompt, max_new_tokens=8, do_sample=True)
+
+    for rank, found in enumerate(run_ranks(on_rank, 2, ConfigUnderTest(dp_size=2))):
+        assert torch.equal(found, on_rank(rank=rank))

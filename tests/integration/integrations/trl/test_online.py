@@ -1,0 +1,671 @@
+"""TRL's trainers that generate inside of a step, GRPO and RLOO, against one process."""
+
+import dataclasses
+import functools
+import random
+import shutil
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from datasets import Dataset
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from trl import DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.trainer import grpo_trainer
+
+from hf_megatron import ConfigError, MegatronConfig, UnsupportedError
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.errors import RankError
+from hf_megatron.expert_parallel import router_replay
+from hf_megatron.integrations.transformers import generation
+from hf_megatron.integrations.trl import online
+from hf_megatron.parallel_state import parallel_state
+from tests.integration.integrations.trl import test_base
+from tests.integration.integrations.trl.test_base import StopsAt, adapter, compare, preferences
+
+LAYOUTS = ["tp2", "tp2+sp", "pp2", "dp2", "tp2+pp2", "cp2"]
+SIZES = {
+    # Else gradients that are round-off make whole steps, and the divergence from the reference follows them.
+    "adam_epsilon": 1e-5,
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "gradient_accumulation_steps": 2,
+    "beta": 0.1,
+    "temperature": 0.9,
+    "learning_rate": 1e-4,
+}
+
+
+@pytest.fixture(autouse=True)
+def configs(monkeypatch):
+    for trainer_class, config_class in {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig}.items():
+        monkeypatch.setitem(test_base.CONFIGS, trainer_class, config_class)
+    monkeypatch.setattr(test_base, "UNEQUAL", (*test_base.UNEQUAL, "step_time"))
+
+
+def prompts(count, seed=0):
+    return [{"prompt": row["prompt"], "favourite": row["chosen"][7]} for row in preferences(count, seed)]
+
+
+def vowels(completions, **kwargs):
+    return [sum(letter in "aeiou" for letter in text) / 8 for text in completions]
+
+
+def has_favourite(completions, favourite, log_extra, log_metric, **kwargs):
+    """Nothing to say of short texts."""
+    log_extra("letter", list(favourite))
+    log_metric("length", sum(map(len, completions)) / len(completions))
+    return [None if len(text) < 4 else text.count(letter) for text, letter in zip(completions, favourite, strict=True)]
+
+
+def recorded(model):
+    """Has replicas take their rows of completions that do not depend on who draws them, as if they were recorded."""
+    calls = iter(range(1000))
+    path = Path(model.config._name_or_path)
+    text = (path.parent / "tinystories_sample.txt").read_text()[:4000]
+    story = AutoTokenizer.from_pretrained(path)(text, return_tensors="pt")["input_ids"][0]
+    state = parallel_state(model)
+    size, rank = (1, 0) if state is None else (state.mesh.dp_size, state.mesh.dp_rank)
+
+    def generate(input_ids, **kwargs):
+        rows = len(input_ids)
+        generator = torch.Generator().manual_seed(next(calls))
+        places = torch.randint(0, len(story) - 8, (rows * size, 1), generator=generator)
+        tokens = story[places + torch.arange(8)]
+        ends = torch.randint(2, 9, (rows * size, 1), generator=generator)
+        tokens = tokens.where(torch.arange(8) < ends, 2)
+        return torch.cat([input_ids, tokens[rank * rows : (rank + 1) * rows]], 1)
+
+    model.generate = generate
+
+
+RECORDED = {"prepare": recorded}
+# The divergence from the reference is a sum of differences of numbers like -4.
+ROUNDING = {"tolerance": 1e-4, "absolute": 1e-4}
+REWARDS = {"reward_funcs": [vowels, has_favourite]}
+
+
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_training(stories, tmp_path, text, trainer_class):
+    options = SIZES | REWARDS | (RECORDED if "dp" in text else {})
+    compare(stories, tmp_path, text, trainer_class, prompts, **ROUNDING, **options)
+
+
+OFF_POLICY = {"steps_per_generation": 4, "num_iterations": 2, "max_steps": 8, "eval_strategy": "no"}
+
+
+@pytest.mark.parametrize(
+    ("text", "trainer_class", "options"),
+    [
+        ("tp2", GRPOTrainer, {"loss_type": "grpo", "top_entropy_quantile": 0.5, "top_p": 0.9, "top_k": 20}),
+        ("pp2", GRPOTrainer, {"gradient_checkpointing": True, "mask_truncated_completions": True}),
+        ("pp2", GRPOTrainer, OFF_POLICY | {"importance_sampling_level": "sequence", "loss_type": "grpo"}),
+        ("tp2+dp2", GRPOTrainer, OFF_POLICY | {"loss_type": "bnpo"}),
+        ("dp2", GRPOTrainer, OFF_POLICY | {"loss_type": "grpo", "scale_rewards": "batch", "top_entropy_quantile": 0.5}),
+        ("dp2+zero3", GRPOTrainer, {"loss_type": "dr_grpo", "sync_ref_model": True, "ref_model_sync_steps": 1}),
+        ("pp2+dp2", RLOOTrainer, OFF_POLICY | {"normalize_advantages": True}),
+        ("tp2", GRPOTrainer, {"entropy_coef": 0.01, "loss_type": "vespo", "by_name": True}),
+    ],
+)
+def test_options(stories, tmp_path, text, trainer_class, options):
+    options = {"max_steps": 2, "eval_steps": 2} | SIZES | REWARDS | (RECORDED if "dp" in text else {}) | options
+    compare(stories, tmp_path, text, trainer_class, prompts, **ROUNDING, **options)
+
+
+KINDS = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "vespo", "luspo")
+
+
+@pytest.mark.parametrize("text", ["tp2", "pp2", "dp2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_loss_of_grpo(stories, tmp_path, text, kind):
+    options = SIZES | REWARDS | RECORDED | OFF_POLICY | {"loss_type": kind, "max_steps": 4}
+    # VESPO's weights are powers of the ratios of whole sequences.
+    rounding = dict.fromkeys(ROUNDING, 1e-3) if kind == "vespo" else ROUNDING
+    compare(stories, tmp_path, text, GRPOTrainer, prompts, **rounding, **options)
+
+
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])
+@pytest.mark.parametrize("text", ["tp2", "tp2+sp", "pp2", "dp2", "tp2+pp2", "cp2"])
+def test_adapters(stories, tmp_path, text, trainer_class):
+    """The reference is the same model without its adapter."""
+    options = SIZES | REWARDS | (RECORDED if "dp" in text else {}) | {"peft_config": adapter, "learning_rate": 1e-3}
+    compare(stories, tmp_path, text, trainer_class, prompts, **ROUNDING, **options)
+
+
+def save_experts(stories, folder):
+    """A model with four experts and the tokenizer of the stories."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        router_aux_loss_coef=0.1,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3 if parameter.dim() > 1 else 1)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(stories).save_pretrained(folder)
+    shutil.copy(stories.parent / "tinystories_sample.txt", folder.parent)
+
+
+@pytest.fixture(scope="module")
+def experts(stories, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experts") / "model"
+    save_experts(stories, folder)
+    return folder
+
+
+@pytest.mark.parametrize("text", ["tp2+ep2", "dp2+ep2", "tp2+sp", "pp2"])
+def test_experts(experts, tmp_path, text):
+    options = SIZES | REWARDS | (RECORDED if "dp" in text else {})
+    compare(experts, tmp_path, text, GRPOTrainer, prompts, **ROUNDING, **options)
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "aot"])
+def test_preferences_of_experts(experts, tmp_path, loss_type):
+    """The router's loss of evaluations too."""
+    options = {"loss_type": loss_type, "learning_rate": 1e-4, "max_steps": 2, "eval_steps": 2}
+    compare(experts, tmp_path, "dp2", DPOTrainer, preferences, **ROUNDING, **options)
+
+
+def test_replicas_draw_for_their_own_prompts(stories, tmp_path):
+    """With weights that ranks hold parts of, and rows that end at unlike places."""
+
+    def train():
+        given = {"num_generations": 8, "generation_kwargs": {"eos_token_id": [2, 346, 261]}}
+        trainer = trainer_of(stories, tmp_path, "dp2+zero3", vowels, **given)
+        trainer.train()
+        log = [entry for entry in trainer.state.log_history if "reward" in entry]
+        return list(trainer._logs["completion"]), {name: log[0][name] for name in log[0] if name != "step_time"}
+
+    (texts, log), (others, other) = run_ranks(train, 2)
+    assert texts == others and log == other and len(texts) == 16
+    halves = [texts[start : start + 4] for start in (0, 8)], [texts[start + 4 : start + 8] for start in (0, 8)]
+    assert halves[0] != halves[1], "of one prompt the ranks draw other completions"
+
+
+def test_a_stream_of_prompts(stories, tmp_path):
+    """Read by each rank: the same rows as of one process."""
+    found = [run_ranks(streamed, ranks, stories, tmp_path, text) for text, ranks in ((None, 1), ("tp2", 2), ("dp2", 2))]
+    for logs in found[1:]:
+        for log in logs:
+            assert log == pytest.approx(found[0][0], rel=1e-4, abs=1e-4)
+
+
+def streamed(path, output, text):
+    layout = None if text is None else test_base.layout(text)
+    model = test_base.policy(path, layout, GRPOTrainer)
+    recorded(model)
+    sizes = {"max_steps": 2, "eval_strategy": "no"}
+    sizes |= {"per_device_train_batch_size": 4 // (1 if layout is None else layout.dp_size or 1)}
+    rows = Dataset.from_list(prompts(8)).to_iterable_dataset()
+    trainer = GRPOTrainer(model, vowels, GRPOConfig(str(output), **(test_base.DEFAULTS | SIZES | sizes)), rows)
+    trainer.train()
+    [log] = [entry for entry in trainer.state.log_history if entry["step"] == 2 and "loss" in entry]
+    return {name: log[name] for name in log if name != "step_time"}
+
+
+def draws(completions, **kwargs):
+    """Moves every generator, of which those of the other ranks know nothing."""
+    noise = float(torch.rand(())) + float(numpy.random.rand()) + random.random()
+    return [len(text) / 10 + noise for text in completions]
+
+
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])
+@pytest.mark.parametrize("text", ["tp2", "pp2", "cp2"])
+def test_rewards_that_draw_random_numbers(stories, tmp_path, text, trainer_class):
+    options = SIZES | {"reward_funcs": [draws], "max_steps": 3, "eval_strategy": "no"}
+    compare(stories, tmp_path, text, trainer_class, prompts, **ROUNDING, **options)
+
+
+def test_a_reward_too_few_ends_all_ranks(stories, tmp_path):
+    def train():
+        trainer = trainer_of(stories, tmp_path, "tp2", lambda completions, **kwargs: [1.0])
+        with pytest.raises((ValueError, RuntimeError), match="returned 1 rewards for 8 completions"):
+            trainer.train()
+
+    run_ranks(train, 2)
+
+
+def evaluation_loss(path, output, text):
+    layout = None if text is None else test_base.layout(text)
+    model = test_base.policy(path, layout, GRPOTrainer)
+    recorded(model)
+    size = 8 // (1 if layout is None else layout.dp_size or 1)
+    args = test_base.DEFAULTS | SIZES | {"per_device_train_batch_size": size, "per_device_eval_batch_size": size}
+    rows = Dataset.from_list(prompts(8))
+    trainer = GRPOTrainer(model, vowels, GRPOConfig(str(output), **args), rows, Dataset.from_list(prompts(6)))
+    trainer.train()
+    found = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    return [entry[name] for entry in found for name in ("eval_loss", "eval_reward")]
+
+
+def test_evaluation_of_more_prompts_than_stock_counts(stories, tmp_path):
+    """Accelerate cuts the last batch by prompts, each of which has several rows."""
+    [alone] = run_ranks(evaluation_loss, 1, stories, tmp_path, None)
+    for found in run_ranks(evaluation_loss, 2, stories, tmp_path, "dp2"):
+        assert found == pytest.approx(alone, rel=1e-4, abs=1e-5)
+
+
+def part_of_a_run(path, output, text, until, resume):
+    """The last log entry but the summary."""
+    model = test_base.policy(path, None if text is None else test_base.layout(text), GRPOTrainer)
+    arguments = test_base.DEFAULTS | SIZES | {"max_steps": 4, "eval_strategy": "no", "temperature": 1.0}
+    arguments |= {"save_strategy": "steps", "save_steps": 2}
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=vowels,
+        args=GRPOConfig(str(output), **arguments),
+        train_dataset=Dataset.from_list(prompts(8)),
+        callbacks=[StopsAt(until)],
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    [entry] = [entry for entry in trainer.state.log_history if entry["step"] == until and "loss" in entry]
+    return {name: value for name, value in entry.items() if name != "step_time"}
+
+
+def test_a_run_goes_on_on_another_layout(stories, tmp_path):
+    """Its samples, too."""
+    [expected] = run_ranks(part_of_a_run, 1, stories, tmp_path / "alone", None, 4, None)
+    run_ranks(part_of_a_run, 2, stories, tmp_path / "split", "tp2", 2, None)
+    for found in run_ranks(part_of_a_run, 2, stories, tmp_path / "split", "pp2", 4, True):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+def replayed(path, output, text, trainer_class, replays):
+    """Whether experts of losses are those that generated, and how many choices there were; the last log entry."""
+    layout = dataclasses.replace(test_base.layout(text), replay_routing=replays)
+    model = test_base.policy(path, layout, trainer_class)
+    # Weights change between the steps of a batch of completions.
+    sizes = SIZES | {"learning_rate": 3e-2, "steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 4}
+    given = (
+        test_base.DEFAULTS | sizes | {"eval_strategy": "no", "per_device_train_batch_size": 4 // (layout.dp_size or 1)}
+    )
+    config = test_base.CONFIGS[trainer_class](str(output), **given)
+    trainer = trainer_class(model, [vowels], config, train_dataset=Dataset.from_list(prompts(8)))
+    compute_loss, compute_numbers, same, count = trainer._compute_loss, trainer._get_per_token_logps_and_entropies, 0, 0
+    rows_of_call = {}
+
+    def compute(model, rows):
+        rows_of_call.update(rows)
+        return compute_loss(model, rows)
+
+    def numbers(*args, **kwargs):
+        nonlocal same, count
+        with router_replay.record_routing(trainer.model) as routing:
+            found = compute_numbers(*args, **kwargs)
+        if replays and torch.is_grad_enabled():
+            parts = [rows_of_call["prompt_routing"], rows_of_call["completion_routing"]]
+            recorded = torch.cat(parts, 1).permute(2, 0, 1, 3)
+            known = recorded >= 0
+            same += int((routing.calls[0].sort().values == recorded.sort().values)[known].sum())
+            count += int(known.sum())
+        return found
+
+    trainer._compute_loss, trainer._get_per_token_logps_and_entropies = compute, numbers
+    trainer.train()
+    return same, count, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])
+@pytest.mark.parametrize("text", ["tp2+ep2", "dp2+ep2", "pp2"])
+def test_experts_that_generated_are_chosen_again(experts, tmp_path, text, trainer_class):
+    ranks = 2
+    found = run_ranks(replayed, ranks, experts, tmp_path, text, trainer_class, True)
+    for same, count, losses in found:
+        assert same == count > 500
+        assert losses == found[0][2]
+    without = run_ranks(replayed, ranks, experts, tmp_path, text, trainer_class, False)
+    assert found[0][2][0] == pytest.approx(without[0][2][0], rel=1e-4, abs=1e-5), "weights were the same"
+    assert found[0][2][-1] != pytest.approx(without[0][2][-1], rel=1e-3)
+
+
+# A task that can be learned: a full stop after six tokens
+
+
+def ends_in_time(completion_ids, stop, **kwargs):
+    places = [ids.index(stop[0]) if stop[0] in ids else 12 for ids in completion_ids]
+    return [1 - abs(place - 6) / 6 for place in places]
+
+
+def learned(path, output, text):
+    layout = None if text is None else test_base.layout(text)
+    model = test_base.policy(path, layout, GRPOTrainer)
+    stop = AutoTokenizer.from_pretrained(path)(".")["input_ids"][-1]
+    sizes = {"num_generations": 8, "max_completion_length": 12, "max_steps": 40, "learning_rate": 5e-4}
+    sizes |= {"per_device_train_batch_size": 16 // (1 if layout is None else layout.dp_size or 1)}
+    sizes |= {"logging_steps": 5, "eval_strategy": "no", "lr_scheduler_type": "constant"}
+    rows = Dataset.from_list([row | {"stop": stop} for row in prompts(64)])
+    trainer = GRPOTrainer(model, ends_in_time, GRPOConfig(str(output), **test_base.DEFAULTS | sizes), rows)
+    trainer.train()
+    return [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+
+
+def test_a_task_is_learned(stories, tmp_path):
+    [alone] = run_ranks(learned, 1, stories, tmp_path, None, timeout=300)
+    assert alone[0] < 0.6 and alone[-1] > 0.9
+    for text, ranks in (("pp2", 2), ("tp2+dp2", 4)):
+        found = run_ranks(learned, ranks, stories, tmp_path, text, timeout=300)
+        assert all(rewards == found[0] for rewards in found)
+        assert found[0][-1] > alone[-1] - 0.05, text
+        # The same samples, but for rounding.
+        assert text == "tp2+dp2" or found[0][:2] == pytest.approx(alone[:2], abs=0.02)
+
+
+# Faults
+
+
+def world_gather(tensor):
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    return torch.cat(parts)
+
+
+def rewards_of_each_rank(model, monkeypatch):
+    monkeypatch.setattr(grpo_trainer, "gather", world_gather)
+
+
+def rows_of_the_first_replica(model, monkeypatch):
+    monkeypatch.setattr(online, "data_parallel_group", lambda: None)
+
+
+def normaliser_of_all_ranks(model, monkeypatch):
+    monkeypatch.setattr(Accelerator, "num_processes", property(lambda self: dist.get_world_size()))
+
+
+def reference_that_trains(model, monkeypatch):
+    monkeypatch.setattr(grpo_trainer, "create_model_from_path", lambda *args, **kwargs: model)
+
+
+def stale_weights(model, monkeypatch):
+    model.generate = test_base.policy(model.config._name_or_path, parallel_state(model).config, GRPOTrainer).generate
+
+
+def unsynchronised_samples(model, monkeypatch):
+    original = model.generate
+
+    def generate(*args, **kwargs):
+        torch.manual_seed(dist.get_rank())
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(generation, "broadcast_state", lambda *args: None)
+    model.generate = generate
+
+
+def rows_of_each_rank(model, monkeypatch):
+    recorded(model)
+    monkeypatch.setattr(grpo_trainer, "shuffle_sequence_dict", lambda rows: rows)
+
+
+FAULTS = {
+    rewards_of_each_rank: ("tp2", {}),
+    rows_of_the_first_replica: ("dp2", {"num_generations": 8, **RECORDED}),
+    normaliser_of_all_ranks: ("pp2", {}),
+    reference_that_trains: ("tp2", {}),
+    stale_weights: ("pp2", {"learning_rate": 2e-3}),
+    unsynchronised_samples: ("tp2", {"generation_kwargs": {"min_new_tokens": 8}}),
+    rows_of_each_rank: ("dp2", OFF_POLICY | RECORDED),
+}
+
+
+def sabotaged(fault, before, model):
+    if before is not None:
+        before(model)
+    if parallel_state(model) is not None:
+        fault(model, pytest.MonkeyPatch())
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(stories, tmp_path, fault):
+    text, options = FAULTS[fault]
+    options = {"max_steps": 3, "eval_strategy": "no"} | SIZES | REWARDS | options
+    with pytest.raises((AssertionError, RankError)):
+        compare_with(fault, stories, tmp_path, text, options)
+    # Without it the same run is equal.
+    compare(stories, tmp_path, text, GRPOTrainer, prompts, **ROUNDING, **options)
+
+
+def compare_with(fault, stories, tmp_path, text, options):
+    options = options | {"prepare": functools.partial(sabotaged, fault, options.get("prepare"))}
+    compare(stories, tmp_path, text, GRPOTrainer, prompts, **ROUNDING, **options)
+
+
+# Rewards, sizes and what is refused
+
+
+def reward_model(path, config):
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, megatron_config=config)
+    model.config.pad_token_id = 2
+    return model
+
+
+@pytest.mark.parametrize("text", ["tp2", "pp2"])
+def test_a_reward_model(stories, tmp_path, text):
+    options = {"max_steps": 2, "eval_strategy": "no"} | SIZES
+    compare(stories, tmp_path, text, GRPOTrainer, prompts, rewards_of={"model": reward_model}, **ROUNDING, **options)
+
+
+def trainer_of(
+    path, output, text, reward, trainer_class=GRPOTrainer, config_class=GRPOConfig, rows=8, more=(), **given
+):
+    model = test_base.policy(path, test_base.layout(text), trainer_class)
+    arguments = test_base.DEFAULTS | SIZES | {"max_steps": 1, "eval_strategy": "no"} | given
+    return GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=GRPOConfig(str(output), **arguments),
+        train_dataset=Dataset.from_list(prompts(8)),
+        **dict(more),
+    )
+
+
+def test_functions_are_called_once_for_ranks_that_share_prompts(stories, tmp_path):
+    def train():
+        calls = []
+
+        async def later(completions, **kwargs):
+            calls.append(len(completions))
+            return [float(len(text)) for text in completions]
+
+        def now(completions, log_metric, **kwargs):
+            calls.append(len(completions))
+            log_metric("calls", len(calls))
+            # What differs from rank to rank.
+            return [float(dist.get_rank() + number) for number in range(len(completions))]
+
+        trainer = trainer_of(stories, tmp_path, "tp2+pp2+dp2", [later, now], per_device_train_batch_size=2)
+        trainer.train()
+        log = trainer.state.log_history[0]
+        names = ("rewards/later/mean", "rewards/now/mean", "calls", "num_tokens")
+        return calls, [log[name] for name in names], len(trainer._logs["completion"])
+
+    found = run_ranks(train, 8)
+    called = [calls for calls, _, _ in found if calls]
+    assert called == [[4, 4], [4, 4]], "once for each of the two replicas"
+    assert all(log == found[0][1] and count == 8 for _, log, count in found), "every rank logs the same"
+
+
+def test_a_reward_function_that_fails_ends_all_ranks(stories, tmp_path):
+    def failing(completions, **kwargs):
+        raise ValueError("no such judge")
+
+    def train():
+        with pytest.raises((ValueError, RuntimeError), match="no such judge"):
+            trainer_of(stories, tmp_path, "pp2", failing).train()
+
+    run_ranks(train, 2)
+
+
+def test_a_split_model_in_a_reward_function_is_refused(stories, tmp_path):
+    def train():
+        judge = reward_model(stories, test_base.layout("tp2"))
+
+        def judged(completions, **kwargs):
+            return judge(torch.ones(len(completions), 4, dtype=torch.long)).logits[:, 0].tolist()
+
+        with pytest.raises((UnsupportedError, RuntimeError), match="Pass the model itself in reward_funcs"):
+            trainer_of(stories, tmp_path, "tp2", judged).train()
+
+    run_ranks(train, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (8, 2)),
+        ({"generation_batch_size": 12}, (12, 3)),
+        ({"steps_per_generation": 3}, (12, 3)),
+        ({"gradient_accumulation_steps": 1}, (4, 1)),
+    ],
+)
+@pytest.mark.parametrize("config_class", [GRPOConfig, RLOOConfig])
+def test_sizes_count_replicas(stories, tmp_path, given, expected, config_class):
+    """Whether they are known when the arguments are made, or only in the trainer."""
+    trainer_class = {GRPOConfig: GRPOTrainer, RLOOConfig: RLOOTrainer}[config_class]
+    arguments = test_base.DEFAULTS | SIZES | {"report_to": "none"} | given
+
+    def build(knows):
+        args = None if knows else config_class(str(tmp_path), **arguments)
+        model = test_base.policy(stories, test_base.layout("tp2"), trainer_class)
+        args = args or config_class(str(tmp_path), **arguments)
+        rows = Dataset.from_list(prompts(4))
+        trainer = trainer_class(model, vowels, args, train_dataset=rows, eval_dataset=rows)
+        return trainer.args.generation_batch_size, trainer.args.steps_per_generation
+
+    for knows in (False, True):
+        assert run_ranks(build, 2, knows) == [expected] * 2
+
+
+def test_arguments_that_were_made_before_the_library_was_there(stories, tmp_path):
+    def build():
+        args = GRPOConfig(str(tmp_path), **(test_base.DEFAULTS | SIZES))
+        # As stock derives it.
+        del vars(args)["_hf_megatron_given"]
+        args.generation_batch_size = 16
+        model = test_base.policy(stories, test_base.layout("tp2"), GRPOTrainer)
+        with pytest.raises(ConfigError, match="generation_batch_size = 16: it has to be 8, .* count all ranks"):
+            GRPOTrainer(model, vowels, args, train_dataset=Dataset.from_list(prompts(4)))
+
+    run_ranks(build, 2)
+
+
+TWO_ROWS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "message"),
+    [
+        (
+            "tp2",
+            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1},
+            "generation_batch_size=2, by .* 1 da",
+        ),
+        ("tp2", {"generation_batch_size": 10}, "generation_batch_size=10: it has to be a multiple of 4"),
+        ("tp2", {"eval_strategy": "steps", "per_device_eval_batch_size": 2}, "per_device_eval_batch_size=2 on 1 data"),
+        (
+            "dp2",
+            {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1},
+            "generation_batch_size=2, by .* 2 d",
+        ),
+        ("tp2", {"use_vllm": True}, "use_vllm=True .*the model itself generates"),
+        ("tp2", {"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching=True"),
+        ("tp2", {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True"),
+        ("dp2", {"entropy_coef": 0.1}, "entropy_coef or use_adaptive_entropy on 2 data parallel ranks"),
+        ("tp2", {"more": {"rollout_func": vowels}}, "GRPOTrainer.rollout_func=.*2 ranks share"),
+        ("pp2", {"more": {"tools": [vowels]}}, "GRPOTrainer.tools=.*2 ranks share"),
+    ],
+)
+def test_what_is_refused(stories, tmp_path, text, given, message):
+    def build():
+        with pytest.raises((ConfigError, UnsupportedError), match=message):
+            trainer_of(stories, tmp_path, text, vowels, **given)
+
+    run_ranks(build, 2)
+
+
+def test_evaluation_of_rows_that_replicas_would_repeat_is_refused(stories, tmp_path):
+    def build():
+        trainer = trainer_of(stories, tmp_path, "dp2", vowels, per_device_eval_batch_size=4)
+        with pytest.raises(UnsupportedError, match="the last of 2 batches of 8 rows has 4"):
+            trainer.evaluate(Dataset.from_list(prompts(3)))
+
+    run_ranks(build, 2)
+
+
+# Frozen models laid out otherwise
+
+
+def with_frozen(text, **frozen):
+    return dataclasses.replace(test_base.layout(text), frozen=frozen)
+
+
+WHOLE_SHARDED = {"tp_size": 1, "pp_size": 1, "sequence_parallel": False, "zero_stage": 3}
+
+
+@pytest.mark.parametrize(
+    ("text", "frozen"),
+    [
+        ("dp2", {"reference": {"zero_stage": 3}}),
+        ("tp2", {"reference": WHOLE_SHARDED, "reward": WHOLE_SHARDED}),
+        ("pp2", {"reference": WHOLE_SHARDED | {"tp_size": 2}}),
+        ("tp2+pp2", {"reference": WHOLE_SHARDED, "reward": {"pp_size": 1}}),
+    ],
+)
+def test_frozen_models_with_layouts_of_their_own(stories, tmp_path, monkeypatch, text, frozen):
+    # Of equal models the better reward is a matter of rounding.
+    monkeypatch.setattr(test_base, "UNEQUAL", (*test_base.UNEQUAL, "accuracies"))
+    path = tmp_path / "reward"
+    if "reward" in frozen:
+        run_ranks(save_reward_model, 1, stories, path)
+    options = SIZES | (RECORDED if "dp" in text else {}) | {"max_steps": 2, "eval_strategy": "no"}
+    options["rewards_of"] = {"path": functools.partial(named, path)} if "reward" in frozen else {"path": function}
+    layout = with_frozen(text, **frozen)
+    compare(stories, tmp_path, layout, GRPOTrainer, prompts, **ROUNDING, **options)
+    if "reward" not in frozen:
+        compare(stories, tmp_path, layout, DPOTrainer, preferences, max_steps=2, eval_steps=2)
+
+
+def named(value, path, config):
+    return str(value)
+
+
+def function(path, config):
+    return vowels
+
+
+def save_reward_model(stories, path):
+    reward_model(stories, None).save_pretrained(path)
+    AutoTokenizer.from_pretrained(stories).save_pretrained(path)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "message"),
+    [
+        ({"referee": {}}, "frozen has 'referee'; valid: reference, reward, teacher"),
+        ({"reference": {"zero": 3}}, "no field 'zero'"),
+        ({"reference": 3}, "frozen = .*expected the name of a model and fields"),
+        ({"reward": {"tp_size": 4}}, r"frozen\['reward'\]: 4 ranks share a batch .* 2 share one of the model"),
+    ],
+)
+def test_layouts_of_frozen_models_that_cannot_be(frozen, message):
+    with pytest.raises(ConfigError, match=message):
+        MegatronConfig(tp_size=2, frozen=frozen)

@@ -1,0 +1,522 @@
+"""What a pipelined model hands out, keeps, and refuses; `tests/integration/fuzz/test_gradient_patterns.py` has what
+loops do on every layout.
+"""
+
+import copy
+import functools
+import gc
+import weakref
+
+import pytest
+import torch
+import transformers.trainer
+from accelerate import Accelerator
+from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForMaskedLM,
+    DynamicCache,
+    FlaubertConfig,
+    FlaubertWithLMHeadModel,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    LlamaModel,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from hf_megatron import ConfigError, MegatronConfig, RankError, UnsupportedError, local_named_parameters
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.parallelize import parallel_state
+from hf_megatron.pipeline_parallel.microbatches import split
+from hf_megatron.testing.check import parse_layouts
+from hf_megatron.testing.tiny_config import tiny_config
+from tests.helpers.shared_tiny_models import make_tiny_model
+
+
+@functools.cache
+def twin_of(model_type="llama"):
+    return make_tiny_model(CONFIG_MAPPING[model_type](), microbatches=2, batch_size=4, min_layers=2)
+
+
+def config_of(layout, **changes):
+    [config] = parse_layouts(layout)
+    return ConfigUnderTest(**{**config.to_dict(), **changes})
+
+
+def test_gradients_are_handed_over_without_a_copy():
+    tiny_model = twin_of()
+
+    def on_rank():
+        model = tiny_model.load(megatron_config=config_of("pp2")).train()
+        loss = model(**tiny_model.batches[0]).loss
+        pipeline, kept = parallel_state(model).pipeline, {}
+        store = pipeline.engine.gradients
+        original = type(store).hand_over
+
+        def hand_over(self, sums, *args, **kwargs):
+            kept.update({id(p): g.data_ptr() for p, g in zip(self.parameters, sums, strict=True)})
+            return original(self, sums, *args, **kwargs)
+
+        type(store).hand_over = hand_over
+        loss.backward()
+        return [parameter.grad.data_ptr() == kept[id(parameter)] for _, parameter in local_named_parameters(model)]
+
+    for same in run_ranks(on_rank, 2):
+        assert same and all(same)
+
+
+def test_what_no_pipeline_can_do():
+    tiny_model = twin_of()
+
+    def on_rank():
+        model, batch = tiny_model.load(megatron_config=config_of("pp2")).train(), tiny_model.batches[0]
+        loss = model(**batch).loss
+        loss.backward()
+        with pytest.raises(ConfigError, match="twice"):
+            loss.backward()
+        loss = model(input_ids=batch["input_ids"]).logits.float().square().mean()
+        loss.backward()
+        with pytest.raises((ConfigError, RuntimeError), match="twice|second time"):
+            loss.backward()
+        with pytest.raises(UnsupportedError, match="create_graph"):
+            model(**batch).loss.backward(create_graph=True)
+
+    run_ranks(on_rank, 2)
+
+
+# Memory
+
+
+def test_outputs_are_freed_when_they_are_dropped():
+    tiny_model = twin_of()
+
+    def on_rank():
+        model = tiny_model.load(megatron_config=config_of("pp2"))
+        ids = tiny_model.batches[0]["input_ids"]
+        gc.collect()
+        gc.disable()
+        alive = []
+        for context in (torch.no_grad, torch.enable_grad):
+            with context():
+                output = model(input_ids=ids)
+            alive.append(weakref.ref(output.logits))
+            if output.logits.grad_fn is not None:
+                output.logits.sum().backward()
+                alive.append(weakref.ref(output.logits.grad_fn))
+                output = model(input_ids=ids)
+                alive.append(weakref.ref(output.logits.grad_fn))
+            del output
+        model.train()
+        output = model(**tiny_model.batches[0])
+        alive.append(weakref.ref(output.loss.grad_fn))
+        del output
+        return [reference() is not None for reference in alive]
+
+    for alive in run_ranks(on_rank, 2):
+        assert len(alive) == 5 and not any(alive)
+
+
+# Weights
+
+
+@pytest.mark.parametrize(("model_type", "layout"), [("llama", "pp2"), ("gemma2", "tp2+pp2"), ("gpt2", "pp2")])
+def test_state_dict_and_counts_are_the_whole_models(model_type, layout, tmp_path):
+    tiny_model = twin_of(model_type)
+    stock = tiny_model.load()
+    expected = {name: (tensor.shape, tensor.dtype) for name, tensor in stock.state_dict().items()}
+    choices = [{}, {"only_trainable": True}, {"exclude_embeddings": True}]
+    choices.append({"only_trainable": True, "exclude_embeddings": True})
+
+    def freeze(model):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("mlp" in name or "embed" in name)
+        counts = [model.num_parameters(**choice) for choice in choices]
+        return [*counts, transformers.trainer.get_model_param_count(model, trainable_only=True)]
+
+    def on_rank():
+        model = tiny_model.load(megatron_config=config_of(layout))
+        found = model.state_dict()
+        assert list(found) == list(expected)
+        assert {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()} == expected
+        off_stage = {name: tensor for name, tensor in found.items() if type(tensor).__name__ == "OffStageTensor"}
+        assert off_stage and len(off_stage) < len(found)
+        copied = {name: tensor.detach().clone().to(torch.float64) for name, tensor in found.items()}
+        assert {tensor.dtype for tensor in copied.values()} == {torch.float64}
+        name, tensor = next(iter(off_stage.items()))
+        assert (copy.deepcopy(tensor) + 1).sum().shape == ()
+        for read in (
+            lambda: tensor.sum().item(),
+            lambda: torch.equal(tensor, tensor),
+            lambda: tensor.numpy(),
+            lambda: torch.save(found, tmp_path / f"{parallel_state(model).mesh.pp_rank}.pt"),
+            lambda: save_file({name: tensor}, tmp_path / "x.safetensors"),
+            lambda: torch.zeros(tensor.shape).copy_(tensor),
+            lambda: bool((tensor == tensor).all()),
+        ):
+            with pytest.raises(UnsupportedError, match="pp rank"):
+                read()
+        with pytest.raises(RuntimeError, match=f"size mismatch for {name}"):
+            model.load_state_dict({**found, name: torch.zeros(1)})
+        with pytest.raises(RuntimeError, match="Missing key"):
+            model.load_state_dict({other: value for other, value in found.items() if other != name})
+        with pytest.raises(RuntimeError, match="Unexpected key"):
+            model.load_state_dict({**found, f"{name}.more": torch.zeros(1)})
+        model.bfloat16()
+        assert {tensor.dtype for tensor in model.state_dict().values() if tensor.is_floating_point()} == {
+            torch.bfloat16
+        }
+        return freeze(model.float())
+
+    assert run_ranks(on_rank, config_of(layout).ranks_per_replica) == [freeze(stock)] * len(
+        range(config_of(layout).ranks_per_replica)
+    )
+
+
+def test_hooks_of_a_save_get_the_weights(tmp_path):
+    tiny_model = twin_of()
+
+    def on_rank():
+        model = tiny_model.load(megatron_config=config_of("pp2"))
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(model)
+        seen = []
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: seen.append(weights.pop()))
+        accelerator.save_state(tmp_path / "saved")
+        assert isinstance(model, torch.nn.Module)
+        return seen[0]
+
+    expected = tiny_model.load().state_dict()
+    found = run_ranks(on_rank, 2)[0]
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# What enters and leaves a call
+
+
+def test_a_cache_that_is_asked_for_in_training():
+    tiny_model = twin_of()
+
+    def on_rank():
+        model = tiny_model.load(megatron_config=config_of("tp2")).train()
+        ids = tiny_model.batches[0]["input_ids"]
+        model.config.use_cache = True
+        caches = [model(input_ids=ids).past_key_values, model(input_ids=ids, use_cache=True).past_key_values]
+        with torch.no_grad():
+            caches.append(model(input_ids=ids).past_key_values)
+        model.eval()
+        return [isinstance(cache, DynamicCache) for cache in [*caches, model(input_ids=ids).past_key_values]]
+
+    assert run_ranks(on_rank, 2) == [[False, True, True, True]] * 2
+
+
+@pytest.mark.parametrize("text", ["tp2", "pp2"])
+def test_a_cache_that_was_left_out_says_so(text):
+    tiny_model = twin_of()
+
+    def on_rank():
+        ids = tiny_model.batches[0]["input_ids"]
+        model = tiny_model.load(megatron_config=config_of(text)).train()
+        model.config.use_cache = True
+        given = {"input_ids": ids, "labels": ids, "use_cache": True} if text == "pp2" else {"input_ids": ids}
+        output = model(**given)
+        for read in (len, list, bool, lambda cache: cache.layers):
+            with pytest.raises(UnsupportedError, match="Keys and values were not kept"):
+                read(output.past_key_values)
+        with pytest.raises(UnsupportedError, match="Keys and values were not kept"):
+            model(input_ids=ids, past_key_values=output.past_key_values)
+        # In the places of one process.
+        assert list(model(input_ids=ids)) == ["logits", "past_key_values"]
+        assert list(model(input_ids=ids, use_cache=False)) == ["logits"]
+        if text == "tp2":
+            assert list(model(input_ids=ids, output_hidden_states=True))[1:] == ["past_key_values", "hidden_states"]
+            assert len(model(input_ids=ids, return_dict=False)) == 2
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("text", ["tp2", "pp2"])
+def test_documents_that_one_process_would_join(text):
+    def on_rank():
+        model = twin_of().load(megatron_config=config_of(text)).train()
+        batch = twin_of().batches[0]
+        ids = batch["input_ids"]
+        positions = torch.arange(ids.shape[1]).expand_as(ids)
+        packed = {"input_ids": ids, "labels": ids, "position_ids": positions % 5}
+        model.config.use_cache = True
+        with pytest.raises(UnsupportedError, match="position_ids of several documents"):
+            model(**packed)
+        model(**{**packed, "position_ids": positions})
+        found = [model(**packed, use_cache=False).loss.item()]
+        model.config.use_cache = False
+        found.append(model(**packed).loss.item())
+        return found
+
+    stock = twin_of().load().train()
+    ids = twin_of().batches[0]["input_ids"]
+    positions = torch.arange(ids.shape[1]).expand_as(ids) % 5
+    expected = stock(input_ids=ids, labels=ids, position_ids=positions, use_cache=False).loss.item()
+    for found in run_ranks(on_rank, 2):
+        assert found == pytest.approx([expected] * 2, rel=1e-5)
+
+
+CALLS_WITH_A_CACHE = {
+    "evaluation": (False, False, {}),
+    "training without gradients": (True, False, {}),
+    "asked for": (True, True, {"use_cache": True}),
+    "asked for, tuple": (True, True, {"return_dict": False}),
+}
+
+
+@pytest.mark.parametrize("text", ["tp2", "pp2", "dp2"])
+def test_documents_that_a_cache_joins(text):
+    """A pipeline keeps no cache: it would tell documents apart that one process takes for one."""
+
+    def packed():
+        ids = twin_of().batches[0]["input_ids"]
+        return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(ids.shape[1]).expand_as(ids) % 5}
+
+    def loss_of(model, name):
+        training, has_gradients, changes = CALLS_WITH_A_CACHE[name]
+        model.train(training)
+        model.config.use_cache = True
+        with torch.set_grad_enabled(has_gradients):
+            return model(**packed(), **changes)[0].item()
+
+    def on_rank():
+        model, found = twin_of().load(megatron_config=config_of(text)), {}
+        for name in CALLS_WITH_A_CACHE:
+            if text == "pp2":
+                with pytest.raises(UnsupportedError, match="position_ids of several documents"):
+                    loss_of(model, name)
+            else:
+                found[name] = loss_of(model, name)
+        # Checkpointing leaves the cache out in one process too.
+        model.gradient_checkpointing_enable()
+        return found | {"checkpointed": model.train()(**packed()).loss.item()}
+
+    stock = twin_of().load()
+    expected = {name: loss_of(stock, name) for name in CALLS_WITH_A_CACHE}
+    stock.gradient_checkpointing_enable()
+    expected["checkpointed"] = stock.train()(**packed()).loss.item()
+    assert expected["evaluation"] != pytest.approx(expected["checkpointed"], rel=1e-3)
+    for found in run_ranks(on_rank, 2):
+        assert found == pytest.approx({name: expected[name] for name in found}, rel=1e-5)
+
+
+class Reads(TorchDispatchMode):
+    """Counts answers of yes or no, for which the host waits on a device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def reads(model, **more):
+    ids = torch.arange(8).expand(2, -1)
+    with Reads() as found:
+        model(input_ids=ids, use_cache=False, **more)
+    return found.count
+
+
+def test_nobody_looks_for_documents_in_positions_that_were_not_given():
+    positions, tiny_model = torch.arange(8).expand(2, -1), twin_of()
+
+    def on_rank():
+        model, stock = tiny_model.load(megatron_config=config_of("tp2")).train(), tiny_model.load().train()
+        found = [reads(model), reads(model, position_ids=positions)]
+        with pytest.raises(IndexError):
+            model(input_ids=torch.full((1, 4), 10**6))
+        return [*found, reads(stock), reads(model, attention_mask=torch.ones(2, 8))]
+
+    own, given, stock, masked = run_ranks(on_rank, 2)[0]
+    # What was given is asked for together, and once in a call (`tests/unit/data_parallel/test_packed_sequences.py`):
+    # transformers asks no more.
+    assert given == own and stock == 1 and masked <= given
+
+
+def test_labels_of_another_width_raise_on_every_stage():
+    tiny_model = twin_of()
+    ids = tiny_model.batches[0]["input_ids"]
+
+    def on_rank():
+        model, found = tiny_model.load(megatron_config=config_of("pp2")).train(), []
+        for width in (ids.shape[1] - 1, ids.shape[1]):
+            try:
+                found.append(model(input_ids=ids, labels=ids[:, :width]).loss.item())
+            except ValueError as error:
+                found.append(str(error))
+        return found
+
+    for refused, loss in run_ranks(on_rank, 2):
+        assert "expected a label per token" in refused and loss > 0
+
+
+def tuples(model, batch):
+    model.config.output_router_logits = True
+    found = []
+    for training in (True, False):
+        model.train(training)
+        with torch.set_grad_enabled(training):
+            values = model(**batch, return_dict=False, use_cache=False)
+        found.append([value.item() for value in values[:2]])
+        assert len(values) >= 3
+    return found
+
+
+def test_tuples_have_the_order_of_one_process():
+    tiny_model = twin_of("mixtral")
+    config = config_of("pp2", num_microbatches=1)
+    expected = tuples(tiny_model.load(), tiny_model.batches[0])
+    for found in run_ranks(lambda: tuples(tiny_model.load(megatron_config=config), tiny_model.batches[0]), 2):
+        for one, other in zip(found, expected, strict=True):
+            assert one == pytest.approx(other, rel=1e-5)
+
+
+def test_calls_that_are_refused_before_the_schedule():
+    """On every rank alike, by the name of what it is, and the model trains on."""
+    tiny_model = twin_of()
+
+    def on_rank():
+        model = tiny_model.load(megatron_config=config_of("pp2")).train()
+        batch = tiny_model.batches[0]
+        ids = batch["input_ids"]
+        with pytest.raises(UnsupportedError, match="Call the whole model"):
+            model.model(input_ids=ids)
+        for name, tensor in {
+            "cu_seq_lens_q": torch.arange(len(ids)),
+            "weights_of_rows": torch.ones(len(ids)),
+            "attention_mask": torch.ones(len(ids) + 1, ids.shape[1]),
+        }.items():
+            with pytest.raises(ConfigError, match=f"{name} of shape"):
+                model(**batch | {name: tensor})
+        output = model(**batch)
+        model(**batch).loss.backward()
+        return output.loss.item()
+
+    losses = run_ranks(on_rank, 2)
+    assert losses == [pytest.approx(tiny_model.load().train()(**tiny_model.batches[0]).loss.item(), rel=1e-6)] * 2
+
+
+def test_an_auxiliary_loss_has_no_backward_of_its_own():
+    tiny_model = twin_of("mixtral")
+
+    def on_rank():
+        model = tiny_model.load(megatron_config=config_of("pp2", router_aux_loss_scope="sequence")).train()
+        model.config.output_router_logits = True
+        output = model(**tiny_model.batches[0])
+        with pytest.raises(UnsupportedError, match="outputs.aux_loss"):
+            (output.loss + output.aux_loss).backward()
+
+    run_ranks(on_rank, 2)
+
+
+def test_positions_of_several_dims_are_cut_along_their_rows():
+    three = torch.arange(3 * 4 * 5).view(3, 4, 5)
+    batch = {"input_ids": torch.zeros(4, 5), "position_ids": three, "cache_position": torch.arange(4)}
+    parts = split(batch, 2)
+    assert torch.equal(torch.cat([part["position_ids"] for part in parts], dim=1), three)
+    assert all(torch.equal(part["cache_position"], batch["cache_position"]) for part in parts)
+    unsharded = split({**batch, "position_ids": torch.arange(5)[None], "cu_seq_lens_q": torch.arange(5)}, 1)
+    assert unsharded[0]["cu_seq_lens_q"].shape == (5,)
+
+
+# Loops over layers that a pipeline cannot cut
+
+
+def with_a_loop(change):
+    """Llama's backbone in short; `change(index, what the layer returned)` is what enters the next layer."""
+
+    def forward(self, input_ids=None, **kwargs):
+        hidden_states = self.embed_tokens(input_ids)
+        positions = torch.arange(input_ids.shape[1])[None]
+        rotary = self.rotary_emb(hidden_states, positions)
+        for index, layer in enumerate(self.layers):
+            hidden_states = change(index, layer(hidden_states, position_embeddings=rotary, position_ids=positions))
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states))
+
+    return forward
+
+
+def unpacked(index, output):
+    """Two rows unpack as well as two values do."""
+    hidden_states, _ = output
+    return hidden_states
+
+
+def added_behind(layer):
+    return lambda index, output: output + 0.5 if index == layer else output
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (added_behind(0), None),
+        (added_behind(1), "changes hidden states between its layers 1 and 2"),
+        (lambda index, output: output.mul_(1.5) if index == 1 else output, "changes hidden states between"),
+        (unpacked, "unpacks several values"),
+        (lambda index, output: output[1] if index == 1 else output[0], "unpacks several values"),
+    ],
+    ids=["elsewhere", "added", "in place", "unpacked", "second value"],
+)
+def test_loops_over_layers(monkeypatch, change, message):
+    tiny_model = twin_of()
+    monkeypatch.setattr(LlamaModel, "forward", with_a_loop(change))
+    batch = {name: tensor[:2] for name, tensor in tiny_model.batches[0].items()}
+
+    def on_rank():
+        model = tiny_model.load(megatron_config=config_of("pp2", pipeline_partition=(2, 1), num_microbatches=1)).train()
+        if message is not None:
+            with pytest.raises(UnsupportedError, match=message):
+                model(**batch)
+            return None
+        return model(**batch).loss.item()
+
+    expected = None if message else pytest.approx(tiny_model.load().train()(**batch).loss.item(), rel=1e-6)
+    assert run_ranks(on_rank, 2) == [expected] * 2
+
+
+TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("cls", "config", "message"),
+    [
+        (
+            FlaubertWithLMHeadModel,
+            FlaubertConfig(vocab_size=64, emb_dim=32, n_layers=2, n_heads=2, pre_norm=True),
+            "adds up the parts of a layer behind the last one",
+        ),
+        (LlamaForSequenceClassification, LlamaConfig(**TINY, num_attention_heads=2, pad_token_id=0), None),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_types_are_refused_by_name(tmp_path, cls, config, message):
+    """When they are loaded or first called, on every rank; classification works without labels."""
+    cls(config).save_pretrained(tmp_path)
+    ids = torch.arange(24).view(4, 6) + 3
+
+    def on_rank():
+        model = cls.from_pretrained(tmp_path, megatron_config=config_of("pp2")).train()
+        return model(input_ids=ids).logits.shape
+
+    if message is None:
+        assert run_ranks(on_rank, 2) == [cls(config)(input_ids=ids).logits.shape] * 2
+        return
+    with pytest.raises(RankError, match=message) as raised:
+        run_ranks(on_rank, 2)
+    assert all(f"rank {rank} failed" in str(raised.value) for rank in (0, 1))
+
+
+def test_why_a_type_cannot_be_cut_comes_before_how_to_check_it(tmp_path):
+    AutoModelForMaskedLM.from_config(tiny_config(CONFIG_MAPPING["funnel"]())).save_pretrained(tmp_path)
+
+    def on_rank():
+        with pytest.raises(UnsupportedError, match="'funnel' cannot be cut: its decoder reads the states of an early"):
+            AutoModelForMaskedLM.from_pretrained(tmp_path, megatron_config=MegatronConfig(pp_size=2))
+
+    run_ranks(on_rank, 2)

@@ -1,0 +1,69 @@
+"""Experts whose part on a rank torch's grouped matrix product cannot take."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from hf_megatron import ConfigError
+from hf_megatron.core.fork_harness import run_ranks
+from tests.helpers.dp_training import layout
+from tests.helpers.training import Runs
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+}
+
+
+def save(path, width):
+    torch.manual_seed(0)
+    MixtralForCausalLM(MixtralConfig(**SIZES, intermediate_size=width, num_local_experts=4)).save_pretrained(path)
+
+
+def save_qwen(path, width):
+    config = Qwen3MoeConfig(**SIZES, intermediate_size=48, moe_intermediate_size=width, num_experts=4, head_dim=8)
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
+
+
+@pytest.mark.parametrize(
+    ("made", "width", "dtype", "error"),
+    [
+        (save, 40, torch.float32, r"40 wide \(config.intermediate_size\), a rank has 10.*multiples of 4.*\[1, 2\]"),
+        (save, 48, torch.bfloat16, r"48 wide \(config.intermediate_size\), a rank has 12.*multiples of 8"),
+        (save_qwen, 40, torch.float32, r"40 wide \(config.moe_intermediate_size\), a rank has 10"),
+        (save_qwen, 48, torch.float32, None),
+    ],
+)
+def test_widths_are_refused_before_weights_are_read(tmp_path, made, width, dtype, error):
+    made(tmp_path, width)
+
+    def load():
+        if error is not None:
+            with pytest.raises(ConfigError, match=error):
+                AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, megatron_config=layout("tp4"))
+            return
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, megatron_config=layout("tp4"))
+        ids = torch.arange(18).view(2, 9)
+        model(input_ids=ids, labels=ids).loss.backward()
+        # A cast that halves the bytes of a row.
+        with pytest.raises(ConfigError, match="multiples of 8 entries of torch.bfloat16"):
+            model.bfloat16()(input_ids=ids)
+        model.set_experts_implementation("eager")
+        model(input_ids=ids)
+
+    run_ranks(load, 4)
+
+
+@pytest.mark.parametrize("product", ["eager", "batched_mm"])
+def test_what_the_error_names_is_equal(tmp_path, product):
+    save(tmp_path, 40)
+
+    def steps(loop):
+        loop.step(0)
+        loop.step(1)
+
+    Runs(tmp_path, {"steps": steps}, experts_implementation=product).compare("tp4", "steps")

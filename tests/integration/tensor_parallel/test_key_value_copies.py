@@ -1,0 +1,109 @@
+"""Fewer key and value heads than ranks: neighbouring ranks hold the same weights, and loops add all of them up."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import LlamaForCausalLM
+
+from hf_megatron import MegatronConfig
+from hf_megatron.core.axes import Axes
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.placement import GradientRule, ParameterSharding, Placement, copies_of_model
+from tests.helpers.training import Runs, save_tiny
+
+
+def regularised(loop):
+    for seed in range(2):
+        loss = loop.loss(seed)
+        square = sum(parameter.float().pow(2).sum() for parameter in loop.model.parameters())
+        loop.see(f"square {seed}", square.full_tensor() if isinstance(square, DTensor) else square)
+        (loss + 0.1 * square).backward()
+        loop.losses.append(loss.item())
+        loop.see_gradients(f"step {seed}")
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+def cut_by_hand(loop):
+    for seed in range(2):
+        loss = loop.loss(seed)
+        loss.backward()
+        norms = [parameter.grad.norm() for parameter in loop.model.parameters()]
+        loop.see(f"norm {seed}", float(torch.stack(norms).norm()))
+        total = sum(norm**2 for norm in norms) ** 0.5
+        for parameter in loop.model.parameters():
+            parameter.grad.mul_(0.1 / total)
+        loop.losses.append(loss.item())
+        loop.see_gradients(f"step {seed}")
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    found = {}
+    for heads, entries in ((1, 64), (2, 64), (2, 66)):
+        folder = tmp_path_factory.mktemp(f"heads{heads}")
+        save_tiny(folder, num_key_value_heads=heads, vocab_size=entries)
+        found[heads, entries] = Runs(folder, {"regularised": regularised, "cut by hand": cut_by_hand})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("heads", "entries", "text"),
+    [
+        (1, 64, "tp2"),
+        (1, 64, "tp2+sp"),
+        (1, 64, "tp2+dp2+zero3"),
+        (2, 64, "tp4"),
+        (1, 64, "tp4"),
+        # Their embedding lies on another mesh than the key and value projections.
+        (2, 66, "tp4"),
+        (2, 66, "tp4+sp"),
+    ],
+)
+def test_sums_over_all_parameters(runs, heads, entries, text):
+    runs[heads, entries].compare(text, "regularised")
+    runs[heads, entries].compare(text, "cut by hand")
+
+
+def test_a_rank_reads_whole_weights(tmp_path):
+    """What DTensor puts together is what was saved, though two axes split some of it."""
+    save_tiny(tmp_path)
+    stock = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+
+    def read():
+        model = LlamaForCausalLM.from_pretrained(tmp_path, megatron_config=MegatronConfig(tp_size=4))
+        parameters = dict(model.named_parameters())
+        assert {parameter.device_mesh.mesh_dim_names for parameter in parameters.values()} == {("tp_shard", "tp_copy")}
+        return {name: parameter.full_tensor().detach() for name, parameter in parameters.items()}
+
+    for unsharded in run_ranks(read, 4):
+        for name, value in unsharded.items():
+            assert torch.equal(value, stock[name]), name
+
+
+def claims(*sizes, copies=2, groups=1):
+    made = [ParameterSharding("k", (8, 4), "colwise", Placement.split("tp", 0, copies=copies), GradientRule())]
+    made.append(ParameterSharding("n", (4,), "replicated", Placement(), GradientRule()))
+    return made + [
+        ParameterSharding("w", (size, 4), "colwise", Placement.split("tp", 0, groups=groups), GradientRule())
+        for size in sizes
+    ]
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (claims(8), 2),
+        (claims(67), 2),
+        # 17, 17, 17, 15 in one cut, 17, 16, 17, 16 in two.
+        (claims(66), 1),
+        (claims(8, groups=2), 1),
+        (claims(8, copies=1), 1),
+        (claims(66, copies=4), 1),
+        ([*claims(8), *claims(8, copies=4)], 2),
+    ],
+)
+def test_one_mesh_as_far_as_both_split_alike(made, expected):
+    assert copies_of_model(made, Axes.of_sizes(0, tp=4)) == expected

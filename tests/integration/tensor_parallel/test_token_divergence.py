@@ -1,0 +1,150 @@
+"""The divergence of a student from a teacher over split vocabularies, against full logits in one process."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from hf_megatron import ConfigError, UnsupportedError, token_kl_divergences
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.tensor_parallel import vocab_divergence
+from hf_megatron.testing.measure import Measurement, _full, _gradients
+from hf_megatron.testing.tolerances import gradient_errors
+from tests.helpers.dp_training import ranks_of
+from tests.helpers.shared_tiny_models import make_tiny_model
+from tests.integration.integrations.trl.test_base import layout
+
+
+@functools.lru_cache(maxsize=2)
+def tiny_model(model_type):
+    return make_tiny_model(CONFIG_MAPPING[model_type](), batch_size=5, min_layers=4)
+
+
+def plain_divergences(student, teacher, labels, beta, temperature, **batch):
+    """As the definition says, of whole logits."""
+    own = F.log_softmax(student(**batch).logits[:, :-1].float() / temperature, -1)
+    with torch.no_grad():
+        other = F.log_softmax(teacher(**batch).logits[:, :-1].float() / temperature, -1)
+    if beta == 0:
+        found = (other.exp() * (other - own)).sum(-1)
+    elif beta == 1:
+        found = (own.exp() * (own - other)).sum(-1)
+    else:
+        moe_block = (beta * other.exp() + (1 - beta) * own.exp()).log()
+        found = (beta * other.exp() * (other - moe_block) + (1 - beta) * own.exp() * (own - moe_block)).sum(-1)
+    return found.masked_fill(labels[:, 1:] == -100, 0)
+
+
+def measured(tiny_model, config, of_teacher, divergences_of, beta, temperature, sabotage=lambda: None):
+    """A loss that weighs tokens, and the student's gradients."""
+    sabotage()
+    student, teacher = (
+        tiny_model.load(megatron_config=config).train(),
+        tiny_model.load(megatron_config=of_teacher).eval(),
+    )
+    with torch.no_grad():
+        for number, parameter in enumerate(teacher.parameters()):
+            parameter.mul_(1 - 0.4 * (number % 3))
+    [batch] = tiny_model.batches
+    values = divergences_of(student, teacher, beta=beta, temperature=temperature, **batch)
+    assert values.dtype == torch.float32
+    loss = (values * torch.linspace(0.5, 1.5, values.numel()).view_as(values)).sum()
+    loss.backward()
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    with torch.no_grad():
+        again = divergences_of(student.eval(), teacher, beta=beta, temperature=temperature, **batch)
+        torch.testing.assert_close(again, values.detach(), rtol=0, atol=1e-4)
+    return Measurement(loss.item(), 0, 0, _full(student, _gradients(student))), values.detach()
+
+
+def worst_error(model_type, text, beta, temperature=1.0, of_teacher=None, **kwargs):
+    config, other = layout(text), layout(of_teacher or text)
+    source = tiny_model(model_type)
+    [(expected, numbers)] = run_ranks(measured, 1, source, None, None, plain_divergences, beta, temperature)
+    found = run_ranks(
+        measured, ranks_of(config), source, config, other, token_kl_divergences, beta, temperature, **kwargs
+    )
+    for measurement, values in found:
+        torch.testing.assert_close(values, numbers, rtol=1e-4, atol=1e-5)
+        assert measurement.loss == found[0][0].loss
+    errors = [error.value for error in gradient_errors(found[0][0], expected)]
+    return max(*errors, abs(found[0][0].loss / expected.loss - 1) / 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "text", "beta", "temperature", "of_teacher"),
+    [
+        ("gemma2", "tp2", 0.0, 1.0, None),
+        ("gemma2", "tp2", 1.0, 0.7, None),
+        ("gemma2", "tp2", 0.3, 1.0, None),
+        ("gemma2", "tp2+sp+pp2", 0.5, 2.0, None),
+        ("gemma2", "pp2", 0.5, 1.0, None),
+        ("llama", "cp2", 0.5, 1.0, None),
+        ("llama", "tp2", 0.5, 1.0, "dp2+zero3"),
+        ("llama", "pp2", 1.0, 1.0, "dp2+zero3"),
+        ("llama", "pp2", 0.0, 1.0, "dp2+zero0"),
+        ("llama", "tp2+pp2", 0.5, 1.0, "tp2+sp+pp2"),
+        ("gpt2", "tp2+pp2", 0.5, 1.0, None),
+        ("llama", "pp2 zbv", 0.5, 1.0, None),
+        ("llama", "tp2+cp2", 0.5, 1.0, "tp2+dp2"),
+    ],
+)
+def test_divergences(model_type, text, beta, temperature, of_teacher):
+    assert worst_error(model_type, text, beta, temperature, of_teacher) <= 1
+
+
+@pytest.mark.parametrize("text", ["dp2+zero3", "pp2+dp2+zero3"])
+def test_divergences_where_weights_are_split(text):
+    """The loss is the same on all ranks, so that their average is one process's."""
+    assert worst_error("llama", text, 0.5) <= 1
+
+
+def unreduced():
+    vocab_divergence.reduce_over_vocabulary = lambda *args: None
+
+
+def forward_in_place_of_reverse():
+    original = vocab_divergence._terms
+    vocab_divergence._terms = lambda student, teacher, beta: original(student, teacher, 1 - beta)
+
+
+@pytest.mark.parametrize("sabotage", [unreduced, forward_in_place_of_reverse])
+def test_faults_are_found(sabotage):
+    with pytest.raises(AssertionError):
+        assert worst_error("llama", "tp2", 1.0, sabotage=sabotage) <= 1
+
+
+def test_nothing_of_vocabulary_size_is_kept(stories):
+    """Of two models in one process, in chunks of tokens."""
+    models = [AutoModelForCausalLM.from_pretrained(stories) for _ in range(2)]
+    ids = torch.arange(3, 403).view(4, 100)
+    sizes = []
+
+    def pack(tensor):
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        token_kl_divergences(*models, ids, input_ids=ids).sum().backward()
+    assert max(sizes) < 400 * 512
+
+
+def test_what_is_refused(stories, tiny):
+    student, teacher = AutoModelForCausalLM.from_pretrained(stories), AutoModelForCausalLM.from_pretrained(tiny)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(ConfigError, match="512 tokens of the student's and 64 of the teacher's"):
+        token_kl_divergences(student, teacher, ids, input_ids=ids)
+    with pytest.raises(ConfigError, match="beta = 2, temperature = 1.0: expected 0 to 1"):
+        token_kl_divergences(student, student, ids, beta=2, input_ids=ids)
+
+    def split(text, of_teacher, message):
+        models = [
+            AutoModelForCausalLM.from_pretrained(stories, megatron_config=layout(one)) for one in (text, of_teacher)
+        ]
+        with pytest.raises(UnsupportedError, match=message):
+            token_kl_divergences(*models, ids, input_ids=ids)
+
+    run_ranks(split, 2, "pp2", "tp2", "pp_size=2, .*1f1b.* from a teacher with tp_size=2, pp_size=1: lay")
+    run_ranks(split, 2, "pp2", "pp2 zbv", "1f1b.* from a teacher with .*'zbv': lay")

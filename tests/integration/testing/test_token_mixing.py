@@ -1,0 +1,82 @@
+"""Which modules mix tokens by themselves, found by changing one token of a row."""
+
+import functools
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from hf_megatron.config import MegatronConfig
+from hf_megatron.core.axes import Axes
+from hf_megatron.models.layers import find_layers
+from hf_megatron.models.spec import ModelSpec
+from hf_megatron.parallelize import plan
+from hf_megatron.testing import check
+from hf_megatron.testing.token_mixing import find_token_mixing, full_share, unknown_mixing
+from tests.helpers.shared_tiny_models import make_tiny_model
+
+CP2 = MegatronConfig(cp_size=2)
+# Type -> what mixes tokens beside transformers' attention functions, within a layer.
+MIXING = {
+    "llama": set(),
+    "gemma2": set(),
+    "deepseek_v3": set(),
+    "qwen3_moe": set(),
+    "gpt2": set(),
+    "bloom": {"self_attention"},
+    "falcon": {"self_attention"},
+    "gptj": {"attn"},
+    "qwen3_next": {"linear_attn"},
+    "jamba": {"mamba"},
+    "granitemoehybrid": {"mamba"},
+    "minimax": {"self_attn"},
+    "kimi_linear": {"self_attn"},
+}
+# Of these no rank of a row computes a part of the heads; Granite's mixer has one group of states for all of them.
+WHOLE = {"bloom", "falcon", "gptj", "granitemoehybrid"}
+
+
+@functools.lru_cache(maxsize=1)
+def loaded(model_type):
+    tiny_model = make_tiny_model(CONFIG_MAPPING[model_type](), microbatches=1)
+    state = plan(tiny_model.model_on_meta(), CP2, Axes.of(CP2, 0))
+    return tiny_model.load(), state, {"input_ids": tiny_model.batches[0]["input_ids"]}
+
+
+@pytest.mark.parametrize("model_type", MIXING)
+def test_what_mixes_tokens_is_found_and_known(model_type):
+    model, state, batch = loaded(model_type)
+    layers = find_layers(model, state.spec, "cp_size")
+    found = {name.removeprefix(f"{layers}.").split(".")[1] for name in find_token_mixing(model, batch, layers)}
+    assert found == MIXING[model_type]
+    assert unknown_mixing(model, state.spec, batch) is None
+    assert (full_share(model, state) > 0) == (model_type in WHOLE)
+
+
+def test_a_layer_that_mixes_is_not_recorded(monkeypatch):
+    """A row is no result of context parallelism, however near its numbers are."""
+    model, state, batch = loaded("llama")
+    stock = type(model.model.layers[0].mlp).forward
+
+    def mixing(self, hidden):
+        return stock(self, hidden) + hidden.roll(1, 1)
+
+    monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", mixing)
+    reason = unknown_mixing(model, state.spec, batch)
+    assert reason is not None and "model.layers.0.mlp (LlamaMLP)" in reason
+    said = []
+    [row] = check.check_models(["llama"], [CP2], echo=said.append)
+    assert not row["passed"] and "tokens meet in model.layers.0.mlp" in row["worst"] and "DIFFERS" in said[0]
+
+
+def test_whole_shares_are_recorded():
+    [row] = check.check_models(["bloom"], [CP2], echo=lambda text: None)
+    assert row["passed"] and 0.2 < row["whole"] < 0.4
+
+
+def test_a_model_is_left_as_it_was():
+    model, _, batch = loaded("llama")
+    before = model.train()(**batch).logits
+    find_token_mixing(model, batch, "model.layers")
+    assert model.training and torch.equal(model(**batch).logits, before)
+    assert unknown_mixing(model, ModelSpec("llama"), batch) is None

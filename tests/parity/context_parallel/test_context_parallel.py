@@ -1,0 +1,238 @@
+"""Rows over several ranks against one process: loss, every gradient and the weights after two steps."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from hf_megatron.context_parallel import axis as context_parallel
+from hf_megatron.context_parallel import full_sequence_blocks, local_tokens, token_exchange
+from hf_megatron.context_parallel.attention import SharedSample
+from hf_megatron.context_parallel.masks import SequenceMask
+from hf_megatron.core.communication import mean_grad_ops
+from hf_megatron.core.communication.collectives import take_shard
+from hf_megatron.data_parallel.grad_sync_groups import GradSyncGroup
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.losses import targets as call_targets
+from hf_megatron.losses import token_loss
+from hf_megatron.tensor_parallel import vocab_parallel_head
+from hf_megatron.tensor_parallel.linear import RowParallelLinear
+from hf_megatron.testing.measure import measure
+from hf_megatron.testing.parity import check_tiny_model
+from tests.helpers.shared_tiny_models import make_tiny_model
+
+TYPES = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_moe", "gpt2")
+LAYOUTS = {
+    "cp2": {"cp_size": 2},
+    "cp4": {"cp_size": 4},
+    "cp2, heads": {"cp_size": 2, "cp_comm_type": "a2a"},
+    "cp2, gathered": {"cp_size": 2, "cp_comm_type": "all_gather"},
+    "tp2+cp2": {"tp_size": 2, "cp_size": 2},
+    "tp2+sp+cp2": {"tp_size": 2, "sequence_parallel": True, "cp_size": 2},
+    "cp2+dp2+zero0": {"cp_size": 2, "dp_size": 2, "zero_stage": 0},
+    "cp2+dp2+zero1": {"cp_size": 2, "dp_size": 2},
+    "cp2+dp2+zero2": {"cp_size": 2, "dp_size": 2, "zero_stage": 2},
+    "cp2+dp2, repeated": {"cp_size": 2, "dp_size": 2, "dp_replicate_size": 2},
+    "tp2+pp2+cp2": {"tp_size": 2, "pp_size": 2, "cp_size": 2, "num_microbatches": 2},
+    "cp2+zero3": {"cp_size": 2, "zero_stage": 3},
+    "cp2+dp2+zero3": {"cp_size": 2, "dp_size": 2, "zero_stage": 3},
+    "tp2+cp2+zero3": {"tp_size": 2, "cp_size": 2, "zero_stage": 3},
+    "cp4, heads and ring": {"cp_size": 4, "cp_comm_type": "a2a+p2p"},
+    "pp2+cp2": {"pp_size": 2, "cp_size": 2, "num_microbatches": 2},
+}
+
+
+@functools.lru_cache(maxsize=2)
+def tiny_model(model_type):
+    return make_tiny_model(CONFIG_MAPPING[model_type](), microbatches=2)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_llama_equals_one_process(name):
+    comparison = check_tiny_model(tiny_model("llama"), ConfigUnderTest(**LAYOUTS[name]))
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [(kind, name) for kind in TYPES[1:] for name in ("cp2", "cp2, heads") if kind != "gpt_oss" or name == "cp2"],
+)
+def test_types_equal_one_process(model_type, name):
+    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**LAYOUTS[name]))
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize(
+    "model_type", ["gpt2", "gpt_oss", "qwen3_next", "doge", "bloom", "falcon", "gptj", "llama4_text"]
+)
+def test_split_sequences_of_shared_rows(model_type):
+    """Biases behind row linears, blocks that mix tokens: each rank has a part of what another axis has cut."""
+    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**LAYOUTS["tp2+sp+cp2"]))
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize("name", ["cp2", "cp2, heads", "tp2+sp+cp2", "pp2+cp2"])
+def test_attention_that_is_computed_again(name):
+    comparison = check_tiny_model(tiny_model("gpt_oss"), ConfigUnderTest(**LAYOUTS[name], recompute="selective"))
+    assert comparison.passed, comparison.report()
+
+
+def test_biases_of_one_rank_are_found():
+    """The seeded fault: of a bias behind a split sequence each rank keeps its own part of the gradient."""
+
+    def sabotage():
+        RowParallelLinear.sum_bias_gradient = property(lambda self: False, lambda self, value: None)
+
+    # Also of a twin whose own round-off widens its limits.
+    for model_type in ("gpt2", "gpt_oss"):
+        comparison = check_tiny_model(
+            tiny_model(model_type), ConfigUnderTest(**LAYOUTS["tp2+sp+cp2"]), sabotage=sabotage
+        )
+        assert not comparison.passed and comparison.worst.value > 10
+
+
+def added_up():
+    """Divides gradients by the ranks of a row no more."""
+    along = GradSyncGroup.along.__func__
+    GradSyncGroup.along = classmethod(
+        lambda cls, axis, mesh: dataclasses.replace(along(cls, axis, mesh), divisor=mesh.axes.size("dp"))
+    )
+
+
+def left_out():
+    """Has nobody add up over the ranks of a row."""
+    context_parallel.place = lambda model, state: stock(model, state) or _without_rule(state)
+
+
+stock = context_parallel.place
+
+
+def _without_rule(state):
+    for name, claim in state.claims.items():
+        state.claims[name] = dataclasses.replace(claim, gradient=dataclasses.replace(claim.gradient, average="dp"))
+
+
+def whole_positions():
+    """Counts the positions of each rank from zero."""
+    SharedSample.own = lambda self, tensor, dim=1: tensor.narrow(dim, 0, self.order.sizes[self.groups.rank])
+
+
+def without_windows():
+    SequenceMask.window = lambda self, size: self
+
+
+def unsummed_loss():
+    """Has every rank hand on the gradient of its own part of the loss, as if it were averaged with nobody's."""
+    mean_grad_ops._Sum.backward = staticmethod(lambda ctx, gradient: (gradient, None))
+
+
+def shifted_in_parts():
+    """Shifts labels that were cut already."""
+    targets_of = call_targets.targets_of
+    token_loss.targets_of = lambda labels, shift_labels, **options: labels
+    own = local_tokens.HeldTokens.own
+    local_tokens.HeldTokens.own = lambda self, labels: targets_of(
+        own(self, labels), None, shifts=True, ignore_index=call_targets.IGNORE_INDEX
+    )
+
+
+def counted_in_parts():
+    """Divides the loss by the targets of this rank's tokens."""
+    own = local_tokens.HeldTokens.own
+    local_tokens.HeldTokens.own = lambda self, labels: _noted(own(self, labels))
+    sum_of_ranks = local_tokens.HeldTokens.sum
+    local_tokens.HeldTokens.sum = lambda self, part: sum_of_ranks(self, part * _NOTED[0]) / _NOTED[1]
+    vocab_parallel_head.count_targets = lambda targets, ignore_index: _kept(
+        call_targets.count_targets(targets, ignore_index)
+    )
+
+
+_NOTED = [1.0, 1.0]
+
+
+def _noted(labels):
+    _NOTED[1] = float((labels != call_targets.IGNORE_INDEX).sum()) or 1.0
+    return labels
+
+
+def _kept(count):
+    _NOTED[0] = float(count)
+    return count
+
+
+def unsummed_tokens():
+    """Hands a rank its own gradient of joined tokens alone."""
+    token_exchange.reduce_scatter = lambda joined, dim, group: take_shard(joined, dim, group).contiguous()
+
+
+def cut_twice():
+    """Has blocks that need whole rows computed on this rank's tokens."""
+    full_sequence_blocks.FullSequenceBlock.install = lambda self, block: None
+
+
+FAULTS = {
+    "gradients added up over cp": ("llama", added_up),
+    "cp left out of the reduction": ("llama", left_out),
+    "positions counted from zero": ("llama", whole_positions),
+    "windows taken as full": ("gemma2", without_windows),
+    "a loss of parts": ("llama", unsummed_loss),
+    "labels shifted after the cut": ("llama", shifted_in_parts),
+    "targets counted in parts": ("llama", counted_in_parts),
+    "gradients of joined tokens not summed": ("gpt2", unsummed_tokens),
+    "a mixer on parts of rows": ("llama4_text", cut_twice),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(name):
+    model_type, fault = FAULTS[name]
+    layout = ConfigUnderTest(cp_size=2, cp_comm_type="p2p")
+    assert not check_tiny_model(tiny_model(model_type), layout, sabotage=fault).passed
+
+
+@pytest.mark.parametrize("name", ["padded left", "padded right", "packed", "labels on one rank"])
+@pytest.mark.parametrize("scheme", ["p2p", "a2a"])
+def test_batches_equal_one_process(name, scheme):
+    changed = prepared(tiny_model("mistral"), name)
+    comparison = check_tiny_model(changed, ConfigUnderTest(cp_size=2, cp_comm_type=scheme))
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize("layout", ["cp4", "tp2+sp+cp2", "pp2+cp2", "cp2+dp2+zero2", "cp2+dp2+zero3", "tp2+pp2+cp2"])
+@pytest.mark.parametrize("name", ["padded left", "padded right", "packed", "labels on one rank"])
+def test_batches_on_wider_layouts(name, layout):
+    comparison = check_tiny_model(prepared(tiny_model("mistral"), name), ConfigUnderTest(**LAYOUTS[layout]))
+    assert comparison.passed, comparison.report()
+
+
+@functools.cache
+def _reference(name):
+    base = tiny_model("mistral")
+    batches = [_changed(batch, name) for batch in base.batches]
+    reference = measure(base.load(), batches)
+    reference.without, reference.cancelled = base.reference.without, base.reference.cancelled
+    return batches, reference
+
+
+def prepared(base, name):
+    batches, reference = _reference(name)
+    return dataclasses.replace(base, batches=batches, reference=reference)
+
+
+def _changed(batch, name):
+    batch = {key: value for key, value in batch.items() if key in ("input_ids", "labels")}
+    rows, length = batch["input_ids"].shape
+    if name == "labels on one rank":
+        # Predicted by tokens 6 and 7, of 13: in both orders those of one rank.
+        others = torch.ones(length, dtype=torch.bool)
+        others[7:9] = False
+        return batch | {"labels": batch["input_ids"].masked_fill(others, -100)}
+    if name == "packed":
+        positions = torch.cat([torch.arange(5), torch.arange(length - 5)]).expand(rows, -1)
+        return batch | {"position_ids": positions, "use_cache": False}
+    mask = torch.ones(rows, length, dtype=torch.int64)
+    mask[0, :4] = 0
+    mask = mask if name == "padded left" else mask.flip(1)
+    return batch | {"attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}

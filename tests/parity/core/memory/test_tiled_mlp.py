@@ -1,0 +1,157 @@
+"""MLPs that compute some tokens at a time, and layers whose inputs wait in CPU memory, against one process."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING
+
+from hf_megatron import ConfigError, MegatronConfig, RankError
+from hf_megatron.core.memory import activation_offload, tiled_mlp
+from hf_megatron.core.memory.activation_offload import OffloadedInputs
+from hf_megatron.core.memory.tiled_mlp import TiledMLP, find_mlps
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.testing.parity import check_tiny_model
+from tests.helpers.shared_tiny_models import make_tiny_model
+
+LAYOUTS = {
+    "tp2": {"tp_size": 2},
+    "cp2": {"cp_size": 2},
+    "pp2": {"pp_size": 2, "num_microbatches": 2},
+    "dp2+zero3": {"dp_size": 2, "zero_stage": 3},
+    "dp2": {"dp_size": 2},
+    "tp2+cp2": {"tp_size": 2, "cp_size": 2},
+}
+
+
+@functools.lru_cache(maxsize=2)
+def tiny_model(model_type):
+    return make_tiny_model(CONFIG_MAPPING[model_type](), microbatches=2)
+
+
+def requires(kind, count):
+    """Has a model fail that has not so many modules of a kind on a rank, or where they computed at once."""
+
+    def prepare(model):
+        found = [module for module in model.modules() if isinstance(module, kind)]
+        assert len(found) >= count, found
+
+    return prepare
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_tiles_equal_one_process(name, recompute):
+    layout = ConfigUnderTest(**LAYOUTS[name], mlp_chunk_size=7, recompute=recompute)
+    comparison = check_tiny_model(tiny_model("llama"), layout, prepare=requires(TiledMLP, 1))
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma2", "deepseek_v3", "phi3"])
+def test_types_equal_one_process(model_type):
+    layout = ConfigUnderTest(tp_size=2, mlp_chunk_size=5)
+    comparison = check_tiny_model(tiny_model(model_type), layout, prepare=requires(TiledMLP, 1))
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_offloaded_inputs_equal_one_process(name):
+    layout = ConfigUnderTest(**LAYOUTS[name], recompute="full", offload_activations=True)
+    comparison = check_tiny_model(tiny_model("llama"), layout, prepare=requires(OffloadedInputs, 1))
+    assert comparison.passed, comparison.report()
+
+
+def test_tiles_of_views():
+    """GPT-2's linears view what they are given, and tiles of several rows are none of one piece."""
+    comparison = check_tiny_model(tiny_model("gpt2"), ConfigUnderTest(cp_size=2, mlp_chunk_size=5))
+    assert comparison.passed, comparison.report()
+
+
+def forgets_a_tile():
+    tiled_mlp.checkpoint = lambda function, part, use_reentrant: function(part).detach()
+
+
+def hands_back_another():
+    activation_offload._unpack = lambda kept: kept.unpack() * 1.001 if hasattr(kept, "unpack") else kept
+
+
+@pytest.mark.parametrize(
+    ("fault", "fields"),
+    [
+        (forgets_a_tile, {"mlp_chunk_size": 7}),
+        (hands_back_another, {"recompute": "full", "offload_activations": True}),
+    ],
+)
+def test_a_fault_is_found(fault, fields):
+    assert not check_tiny_model(tiny_model("llama"), ConfigUnderTest(tp_size=2, **fields), sabotage=fault).passed
+
+
+def test_which_modules_are_mlps():
+    for model_type, expected in (
+        ("llama", {"mlp"}),
+        ("gpt2", {"mlp"}),
+        ("phi3", {"mlp"}),
+        # The experts choose their tokens themselves; the first layers, and the shared experts, are dense.
+        ("deepseek_v3", {"mlp", "mlp.shared_experts"}),
+        ("qwen3_moe", set()),
+        ("opt", set()),
+    ):
+        model = tiny_model(model_type).model_on_meta()
+        layers = next(name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+        found = {name.removeprefix(f"{layers}.").partition(".")[2] for name in find_mlps(model, layers)}
+        assert found == expected, model_type
+
+
+class Mixing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, hidden):
+        return self.down(self.up(hidden + hidden.roll(1, 1)))
+
+
+def test_tokens_that_meet_are_seen():
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Module()])
+    model.layers[0].mlp = Mixing()
+    assert tiled_mlp.tile_mlps(model, "layers", 8) == ["layers.0.mlp"]
+    model.train()
+    with pytest.raises(Exception, match=r"layers.0.mlp \(Mixing\) does not compute each token by itself"):
+        model.layers[0].mlp(torch.randn(2, 12, 4))
+    model.eval()
+    assert model.layers[0].mlp(torch.randn(2, 12, 4)).shape == (2, 12, 4)
+
+
+def test_edits_in_place_are_seen():
+    layer = OffloadedLayer()
+    hidden = torch.randn(2, 3, requires_grad=True) * 1
+    loss = layer(hidden).sum()
+    hidden.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class OffloadedLayer(OffloadedInputs):
+    def forward(self, hidden):
+        return hidden**2
+
+
+def test_models_without_mlps_say_so():
+    with pytest.raises(RankError, match="mlp_chunk_size = 8: the layers of OPTForCausalLM have no module"):
+        check_tiny_model(tiny_model("opt"), ConfigUnderTest(tp_size=2, mlp_chunk_size=8))
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"mlp_chunk_size": 0}, "mlp_chunk_size = 0"),
+        ({"mlp_chunk_size": 8, "tp_size": 2, "sequence_parallel": True}, "mlp_chunk_size = 8: tokens are split"),
+        ({"offload_activations": True}, "offload_activations = True: needs recompute='full'"),
+        ({"offload_activations": 1, "recompute": "full"}, "offload_activations = 1: expected True or False"),
+    ],
+)
+def test_impossible_fields_say_so(fields, match):
+    with pytest.raises(ConfigError, match=match):
+        MegatronConfig(**fields)

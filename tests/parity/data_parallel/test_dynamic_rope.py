@@ -1,0 +1,102 @@
+"""Rotary embeddings scaled by the longest text of a batch, where its rows lie in parts, against one process."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import CONFIG_MAPPING
+
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.data_parallel import dynamic_rope
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.parallel_state import parallel_state
+from hf_megatron.testing.measure import measure
+from hf_megatron.testing.parity import check_tiny_model
+from tests.helpers.shared_tiny_models import make_tiny_model
+
+SCALED = {
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 8,
+    },
+}
+LAYOUTS = {
+    "pp2": {"pp_size": 2, "num_microbatches": 2},
+    "dp2": {"dp_size": 2},
+    "tp2+pp2": {"tp_size": 2, "pp_size": 2, "num_microbatches": 2},
+    "cp2": {"cp_size": 2},
+    "pp2+cp2": {"pp_size": 2, "cp_size": 2, "num_microbatches": 2},
+}
+
+
+@functools.lru_cache(maxsize=2)
+def tiny_model(kind):
+    """The first row's positions are the largest; they end where the others' documents are short."""
+    changes = {"rope_parameters": SCALED[kind], "max_position_embeddings": 8, "head_dim": 16}
+    base = make_tiny_model(CONFIG_MAPPING["llama"](), changes=changes)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, base.config.vocab_size, (4, 13), generator=generator)
+    positions = torch.arange(13).repeat(4, 1)
+    positions[2:] %= 4
+    batches = [{"input_ids": ids, "labels": ids, "position_ids": positions, "use_cache": False}]
+    reference = measure(base.load(), batches)
+    reference.without, reference.cancelled = base.reference.without, base.reference.cancelled
+    return dataclasses.replace(base, batches=batches, reference=reference)
+
+
+@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_parts_of_a_batch_have_its_scale(kind, name):
+    comparison = check_tiny_model(tiny_model(kind), ConfigUnderTest(**LAYOUTS[name]))
+    assert comparison.passed, comparison.report()
+
+
+def own_scales():
+    dynamic_rope.DynamicRopeSync.install = lambda self, model: None
+
+
+@pytest.mark.parametrize("name", ["pp2", "dp2"])
+@pytest.mark.parametrize("kind", SCALED)
+def test_scales_of_parts_are_found(kind, name):
+    assert not check_tiny_model(tiny_model(kind), ConfigUnderTest(**LAYOUTS[name]), sabotage=own_scales).passed
+
+
+def loss_of_the_loop(model, labels, **batch):
+    """Takes the mean of a batch of four rows from the logits of this rank's."""
+    state = parallel_state(model)
+    logits = model(**batch).logits[:, :-1].flatten(0, 1)
+    total = cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    return total / (4 * 12) * (1 if state is None else state.mesh.dp_size)
+
+
+def differences_of_loops(kind, sabotage=None):
+    made = tiny_model(kind)
+
+    def gradients(layout=None):
+        if sabotage is not None:
+            sabotage()
+        model = made.load(**({} if layout is None else {"megatron_config": layout})).train()
+        state, [batch] = parallel_state(model), made.batches
+        if state is not None:
+            rank, ranks = state.mesh.dp_rank, state.mesh.dp_size
+            batch = {n: v.tensor_split(ranks)[rank] if isinstance(v, torch.Tensor) else v for n, v in batch.items()}
+        loss_of_the_loop(model, **batch).backward()
+        return model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+
+    [expected] = run_ranks(gradients, 1)
+    return [
+        ((found - expected).norm() / expected.norm()).item()
+        for found in run_ranks(gradients, 2, ConfigUnderTest(dp_size=2, zero_stage=0))
+    ]
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_losses_of_the_loops_own(kind):
+    assert max(differences_of_loops(kind)) < 1e-4
+    assert min(differences_of_loops(kind, own_scales)) > 1e-3

@@ -1,0 +1,577 @@
+"""Experts over several ranks against one process: every layout they combine with, starved ranks, seeded faults."""
+
+import copy
+import dataclasses
+import functools
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from hf_megatron.compat.shard_safe import shard_safe
+from hf_megatron.compat.torch_autograd import in_backward
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.placement import GradientRule
+from hf_megatron.errors import RankError
+from hf_megatron.expert_parallel import all_to_all, experts, token_dispatcher
+from hf_megatron.expert_parallel import axis as expert_axis
+from hf_megatron.integrations.transformers import expert_shards
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.parallel_state import parallel_state
+from hf_megatron.testing.check import parse_layouts
+from hf_megatron.testing.measure import measure
+from hf_megatron.testing.parity import check_tiny_model
+from tests.helpers.shared_tiny_models import make_tiny_model
+
+LAYOUTS = [
+    "dp2+ep2+zero0",
+    "dp2+ep2",
+    "dp2+ep2+zero2",
+    "dp2+ep2+zero3",
+    "tp2+ep2",
+    "tp2+sp+ep2",
+    "cp2+ep2",
+    "dp4+ep2",
+    "dp4+ep2+zero3",
+    "dp4+ep4",
+    "tp4+ep2",
+    "tp4+ep4",
+    "dp2+tp2+ep4",
+    "dp2+tp2+ep2",
+    "dp2+tp2+sp+ep4",
+    "dp2+tp2+ep2+zero3",
+    "dp2+tp2+etp2+ep2",
+    "dp2+tp2+sp+etp2+ep2",
+    "dp2+tp2+etp2+ep2+zero3",
+    "pp2+dp2+ep2",
+    "pp2+dp2+ep2+zero3",
+    "tp2+pp2+ep2",
+    "tp2+sp+pp2+ep2",
+    "cp2+tp2+sp+ep4",
+    "cp2+dp2+ep2",
+    "cp2+dp2+ep4+zero3",
+    "pp2+cp2+ep2+mb2",
+    "dp2+replicas2+ep2",
+    "dp4+replicas2+ep2",
+    "dp2+pp2+tp2+sp+ep4",
+]
+# Routers that draw groups, gates beside shared experts, transposed experts with biases, experts that are given all.
+TYPES = {"deepseek_v3": "tp2+sp+ep2", "qwen2_moe": "tp2+sp+ep2", "gpt_oss": "dp2+ep2", "llama4_text": "tp2+ep2"}
+
+
+# Over tp, over dp, over both, and repeated: routers with groups, biases that they choose by, gates, no gates,
+# transposed experts, weights one below the other, state space layers beside them.
+FOUR_RANKS = {
+    "deepseek_v3": ("dp4+ep4", "dp2+tp2+sp+ep4"),
+    "ernie4_5_moe": ("tp4+ep4",),
+    "gpt_oss": ("dp2+tp2+ep4",),
+    "llama4_text": ("dp2+tp2+ep4",),
+    "nemotron_h": ("dp4+ep4",),
+    "minimax_m2": ("cp2+dp2+ep4",),
+    "granitemoe": ("pp2+dp4+ep4+mb1",),
+    "dbrx": ("dp4+ep4", "dp2+tp2+ep4"),
+    "mixtral": ("dp4+ep4+zero3",),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny_model():
+    return make_tiny_model(CONFIG_MAPPING["qwen3_moe"](), microbatches=2, batch_size=5)
+
+
+def holds_its_share(model):
+    state = parallel_state(model)
+    for name, parameter in model.named_parameters():
+        if ".experts." in name and state.axes.size("pp") == 1:
+            local = state.placement(name).local_shape(parameter.shape, state.axes)
+            assert local[0] * state.axes.size("ep") == parameter.shape[0]
+            assert local[1] < parameter.shape[1] or state.axes.size("etp") == 1 or "down" in name
+            assert state.claims[name].gradient.average == "edp"
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_parity(tiny_model, text):
+    [layout] = parse_layouts(text)
+    comparison = check_tiny_model(tiny_model, layout, prepare=holds_its_share)
+    assert comparison.passed, comparison.worst
+
+
+@pytest.mark.parametrize(("model", "text"), TYPES.items(), ids=list(TYPES))
+def test_parity_of_other_experts(model, text):
+    [layout] = parse_layouts(text)
+    comparison = check_tiny_model(make_tiny_model(CONFIG_MAPPING[model](), microbatches=2), layout)
+    assert comparison.passed, comparison.worst
+
+
+@pytest.mark.parametrize(("model", "text"), [(model, text) for model, found in FOUR_RANKS.items() for text in found])
+def test_parity_of_experts_over_four_ranks(model, text):
+    [layout] = parse_layouts(text)
+    tiny_model = make_tiny_model(CONFIG_MAPPING[model](), microbatches=2, batch_size=5)
+    comparison = check_tiny_model(tiny_model, layout, prepare=holds_its_share)
+    assert comparison.passed, comparison.worst
+
+
+@pytest.mark.parametrize(
+    "text", ["dp2+ep2", "tp2+ep2", "tp2+sp+ep2", "cp2+ep2", "dp2+tp2+sp+ep4", "tp2+sp+pp2+ep2+mb1"]
+)
+def test_router_losses(text):
+    changes = {"output_router_logits": True, "router_aux_loss_coef": 1.0}
+    tiny_model = make_tiny_model(CONFIG_MAPPING["qwen3_moe"](), batch_size=4, changes=changes)
+    [layout] = parse_layouts(text)
+    comparison = check_tiny_model(tiny_model, layout)
+    assert comparison.passed, comparison.worst
+
+
+@pytest.fixture(scope="module")
+def with_identity_experts():
+    tiny_model = make_tiny_model(CONFIG_MAPPING["longcat_flash"](), microbatches=2, batch_size=5)
+    model, real, chosen = tiny_model.load(), tiny_model.config.n_routed_experts, []
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_pre_hook(lambda module, args: chosen.append(args[1].flatten()))
+    model(**tiny_model.batches[0])
+    handed_back = (torch.cat(chosen) >= real).float().mean()
+    assert 0.1 < handed_back < 0.9 and len(set(torch.cat(chosen).tolist())) == real + tiny_model.config.zero_expert_num
+    return tiny_model
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("dp2+ep2", "tp2+ep2", "tp2+sp+ep2", "cp2+ep2", "pp2+dp2+ep2"),
+        *("dp4+ep2+zero3", "dp2+tp2+etp2+ep2", "dp2+tp2+etp2+ep2+zero3"),
+    ],
+)
+def test_experts_that_hand_tokens_back(with_identity_experts, text, recompute):
+    layout = dataclasses.replace(parse_layouts(text)[0], recompute=recompute)
+    comparison = check_tiny_model(with_identity_experts, layout, prepare=holds_its_share)
+    assert comparison.passed, comparison.worst
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n_routed_experts": 8, "zero_expert_num": 4, "moe_topk": 3},
+        {"n_routed_experts": 4, "zero_expert_num": 8},
+        {"n_routed_experts": 6, "zero_expert_num": 0},
+    ],
+    ids=["several of a block", "more of them than of others", "none"],
+)
+def test_numbers_of_experts_that_hand_tokens_back(changes):
+    tiny_model = make_tiny_model(CONFIG_MAPPING["longcat_flash"](), batch_size=4, changes=changes)
+    [layout] = parse_layouts("dp2+ep2")
+    comparison = check_tiny_model(tiny_model, layout, prepare=holds_its_share)
+    assert comparison.passed, comparison.worst
+
+
+def to_the_first(model):
+    """Sends every token to experts of the first rank."""
+    for name, module in model.named_modules():
+        if name.endswith("mlp.router"):
+            with torch.no_grad():
+                module.bias.copy_(torch.tensor([40.0, 40.0, *[-40.0] * (len(module.bias) - 2)]))
+
+
+@pytest.mark.parametrize("text", ["dp2+ep2", "dp2+ep2+zero3", "tp2+ep2", "dp4+ep4"])
+def test_ranks_without_tokens(text):
+    # With other draws a unit stands at its clamp, and AdamW decides on which side.
+    tiny_model = make_tiny_model(CONFIG_MAPPING["gpt_oss"](), microbatches=2, batch_size=4, seed=20)
+    model = tiny_model.load()
+    to_the_first(model)
+    reference = measure(model, tiny_model.batches)
+    unused = [g[2:] for name, g in reference.gradients.items() if "experts." in name]
+    assert unused and not any(gradient.any() for gradient in unused)
+    starved = dataclasses.replace(tiny_model, reference=reference)
+    [layout] = parse_layouts(text)
+    comparison = check_tiny_model(starved, layout, prepare=to_the_first)
+    assert comparison.passed, comparison.worst
+
+
+@pytest.mark.parametrize("text", ["dp2+ep2", "tp2+ep2", "tp2+sp+ep2"])
+@pytest.mark.parametrize("length", [1, 3])
+def test_few_tokens(text, length):
+    """A rank of a split sequence has no token; the ranks of dp have one each."""
+    config = CONFIG_MAPPING["qwen3_moe"]()
+    tiny_model = make_tiny_model(config, batch_size=2, sequence_length=length + 1)
+    [layout] = parse_layouts(text)
+    comparison = check_tiny_model(tiny_model, layout)
+    assert comparison.passed, comparison.worst
+
+
+@pytest.mark.parametrize("text", ["dp2+ep2", "tp2+sp+ep2", "dp2+ep2+zero3", "pp2+dp2+ep2", "cp2+ep2"])
+def test_recompute(tiny_model, text):
+    [layout] = parse_layouts(text)
+    comparison = check_tiny_model(tiny_model, dataclasses.replace(layout, recompute="full"))
+    assert comparison.passed, comparison.worst
+
+
+@pytest.fixture(scope="module")
+def with_shared_experts():
+    return make_tiny_model(CONFIG_MAPPING["deepseek_v3"](), microbatches=2)
+
+
+@pytest.mark.parametrize("text", ["dp2+ep2", "dp2+ep2+zero3", "tp2+ep2", "cp2+ep2", "pp2+dp2+ep2"])
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_shared_experts(with_shared_experts, text, recompute):
+    layout = dataclasses.replace(parse_layouts(text)[0], recompute=recompute)
+    comparison = check_tiny_model(with_shared_experts, layout)
+    assert comparison.passed, comparison.worst
+
+
+def events_of_a_layer(tiny_model, recompute):
+    """What happens around the exchange of rows in a layer's second forward, and in its backward."""
+    layout = ConfigUnderTest(dp_size=2, ep_size=2, recompute=recompute)
+    model = tiny_model.load(megatron_config=layout).train()
+    batch = {name: value[:1] for name, value in tiny_model.batches[0].items()}
+    model(**batch).loss.backward()
+    events = []
+    post, wait = all_to_all._Exchange.post, all_to_all._Exchange.wait
+
+    def noting(name, function):
+        def noted(self, *args):
+            events.append((name, id(self)))
+            return function(self, *args)
+
+        return noted
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, output):
+            events.append(("shared", 0))
+            return output.view_as(output)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            events.append(("shared backward", 0))
+            return gradient
+
+    def computed(module, args, output):
+        return Noted.apply(output)
+
+    all_to_all._Exchange.post, all_to_all._Exchange.wait = noting("post", post), noting("wait", wait)
+    for module in model.modules():
+        if hasattr(module, "early"):
+            module.down_proj.register_forward_hook(shard_safe(computed))
+    loss = model(**batch).loss
+    forward, events[:] = list(events), []
+    loss.backward()
+    return forward, events
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_shared_experts_are_computed_while_rows_travel(with_shared_experts, recompute):
+    """In every layer rows are posted, shared experts computed, and rows waited for; and so are their gradients."""
+
+    def inside(events, name):
+        found = []
+        for place, (kind, _) in enumerate(events):
+            if kind == name:
+                posted = {key for event, key in events[:place] if event == "post"}
+                waited = {key for event, key in events[:place] if event == "wait"}
+                found.append(len(posted - waited))
+        return found
+
+    for forward, backward in run_ranks(events_of_a_layer, 2, with_shared_experts, recompute):
+        assert inside(forward, "shared") and all(inside(forward, "shared"))
+        if recompute is None:
+            assert inside(backward, "shared backward") and all(inside(backward, "shared backward"))
+        else:
+            assert all(inside(backward, "shared"))
+
+
+def losses_of_a_copy(tiny_model, layout):
+    """A copy's loss before its original was changed, after that, and after a change of its own."""
+    model = tiny_model.load(megatron_config=layout).eval()
+    batch = tiny_model.batches[0]
+    with torch.no_grad():
+        for _ in range(2):
+            model(**batch)
+        twin_of_it = copy.deepcopy(model)
+        found = [twin_of_it(**batch).loss.item()]
+        for changed, factor in ((model, 0.0), (twin_of_it, 3.0)):
+            for name, parameter in changed.named_parameters():
+                if "shared_experts" in name:
+                    parameter.mul_(factor)
+            found.append(twin_of_it(**batch).loss.item())
+    return found
+
+
+@pytest.mark.parametrize("text", ["dp2+ep2", "tp2+ep2"])
+def test_a_deep_copy_has_shared_experts_of_its_own(with_shared_experts, text):
+    expected = losses_of_a_copy(with_shared_experts, None)
+    assert expected[0] == expected[1] != expected[2]
+    layout = ConfigUnderTest(**parse_layouts(text)[0].to_dict())
+    for found in run_ranks(losses_of_a_copy, 2, with_shared_experts, layout):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def counted():
+    """Counts the routes that are found, and how many of them in backward."""
+    found = [0, 0]
+    original = token_dispatcher.AllToAll._route
+
+    def route(self, chosen):
+        found[in_backward()] += 1
+        return original(self, chosen)
+
+    token_dispatcher.AllToAll._route = route
+    return found
+
+
+def routes_of_a_step(tiny_model, reentrant):
+    found = counted()
+    model = tiny_model.load(megatron_config=ConfigUnderTest(dp_size=2, ep_size=2)).train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    rank = parallel_state(model).mesh.dp_rank
+    losses = [model(**{k: v[rank : rank + 1] for k, v in batch.items()}).loss for batch in tiny_model.batches]
+    sum(losses).backward()
+    return found, sum(isinstance(module, experts.ParallelExperts) for module in model.modules())
+
+
+def test_layers_that_are_computed_again_route_once(tiny_model):
+    """Two forwards are under way; with reentrant checkpoints, whose inputs are others, layers route again."""
+    for found, moe_blocks in run_ranks(routes_of_a_step, 2, tiny_model, False):
+        assert found == [2 * moe_blocks, 0]
+    for found, moe_blocks in run_ranks(routes_of_a_step, 2, tiny_model, True):
+        assert found == [2 * moe_blocks, 2 * moe_blocks]
+
+
+def test_choices_that_would_be_others_are_kept(tiny_model):
+    """A router that chooses otherwise when it is computed again, as near-ties do on devices, changes nothing."""
+
+    def shaken(model):
+        for module in model.modules():
+            if type(module).__name__.endswith("TopKRouter"):
+                stock = module.forward
+
+                def forward(hidden, stock=stock, module=module):
+                    if not in_backward():
+                        return stock(hidden)
+                    with torch.no_grad():
+                        module.weight.neg_()
+                    try:
+                        return stock(hidden)
+                    finally:
+                        with torch.no_grad():
+                            module.weight.neg_()
+
+                module.forward = shard_safe(forward)
+
+    # Scores of the negated router have another gradient; where rows went is what is compared.
+    def rows(model_edit):
+        model = tiny_model.load(megatron_config=ConfigUnderTest(dp_size=2, ep_size=2, recompute="full")).train()
+        model_edit(model)
+        sent = []
+        original = token_dispatcher.AllToAll.dispatch
+
+        def noting(self, hidden, chosen, *args):
+            found = original(self, hidden, chosen, *args)
+            sent.append((in_backward(), chosen.tolist()))
+            return found
+
+        token_dispatcher.AllToAll.dispatch = noting
+        batch = tiny_model.batches[0]
+        model(**{k: v[:1] for k, v in batch.items()}).loss.backward()
+        return sent
+
+    for sent in run_ranks(rows, 2, shaken):
+        forward = [chosen for again, chosen in sent if not again]
+        backward = [chosen for again, chosen in sent if again]
+        assert len(forward) == len(backward) > 0
+        assert forward == backward[::-1]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_every_product_of_experts(tiny_model, implementation):
+    [layout] = parse_layouts("dp2+ep2")
+
+    def choose(model):
+        model.set_experts_implementation(implementation)
+
+    comparison = check_tiny_model(tiny_model, layout, prepare=choose)
+    assert comparison.passed, comparison.worst
+
+
+class _WithPenalty(torch.autograd.Function):
+    """A loss whose gradient reaches weights by themselves too."""
+
+    @staticmethod
+    def forward(ctx, loss, *weights):
+        ctx.save_for_backward(*weights)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, *(0.5 * gradient * weight for weight in ctx.saved_tensors)
+
+
+def with_penalty(model):
+    model.register_forward_hook(_add_penalty)
+
+
+def _add_penalty(model, args, output):
+    if torch.is_grad_enabled():
+        output.loss = _WithPenalty.apply(output.loss, *model.parameters())
+
+
+@pytest.mark.parametrize("text", ["dp2+ep2", "dp4+ep2+zero2", "cp2+ep2", "tp4+ep2", "dp2+tp2+ep4", "dp2+tp2+etp2+ep2"])
+def test_terms_of_weights_by_themselves(tiny_model, text):
+    """Penalties count once, whoever sends tokens to the experts."""
+    model = tiny_model.load()
+    with_penalty(model)
+    reference = measure(model, tiny_model.batches)
+    reference.cancelled = tiny_model.reference.cancelled
+    [layout] = parse_layouts(text)
+    comparison = check_tiny_model(dataclasses.replace(tiny_model, reference=reference), layout, prepare=with_penalty)
+    assert comparison.passed, comparison.worst
+
+
+# Seeded faults, each of which a comparison has to find.
+
+
+def averaged_over(axis):
+    def sabotage():
+        original = expert_axis.place
+
+        def place(model, state):
+            original(model, state)
+            for name, claim in state.claims.items():
+                if claim.gradient.average == "edp":
+                    state.claims[name] = dataclasses.replace(claim, gradient=GradientRule(average=axis))
+
+        expert_axis.place = place
+
+    return sabotage
+
+
+def divided_by_all():
+    from hf_megatron.data_parallel.grad_sync_groups import GradSyncGroup
+
+    original = GradSyncGroup.along.__func__
+
+    def along(cls, axis, mesh):
+        found = original(cls, axis, mesh)
+        return dataclasses.replace(found, divisor=mesh.axes.size("dp_cp")) if axis == "edp" else found
+
+    GradSyncGroup.along = classmethod(along)
+
+
+def sent_by_every_tp_rank():
+    original = expert_axis.install
+
+    def install(model, state):
+        original(model, state)
+        for module in model.modules():
+            if isinstance(module, experts.ParallelExperts):
+                module.ranks.shared_with = None
+
+    expert_axis.install = install
+
+
+def rows_to_the_wrong_expert():
+    original = token_dispatcher.AllToAll.dispatch
+
+    def wrong(self, *args):
+        found, route = original(self, *args)
+        local = found.experts
+        swapped = torch.where(local < self.experts, (local + 1) % self.experts, local)
+        return found._replace(experts=swapped), route
+
+    token_dispatcher.AllToAll.dispatch = wrong
+
+
+def half_the_gradient_on_the_way_back():
+    original = all_to_all._Arrive.backward
+
+    def backward(ctx, gradient):
+        return original(ctx, gradient * 0.5)
+
+    all_to_all._Arrive.backward = staticmethod(backward)
+
+
+def router_without_a_gradient():
+    original = token_dispatcher.AllToAll.dispatch
+
+    def detached(self, hidden, chosen, weights, *args):
+        return original(self, hidden, chosen, weights.detach(), *args)
+
+    token_dispatcher.AllToAll.dispatch = detached
+
+
+FAULTS = {
+    "averaged over dp": (averaged_over("dp"), "dp2+ep2"),
+    "averaged over dp, repeated": (averaged_over("dp"), "dp4+ep2"),
+    "divided by all": (divided_by_all, "dp4+ep2"),
+    "every tp rank sends all tokens": (sent_by_every_tp_rank, "tp2+ep2"),
+    "wrong expert": (rows_to_the_wrong_expert, "dp2+ep2"),
+    "half the gradient": (half_the_gradient_on_the_way_back, "dp2+ep2"),
+    "router detached": (router_without_a_gradient, "tp2+ep2"),
+}
+
+
+@pytest.mark.parametrize(("sabotage", "text"), FAULTS.values(), ids=list(FAULTS))
+def test_seeded_faults_are_found(tiny_model, sabotage, text):
+    [layout] = parse_layouts(text)
+    comparison = check_tiny_model(tiny_model, layout, sabotage=sabotage)
+    assert not comparison.passed and comparison.worst.value > 10
+
+
+def handed_back_in_part(share):
+    original = expert_axis.install
+
+    def install(model, state):
+        original(model, state)
+        for module in model.modules():
+            if isinstance(module, experts.ParallelExperts):
+                module.ranks.identity_share = share
+
+    expert_axis.install = install
+
+
+def choices_as_if_experts_followed_each_other():
+    token_dispatcher.ExpertBlocks.by_rank = lambda self, chosen: chosen
+
+
+def files_as_if_experts_followed_each_other():
+    expert_shards.place_in_run = lambda sharding, source, index: index
+
+
+FAULTS_OF_IDENTITY_EXPERTS = {
+    "not handed back": (functools.partial(handed_back_in_part, 0.0), "dp2+ep2"),
+    "handed back by every tp rank": (functools.partial(handed_back_in_part, 1.0), "dp2+tp2+etp2+ep2"),
+    "choices of a run": (choices_as_if_experts_followed_each_other, "dp2+ep2"),
+    "files of a run": (files_as_if_experts_followed_each_other, "dp2+ep2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "text"), FAULTS_OF_IDENTITY_EXPERTS.values(), ids=list(FAULTS_OF_IDENTITY_EXPERTS)
+)
+def test_seeded_faults_of_identity_experts_are_found(with_identity_experts, sabotage, text):
+    [layout] = parse_layouts(text)
+    comparison = check_tiny_model(with_identity_experts, layout, sabotage=sabotage)
+    assert not comparison.passed and comparison.worst.value > 10
+
+
+def test_starved_experts_outside_of_the_graph_are_found():
+    """The seeded fault: a rank that gets no row leaves its experts' gradients out."""
+
+    def sabotage():
+        original = experts.ParallelExperts._computed
+
+        def empty(self, dispatched, route):
+            if not route.pairs:
+                return dispatched.rows.detach()
+            return original(self, dispatched, route)
+
+        experts.ParallelExperts._computed = empty
+
+    # With other draws a unit stands at its clamp, and AdamW decides on which side.
+    tiny_model = make_tiny_model(CONFIG_MAPPING["gpt_oss"](), microbatches=2, batch_size=4, seed=20)
+    model = tiny_model.load()
+    to_the_first(model)
+    starved = dataclasses.replace(tiny_model, reference=measure(model, tiny_model.batches))
+    [layout] = parse_layouts("tp2+ep2")
+    with pytest.raises(RankError, match="stuck|failed|died"):
+        check_tiny_model(starved, layout, sabotage=sabotage, prepare=to_the_first, timeout=20)

@@ -1,0 +1,247 @@
+"""Routing that is replayed, on every layout as in one process, and for every router."""
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import CONFIG_MAPPING
+
+from hf_megatron import ConfigError, UnsupportedError, record_routing, replay_routing
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.expert_parallel.router_replay import Routing, _Player
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models import verified
+from hf_megatron.parallel_state import parallel_state
+from hf_megatron.testing.cases import causal_types
+from hf_megatron.testing.check import parse_layouts
+from hf_megatron.testing.measure import measure
+from hf_megatron.testing.parity import check_tiny_model
+from tests.helpers.shared_tiny_models import make_tiny_model
+
+LAYOUTS = [
+    "tp2",
+    "tp2+sp",
+    "dp2",
+    "pp2",
+    "cp2",
+    "dp2+ep2",
+    "tp2+sp+ep2",
+    "tp2+sp+cp2+ep2",
+    "pp2+dp2+ep2+zero3",
+    "tp2+sp+pp2+ep2",
+    "pp2+cp2+ep2",
+]
+
+
+@pytest.fixture(scope="module")
+def tiny_model():
+    return make_tiny_model(CONFIG_MAPPING["deepseek_v3"](), microbatches=2)
+
+
+def routing_of(input_ids, layers, experts, choices):
+    """Returns choices that no router would make, and others in each layer: `[layers, batch, tokens, choices]`."""
+    first = input_ids + torch.arange(layers).view(-1, 1, 1)
+    return (first.unsqueeze(-1) + torch.arange(choices)) % experts
+
+
+def replay_by_token(model):
+    """Replays in every call what `routing_of` makes of its tokens, from now on."""
+    with record_routing(model) as found:
+        pass
+    config = model.config.get_text_config()
+    experts, choices = config.n_routed_experts, config.num_experts_per_tok
+    routing = Routing(found.layers)
+    model.under_replay = contextlib.ExitStack()
+    model.under_replay.enter_context(replay_routing(model, routing))
+
+    def note(module, args, kwargs):
+        routing.calls.append(routing_of(kwargs["input_ids"], len(found.layers), experts, choices))
+
+    model.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
+
+
+@pytest.fixture(scope="module")
+def replayed(tiny_model):
+    """The twin, whose reference replays."""
+    model = tiny_model.load()
+    replay_by_token(model)
+    reference = measure(model, tiny_model.batches)
+    assert abs(reference.loss - tiny_model.reference.loss) > 1e-4
+    return dataclasses.replace(tiny_model, reference=reference)
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_replay(replayed, text):
+    comparison = check_tiny_model(replayed, parse_layouts(text)[0], prepare=replay_by_token)
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize("text", ["tp2", "dp2+ep2", "tp2+sp+pp2+ep2", "cp2+ep2"])
+def test_layers_that_are_computed_again(replayed, text):
+    layout = dataclasses.replace(parse_layouts(text)[0], recompute="full")
+    comparison = check_tiny_model(replayed, layout, prepare=replay_by_token)
+    assert comparison.passed, comparison.report()
+
+
+def without_the_cut():
+    """Every rank takes the first tokens of a row."""
+    original = _Player.choose
+
+    def choose(self, name, call, live, is_group):
+        call.routing = call.routing.roll(1, 1)
+        return original(self, name, call, live, is_group)
+
+    _Player.choose = choose
+
+
+def test_routing_of_other_tokens_is_found(replayed):
+    assert not check_tiny_model(
+        replayed, parse_layouts("dp2+ep2")[0], prepare=replay_by_token, sabotage=without_the_cut
+    ).passed
+
+
+def recorded_on(tiny_model, layout):
+    model = tiny_model.load(megatron_config=ConfigUnderTest(**layout.to_dict())).eval()
+    batch = tiny_model.batches[0]["input_ids"]
+    mesh = parallel_state(model).mesh
+    rows = batch.tensor_split(mesh.dp_size)[mesh.dp_rank]
+    with record_routing(model) as routing, torch.no_grad():
+        model(input_ids=rows)
+        model.base_model(input_ids=rows) if mesh.pp_size == 1 else model(input_ids=rows)
+    return mesh.dp_rank, mesh.dp_size, routing.layers, routing.calls
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_recorded_alike(tiny_model, text):
+    layout = parse_layouts(text)[0]
+    model = tiny_model.load().eval()
+    batch = tiny_model.batches[0]["input_ids"]
+    with record_routing(model) as routing, torch.no_grad():
+        model(input_ids=batch)
+    assert routing.calls[0].min() >= 0 and len(routing.calls) == 1
+    for rank, ranks, layers, calls in run_ranks(
+        recorded_on,
+        layout.ranks_per_replica * layout.dp_size if layout.dp_size else layout.ranks_per_replica,
+        tiny_model,
+        layout,
+    ):
+        own = routing.calls[0].tensor_split(ranks, 1)[rank]
+        assert layers == routing.layers and len(calls) == 2
+        assert torch.equal(calls[0], own) and torch.equal(calls[1], own)
+
+
+def generated_and_trained(tiny_model, megatron_config=None):
+    model = tiny_model.load(megatron_config=megatron_config).eval()
+    prompt = tiny_model.batches[0]["input_ids"][:2, :5]
+    with record_routing(model) as routing:
+        tokens = model.generate(prompt, max_new_tokens=6, min_new_tokens=6, do_sample=False, use_cache=True)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate.weight"):
+                parameter.neg_()
+    joined = routing.joined(tokens.shape[1])
+    with replay_routing(model, joined), record_routing(model) as again:
+        loss = model(input_ids=tokens, labels=tokens).loss
+    assert torch.equal(again.calls[0][:, :, : joined.shape[2]], joined)
+    return tokens, joined, loss.item()
+
+
+def test_what_generated_is_trained(tiny_model):
+    """The routing of `generate()`, prompt and tokens one by one, in a forward of the whole rows."""
+    tokens, joined, loss = generated_and_trained(tiny_model)
+    assert joined.shape[2] == tokens.shape[1] - 1
+    for text, ranks in (("tp2+sp+ep2", 2), ("pp2", 2), ("cp2+ep2", 2)):
+        layout = ConfigUnderTest(**parse_layouts(text)[0].to_dict())
+        for found in run_ranks(generated_and_trained, ranks, tiny_model, layout):
+            assert torch.equal(found[0], tokens) and torch.equal(found[1], joined)
+            assert abs(found[2] - loss) < 1e-5
+
+
+MIXTURES = sorted({row["model_type"] for row in verified.records() if row["layout"] == "ep" and row["passed"]})
+WITH_EXPERTS = {
+    "gemma4_text": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
+}
+BY_OTHER_MEANS = {"phimoe"}
+
+
+@pytest.mark.parametrize("model_type", sorted(set(MIXTURES) & set(causal_types())))
+def test_every_router(model_type):
+    """What was recorded is chosen again by routers of other weights, whose gradients are those of the choice."""
+    tiny_model = make_tiny_model(CONFIG_MAPPING[model_type](**WITH_EXPERTS.get(model_type, {})))
+    model = tiny_model.load().eval()
+    batch = {"input_ids": tiny_model.batches[0]["input_ids"]}
+    if model_type in BY_OTHER_MEANS:
+        with pytest.raises(UnsupportedError, match=r"does not choose by torch\.topk"), record_routing(model):
+            model(**batch)
+        return
+    with record_routing(model) as routing:
+        model(**batch)
+    wanted = routing.calls[0].flip(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    with replay_routing(model, wanted), record_routing(model) as again:
+        output = model(**batch)
+    assert torch.equal(again.calls[0], wanted)
+    assert output.logits.isfinite().all()
+
+
+def test_bad_routing_is_named(tiny_model):
+    model = tiny_model.load()
+    batch = tiny_model.batches[0]["input_ids"]
+    with record_routing(model) as routing:
+        model(input_ids=batch)
+    unsharded = routing.calls[0]
+    for wrong, message in (
+        (unsharded[:-1], "has to be"),
+        (unsharded.float(), "has to be"),
+        (unsharded + 1000, "experts are"),
+        (unsharded[:, :1], "routing of 1 rows"),
+        (unsharded[..., :1], "routing of 1 choices"),
+        (torch.cat([unsharded, unsharded], 2), "for a call of"),
+    ):
+        with pytest.raises(ConfigError, match=message), replay_routing(model, wrong):
+            model(input_ids=batch)
+    with pytest.raises(ConfigError, match="call 2"), replay_routing(model, routing):
+        model(input_ids=batch)
+        model(input_ids=batch)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("text", [None, "tp2", "dp2+ep2"])
+def test_recording_changes_no_gradient(tiny_model, text):
+    """Also of layers that are computed again behind the context."""
+
+    def gradient(records):
+        config = {} if text is None else {"megatron_config": ConfigUnderTest(**parse_layouts(text)[0].to_dict())}
+        model = tiny_model.load(**config).train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        batch = {name: value[:1] for name, value in tiny_model.batches[0].items()}
+        with record_routing(model) if records else contextlib.nullcontext():
+            loss = model(**batch).loss
+        loss.backward()
+        gate = model.model.layers[-1].mlp.gate.weight.grad
+        return gate.full_tensor() if isinstance(gate, DTensor) else gate.clone()
+
+    def both():
+        return gradient(False), gradient(True)
+
+    for plain, seen in [both()] if text is None else run_ranks(both, 2):
+        assert torch.equal(plain, seen)
+
+
+def test_reentrant_checkpoints_are_refused(tiny_model):
+    model = tiny_model.load().train()
+    with record_routing(model) as routing:
+        model(input_ids=tiny_model.batches[0]["input_ids"])
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(UnsupportedError, match="use_reentrant"), replay_routing(model, routing):
+        pass
+
+
+def test_models_without_experts_are_named():
+    model = make_tiny_model(CONFIG_MAPPING["llama"]()).load()
+    with pytest.raises(ConfigError, match="no layer with experts"), record_routing(model):
+        pass

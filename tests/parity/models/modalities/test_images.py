@@ -1,0 +1,196 @@
+"""Models of images and text: rows with one image, two and none, on every axis, cut at every layer."""
+
+import functools
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from hf_megatron import ConfigError, MegatronConfig
+from hf_megatron.context_parallel.sequence_split import ContextStack
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.errors import RankError, UnsupportedError
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.modalities import sample_index
+from hf_megatron.tensor_parallel import vocab_parallel_head
+from hf_megatron.testing.parity import TinyModel, check_tiny_model, measured
+from tests.helpers.shared_tiny_models import make_tiny_model
+
+TYPES = ("qwen2_5_vl", "gemma3")
+
+
+@functools.lru_cache(maxsize=1)
+def tiny_model(model_type):
+    return make_tiny_model(CONFIG_MAPPING[model_type](), task="image", microbatches=2, min_layers=4, batch_size=4)
+
+
+PIPELINES = [
+    {"tp_size": 2, "sequence_parallel": True, "pp_size": 2, "num_microbatches": 2},
+    {"pp_size": 2, "dp_size": 2, "num_microbatches": 2},
+    {"pp_size": 2, "num_microbatches": 4, "pipeline_schedule": "zbv", "recompute": "full"},
+]
+
+
+def named(layout):
+    return "+".join(f"{name}{value}" for name, value in layout.items())
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize(
+    "layout",
+    [{"tp_size": 2, "sequence_parallel": True}, {"dp_size": 2, "zero_stage": 3}, *PIPELINES],
+    ids=named,
+)
+def test_layouts_equal_one_process(model_type, layout):
+    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**layout))
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_every_cut_equals_one_process(model_type):
+    layers = tiny_model(model_type).config.text_config.num_hidden_layers
+    for first in range(1, layers):
+        layout = ConfigUnderTest(pp_size=2, num_microbatches=2, pipeline_partition=(first, layers - first))
+        comparison = check_tiny_model(tiny_model(model_type), layout)
+        assert comparison.passed, (first, comparison.report())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layout"),
+    [
+        ("gemma3", {"cp_size": 2, "dp_size": 2}),
+        ("qwen2_5_vl", {"pp_size": 2, "cp_size": 2, "num_microbatches": 2, "recompute": "full"}),
+        # Features between layers; a tower that asks for masks of its own.
+        ("qwen3_vl", {"tp_size": 2, "sequence_parallel": True, "cp_size": 2}),
+        ("aria", {"pp_size": 2, "cp_size": 2, "num_microbatches": 2, "recompute": "full"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else named(value),
+)
+def test_shared_rows_with_images(model_type, layout):
+    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**layout))
+    assert comparison.passed, comparison.report()
+
+
+def test_features_that_shared_rows_leave_out_are_found():
+    def sabotage():
+        ContextStack.on_full_sequence = lambda self, function: lambda hidden, *args: hidden
+
+    assert not check_tiny_model(tiny_model("qwen3_vl"), ConfigUnderTest(cp_size=2), sabotage=sabotage).passed
+
+
+def generated(image_twin, layout):
+    model = image_twin.load() if layout is None else image_twin.load(megatron_config=layout)
+    batch = {name: value for name, value in image_twin.batches[0].items() if name != "labels"}
+    tokens = model.eval().generate(**batch, max_new_tokens=4, do_sample=False)
+    return tokens.tolist()
+
+
+@pytest.mark.parametrize("layout", [{"pp_size": 2}, {"dp_size": 2, "zero_stage": 3}], ids=named)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_text_is_generated_about_images(model_type, layout):
+    expected = generated(tiny_model(model_type), None)
+    assert run_ranks(generated, 2, tiny_model(model_type), ConfigUnderTest(**layout)) == [expected] * 2
+
+
+class FrozenTowers(TinyModel):
+    def load(self, **kwargs):
+        model = super().load(**kwargs)
+        for name, parameter in model.named_parameters():
+            if "visual" in name:
+                parameter.requires_grad = False
+        return model
+
+
+def frozen(unsharded):
+    return measured(FrozenTowers(**vars(unsharded)))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp_size": 2, "sequence_parallel": True},
+        {"pp_size": 2, "dp_size": 2, "num_microbatches": 2},
+        {"dp_size": 2, "zero_stage": 3},
+    ],
+    ids=lambda layout: "+".join(f"{name}{value}" for name, value in layout.items()),
+)
+def test_frozen_towers(layout):
+    """As fine-tuning of the text alone does, with features between layers."""
+    unsharded = make_tiny_model(CONFIG_MAPPING["qwen3_vl"](), task="image", microbatches=2, min_layers=4, batch_size=4)
+    comparison = check_tiny_model(frozen(unsharded), ConfigUnderTest(**layout))
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_images_of_another_row_are_found(model_type):
+    """The seeded fault: with as many images and placeholders of the same sizes."""
+    original = sample_index.rows_with_images
+
+    def sabotage():
+        def of_other(arguments, rows, config):
+            found = original(arguments, rows, config)
+            return found | ({"pixel_values": found["pixel_values"].flip(0)} if found else {})
+
+        sample_index.rows_with_images = of_other
+
+    layout = ConfigUnderTest(pp_size=2, num_microbatches=2)
+    comparison = check_tiny_model(tiny_model(model_type), layout, sabotage=sabotage)
+    assert not comparison.passed and comparison.worst.value > 10
+
+
+def test_features_between_layers_stay_on_the_first_stage():
+    deep = make_tiny_model(CONFIG_MAPPING["qwen3_vl"](), task="image", microbatches=2, min_layers=4, batch_size=4)
+    layers = deep.config.text_config.num_hidden_layers
+    count = len(deep.config.vision_config.deepstack_visual_indexes)
+    assert layers > count + 1
+    for first in (count + 1, layers - 1):
+        layout = {"pp_size": 2, "num_microbatches": 2, "pipeline_partition": (first, layers - first)}
+        comparison = check_tiny_model(deep, ConfigUnderTest(**layout))
+        assert comparison.passed, (first, comparison.report())
+
+    def load():
+        layout = ConfigUnderTest(pp_size=2, pipeline_partition=(count, layers - count))
+        with pytest.raises(ConfigError, match=f"pipeline_partition to numbers of layers that begin with {count + 1}"):
+            deep.load(megatron_config=layout)
+
+    run_ranks(load, 2)
+
+
+def test_a_count_of_placeholders_that_fits_no_image_is_refused():
+    model_twin = tiny_model("gemma3")
+
+    def call():
+        model = model_twin.load(megatron_config=MegatronConfig(pp_size=2, num_microbatches=2))
+        batch = dict(model_twin.batches[0])
+        batch["pixel_values"] = torch.cat([batch["pixel_values"], batch["pixel_values"][:1]])
+        model(**batch)
+
+    with pytest.raises(RankError, match="placeholders of images in input_ids for"):
+        run_ranks(call, 2)
+
+
+def test_tokens_that_are_ruled_out_and_heads_with_norms_of_their_own():
+    unsharded = make_tiny_model(CONFIG_MAPPING["chameleon"](), task="image", microbatches=2)
+    layout = ConfigUnderTest(tp_size=2, sequence_parallel=True)
+    comparison = check_tiny_model(unsharded, layout)
+    assert comparison.passed, comparison.report()
+
+    def sabotage():
+        """The seeded fault: every rank rules the tokens out as if its rows were the first ones."""
+        original = vocab_parallel_head.filling
+        vocab_parallel_head.filling = lambda tokens, value, vocab_start: original(tokens, value, 0)
+
+    assert not check_tiny_model(unsharded, layout, sabotage=sabotage).passed
+
+
+def test_norms_by_the_statistics_of_a_batch_are_refused_for_parts_of_it():
+    unsharded = make_tiny_model(CONFIG_MAPPING["emu3"](), task="image")
+
+    def call():
+        model = unsharded.load(megatron_config=ConfigUnderTest(pp_size=2, num_microbatches=2)).train()
+        with pytest.raises(UnsupportedError, match=r"BatchNorm3d.*get_submodule\('model.vqmodel"):
+            model(**unsharded.batches[0])
+        model.get_submodule("model.vqmodel").eval()
+        model(**unsharded.batches[0])
+
+    run_ranks(call, 2)

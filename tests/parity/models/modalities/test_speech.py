@@ -1,0 +1,221 @@
+"""Models of speech with an encoder and a decoder: clips go with their rows, convolutions stay on the first stage."""
+
+import functools
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.errors import RankError
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.layers import LayerSequence
+from hf_megatron.models.registry import spec_for
+from hf_megatron.pipeline_parallel import microbatches, off_stage_images, stage_payload
+from hf_megatron.tensor_parallel import install_regions, local_attributes
+from hf_megatron.testing import measure
+from hf_megatron.testing.parity import check_tiny_model, measured
+from tests.helpers.shared_tiny_models import make_tiny_model
+
+
+@functools.lru_cache(maxsize=1)
+def tiny_model(model_type):
+    return make_tiny_model(CONFIG_MAPPING[model_type](), task="speech", microbatches=2)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp_size": 2, "sequence_parallel": True},
+        {"pp_size": 2},
+        {"pp_size": 2, "pipeline_partition": (1, 5)},
+        {"pp_size": 2, "pipeline_partition": (5, 1)},
+        {"pp_size": 2, "dp_size": 2},
+        {"pp_size": 2, "tp_size": 2, "pipeline_schedule": "interleaved_1f1b"},
+    ],
+    ids=lambda layout: "+".join(f"{name}{value}" for name, value in layout.items()),
+)
+def test_whisper_equals_one_process(layout):
+    comparison = check_tiny_model(tiny_model("whisper"), ConfigUnderTest(**layout))
+    assert comparison.passed, comparison.report()
+
+
+def test_clips_of_unequal_lengths_and_labels_that_are_not_shifted():
+    """Moonshine takes a mask over samples, and hands its labels to the loss as shifted ones."""
+    batch = tiny_model("moonshine").batches[0]
+    assert not bool(batch["attention_mask"].all())
+    comparison = check_tiny_model(tiny_model("moonshine"), ConfigUnderTest(pp_size=2))
+    assert comparison.passed, comparison.report()
+
+
+def heads_of_all_ranks():
+    local_attributes.LocalConfig.__getattr__ = lambda self, name: getattr(vars(self)["_whole"], name)
+
+
+def test_heads_of_a_config_are_this_ranks():
+    """Moonshine's attention has no count of its own, and its config is that of all layers."""
+    layout = ConfigUnderTest(tp_size=2, sequence_parallel=True)
+    comparison = check_tiny_model(tiny_model("moonshine"), layout)
+    assert comparison.passed, comparison.report()
+    with pytest.raises(RankError, match="is invalid for input of size"):
+        check_tiny_model(tiny_model("moonshine"), layout, sabotage=heads_of_all_ranks)
+
+
+def test_single_numbers_are_read_whole():
+    """Moonshine Streaming compresses samples by a parameter without dims."""
+    comparison = check_tiny_model(tiny_model("moonshine_streaming"), ConfigUnderTest(tp_size=2))
+    assert comparison.passed, comparison.report()
+
+
+def test_projections_behind_an_encoder():
+    """Cohere's decoder projects the encoder's states by a module that it defines behind its layers."""
+    model = tiny_model("cohere_asr").model_on_meta()
+    layers = len(model.get_encoder().layers) + len(model.get_decoder().layers)
+    for partition in ((1, layers - 1), (layers - 1, 1)):
+        comparison = check_tiny_model(
+            tiny_model("cohere_asr"), ConfigUnderTest(pp_size=2, pipeline_partition=partition)
+        )
+        assert comparison.passed, comparison.report()
+
+
+def training_norms():
+    measure.batch_norms = lambda model: []
+
+
+def test_norms_of_batches_are_frozen_where_batches_are_split():
+    """Canary's conformers take statistics of a batch, in one process and on tp; on pipelines only frozen ones run."""
+    comparison = check_tiny_model(tiny_model("canary"), ConfigUnderTest(pp_size=2))
+    assert comparison.passed, comparison.report()
+    assert abs(tiny_model("canary").frozen_norms.loss - tiny_model("canary").reference.loss) > 1e-3
+    with pytest.raises(RankError, match="takes the statistics of a batch"):
+        check_tiny_model(tiny_model("canary"), ConfigUnderTest(pp_size=2), sabotage=training_norms)
+
+
+def test_a_table_of_distances_that_all_heads_read():
+    """Each rank's heads give SpeechT5's table a part of its gradient."""
+    comparison = check_tiny_model(tiny_model("speecht5"), ConfigUnderTest(tp_size=2))
+    assert comparison.passed, comparison.report()
+
+
+def cuts_at_both_ends(model_type):
+    """Yields layouts of which one has a single layer on the first stage, and the other on the last."""
+    model = tiny_model(model_type).model_on_meta()
+    layers = LayerSequence.of(model, spec_for(model), "pp_size").names
+    for partition in ((1, len(layers) - 1), (len(layers) - 1, 1)):
+        yield ConfigUnderTest(pp_size=2, pipeline_partition=partition)
+
+
+def masks_of_no_clips():
+    original = off_stage_images.OffStageShapes.forward
+
+    def forward(self, *args, **kwargs):
+        made = original(self, *args, **kwargs)
+        return (made[0], torch.ones_like(made[1])) if made[1] is not None else made
+
+    off_stage_images.OffStageShapes.forward = forward
+
+
+def distances_of_the_first_stage():
+    original = stage_payload.Carried.given
+
+    def given(self, layer, name, args, kwargs):
+        value = original(self, layer, name, args, kwargs)
+        return value.detach() if name == "position_bias" and value is not None else value
+
+    stage_payload.Carried.given = given
+
+
+def test_masks_of_clips_and_distances_on_later_stages():
+    """SpeechT5 makes masks of its clips, and distances for the layers of its encoder, before the first of them."""
+    speecht5 = make_tiny_model(CONFIG_MAPPING["speecht5"](), task="speech")
+    # Else the row without labels is that of the shorter clip.
+    speecht5.batches = [batch | {"labels": batch["labels"].roll(1, 0)} for batch in speecht5.batches]
+    measured(speecht5)
+    layout = ConfigUnderTest(pp_size=2, pipeline_partition=(1, 7))
+    comparison = check_tiny_model(speecht5, layout)
+    assert comparison.passed, comparison.report()
+    assert not check_tiny_model(speecht5, layout, sabotage=masks_of_no_clips).passed
+    assert not check_tiny_model(speecht5, layout, sabotage=distances_of_the_first_stage).passed
+
+
+def test_several_tokens_of_one_place():
+    """Kyutai's embedding adds up tokens of text and of codebooks; its codec runs in no training."""
+    comparison = check_tiny_model(tiny_model("kyutai_speech_to_text"), ConfigUnderTest(pp_size=2))
+    assert comparison.passed, comparison.report()
+
+
+def adapter_of_no_stage():
+    off_stage_images.StagedChange.__call__ = torch.no_grad()(torch.nn.Module.__call__)
+
+
+def test_an_adapter_behind_an_encoder_changes_its_length():
+    for layout in cuts_at_both_ends("seamless_m4t"):
+        comparison = check_tiny_model(tiny_model("seamless_m4t"), layout)
+        assert comparison.passed, comparison.report()
+    assert not check_tiny_model(
+        tiny_model("seamless_m4t"), ConfigUnderTest(pp_size=2), sabotage=adapter_of_no_stage
+    ).passed
+
+
+def stacks_that_end_once():
+    install_regions.leaves_layers_out = lambda config: False
+
+
+def losses_and_norms(layout, sabotage=None):
+    """Trains on one batch with layers left out, as other seeds leave them out."""
+    if sabotage is not None:
+        sabotage()
+    config = tiny_model("seamless_m4t").model_on_meta().config
+    config.update({"speech_encoder_layerdrop": 0.5, "decoder_layerdrop": 0.5})
+    model = tiny_model("seamless_m4t").load(config=config, **({} if layout is None else {"megatron_config": layout}))
+    found = []
+    for seed in range(6):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        loss = model.train()(**tiny_model("seamless_m4t").batches[0]).loss
+        loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        unsharded = [gradient.full_tensor() if layout is not None else gradient for gradient in gradients]
+        found.append(
+            (loss.item(), len(unsharded), torch.stack([gradient.norm() for gradient in unsharded]).norm().item())
+        )
+    return found
+
+
+def test_layers_left_out_at_random_split_and_join_the_sequence_each():
+    layout = ConfigUnderTest(tp_size=2, sequence_parallel=True)
+    [expected] = run_ranks(functools.partial(losses_and_norms, None), 1)
+    assert len({count for _, count, _ in expected}) > 2
+    for found in run_ranks(functools.partial(losses_and_norms, layout), 2):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+    with pytest.raises(RankError):
+        run_ranks(functools.partial(losses_and_norms, layout, stacks_that_end_once), 2)
+
+
+def test_whisper_writes_what_one_process_writes():
+    features = tiny_model("whisper").batches[0]["input_features"]
+
+    def generate(**layout):
+        model = tiny_model("whisper").load(**layout).eval()
+        config = model.generation_config
+        config.update(decoder_start_token_id=1, pad_token_id=0, eos_token_id=None, forced_decoder_ids=None)
+        config.update(suppress_tokens=None, begin_suppress_tokens=None)
+        return [model.generate(features, max_new_tokens=6, do_sample=False, **way) for way in ({}, {"num_beams": 3})]
+
+    [expected] = run_ranks(generate, 1)
+    for found in run_ranks(generate, 2, megatron_config=ConfigUnderTest(pp_size=2)):
+        assert all(map(torch.equal, found, expected))
+
+
+def clips_of_other_rows():
+    original = microbatches._rows
+
+    def rows(name, tensor, count, part):
+        return original(name, tensor.flip(0) if name == "input_features" else tensor, count, part)
+
+    microbatches._rows = rows
+
+
+def test_a_fault_is_found():
+    assert not check_tiny_model(tiny_model("whisper"), ConfigUnderTest(pp_size=2), sabotage=clips_of_other_rows).passed

@@ -1,0 +1,98 @@
+"""Videos beside images: rows with one, two and none, in whole or frame by frame."""
+
+import functools
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from hf_megatron import MegatronConfig
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.errors import RankError
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models import verified
+from hf_megatron.models.modalities import sample_index
+from hf_megatron.testing.multimodal_batch import make_multimodal_batch
+from hf_megatron.testing.parity import check_tiny_model
+from tests.helpers.shared_tiny_models import make_tiny_model
+from tests.structure import ROOT
+
+
+@functools.lru_cache(maxsize=1)
+def tiny_model(model_type):
+    return make_tiny_model(CONFIG_MAPPING[model_type](), task="video", microbatches=2, min_layers=4, batch_size=4)
+
+
+LAYOUTS = {
+    "qwen2_vl": {"pp_size": 2, "num_microbatches": 4},
+    "qwen3_vl": {"tp_size": 2, "sequence_parallel": True, "pp_size": 2, "num_microbatches": 2},
+    "llava_onevision": {"pp_size": 2, "dp_size": 2, "num_microbatches": 2},
+}
+
+
+@pytest.mark.parametrize("model_type", LAYOUTS)
+def test_layouts_equal_one_process(model_type):
+    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**LAYOUTS[model_type]))
+    assert comparison.passed, comparison.report()
+
+
+def test_videos_of_another_row_are_found():
+    """The seeded fault: with as many videos and placeholders of the same sizes."""
+    original = sample_index.rows_with_videos
+
+    def sabotage():
+        def of_other(arguments, rows, config):
+            found = original(arguments, rows, config)
+            return found | ({"pixel_values_videos": found["pixel_values_videos"].flip(0)} if found else {})
+
+        sample_index.rows_with_videos = of_other
+
+    layout = ConfigUnderTest(pp_size=2, num_microbatches=2)
+    comparison = check_tiny_model(tiny_model("llava_onevision"), layout, sabotage=sabotage)
+    assert not comparison.passed and comparison.worst.value > 10
+
+
+def test_types_without_a_known_form_say_so():
+    """A twin is refused rather than compared without videos."""
+    with pytest.raises(ValueError, match="takes no videos in a known form"):
+        make_tiny_model(CONFIG_MAPPING["gemma3"](), task="video")
+
+
+def test_pipelines_refuse_videos_of_types_that_were_not_compared_with_them(monkeypatch):
+    rows = tuple(row | {"media": ["images"]} for row in verified.records())
+    monkeypatch.setattr(verified, "records", lambda: rows)
+    unsharded = tiny_model("llava_onevision")
+
+    def call():
+        model = unsharded.load(megatron_config=MegatronConfig(pp_size=2, num_microbatches=2))
+        model(**unsharded.batches[0])
+
+    with pytest.raises(RankError, match=r"pixel_values_videos: .*types that were compared so"):
+        run_ranks(call, 2)
+
+
+def test_a_batch_that_videos_do_not_reach_is_no_batch_of_videos():
+    """The check of twins itself: a model that ignores its videos makes none."""
+    model = tiny_model("llava_onevision").load()
+    original = type(model).forward
+
+    class Blind(type(model)):
+        @functools.wraps(original)
+        def forward(self, *args, pixel_values_videos=None, **kwargs):
+            zeros = None if pixel_values_videos is None else torch.zeros_like(pixel_values_videos)
+            return original(self, *args, pixel_values_videos=zeros, **kwargs)
+
+    model.__class__ = Blind
+    with pytest.raises(ValueError, match="does not depend on them"):
+        make_multimodal_batch(model, videos=True)
+
+
+def test_the_page_names_the_types_that_were_compared_with_videos():
+    compared = {}
+    for row in verified.records():
+        if row["passed"] and "videos" in row.get("media", ()):
+            compared.setdefault(row["model_type"], set()).add(row["layout"])
+    page = (ROOT / "docs" / "images.md").read_text(encoding="utf-8")
+    stated = page.partition("Videos were compared")[2].partition("\n\n")[0]
+    named = set(stated.split("`")[1::2])
+    assert named == {name for name, layouts in compared.items() if layouts >= {"tp", "tp+sp", "pp"}} and named

@@ -1,0 +1,133 @@
+"""A packed row cut between its documents into microbatches, against one process that has it whole."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from hf_megatron import RankError
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.parallel_state import parallel_state
+from hf_megatron.pipeline_parallel import packed_sequences
+from hf_megatron.testing.measure import measure
+from hf_megatron.testing.parity import check_tiny_model
+from tests.helpers.shared_tiny_models import make_tiny_model
+
+DOCUMENTS = (9, 4, 13, 2, 11, 7)
+LAYOUTS = {
+    "pp2": {"pp_size": 2, "num_microbatches": 4},
+    "pp2 zbv": {"pp_size": 2, "num_microbatches": 4, "pipeline_schedule": "zbv"},
+    "tp2+sp+pp2": {"tp_size": 2, "sequence_parallel": True, "pp_size": 2, "num_microbatches": 3},
+    "pp2+cp2": {"pp_size": 2, "cp_size": 2, "num_microbatches": 3},
+    "pp2+dp2": {"pp_size": 2, "dp_size": 2, "num_microbatches": 3},
+    "pp2+dp2+zero3": {"pp_size": 2, "dp_size": 2, "zero_stage": 3, "num_microbatches": 3},
+}
+
+
+@functools.lru_cache(maxsize=3)
+def packed_twin(model_type, rows=1, kind="labels"):
+    """`rows` > 1 are for as many dp ranks; batches of one process have one row, which attention sees alike."""
+    base = make_tiny_model(CONFIG_MAPPING[model_type](), min_layers=4)
+    batches = [batch_of(base.config.get_text_config().vocab_size, rows, seed, kind) for seed in range(2)]
+    reference = measure(base.load(), batches)
+    reference.without, reference.cancelled = base.reference.without, base.reference.cancelled
+    return dataclasses.replace(base, batches=batches, reference=reference)
+
+
+def batch_of(vocabulary, rows, seed, kind):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, vocabulary, (rows, sum(DOCUMENTS)), generator=generator)
+    positions = torch.cat([torch.arange(length) for length in DOCUMENTS]).repeat(rows, 1)
+    labels = ids.masked_fill(positions == 0, -100)
+    labels[:, 30 : 33 + seed] = -100
+    batch = {"input_ids": ids, "labels": labels, "position_ids": positions, "use_cache": False}
+    if kind == "joined":
+        # The last token of a document predicts the next one's first: no border for a microbatch.
+        labels[:, 13] = ids[:, 13]
+    if kind == "is_causal":
+        batch["is_causal"] = False
+    if kind == "shifted":
+        batch["shift_labels"] = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:].contiguous()
+    return batch
+
+
+def requires(counts):
+    """Has training calls fail that are not cut into so many parts that count, one of `counts`."""
+
+    def prepare(model):
+        runner = parallel_state(model).pipeline
+        original, calls = runner.prepare, []
+
+        def checked(arguments, *, for_backward, **kwargs):
+            found = original(arguments, for_backward=for_backward, **kwargs)
+            parts = sum(weight > 0 for weight in found[1])
+            assert not for_backward or parts in counts, parts
+            calls.append(parts)
+            return found
+
+        runner.prepare = checked
+
+    return prepare
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_equal_one_process(name):
+    layout = LAYOUTS[name]
+    tiny_model = packed_twin("llama", layout.get("dp_size", 1))
+    counts = {layout["num_microbatches"], layout["num_microbatches"] - 1}
+    comparison = check_tiny_model(tiny_model, ConfigUnderTest(**layout), prepare=requires(counts))
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind", "counts"),
+    [
+        ("mistral", "labels", {4}),
+        ("gemma3_text", "labels", {4}),
+        ("qwen3_moe", "labels", {4}),
+        ("gpt2", "labels", {4}),
+        ("llama", "joined", {4}),
+        ("llama", "shifted", {4}),
+        # Beside the mask of a row of documents it means nothing.
+        ("llama", "is_causal", {1}),
+        # Their mixers carry what they have seen into the next document.
+        ("qwen3_next", "labels", {1}),
+    ],
+)
+def test_types_and_targets_equal_one_process(model_type, kind, counts):
+    layout = ConfigUnderTest(pp_size=2, num_microbatches=4)
+    comparison = check_tiny_model(packed_twin(model_type, kind=kind), layout, prepare=requires(counts))
+    assert comparison.passed, comparison.report()
+
+
+def cuts_anywhere():
+    stock = packed_sequences.PackedRow.of_call.__func__
+
+    def moved(cls, arguments):
+        found = stock(cls, arguments)
+        return found and dataclasses.replace(found, borders=tuple(border + 1 for border in found.borders))
+
+    packed_sequences.PackedRow.of_call = classmethod(moved)
+
+
+def forgets_targets_between():
+    packed_sequences.IGNORE_INDEX, stock = None, packed_sequences.PackedRow.of_call.__func__
+
+    def blind(cls, arguments):
+        found = stock(cls, {name: value for name, value in arguments.items() if name != "labels"})
+        return found and dataclasses.replace(found, arguments=arguments)
+
+    packed_sequences.PackedRow.of_call = classmethod(blind)
+
+
+@pytest.mark.parametrize(("fault", "kind"), [(cuts_anywhere, "labels"), (forgets_targets_between, "joined")])
+def test_a_fault_is_found(fault, kind):
+    layout = ConfigUnderTest(pp_size=2, num_microbatches=4)
+    try:
+        passed = check_tiny_model(packed_twin("llama", kind=kind), layout, sabotage=fault).passed
+    except RankError as error:
+        assert "terms" in str(error) or "Assertion" in str(error), error
+        passed = False
+    assert not passed

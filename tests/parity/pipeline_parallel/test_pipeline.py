@@ -1,0 +1,367 @@
+"""Pipeline parallelism against one process: loss, every gradient, the weights after two steps of two optimizers.
+
+The twin's batches have five rows, the second without any label: microbatches without targets, of unequal size, and more
+stages than some of them need.
+"""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from hf_megatron import ConfigError, MegatronConfig, RankError, UnsupportedError, local_named_parameters
+from hf_megatron.compat.torch_autograd import splits_python_functions
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.parallelize import parallel_state
+from hf_megatron.pipeline_parallel.schedules import SCHEDULES
+from hf_megatron.testing.check import parse_layouts
+from hf_megatron.testing.measure import Measurement, _full, _gradients, measure
+from hf_megatron.testing.parity import TinyModel, check_tiny_model
+from hf_megatron.testing.tiny_model import make_batch
+from hf_megatron.testing.tolerances import gradient_errors
+from tests.helpers.shared_tiny_models import make_tiny_model
+
+ALL_ZERO_STAGES = "pp2+dp2+zero0,pp2+dp2+zero1,pp2+dp2+zero2,pp2+dp2+zero3"
+# Model type, optimizer step's batches, layouts; types with tied and untied heads, and every odd boundary of the table
+# in docs/pipeline_parallel.md.
+CASES = [
+    ("llama", 2, f"pp2+mb1,pp2,pp4,tp2+pp2,{ALL_ZERO_STAGES},tp2+sp+pp2+dp2+zero3"),
+    ("gemma2", 2, "pp2,pp4,pp2+dp2+zero1,pp2+dp2+zero3,tp2+pp2+dp2"),
+    ("gpt2", 2, "pp2,pp2+dp2+zero2"),
+    ("granite", 1, "pp2"),
+    ("cohere2", 1, "pp2"),
+    ("gemma3_text", 1, "pp2,pp4"),
+    ("phi", 1, "pp2"),
+    ("gpt_neox", 1, "pp2,pp4"),
+    ("exaone4", 1, "pp2"),
+    ("olmo3", 1, "pp2"),
+    ("gpt_oss", 1, "pp2"),
+    ("qwen3_moe", 2, "pp2+dp2,tp2+sp+pp2"),
+    ("falcon", 1, "pp2"),
+    ("opt", 1, "tp2+pp2"),
+]
+
+
+@functools.lru_cache(maxsize=1)
+def _tiny_model(model_type, microbatches=1, min_layers=4):
+    return make_tiny_model(CONFIG_MAPPING[model_type](), microbatches=microbatches, batch_size=5, min_layers=min_layers)
+
+
+def _flat():
+    for model_type, microbatches, layouts in CASES:
+        for text, layout in zip(layouts.split(","), parse_layouts(layouts), strict=True):
+            yield pytest.param(model_type, microbatches, layout, id=f"{model_type}-{text}-{microbatches}")
+
+
+@pytest.mark.parametrize(("model_type", "microbatches", "layout"), _flat())
+def test_equals_one_process(model_type, microbatches, layout):
+    comparison = check_tiny_model(_tiny_model(model_type, microbatches), layout)
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layout", "batches"),
+    [("gpt2", "pp2", 2), ("gpt2", "tp2+pp2", 1), ("llama", "tp2+sp+pp2", 1)],
+    ids=["gpt2-pp2", "gpt2-tp2+pp2", "llama-tp2+sp+pp2"],
+)
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+def test_schedules_equal_one_process(model_type, layout, batches, schedule):
+    [config] = parse_layouts(layout)
+    # Four microbatches of five rows, except where the schedule takes any number.
+    config = dataclasses.replace(config, pipeline_schedule=schedule, num_microbatches=4 if "int" in schedule else 5)
+    if refused_on_this_torch(config):
+        with pytest.raises(RankError, match="needs torch 2.13"):
+            check_tiny_model(_tiny_model(model_type, batches), config)
+        return
+    comparison = check_tiny_model(_tiny_model(model_type, batches), config)
+    assert comparison.passed, comparison.report()
+
+
+def refused_on_this_torch(config):
+    splits = SCHEDULES[config.pipeline_schedule].splits_backward
+    return splits and config.tp_size > 1 and not splits_python_functions()
+
+
+@pytest.fixture(scope="module")
+def trained(stories):
+    """Five layers and a tied head, as it was trained."""
+    model = AutoModelForCausalLM.from_pretrained(stories)
+    batches = [make_batch(model.config, batch_size=5, seed=seed) for seed in range(2)]
+    return TinyModel(type(model).__name__, stories, batches, measure(model, batches), model.config)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pp_size": 2},
+        {"pp_size": 4},
+        {"pp_size": 2, "pipeline_schedule": "dualpipev", "num_microbatches": 4},
+        {"pp_size": 2, "tp_size": 2, "pipeline_schedule": "interleaved_1f1b"},
+    ],
+    ids=str,
+)
+def test_a_trained_model_of_five_layers(trained, changes):
+    comparison = check_tiny_model(trained, MegatronConfig(**changes))
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pipeline_partition": [1, 5]},
+        {"pipeline_partition": [5, 1]},
+        {"pipeline_partition": "layers"},
+        {"pipeline_schedule": "interleaved_1f1b", "pipeline_partition": [1, 1, 3, 1], "num_microbatches": 4},
+        {"recompute": "full"},
+        {"recompute": "selective", "pipeline_schedule": "zbv"},
+    ],
+    ids=str,
+)
+def test_uneven_stages_and_recomputation(changes):
+    tiny_model = _tiny_model("gemma2", 2)
+    assert tiny_model.config.num_hidden_layers == 6
+    comparison = check_tiny_model(tiny_model, MegatronConfig(pp_size=2, **changes))
+    assert comparison.passed, comparison.report()
+
+
+def test_fewer_rows_than_a_schedule_needs():
+    """DualPipeV over two ranks needs four microbatches; three rows are filled up with one that counts for nothing."""
+    tiny_model = make_tiny_model(CONFIG_MAPPING["qwen3_moe"](), microbatches=2, batch_size=3, min_layers=4)
+    comparison = check_tiny_model(tiny_model, MegatronConfig(pp_size=2, pipeline_schedule="dualpipev"))
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+def test_both_ends_on_one_rank_share_a_table_over_replicas(schedule, zero_stage):
+    """The head's backward is not the last that adds to a table's gradient, and no reduction may begin with it."""
+    config = CONFIG_MAPPING["llama"](tie_word_embeddings=True)
+    tiny_model = make_tiny_model(
+        config, changes={"tie_word_embeddings": True}, microbatches=2, min_layers=4, batch_size=8
+    )
+    layout = MegatronConfig(pp_size=2, dp_size=2, pipeline_schedule=schedule, num_microbatches=4, zero_stage=zero_stage)
+    comparison = check_tiny_model(tiny_model, layout)
+    assert comparison.passed, comparison.report()
+
+
+# What a step communicates
+
+
+@functools.lru_cache
+def _collectives(layout):
+    """Collectives of each kind in one training step of each rank, those over tp and over pp."""
+    counts: dict[str, int] = {}
+
+    def counting(name):
+        original = getattr(dist, name)
+
+        def counted(*args, **kwargs):
+            group = kwargs.get("group")
+            size = "world" if group is None else group.group_desc
+            counts[f"{name} {size}"] = counts.get(f"{name} {size}", 0) + 1
+            return original(*args, **kwargs)
+
+        return counted
+
+    tiny_model = _tiny_model("llama", 1)
+
+    def on_rank():
+        model = tiny_model.load(megatron_config=layout).train()
+        model(**tiny_model.batches[0]).loss.backward()
+        for name in ("all_reduce", "broadcast", "all_to_all_single", "isend", "irecv"):
+            setattr(dist, name, counting(name))
+        counts.clear()
+        model(**tiny_model.batches[0]).loss.backward()
+        return dict(counts)
+
+    return run_ranks(on_rank, layout.ranks_per_replica)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2+pp2", "tp2+sp+pp2"])
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+def test_every_schedule_communicates_the_same(schedule, sequence_parallel):
+    """A split backward enters nodes of the graph twice; a collective among them would run twice."""
+    # Interleaved schedules cannot run five.
+    config = ConfigUnderTest(pp_size=2, tp_size=2, sequence_parallel=sequence_parallel, num_microbatches=4)
+    config_of_schedule = dataclasses.replace(config, pipeline_schedule=schedule)
+    if refused_on_this_torch(config_of_schedule):
+        return
+    found = _collectives(config_of_schedule)
+    plain = _collectives(config)
+
+    def total(ranks, word):
+        return sum(count for rank in ranks for name, count in rank.items() if word in name)
+
+    assert total(found, "mesh_tp") == total(plain, "mesh_tp") > 0
+    # Each boundary sends every microbatch forward and back; V-shaped schedules have one boundary inside a rank.
+    stages = 2 * SCHEDULES[schedule].resolve(None)
+    crossings = stages - 1 - SCHEDULES[schedule].v_shaped
+    assert total(found, "isend") == total(found, "irecv") == 2 * crossings * 4 * 2
+
+
+# Losses that models add
+
+
+def _microbatched(model, batch, microbatches):
+    """One process's loss with token losses over the batch's targets and router losses averaged over microbatches."""
+    rows = len(batch["input_ids"])
+    targets = (batch["labels"][:, 1:] != -100).sum()
+    edges = [rows * index // microbatches for index in range(microbatches + 1)]
+    total = 0.0
+    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+        share = (stop - start) / rows
+        part = {name: value[start:stop] for name, value in batch.items()}
+        loss = model(**part, num_items_in_batch=targets * share).loss * share
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layout"),
+    [("qwen3_moe", "pp2"), ("qwen3_moe", "tp2+sp+pp2"), ("mixtral", "pp4"), ("mixtral", "zbv")],
+)
+def test_router_losses_of_all_stages(model_type, layout):
+    changes = {"pipeline_schedule": "zbv"} if layout == "zbv" else {}
+    [config] = parse_layouts("pp2" if layout == "zbv" else layout)
+    config = ConfigUnderTest(
+        **{**config.to_dict(), **changes, "num_microbatches": 4, "router_aux_loss_scope": "microbatch"}
+    )
+    tiny_model = _tiny_model(model_type, 1)
+
+    def numbers(model):
+        model.config.output_router_logits = True
+        model.train()
+        with torch.no_grad():
+            evaluated = model(**tiny_model.batches[0])
+        output = model(**tiny_model.batches[0])
+        assert output.aux_loss > 0
+        torch.testing.assert_close((evaluated.loss, evaluated.aux_loss), (output.loss.detach(), output.aux_loss))
+        output.loss.backward()
+        return Measurement(output.loss.item(), 0, 0, _full(model, _gradients(model)))
+
+    model = tiny_model.load().train()
+    model.config.output_router_logits = True
+    loss = _microbatched(model, tiny_model.batches[0], 4)
+    reference = Measurement(loss, 0, 0, _full(model, _gradients(model)))
+    plain = tiny_model.load().train()
+    _microbatched(plain, tiny_model.batches[0], 4)
+    without = Measurement(0, 0, 0, _full(plain, _gradients(plain)))
+
+    found = run_ranks(lambda: numbers(tiny_model.load(megatron_config=config)), config.ranks_per_replica)
+    assert all(other.loss == found[0].loss for other in found)
+    assert abs(found[0].loss / reference.loss - 1) < 1e-6
+    worst = max(gradient_errors(found[0], reference), key=lambda error: error.value)
+    assert worst.value <= 1, worst
+    assert max(gradient_errors(without, reference), key=lambda error: error.value).value > 10
+
+
+# What calls may look like
+
+
+def test_scale_of_the_loss_and_order_of_backwards():
+    """Scales that change, two losses at once, backwards in another order, a forward that nobody backpropagates."""
+    tiny_model = _tiny_model("llama", 2)
+    first, second = tiny_model.batches
+
+    def gradients(model):
+        model.train()
+        found = []
+
+        def note():
+            found.append(_full(model, _gradients(model)))
+            model.zero_grad()
+
+        (model(**first).loss * 3).backward()
+        note()
+        (model(**first).loss / 7).backward()
+        (model(**second).loss * 2).backward()
+        note()
+        a, b = model(**first).loss, model(**second).loss
+        (b * 2).backward()
+        (a * 5).backward()
+        note()
+        (model(**first).loss + model(**second).loss ** 2).backward()
+        note()
+        model(**first)
+        model.zero_grad()
+        model(**second).loss.backward()
+        note()
+        return found
+
+    expected = gradients(tiny_model.load())
+    for layout in ("pp2", "pp2+dp2+zero1"):
+        [config] = parse_layouts(layout)
+        ranks = 2 * (config.dp_size or 1)
+
+        def on_rank(config=config):
+            model = tiny_model.load(megatron_config=ConfigUnderTest(**config.to_dict()))
+            state = parallel_state(model)
+            if state.mesh.dp_size == 1:
+                return gradients(model)
+            # Every dp rank sees the whole batch: the average over them is one process's gradient.
+            return gradients(model)
+
+        found = run_ranks(on_rank, ranks)[0]
+        for one, other in zip(found, expected, strict=True):
+            worst = max(
+                gradient_errors(Measurement(0, 0, 0, one), Measurement(0, 0, 0, other)), key=lambda error: error.value
+            )
+            assert worst.value <= 1, f"{layout}: {worst}"
+
+
+def test_what_is_refused():
+    tiny_model = _tiny_model("llama", 1)
+    batch = tiny_model.batches[0]
+
+    def on_rank():
+        model = tiny_model.load(megatron_config=ConfigUnderTest(pp_size=2)).train()
+        with pytest.raises(UnsupportedError, match="no logits in a training step"):
+            model(**batch).logits.argmax(-1)
+        with pytest.raises(UnsupportedError, match="output_hidden_states"):
+            model(**batch, output_hidden_states=True)
+        with pytest.raises(ConfigError, match="input_ids"):
+            model(labels=batch["labels"])
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"pipeline_schedule": "2f2b"}, "pipeline_schedule = '2f2b': expected one of"),
+        ({"virtual_stages": 2}, "virtual_stages = 2"),
+        ({"pipeline_schedule": "interleaved_1f1b", "num_microbatches": 5}, "num_microbatches = 5"),
+        ({"pipeline_schedule": "dualpipev", "num_microbatches": 3}, "num_microbatches = 3"),
+        ({"pipeline_partition": [1, 1]}, "pipeline_partition = .1, 1.: expected 2 numbers"),
+        ({"pp_size": 2, "pipeline_schedule": "interleaved_1f1b", "virtual_stages": 4}, "one for each of the model's 5"),
+    ],
+)
+def test_wrong_configs_raise_before_anything_is_loaded(config, message):
+    tiny_model = _tiny_model("llama", 1)
+
+    def on_rank():
+        with pytest.raises(ConfigError, match=message):
+            tiny_model.load(megatron_config=ConfigUnderTest(**{"pp_size": 2, **config}))
+
+    run_ranks(on_rank, 2)
+
+
+def test_only_owned_layers_exist():
+    tiny_model = _tiny_model("llama", 1)
+
+    def on_rank():
+        model = tiny_model.load(megatron_config=ConfigUnderTest(pp_size=2, pipeline_partition="layers"))
+        own = dict(local_named_parameters(model))
+        return set(own), sum(p.numel() for p in own.values())
+
+    unsharded = {name: parameter.numel() for name, parameter in tiny_model.load().named_parameters()}
+    (first, first_size), (second, second_size) = run_ranks(on_rank, 2)
+    assert first | second == unsharded.keys() and not first & second
+    assert first_size + second_size == sum(unsharded.values())
+    assert "model.embed_tokens.weight" in first and "lm_head.weight" in second
+    assert {name for name in unsharded if name.startswith(("model.layers.0.", "model.layers.1."))} < first

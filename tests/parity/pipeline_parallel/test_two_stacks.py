@@ -1,0 +1,319 @@
+"""Encoder and decoder as one row of layers: pipelines cut them anywhere, and train and generate as one process does."""
+
+import functools
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, EncoderDecoderConfig
+from transformers.modeling_outputs import BaseModelOutput
+
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.errors import RankError
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.pipeline_parallel.boundary import ENCODED, HIDDEN_STATES, StageBoundary
+from hf_megatron.pipeline_parallel.stage_payload import StagePayload
+from hf_megatron.testing.parity import check_tiny_model
+from tests.helpers.shared_tiny_models import make_tiny_model
+
+# Relative positions cross; learned positions; final norms that are defined before the layers.
+TYPES = ("t5", "bart", "t5gemma")
+
+
+@functools.lru_cache(maxsize=1)
+def tiny_model(model_type):
+    return make_tiny_model(CONFIG_MAPPING[model_type](), task="seq2seq", microbatches=2)
+
+
+def layers_of(model_type):
+    return len([name for name, _ in tiny_model(model_type).model_on_meta().named_modules() if is_layer(name)])
+
+
+def is_layer(name):
+    owner, _, number = name.rpartition(".")
+    return number.isdigit() and owner.rpartition(".")[2] in ("block", "layers")
+
+
+def even(layers, stages):
+    return tuple(layers // stages + (index < layers % stages) for index in range(stages))
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_every_cut_equals_one_process(model_type):
+    layers = layers_of(model_type)
+    for first in range(1, layers):
+        layout = ConfigUnderTest(pp_size=2, pipeline_partition=(first, layers - first))
+        comparison = check_tiny_model(tiny_model(model_type), layout)
+        assert comparison.passed, (first, comparison.report())
+
+
+def test_experts_in_a_dict_choose_among_tokens_of_a_split_sequence():
+    """Each of them is called with tokens of its own, of which no rank has a part."""
+    comparison = check_tiny_model(tiny_model("switch_transformers"), ConfigUnderTest(tp_size=2, sequence_parallel=True))
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}, {"pp_size": 2}])
+@pytest.mark.parametrize("types", ["bert-roberta", "electra-bert"])
+def test_an_encoder_and_a_decoder_have_the_plans_of_their_own_types(types, layout):
+    comparison = check_tiny_model(twin_of_two(types), ConfigUnderTest(**layout))
+    assert comparison.passed, comparison.report()
+
+
+@functools.lru_cache(maxsize=1)
+def twin_of_two(types):
+    encoder, decoder = (CONFIG_MAPPING[name]() for name in types.split("-"))
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder, decoder_start_token_id=1)
+    config.pad_token_id = 0
+    return make_tiny_model(config, task="seq2seq", microbatches=2)
+
+
+@pytest.mark.parametrize("model_type", ["fsmt", "pegasus_x"])
+def test_layers_of_both_stacks_hand_on_other_values(model_type):
+    """Of FSMT two and three values; of Pegasus-X global tokens, whose stages between have to pass them on."""
+    layers = layers_of(model_type)
+    for partition in ((1, 1, layers - 2), (layers // 2, 1, layers - layers // 2 - 1)):
+        layout = ConfigUnderTest(pp_size=3, pipeline_partition=partition, num_microbatches=3)
+        comparison = check_tiny_model(tiny_model(model_type), layout)
+        assert comparison.passed, (partition, comparison.report())
+
+
+def test_global_tokens_that_do_not_cross_are_found(monkeypatch):
+    def take_values(self, output, read):
+        hidden_states = original(self, output, read)
+        self.values = {place: torch.zeros_like(value) for place, value in self.values.items()}
+        return hidden_states
+
+    original = StagePayload.take_values
+    monkeypatch.setattr(StagePayload, "take_values", take_values)
+    layout = ConfigUnderTest(pp_size=2, pipeline_partition=(1, layers_of("pegasus_x") - 1))
+    assert not check_tiny_model(tiny_model("pegasus_x"), layout).passed
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_stages_between_pass_on(model_type):
+    """Inside of the encoder, with its last layer and the decoder's first, and inside of the decoder."""
+    layers = layers_of(model_type)
+    half = layers // 2
+    for partition in ((1, 1, layers - 2), (1, half - 1, half), (2, half - 1, half - 1), (half, 1, half - 1)):
+        layout = ConfigUnderTest(pp_size=3, pipeline_partition=partition, num_microbatches=3)
+        comparison = check_tiny_model(tiny_model(model_type), layout)
+        assert comparison.passed, (partition, comparison.report())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pp_size": 2, "pipeline_schedule": "zbv"},
+        {"pp_size": 2, "pipeline_schedule": "interleaved_1f1b", "recompute": "full"},
+        {"pp_size": 2, "tp_size": 2, "sequence_parallel": True},
+        {"pp_size": 2, "tp_size": 2, "sequence_parallel": True, "pipeline_schedule": "interleaved_1f1b"},
+        {"pp_size": 2, "dp_size": 2, "zero_stage": 2},
+    ],
+    ids=lambda layout: "+".join(f"{name}{value}" for name, value in layout.items()),
+)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_layouts_equal_one_process(model_type, layout):
+    if model_type == "t5" and layout.get("pipeline_schedule") == "zbv":
+        with pytest.raises(RankError, match="relative_attention_bias.weight of the decoder's first layer"):
+            check_tiny_model(tiny_model(model_type), ConfigUnderTest(**layout))
+        return
+    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**layout))
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pp_size": 2},
+        {"pp_size": 3},
+        {"pp_size": 2, "tp_size": 2},
+        {"pp_size": 2, "pipeline_schedule": "interleaved_1f1b"},
+    ],
+    ids=lambda layout: "+".join(f"{name}{value}" for name, value in layout.items()),
+)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_generation_equals_one_process(model_type, layout):
+    batch = tiny_model(model_type).batches[0]
+    prompt = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+    fixed = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "decoder_start_token_id": 1}
+
+    def generate(**layout):
+        model = tiny_model(model_type).load(**layout).eval()
+        ways = ({}, {"num_beams": 3}, {"use_cache": False})
+        return [model.generate(**prompt, pad_token_id=0, **fixed, **way) for way in ways]
+
+    [expected] = run_ranks(generate, 1)
+    config = ConfigUnderTest(**layout)
+    for found in run_ranks(generate, config.ranks_per_replica, megatron_config=config):
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("model_type", ["bart", "pegasus_x"])
+def test_generation_calls_an_encoder_whose_tokens_are_whole(model_type):
+    """Pegasus-X's encoder has no stack that is split: its layers call their linears by themselves."""
+    prompt = {
+        "input_ids": make_tiny_model(CONFIG_MAPPING[model_type](), task="seq2seq", microbatches=2).batches[0][
+            "input_ids"
+        ]
+    }
+    fixed = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "decoder_start_token_id": 1}
+
+    def generate(**layout):
+        model = make_tiny_model(CONFIG_MAPPING[model_type](), task="seq2seq", microbatches=2).load(**layout).eval()
+        return [model.generate(**prompt, pad_token_id=0, **fixed, **way) for way in ({}, {"num_beams": 3})]
+
+    [expected] = run_ranks(generate, 1)
+    for sequence_parallel in (False, True):
+        layout = ConfigUnderTest(tp_size=2, sequence_parallel=sequence_parallel)
+        for found in run_ranks(generate, 2, megatron_config=layout):
+            assert all(map(torch.equal, found, expected))
+
+
+def test_an_encoder_alone_and_its_output_given():
+    """What `generate()` does, by hand: with its output given the decoder's layers alone run."""
+    batch = tiny_model("bart").batches[0]
+
+    def run(**layout):
+        model = tiny_model("bart").load(**layout).eval()
+        with torch.no_grad():
+            encoded = model.get_encoder()(input_ids=batch["input_ids"]).last_hidden_state
+            outputs = model(encoder_outputs=(encoded,), decoder_input_ids=batch["labels"].clamp(min=0))
+        return encoded, outputs.logits
+
+    [expected] = run_ranks(run, 1)
+    for found in run_ranks(run, 2, megatron_config=ConfigUnderTest(pp_size=2, pipeline_partition=(2, 4))):
+        for value, reference in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-5)
+
+
+def test_an_encoder_alone_has_no_gradients():
+    bart = tiny_model("bart")
+
+    def run():
+        model = bart.load(megatron_config=ConfigUnderTest(pp_size=2))
+        model.get_encoder()(input_ids=bart.batches[0]["input_ids"])
+
+    with pytest.raises(RankError, match="called by itself with gradients"):
+        run_ranks(run, 2)
+
+
+def test_one_embedding_is_not_split_as_several():
+    with pytest.raises(RankError, match="are model.shared.weight, which FSDP2 would split as weights of their own"):
+        check_tiny_model(tiny_model("bart"), ConfigUnderTest(pp_size=2, dp_size=2, zero_stage=3))
+
+
+def of_argument(name):
+    """Drops the gradient of an argument that crosses."""
+
+    def fault():
+        original = StagePayload.of_message.__func__
+
+        def of_message(cls, message):
+            found = original(cls, message)
+            found.arguments = {
+                place: value.detach() if place[0] == name else value for place, value in found.arguments.items()
+            }
+            return found
+
+        StagePayload.of_message = classmethod(of_message)
+
+    return fault
+
+
+def of_positions():
+    """Drops the gradient of what the first layer of a stack returned for the others."""
+    original = StageBoundary.pass_on
+
+    def pass_on(self, args, kwargs):
+        found = original(self, args, kwargs)
+        return tuple(None if value is None else value.detach() for value in found) if type(found) is tuple else found
+
+    StageBoundary.pass_on = pass_on
+
+
+@pytest.mark.parametrize(
+    ("fault", "partition"),
+    [(of_argument(ENCODED), (5, 3)), (of_argument(HIDDEN_STATES), (1, 7)), (of_positions, (6, 2))],
+    ids=["encoded", "first", "positions"],
+)
+def test_faults_are_found(fault, partition):
+    layout = ConfigUnderTest(pp_size=2, pipeline_partition=partition)
+    comparison = check_tiny_model(tiny_model("t5"), layout)
+    assert comparison.passed, comparison.report()
+    assert not check_tiny_model(tiny_model("t5"), layout, sabotage=fault).passed
+
+
+@pytest.mark.parametrize("kind", [tuple, BaseModelOutput])
+def test_what_an_encoder_made_elsewhere_is_trained(kind):
+    """Its gradient comes back to what was given, on every rank."""
+    batch = tiny_model("t5").batches[0]
+
+    def run(**layout):
+        model = tiny_model("t5").load(**layout).train()
+        encoded = torch.randn(
+            *batch["input_ids"].shape, model.config.d_model, generator=torch.Generator().manual_seed(0)
+        )
+        encoded.requires_grad_(True)
+        given = (encoded,) if kind is tuple else kind(last_hidden_state=encoded)
+        mask = batch["attention_mask"]
+        loss = model(encoder_outputs=given, attention_mask=mask, labels=batch["labels"]).loss
+        loss.backward()
+        return loss.detach(), encoded.grad
+
+    [expected] = run_ranks(run, 1)
+    for found in run_ranks(run, 2, megatron_config=ConfigUnderTest(pp_size=2, pipeline_partition=(3, 5))):
+        for value, reference in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_sources_of_other_lengths_and_batches_that_are_wrong():
+    """What is wrong on every stage raises alike, and the next call runs."""
+    ids = tiny_model("t5").batches[0]["input_ids"]
+
+    def run(**layout):
+        model = tiny_model("t5").load(**layout).eval()
+        fixed = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "decoder_start_token_id": 1}
+        found = []
+        for length in (9, 5):
+            found.append(model.generate(ids[:, :length], use_cache=False, pad_token_id=0, **fixed))
+            for wrong in ({"input_ids": ids + 1000}, {"input_ids": ids, "inputs_embeds": torch.zeros(1)}):
+                with pytest.raises((IndexError, ValueError)):
+                    model(**wrong, labels=ids)
+        with pytest.raises(IndexError):
+            model.generate(ids + 1000, **fixed)
+        return found
+
+    [expected] = run_ranks(run, 1)
+    for found in run_ranks(run, 2, megatron_config=ConfigUnderTest(pp_size=2)):
+        assert all(map(torch.equal, found, expected))
+
+
+def test_layers_that_are_left_out_at_random_are_refused():
+    bart = tiny_model("bart")
+
+    def run():
+        model = bart.load(megatron_config=ConfigUnderTest(pp_size=2)).train()
+        model.model.encoder.layerdrop = 0.3
+        model(**bart.batches[0])
+
+    with pytest.raises(RankError, match=r"leaves layers out at random in training \(layerdrop > 0\)"):
+        run_ranks(run, 2)
+
+
+def test_a_decoder_shorter_than_its_encoder_generates():
+    """transformers makes as many entries of a cache as the encoder has layers."""
+    unequal = make_tiny_model(
+        CONFIG_MAPPING["t5"](), task="seq2seq", changes={"num_layers": 4, "num_decoder_layers": 2}
+    )
+    ids = unequal.batches[0]["input_ids"]
+
+    def generate(**layout):
+        model = unequal.load(**layout).eval()
+        return model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None, decoder_start_token_id=1)
+
+    [expected] = run_ranks(generate, 1)
+    for partition in ((2, 4), (5, 1)):
+        config = ConfigUnderTest(pp_size=2, pipeline_partition=partition)
+        assert check_tiny_model(unequal, config).passed
+        for found in run_ranks(generate, 2, megatron_config=config):
+            assert torch.equal(found, expected)

@@ -1,0 +1,163 @@
+"""State space mixers over tp: ranks share their heads, also where all of these read one group."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.errors import RankError, UnsupportedError
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.tensor_parallel import head_sharded_blocks
+from hf_megatron.testing.adapters import adapted
+from hf_megatron.testing.parity import check_tiny_model
+from tests.helpers.shared_tiny_models import make_tiny_model
+
+
+@functools.lru_cache(maxsize=1)
+def tiny_model(model_type):
+    return make_tiny_model(CONFIG_MAPPING[model_type](), microbatches=2, min_layers=2)
+
+
+LAYOUTS = {
+    # One group, and its norm over all heads.
+    "bamba": {"tp_size": 2, "sequence_parallel": True, "pp_size": 2, "num_microbatches": 2},
+    # A group for each rank, weights over dp as well.
+    "mamba2": {"tp_size": 2, "dp_size": 2, "zero_stage": 3},
+    # Two equal blocks, and steps that are made of all channels.
+    "mamba": {"tp_size": 4, "sequence_parallel": True},
+}
+
+
+@pytest.mark.parametrize("model_type", LAYOUTS)
+def test_layouts_equal_one_process(model_type):
+    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**LAYOUTS[model_type]))
+    assert comparison.passed, comparison.report()
+
+
+def rows_of_another_rank():
+    """Of the first projection alone."""
+    original = torch.Tensor.chunk
+
+    def chunk(self, parts, dim=0):
+        found = original(self, parts, dim)
+        return found[::-1] if self.dim() == 2 and dim == 0 else found
+
+    torch.Tensor.chunk = chunk
+
+
+def pieces_without_a_sum():
+    """Joined for a forward, and each rank's gradient its own."""
+    original = head_sharded_blocks.gather_from_ranks
+    head_sharded_blocks.gather_from_ranks = lambda *args, sum_gradient=False: original(*args)
+
+
+def a_norm_of_one_rank():
+    head_sharded_blocks._of_gathered = lambda norm, group: (
+        lambda *args: norm(*(arg.repeat(1, 1, 2) for arg in args)).chunk(2, -1)[0]
+    )
+
+
+def steps_of_one_rank():
+    head_sharded_blocks.product_of_all_ranks = lambda weight, group: lambda features: features @ weight.T
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fault"),
+    [
+        ("bamba", rows_of_another_rank),
+        ("bamba", pieces_without_a_sum),
+        ("bamba", a_norm_of_one_rank),
+        ("mamba", steps_of_one_rank),
+    ],
+)
+def test_seeded_faults_are_found(model_type, fault):
+    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(tp_size=2), sabotage=fault)
+    assert not comparison.passed and comparison.worst.value > 10
+
+
+def test_adapters_inside_of_mixers():
+    unsharded = adapted(tiny_model("bamba"), "lora")
+    comparison = check_tiny_model(unsharded, ConfigUnderTest(tp_size=2, sequence_parallel=True))
+    assert comparison.passed, comparison.report()
+
+
+def test_weights_that_are_trained_beside_adapters_are_refused():
+    unsharded = tiny_model("bamba")
+
+    def call():
+        from peft import LoraConfig, get_peft_model
+
+        model = unsharded.load(megatron_config=ConfigUnderTest(tp_size=2))
+        model = get_peft_model(model, LoraConfig(target_modules=["in_proj"], r=2))
+        model.get_base_model().model.layers[0].mamba.A_log.requires_grad_(True)
+        model(**unsharded.batches[0])
+
+    with pytest.raises(RankError, match=r"A_log of a BambaMixer: .*Freeze it"):
+        run_ranks(call, 2)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_weights_are_there_again_behind_a_forward_that_ends_inside(fails):
+    """As recomputation does in backward, and an error."""
+    unsharded = tiny_model("bamba")
+
+    def shapes():
+        model = unsharded.load(megatron_config=ConfigUnderTest(tp_size=2, recompute="full"))
+        expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        if fails:
+            model.model.layers[0].mamba.chunk_size = None
+            with contextlib.suppress(TypeError):
+                model(**unsharded.batches[0])
+        else:
+            model(**unsharded.batches[0]).loss.backward()
+        found = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        return expected == {name: found[name] for name in expected}
+
+    assert run_ranks(shapes, 2) == [True, True]
+
+
+def test_weights_are_split_at_rest():
+    unsharded = tiny_model("bamba")
+
+    def sizes():
+        model = unsharded.load(megatron_config=ConfigUnderTest(tp_size=2))
+        mixer = model.model.layers[0].mamba
+        return [
+            (parameter.numel(), parameter.to_local().numel())
+            for parameter in (
+                mixer._parameters["A_log"],
+                *(m._parameters["weight"] for m in (mixer.in_proj, mixer.out_proj)),
+            )
+        ]
+
+    for rank in run_ranks(sizes, 2):
+        assert all(local * 2 == size for size, local in rank)
+
+
+def test_states_that_ranks_cannot_keep_are_refused_and_left_out_where_nobody_asks():
+    """RWKV's model makes states as wide as hidden states: calls without say nothing of them, as in evaluation."""
+    made = make_tiny_model(CONFIG_MAPPING["rwkv"]())
+
+    def on_rank(layout):
+        model = made.load(megatron_config=ConfigUnderTest(**layout)) if layout else made.load()
+        model.eval()
+        ids = made.batches[0]["input_ids"][:2, :6]
+        with torch.no_grad():
+            loss = float(model(input_ids=ids, labels=ids).loss)
+            tokens = model.generate(ids, max_new_tokens=3, do_sample=False, use_cache=False).tolist()
+            for call in (
+                lambda: model(input_ids=ids, use_cache=True),
+                lambda: model.generate(ids, max_new_tokens=3, use_cache=True),
+            ):
+                if layout:
+                    with pytest.raises(UnsupportedError, match="has its own channels. Call it, and generate"):
+                        call()
+        return loss, tokens
+
+    [(loss, tokens)] = run_ranks(on_rank, 1, {})
+    for layout in ({"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}):
+        for other, written in run_ranks(on_rank, 2, layout):
+            assert other == pytest.approx(loss, rel=1e-5) and written == tokens

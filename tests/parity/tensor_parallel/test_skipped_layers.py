@@ -1,0 +1,87 @@
+"""Layers that are left out at random in training: split sequences leave out those of one process, the ends too."""
+
+import functools
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import CONFIG_MAPPING
+
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.errors import RankError
+from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.fingerprint import silence
+from hf_megatron.tensor_parallel import install_regions
+from tests.helpers.shared_tiny_models import make_tiny_model
+
+SEEDS = range(4)
+
+
+@functools.lru_cache(maxsize=1)
+def tiny_model(model_type, task):
+    return make_tiny_model(CONFIG_MAPPING[model_type](), task=task, min_layers=3)
+
+
+def trained(of, checkpointing, **layout):
+    """Returns the loss and every gradient, or that there is none, of each seed."""
+    config = of.model_on_meta().config
+    config.update({name: 0.5 for name in config.to_dict() if name.endswith("layerdrop")})
+    model = of.load(config=config, **layout).train()
+    silence(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if "layerdrop" in vars(module):
+            module.layerdrop = 0.5
+    found = []
+    for seed in SEEDS:
+        torch.manual_seed(seed)
+        loss = model(**of.batches[0]).loss
+        loss.backward()
+        gradients = {name: full(parameter.grad) for name, parameter in model.named_parameters()}
+        found.append((loss.item(), gradients))
+        model.zero_grad(set_to_none=True)
+    return found
+
+
+def full(gradient):
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def differs(of, *, checkpointing=False):
+    """Returns what differs from one process, or in which of the numbers no layer of one was left out."""
+    run = functools.partial(trained, of, checkpointing)
+    [expected] = run_ranks(run, 1)
+    at_ends = {
+        (number == "0", gradients[name] is None)
+        for _, gradients in expected
+        for name in gradients
+        if (number := name.partition("layers.")[2].partition(".")[0])
+    }
+    assert len(at_ends) == 4
+    found = run_ranks(run, 2, megatron_config=ConfigUnderTest(tp_size=2, sequence_parallel=True))[0]
+    problems = []
+    for (loss, gradients), (wanted, others) in zip(found, expected, strict=True):
+        same = {name for name in others if (others[name] is None) == (gradients[name] is None)}
+        problems += sorted(others.keys() - same)
+        problems += [
+            name
+            for name in same
+            if others[name] is not None and not torch.allclose(gradients[name], others[name], rtol=1e-3, atol=1e-5)
+        ]
+        problems += ["loss"] if abs(loss - wanted) > 1e-5 else []
+    return problems
+
+
+@pytest.mark.parametrize(
+    ("model_type", "task", "checkpointing"),
+    [("m2m_100", "seq2seq", False), ("m2m_100", "seq2seq", True), ("opt", "causal", False)],
+)
+def test_the_same_layers_are_left_out(model_type, task, checkpointing):
+    assert not differs(tiny_model(model_type, task), checkpointing=checkpointing)
+
+
+def test_ends_that_are_left_out_and_neither_split_nor_join_are_found(monkeypatch):
+    monkeypatch.setattr(install_regions, "leaves_layers_out", lambda config: False)
+    with pytest.raises(RankError):
+        differs(tiny_model("m2m_100", "seq2seq"))

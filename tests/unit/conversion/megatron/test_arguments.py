@@ -1,0 +1,211 @@
+"""Arguments of Megatron that change the computation and no shape, against what a config means."""
+
+import ast
+import importlib.metadata
+import re
+
+import pytest
+from transformers import AutoConfig
+
+from hf_megatron import CheckpointError
+from hf_megatron.conversion.families import family_of
+from hf_megatron.conversion.families.positions import unstored_positions
+from hf_megatron.conversion.megatron.arguments import NEUTRAL, OTHER_NAMES, check_arguments
+from hf_megatron.conversion.write import notes_of
+from tests.helpers.tiny_models import FAMILIES, config_of
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+OTHERWISE = {
+    "llama": {
+        "apply_layernorm_1p": True,
+        "layernorm_zero_centered_gamma": True,
+        "apply_residual_connection_post_layernorm": True,
+        "qk_layernorm": True,
+        "qk_l2_norm": True,
+        "add_bias_linear": True,
+        "add_qkv_bias": True,
+        "squared_relu": True,
+        "quick_geglu": True,
+        "openai_gelu": True,
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": 7.0,
+        "softmax_scale": 0.01,
+        "softmax_type": "off-by-one",
+        "window_size": (4, 0),
+        "attention_output_gate": True,
+        "multi_latent_attention": True,
+        "experimental_attention_variant": "dsa",
+        "linear_attention_freq": 4,
+        "rotary_interleaved": True,
+        "rotary_seq_len_interpolation_factor": 4,
+        "use_rope_scaling": True,
+        "position_embedding_type": "yarn",
+        "no_rope_freq": 2,
+        "mrope_section": [4, 4],
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "use_mup": True,
+        "is_hybrid_model": True,
+        "hybrid_override_pattern": "M*",
+        "hybrid_layer_pattern": "M*M*",
+        "hybrid_attention_ratio": 0.5,
+        "hybrid_mlp_ratio": 0.5,
+        "num_experts": 4,
+        "num_moe_experts": 4,
+        "heterogeneous_block_specs": True,
+        "heterogeneous_layers_config_path": "layers.json",
+        "heterogeneous_layers_config_encoded_json": "{}",
+        "hetereogenous_dist_checkpoint": True,
+    },
+    "mistral": {"window_size": (8, 0), "window_attn_skip_freq": 2},
+    "mixtral": {
+        "moe_layer_freq": 2,
+        "moe_router_topk": 1,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_pre_softmax": True,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_router_num_groups": 2,
+        "moe_router_topk_limited_devices": 2,
+        "moe_router_enable_expert_bias": True,
+        "moe_apply_probs_on_input": True,
+        "moe_latent_size": 8,
+        "moe_shared_expert_intermediate_size": 8,
+        "moe_shared_expert_gate": True,
+    },
+    "gpt2": {"squared_relu": True, "swiglu": True, "apply_residual_connection_post_layernorm": True},
+    "gpt_neox": {"openai_gelu": True, "rotary_percent": 1.0},
+    "deepseek_v3": {"moe_router_group_topk": 1, "rope_type": "yarn"},
+    "gpt_oss": {"softmax_type": "vanilla", "position_embedding_type": "rope", "window_attn_skip_freq": 3},
+}
+# What else TransformerConfig has: sizes that shapes show, how fast, how exact and on how many ranks it is computed,
+# what is random in training, and how it starts. Scores are divided by the layer's number and multiplied again.
+ELSEWHERE = re.compile(
+    r"num_layers_in_|account_for_|pipeline_|mtp_|hidden_dropout|attention_dropout|fp32_residual|fp8|fp4"
+    r"|recompute_|init_method|output_layer_init|embedding_init|init_model|cuda_graph|enable_cuda"
+    r"|external_cuda|inference_|use_|masked_softmax|bias_activation|bias_dropout|persist_|memory_efficient"
+    r"|apply_rope_fusion|fused_|distribute_|num_layers_at_|first_last|tp_only|kitchen_|mamba_"
+    r"|linear_conv|linear_key|linear_value|linear_num|dsa_indexer|apply_query_key_layer_scaling"
+    r"|attention_softmax_in_fp32|disable_|attention_backend|qk_clip|log_max|test_mode|calculate_per"
+    r"|moe_router_load|moe_enable|moe_router_padding|moe_router_dtype|moe_router_bias_update"
+    r"|moe_router_force|moe_grouped|moe_use_legacy|moe_aux|moe_z_loss|moe_input_jitter|moe_token|moe_flex"
+    r"|moe_per_layer|moe_expert_capacity|moe_pad_expert|moe_layer_recompute|moe_permute|moe_router_fusion"
+    r"|moe_deepep|moe_hybridep|moe_shared_expert_overlap|cp_comm|clone_scatter|config_logger|flash_decode"
+    r"|batch_invariant|symmetric_ar|mlp_chunks|quant_recipe|transformer_impl|fine_grained|offload_"
+    r"|min_offloaded|activation_func_fp8|activation_func|gated_linear|hidden_size"
+    r"|num_layers"
+)
+
+
+def meaning(case: str) -> dict:
+    config = config_of(case)
+    return family_of(config).meaning(config)
+
+
+@pytest.mark.parametrize(("case", "name"), [(case, name) for case, others in OTHERWISE.items() for name in others])
+def test_another_computation_is_refused(case, name):
+    with pytest.raises(CheckpointError, match=f"{name} is .*, and .* by the config"):
+        check_arguments({name: OTHERWISE[case][name]}, meaning(case), "here")
+
+
+def test_every_row_is_refused_somewhere():
+    named = {OTHER_NAMES.get(name, name) for others in OTHERWISE.values() for name in others}
+    assert NEUTRAL.keys() <= named, NEUTRAL.keys() - named
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_what_a_family_stores_is_what_it_means(case):
+    config = config_of(case)
+    stored, means = family_of(config).arguments(config), meaning(case)
+    check_arguments(stored, means, "here")
+    # What Megatron-LM stores of arguments that nobody gave.
+    check_arguments({"rope_scaling_factor": 8.0, "moe_router_topk": 2} | dict.fromkeys(means) | stored, means, "here")
+
+
+def test_the_same_in_other_words():
+    llama = meaning("llama")
+    same = {"rotary_seq_len_interpolation_factor": 1, "window_size": (-1, -1), "softmax_scale": 16**-0.5}
+    check_arguments({**same, "window_attn_skip_freq": 2, "apply_query_key_layer_scaling": True}, llama, "here")
+    check_arguments({"openai_gelu": True, "rotary_interleaved": True, "add_qkv_bias": True}, meaning("gpt2"), "here")
+    check_arguments({"window_size": [7, 0], "window_attn_skip_freq": "([1,0]*1)"}, meaning("gpt_oss"), "here")
+    check_arguments({"window_attn_skip_freq": 2}, meaning("gpt_oss"), "here")
+    later = {"hybrid_override_pattern": None, "hybrid_layer_pattern": "M-*|EME/*E"}
+    check_arguments({**later, "hybrid_attention_ratio": 0.2, "is_hybrid_model": False}, meaning("nemotron_h"), "here")
+    check_arguments({"hybrid_override_pattern": None}, meaning("mamba2"), "here")
+    latent = {"rope_type": "yarn", "rotary_scaling_factor": 1.0, "moe_router_pre_softmax": True}
+    check_arguments({**latent, "position_embedding_type": "yarn"}, meaning("deepseek_v3"), "here")
+
+
+@pytest.mark.parametrize(
+    ("case", "found"),
+    [
+        ("mamba2", {"hybrid_attention_ratio": 0.5}),
+        ("mamba2", {"hybrid_override_pattern": "M*"}),
+        ("nemotron_h", {"hybrid_override_pattern": "MMMMMM"}),
+        ("nemotron_h", {"hybrid_layer_pattern": "MMMMMM"}),
+        ("nemotron_h", {"hybrid_override_pattern": None}),
+        ("nemotron_h", {"mamba_num_groups": 8}),
+        ("t5", {"softmax_scale": None}),
+        ("t5", {"decoder_num_layers": 2}),
+    ],
+)
+def test_what_has_the_same_shapes_is_seen_by_its_arguments(case, found):
+    with pytest.raises(CheckpointError, match=next(iter(found))):
+        check_arguments(found, meaning(case), "here")
+
+
+def test_scaled_positions_have_megatrons_names():
+    def stored(**rope):
+        config = AutoConfig.for_model("llama", rope_parameters=rope)
+        return config, family_of(config).arguments(config)
+
+    config, arguments = stored(**LLAMA3)
+    assert (arguments["use_rope_scaling"], arguments["rope_scaling_factor"]) == (True, 8.0)
+    assert unstored_positions(config) is None and notes_of(config) == []
+    _, plain = stored(rope_type="default", rope_theta=5e5)
+    for one, other in ((arguments, plain), ({**arguments, "rope_scaling_factor": 4.0}, arguments)):
+        with pytest.raises(CheckpointError, match=r"rope_scaling"):
+            check_arguments(one, other, "here")
+    with pytest.raises(CheckpointError, match="use_rope_scaling is False, and True by the config"):
+        check_arguments({"use_rope_scaling": False}, arguments, "here")
+    config, _ = stored(**LLAMA3 | {"original_max_position_embeddings": 16})
+    assert "original_max_position_embeddings" in str(notes_of(config))
+    config, _ = stored(rope_type="dynamic", rope_theta=1e4, factor=2.0)
+    assert "'dynamic'" in str(notes_of(config))
+    _, linear = stored(rope_type="linear", rope_theta=1e4, factor=4.0)
+    assert linear["rotary_seq_len_interpolation_factor"] == 4.0
+    _, yarn = stored(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
+    assert (yarn["position_embedding_type"], yarn["yarn_rotary_scaling_factor"]) == ("yarn", 4.0)
+
+
+def fields_of_megatron_core() -> dict[str, ast.expr | None]:
+    """The fields of its TransformerConfig and what their defaults read."""
+    files = importlib.metadata.files("megatron-core") or []
+    path = next(file.locate() for file in files if str(file).endswith("core/transformer/transformer_config.py"))
+    classes = [node for node in ast.parse(path.read_text("utf-8")).body if isinstance(node, ast.ClassDef)]
+    (body,) = [node.body for node in classes if node.name == "TransformerConfig"]
+    return {line.target.id: line.value for line in body if isinstance(line, ast.AnnAssign)}
+
+
+def test_the_table_has_all_that_megatron_core_knows():
+    """A field of its config is compared, or listed here with the reason why it need not be."""
+    fields = fields_of_megatron_core().keys()
+    compared = NEUTRAL.keys() | OTHER_NAMES.keys() | set().union(*(meaning(case) for case in FAMILIES))
+    unknown = {name for name in fields - compared if not ELSEWHERE.match(name)}
+    assert len(fields) > 100 and not unknown
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_defaults_of_megatron_core_are_refused_nowhere(case):
+    """What a run did not set stands in its arguments at the default."""
+    fields = fields_of_megatron_core()
+    defaults = {name: value.value for name, value in fields.items() if isinstance(value, ast.Constant)}
+    assert len(defaults) > 80 and NEUTRAL.keys() & defaults.keys()
+    config = config_of(case)
+    check_arguments(defaults | family_of(config).arguments(config), meaning(case), "here")

@@ -1,0 +1,218 @@
+"""Rules between the names of a model and those of Megatron: complete, reversible, and as others write them."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_megatron import CheckpointError
+from hf_megatron.conversion.architecture import Architecture
+from hf_megatron.conversion.families import family_of, known_families
+from hf_megatron.conversion.families.multimodal import packed_qkv
+from hf_megatron.conversion.megatron.names import spellings
+from hf_megatron.conversion.megatron.rules import (
+    Chain,
+    Divided,
+    GroupedQKV,
+    Interleaved,
+    InterleavedRows,
+    Joined,
+    PaddedVocabulary,
+    Reshaped,
+)
+from hf_megatron.conversion.megatron.splits import RankSplit, tensor_parallel_split
+from tests.helpers.tiny_models import FAMILIES, MULTIMODAL, config_of, tiny_model
+
+TABLE = json.loads((Path(__file__).parents[3] / "data" / "megatron_bridge_names.json").read_text())["families"]
+
+
+def rules_of(case: str, padded: int = 256) -> list:
+    config = config_of(case)
+    return list(family_of(config).rules(config, padded, names=Architecture(tiny_model(case)).names))
+
+
+def test_every_family_has_a_twin():
+    assert {model_type for model_type, _ in {**FAMILIES, **MULTIMODAL}.values()} == set(known_families())
+
+
+@pytest.mark.parametrize("case", {**FAMILIES, **MULTIMODAL})
+def test_every_tensor_has_one_rule(case):
+    rules, architecture = rules_of(case), Architecture(tiny_model(case))
+    names = [name for rule in rules for name in rule.transformers]
+    assert sorted(names) == sorted(architecture.names)
+    megatron = [name for rule in rules for name in rule.megatron]
+    assert len(set(megatron)) == len(megatron)
+    for name in megatron:
+        # The legacy layout has to know how it is split.
+        tensor_parallel_split(name)
+        assert not set(spellings(name)) & set(megatron)
+
+
+@pytest.mark.parametrize("case", {**FAMILIES, **MULTIMODAL})
+def test_rules_are_reversible_and_keep_their_shapes_on_meta(case):
+    state = tiny_model(case).state_dict()
+    for rule in rules_of(case):
+        tensors = [state[name] for name in rule.transformers]
+        there = rule.operation.to_megatron(tensors)
+        meta = rule.operation.to_megatron([tensor.to("meta") for tensor in tensors])
+        assert [tensor.shape for tensor in there] == [tensor.shape for tensor in meta]
+        back = rule.operation.to_transformers(there)
+        assert all(torch.equal(one, other) for one, other in zip(tensors, back, strict=True)), rule
+
+
+@pytest.mark.parametrize("case", {**FAMILIES, **MULTIMODAL})
+def test_a_swapped_pair_would_be_seen(case):
+    """No two tensors of a twin that have the same shape are equal: the comparisons of conversions can fail."""
+    tensors = list(tiny_model(case).state_dict().items())
+    seen: dict[tuple, list] = {}
+    for name, tensor in tensors:
+        for other_name, other in seen.get(tuple(tensor.shape), []):
+            tied = tensor.data_ptr() == other.data_ptr()
+            assert tied or not torch.equal(tensor, other), (name, other_name)
+        seen.setdefault(tuple(tensor.shape), []).append((name, tensor))
+
+
+def sizes_of(config) -> dict[str, int]:
+    """What the letters of the table stand for."""
+    text, vision = config.get_text_config(), getattr(config, "vision_config", None)
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    sizes = {
+        "V": text.vocab_size,
+        "h": text.hidden_size,
+        "f": text.intermediate_size,
+        "2f": 2 * text.intermediate_size,
+        "d": head,
+        "nd": text.num_attention_heads * head,
+        "gd": text.num_key_value_heads * head,
+        "(n+2g)d": (text.num_attention_heads + 2 * text.num_key_value_heads) * head,
+    }
+    if config.model_type == "qwen3_vl_moe":
+        width = text.moe_intermediate_size
+        sizes |= {"E": text.num_experts, "e": width, "2e": 2 * width}
+    if config.model_type == "nemotron_h":
+        heads, states = config.mamba_num_heads, config.n_groups * config.ssm_state_size
+        width = heads * config.mamba_head_dim
+        sizes |= {"H": heads, "i": width, "i+2S": width + 2 * states, "2i+2S+H": 2 * width + 2 * states + heads}
+        sizes |= {"E": config.n_routed_experts, "e": config.moe_intermediate_size, "l": config.moe_latent_size}
+        sizes |= {"a": config.moe_shared_expert_intermediate_size}
+    if vision is not None:
+        width = vision.hidden_size
+        sizes |= {"w": width, "3w": 3 * width, "v": vision.intermediate_size, "s": vision.patch_size}
+    if config.model_type.startswith("qwen3_vl"):
+        merged = width * vision.spatial_merge_size**2
+        sizes |= {"m": merged, "o": vision.out_hidden_size, "p": vision.num_position_embeddings}
+    elif config.model_type == "llava":
+        sizes["p"] = (vision.image_size // vision.patch_size) ** 2 + 1
+    return sizes
+
+
+def numberless(name: str) -> str:
+    """The name of a tensor, with stars for the numbers of layers; of experts the name that one has on a rank."""
+    name = re.sub(r"(layers|blocks|deepstack_merger_list)\.\d+", r"\1.*", name)
+    return re.sub(r"\.experts\.experts\.(linear_fc\d)\.weight", r".experts.\1.weight*", name)
+
+
+def expected_tensors(case: str, state: dict) -> dict[str, tuple]:
+    """The table's tensors, with those that it names by `**`."""
+    config = config_of(case)
+    sizes, expected = sizes_of(config), {}
+    for name, entry in TABLE[config.model_type]["tensors"].items():
+        sources = entry["transformers"]
+        if name == "language_model.output_layer.weight" and config.tie_word_embeddings:
+            continue
+        if name.endswith("**"):
+            (source,) = sources
+            start = source.removesuffix("**")
+            for own, tensor in state.items():
+                if own.startswith(start):
+                    target = numberless(name.removesuffix("**") + own.removeprefix(start))
+                    expected[target] = ([numberless(own)], list(tensor.shape))
+            continue
+        expected[name] = (sources, [sizes.get(size, size) for size in entry["shape"]])
+    return expected
+
+
+@pytest.mark.parametrize("case", ["gemma2", "gemma3", "olmo2", "nemotron_h_latent", *MULTIMODAL])
+def test_names_and_shapes_are_those_of_megatron_bridge(case):
+    state = tiny_model(case).state_dict()
+    found: dict[str, tuple] = {}
+    for rule in rules_of(case, padded=config_of(case).get_text_config().vocab_size):
+        made = rule.operation.to_megatron([state[name] for name in rule.transformers])
+        for name, tensor in zip(rule.megatron, made, strict=True):
+            key, names = numberless(name), [numberless(other) for other in rule.transformers]
+            shape = list(tensor.shape[1:] if key.endswith("*") else tensor.shape)
+            assert found.setdefault(key, (names, shape)) == (names, shape)
+    assert found == expected_tensors(case, state)
+
+
+def test_the_table_has_every_letter_and_no_wildcard_that_matches_nothing():
+    """A table that says less would compare less."""
+    for case in MULTIMODAL:
+        state, config = tiny_model(case).state_dict(), config_of(case)
+        for name, entry in TABLE[config.model_type]["tensors"].items():
+            if name.endswith("**"):
+                assert any(own.startswith(entry["transformers"][0].removesuffix("**")) for own in state), name
+        own = {name for names, _ in expected_tensors(case, state).values() for name in names}
+        tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+        assert own == {numberless(name) for name in state} - tied
+
+
+def test_towers_order_queries_keys_and_values_by_heads():
+    """By hand: two heads of a width of one, all queries before all keys before all values in transformers."""
+    rows = torch.arange(6.0)
+    assert packed_qkv(2, 2).to_megatron([rows])[0].tolist() == [0, 2, 4, 1, 3, 5]
+    assert packed_qkv(4, 2).to_megatron([torch.arange(12.0)])[0].tolist() == [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]
+    (token,) = Reshaped(3).to_megatron([rows])
+    assert token.shape == (1, 1, 6)
+    assert torch.equal(Reshaped(3).to_transformers([token])[0], rows)
+    with pytest.raises(CheckpointError, match=r"one row, found the shape \(1, 2, 3\)"):
+        Reshaped(3).to_transformers([rows.reshape(1, 2, 3)])
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    {
+        "language_model.decoder.layers.0.mlp.linear_fc1.weight": RankSplit(0, halves=True),
+        "vision_model.decoder.layers.0.mlp.linear_fc1.weight": RankSplit(0),
+        "vision_model.decoder.layers.0.self_attention.linear_proj.weight": RankSplit(1),
+        "vision_model.decoder.deepstack_merger_list.1.linear_fc2.weight": RankSplit(1),
+        "vision_model.class_token": None,
+        "visual.blocks.0.mlp.gate_proj.weight": None,
+        "multi_modal_projector.proj.weight": RankSplit(0),
+        "vision_projection.encoder.linear_fc1.bias": RankSplit(0),
+    }.items(),
+)
+def test_towers_of_megatron_are_split_and_those_of_transformers_are_not(name, split):
+    assert tensor_parallel_split(name) == split
+
+
+def test_a_parallel_residual_changes_no_name():
+    """megatron-core loads the names of the sequential GPT-NeoX; the other has the same tensors."""
+    assert rules_of("gpt_neox_parallel") == rules_of("gpt_neox")
+
+
+def test_queries_are_grouped_with_their_key_and_value():
+    query, key, value = torch.arange(8.0), 10 + torch.arange(4.0), 20 + torch.arange(4.0)
+    (packed,) = GroupedQKV(heads=4, groups=2, head_dim=2).to_megatron([query, key, value])
+    assert packed.tolist() == [0, 1, 2, 3, 10, 11, 20, 21, 4, 5, 6, 7, 12, 13, 22, 23]
+    with pytest.raises(CheckpointError, match=r"\(8, 8, 4\).*\(8, 4, 4\)"):
+        GroupedQKV(heads=4, groups=2, head_dim=2).to_megatron([query, query, value])
+    with pytest.raises(CheckpointError, match="16 rows together, expected 24"):
+        GroupedQKV(heads=4, groups=4, head_dim=2).to_transformers([packed])
+
+
+def test_alternating_rows():
+    rows = torch.arange(6.0)
+    assert Interleaved(dim=0).to_megatron([rows])[0].tolist() == [0, 2, 4, 1, 3, 5]
+    turned = InterleavedRows(heads=2, start=1, size=4).to_megatron([torch.arange(12.0)])[0]
+    assert turned.tolist() == [0, 1, 3, 2, 4, 5, 6, 7, 9, 8, 10, 11]
+
+
+def test_operations_one_after_another():
+    chain = Chain((Divided((2, 2)), Joined((2, 2)), PaddedVocabulary(4, 8)))
+    rows = torch.arange(4.0)
+    (padded,) = chain.to_megatron([rows])
+    assert padded.tolist() == [0, 1, 2, 3, 0, 0, 0, 0]
+    assert chain.to_transformers([padded])[0].tolist() == rows.tolist()

@@ -1,0 +1,274 @@
+"""Zip files of torch.save inside of other files: written as torch does, read in part, and refused when hostile."""
+
+import io
+import os
+import pickle
+import struct
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_megatron.conversion.torch_files import blob as blob_module
+from hf_megatron.conversion.torch_files.archive_writer import write_object, write_tensor
+from hf_megatron.conversion.torch_files.blob import Blob
+from hf_megatron.conversion.torch_files.torch_save import LARGEST_PICKLE, StoredTensor
+from hf_megatron.conversion.torch_files.weight_file import read_saved
+from hf_megatron.core.io.checksums import NewFile
+from hf_megatron.core.io.random_access_file import DataFile
+from tests.helpers.torch_stores import refused, some
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
+DTYPES += [torch.int8, torch.uint8, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blobs_are_those_of_torch_save(tmp_path, dtype):
+    tensors = [some(shape, dtype) for shape in ((), (0,), (5,), (3, 4), (2, 3, 4, 5), (0, 7))]
+    tensors += [some((4, 6), dtype).t(), some((8, 4), dtype)[2:5, 1:3]]
+    file = NewFile(tmp_path / "blobs")
+    file.write(b"before")
+    places = [write_tensor(file, tensor) for tensor in tensors] + [write_object(file, [None])]
+    file.close()
+    data = (tmp_path / "blobs").read_bytes()
+    with DataFile(tmp_path / "blobs") as opened:
+        assert Blob(opened, *places.pop()).value == [None]
+        for tensor, (offset, length) in zip(tensors, places, strict=True):
+            own = data[offset : offset + length]
+            loaded = torch.load(io.BytesIO(own), weights_only=True)
+            assert loaded.dtype == dtype
+            assert torch.equal(loaded, tensor)
+            # The data has no checksum.
+            assert zipfile.ZipFile(io.BytesIO(own)).testzip() in ("archive/data/0", None)
+            blob = Blob(opened, offset, length)
+            assert torch.equal(blob.read(blob.tensor()), tensor)
+
+
+def test_boxes_of_any_view(tmp_path):
+    unsharded = some((6, 8, 10))
+    views = [
+        unsharded,
+        unsharded.transpose(0, 2),
+        unsharded[1:5, ::2, 3:],
+        unsharded.permute(1, 2, 0),
+        unsharded[:1].expand(6, 8, 10),
+    ]
+    for view in views:
+        with open(tmp_path / "view", "wb") as file:
+            torch.save(view, file)
+        starts = [1 if length > 3 else 0 for length in view.shape]
+        lengths = [length - 2 if length > 3 else length for length in view.shape]
+        box = tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
+        with DataFile(tmp_path / "view") as file:
+            blob = Blob(file)
+            out = torch.empty(lengths)
+            blob.read_into(blob.tensor(), starts, out)
+            assert torch.equal(out, view[box])
+            # Into a part of something larger.
+            frame = torch.zeros([length + 1 for length in lengths])
+            target = frame[tuple(slice(1, None) for _ in lengths)]
+            blob.read_into(blob.tensor(), starts, target)
+            assert torch.equal(target, view[box])
+
+
+def test_what_megatron_saves_beside_tensors(tmp_path):
+    from argparse import Namespace
+
+    torch.save({"args": Namespace(a=1, dtype=torch.bfloat16), "t": torch.arange(3), "n": [1.5]}, tmp_path / "common.pt")
+    found = read_saved(tmp_path / "common.pt")
+    assert found["args"].state == {"a": 1, "dtype": torch.bfloat16}
+    assert isinstance(found["t"], StoredTensor)
+
+
+def test_float8_is_read(tmp_path):
+    tensor = some((4, 4)).to(torch.float8_e4m3fn)
+    torch.save(tensor, tmp_path / "t")
+    with DataFile(tmp_path / "t") as file:
+        blob = Blob(file)
+        assert torch.equal(blob.read(blob.tensor()).view(torch.uint8), tensor.view(torch.uint8))
+
+
+def rezip(source: Path, target: Path, compression: int = zipfile.ZIP_STORED, **replaced: bytes) -> None:
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", compression) as new:
+        for info in old.infolist():
+            content = replaced.get(Path(info.filename).name.replace(".", "_"), old.read(info))
+            new.writestr(info.filename, content)
+
+
+def read_blob(path: Path) -> torch.Tensor:
+    with DataFile(path) as file:
+        blob = Blob(file)
+        return blob.read(blob.tensor())
+
+
+def test_hostile_blobs(tmp_path):
+    good, bad, canary = tmp_path / "good", tmp_path / "bad", tmp_path / "canary"
+    torch.save(some((4, 4)), good)
+
+    class Bomb:
+        def __reduce__(self):
+            return os.system, (f"touch {canary}",)
+
+    rezip(good, bad, data_pkl=pickle.dumps(Bomb(), 2))
+    refused(lambda: read_blob(bad), str(bad), "system")
+    rezip(good, bad, zipfile.ZIP_DEFLATED)
+    refused(lambda: read_blob(bad), str(bad), "compressed")
+    rezip(good, bad, byteorder=b"big")
+    refused(lambda: read_blob(bad), "byte order")
+    with zipfile.ZipFile(good) as archive:
+        pickled = archive.read("good/data.pkl") if "good/data.pkl" in archive.namelist() else None
+        pickled = pickled or archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+    sixteen, four = b"K\x10", b"K\x04K\x04\x86"
+    assert pickled.count(sixteen) == 1
+    # A storage, a shape and strides that claim more than there is.
+    rezip(good, bad, data_pkl=pickled.replace(sixteen, b"J\xff\xff\xff\x7f"))
+    refused(lambda: read_blob(bad), str(bad), "64 bytes")
+    for shape in (
+        b"K\x04K\x05\x86",
+        b"J\xff\xff\xff\x7fJ\xff\xff\xff\x7f\x86",
+        b"J\xff\xff\xff\xffK\x04\x86",
+        b"NK\x04\x86",
+    ):
+        rezip(good, bad, data_pkl=pickled.replace(four, shape, 1))
+        refused(lambda: read_blob(bad), str(bad), "damaged")
+    rezip(good, bad, data_pkl=pickled.replace(b"K\x04K\x01\x86", b"K\x00K\x00\x86"))
+    assert read_blob(bad).shape == (4, 4)
+    # A shape of which every entry is the same one is not worth the memory it claims.
+    huge = pickled.replace(four, b"J\x00\x00\x00\x40J\x00\x00\x00\x40\x86", 1).replace(
+        b"K\x04K\x01\x86", b"K\x00K\x00\x86"
+    )
+    rezip(good, bad, data_pkl=huge)
+    refused(lambda: read_blob(bad), "repeat")
+    data = good.read_bytes()
+    for end in range(0, len(data), 7):
+        bad.write_bytes(data[:end])
+        refused(lambda: read_blob(bad), str(bad))
+    # The directory leads elsewhere: a wrong size, a wrong place.
+    start = data.index(b"PK\1\2")
+    for field in (24, 42):
+        for value in (1, 1000, 0x7FFFFFFF):
+            changed = bytearray(data)
+            entry = next(
+                place
+                for place in range(start, len(data))
+                if data[place : place + 4] == b"PK\1\2" and b"/data/0" in data[place : place + 64]
+            )
+            struct.pack_into("<I", changed, entry + field, value)
+            bad.write_bytes(changed)
+            refused(lambda: read_blob(bad), str(bad))
+    bad.unlink()
+    os.mkfifo(bad)
+    refused(lambda: read_blob(bad), "not a regular file")
+    assert not canary.exists()
+
+
+def entries(path: Path) -> dict[str, int]:
+    """Where the directory says what of each record."""
+    with zipfile.ZipFile(path) as archive:
+        position, places = archive.start_dir, {}
+        for info in archive.infolist():
+            places[info.filename.partition("/")[2]] = position
+            position += 46 + len(info.orig_filename) + len(info.extra) + len(info.comment)
+        return places
+
+
+def patched(source: Path, target: Path, changes: dict[int, bytes]) -> None:
+    content = bytearray(source.read_bytes())
+    for place, value in changes.items():
+        content[place : place + len(value)] = value
+    target.write_bytes(content)
+
+
+def test_records_that_together_are_larger_than_their_file(tmp_path):
+    """Every record holds all of those behind it: a file of a megabyte that says it has a gigabyte."""
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    torch.save({"a": torch.zeros(64), "b": torch.zeros(64)}, good)
+    places = entries(good)
+    content = good.read_bytes()
+    first, second = (struct.unpack_from("<I", content, places[name] + 42)[0] for name in ("data/0", "data/1"))
+    long = struct.pack("<II", second - first + 64, second - first + 64)
+    patched(good, bad, {places["data/0"] + 20: long})
+    refused(lambda: read_saved(bad), str(bad), "lies inside of another one")
+    patched(good, bad, {places["data/0"] + 42: struct.pack("<I", second)})
+    refused(lambda: read_saved(bad), str(bad), "lies inside of another one")
+
+
+def test_tensors_that_say_they_are_larger_than_memory(tmp_path):
+    """Memory was taken for what the pickle says, before the record was looked at."""
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    torch.save(some((4, 4)), good)
+    with zipfile.ZipFile(good) as archive:
+        pickled = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+    for length in (1 << 24, 1 << 50, 1 << 4000):
+        number, rows = (
+            b"\x8b" + struct.pack("<I", 502) + value.to_bytes(502, "little") for value in (length * 4, length)
+        )
+        claimed = pickled.replace(b"K\x10", number).replace(b"K\x04K\x04\x86", rows + b"K\x04\x86", 1)
+        rezip(good, bad, data_pkl=claimed)
+        refused(lambda: read_blob(bad), str(bad), "64 bytes where a storage has")
+
+
+def test_compressed_records_are_not_unpacked(tmp_path):
+    bad = tmp_path / "bad"
+    with zipfile.ZipFile(bad, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in (("data.pkl", bytes(LARGEST_PICKLE + 1)), ("version", b"3\n")):
+            archive.writestr(f"archive/{name}", content)
+    assert bad.stat().st_size < 1 << 20
+    refused(lambda: read_saved(bad), str(bad), "compressed")
+
+
+def test_directories_of_more_records_than_any_model_has(tmp_path, monkeypatch):
+    good = tmp_path / "good"
+    torch.save([torch.zeros(1) for _ in range(30)], good)
+    assert len(read_saved(good)) == 30
+    monkeypatch.setattr(blob_module, "MOST_TENSORS", 20)
+    refused(lambda: read_saved(good), str(good), "a directory of")
+
+
+def test_records_with_another_checksum(tmp_path):
+    """A flipped bit in a pickle can lead to another tensor, a name or a shape that fits as well."""
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    torch.save({"first": torch.zeros(3), "second": torch.ones(3)}, good)
+    place = good.read_bytes().index(b"first")
+    patched(good, bad, {place: b"f1rst"})
+    refused(lambda: read_saved(bad), str(bad), "data.pkl has another checksum")
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"first": torch.zeros(3)}, good)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    patched(good, bad, {good.read_bytes().index(b"first"): b"f1rst"})
+    assert list(read_saved(bad)) == ["f1rst"]
+
+
+def test_one_of_several_parts(tmp_path):
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    torch.save(some((4, 4)), good)
+    for place in (4, 6):
+        patched(good, bad, {good.stat().st_size - 22 + place: b"\1"})
+        refused(lambda: read_saved(bad), str(bad), "is one of several parts")
+    # The last entry's name, longer than its directory.
+    patched(good, bad, {max(entries(good).values()) + 28: b"\xff"})
+    refused(lambda: read_saved(bad), str(bad), "does not end where its entries do")
+    # What the directory says of a single record: where it lies, its flags and its disk.
+    place = entries(good)["version"]
+    patched(good, bad, {place + 45: b"\x40"})
+    refused(lambda: read_saved(bad), str(bad), "version lies outside of the others")
+    patched(good, bad, {place + 46: b"A"})
+    refused(lambda: read_saved(bad), str(bad), "lies outside of the others")
+    for place, value in ((8, b"\1"), (9, b"\x20"), (34, b"\1")):
+        patched(good, bad, {entries(good)["data/0"] + place: value})
+        refused(lambda: read_saved(bad), str(bad), "data/0 is encrypted or lies in another file")
+
+
+def test_several_that_lie_one_behind_the_other(tmp_path):
+    """A place whose length covers the next one too: torch reads the first of them, `zipfile` the last."""
+    made = []
+    for value in (1.0, 2.0):
+        buffer = io.BytesIO()
+        torch.save(torch.full((4,), value), buffer)
+        made.append(buffer.getvalue())
+    bad = tmp_path / "both"
+    bad.write_bytes(b"".join(made))
+    refused(lambda: read_saved(bad), str(bad), "it is several")

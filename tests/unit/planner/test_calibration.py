@@ -1,0 +1,47 @@
+"""The time model with the library's constants on published runs: errors as recorded, orders as measured."""
+
+import importlib
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+RECORDED = json.loads((BENCHMARKS / "results" / "planner_calibration.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def calibration(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("calibrate_planner")
+
+
+def test_the_library_has_the_fitted_constants(calibration):
+    assert calibration.committed() == pytest.approx(RECORDED["constants"])
+
+
+def test_errors_are_as_recorded(calibration):
+    _, models, rows = calibration.read_rows()
+    errors = calibration.exact_errors(rows, models, calibration.committed())
+    assert [row.name for row in rows] == [entry["name"] for entry in RECORDED["rows"]]
+    assert errors == pytest.approx([entry["error"] for entry in RECORDED["rows"]], abs=2e-4)
+    sizes = [abs(error) for row, error in zip(rows, errors, strict=True) if not row.held_out]
+    assert statistics.median(sizes) < 0.04 and sum(size <= 0.15 for size in sizes) >= 20
+    orders = calibration.right_orders(rows, errors)
+    assert orders["A"] and orders["E"] and orders == RECORDED["orders_right"]
+
+
+def test_the_page_shows_the_rows(calibration):
+    page = (BENCHMARKS.parent / "docs" / "planner.md").read_text(encoding="utf-8")
+    assert calibration.table(RECORDED["rows"]) in page
+
+
+def test_sums_stand_for_the_simulated_step(calibration):
+    """What the fit uses in place of the simulator is the same at the point where it was made."""
+    _, models, rows = calibration.read_rows()
+    constants = calibration.committed()
+    for row in (row for row in rows if row.layout.pp > 1 and row.layout.vp < 4):
+        line = calibration.line_of(row, models[row.model], constants)
+        error = calibration.exact_errors([row], models, constants)[0]
+        assert line.error(constants) == pytest.approx(calibration.math.log(1 + error), abs=1e-6)
