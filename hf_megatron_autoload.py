@@ -1,4 +1,4 @@
-"""Lays out the models of TRL's own commands (`trl sft --config recipe.yaml`), whose scripts import nothing of ours.
+"""Parallelizes the models of TRL's commands (`trl sft --config recipe.yaml`), whose scripts do not import hf_megatron.
 
 torch calls this at the end of its import, by the entry point `torch.backends`, in every process that has both
 installed: so it imports the package only where Accelerate has started one of TRL's scripts with a Megatron-LM layout.
@@ -10,8 +10,8 @@ import sys
 from pathlib import PurePath
 
 
-def lay_out_trl_commands() -> None:
-    """Has the models of this process laid out as the launcher says, if it runs a script of TRL's."""
+def parallelize_trl_scripts() -> None:
+    """Applies the launched layout to the models of this process if it runs one of TRL's scripts."""
     is_trl = PurePath(sys.argv[0] if sys.argv else "").parent.parts[-2:] == ("trl", "scripts")
     if is_trl and os.environ.get("ACCELERATE_USE_MEGATRON_LM", "false").lower() in ("true", "1"):
         from hf_megatron.integrations.accelerate.launched_script import follow_launcher

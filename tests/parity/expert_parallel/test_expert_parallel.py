@@ -15,7 +15,7 @@ from hf_megatron.core.placement import GradientRule
 from hf_megatron.errors import RankError
 from hf_megatron.expert_parallel import all_to_all, experts, token_dispatcher
 from hf_megatron.expert_parallel import axis as expert_axis
-from hf_megatron.integrations.transformers import expert_shards
+from hf_megatron.integrations.transformers import shard_operation
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.testing.check import parse_layouts
@@ -534,7 +534,7 @@ def choices_as_if_experts_followed_each_other():
 
 
 def files_as_if_experts_followed_each_other():
-    expert_shards.place_in_run = lambda sharding, source, index: index
+    shard_operation.place_in_run = lambda sharding, source, index: index
 
 
 FAULTS_OF_IDENTITY_EXPERTS = {

@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING
 from hf_megatron import local_named_parameters
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.placement import GradientRule, Placement
-from hf_megatron.integrations.peft import dora, dropout, experts, factors, layout, lora, prompts, saving
+from hf_megatron.integrations.peft import dora, experts, factors, layout, lora, prompts, saving
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.models.modalities import sample_index
 from hf_megatron.models.verified import read_results
@@ -382,7 +382,7 @@ def masks(layout_text, sabotage=None):
 
 
 def draws_of_each_rank():
-    dropout.draw_in_turn = lora.draw_in_turn = lambda *args, **kwargs: None
+    lora.draw_in_turn = lambda *args, **kwargs: None
 
 
 @pytest.mark.parametrize("text", ["tp2", "tp2+sp"])
