@@ -80,7 +80,7 @@ def runs(tiny):
 
 @pytest.mark.parametrize("text", LAYOUTS)
 @pytest.mark.parametrize(
-    ("habit", "match"),
+    ("loop_pattern", "match"),
     [
         ("called_before_the_first_forward", "model.layers.0 was called before the model's first forward"),
         ("embedding_called", "model.embed_tokens "),

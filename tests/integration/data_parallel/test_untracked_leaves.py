@@ -276,13 +276,13 @@ def runs(tiny):
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
-@pytest.mark.parametrize("habit", REFUSED)
+@pytest.mark.parametrize("loop_pattern", REFUSED)
 def test_refused(runs, loop_pattern, text):
     runs[loop_pattern].refused(text, loop_pattern.__name__, REFUSED[loop_pattern])
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
-@pytest.mark.parametrize("habit", EQUAL)
+@pytest.mark.parametrize("loop_pattern", EQUAL)
 def test_equal(runs, loop_pattern, text):
     runs[loop_pattern].compare(text, loop_pattern.__name__)
 
@@ -301,7 +301,7 @@ def split_runs(tiny):
     )
 
 
-@pytest.mark.parametrize("habit", OF_SPLIT_LAYERS)
+@pytest.mark.parametrize("loop_pattern", OF_SPLIT_LAYERS)
 def test_refused_where_layers_are_split(split_runs, loop_pattern):
     split_runs.refused("tp2", loop_pattern.__name__, OF_SPLIT_LAYERS[loop_pattern])
 
@@ -318,7 +318,7 @@ OF_STAGES = {
 
 
 @pytest.mark.parametrize(
-    ("text", "habit"),
+    ("text", "loop_pattern"),
     [(text, loop_pattern) for text, loop_patterns in OF_STAGES.items() for loop_pattern in loop_patterns],
 )
 def test_refused_over_stages(tiny, text, loop_pattern):

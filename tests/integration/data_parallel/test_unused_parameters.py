@@ -76,7 +76,7 @@ def runs(tiny):
     return Runs(tiny, LOOP_PATTERNS)
 
 
-@pytest.mark.parametrize("habit", LOOP_PATTERNS)
+@pytest.mark.parametrize("loop_pattern", LOOP_PATTERNS)
 @pytest.mark.parametrize("text", ["dp2+zero0", "dp2", "dp2+zero2", "dp2+zero3", "tp2+dp2", "tp2+dp2+zero3"])
 def test_equal_to_one_process(runs, text, loop_pattern):
     runs.compare(text, loop_pattern)

@@ -74,7 +74,7 @@ def runs(request, tmp_path_factory):
 
 @pytest.mark.filterwarnings("ignore:Full logits are gathered")
 @pytest.mark.parametrize(
-    ("text", "habit"),
+    ("text", "loop_pattern"),
     [
         *(
             (text, loop_pattern)

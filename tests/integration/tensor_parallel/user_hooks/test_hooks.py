@@ -252,7 +252,7 @@ def runs(path):
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
-@pytest.mark.parametrize("habit", EQUAL)
+@pytest.mark.parametrize("loop_pattern", EQUAL)
 def test_equal(runs, loop_pattern, text):
     runs.compare(text, loop_pattern)
 
@@ -304,7 +304,7 @@ def expert_runs(experts):
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
-@pytest.mark.parametrize("habit", ["experts_outputs", "experts_statistics"])
+@pytest.mark.parametrize("loop_pattern", ["experts_outputs", "experts_statistics"])
 def test_equal_with_experts(expert_runs, loop_pattern, text):
     expert_runs.compare(text, loop_pattern)
 
@@ -318,7 +318,7 @@ def runs_elsewhere(path):
 
 
 @pytest.mark.parametrize("text", ["tp2+pp2", "tp2+sp+pp2", "tp2+dp2"])
-@pytest.mark.parametrize("habit", ELSEWHERE)
+@pytest.mark.parametrize("loop_pattern", ELSEWHERE)
 def test_equal_on_other_layouts(runs_elsewhere, loop_pattern, text):
     runs_elsewhere.compare(text, loop_pattern.__name__)
 
