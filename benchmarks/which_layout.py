@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from hf_megatron.planner.devices import device
 from hf_megatron.planner.estimate import Estimate
 from hf_megatron.planner.job import Job
-from hf_megatron.planner.search import NOISE, SearchResult, search
+from hf_megatron.planner.search import NOISE, SearchResult, search_layouts
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "which_layout.md"
@@ -53,7 +53,7 @@ def known_models() -> dict[str, PreTrainedConfig]:
 
 def answer(config: PreTrainedConfig, devices: int) -> SearchResult:
     """Searches the layouts of a model."""
-    return search(config, Job(devices, device(DEVICE), LENGTH, SIZES[devices]))
+    return search_layouts(config, Job(devices, device(DEVICE), LENGTH, SIZES[devices]))
 
 
 def row_of(found: SearchResult) -> str:

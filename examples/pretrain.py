@@ -23,9 +23,7 @@ from transformers import (
 )
 
 from hf_megatron import MegatronConfig
-from hf_megatron.datasets.build import build_pair
-from hf_megatron.datasets.megatron_arguments import datasets_from_megatron_args
-from hf_megatron.datasets.schedules import MegatronScheduler, schedule_from_megatron_args
+from hf_megatron.datasets import MegatronScheduler, build_pair, datasets_from_megatron_args, schedule_from_megatron_args
 
 
 @dataclass

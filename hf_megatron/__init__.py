@@ -18,10 +18,12 @@ from .config import MegatronConfig
 from .errors import (
     CheckpointError,
     ConfigError,
+    DataError,
     MegatronError,
     NonFiniteGradientError,
     PlanError,
     RankError,
+    ReplicaError,
     UnsupportedError,
     UnverifiedLayoutError,
 )
@@ -32,29 +34,45 @@ from .models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from .compat.shard_safe import shard_safe
+    from .core.memory.recompute import apply_recompute
     from .core.off_stage import local_named_parameters
     from .data_parallel.distributed_optimizer import prepare_optimizer
     from .expert_parallel.expert_load import ExpertLoad, expert_load
     from .expert_parallel.router_replay import Routing, record_routing, replay_routing
-    from .integrations.hub.pull import pull
+    from .integrations.hub.pull import pull_checkpoint
     from .integrations.hub.push import push_checkpoint
     from .integrations.trainer.callbacks.expert_load import ExpertLoadCallback
     from .integrations.trainer.termination import TerminationSignal
     from .models.registry import register_model
+    from .parallel_state import get_parallel_state
     from .parallelize import ParallelPlan, parallel_plan
     from .tensor_parallel.token_divergence import token_kl_divergences
     from .tensor_parallel.token_log_probs import TokenStatistics, token_log_probs, token_statistics
 
-# Names whose modules import torch: loaded when first asked for.
+# Modules whose names are public; everything else may change without notice.
+PUBLIC_MODULES = (
+    "hf_megatron",
+    "hf_megatron.callbacks",
+    "hf_megatron.conversion",
+    "hf_megatron.datasets",
+    "hf_megatron.diagnostics",
+    "hf_megatron.model_cards",
+    "hf_megatron.planner",
+    "hf_megatron.schedules",
+    "hf_megatron.testing",
+)
+# Names whose modules import torch: loaded when first read.
 _LAZY = {
+    "apply_recompute": "core.memory.recompute",
     "ExpertLoad": "expert_parallel.expert_load",
     "ExpertLoadCallback": "integrations.trainer.callbacks.expert_load",
     "ParallelPlan": "parallelize",
     "Routing": "expert_parallel.router_replay",
     "expert_load": "expert_parallel.expert_load",
+    "get_parallel_state": "parallel_state",
     "local_named_parameters": "core.off_stage",
     "parallel_plan": "parallelize",
-    "pull": "integrations.hub.pull",
+    "pull_checkpoint": "integrations.hub.pull",
     "push_checkpoint": "integrations.hub.push",
     "record_routing": "expert_parallel.router_replay",
     "replay_routing": "expert_parallel.router_replay",
@@ -95,11 +113,16 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
+
+
 enable()
 
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DataError",
     "ExpertLoad",
     "ExpertLoadCallback",
     "MegatronConfig",
@@ -107,22 +130,26 @@ __all__ = [
     "MegatronPlugin",
     "ModelSpec",
     "NonFiniteGradientError",
+    "PUBLIC_MODULES",
     "ParallelPlan",
     "PlanError",
     "RankError",
+    "ReplicaError",
     "Routing",
     "TerminationSignal",
     "UnsupportedError",
     "UnverifiedLayoutError",
     "__version__",
+    "apply_recompute",
     "config_from_environment",
     "disable",
     "enable",
     "expert_load",
+    "get_parallel_state",
     "local_named_parameters",
     "parallel_plan",
     "prepare_optimizer",
-    "pull",
+    "pull_checkpoint",
     "push_checkpoint",
     "record_routing",
     "register_model",

@@ -271,4 +271,7 @@ def parallel_state(model: Any) -> ParallelState | None:
     return vars(model).get(_STATE)
 
 
-__all__ = ["ParallelState", "attach_state", "parallel_state"]
+# Public name: `hf_megatron.parallel_state` is this module.
+get_parallel_state = parallel_state
+
+__all__ = ["ParallelState", "attach_state", "get_parallel_state", "parallel_state"]

@@ -50,7 +50,7 @@ def pull(
     """
     from ..config import MegatronConfig
     from ..errors import MegatronError
-    from ..integrations.hub.pull import pull as pull_checkpoint
+    from ..integrations.hub.pull import pull_checkpoint
 
     with failing(MegatronError, OSError):
         if config is not None:

@@ -90,7 +90,7 @@ def plan(
         from ..planner.devices import device
         from ..planner.job import Job
         from ..planner.plan_output import plan_as_dict, plan_as_text, write_plan
-        from ..planner.search import search
+        from ..planner.search import search_layouts
         from ..planner.time_model import PUBLISHED, STOCK
         from ..planner.training import Training
 
@@ -105,7 +105,7 @@ def plan(
         job = Job(
             gpus, device(gpu), seq, global_batch, precision, efficiency, training, document or None, target_seq or None
         )
-        found = search(resolve_config(model), job, bounds)
+        found = search_layouts(resolve_config(model), job, bounds)
         if as_json:
             typer.echo(json.dumps(plan_as_dict(found, tokens or None), indent=1))
         else:

@@ -42,7 +42,7 @@ PARAMETER_ALIASES: Mapping[str, str] = {
     "packed_rowwise": "packed_dim_-1",
     "replicate": "replicated",
 }
-_MODULE_STYLES = {style: style for style in SHARED_STYLES} | MODULE_ALIASES
+_MODULE_STYLES = {**{style: style for style in SHARED_STYLES}, **MODULE_ALIASES}
 
 
 def derive_spec(model: Any) -> ModelSpec:

@@ -48,7 +48,7 @@ class SearchResult:
     uncompared: tuple[tuple[str, ...], ...] = ()
 
 
-def search(config: PreTrainedConfig, job: Job, bounds: Bounds | None = None) -> SearchResult:
+def search_layouts(config: PreTrainedConfig, job: Job, bounds: Bounds | None = None) -> SearchResult:
     """Searches the layouts of a model.
 
     Args:

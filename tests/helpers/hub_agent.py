@@ -24,7 +24,7 @@ from hf_megatron.conversion import convert
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.io.checksums import hash_tensor
 from hf_megatron.data_parallel.distributed_optimizer import prepare_optimizer
-from hf_megatron.integrations.hub.pull import pull
+from hf_megatron.integrations.hub.pull import pull_checkpoint
 from hf_megatron.integrations.hub.push import push_checkpoint, push_folder
 from tests.integration.integrations.trainer.test_trainer import rows
 
@@ -130,7 +130,7 @@ def plain_hashes(repo, revision="main"):
 
 
 def pull_for(repo, target, layout=None, **kwargs):
-    pulled = pull(repo, target, config=None if layout is None else MegatronConfig(**layout), **kwargs)
+    pulled = pull_checkpoint(repo, target, config=None if layout is None else MegatronConfig(**layout), **kwargs)
     return {"files": pulled.files, "absent": pulled.off_stage, "bytes": pulled.bytes, "total": pulled.total_bytes} | {
         "fetched": pulled.fetched_bytes
     }

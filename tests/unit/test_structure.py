@@ -32,7 +32,6 @@ FACES = {
     "convert": "the command calls the function",
     "convert_adapter": "the command calls the function",
     "plan": "the command prints the function's",
-    "pull": "the command calls the function",
 }
 
 

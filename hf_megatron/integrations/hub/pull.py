@@ -29,7 +29,7 @@ from .required_files import Stage, files_for, merged_files_for, stage_of
 _OF_RANKS = ("random-", "data-")
 
 
-def pull(
+def pull_checkpoint(
     repo_id: str,
     target: str | Path,
     *,

@@ -38,7 +38,7 @@ from hf_megatron.planner.local_parameters import parameters_of_units
 from hf_megatron.planner.plan_output import launch_as_yaml, layout_as_yaml, plan_as_dict, plan_as_text, write_plan
 from hf_megatron.planner.plan_plot import draw_plan
 from hf_megatron.planner.rank_predictions import predict_ranks
-from hf_megatron.planner.search import search
+from hf_megatron.planner.search import search_layouts
 from hf_megatron.planner.time_model import seconds
 from hf_megatron.planner.training import Training
 from hf_megatron.planner.truncated_model import shorten
@@ -286,9 +286,9 @@ def test_lora_without_peft_says_so(monkeypatch):
 def test_codes_are_not_planned_with_stage_three():
     bounds = Bounds(recomputes=(None,), fixed={"tp_size": 1, "cp_size": 1, "pp_size": 1})
     job = Job(8, device("h100"), LENGTH, 64)
-    coded = search(LLAMA, replace(job, training=Training(8, quantized="nf4")), bounds)
+    coded = search_layouts(LLAMA, replace(job, training=Training(8, quantized="nf4")), bounds)
     assert any(reason.startswith("zero 3: rows of nf4 codes") for reason in coded.reasons)
-    assert coded.considered < search(LLAMA, replace(job, training=Training(8)), bounds).considered
+    assert coded.considered < search_layouts(LLAMA, replace(job, training=Training(8)), bounds).considered
 
 
 @pytest.mark.parametrize(("pattern", "message"), [("nowhere", "no parameter of LlamaForCausalLM"), (".", "nothing of")])
@@ -343,7 +343,7 @@ def test_a_short_model_has_every_kind_of_layer(model_type, changes, length):
 
 def test_a_search_fits_and_is_written(tmp_path):
     job = Job(8, TINY, LENGTH, 64)
-    found = search(LLAMA, job)
+    found = search_layouts(LLAMA, job)
     assert 1 <= len(found.best) <= 3 and found.considered > found.fits >= len(found.best)
     assert all(one.peak <= job.memory for one in found.best)
     times = [one.seconds for one in found.best]
@@ -370,15 +370,15 @@ def test_a_search_fits_and_is_written(tmp_path):
 
 
 def test_fixed_sizes_and_what_does_not_fit():
-    found = search(LLAMA, Job(8, TINY, LENGTH, 64), Bounds(fixed={"tp_size": 4, "cp_size": 1}))
+    found = search_layouts(LLAMA, Job(8, TINY, LENGTH, 64), Bounds(fixed={"tp_size": 4, "cp_size": 1}))
     assert {one.layout.tp_size for one in found.best} == {4}
-    none = search(LLAMA, Job(2, replace(TINY, memory_gib=0.05), LENGTH, 64))
+    none = search_layouts(LLAMA, Job(2, replace(TINY, memory_gib=0.05), LENGTH, 64))
     assert not none.best and none.nearest is not None
     assert "nothing fits" in plan_as_text(none, "llama") and "does not fit" in plan_as_text(none, "llama")
     with pytest.raises(ConfigError, match="is not written: no layout fits"):
         write_plan(none, "nowhere.yaml")
     with pytest.raises(ConfigError, match="No layout of 6 devices is left: dp 6: does not divide 7 rows"):
-        search(LLAMA, Job(6, TINY, LENGTH, 7), Bounds(fixed={"tp_size": 1, "pp_size": 1, "cp_size": 1}))
+        search_layouts(LLAMA, Job(6, TINY, LENGTH, 7), Bounds(fixed={"tp_size": 1, "pp_size": 1, "cp_size": 1}))
 
 
 def test_more_work_takes_longer():
@@ -430,12 +430,12 @@ def test_sizes_that_no_layout_has_say_so():
         ({"ep_size": 2}, "ep_size = 2: model type 'llama' has no experts"),
     ):
         with pytest.raises(ConfigError, match=message):
-            search(LLAMA, Job(8, device("h100"), LENGTH, 16), Bounds(fixed=sizes, recomputes=(None,)))
+            search_layouts(LLAMA, Job(8, device("h100"), LENGTH, 16), Bounds(fixed=sizes, recomputes=(None,)))
 
 
 def test_sizes_that_are_no_powers_of_two_are_tried():
     odd = LlamaConfig(**LLAMA.to_dict() | {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 3})
-    found = search(odd, Job(6, device("h100"), LENGTH, 12), Bounds(fixed={"tp_size": 3}, recomputes=(None,)))
+    found = search_layouts(odd, Job(6, device("h100"), LENGTH, 12), Bounds(fixed={"tp_size": 3}, recomputes=(None,)))
     assert {one.layout.tp_size for one in found.best} == {3}
 
 
@@ -453,7 +453,7 @@ def test_what_is_sent_to_experts_takes_room(sizes, recompute):
 
 @pytest.mark.parametrize("config", [MASKED, ENCODER_DECODER, IMAGES], ids=lambda config: config.model_type)
 def test_other_kinds_are_searched(config):
-    found = search(config, Job(4, device("h100"), LENGTH, 16), Bounds(recomputes=(None,)))
+    found = search_layouts(config, Job(4, device("h100"), LENGTH, 16), Bounds(recomputes=(None,)))
     assert found.best and found.uncompared[0] == ()
     assert any("from an encoder to its decoder" in reason for reason in found.reasons) == config.is_encoder_decoder
     if config.is_encoder_decoder:
@@ -464,17 +464,17 @@ def test_other_kinds_are_searched(config):
 def test_what_loading_refuses_is_left_out_and_what_it_asks_to_check_is_said():
     layouts = {"tp_size": 2, "pp_size": 1}
     without_sp = XLMConfig(vocab_size=1000, emb_dim=256, n_layers=4, n_heads=8, max_position_embeddings=LENGTH)
-    found = search(without_sp, Job(4, device("h100"), LENGTH, 16), Bounds(fixed=layouts, recomputes=(None,)))
+    found = search_layouts(without_sp, Job(4, device("h100"), LENGTH, 16), Bounds(fixed=layouts, recomputes=(None,)))
     assert not found.best[0].layout.sequence_parallel
     assert any(reason.startswith("sequences shared by ranks of tp") for reason in found.reasons)
     several = {"tp_size": 1, "cp_size": 1}
     uncut = XLMConfig(**without_sp.to_dict() | {"pre_norm": True})
-    unsharded = search(uncut, Job(4, device("h100"), LENGTH, 16), Bounds(fixed=several, recomputes=(None,)))
+    unsharded = search_layouts(uncut, Job(4, device("h100"), LENGTH, 16), Bounds(fixed=several, recomputes=(None,)))
     assert {one.layout.pp_size for one in unsharded.best} == {1} and any(
         r.startswith("pp: ") for r in unsharded.reasons
     )
     scaled = GPT2Config(**TIED.to_dict() | {"scale_attn_by_inverse_layer_idx": True})
-    changed = search(scaled, Job(4, device("h100"), LENGTH, 16), Bounds(fixed=layouts, recomputes=(None,)))
+    changed = search_layouts(scaled, Job(4, device("h100"), LENGTH, 16), Bounds(fixed=layouts, recomputes=(None,)))
     assert "scale_attn_by_inverse_layer_idx" in changed.uncompared[0][0]
     assert "1 was not compared with one process" in plan_as_text(changed, "gpt2")
 
@@ -491,4 +491,6 @@ def test_what_loading_refuses_is_left_out_and_what_it_asks_to_check_is_said():
 )
 def test_what_no_plan_is_of_says_so(config, job, message):
     with pytest.raises(ConfigError, match=message):
-        search(config, Job(**{"devices": 4, "device": device("h100"), "sequence_length": 512, "global_batch": 8} | job))
+        search_layouts(
+            config, Job(**{"devices": 4, "device": device("h100"), "sequence_length": 512, "global_batch": 8} | job)
+        )
