@@ -1,6 +1,6 @@
 """A made run of any size, as RunCallback records one: for the page's size and speed, and for looking at it.
 
-python benchmarks/made_run.py /tmp/run --ranks 64 --steps 10000 && hf-megatron debug page /tmp/run --no-plan
+python benchmarks/made_run.py /tmp/run --ranks 64 --steps 10000 && hf-megatron debug report /tmp/run --no-plan
 """
 
 import argparse

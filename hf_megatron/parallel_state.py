@@ -161,7 +161,7 @@ class ParallelState(Shared):
     patches: ModelPatches = field(default_factory=ModelPatches)
     shared_apart: tuple[str, ...] = ()
     is_quantized: bool = False
-    modalities: frozenset[str] = frozenset({"videos", "sounds"})
+    modalities: frozenset[str] = frozenset({"videos", "audio"})
     numbers_tokens: bool = False
     packing_info: Any = None
     part: MicrobatchSpan | None = None

@@ -28,7 +28,7 @@ for command in (
     env.env,
     conversion.convert,
     conversion.convert_adapter,
-    conversion.verify,
+    conversion.compare,
     conversion.merge,
     hub.push,
     hub.pull,
@@ -37,7 +37,7 @@ for command in (
 app.command("dry-run")(plan.dry_run_kinds)
 app.add_typer(debug.app, name="debug")
 app.add_typer(data.app, name="data")
-app.command("measure")(env.measure_this_machine)
+app.command("measure-device")(env.measure_this_machine)
 
 
 def main() -> None:

@@ -54,7 +54,7 @@ def check(
     task: Annotated[
         str,
         typer.Option(
-            help="Of the batches: causal, image, video, sound, speech, masked, seq2seq, classification, "
+            help="Of the batches: causal, image, video, audio, speech, masked, seq2seq, classification, "
             "token_classification or question_answering."
         ),
     ] = "causal",

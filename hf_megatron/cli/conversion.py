@@ -50,7 +50,7 @@ def convert(
         bool,
         typer.Option("--without-mtp", help="Leave out layers that predict further tokens, and say how many."),
     ] = False,
-    plan: Annotated[bool, typer.Option("--plan", help="Print every mapping and size; read and write nothing.")] = False,
+    plan: Annotated[bool, typer.Option("--dry-run", help="Print every mapping and size; read and write nothing.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Compare source and target tensor by tensor.")] = False,
     logits: Annotated[bool, typer.Option("--logits", help="With --verify: compare logits too.")] = False,
     no_checksums: Annotated[
@@ -98,7 +98,7 @@ def convert(
     typer.echo(report.target)
 
 
-def verify(
+def compare(
     first: Annotated[str, typer.Argument(help="A checkpoint's folder, of any format, or a model of the Hub.")],
     second: Annotated[str, typer.Argument(help="Another one.")],
     config: Annotated[str, typer.Option(help="Where the config.json is, if neither has one.")] = "",

@@ -79,8 +79,8 @@ def join(
         typer.echo(f"{target}: {len(IndexedDataset(target)):,} sequences of {len(sources)} pairs")
 
 
-@app.command("order")
-def show_order(
+@app.command("samples")
+def show_samples(
     prefix: _Prefix,
     seq: Annotated[int, typer.Option(min=1, help="Tokens of a sample.")],
     seed: Annotated[int, typer.Option(min=0, help="Of Megatron's --seed.")] = 1234,

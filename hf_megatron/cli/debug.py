@@ -80,13 +80,13 @@ def read_hang(
         raise typer.Exit(1)
 
 
-@app.command("page")
-def make_page(
+@app.command("report")
+def make_report(
     directory: Annotated[Path, typer.Argument(help="Folder of a run that RunCallback recorded.")],
     output: Annotated[Path | None, typer.Option(help="HTML file; by default page.html in the folder.")] = None,
     plan: Annotated[bool, typer.Option(help="Plan the recorded step's memory, to be shown beside it.")] = True,
 ) -> None:
-    """Write the page of a run: layout, losses, speed, where a step's time and memory go, slow ranks."""
+    """Write the report of a run: layout, losses, speed, where a step's time and memory go, slow ranks."""
     from ..core.fork_harness import first_reason
     from ..diagnostics.run_record import read_run
     from ..diagnostics.run_report import write_page

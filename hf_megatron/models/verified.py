@@ -66,10 +66,10 @@ def write_results(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]
 
 
 def _with_modalities(row: Mapping[str, Any], old: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    if old is None or not (old["passed"] and row["passed"] and "media" in row):
+    if old is None or not (old["passed"] and row["passed"] and "modalities" in row):
         return row
     is_same = old["versions"] == row["versions"] and set(old["parts"]) == set(row["parts"])
-    return {**row, "media": sorted({*row["media"], *(old.get("media", ()) if is_same else ())})}
+    return {**row, "modalities": sorted({*row["modalities"], *(old.get("modalities", ()) if is_same else ())})}
 
 
 def _listed(items: Iterable[Any]) -> str:
@@ -180,12 +180,12 @@ def failed(class_name: str, model_type: str, config: MegatronConfig, kind: str, 
 
 
 def compared_modalities(class_name: str, model_type: str, kind: str) -> frozenset[str]:
-    """Returns what a class was compared with on a kind of layout beside text: `"images"`, `"videos"`, `"sounds"`."""
+    """Returns what a class was compared with on a kind of layout beside text: `"images"`, `"videos"`, `"audio"`."""
     return frozenset(
         medium
         for row in records()
         if (row["model_type"], row["class"], row["layout"]) == (model_type, class_name, kind) and row["passed"]
-        for medium in row.get("media", ())
+        for medium in row.get("modalities", ())
     )
 
 

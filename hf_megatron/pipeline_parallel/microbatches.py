@@ -58,7 +58,7 @@ def split(
     microbatches: int,
     config: Any = None,
     *,
-    modalities: AbstractSet[str] = frozenset({"videos", "sounds"}),
+    modalities: AbstractSet[str] = frozenset({"videos", "audio"}),
 ) -> list[dict[str, Any]]:
     """Cuts a batch into microbatches whose rows differ by one at most; images, videos and sounds go with their rows.
 
@@ -71,7 +71,7 @@ def split(
     rows = batch_rows(arguments)
     for name, value in arguments.items():
         is_of_row = name in SOUNDS and has_clip_per_row(config)
-        is_of_kinds = {"videos": is_of_videos(name), "sounds": is_audio(name) and audio_token(config) is not None}
+        is_of_kinds = {"videos": is_of_videos(name), "audio": is_audio(name) and audio_token(config) is not None}
         is_known = config is not None and any(is_of_kinds[medium] for medium in is_of_kinds.keys() & modalities)
         if isinstance(value, Tensor) and any(part in name for part in NOT_OF_ROWS) and not (is_known or is_of_row):
             raise UnsupportedError(

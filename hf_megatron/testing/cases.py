@@ -34,7 +34,7 @@ _CLASS_TASKS = {
 _OTHER_CLASSES = {
     "masked": MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "seq2seq": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    "sound": MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    "audio": MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     "speech": MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 }
 
@@ -114,7 +114,7 @@ def default_task(config: PreTrainedConfig) -> str:
     audio_clips: str | None = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
     if audio_clips == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type) and config.model_type in audio_types():
         # Those with a head for text alone are compared on that by default.
-        return "causal" if audio_clips is None or audio_clips.endswith("ForCausalLM") else "sound"
+        return "causal" if audio_clips is None or audio_clips.endswith("ForCausalLM") else "audio"
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         for task, names in _OTHER_CLASSES.items():
             if config.model_type in names:
@@ -155,7 +155,7 @@ def case_of(config: PreTrainedConfig, task: str, class_name: str | None) -> tupl
     if class_name is not None:
         config = _part_of_class(config, class_name) or config
         return config, task_of_class(class_name, config), class_name
-    if task == "sound":
+    if task == "audio":
         return config, task, _audio_class(config.model_type)
     if task in ("causal", "image") and (of_text := _class_of_text(config)):
         return config, "causal", of_text
@@ -180,7 +180,7 @@ def cases_of(models: list[str], task: str = "causal", *, given_class: bool = Fal
             every = [(name, "causal") for name in causal_types()]
             every += [(name, "image") for name in image_types() if task == "image" or not _has_one_class(name)]
             every += [(name, "video") for name in image_types() if task == "video" and takes_videos(name)]
-            every += [(name, "sound") for name in audio_types()]
+            every += [(name, "audio") for name in audio_types()]
             every += [(name, "masked") for name in MODEL_FOR_MASKED_LM_MAPPING_NAMES if name in CONFIG_MAPPING]
             audio_clips = {*audio_types()}
             every += [

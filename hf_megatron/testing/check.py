@@ -186,7 +186,7 @@ def _check_changed(
     echo: Callable[[str], Any],
 ) -> list[dict[str, Any]]:
     """Returns the rows of one model with changes in its config."""
-    if task == "sound":
+    if task == "audio":
         changes = {**WITH_SOUNDS.get(model, {}), **changes}
     config = resolve_config(model, changes)
     config, task, class_name = case_of(config, task, class_name)
@@ -295,7 +295,7 @@ def _modalities(tiny_model: TinyModel | None) -> dict[str, Any]:
     """Says what a twin's batches have beside text."""
     if tiny_model is None:
         return {}
-    return {"media": list(tiny_model.modalities)} if tiny_model.modalities else {}
+    return {"modalities": list(tiny_model.modalities)} if tiny_model.modalities else {}
 
 
 def _grad_status(comparison: Judgement, tiny_model: TinyModel) -> dict[str, Any]:

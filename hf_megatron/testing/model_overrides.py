@@ -373,7 +373,7 @@ NO_GRADIENT_WITHOUT: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "nemotron_h_omni": {r"\.video_patch_projection\.": "reads videos: compared on images alone"},
         "video_llava": {r"\.video_tower\.": "reads videos: compared on images alone"},
     },
-    "sounds": {
+    "audio": {
         name: {r"\.?audio_tower\.": "reads sounds: compared on images alone"}
         for name in ("dots3_note", "inkling_mm_model", "muse_spark", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
     },
@@ -392,7 +392,7 @@ def without_gradient(config: PreTrainedConfig, modalities: Collection[str] = ())
     """Maps expressions of the trainable parameters that get no gradient, of a type and its parts, to the reasons.
 
     Args:
-        media (`Collection[str]`): what the batches have beside text: `"images"`, `"videos"`, `"sounds"`.
+        media (`Collection[str]`): what the batches have beside text: `"images"`, `"videos"`, `"audio"`.
     """
     parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
     known = {name: why for part in (config, *parts) for name, why in NO_GRADIENT.get(part.model_type, {}).items()}

@@ -84,7 +84,7 @@ def make_multimodal_batch(
             problems.append("its loss does not depend on them")
         except (*_UNFIT, StopIteration) as error:
             problems.append(str(error))
-    kind = "videos" if videos else "sounds"
+    kind = "videos" if videos else "audio"
     raise ValueError(f"{type(model).__name__} takes no {kind} in a known form: {'; '.join(problems)[:300]}")
 
 

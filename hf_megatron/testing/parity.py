@@ -79,8 +79,8 @@ class TinyModel:
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """Lists what some of the batches have beside text: `"images"`, `"videos"`, `"sounds"`."""
-        of_kinds = {"images": is_of_images, "videos": is_of_videos, "sounds": is_audio}
+        """Lists what some of the batches have beside text: `"images"`, `"videos"`, `"audio"`."""
+        of_kinds = {"images": is_of_images, "videos": is_of_videos, "audio": is_audio}
         names = {name for batch in self.batches for name in batch}
         return tuple(kind for kind, belongs in of_kinds.items() if any(map(belongs, names)))
 
@@ -191,8 +191,8 @@ def _draw(
     draw_parameters(model, seed)
     directory = Path(tempfile.mkdtemp(prefix="hf_megatron_twin_"))
     model.save_pretrained(directory)
-    if task in ("image", "video", "sound") or (task == "masked" and image_token(model.config) is not None):
-        given = {"batch_size": sizes["batch_size"], "videos": task == "video", "sounds": task == "sound"}
+    if task in ("image", "video", "audio") or (task == "masked" and image_token(model.config) is not None):
+        given = {"batch_size": sizes["batch_size"], "videos": task == "video", "audio_clips": task == "audio"}
         batches = [make_multimodal_batch(model, **given, seed=seed + index) for index in range(microbatches)]
         if task == "video" and PIXELS not in batches[0]:
             # A model that takes either images or videos: every other batch is of images.

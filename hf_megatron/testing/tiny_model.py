@@ -22,7 +22,7 @@ TASKS = {
     # Beside images, or alone where a model takes either.
     "video": "AutoModelForImageTextToText",
     # Likewise.
-    "sound": "AutoModelForMultimodalLM",
+    "audio": "AutoModelForMultimodalLM",
     # Of encoder-decoders, a clip for each row.
     "speech": "AutoModelForSpeechSeq2Seq",
     # Of base models, whose loss is taken of their outputs.

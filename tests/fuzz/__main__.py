@@ -50,7 +50,7 @@ def fuzz(
             shrinks=shrink,
             echo=typer.echo,
         )
-    if any(row["verdict"] not in ACCEPTED for row in rows):
+    if any(row["judgment"] not in ACCEPTED for row in rows):
         raise typer.Exit(MISMATCH)
 
 

@@ -82,12 +82,12 @@ def run_campaign(
             row = {"seed": seed, "number": by_place[id(case)], "case": case} | result
             row.pop("traceback", None)
             rows.append(row)
-            if row["verdict"] not in ACCEPTED:
+            if row["judgment"] not in ACCEPTED:
                 _report(row, scripts, timeout, shrinks, echo)
             if log is not None:
                 with log.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
-    counts = Counter(row["verdict"] for row in rows)
+    counts = Counter(row["judgment"] for row in rows)
     echo(f"{len(rows)} cases: " + ", ".join(f"{count} {judgment}" for judgment, count in counts.most_common()))
     return rows
 
@@ -102,10 +102,10 @@ def one_line(case: dict[str, Any]) -> str:
 def _report(
     row: dict[str, Any], scripts: Path | None, timeout: float, shrinks: bool, echo: Callable[[str], Any]
 ) -> None:
-    echo(f"case {row['number']}: {row['verdict']}: {row['worst']}\n    {one_line(row['case'])}")
+    echo(f"case {row['number']}: {row['judgment']}: {row['worst']}\n    {one_line(row['case'])}")
     if not shrinks:
         return
-    row["shrunk"] = shrink(row["case"], row["verdict"], timeout)
+    row["shrunk"] = shrink(row["case"], row["judgment"], timeout)
     [(_, result)] = run_cases([row["shrunk"]], timeout)
     text = reproduction(row["shrunk"], result, result.get("norm", 1.0))
     echo(f"    shrunk: {one_line(row['shrunk'])}")

@@ -52,7 +52,7 @@ def run_cases(
     for group in groups.values():
         for first in range(0, len(group), _TOGETHER):
             for case, result in _run_group(group[first : first + _TOGETHER], timeout):
-                if result["verdict"] in ("crash", "hang") and len(group) > 1:
+                if result["judgment"] in ("crash", "hang") and len(group) > 1:
                     # What came before in the same fork must not be the reason, nor a busy machine.
                     [(_, again)] = _run_group([case], 2 * timeout)
                     result = again | {"seconds": round(result["seconds"] + again["seconds"], 2)}  # noqa: PLW2901
@@ -143,9 +143,9 @@ class _Run:
             one = None
         folders = {name: self.place / name for name in ("start", "ranks", "one")}
         result = judge_case(self.case, ranks, one, folders) | {"norm": self.full_case()["norm"]}
-        small = result["verdict"] == "differs" and (result["error"] or _ROUND_OFF_AT_MOST) < _ROUND_OFF_AT_MOST
+        small = result["judgment"] == "differs" and (result["error"] or _ROUND_OFF_AT_MOST) < _ROUND_OFF_AT_MOST
         if small and one is not None and self._is_unstable(one, result["error"], timeout):
-            result["verdict"] = "unstable"
+            result["judgment"] = "unstable"
         return result
 
     def _is_unstable(self, one: Mapping[str, Any], error: float, timeout: float) -> bool:

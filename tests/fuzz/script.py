@@ -88,7 +88,7 @@ def reproduction(case: Mapping[str, Any], result: Mapping[str, Any], norm: float
     ranks_first = case["way"] == "from_config"
     first, second = (ranks, one) if ranks_first else (one, ranks)
     worst = " ".join(str(result["worst"]).split()).replace("\\", "/").replace('"""', "'")
-    text = _BEGIN.format(judgment=result["verdict"], worst=worst, first=first, second=second)
+    text = _BEGIN.format(judgment=result["judgment"], worst=worst, first=first, second=second)
     text += _joined(pattern, generators, loop)
     functions: dict[str, str] = {}
     constructors = [_constructor(given, functions) for given in habits_of(case["habits"])]

@@ -60,7 +60,7 @@ def shrink(case: dict[str, Any], judgment: str, timeout: float = 20.0, rounds: i
     """
 
     def failing(candidates: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [found for found, result in run_cases(candidates, timeout) if result["verdict"] == judgment]
+        return [found for found, result in run_cases(candidates, timeout) if result["judgment"] == judgment]
 
     assert judgment not in ACCEPTED
     for _ in range(rounds):

@@ -49,20 +49,20 @@ def judge_case(
         return failure
     apart = _apart(ranks)
     if apart:
-        return {"verdict": "ranks disagree", "worst": apart}
+        return {"judgment": "ranks disagree", "worst": apart}
     if one is None:
-        return {"verdict": "equal", "worst": "the ranks agree"}
+        return {"judgment": "equal", "worst": "the ranks agree"}
     if "error" in one:
         trips = any(
             loop_pattern.trips and one["steps"] >= loop_pattern.acts for loop_pattern in habits_of(case["habits"])
         )
         return {
-            "verdict": "goes on" if trips else "accepted",
+            "judgment": "goes on" if trips else "accepted",
             "worst": f"one process raises {one['error'][:200]}, the ranks train on",
         }
     judgement = compare_runs(case, ranks, one, folders)
     judgment = "equal" if judgement.passed else "differs"
-    return {"verdict": judgment, "worst": str(judgement.worst), "error": _finite(judgement.worst.value)}
+    return {"judgment": judgment, "worst": str(judgement.worst), "error": _finite(judgement.worst.value)}
 
 
 def _finite(value: float) -> float | None:
@@ -82,15 +82,15 @@ def _failure(
     found = (speaks or failed)[0]
     worst = found["error"][:300]
     if any("Hang" in rank["kinds"] for rank in ranks):
-        return {"verdict": "hang", "worst": worst, "traceback": found["traceback"]}
+        return {"judgment": "hang", "worst": worst, "traceback": found["traceback"]}
     if speaks and len(failed) == len(ranks):
         if found["steps"] <= acts or (one is not None and "error" in one and found["steps"] == one["steps"]):
             identical = not any("MegatronError" in rank["kinds"] for rank in speaks)
-            return {"verdict": "raises alike" if identical else "refused", "worst": worst}
-        return {"verdict": "refused late", "worst": f"after {found['steps']} steps: {worst}"}
+            return {"judgment": "raises alike" if identical else "refused", "worst": worst}
+        return {"judgment": "refused late", "worst": f"after {found['steps']} steps: {worst}"}
     if speaks:
-        return {"verdict": "ranks disagree", "worst": f"{len(failed)} of {len(ranks)} raise: {worst}"}
-    return {"verdict": "crash", "worst": worst, "traceback": found["traceback"]}
+        return {"judgment": "ranks disagree", "worst": f"{len(failed)} of {len(ranks)} raise: {worst}"}
+    return {"judgment": "crash", "worst": worst, "traceback": found["traceback"]}
 
 
 def _apart(ranks: Sequence[Mapping[str, Any]]) -> str:

@@ -65,7 +65,7 @@ def flip(model_type: str, field: str, *, compares: bool = True) -> dict[str, Any
     """What becomes of a twin with another value in one field; without `compares` the gate's verdict alone."""
     tiny = tiny_config(CONFIG_MAPPING[model_type]())
     before = getattr(tiny, field)
-    result: dict[str, Any] = {"from": before, "verdict": "cannot be built", "said": "no other value is known"}
+    result: dict[str, Any] = {"from": before, "judgment": "cannot be built", "said": "no other value is known"}
     for value in flipped(before):
         config = copy.deepcopy(tiny)
         try:
@@ -87,30 +87,30 @@ def _judge(
     try:
         features = description.features(plan(model, TP2, Axes.of(TP2, 0)).claims)
     except MegatronError as error:
-        return {"verdict": "cannot be split", "said": f"{type(error).__name__}: {error}"[:200]}
+        return {"judgment": "cannot be split", "said": f"{type(error).__name__}: {error}"[:200]}
     new = differences(type(model).__name__, model_type, "tp", features)
     if new is None or new:
-        return {"verdict": "new", "said": "; ".join(new or ["nothing is recorded"])[:200]}
+        return {"judgment": "new", "said": "; ".join(new or ["nothing is recorded"])[:200]}
     if not compares:
-        return {"verdict": "let through", "said": ""}
+        return {"judgment": "let through", "said": ""}
     # A draw may lie at a kink of the model, where round-off decides; a defect shows in every draw.
     results = (_compare(tiny, field, value, seed) for seed in _SEEDS)
     result = next(results)
-    return result if result["verdict"] != "DIFFERS" else next((r for r in results if r["verdict"] == "equal"), result)
+    return result if result["judgment"] != "DIFFERS" else next((r for r in results if r["judgment"] == "equal"), result)
 
 
 def _compare(tiny: PreTrainedConfig, field: str, value: Any, seed: int) -> dict[str, Any]:
     try:
         tiny_model = make_tiny_model(tiny, changes={field: value}, microbatches=2, seed=seed)
     except Exception as error:  # noqa: BLE001 whatever a class raises
-        return {"verdict": "cannot be built", "said": f"{type(error).__name__}: {error}"[:200]}
+        return {"judgment": "cannot be built", "said": f"{type(error).__name__}: {error}"[:200]}
     try:
         comparison = check_tiny_model(tiny_model, TP2)
     except MegatronError as error:
-        return {"verdict": "DIFFERS", "said": str(error)[-300:]}
+        return {"judgment": "DIFFERS", "said": str(error)[-300:]}
     finally:
         tiny_model.delete()
-    return {"verdict": "equal" if comparison.passed else "DIFFERS", "said": str(comparison.worst)}
+    return {"judgment": "equal" if comparison.passed else "DIFFERS", "said": str(comparison.worst)}
 
 
 def main(names: list[str]) -> None:
@@ -118,7 +118,7 @@ def main(names: list[str]) -> None:
         results = {}
         for field in fields(model_type):
             results[field] = result = flip(model_type, field)
-            print(f"{model_type:12} {field:32} {result['verdict']:16} {result['said']}"[:200], flush=True)
+            print(f"{model_type:12} {field:32} {result['judgment']:16} {result['said']}"[:200], flush=True)
         recorded = json.loads(FILE.read_text("utf-8")) if FILE.exists() else {}
         text = json.dumps(recorded | {model_type: results}, indent=1, sort_keys=True, default=str)
         FILE.write_text(text + "\n", "utf-8")

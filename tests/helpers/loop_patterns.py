@@ -41,10 +41,10 @@ def record(layouts: tuple[str, ...] = LAYOUTS) -> None:
     for layout in layouts:
         known = recorded()
         for name, result in run(layout).items():
-            reason = re.sub(r"\s+", " ", result["worst"])[:160] if result["verdict"] == "refused" else ""
-            known.setdefault(name, {})[layout] = [result["verdict"], reason]
-            if result["verdict"] not in ALLOWED:
-                print(f"{layout:10} {name:26} {result['verdict']:15} {result['worst'][:150]}", flush=True)
+            reason = re.sub(r"\s+", " ", result["worst"])[:160] if result["judgment"] == "refused" else ""
+            known.setdefault(name, {})[layout] = [result["judgment"], reason]
+            if result["judgment"] not in ALLOWED:
+                print(f"{layout:10} {name:26} {result['judgment']:15} {result['worst'][:150]}", flush=True)
         kept = {
             name: {place: known[name][place] for place in LAYOUTS if place in known.get(name, {})}
             for name in LOOP_PATTERNS

@@ -208,7 +208,7 @@ def run(seed: int, cases: int, log: Path, minutes: float) -> collections.Counter
     torch.set_num_threads(1)
     rows = [json.loads(line) for line in log.read_text("utf-8").splitlines()] if log.exists() else []
     done = {row["number"] for row in rows if row["seed"] == seed}
-    counts = collections.Counter(row["verdict"] for row in rows if row["seed"] == seed)
+    counts = collections.Counter(row["judgment"] for row in rows if row["seed"] == seed)
     end = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory() as directory, log.open("a", encoding="utf-8") as file:
         sources = make_checkpoints(Path(directory) / "made")
@@ -219,7 +219,7 @@ def run(seed: int, cases: int, log: Path, minutes: float) -> collections.Counter
                 continue
             case, judgment, reason = run_case(seed, number, sources, folder)
             counts[judgment] += 1
-            row = {"seed": seed, "number": number, "what": case.what, "verdict": judgment, "reason": reason}
+            row = {"seed": seed, "number": number, "what": case.what, "judgment": judgment, "reason": reason}
             file.write(json.dumps(row) + "\n")
             file.flush()
             if judgment in FINDINGS:

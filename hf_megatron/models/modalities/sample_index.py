@@ -18,18 +18,18 @@ def reads_modalities(model: Any) -> bool:
 
 
 def passed_modalities(arguments: Mapping[str, Any], config: Any) -> tuple[str, ...]:
-    """Lists what of `"images"`, `"videos"` and `"sounds"` stands in places of the text of a call."""
+    """Lists what of `"images"`, `"videos"` and `"audio"` stands in places of the text of a call."""
     has = {
         "images": pixels_of(arguments) is not None and has_places(arguments, config),
         "videos": arguments.get(VIDEO_PIXELS) is not None,
-        "sounds": audio_of(arguments) is not None and audio_token(config) is not None,
+        "audio": audio_of(arguments) is not None and audio_token(config) is not None,
     }
     return tuple(name for name, is_given in has.items() if is_given)
 
 
 def modality_names(arguments: Mapping[str, Any], config: Any) -> set[str]:
     """Lists the arguments of a call that have entries for what `passed_modalities` names."""
-    belongs = {"images": is_of_images, "videos": is_of_videos, "sounds": is_audio}
+    belongs = {"images": is_of_images, "videos": is_of_videos, "audio": is_audio}
     return {name for kind in passed_modalities(arguments, config) for name in arguments if belongs[kind](name)}
 
 
@@ -44,7 +44,7 @@ def multimodal_samples(arguments: Mapping[str, Any], rows: slice, config: Any) -
     Raises:
         ConfigError: an image, video or clip of which placeholders stand in two rows, or of another number of them.
     """
-    cut = {"images": rows_with_images, "videos": rows_with_videos, "sounds": samples_with_audio}
+    cut = {"images": rows_with_images, "videos": rows_with_videos, "audio": samples_with_audio}
     found: dict[str, Any] = {}
     for kind in passed_modalities(arguments, config):
         try:

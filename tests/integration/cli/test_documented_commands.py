@@ -49,7 +49,7 @@ ELSEWHERE = {
     r"hf-megatron debug trace .*": "tests/integration/diagnostics/test_step_trace.py",
     r"hf-megatron debug memory .*": "tests/integration/diagnostics/test_step_memory.py",
     r"hf-megatron debug hang .*": "tests/faults/core/communication/test_hangs.py",
-    r"hf-megatron debug page .*": "tests/integration/diagnostics/test_run_report.py",
+    r"hf-megatron debug report .*": "tests/integration/diagnostics/test_run_report.py",
     r"(HF_MEGATRON\S+ )?(accelerate|torchrun|python) (.* )?-m hf_megatron( .*)?": _LAUNCHED_SCRIPT,
     r"(accelerate launch|torchrun|python) .*train\.py.*": _LAUNCH,
     r"(accelerate launch|torchrun) .*examples/lora\.py.*": _LAUNCH,

@@ -116,7 +116,7 @@ def test_padded_rows_are_zero_and_cut(llama, tmp_path):
 
 
 def test_a_plan_reads_and_writes_nothing(llama, tmp_path):
-    result = CliRunner().invoke(app, ["convert", str(llama), str(tmp_path / "out"), "--to", "torch_dist", "--plan"])
+    result = CliRunner().invoke(app, ["convert", str(llama), str(tmp_path / "out"), "--to", "torch_dist", "--dry-run"])
     assert result.exit_code == 0, result.output
     assert (
         "model.layers.1.self_attn.q_proj.weight -> decoder.layers.1.self_attention.linear_qkv.weight" in result.output
@@ -132,7 +132,7 @@ def test_the_command_line(llama, tmp_path):
     assert result.exit_code == 0, result.output
     assert "0 different" in result.output
     assert "largest difference of logits 0.000e+00" in result.output
-    assert run(app, ["verify", str(llama), str(tmp_path / "core"), "--logits"]).exit_code == 0
+    assert run(app, ["compare", str(llama), str(tmp_path / "core"), "--logits"]).exit_code == 0
     again = run(app, ["convert", str(llama), str(tmp_path / "core"), "--to", "hf"])
     assert (again.exit_code, "exists" in again.output) == (1, True)
     wrong = run(app, ["convert", str(llama), str(tmp_path / "x"), "--to", "zarr"])
@@ -148,7 +148,7 @@ def test_verify_finds_one_changed_entry(llama, tmp_path):
     comparison = compare(llama, other, logits=True)
     assert [str(key) for key in comparison.different] == ["model.layers.1.mlp.up_proj.weight"]
     assert comparison.logits > 0
-    result = CliRunner().invoke(app, ["verify", str(llama), str(other)])
+    result = CliRunner().invoke(app, ["compare", str(llama), str(other)])
     assert result.exit_code == 1
     assert "model.layers.1.mlp.up_proj.weight" in result.output
 

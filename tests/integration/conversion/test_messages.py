@@ -185,7 +185,7 @@ def test_logits_that_are_no_numbers_are_not_called_equal(hf, tmp_path):
     safetensors.torch.save_file(weights, source / "model.safetensors", {"format": "pt"})
     found = compare(source, source, logits=True)
     assert not found.different and "logits are NaN or infinite: nothing of them could be compared" in found.summary()
-    assert run("verify", source, source, "--logits")[0] == 1 and run("verify", source, source)[0] == 0
+    assert run("compare", source, source, "--logits")[0] == 1 and run("compare", source, source)[0] == 0
     said = refused(source, tmp_path / "out", logits=True)
     assert "is not shown to equal its source, and is removed: " in said and "logits are NaN" in said
 

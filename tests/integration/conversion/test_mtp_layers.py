@@ -113,9 +113,9 @@ def test_it_is_left_out_where_that_is_wanted(root, tmp_path, to):
     assert said in (tmp_path / "out" / "README.md").read_text("utf-8")
     assert said in json.dumps(json.loads((tmp_path / "out" / "conversion.json").read_text("utf-8"))["notes"])
     assert compare(tmp_path / "out", root / "hf").equal
-    result = CliRunner().invoke(app, ["verify", str(root / to), str(tmp_path / "out"), "--without-mtp"])
+    result = CliRunner().invoke(app, ["compare", str(root / to), str(tmp_path / "out"), "--without-mtp"])
     assert result.exit_code == 0 and compared in result.output
-    result = CliRunner().invoke(app, ["verify", str(tmp_path / "out"), str(root / to)])
+    result = CliRunner().invoke(app, ["compare", str(tmp_path / "out"), str(root / to)])
     assert result.exit_code == 1 and "only in the second: model.layers.3" in result.output
 
 

@@ -64,7 +64,7 @@ def test_every_layout_gives_back_the_bytes(case, sources, tmp_path):
         command("convert", sources / case, tmp_path / name, "--to", to, *sizes, "--verify")
         command("convert", tmp_path / name, tmp_path / f"{name}-hf", "--to", "hf")
         assert_equal(sources / case, tmp_path / f"{name}-hf")
-        said = command("verify", sources / case, tmp_path / name)
+        said = command("compare", sources / case, tmp_path / name)
         assert " 0 different" in said
 
 
@@ -124,7 +124,7 @@ def test_a_wrong_order_or_a_changed_tower_is_seen(case, sources, tmp_path, monke
     found = compare(tmp_path / "other", tmp_path / "core")
     assert not found.equal
     assert name in found.summary()
-    command("verify", tmp_path / "other", tmp_path / "core", code=1)
+    command("compare", tmp_path / "other", tmp_path / "core", code=1)
     # An order that is none: rows of query, key and value as transformers has them.
     from hf_megatron.conversion.megatron.rules import GroupedQKV
 

@@ -112,7 +112,7 @@ def test_a_run_is_recorded_and_goes_on(tmp_path):
     )
     run_ranks(lambda: _train_on_rank(tmp_path, str(tmp_path / "out" / "checkpoint-2")), 2)
     assert [step for step, _ in read_run(tmp_path / "run").series("loss")] == [1, 2, 3, 4, 5, 6]
-    result = CliRunner().invoke(app, ["debug", "page", str(tmp_path / "run")])
+    result = CliRunner().invoke(app, ["debug", "report", str(tmp_path / "run")])
     assert result.exit_code == 0, result.output
     text = (tmp_path / "run" / "page.html").read_text("utf-8")
     assert "LlamaForCausalLM on 2 ranks: tp2" in text
@@ -249,7 +249,7 @@ def test_what_is_no_run(tmp_path):
             RunCallback(tmp_path, **wrong)
     with pytest.raises(ConfigError, match="expected two steps"):
         RunCallback(tmp_path, memory_step=2, trace_step=2)
-    result = CliRunner().invoke(app, ["debug", "page", str(tmp_path)])
+    result = CliRunner().invoke(app, ["debug", "report", str(tmp_path)])
     assert result.exit_code == 2
     assert not (tmp_path / "page.html").exists()
 

@@ -24,7 +24,7 @@ SEEDS = json.loads((Path(__file__).parents[2] / "data" / "fuzz_seeds.json").read
 
 
 def judgments(cases, timeout=60.0):
-    return [result["verdict"] for _, result in run_cases(cases, timeout)]
+    return [result["judgment"] for _, result in run_cases(cases, timeout)]
 
 
 def test_a_case_depends_on_seed_and_number_alone():
@@ -103,14 +103,14 @@ def test_a_seeded_fault_shrinks_to_what_it_needs(monkeypatch, tmp_path):
     found = shrink(case, "differs")
     assert found["habits"] == ["total norm"] and found["type"] == "llama" and found["layout"] == {"tp_size": 2}
     assert found["batch"]["steps"] == 1 and found["batch"]["padding"] == "none" and found["batch"]["accumulation"] == 1
-    text = reproduction(found, {"verdict": "differs", "worst": "a norm"})
+    text = reproduction(found, {"judgment": "differs", "worst": "a norm"})
     compile(text, "case.py", "exec")
     assert "def damage(loop)" in text and "hf_megatron.testing" not in text
 
 
 def test_a_script_runs_alone(tmp_path):
     case = simple_case("tp2", "soft prompt")
-    (tmp_path / "case.py").write_text(reproduction(case, {"verdict": "equal", "worst": ""}, 2.0), encoding="utf-8")
+    (tmp_path / "case.py").write_text(reproduction(case, {"judgment": "equal", "worst": ""}, 2.0), encoding="utf-8")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     outputs = []
     for start in ([sys.executable], launcher):
@@ -132,7 +132,7 @@ def test_a_campaign_goes_on_where_it_was(tmp_path):
     second = run_campaign(cases=3, **options)
     assert [row["number"] for row in first] == [0, 1] and [row["number"] for row in second] == [2]
     assert [row["number"] for row in read_log(log)] == [0, 1, 2]
-    assert {row["verdict"] for row in read_log(log)} == {"equal"}
+    assert {row["judgment"] for row in read_log(log)} == {"equal"}
     assert all(row["case"] == draw_case(0, row["number"], ("llama", "plain"), ("tp2",)) for row in read_log(log))
 
 
@@ -152,4 +152,4 @@ def test_exit_codes(tmp_path, monkeypatch):
 def test_what_was_found_is_mended(name):
     """Cases that differed once, shrunk."""
     for case, result in run_cases([SEEDS[name]["case"]], 60.0):
-        assert result["verdict"] in ACCEPTED, (case, result)
+        assert result["judgment"] in ACCEPTED, (case, result)

@@ -23,7 +23,7 @@ def test_every_other_cell_is_equal_or_refused(layout):
 
 
 def walk(layout, names):
-    found = {name: result["verdict"] for name, result in run(layout, names).items()}
+    found = {name: result["judgment"] for name, result in run(layout, names).items()}
     return {name: judgment for name, judgment in found.items() if judgment != recorded()[name][layout][0]}
 
 

@@ -487,7 +487,7 @@ def test_what_loading_refuses_is_left_out_and_what_it_asks_to_check_is_said():
         (WhisperConfig(architectures=["WhisperForConditionalGeneration"]), {}, "no class of it that reads tokens"),
         (CLIPConfig(), {}, "no class of it that reads tokens"),
     ],
-    ids=["positions", "labels", "sounds", "no loss"],
+    ids=["positions", "labels", "audio", "no loss"],
 )
 def test_what_no_plan_is_of_says_so(config, job, message):
     with pytest.raises(ConfigError, match=message):

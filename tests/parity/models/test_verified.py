@@ -226,9 +226,9 @@ def test_base_models_are_what_classes_with_a_head_were_compared_as(model_type, l
 
 def _task(row):
     found = task_of_class(row["class"], resolve_config(row["model_type"], row["changes"]))
-    for medium, task in {"sounds": "sound", "videos": "video"}.items():
+    for medium, task in {"audio": "audio", "videos": "video"}.items():
         # Speech is of sounds in any case.
-        if medium in row.get("media", ()) and found != "speech":
+        if medium in row.get("modalities", ()) and found != "speech":
             return task
     return found
 

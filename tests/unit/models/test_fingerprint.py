@@ -59,12 +59,12 @@ def lines(model, name):
 
 def test_parts_say_what_changes_the_way():
     assert "lm_head.weight is tied to model.embed_tokens.weight" in lines(llama(tie_word_embeddings=True), ENDS)
-    assert lines(llama(), ENDS) >= {"lm_head: Linear(weight) vocab_head"}
+    assert lines(llama(), ENDS) >= {"lm_head: Linear(weight) vocab_parallel_head"}
     biased = lines(llama(attention_bias=True), "model.layers.*") - lines(llama(), "model.layers.*")
-    assert len(biased) == 4 and "self_attn.q_proj: Linear(weight, bias) column" in biased
+    assert len(biased) == 4 and "self_attn.q_proj: Linear(weight, bias) colwise" in biased
     assert lines(llama(num_key_value_heads=1), COPIES) == {
-        "self_attn.k_proj: Linear(weight) column",
-        "self_attn.v_proj: Linear(weight) column",
+        "self_attn.k_proj: Linear(weight) colwise",
+        "self_attn.v_proj: Linear(weight) colwise",
     }
     assert not lines(llama(num_key_value_heads=2), COPIES)
 

@@ -110,7 +110,7 @@ def test_the_machine_at_hand(tmp_path):
 
 def test_measure_command(tmp_path):
     path = tmp_path / "own.yaml"
-    result = CliRunner().invoke(app, ["measure", str(path), "--device-type", "cpu", "--seconds", "0"])
+    result = CliRunner().invoke(app, ["measure-device", str(path), "--device-type", "cpu", "--seconds", "0"])
     assert result.exit_code == 0 and result.stdout == path.read_text() and "(measured)" in device(path).name
-    result = CliRunner().invoke(app, ["measure", str(path), "--like", "h101"])
+    result = CliRunner().invoke(app, ["measure-device", str(path), "--like", "h101"])
     assert result.exit_code == 2 and "h101" in result.output

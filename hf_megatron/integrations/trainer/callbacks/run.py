@@ -35,7 +35,7 @@ _AXES = ("dp", "pp", "cp", "tp")
 
 
 class RunCallback(ThroughputCallback, ToolCallback):
-    """Records a run into a folder, of which `hf-megatron debug page` makes one HTML file.
+    """Records a run into a folder, of which `hf-megatron debug report` makes one HTML file.
 
     Adds `tokens_per_second`, `tflops_per_device` and `mfu` to the logs, as `ThroughputCallback` does, and names slow
     ranks, as `StragglerCallback` does. A run that goes on from a checkpoint goes on in the same folder.
@@ -142,7 +142,7 @@ class RunCallback(ThroughputCallback, ToolCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.abandon()
         if dist.get_rank() == 0:
-            print(f"hf_megatron: hf-megatron debug page {self.directory}", flush=True)
+            print(f"hf_megatron: hf-megatron debug report {self.directory}", flush=True)
 
     def abandon(self) -> None:
         """Lets go of all that looks on."""

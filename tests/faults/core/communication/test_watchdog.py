@@ -204,8 +204,8 @@ def test_ranks_that_fail_alike_say_so_once(stories, start, tmp_path):
 
 
 WAITING = {
-    "tp2": r"waiting in all_reduce over \S+ in \w+\.\w+ \(test_failures\.py:\d+\)",
-    "dp2": r"waiting in all_reduce over \S+ in BatchLoss\._mean \(test_failures\.py:\d+\)",
+    "tp2": r"waiting in all_reduce over \S+ in \w+\.\w+ \(test_watchdog\.py:\d+\)",
+    "dp2": r"waiting in all_reduce over \S+ in BatchLoss\._mean \(test_watchdog\.py:\d+\)",
 }
 
 
@@ -239,7 +239,7 @@ def test_fault_19_sigstop_slow_rank(stories, start, monkeypatch):
     assert "Rank 1 has gone silent (killed or stopped)" in jobs["stopped"].text(0)
     # The stopped rank holds the store: nobody can say more.
     assert "The job's store does not answer: rank 0 or the launcher" in jobs["stopped host"].text(1)
-    found = r"Rank 1 has not come to it, it is in .*be_slow \(test_failures\.py:\d+\), after 3 optimizer steps"
+    found = r"Rank 1 has not come to it, it is in .*be_slow \(test_watchdog\.py:\d+\), after 3 optimizer steps"
     assert re.search(f"{WAITING['dp2']}.*{found}", jobs["slow"].text(0)), jobs["slow"].text(0)
     assert jobs["slow"].wait(BUSY_SECONDS)[1] == 1, "a rank that is alive ends as well"
     assert "Rank 0 found that first" in jobs["slow"].text(1)

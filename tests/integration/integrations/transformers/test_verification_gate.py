@@ -65,7 +65,7 @@ def test_what_was_compared_passes(model_type, layout):
 
 def test_a_new_combination_is_named_with_the_command_of_its_check():
     [said, _] = run_ranks(refused, 2, "qwen3", TP2, num_key_value_heads=1, attention_bias=True)
-    assert "linears in copies: self_attn.k_proj: Linear(weight, bias) column; compared was Linear(weight)" in said
+    assert "linears in copies: self_attn.k_proj: Linear(weight, bias) colwise; compared was Linear(weight)" in said
     assert (
         "hf-megatron check qwen3 --class Qwen3ForCausalLM --layouts tp4 --set" in said
         and '"attention_bias": true' in said
@@ -139,7 +139,7 @@ def test_a_base_model_of_a_new_combination_is_named_with_the_command_of_its_chec
         return str(error.value)
 
     for said in run_ranks(on_rank, 2):
-        assert "linears in copies: self_attn.k_proj: Linear(weight, bias) column; compared was Linear(weight)" in said
+        assert "linears in copies: self_attn.k_proj: Linear(weight, bias) colwise; compared was Linear(weight)" in said
         assert "hf-megatron check qwen3 --class Qwen3Model --layouts tp4 --set" in said
 
 
@@ -178,13 +178,13 @@ def test_every_field_of_ten_types_was_flipped():
     assert RECORDED.keys() == set(flips.TYPES) and len(RECORDED) == 10
     for model_type, results in RECORDED.items():
         assert sorted(results) == flips.fields(model_type)
-        assert {result["verdict"] for result in results.values()} <= {
+        assert {result["judgment"] for result in results.values()} <= {
             "equal",
             "new",
             "cannot be built",
             "cannot be split",
         }
-    judgments = [result["verdict"] for results in RECORDED.values() for result in results.values()]
+    judgments = [result["judgment"] for results in RECORDED.values() for result in results.values()]
     assert judgments.count("equal") >= 100 and judgments.count("new") >= 5
 
 
@@ -192,17 +192,17 @@ def test_every_field_of_ten_types_was_flipped():
 def test_the_gate_says_of_every_flip_what_is_recorded(model_type):
     different = {}
     for field, before in RECORDED[model_type].items():
-        found = flips.flip(model_type, field, compares=False)["verdict"]
+        found = flips.flip(model_type, field, compares=False)["judgment"]
         # Some fail to compute only.
         allowed = ("equal", "cannot be built") if found == "let through" else (found,)
-        if before["verdict"] not in allowed:
-            different[field] = found, before["verdict"]
+        if before["judgment"] not in allowed:
+            different[field] = found, before["judgment"]
     assert different == {}
 
 
 @pytest.mark.parametrize("model_type", flips.TYPES)
 def test_a_sample_of_flips_again(model_type):
-    compared = [field for field, result in RECORDED[model_type].items() if result["verdict"] == "equal"]
+    compared = [field for field, result in RECORDED[model_type].items() if result["judgment"] == "equal"]
     field = random.Random(model_type).choice(sorted(compared))
     found = flips.flip(model_type, field)
-    assert found["verdict"] == RECORDED[model_type][field]["verdict"], f"{model_type} {field}: {found}"
+    assert found["judgment"] == RECORDED[model_type][field]["judgment"], f"{model_type} {field}: {found}"

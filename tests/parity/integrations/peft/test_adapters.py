@@ -210,7 +210,7 @@ def recorded():
     rows = [row for row in read_results(RECORDED.read_text("utf-8")) if row["passed"]]
     draw = random.Random(metadata.version("hf_megatron"))
     for count, of_images in ((12, False), (3, True)):
-        identical = [row for row in rows if ("media" in row) == of_images]
+        identical = [row for row in rows if ("modalities" in row) == of_images]
         for model_type in draw.sample(sorted({row["model_type"] for row in identical}), count):
             row = draw.choice([row for row in identical if row["model_type"] == model_type])
             layout, method = row["layout"].split(" ")
@@ -236,7 +236,7 @@ def test_what_is_not_equal_says_why():
 def test_every_kind_of_layout_is_recorded():
     passed = [row for row in read_results(RECORDED.read_text("utf-8")) if row["passed"]]
     for expected, of_images in ((LAYOUTS, False), (LAYOUTS_OF_IMAGES, True)):
-        rows = [row for row in passed if ("media" in row) == of_images]
+        rows = [row for row in passed if ("modalities" in row) == of_images]
         types = {layout: len({row["model_type"] for row in rows if row["layout"] == layout}) for layout in expected}
         assert types == expected
 

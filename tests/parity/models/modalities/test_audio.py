@@ -21,7 +21,7 @@ from tests.structure import ROOT
 @functools.lru_cache(maxsize=1)
 def tiny_model(model_type):
     config = CONFIG_MAPPING[model_type](**WITH_SOUNDS.get(model_type, {}))
-    return make_tiny_model(config, task="sound", microbatches=2, min_layers=4, batch_size=4)
+    return make_tiny_model(config, task="audio", microbatches=2, min_layers=4, batch_size=4)
 
 
 LAYOUTS = {
@@ -63,7 +63,7 @@ def clips_of_other_rows():
 
 
 def test_clips_that_are_added_to_the_tokens_of_their_rows():
-    voxtral = make_tiny_model(CONFIG_MAPPING["voxtral_realtime"](), task="sound", microbatches=2)
+    voxtral = make_tiny_model(CONFIG_MAPPING["voxtral_realtime"](), task="audio", microbatches=2)
     for layout in ({"pp_size": 2}, {"tp_size": 2, "sequence_parallel": True}):
         comparison = check_tiny_model(voxtral, ConfigUnderTest(**layout))
         assert comparison.passed, comparison.report()
@@ -71,7 +71,7 @@ def test_clips_that_are_added_to_the_tokens_of_their_rows():
 
 
 def test_pipelines_refuse_sounds_of_types_that_were_not_compared_with_them(monkeypatch):
-    rows = tuple(row | {"media": ["images"]} for row in verified.records())
+    rows = tuple(row | {"modalities": ["images"]} for row in verified.records())
     monkeypatch.setattr(verified, "records", lambda: rows)
     unsharded = tiny_model("glmasr")
 
@@ -85,7 +85,7 @@ def test_pipelines_refuse_sounds_of_types_that_were_not_compared_with_them(monke
 
 def test_a_weight_that_the_class_froze_is_trained_where_a_file_has_it():
     """As in one process, where the loader puts a new parameter in the place of the frozen one."""
-    unsharded = make_tiny_model(CONFIG_MAPPING["voxtral"](audio_token_id=24), task="sound", microbatches=1)
+    unsharded = make_tiny_model(CONFIG_MAPPING["voxtral"](audio_token_id=24), task="audio", microbatches=1)
     frozen = "model.audio_tower.embed_positions.weight"
     assert unsharded.load().get_parameter(frozen).requires_grad
 
@@ -99,7 +99,7 @@ def test_a_weight_that_the_class_froze_is_trained_where_a_file_has_it():
 def test_the_page_names_the_types_that_were_compared_with_sounds():
     compared = {}
     for row in verified.records():
-        if row["passed"] and "sounds" in row.get("media", ()):
+        if row["passed"] and "audio" in row.get("modalities", ()):
             compared.setdefault(row["model_type"], set()).add(row["layout"])
     page = (ROOT / "docs" / "images.md").read_text(encoding="utf-8")
     stated = page.partition("Sounds were compared")[2].partition("\n\n")[0]

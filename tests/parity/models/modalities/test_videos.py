@@ -59,7 +59,7 @@ def test_types_without_a_known_form_say_so():
 
 
 def test_pipelines_refuse_videos_of_types_that_were_not_compared_with_them(monkeypatch):
-    rows = tuple(row | {"media": ["images"]} for row in verified.records())
+    rows = tuple(row | {"modalities": ["images"]} for row in verified.records())
     monkeypatch.setattr(verified, "records", lambda: rows)
     unsharded = tiny_model("llava_onevision")
 
@@ -90,7 +90,7 @@ def test_a_batch_that_videos_do_not_reach_is_no_batch_of_videos():
 def test_the_page_names_the_types_that_were_compared_with_videos():
     compared = {}
     for row in verified.records():
-        if row["passed"] and "videos" in row.get("media", ()):
+        if row["passed"] and "videos" in row.get("modalities", ()):
             compared.setdefault(row["model_type"], set()).add(row["layout"])
     page = (ROOT / "docs" / "images.md").read_text(encoding="utf-8")
     stated = page.partition("Videos were compared")[2].partition("\n\n")[0]

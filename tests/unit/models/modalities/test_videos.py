@@ -70,7 +70,7 @@ def test_placeholders_that_fit_no_video_are_refused(ids):
 
 def test_videos_that_were_not_compared_and_sounds_of_models_without_are_refused():
     with pytest.raises(UnsupportedError, match=r"pixel_values_videos.*types that were compared so"):
-        split(patches(), 3, QWEN, modalities={"sounds"})
+        split(patches(), 3, QWEN, modalities={"audio"})
     with pytest.raises(UnsupportedError, match="num_frames_per_video"):
         split(patches() | {"num_frames_per_video": torch.tensor([2, 2, 2])}, 3, QWEN)
     with pytest.raises(UnsupportedError, match="input_features"):
