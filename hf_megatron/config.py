@@ -114,9 +114,9 @@ class MegatronConfig:
         router_bias_update_rate (`float`, defaults to 0): after each step routers' biases, in families that choose by
             scores and a bias (DeepSeek-V3, GLM-4.5, ...), move by this towards experts with fewer tokens than the mean
             (auxiliary-loss-free balance). Megatron's rate is 1e-3; by default biases stay as they were loaded.
-        replay_routing (`bool`, defaults to `False`): experts that were chosen while TRL's GRPO or RLOO generated are
+        router_replay (`bool`, defaults to `False`): experts that were chosen while TRL's GRPO or RLOO generated are
             chosen again in their losses (R3, Ma et al., 2025), whatever has changed in between.
-        frozen (`dict`, *optional*): layouts of models that a trainer loads beside the one that it trains, and only
+        frozen_models (`dict`, *optional*): layouts of models that a trainer loads beside the one that it trains, and only
             asks: `"reference"`, `"reward"` or `"teacher"` -> the fields in which its layout differs, such as
             `{"reference": {"zero_stage": 3}}`.
         strict_loading (`bool`, defaults to `True`): missing, surplus or mis-shaped weights raise. With `False` missing
@@ -161,8 +161,8 @@ class MegatronConfig:
     router_aux_loss_scope: str = "batch"
     router_z_loss_coef: float = 0.0
     router_bias_update_rate: float = 0.0
-    replay_routing: bool = False
-    frozen: Mapping[str, Mapping[str, Any]] | None = field(default=None, hash=False)
+    router_replay: bool = False
+    frozen_models: Mapping[str, Mapping[str, Any]] | None = field(default=None, hash=False)
     strict_loading: bool = True
     allow_unverified: bool = False
     seed: int = 0
@@ -192,7 +192,7 @@ class MegatronConfig:
                 raise ConfigError(f"MegatronConfig.{name} = {getattr(self, name)!r}: expected {listed}.")
         switches = ("sequence_parallel", "strict_loading", "allow_unverified", "fp32_main_params", "async_save")
         offloads = ("offload_optimizer", "offload_activations")
-        for name in (*switches, *offloads, "verify_checksums", "replay_routing", "shard_saved_activations"):
+        for name in (*switches, *offloads, "verify_checksums", "router_replay", "shard_saved_activations"):
             value = getattr(self, name)
             if not isinstance(value, bool) and (value is not None or name != "shard_saved_activations"):
                 raise ConfigError(f"MegatronConfig.{name} = {value!r}: expected True or False.")
@@ -250,32 +250,36 @@ class MegatronConfig:
             raise ConfigError(f"{name} = {sizes}: {sizes[0]} x {sizes[1]} is not cp_size = {self.cp_size}.")
 
     def _check_frozen(self) -> None:
-        if self.frozen is None:
+        if self.frozen_models is None:
             return
-        if not isinstance(self.frozen, Mapping) or not all(isinstance(one, Mapping) for one in self.frozen.values()):
+        if not isinstance(self.frozen_models, Mapping) or not all(
+            isinstance(one, Mapping) for one in self.frozen_models.values()
+        ):
             raise ConfigError(
-                f"MegatronConfig.frozen = {self.frozen!r}: expected the name of a model and fields of its layout, such "
+                f"MegatronConfig.frozen_models = {self.frozen_models!r}: expected the name of a model and fields "
+                f"of its layout, such "
                 'as {"reference": {"zero_stage": 3}}.'
             )
-        for name in self.frozen:
+        for name in self.frozen_models:
             if name not in FROZEN:
-                raise ConfigError(f"MegatronConfig.frozen has {name!r}; valid: {', '.join(FROZEN)}.")
+                raise ConfigError(f"MegatronConfig.frozen_models has {name!r}; valid: {', '.join(FROZEN)}.")
             ranks = self.of_frozen(name).ranks_per_replica
             if self.ranks_per_replica % ranks:
                 raise ConfigError(
-                    f"MegatronConfig.frozen[{name!r}]: {ranks} ranks share a batch (tp_size x cp_size x pp_size), and "
+                    f"MegatronConfig.frozen_models[{name!r}]: {ranks} ranks share a batch (tp_size x cp_size x "
+                    f"pp_size), and "
                     f"{self.ranks_per_replica} share one of the model that is trained, which has to be a multiple."
                 )
 
     def of_frozen(self, name: str) -> "MegatronConfig":
         """Returns the layout of a model of `FROZEN` beside the one that is trained."""
-        fields = dict((self.frozen or {}).get(name, {}))
+        fields = dict((self.frozen_models or {}).get(name, {}))
         if {"tp_size", "cp_size", "pp_size"} & set(fields):
             # Where fewer ranks share a batch, more see other ones.
             fields.setdefault("dp_size", None)
         # Names near to what is no field.
         self.from_dict(fields)
-        return dataclasses.replace(self, **({"frozen": None} | fields))
+        return dataclasses.replace(self, **({"frozen_models": None} | fields))
 
     def _check_partition(self) -> None:
         value = self.pipeline_partition

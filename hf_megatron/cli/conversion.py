@@ -50,7 +50,9 @@ def convert(
         bool,
         typer.Option("--without-mtp", help="Leave out layers that predict further tokens, and say how many."),
     ] = False,
-    plan: Annotated[bool, typer.Option("--dry-run", help="Print every mapping and size; read and write nothing.")] = False,
+    plan: Annotated[
+        bool, typer.Option("--dry-run", help="Print every mapping and size; read and write nothing.")
+    ] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Compare source and target tensor by tensor.")] = False,
     logits: Annotated[bool, typer.Option("--logits", help="With --verify: compare logits too.")] = False,
     no_checksums: Annotated[

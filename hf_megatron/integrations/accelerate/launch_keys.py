@@ -232,7 +232,7 @@ def fields_of_variables(environment: Mapping[str, str], internal: tuple[str, ...
             raise _no_such_name(variable, text, f"MegatronConfig has no field {name!r}", FIELD_PREFIX, list(known))
         kinds = typing.get_args(known[name]) or (known[name],)
         counts = text.strip("[]() ").split(",")
-        if name == "frozen" and text.strip().lower() not in ("none", ""):
+        if name == "frozen_models" and text.strip().lower() not in ("none", ""):
             fields[name] = _parse_json(text, variable)
         elif name in _LISTS and counts[0].strip().isdecimal():
             fields[name] = tuple(_parse(int, count, variable) for count in counts)

@@ -329,7 +329,7 @@ def resize_token_embeddings(original: Callable, self: Any, *args: Any, **kwargs:
     return original(self, *args, **kwargs)
 
 
-_OF_ROUTERS = ("router_aux_loss_scope", "router_z_loss_coef", "router_bias_update_rate", "replay_routing")
+_OF_ROUTERS = ("router_aux_loss_scope", "router_z_loss_coef", "router_bias_update_rate", "router_replay")
 
 
 def fit_for_one_rank(config: MegatronConfig) -> MegatronConfig:

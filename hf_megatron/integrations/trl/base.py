@@ -47,7 +47,7 @@ class _Building:
     Attributes:
         layout: of the policy.
         loads_policy: whether the next model that it loads itself is the policy, and none that is only asked.
-        asks: what the other one is in `MegatronConfig.frozen`.
+        asks: what the other one is in `MegatronConfig.frozen_models`.
     """
 
     layout: MegatronConfig
@@ -121,7 +121,7 @@ def create_model_from_path(original: Callable, model_id: str, *args: Any, **kwar
         layout, is_policy, building.loads_policy = building.layout, building.loads_policy, False
         if is_policy and RUNTIME.launch is None:
             kwargs["megatron_config"] = layout
-        elif not is_policy and (RUNTIME.launch is None or layout.frozen):
+        elif not is_policy and (RUNTIME.launch is None or layout.frozen_models):
             kwargs["megatron_config"] = layout.of_frozen(building.asks)
     return original(model_id, *args, **kwargs)
 

@@ -251,7 +251,7 @@ def loss_of_all_replicas(original: Callable, self: Any, model: Any, inputs: Any)
 def load_reward_models(functions: Any, args: Any, layout: MegatronConfig) -> Any:
     """Returns reward functions with models in the place of names, where a layout of their own is declared for them."""
     names = functions if isinstance(functions, list) else [functions]
-    if not (layout.frozen or {}).get("reward") or not any(isinstance(name, str) for name in names):
+    if not (layout.frozen_models or {}).get("reward") or not any(isinstance(name, str) for name in names):
         return functions
     from transformers import AutoModelForSequenceClassification
 

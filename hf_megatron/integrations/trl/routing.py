@@ -1,6 +1,6 @@
 """Experts of a generating pass, chosen again where TRL's online trainers compute losses of what was generated.
 
-`MegatronConfig(replay_routing=True)`. The recorded routing goes with the rows, through shuffling and splitting, as
+`MegatronConfig(router_replay=True)`. The recorded routing goes with the rows, through shuffling and splitting, as
 tensors `[rows, tokens, layers, choices]` beside their tokens. References route themselves.
 """
 
@@ -25,7 +25,7 @@ _GENERATED: ContextVar[list[Routing] | None] = ContextVar("routing of generated 
 def replays(trainer: Any) -> bool:
     """Tells whether a trainer's model is to route as it did while it generated."""
     state = parallel_state(trainer.model)
-    return state is not None and state.config.replay_routing
+    return state is not None and state.config.router_replay
 
 
 def with_routing(score: Callable[[], dict[str, Any]]) -> dict[str, Any]:

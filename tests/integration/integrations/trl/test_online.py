@@ -292,7 +292,7 @@ def test_a_run_goes_on_on_another_layout(stories, tmp_path):
 
 def replayed(path, output, text, trainer_class, replays):
     """Whether experts of losses are those that generated, and how many choices there were; the last log entry."""
-    layout = dataclasses.replace(test_base.layout(text), replay_routing=replays)
+    layout = dataclasses.replace(test_base.layout(text), router_replay=replays)
     model = test_base.policy(path, layout, trainer_class)
     # Weights change between the steps of a batch of completions.
     sizes = SIZES | {"learning_rate": 3e-2, "steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 4}
@@ -615,7 +615,7 @@ def test_evaluation_of_rows_that_replicas_would_repeat_is_refused(stories, tmp_p
 
 
 def with_frozen(text, **frozen):
-    return dataclasses.replace(test_base.layout(text), frozen=frozen)
+    return dataclasses.replace(test_base.layout(text), frozen_models=frozen)
 
 
 WHOLE_SHARDED = {"tp_size": 1, "pp_size": 1, "sequence_parallel": False, "zero_stage": 3}
@@ -660,12 +660,12 @@ def save_reward_model(stories, path):
 @pytest.mark.parametrize(
     ("frozen", "message"),
     [
-        ({"referee": {}}, "frozen has 'referee'; valid: reference, reward, teacher"),
+        ({"referee": {}}, "frozen_models has 'referee'; valid: reference, reward, teacher"),
         ({"reference": {"zero": 3}}, "no field 'zero'"),
-        ({"reference": 3}, "frozen = .*expected the name of a model and fields"),
-        ({"reward": {"tp_size": 4}}, r"frozen\['reward'\]: 4 ranks share a batch .* 2 share one of the model"),
+        ({"reference": 3}, "frozen_models = .*expected the name of a model and fields"),
+        ({"reward": {"tp_size": 4}}, r"frozen_models\['reward'\]: 4 ranks share a batch .* 2 share one of the model"),
     ],
 )
 def test_layouts_of_frozen_models_that_cannot_be(frozen, message):
     with pytest.raises(ConfigError, match=message):
-        MegatronConfig(tp_size=2, frozen=frozen)
+        MegatronConfig(tp_size=2, frozen_models=frozen)

@@ -293,7 +293,7 @@ def test_megatron_plugin(monkeypatch):
 
 
 def test_layouts_of_frozen_models_travel_in_variables():
-    layout = MegatronConfig(tp_size=2, frozen={"reference": {"zero_stage": 3}})
+    layout = MegatronConfig(tp_size=2, frozen_models={"reference": {"zero_stage": 3}})
     assert MegatronConfig.from_dict(fields_of_variables(variables_of_fields(layout.to_dict()), ())) == layout
-    with pytest.raises(ConfigError, match="HF_MEGATRON_FROZEN = 'reference': expected JSON"):
-        fields_of_variables({"HF_MEGATRON_FROZEN": "reference"}, ())
+    with pytest.raises(ConfigError, match="HF_MEGATRON_FROZEN_MODELS = 'reference': expected JSON"):
+        fields_of_variables({"HF_MEGATRON_FROZEN_MODELS": "reference"}, ())
