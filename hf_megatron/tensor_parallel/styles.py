@@ -27,7 +27,7 @@
 | `head_sharded` | by its parameters' own rules | inputs copied, output summed (state space mixers) |
 | `shard_dim_0`, `shard_dim_1`, `shard_dim_2` | one parameter: dim 0, 1 or 2 | nothing |
 | `packed_dim_0` | one parameter: dim 0 as 2 blocks | nothing |
-| `gathered_dim_0`, `gathered_dim_1` | one parameter: dim 0 or 1, of several blocks | pieces joined before heads are read |
+| `gathered_dim_0`, `gathered_dim_1` | one parameter: dim 0 or 1, of several blocks | joined before heads are read |
 | `shard_dim_-2`, `packed_dim_-2` | one parameter: dim -2, plain or as 2 blocks | nothing |
 | `shard_dim_-1`, `packed_dim_-1` | one parameter: dim -1, plain or as 2 blocks | nothing |
 """
@@ -229,7 +229,7 @@ class _PartialSum(Style):
 
 
 class _HeadsOfRank(Style):
-    """A block whose weights stay whole; which heads its spec's `head_sharded` says."""
+    """A block whose weights stay whole; which heads its spec's `head_sharded_blocks` says."""
 
     splits = True
 
