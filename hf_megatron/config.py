@@ -116,8 +116,8 @@ class MegatronConfig:
             (auxiliary-loss-free balance). Megatron's rate is 1e-3; by default biases stay as they were loaded.
         router_replay (`bool`, defaults to `False`): experts that were chosen while TRL's GRPO or RLOO generated are
             chosen again in their losses (R3, Ma et al., 2025), whatever has changed in between.
-        frozen_models (`dict`, *optional*): layouts of models that a trainer loads beside the one that it trains, and only
-            asks: `"reference"`, `"reward"` or `"teacher"` -> the fields in which its layout differs, such as
+        frozen_models (`dict`, *optional*): layouts of models that a trainer loads in addition to the trained one, and
+            only calls: `"reference"`, `"reward"` or `"teacher"` -> the fields in which its layout differs, such as
             `{"reference": {"zero_stage": 3}}`.
         strict_loading (`bool`, defaults to `True`): missing, surplus or mis-shaped weights raise. With `False` missing
             weights are drawn as in training from scratch, for example a new classification head.

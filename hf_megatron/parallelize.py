@@ -121,8 +121,8 @@ def install(model: Any) -> None:
     LossHooks(state.loss, model, pipelined=state.axes.size("pp") > 1, has_dtensors=state.has_dtensors).install(model)
     # Before what asks whether a call keeps a cache.
     leave_out_in_training(model, pipelined=state.axes.size("pp") > 1, always=state.axes.size("cp") > 1)
-    if state.spec.no_cache is not None and state.axes.size("tp") > 1:
-        refuse_cache(model, state.spec.no_cache)
+    if state.spec.tp.no_cache is not None and state.axes.size("tp") > 1:
+        refuse_cache(model, state.spec.tp.no_cache)
     for axis in AXES:
         axis.install(model, state)
     _wrap_between_layer_fns(model, state)

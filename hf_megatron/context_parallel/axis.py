@@ -34,9 +34,9 @@ def place(model: Any, state: ParallelState) -> None:
     """Has gradients added up over the ranks that share rows, on the way of those that dp ranks average."""
     if state.axes.size(NAME) == 1:
         return
-    if state.spec.no_context_parallel is not None:
+    if state.spec.cp.no_context_parallel is not None:
         raise UnsupportedError(
-            f"model type {state.spec.model_type!r} has no context parallelism: {state.spec.no_context_parallel} Set "
+            f"model type {state.spec.model_type!r} has no context parallelism: {state.spec.cp.no_context_parallel} Set "
             "cp_size=1."
         )
     if getattr(model.config, "is_encoder_decoder", False):
@@ -63,9 +63,9 @@ def install(model: Any, state: ParallelState) -> None:
     group = state.mesh.group(NAME)
     SyncedRngState(state.mesh.device, state.mesh.host_group(NAME)).install(model)
     layers: Any = model.get_submodule(name)
-    arguments = dict.fromkeys((*_ARGUMENTS, *state.spec.per_token_arguments), 1) | dict(state.spec.token_dims)
+    arguments = dict.fromkeys((*_ARGUMENTS, *state.spec.sp.per_token_arguments), 1) | dict(state.spec.cp.sequence_dims)
     random = StreamOfPart(state.mesh.device, state.axes.rank(NAME))
-    unshardable_arguments = {name for names in state.spec.local_arguments.values() for name in names}
+    unshardable_arguments = {name for names in state.spec.tp.local_arguments.values() for name in names}
     stack = ContextStack(context_groups(state), group, arguments, unshardable_arguments, random)
     stack.install(model, layers)
     state.placed[STACK] = stack

@@ -26,7 +26,7 @@ _TOKENS = 1
 
 def heads_to_share(block: nn.Module, name: str, state: ParallelState) -> HeadBlock | None:
     """Returns how a block's heads are shared out over the ranks of a row; `None` where they are not."""
-    known = state.spec.head_sharded.get(generic(name))
+    known = state.spec.cp.head_sharded_blocks.get(generic(name))
     if known is None or not divides(block, known, state.axes.size("cp")):
         return None
     # Weights of which tp ranks have parts, or parts of the gradient, are cut with no regard to heads.

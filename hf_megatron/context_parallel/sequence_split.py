@@ -269,7 +269,7 @@ class ContextStack(Shared):
                 raise UnsupportedError(
                     f"{type(layer).__name__} takes `{name}` {tuple(value.shape)} with an entry for each token, which "
                     "the ranks of a row cannot share out: state it in the family's `per_token_arguments` or "
-                    "`token_dims`, or use cp_size=1."
+                    "`sequence_dims`, or use cp_size=1."
                 )
             return value
 

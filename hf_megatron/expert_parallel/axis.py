@@ -148,7 +148,7 @@ def install(model: Any, state: ParallelState) -> None:
             # Those of a module inside, as in DBRX.
             experts.forwards = next(part.forwards for part in experts.modules() if part._parameters)
             experts.shard_name = None
-        counter = lookup(name, state.spec.experts) or "num_experts"
+        counter = lookup(name, state.spec.moe.experts) or "num_experts"
         swap_class(experts, ParallelExperts)  # type: ignore[arg-type]
         are_split = name.rpartition(".")[0] in sequence_sharded_moe
         moe_block: Any = modules[name.rpartition(".")[0]]

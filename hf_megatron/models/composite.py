@@ -1,7 +1,6 @@
 """Specs of models made of others: of images or audio around a text model, of an encoder and a decoder."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -11,13 +10,13 @@ from .derive import derive_spec, with_head
 from .name_patterns import module_name
 from .spec import ModelSpec
 
-# Fields that hold patterns of modules or parameters, as keys, as values, or one by one.
+# Fields of the sub-records that hold patterns of modules or parameters, as keys, as values, or one by one.
 _KEYS = (
     "plan",
     "local_attributes",
     "local_arguments",
     "regions",
-    "head_sharded",
+    "head_sharded_blocks",
     "experts",
     "identity_experts",
     "per_token_inputs",
@@ -25,11 +24,11 @@ _KEYS = (
 _VALUES = ("regions",)
 _EACH = (
     "multi_input_blocks",
-    "transparent",
-    "stacks",
+    "pointwise_containers",
+    "layer_stacks",
     "before_layers",
     "after_layers",
-    "prefixes",
+    "prefix_modules",
     "run_on_all_stages",
     "full_sequence_blocks",
     "layer_parameters",
@@ -53,10 +52,10 @@ def composite_spec(model: Any, builders: Mapping[str, Callable[[Any], ModelSpec]
         return None
     spec = moved_spec(builder(model.get_submodule(name)), f"{name}.")
     try:
-        around = derive_spec(model).plan
+        around = derive_spec(model).tp.plan
     except PlanError:
         around = {}
-    return replace(spec, model_type=model.config.model_type, plan=with_head(model, {**around, **spec.plan}))
+    return spec.updated(model_type=model.config.model_type, plan=with_head(model, {**around, **spec.tp.plan}))
 
 
 def spec_of_parts(model: Any, parts: Mapping[str, ModelSpec]) -> ModelSpec:
@@ -68,15 +67,15 @@ def spec_of_parts(model: Any, parts: Mapping[str, ModelSpec]) -> ModelSpec:
     specs = [moved_spec(spec, f"{name}.") for name, spec in parts.items()]
     changes: dict[str, Any] = {}
     for name in _KEYS:
-        changes[name] = {key: value for spec in specs for key, value in getattr(spec, name).items()}
-    changes |= {name: tuple(pattern for spec in specs for pattern in getattr(spec, name)) for name in _EACH}
+        changes[name] = {key: value for spec in specs for key, value in spec.get_field(name).items()}
+    changes |= {name: tuple(pattern for spec in specs for pattern in spec.get_field(name)) for name in _EACH}
     for name in _OF_ALL:
-        changes[name] = tuple(dict.fromkeys(value for spec in specs for value in getattr(spec, name)))
-    changes |= {name: next(filter(None, (getattr(spec, name) for spec in specs)), None) for name in _REASONS}
-    changes["token_dims"] = {key: value for spec in specs for key, value in spec.token_dims.items()}
-    changes["streams_lead"] = any(spec.streams_lead for spec in specs)
-    return ModelSpec(
-        model.config.model_type, layer_num_outputs=max(spec.layer_num_outputs for spec in specs), **changes
+        changes[name] = tuple(dict.fromkeys(value for spec in specs for value in spec.get_field(name)))
+    changes |= {name: next(filter(None, (spec.get_field(name) for spec in specs)), None) for name in _REASONS}
+    changes["sequence_dims"] = {key: value for spec in specs for key, value in spec.cp.sequence_dims.items()}
+    changes["streams_lead"] = any(spec.sp.streams_lead for spec in specs)
+    return ModelSpec.from_fields(
+        model.config.model_type, layer_num_outputs=max(spec.pp.layer_num_outputs for spec in specs), **changes
     )
 
 
@@ -94,10 +93,10 @@ def moved_spec(spec: ModelSpec, prefix: str) -> ModelSpec:
     """Returns a spec with a prefix before each of its patterns."""
     changes: dict[str, Any] = {}
     for name in _KEYS:
-        values = getattr(spec, name)
+        values = spec.get_field(name)
         is_pattern = name in _VALUES
         changes[name] = {prefix + key: prefix + value if is_pattern else value for key, value in values.items()}
-    changes |= {name: tuple(prefix + pattern for pattern in getattr(spec, name)) for name in _EACH}
-    if spec.layers is not None:
-        changes["layers"] = prefix + spec.layers
-    return replace(spec, **changes)
+    changes |= {name: tuple(prefix + pattern for pattern in spec.get_field(name)) for name in _EACH}
+    if spec.pp.layers is not None:
+        changes["layers"] = prefix + spec.pp.layers
+    return spec.updated(**changes)

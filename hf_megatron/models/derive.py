@@ -76,7 +76,7 @@ def derive_spec(model: Any) -> ModelSpec:
             raise PlanError(f"model type {model_type!r}: style {style!r} of {pattern} has no counterpart.")
         plan[pattern] = table[style]
 
-    return ModelSpec(model_type, with_head(model, plan))
+    return ModelSpec.from_fields(model_type, plan=with_head(model, plan))
 
 
 def has_plan_of_layers(model: Any) -> bool:

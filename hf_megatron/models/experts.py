@@ -20,7 +20,7 @@ def find_experts(model: Any, spec: ModelSpec) -> dict[str, int]:
     """
     found = {}
     for name, module in model.named_modules():
-        attribute = lookup(name, spec.experts)
+        attribute = lookup(name, spec.moe.experts)
         count = counted_experts(module) if attribute is None else getattr(module, attribute)
         if count is not None and next(module.parameters(), None) is not None:
             found[name] = count
@@ -29,7 +29,9 @@ def find_experts(model: Any, spec: ModelSpec) -> dict[str, int]:
 
 def find_identity_experts(model: Any, spec: ModelSpec, experts: Iterable[str]) -> dict[str, int]:
     """Maps those of the modules that hold experts to how many more a router can choose, which hand tokens back."""
-    attributes = {name: attribute for name in experts if (attribute := lookup(name, spec.identity_experts)) is not None}
+    attributes = {
+        name: attribute for name in experts if (attribute := lookup(name, spec.moe.identity_experts)) is not None
+    }
     return {name: getattr(model.get_submodule(name), attribute) for name, attribute in attributes.items()}
 
 

@@ -22,7 +22,7 @@ def find_full_sequence_blocks(model: nn.Module, spec: ModelSpec, layers: str) ->
             continue
         if _keeps_cache(module):
             seen.append(name)
-        if generic(name) in spec.full_sequence_blocks or (_keeps_cache(module) and not _is_attention(module)):
+        if generic(name) in spec.cp.full_sequence_blocks or (_keeps_cache(module) and not _is_attention(module)):
             found.add(name)
     return frozenset(found)
 

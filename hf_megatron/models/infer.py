@@ -34,7 +34,7 @@ def stated_or_inferred_spec(model: Any, *, may_be_ends: bool = False) -> ModelSp
         return inferred_spec(model)
     except PlanError:
         if may_be_ends:
-            return ModelSpec(model.config.model_type, _ends(model))
+            return ModelSpec.from_fields(model.config.model_type, plan=_ends(model))
         # A plan of the head alone is one, too; without any this says so.
         return derive_spec(model)
 
@@ -50,17 +50,17 @@ def inferred_spec(model: Any) -> ModelSpec:
         raise PlanError(
             f"model type {model.config.model_type!r}: its attention and its MLPs are of no structure that is known."
         )
-    transparent = {parent for block in found.blocks for parent in _parents(block, modules)} - found.blocks
-    unsharded = found.around_several | {name for name in transparent if _chooses_among_parts(modules[name])}
-    transparent = {name for name in transparent if not any(f"{name}.".startswith(f"{other}.") for other in unsharded)}
-    return ModelSpec(
+    containers = {parent for block in found.blocks for parent in _parents(block, modules)} - found.blocks
+    unsharded = found.around_several | {name for name in containers if _chooses_among_parts(modules[name])}
+    containers = {name for name in containers if not any(f"{name}.".startswith(f"{other}.") for other in unsharded)}
+    return ModelSpec.from_fields(
         model.config.model_type,
-        _generic({**_ends(model), **found.plan}),
+        plan=_generic({**_ends(model), **found.plan}),
         local_attributes=_generic(found.local_attributes),
         local_arguments=_generic(found.local_arguments),
         regions={generic(block): generic(row) for block, row in found.regions.items()},
         multi_input_blocks=tuple(dict.fromkeys(map(generic, found.multi_input_blocks))),
-        transparent=tuple(sorted({generic(name) for name in transparent})),
+        pointwise_containers=tuple(sorted({generic(name) for name in containers})),
         no_sequence_parallel=_no_sequence_parallel(model, found.blocks),
     )
 

@@ -47,7 +47,7 @@ class LayerSequence:
         """Finds a model's; raises as `find_layers`."""
         is_both = model.config.is_encoder_decoder
         lists = _lists_of_both(model, spec, field) if is_both else (find_layers(model, spec, field),)
-        return cls(lists, tuple(len(model.get_submodule(name)) for name in lists), spec.sublayer_lists)
+        return cls(lists, tuple(len(model.get_submodule(name)) for name in lists), spec.pp.sublayer_lists)
 
     @property
     def decoder(self) -> int:
@@ -83,7 +83,7 @@ def _lists_of_both(model: Any, spec: ModelSpec, field: str) -> tuple[str, ...]:
     names = {module: name for name, module in model.named_modules()}
     for stack in (model.get_encoder(), model.get_decoder()):
         inside = [] if stack is None else _lists_of_text(stack)
-        trailing = tuple(f"{part.removeprefix(f'{names.get(stack)}.')}." for part in spec.after_encoder)
+        trailing = tuple(f"{part.removeprefix(f'{names.get(stack)}.')}." for part in spec.pp.after_encoder)
         inside = [name for name in inside if not name.startswith(trailing)]
         if len(inside) != 1 or stack not in names:
             raise UnsupportedError(
@@ -111,8 +111,8 @@ def find_layers(model: Any, spec: ModelSpec, field: str) -> str:
     Raises:
         UnsupportedError: there are none or several; the size of `field` has to be 1 then.
     """
-    if spec.layers is not None:
-        return spec.layers
+    if spec.pp.layers is not None:
+        return spec.pp.layers
     classes = set(model._no_split_modules or ())
     lists = [
         name

@@ -1,7 +1,10 @@
-"""`ModelSpec`: plain frozen data, what a family's file states of a model type."""
+"""`ModelSpec`: plain frozen data that a family's file states about a model type, with one sub-record per axis."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from ..errors import PlanError
 
 # Attributes of a block whose product is the width of a part.
 Width = tuple[str, ...]
@@ -9,131 +12,132 @@ Width = tuple[str, ...]
 
 @dataclass(frozen=True)
 class HeadBlock:
-    """A block whose heads work apart from each other between its first and its last projection.
+    """Block whose heads are independent of each other between its input and output projections.
 
     Args:
-        counts (`tuple[str, ...]`): attributes that count heads or groups of them, or widths of all of them; those of
-            the block's config are changed in a copy of it.
-        weights (`Mapping[str, tuple[int, tuple[Width, ...]]]`): parameter or buffer of the block -> its dim of heads,
-            and the parts of that dim that each have an entry for every head; `()` for one part.
-        summed (`tuple[str, ...]`): biases that are added once to the sum of all heads.
-        norms (`tuple[str, ...]`): RMS norms over all heads together, whose weights are among those.
-        joined (`tuple[str, ...]`): linears without bias inside of the block that read all heads and are read by all.
-        groups (`str`, *optional*): which of `counts` counts groups that heads read. Of a single one all tp ranks have
-            the whole.
-        norms_of_groups (`tuple[str, ...]`): norms over the heads of a group, whose weights are among those.
-        lengths (`Mapping[str, str]`): attribute -> the weight of which it is the length along its dim of heads.
-        routers (`tuple[str, ...]`): modules whose choices all heads read, and all ranks the logits that they return
-            last.
-        rounds (`int`): how often the parts follow each other in a weight, each time with a share of the heads, where a
-            forward cuts its projections by a number of its own.
+        counts (`tuple[str, ...]`): Attributes that hold the number of heads or groups, or a width over all of them;
+            those of the block's config are changed in a copy of it.
+        weights (`Mapping[str, tuple[int, tuple[Width, ...]]]`): Parameter or buffer of the block -> its head dim and
+            the widths of the parts along that dim, each with entries for every head, or `()` for a single part.
+        summed (`tuple[str, ...]`): Biases that are added once to the sum over all heads.
+        norms (`tuple[str, ...]`): RMS norms over all heads, whose weights are listed in `weights`.
+        all_head_linears (`tuple[str, ...]`): Linears without bias inside the block that read all heads and whose output
+            every head reads.
+        groups (`str`, *optional*): Entry of `counts` that holds the number of groups, as in grouped-query attention; a
+            single group is replicated on all tensor parallel ranks.
+        norms_of_groups (`tuple[str, ...]`): Norms over the heads of one group, whose weights are listed in `weights`.
+        lengths (`Mapping[str, str]`): Attribute -> the weight whose local size along the head dim it holds.
+        routers (`tuple[str, ...]`): Routers whose choices every head reads, and whose logits, the last value that they
+            return, every rank reads.
+        interleave_rounds (`int`, defaults to 1): Number of times that the parts repeat along a weight, each time with
+            an equal share of the heads, for a forward that splits its projections by a fixed number.
     """
 
     counts: tuple[str, ...]
     weights: Mapping[str, tuple[int, tuple[Width, ...]]]
     summed: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
-    joined: tuple[str, ...] = ()
+    all_head_linears: tuple[str, ...] = ()
     groups: str | None = None
     norms_of_groups: tuple[str, ...] = ()
     lengths: Mapping[str, str] = field(default_factory=dict)
     routers: tuple[str, ...] = ()
-    rounds: int = 1
+    interleave_rounds: int = 1
 
 
 @dataclass(frozen=True)
-class ModelSpec:
-    """What one model type needs to know to run in parallel; every entry is stated once and the mesh decides.
-
-    Patterns are dotted module or parameter names in which `*` stands for one number, as in transformers' plans.
+class TensorParallelSpec:
+    """Fields of a `ModelSpec` for tensor parallelism.
 
     Args:
-        model_type (`str`): `config.model_type`.
-        plan (`Mapping[str, str]`): module or parameter pattern -> name of a style.
-        local_attributes (`Mapping[str, tuple[str, ...]]`): module pattern -> attributes that count heads or widths and
-            are divided by tp_size; `config.` before one that the module reads of its config.
-        local_arguments (`Mapping[str, tuple[str, ...]]`): attention block pattern -> keyword arguments that hold one
-            entry per head and are cut to this rank's heads, such as alibi.
-        regions (`Mapping[str, str]`): block pattern -> row linear pattern, for uniform blocks whose row linear is not
-            their child (see `tensor_parallel/region.py`).
-        multi_input_blocks (`tuple[str, ...]`): blocks whose linears read more than one tensor, as in cross attention.
-        per_token_inputs (`Mapping[str, tuple[str, ...]]`): pattern of a block on whole sequences -> arguments with an
-            entry per token that it reads beside its first one.
-        transparent (`tuple[str, ...]`): wrappers inside a layer that only chain norms, dropout and blocks.
-        per_token_arguments (`tuple[str, ...]`): arguments of a layer that hold one entry per token, `[batch, sequence,
-            ...]`, and are split along the sequence like its hidden states.
-        token_dim (`int`): which dim of hidden states `[batch, sequence, hidden]` or `[sequence, batch, hidden]` has the
-            tokens.
-        streams_lead (`bool`): layers hand on several streams before the rows, `[streams, batch, sequence, hidden]`;
-            without, those of a token stand behind it, `[batch, sequence, streams, hidden]`.
-        unshardable_arguments (`Mapping[str, str]`): arguments of layers that no part of a sequence can be computed
-            beside -> why.
-        hidden_state_recorder (`str`, *optional*): method of the module around the layers that keeps its first
-            argument, the hidden states between them.
-        no_cache (`str`, *optional*): why ranks of tp cannot keep what a call hands to the next one; a sentence.
-        stacks (`tuple[str, ...]`): the layer stacks whose residual stream sequence parallelism splits; empty means
-            that they are found by structure.
-        plain_linear_classes (`tuple[str, ...]`): subclasses of nn.Linear whose forward is the plain product.
-        no_sequence_parallel (`str`, *optional*): why the type has no sequence parallelism.
-        layers (`str`, *optional*): the module list that a pipeline cuts; by default the one of the class's
-            `_no_split_modules`.
-        sublayer_lists (`tuple[str, ...]`): lists beside `layers` of modules that the loop calls before the one of the
-            same number there, whose output is the layer's; the loop may work on it before the next layer.
-        recorded_layers (`tuple[int, ...]`): numbers of the layers whose hidden states the loop keeps for all later
-            layers.
-        before_layers, after_layers (`tuple[str, ...]`): modules that run before or after the layers although they are
-            defined on their other side; parameters of the model itself that are read before them.
-        after_encoder (`tuple[str, ...]`): modules that read what an encoder's layers made before its decoder's layers
-            do, although they are defined behind these.
-        layer_num_outputs (`int`): values that a layer returns, hidden states among them; a pipeline sends those of a
-            stage's last layer on.
-        pre_layer_arguments (`tuple[str, ...]`): arguments of layers that the loop makes of what comes before the
-            layers;
-            a pipeline sends those of later layers on. One that the model's forward takes too is given to it on later
-            stages.
-        mutable_layer_arguments (`tuple[str, ...]`): arguments of layers that layers put tensors into for later ones.
-        no_zero_bubble (`str`, *optional*): why gradients of its inputs and its weights cannot be computed in two
-            steps, as in schedules with zero bubble.
-        no_pipeline (`str`, *optional*): why the type's layers cannot lie on different ranks.
-        image_features_argument (`str`, *optional*): argument of a forward that cannot do without images, which takes
-            what towers make of them in their place; later stages of a pipeline get zeros in it. `a.b` is entry `b` of a
-            mapping `a`.
-        prefixes (`tuple[str, ...]`): modules before the layers that make what stands before the embedded text, such as
-            features of images, from arguments of the forward; later stages of a pipeline need its length.
-        run_on_all_stages (`tuple[str, ...]`): modules before the layers that every stage of a pipeline runs, for what
-            they make without their weights, or the shape of what they make with them.
-        full_sequence_blocks (`tuple[str, ...]`): blocks in which tokens meet otherwise than in transformers' attention
-            functions; context parallelism computes them on whole rows. Those that keep a cache of their own are found
-            by structure.
-        layer_parameters (`tuple[str, ...]`): parameters of blocks that are handed to the layer around, which adds them
-            to hidden states itself.
-        head_sharded (`Mapping[str, HeadBlock]`): blocks on whole rows of which each rank can compute some heads.
-        token_dims (`Mapping[str, int]`): arguments of a layer with an entry per token in another dim than the second,
-            `per_token_arguments` among them.
-        no_context_parallel (`str`, *optional*): why the type has no context parallelism.
-        experts (`Mapping[str, str]`): module that holds all experts of a layer, along dim 0 of each weight -> its
-            attribute that counts them; those of transformers' decorator of experts are found.
-        identity_experts (`Mapping[str, str]`): such a module -> its attribute that counts the experts behind the others
-            that hand tokens back as they are; its weights may have entries along dim 0 for these too, never read.
+        plan (`Mapping[str, str]`): Module or parameter pattern -> the name of its style, as listed in
+            `tensor_parallel/styles.py`.
+        local_attributes (`Mapping[str, tuple[str, ...]]`): Module pattern -> attributes that hold a number of heads or
+            a width and are divided by tp_size, with the prefix `config.` where the module reads them from its config.
+        local_arguments (`Mapping[str, tuple[str, ...]]`): Attention block pattern -> keyword arguments with one entry
+            per head, such as ALiBi, which are sliced to the local heads.
+        regions (`Mapping[str, str]`): Block pattern -> the pattern of its row-parallel linear, for uniform blocks whose
+            row-parallel linear is not their child (see `tensor_parallel/region.py`).
+        multi_input_blocks (`tuple[str, ...]`): Blocks whose linears read more than one tensor, as in cross-attention.
+        plain_linear_classes (`tuple[str, ...]`): Subclasses of `nn.Linear` whose forward is a plain matrix product.
+        no_cache (`str`, *optional*): Reason why tensor parallel ranks cannot keep the state that one call passes to
+            the next.
     """
 
-    model_type: str
     plan: Mapping[str, str] = field(default_factory=dict)
     local_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     local_arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     regions: Mapping[str, str] = field(default_factory=dict)
     multi_input_blocks: tuple[str, ...] = ()
+    plain_linear_classes: tuple[str, ...] = ()
+    no_cache: str | None = None
+
+
+@dataclass(frozen=True)
+class SequenceParallelSpec:
+    """Fields of a `ModelSpec` for sequence parallelism.
+
+    Args:
+        per_token_inputs (`Mapping[str, tuple[str, ...]]`): Pattern of a block that runs on the full sequence -> the
+            arguments with one entry per token that it reads in addition to its first input.
+        pointwise_containers (`tuple[str, ...]`): Modules inside a layer that only chain norms, dropout and blocks.
+        per_token_arguments (`tuple[str, ...]`): Layer arguments with one entry per token, `[batch, sequence, ...]`,
+            which are split along the sequence like the hidden states.
+        sequence_dim (`int`, defaults to 1): Sequence dim of the hidden states, which is 1 for `[batch, sequence,
+            hidden]` and 0 for `[sequence, batch, hidden]`.
+        streams_lead (`bool`, defaults to `False`): Whether layers with several residual streams return them as
+            `[streams, batch, sequence, hidden]` instead of `[batch, sequence, streams, hidden]`.
+        unshardable_arguments (`Mapping[str, str]`): Layer argument -> the reason why a layer that gets it cannot run on
+            a shard of the sequence.
+        hidden_state_recorder (`str`, *optional*): Method of the module that contains the layers, which records the
+            hidden states between layers passed as its first argument.
+        layer_stacks (`tuple[str, ...]`): Module lists of layers whose residual stream is split along the sequence, or
+            `()` to find them from the structure of the model.
+        no_sequence_parallel (`str`, *optional*): Reason why the model type does not support sequence parallelism.
+    """
+
     per_token_inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    transparent: tuple[str, ...] = ()
+    pointwise_containers: tuple[str, ...] = ()
     per_token_arguments: tuple[str, ...] = ()
-    token_dim: int = 1
+    sequence_dim: int = 1
     streams_lead: bool = False
     unshardable_arguments: Mapping[str, str] = field(default_factory=dict)
     hidden_state_recorder: str | None = None
-    no_cache: str | None = None
-    stacks: tuple[str, ...] = ()
-    plain_linear_classes: tuple[str, ...] = ()
+    layer_stacks: tuple[str, ...] = ()
     no_sequence_parallel: str | None = None
+
+
+@dataclass(frozen=True)
+class PipelineParallelSpec:
+    """Fields of a `ModelSpec` for pipeline parallelism.
+
+    Args:
+        layers (`str`, *optional*): Module list that is partitioned into stages, by default the one of the classes in
+            `_no_split_modules`.
+        sublayer_lists (`tuple[str, ...]`): Module lists in addition to `layers`, of which the layer loop calls the
+            module with the same index before each layer.
+        recorded_layers (`tuple[int, ...]`): Indices of the layers whose hidden states the layer loop keeps for all
+            later layers.
+        before_layers (`tuple[str, ...]`): Modules that run before the layers although they are defined after them, and
+            parameters of the model itself that are read before the layers.
+        after_layers (`tuple[str, ...]`): Modules that run after the layers although they are defined before them.
+        after_encoder (`tuple[str, ...]`): Modules that run after the encoder's layers and before the decoder's layers.
+        layer_num_outputs (`int`, defaults to 1): Number of values that a layer returns, including the hidden states,
+            which are sent to the next stage.
+        pre_layer_arguments (`tuple[str, ...]`): Layer arguments that the model computes before the layer loop, which
+            later stages receive and also pass to the model's forward if that has an argument of the same name.
+        mutable_layer_arguments (`tuple[str, ...]`): Layer arguments in which layers store tensors for later layers.
+        no_zero_bubble (`str`, *optional*): Reason why the backward cannot be split into input gradients and weight
+            gradients, as zero-bubble schedules do.
+        no_pipeline (`str`, *optional*): Reason why the model type does not support pipeline parallelism.
+        image_features_argument (`str`, *optional*): Argument that takes image features instead of images, filled with
+            zeros where a stage or microbatch has no images; `a.b` is entry `b` of the mapping `a`.
+        prefix_modules (`tuple[str, ...]`): Modules that compute features to prepend to the embedded text, such as image
+            features, from arguments of the forward, and whose output length later stages need.
+        run_on_all_stages (`tuple[str, ...]`): Modules before the layers that run on every stage, where either their
+            output does not depend on their weights or only its shape is needed.
+    """
+
     layers: str | None = None
     sublayer_lists: tuple[str, ...] = ()
     recorded_layers: tuple[int, ...] = ()
@@ -146,12 +150,102 @@ class ModelSpec:
     no_zero_bubble: str | None = None
     no_pipeline: str | None = None
     image_features_argument: str | None = None
-    prefixes: tuple[str, ...] = ()
+    prefix_modules: tuple[str, ...] = ()
     run_on_all_stages: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ContextParallelSpec:
+    """Fields of a `ModelSpec` for context parallelism.
+
+    Args:
+        full_sequence_blocks (`tuple[str, ...]`): Blocks that mix tokens other than by transformers' attention functions
+            and run on the full sequence, in addition to those with a cache of their own, which are found by structure.
+        head_sharded_blocks (`Mapping[str, HeadBlock]`): Pattern of a block that runs on the full sequence -> how its
+            heads are sharded over the ranks, which tensor parallelism reads too.
+        layer_parameters (`tuple[str, ...]`): Parameters of blocks that the enclosing layer itself adds to the hidden
+            states.
+        sequence_dims (`Mapping[str, int]`): Layer argument with one entry per token -> its sequence dim, which is 1
+            for those of `per_token_arguments` that are not listed.
+        no_context_parallel (`str`, *optional*): Reason why the model type does not support context parallelism.
+    """
+
     full_sequence_blocks: tuple[str, ...] = ()
+    head_sharded_blocks: Mapping[str, HeadBlock] = field(default_factory=dict)
     layer_parameters: tuple[str, ...] = ()
-    head_sharded: Mapping[str, HeadBlock] = field(default_factory=dict)
-    token_dims: Mapping[str, int] = field(default_factory=dict)
+    sequence_dims: Mapping[str, int] = field(default_factory=dict)
     no_context_parallel: str | None = None
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """Fields of a `ModelSpec` for mixture-of-experts layers.
+
+    Args:
+        experts (`Mapping[str, str]`): Module that holds all experts of a layer along dim 0 of each weight -> its
+            attribute with their number, except for classes with transformers' experts decorator, which are found.
+        identity_experts (`Mapping[str, str]`): Module of experts -> its attribute with the number of identity experts,
+            whose ids follow those of the others and whose entries along dim 0 of the weights, if any, are not read.
+    """
+
     experts: Mapping[str, str] = field(default_factory=dict)
     identity_experts: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Parallelization spec of one model type, which states every rule once for all layouts of the mesh.
+
+    Patterns are dotted module or parameter names in which `*` matches one number, as in transformers' plans. No two
+    sub-records have a field of the same name, so that fields can be stated by name alone (`from_fields`, `updated`).
+
+    Args:
+        model_type (`str`): `config.model_type`.
+        tp (`TensorParallelSpec`, *optional*): Fields for tensor parallelism.
+        sp (`SequenceParallelSpec`, *optional*): Fields for sequence parallelism.
+        pp (`PipelineParallelSpec`, *optional*): Fields for pipeline parallelism.
+        cp (`ContextParallelSpec`, *optional*): Fields for context parallelism.
+        moe (`MoESpec`, *optional*): Fields for mixture-of-experts layers.
+    """
+
+    model_type: str
+    tp: TensorParallelSpec = field(default_factory=TensorParallelSpec)
+    sp: SequenceParallelSpec = field(default_factory=SequenceParallelSpec)
+    pp: PipelineParallelSpec = field(default_factory=PipelineParallelSpec)
+    cp: ContextParallelSpec = field(default_factory=ContextParallelSpec)
+    moe: MoESpec = field(default_factory=MoESpec)
+
+    @classmethod
+    def from_fields(cls, model_type: str, **values: Any) -> "ModelSpec":
+        """Makes a spec from fields of the sub-records; raises `PlanError` for a name that no sub-record has."""
+        return cls(model_type).updated(**values)
+
+    def updated(self, *, model_type: str | None = None, **values: Any) -> "ModelSpec":
+        """Returns a copy with other values of some fields; raises `PlanError` for a name that no sub-record has."""
+        by_record: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            by_record.setdefault(_record_of(name), {})[name] = value
+        records = {record: replace(getattr(self, record), **changes) for record, changes in by_record.items()}
+        return replace(self, model_type=self.model_type if model_type is None else model_type, **records)
+
+    def get_field(self, name: str) -> Any:
+        """Returns the value of a field of a sub-record; raises `PlanError` for a name that no sub-record has."""
+        return getattr(getattr(self, _record_of(name)), name)
+
+
+_RECORDS: Mapping[str, Any] = {
+    "tp": TensorParallelSpec,
+    "sp": SequenceParallelSpec,
+    "pp": PipelineParallelSpec,
+    "cp": ContextParallelSpec,
+    "moe": MoESpec,
+}
+_RECORD_OF_FIELD = {member.name: record for record, cls in _RECORDS.items() for member in fields(cls)}
+
+
+def _record_of(name: str) -> str:
+    """Names the sub-record that has a field."""
+    record = _RECORD_OF_FIELD.get(name)
+    if record is None:
+        raise PlanError(f"ModelSpec has no field {name!r}; its fields are {', '.join(sorted(_RECORD_OF_FIELD))}.")
+    return record

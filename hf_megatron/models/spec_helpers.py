@@ -1,7 +1,6 @@
 """What the files in `families/` share: specs stated relative to the base model, whatever head is around it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -22,8 +21,8 @@ def corrected_spec(
     model: Any,
     corrections: Mapping[str, str] | None = None,
     *,
-    transparent: tuple[str, ...] = (),
-    head_sharded: Mapping[str, HeadBlock] | None = None,
+    pointwise_containers: tuple[str, ...] = (),
+    head_sharded_blocks: Mapping[str, HeadBlock] | None = None,
     full_sequence_blocks: tuple[str, ...] = (),
     experts: Mapping[str, str] | None = None,
     identity_experts: Mapping[str, str] | None = None,
@@ -34,36 +33,36 @@ def corrected_spec(
     replicated_modules: tuple[str, ...] = (),
     **changes: Any,
 ) -> ModelSpec:
-    """Takes the spec from transformers' plan or the structure, with corrections; other arguments are `ModelSpec`'s.
+    """Takes the spec from transformers' plan or the structure, with corrections; others are fields of a spec.
 
     Args:
         corrections (`Mapping[str, str]`, *optional*): pattern inside the base model -> style, added or replaced; what
             this config does not have is left out.
-        transparent, full_sequence_blocks, before_layers, after_layers, after_encoder (`tuple[str, ...]`), head_sharded,
-            experts, identity_experts, local_arguments (`Mapping`, *optional*): patterns inside the base model.
+        pointwise_containers, full_sequence_blocks, before_layers, after_layers, after_encoder (`tuple[str, ...]`),
+            head_sharded_blocks, experts, identity_experts, local_arguments (`Mapping`, *optional*): patterns inside
+            the base model.
         replicated_modules (`tuple[str, ...]`): modules inside the base model that every rank computes whole.
     """
     prefix = base_prefix(model)
     spec = _without(
-        stated_or_inferred_spec(model, may_be_ends=bool(head_sharded)),
+        stated_or_inferred_spec(model, may_be_ends=bool(head_sharded_blocks)),
         [prefix + pattern for pattern in replicated_modules],
     )
     names = [name for name, _ in model.named_modules()] + [n for n, _ in model.named_parameters(remove_duplicate=False)]
     known = set(names) | {generic(name) for name in names}
     added = {prefix + pattern: style for pattern, style in (corrections or {}).items() if prefix + pattern in known}
-    return replace(
-        spec,
-        plan={**spec.plan, **added},
-        transparent=(*spec.transparent, *(prefix + pattern for pattern in transparent)),
+    return spec.updated(
+        plan={**spec.tp.plan, **added},
+        pointwise_containers=(*spec.sp.pointwise_containers, *(prefix + pattern for pattern in pointwise_containers)),
         local_arguments={
-            **spec.local_arguments,
+            **spec.tp.local_arguments,
             **{prefix + pattern: names for pattern, names in (local_arguments or {}).items()},
         },
         full_sequence_blocks=tuple(prefix + pattern for pattern in full_sequence_blocks),
-        before_layers=(*spec.before_layers, *(prefix + pattern for pattern in before_layers)),
+        before_layers=(*spec.pp.before_layers, *(prefix + pattern for pattern in before_layers)),
         after_layers=tuple(prefix + pattern for pattern in after_layers),
         after_encoder=tuple(prefix + pattern for pattern in after_encoder),
-        head_sharded={prefix + pattern: heads for pattern, heads in (head_sharded or {}).items()},
+        head_sharded_blocks={prefix + pattern: heads for pattern, heads in (head_sharded_blocks or {}).items()},
         experts={prefix + pattern: attribute for pattern, attribute in (experts or {}).items()},
         identity_experts={prefix + pattern: attribute for pattern, attribute in (identity_experts or {}).items()},
         **changes,
@@ -76,14 +75,13 @@ def _without(spec: ModelSpec, unsharded: list[str]) -> ModelSpec:
     def is_left(pattern: str) -> bool:
         return not any(f"{pattern}.".startswith(f"{module}.") for module in unsharded)
 
-    return replace(
-        spec,
-        plan={pattern: style for pattern, style in spec.plan.items() if is_left(pattern)},
-        local_attributes={pattern: names for pattern, names in spec.local_attributes.items() if is_left(pattern)},
-        local_arguments={pattern: names for pattern, names in spec.local_arguments.items() if is_left(pattern)},
-        regions={block: row for block, row in spec.regions.items() if is_left(block)},
-        multi_input_blocks=tuple(filter(is_left, spec.multi_input_blocks)),
-        transparent=tuple(filter(is_left, spec.transparent)),
+    return spec.updated(
+        plan={pattern: style for pattern, style in spec.tp.plan.items() if is_left(pattern)},
+        local_attributes={pattern: names for pattern, names in spec.tp.local_attributes.items() if is_left(pattern)},
+        local_arguments={pattern: names for pattern, names in spec.tp.local_arguments.items() if is_left(pattern)},
+        regions={block: row for block, row in spec.tp.regions.items() if is_left(block)},
+        multi_input_blocks=tuple(filter(is_left, spec.tp.multi_input_blocks)),
+        pointwise_containers=tuple(filter(is_left, spec.sp.pointwise_containers)),
     )
 
 
@@ -95,13 +93,13 @@ def family_spec(
     local_arguments: Mapping[str, tuple[str, ...]] | None = None,
     regions: Mapping[str, str] | None = None,
     multi_input_blocks: tuple[str, ...] = (),
-    transparent: tuple[str, ...] = (),
+    pointwise_containers: tuple[str, ...] = (),
     head_plan: Mapping[str, str] | None = None,
     after_layers: tuple[str, ...] = (),
     full_sequence_blocks: tuple[str, ...] = (),
     **changes: Any,
 ) -> ModelSpec:
-    """Makes a `ModelSpec` of patterns inside the base model; its arguments are those of `ModelSpec`.
+    """Makes a `ModelSpec` of patterns inside the base model; its arguments are fields of a spec.
 
     An output embedding, where the class has one, becomes a vocab-parallel head. `head_plan` has names outside the base
     model; those that the class does not have are left out.
@@ -113,14 +111,14 @@ def family_spec(
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear):
         unsharded[module_name(model, head)] = "vocab_parallel_head"
-    return ModelSpec(
+    return ModelSpec.from_fields(
         model.config.model_type,
-        unsharded,
+        plan=unsharded,
         local_attributes={prefix + pattern: names for pattern, names in (local_attributes or {}).items()},
         local_arguments={prefix + pattern: names for pattern, names in (local_arguments or {}).items()},
         regions={prefix + block: prefix + row for block, row in (regions or {}).items()},
         multi_input_blocks=tuple(prefix + pattern for pattern in multi_input_blocks),
-        transparent=tuple(prefix + pattern for pattern in transparent),
+        pointwise_containers=tuple(prefix + pattern for pattern in pointwise_containers),
         after_layers=tuple(prefix + pattern for pattern in after_layers),
         full_sequence_blocks=tuple(prefix + pattern for pattern in full_sequence_blocks),
         **changes,
@@ -166,4 +164,6 @@ def composite_family_spec(
     }
     around = {pattern: style for pattern, style in plan.items() if pattern in known}
     sizes = {pattern: names for pattern, names in (local_attributes or {}).items() if pattern in known}
-    return replace(spec, plan={**around, **spec.plan}, local_attributes={**sizes, **spec.local_attributes}, **changes)
+    return spec.updated(
+        plan={**around, **spec.tp.plan}, local_attributes={**sizes, **spec.tp.local_attributes}, **changes
+    )

@@ -38,9 +38,9 @@ class OffStageImages:
     def __init__(self, model: Any, spec: ModelSpec, forward: Callable[..., Any], boundary: StageBoundary) -> None:
         self._config, self._required = model.config, dict.fromkeys(required_images(forward))
         self._boundary, self._parameters = boundary, inspect.signature(forward).parameters
-        self._argument, _, self._entry = (spec.image_features_argument or "").partition(".")
+        self._argument, _, self._entry = (spec.pp.image_features_argument or "").partition(".")
         # An encoder is asked for what it made.
-        self._stand_before = bool(spec.prefixes) or self._config.is_encoder_decoder
+        self._stand_before = bool(spec.pp.prefix_modules) or self._config.is_encoder_decoder
 
     def describe(self, arguments: dict[str, Any]) -> tuple:
         """Returns what decides the shapes that travel between stages; see `microbatches.describe`."""

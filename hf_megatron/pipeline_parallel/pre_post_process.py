@@ -54,7 +54,7 @@ def find_siblings(model: Any, row: LayerSequence, spec: ModelSpec) -> list[str]:
     for prefix in dict.fromkeys(prefix for layers in row.lists for prefix, _ in _ancestors(layers)):
         ancestor = model.get_submodule(prefix)
         own = [name for name, parameter in ancestor._parameters.items() if parameter is not None]
-        if not find_modality_encoders(model) and not {f"{prefix}.{name}" for name in own} <= {*spec.before_layers}:
+        if not find_modality_encoders(model) and not {f"{prefix}.{name}" for name in own} <= {*spec.pp.before_layers}:
             raise UnsupportedError(
                 f"{prefix or type(model).__name__} has parameters of its own beside its layers ({', '.join(own)}): no "
                 "stage can be told to own them. Load the model with pp_size=1, or name them in its family's "
@@ -88,15 +88,15 @@ def find_around(model: Any, row: LayerSequence, spec: ModelSpec) -> AroundLayers
             elif has_parameters(child):
                 # Some classes define their head first, which is not always one of tokens.
                 is_head = any(module is head for module in child.modules()) or (with_base and not prefix)
-                is_stated_after = full_name in spec.after_layers
-                runs_before = full_name in (*towers, *spec.before_layers, *spec.prefixes)
+                is_stated_after = full_name in spec.pp.after_layers
+                runs_before = full_name in (*towers, *spec.pp.before_layers, *spec.pp.prefix_modules)
                 # Some name their table of tokens as their head, which is tied to it.
-                is_head = is_head and full_name not in spec.before_layers
+                is_head = is_head and full_name not in spec.pp.before_layers
                 runs_before = runs_before or name in _NORMS_OF_EMBEDDINGS
                 is_around_decoder = decoder.startswith(f"{prefix}." if prefix else "")
                 if is_head:
                     side = around.after
-                elif full_name in spec.after_encoder:
+                elif full_name in spec.pp.after_encoder:
                     side = around.between
                 elif not is_stated_after and (runs_before or not passed):
                     side = around.before

@@ -207,15 +207,17 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Mode
     towers = find_modality_encoders(model)
     for module_name in before:
         module = model.get_submodule(module_name)
-        if module_name in towers and module_name not in spec.prefixes:
+        if module_name in towers and module_name not in spec.pp.prefix_modules:
             if not holds_first:
                 replace_module(model, module_name, OffStageEncoder(module_name, module, _place(stages, 0), boundary))
             elif required_images(model.forward):
                 # Other forwards leave it out in later stages of this rank, which get no images.
                 call_in_first_stage(module, boundary)
             continue
-        runs_everywhere = module_name in spec.run_on_all_stages
-        is_prefix = module_name in spec.prefixes or (row.decoder > 0 and convolves(module) and not runs_everywhere)
+        runs_everywhere = module_name in spec.pp.run_on_all_stages
+        is_prefix = module_name in spec.pp.prefix_modules or (
+            row.decoder > 0 and convolves(module) and not runs_everywhere
+        )
         if is_prefix and holds_first:
             mix_into(module, StagedPrefix, _stage_boundary=boundary)
             continue

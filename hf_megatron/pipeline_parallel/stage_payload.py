@@ -116,16 +116,16 @@ class Carried:
         counts = [{_values_returned(type(layer)) for layer in part} for part in parts]
         returned = tuple(found.pop() if len(found) == 1 else 1 for found in counts)
         if (
-            spec.layer_num_outputs == 1
-            and not spec.pre_layer_arguments
-            and not spec.mutable_layer_arguments
+            spec.pp.layer_num_outputs == 1
+            and not spec.pp.pre_layer_arguments
+            and not spec.pp.mutable_layer_arguments
             and not decoder
         ):
-            through_loop = bool(spec.sublayer_lists or spec.recorded_layers)
-            return cls(returned=returned, through_loop=through_loop, kept=frozenset(spec.recorded_layers))
+            through_loop = bool(spec.pp.sublayer_lists or spec.pp.recorded_layers)
+            return cls(returned=returned, through_loop=through_loop, kept=frozenset(spec.pp.recorded_layers))
         parameters = tuple(tuple(inspect.signature(type(layer).forward).parameters)[1:] for layer in layers)
-        read = frozenset((part, place) for part in range(len(parts)) for place in range(1, spec.layer_num_outputs))
-        return cls(read, spec.pre_layer_arguments, spec.mutable_layer_arguments, parameters, returned, decoder)
+        read = frozenset((part, place) for part in range(len(parts)) for place in range(1, spec.pp.layer_num_outputs))
+        return cls(read, spec.pp.pre_layer_arguments, spec.pp.mutable_layer_arguments, parameters, returned, decoder)
 
     def given(self, layer: int, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Returns an argument of a layer's call, by whichever way it was passed; `None` without it."""

@@ -19,12 +19,12 @@ _TOKENS = "input_ids"
 
 def require_cuttable(model: Any, spec: ModelSpec | None, config: MegatronConfig) -> None:
     """Raises `UnsupportedError` for a model that is no single stack of layers, or of a type that says so."""
-    if spec is not None and spec.no_pipeline is not None:
+    if spec is not None and spec.pp.no_pipeline is not None:
         raise UnsupportedError(
             f"MegatronConfig.pp_size = {config.pp_size}: model type {spec.model_type!r} cannot be cut: "
-            f"{spec.no_pipeline}"
+            f"{spec.pp.no_pipeline}"
         )
-    if spec is not None and spec.recorded_layers and config.sequence_parallel:
+    if spec is not None and spec.pp.recorded_layers and config.sequence_parallel:
         raise UnsupportedError(
             f"MegatronConfig.pp_size = {config.pp_size} with sequence_parallel=True: the loop of model type "
             f"{spec.model_type!r} keeps whole hidden states for later layers. Set sequence_parallel=False."
@@ -64,10 +64,10 @@ def require_schedule(spec: ModelSpec, config: MegatronConfig, axes: Axes, decode
             f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r} with tp_size = {config.tp_size} needs "
             f"torch 2.13, this is {torch.__version__}. Use '1f1b' or 'interleaved_1f1b'."
         )
-    if spec.no_zero_bubble is not None:
+    if spec.pp.no_zero_bubble is not None:
         raise UnsupportedError(
             f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r}: model type {spec.model_type!r} has no "
-            f"backward in two steps: {spec.no_zero_bubble} Use '1f1b' or 'interleaved_1f1b'."
+            f"backward in two steps: {spec.pp.no_zero_bubble} Use '1f1b' or 'interleaved_1f1b'."
         )
     names = [{name for name, _ in layer.named_parameters()} for layer in decoder[:2]]
     if len(names) > 1 and (own := sorted(names[0] - names[1])):

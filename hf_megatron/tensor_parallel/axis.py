@@ -71,9 +71,9 @@ def place(model: Any, state: ParallelState) -> None:
     tp_size, spec, sequence_parallel = state.axes.size(AXIS), state.spec, state.config.sequence_parallel
     if tp_size == 1:
         return
-    if sequence_parallel and spec.no_sequence_parallel is not None:
+    if sequence_parallel and spec.sp.no_sequence_parallel is not None:
         raise UnsupportedError(
-            f"model type {spec.model_type!r} has no sequence parallelism: {spec.no_sequence_parallel} Set "
+            f"model type {spec.model_type!r} has no sequence parallelism: {spec.sp.no_sequence_parallel} Set "
             "sequence_parallel=False."
         )
     styles = expand_plan(model, spec)
@@ -86,16 +86,16 @@ def place(model: Any, state: ParallelState) -> None:
     styles |= _styles_of_heads(modules, heads)
     for name, style_name in styles.items():
         if name in modules:
-            style(style_name).check(modules[name], name, spec.plain_linear_classes)
+            style(style_name).check(modules[name], name, spec.tp.plain_linear_classes)
     moe_blocks = _sequence_sharded_moe(model, styles, experts) if sequence_parallel else {}
     structure = find_structure(
         model,
         styles,
-        stacks=sorted(matching(model, spec.stacks)) if spec.stacks else None,
+        stacks=sorted(matching(model, spec.sp.layer_stacks)) if spec.sp.layer_stacks else None,
         within=find_text_model(model),
         regions=expand_regions(model, spec),
-        multi_input_blocks=matching(model, spec.multi_input_blocks),
-        transparent=matching(model, spec.transparent) | moe_blocks.keys(),
+        multi_input_blocks=matching(model, spec.tp.multi_input_blocks),
+        pointwise_containers=matching(model, spec.sp.pointwise_containers) | moe_blocks.keys(),
         pointwise=frozenset(name for parts in moe_blocks.values() for name in parts),
     )
     if sequence_parallel and not structure.stacks:
@@ -104,7 +104,7 @@ def place(model: Any, state: ParallelState) -> None:
     sizes = local_sizes(model, spec, styles, copies, tp_size)
     sizes = {name: sizes[name] for name in sizes if not _is_inside(name, experts)}
     parameters = [name for name, _ in model.named_parameters()]
-    of_layers = frozenset(name for name in parameters if generic(name) in spec.layer_parameters)
+    of_layers = frozenset(name for name in parameters if generic(name) in spec.cp.layer_parameters)
     claims = claim_all(model, styles, structure, copies, sequence_parallel, model.all_tied_weights_keys, of_layers)
     state.claims.update(claims)
     state.placed[NAME] = TensorPlan(styles, structure, copies, sizes, frozenset(moe_blocks), heads)
@@ -114,7 +114,7 @@ def _heads_of_rank(model: nn.Module, spec: ModelSpec, styles: Mapping[str, str],
     """Finds the blocks whose heads are shared out with whole weights: those that no rule of the plan splits."""
     found = {}
     for name, module in model.named_modules():
-        known = lookup(name, spec.head_sharded)
+        known = lookup(name, spec.cp.head_sharded_blocks)
         if known is None or not has_heads_of(module, known) or any(_is_inside(other, [name]) for other in styles):
             continue
         if divides(module, known, tp_size, takes_one_group=True):
@@ -172,8 +172,8 @@ def install(model: Any, state: ParallelState) -> None:
         streams,
         sequence_parallel=config.sequence_parallel,
         packs=packs,
-        token_dim=state.spec.token_dim,
-        streams_lead=state.spec.streams_lead,
+        sequence_dim=state.spec.sp.sequence_dim,
+        streams_lead=state.spec.sp.streams_lead,
     )
     forwards = ActiveForwards()
     forwards.install(model)
@@ -183,9 +183,9 @@ def install(model: Any, state: ParallelState) -> None:
     state.placed[FORWARDS] = forwards
     # A block's hooks are installed after the styles', so that its region wraps what happens inside.
     spec = state.spec
-    arguments = {name: spec.token_dims.get(name, SEQUENCE_DIM) for name in spec.per_token_arguments}
+    arguments = {name: spec.cp.sequence_dims.get(name, SEQUENCE_DIM) for name in spec.sp.per_token_arguments}
     state.leaving = regions.install(
-        model, arguments, spec.per_token_inputs, spec.unshardable_arguments, spec.recorded_layers
+        model, arguments, spec.sp.per_token_inputs, spec.sp.unshardable_arguments, spec.pp.recorded_layers
     )
     _keep_full_states(model, state, regions)
     state.full_sequence_fns += [(name, stack.on_full_sequence) for name, stack in regions.stacks.items()]
@@ -206,7 +206,7 @@ def install(model: Any, state: ParallelState) -> None:
 
 def _keep_full_states(model: Any, state: ParallelState, regions: Regions) -> None:
     """Has a loop that keeps the hidden states between layers keep whole ones."""
-    if (name := state.spec.hidden_state_recorder) is not None:
+    if (name := state.spec.sp.hidden_state_recorder) is not None:
         for layers, stack in regions.stacks.items():
             owner = model.get_submodule(layers.rpartition(".")[0])
             state.patches.replace(owner, name, stack.replicated_by(getattr(owner, name)))
@@ -287,7 +287,7 @@ def _install_style(
     if widths := split_widths(claims.values(), state.axes):
         GroupedWidths(widths, mesh.tp_size).install(module)
     give_sizes(module, plan.local_sizes.get(name, {}))
-    if (arguments := lookup(name, state.spec.local_arguments)) is not None:
+    if (arguments := lookup(name, state.spec.tp.local_arguments)) is not None:
         LocalArguments(arguments, text.num_attention_heads, mesh).install(module)
 
 

@@ -22,8 +22,8 @@ def expand_plan(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
     """Maps concrete module and parameter names to style names; a rule that matches nothing raises."""
     names = [name for name, _ in model.named_modules()]
     names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    styles = {name: found for name in names if (found := lookup(name, spec.plan)) is not None}
-    unmatched = spec.plan.keys() - set(styles) - {generic(name) for name in styles}
+    styles = {name: found for name in names if (found := lookup(name, spec.tp.plan)) is not None}
+    unmatched = spec.tp.plan.keys() - set(styles) - {generic(name) for name in styles}
     if unmatched:
         raise PlanError(
             f"model type {spec.model_type!r}: rules {sorted(unmatched)} match nothing in {type(model).__name__}."
@@ -31,8 +31,13 @@ def expand_plan(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
     for name in styles.values():
         style(name)
     modules = {name for name, _ in model.named_modules()} | {generic(name) for name, _ in model.named_modules()}
-    of_modules = (spec.local_attributes, spec.local_arguments, spec.multi_input_blocks, spec.per_token_inputs)
-    for patterns in (*of_modules, spec.transparent, spec.stacks):
+    of_modules = (
+        spec.tp.local_attributes,
+        spec.tp.local_arguments,
+        spec.tp.multi_input_blocks,
+        spec.sp.per_token_inputs,
+    )
+    for patterns in (*of_modules, spec.sp.pointwise_containers, spec.sp.layer_stacks):
         if not modules.issuperset(patterns):
             missing = sorted(set(patterns) - modules)
             raise PlanError(
@@ -47,7 +52,7 @@ def matching(model: nn.Module, patterns: tuple[str, ...]) -> frozenset[str]:
 
 def expand_regions(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
     pairs: dict[str, str] = {}
-    for block_pattern, row_pattern in spec.regions.items():
+    for block_pattern, row_pattern in spec.tp.regions.items():
         blocks = sorted(matching(model, (block_pattern,)))
         rows = sorted(matching(model, (row_pattern,)))
         if not blocks or len(blocks) != len(rows):
@@ -148,7 +153,7 @@ def local_sizes(
     """Maps modules to this rank's share of attributes that count heads or widths; raises if that is no integer."""
     sizes: dict[str, dict[str, int]] = {}
     for name, module in model.named_modules():
-        for attribute in lookup(name, spec.local_attributes) or ():
+        for attribute in lookup(name, spec.tp.local_attributes) or ():
             shards = tp_size // (copies.get(f"{name}.k_proj", 1) if "key_value" in attribute else 1)
             value = attrgetter(attribute)(module)
             if value % shards:

@@ -64,7 +64,7 @@ def divides(block: nn.Module, heads: HeadBlock, ranks: int, *, takes_one_group: 
         takes_one_group (`bool`): one group may be all ranks'.
     """
     counts = set(heads.counts) - ({heads.groups} if takes_one_group and is_one_group(block, heads) else set())
-    return not any(attrgetter(count)(block) % (ranks * heads.rounds) for count in counts)
+    return not any(attrgetter(count)(block) % (ranks * heads.interleave_rounds) for count in counts)
 
 
 # What PEFT's layers hold in the place of which they stand.
@@ -92,9 +92,9 @@ class _Cut:
     def of(cls, block: nn.Module, heads: HeadBlock, name: str) -> "_Cut":
         dim, widths = heads.weights[name]
         is_one = is_one_group(block, heads)
-        sizes = [_width(block, width) // heads.rounds for width in widths]
+        sizes = [_width(block, width) // heads.interleave_rounds for width in widths]
         stays = [is_one and heads.groups in of for of in widths]
-        return cls(dim, sizes * heads.rounds, stays * heads.rounds)
+        return cls(dim, sizes * heads.interleave_rounds, stays * heads.interleave_rounds)
 
     @property
     def style(self) -> str:
@@ -159,7 +159,7 @@ class HeadsOfRank:
         for name in gathered & dict(block.named_modules()).keys():
             norm = block.get_submodule(name)
             self._replace(vars(norm), "forward", _of_gathered(norm.forward, self.group))
-        for name in self.heads.joined:
+        for name in self.heads.all_head_linears:
             linear: Any = block.get_submodule(name)
             self._replace(vars(linear), "forward", product_of_all_ranks(linear.weight, self.group))
             # A kernel that read it would not sum what it makes of it.

@@ -43,14 +43,16 @@ class Regions(Shared):
         *,
         sequence_parallel: bool,
         packs: bool,
-        token_dim: int = SEQUENCE_DIM,
+        sequence_dim: int = SEQUENCE_DIM,
         streams_lead: bool = False,
     ):
         self.group, self.streams = group, streams
         stacks = structure.stacks if sequence_parallel else ()
-        self.stacks = {name: SequenceStack(group, token_dim=token_dim, streams_lead=streams_lead) for name in stacks}
+        self.stacks = {
+            name: SequenceStack(group, sequence_dim=sequence_dim, streams_lead=streams_lead) for name in stacks
+        }
         self.unsharded = structure.unsharded if sequence_parallel else {}
-        inputs = GatheredInputs(token_dim, group) if packs else None
+        inputs = GatheredInputs(sequence_dim, group) if packs else None
         self.uniform = {
             block: UniformRegion(group, streams, self.stacks.get(structure.stack_of.get(block, "")), inputs)
             for block in structure.uniform

@@ -75,12 +75,12 @@ class SequenceStack(Shared):
     batch: int = 0
     length: int = 0
     is_inside: bool = False
-    token_dim: int = SEQUENCE_DIM
+    sequence_dim: int = SEQUENCE_DIM
     streams_lead: bool = False
 
     def dim_of_tokens(self, tensor: Tensor) -> int:
         """Returns which dim of a tensor has its tokens: in what layers hand on, streams may stand before the rows."""
-        return self.token_dim + (self.streams_lead and tensor.dim() == 4)
+        return self.sequence_dim + (self.streams_lead and tensor.dim() == 4)
 
     def install(self, layers: nn.ModuleList, full_prefix: tuple[int, ...] = ()) -> None:
         for first in range(len(layers)) if self.may_leave_out else {0, *full_prefix}:
@@ -104,7 +104,7 @@ class SequenceStack(Shared):
         """Returns this rank's part of what the first layer is called with, `[batch, sequence, hidden]`."""
         dim = self.dim_of_tokens(hidden_states)
         # Rows stand beside tokens, on the one side or the other.
-        self.batch = hidden_states.shape[dim + 1 - 2 * self.token_dim]
+        self.batch = hidden_states.shape[dim + 1 - 2 * self.sequence_dim]
         self.is_inside, self.length = True, hidden_states.shape[dim]
         return split_over_ranks(hidden_states, dim, self.group)
 
@@ -205,7 +205,7 @@ class UniformRegion(Shared):
         if hidden_states.dim() == 2:
             return self.enter(self._unflatten(hidden_states)).flatten(0, 1)
         unsharded = gather_from_ranks(
-            hidden_states, self.stack.token_dim, self.stack.length, self.group, sum_gradient=True
+            hidden_states, self.stack.sequence_dim, self.stack.length, self.group, sum_gradient=True
         )
         self.gathered = None
         if self.inputs is not None and may_pack():
@@ -240,7 +240,7 @@ class UniformRegion(Shared):
             return self.leave(self._unflatten(partial_output)).flatten(0, 1)
         if self.own_tokens is not None:
             partial_output = self.own_tokens(partial_output)
-        return reduce_scatter_to_ranks(partial_output, self.stack.token_dim, self.group)
+        return reduce_scatter_to_ranks(partial_output, self.stack.sequence_dim, self.group)
 
 
 @dataclass
@@ -267,7 +267,7 @@ class FullSequenceRegion(Shared):
                     f"{type(block).__name__} was called with flattened tokens {tuple(hidden_states.shape)}, which "
                     "cannot be joined along the sequence. Set sequence_parallel=False."
                 )
-            return gather_from_ranks(hidden_states, self.stack.token_dim, self.stack.length, self.stack.group)
+            return gather_from_ranks(hidden_states, self.stack.sequence_dim, self.stack.length, self.stack.group)
 
         self.streams.use_shared_rng()
         args, kwargs = replace_arguments(block, args, kwargs, dict.fromkeys(self.further, gather))
@@ -278,7 +278,7 @@ class FullSequenceRegion(Shared):
             if unsharded.dim() == 2:
                 # A mixture of experts that leaves its tokens flattened: [batch * sequence, hidden].
                 unsharded = unsharded.unflatten(0, (self.stack.batch, self.stack.length))
-            return split_over_ranks(unsharded, self.stack.token_dim, self.stack.group)
+            return split_over_ranks(unsharded, self.stack.sequence_dim, self.stack.group)
 
         if block.training:
             self.streams.use_local_rng()

@@ -93,7 +93,7 @@ def find_structure(
     within: nn.Module | None = None,
     regions: Mapping[str, str] | None = None,
     multi_input_blocks: frozenset[str] = frozenset(),
-    transparent: frozenset[str] = frozenset(),
+    pointwise_containers: frozenset[str] = frozenset(),
     pointwise: frozenset[str] = frozenset(),
 ) -> Structure:
     """Builds the `Structure` of a model.
@@ -106,7 +106,7 @@ def find_structure(
         within (`nn.Module`, *optional*): where they are looked for, in place of all of the model.
         regions (`Mapping[str, str]`, *optional*): uniform blocks whose row linear is not their child.
         multi_input_blocks: blocks whose linears read more than one tensor, as in cross attention.
-        transparent: wrappers inside a layer that only chain pointwise modules and blocks.
+        pointwise_containers: wrappers inside a layer that only chain pointwise modules and blocks.
         pointwise: modules that work on one token at a time, beside those that their class tells of.
     """
     structure = Structure(uniform=dict(regions or {}))
@@ -136,7 +136,7 @@ def find_structure(
                 name, block = pending.pop()
                 if name in structure.uniform:
                     structure.stack_of[name] = stack
-                elif name in transparent:
+                elif name in pointwise_containers:
                     pending.extend(_blocks(name, block))
                 elif name not in pointwise and not _is_pointwise(block):
                     structure.unsharded[name] = stack

@@ -229,7 +229,7 @@ class _PartialSum(Style):
 
 
 class _HeadsOfRank(Style):
-    """A block whose weights stay whole; which heads its spec's `head_sharded` says."""
+    """A block whose weights stay whole; which heads its spec's `head_sharded_blocks` says."""
 
     splits = True
 

@@ -2,7 +2,7 @@
 
 Attention is replaced by a function that hands each token its own value. Then one token is changed: a module whose
 outputs at other tokens change, though its inputs there do not, mixes tokens by itself. Context parallelism computes
-such modules on whole rows, so each has to be one that it knows (`ModelSpec.full_sequence_blocks`).
+such modules on whole rows, so each has to be one that it knows (`ModelSpec.cp.full_sequence_blocks`).
 """
 
 from collections.abc import Mapping

@@ -9,4 +9,4 @@ from ..spec_helpers import corrected_spec
 
 @register_model("beam")
 def beam(model: Any) -> ModelSpec:
-    return corrected_spec(model, token_dims={"attention_scaling": 2})
+    return corrected_spec(model, sequence_dims={"attention_scaling": 2})

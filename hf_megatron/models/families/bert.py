@@ -37,6 +37,10 @@ def bert(model: Any) -> ModelSpec:
             "encoder.layer.*.attention.self": "encoder.layer.*.attention.output.dense",
             "encoder.layer.*.intermediate": "encoder.layer.*.output.dense",
         },
-        transparent=("encoder.layer.*.attention", "encoder.layer.*.attention.output", "encoder.layer.*.output"),
+        pointwise_containers=(
+            "encoder.layer.*.attention",
+            "encoder.layer.*.attention.output",
+            "encoder.layer.*.output",
+        ),
         no_sequence_parallel=CHUNKS if config.chunk_size_feed_forward else None,
     )

@@ -31,7 +31,7 @@ def blip_text_model(model: Any) -> ModelSpec:
             f"{_LAYER}.attention.self": f"{_LAYER}.attention.output.dense",
             f"{_LAYER}.intermediate": f"{_LAYER}.output.dense",
         },
-        transparent=tuple(f"{_LAYER}.{block}" for block in ("attention", "attention.output", "output")),
+        pointwise_containers=tuple(f"{_LAYER}.{block}" for block in ("attention", "attention.output", "output")),
         pre_layer_arguments=("encoder_hidden_states",) if model.config.is_decoder else (),
         no_sequence_parallel=CHUNKS if model.config.chunk_size_feed_forward else None,
     )

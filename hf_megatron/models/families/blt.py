@@ -10,4 +10,4 @@ from ..spec_helpers import base_prefix, corrected_spec
 @register_model("blt")
 def blt(model: Any) -> ModelSpec:
     # Those of bytes stay whole: between their layers patches read them.
-    return corrected_spec(model, stacks=(f"{base_prefix(model)}global_transformer.layers",))
+    return corrected_spec(model, layer_stacks=(f"{base_prefix(model)}global_transformer.layers",))

@@ -11,7 +11,7 @@ ATTENTION = HeadBlock(
     ("num_attention_heads",),
     {"qkv_proj.weight": (0, (_HEADS,) * 3), "out_proj.weight": (1, (_HEADS,))},
     # Written into its forward.
-    rounds=4,
+    interleave_rounds=4,
 )
 
 
@@ -20,5 +20,5 @@ def codegen(model: Any) -> ModelSpec:
     return family_spec(
         model,
         {"wte": "embedding_rowwise", "h.*.mlp.fc_in": "colwise", "h.*.mlp.fc_out": "rowwise"},
-        head_sharded={f"{base_prefix(model)}h.*.attn": ATTENTION},
+        head_sharded_blocks={f"{base_prefix(model)}h.*.attn": ATTENTION},
     )

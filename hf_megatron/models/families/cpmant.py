@@ -23,7 +23,7 @@ def cpmant(model: Any) -> ModelSpec:
         local_attributes={attention: ("num_heads",)},
         local_arguments={attention: (_BIAS,)},
         regions={mlp: f"{mlp}.w_out"},
-        transparent=(f"{_LAYERS}.self_att", f"{_LAYERS}.ffn"),
+        pointwise_containers=(f"{_LAYERS}.self_att", f"{_LAYERS}.ffn"),
         before_layers=tuple(base_prefix(model) + name for name in (*_EMBEDDINGS, _BIAS)),
         run_on_all_stages=(base_prefix(model) + _BIAS,),
         pre_layer_arguments=(_BIAS,),

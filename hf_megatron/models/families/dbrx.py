@@ -18,6 +18,6 @@ def dbrx(model: Any) -> ModelSpec:
     return corrected_spec(
         model,
         experts={"blocks.*.ffn.experts": "num_experts"},
-        head_sharded={"blocks.*.norm_attn_norm.attn": ATTENTION},
-        transparent=("blocks.*.norm_attn_norm",),
+        head_sharded_blocks={"blocks.*.norm_attn_norm.attn": ATTENTION},
+        pointwise_containers=("blocks.*.norm_attn_norm",),
     )

@@ -9,4 +9,6 @@ from ..spec_helpers import corrected_spec
 
 @register_model("deepseek_v4")
 def deepseek_v4(model: Any) -> ModelSpec:
-    return corrected_spec(model, transparent=("layers.*.attn_hc", "layers.*.ffn_hc"), token_dims={"input_ids": 1})
+    return corrected_spec(
+        model, pointwise_containers=("layers.*.attn_hc", "layers.*.ffn_hc"), sequence_dims={"input_ids": 1}
+    )

@@ -23,16 +23,16 @@ OF_QWEN3_5 = HeadBlock(
 def qwen3_next(model: Any) -> ModelSpec:
     # Both projections have the parts of one head of keys side by side.
     weights = COMMON | {"in_proj_qkvz.weight": ROWS, "in_proj_ba.weight": ROWS, "out_proj.weight": (1, ())}
-    return corrected_spec(model, head_sharded={BLOCK: HeadBlock(COUNTS, weights)})
+    return corrected_spec(model, head_sharded_blocks={BLOCK: HeadBlock(COUNTS, weights)})
 
 
 @register_model("qwen3_5_text")
 @register_model("qwen3_5_moe_text")
 def qwen3_5_text(model: Any) -> ModelSpec:
-    return corrected_spec(model, head_sharded={BLOCK: OF_QWEN3_5})
+    return corrected_spec(model, head_sharded_blocks={BLOCK: OF_QWEN3_5})
 
 
 @register_model("olmo_hybrid")
 def olmo_hybrid(model: Any) -> ModelSpec:
     weights = COMMON | {f"{name}_proj.weight": ROWS for name in "qkvabg"} | {"o_proj.weight": (1, ())}
-    return corrected_spec(model, head_sharded={BLOCK: HeadBlock(COUNTS, weights)})
+    return corrected_spec(model, head_sharded_blocks={BLOCK: HeadBlock(COUNTS, weights)})

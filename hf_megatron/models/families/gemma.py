@@ -1,6 +1,5 @@
 """Gemma 3n and 4: every layer gets an input per token of its own; Gemma 3n's sparse MLPs look at all gate features."""
 
-from dataclasses import replace
 from typing import Any
 
 from ..composite import composite_spec
@@ -33,7 +32,7 @@ def gemma4(model: Any) -> ModelSpec | None:
         return spec
     # For the inputs per layer the model reads the padding token's row of the table itself: every rank holds all rows.
     ends = {module_name(model, end) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
-    return replace(spec, plan={name: style for name, style in spec.plan.items() if name not in ends})
+    return spec.updated(plan={name: style for name, style in spec.tp.plan.items() if name not in ends})
 
 
 @register_model("gemma3n_text")
@@ -53,7 +52,7 @@ def gemma3n_text(model: Any) -> ModelSpec:
         ),
         after_layers=("altup_unembed_projections",),
         # Of one token at a time.
-        transparent=("layers.*.altup", "layers.*.laurel"),
+        pointwise_containers=("layers.*.altup", "layers.*.laurel"),
         per_token_arguments=("per_layer_input",),
         streams_lead=True,
         pre_layer_arguments=("per_layer_input",),

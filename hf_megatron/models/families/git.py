@@ -31,9 +31,9 @@ def git(model: Any) -> ModelSpec:
             f"{_LAYER}.attention.self": f"{_LAYER}.attention.output.dense",
             f"{_LAYER}.intermediate": f"{_LAYER}.output.dense",
         },
-        transparent=tuple(f"{_LAYER}.{block}" for block in ("attention", "attention.output", "output")),
+        pointwise_containers=tuple(f"{_LAYER}.{block}" for block in ("attention", "attention.output", "output")),
         no_sequence_parallel=CHUNKS if model.config.chunk_size_feed_forward else None,
-        stacks=(layers,),
+        layer_stacks=(layers,),
         layers=layers,
-        prefixes=tuple(base_prefix(model) + name for name in ("image_encoder", "visual_projection")),
+        prefix_modules=tuple(base_prefix(model) + name for name in ("image_encoder", "visual_projection")),
     )

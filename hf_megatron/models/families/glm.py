@@ -26,7 +26,7 @@ def glm5_next_text(model: Any) -> ModelSpec:
         model,
         # transformers splits what reads the heads of a delta net, and no more of it.
         {f"{block}.o_proj": "replicated" for block in linear},
-        transparent=("layers.*.attn_hc", "layers.*.ffn_hc"),
+        pointwise_containers=("layers.*.attn_hc", "layers.*.ffn_hc"),
         full_sequence_blocks=("layers.*.self_attn",),
         layer_num_outputs=2,
     )

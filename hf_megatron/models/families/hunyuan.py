@@ -1,6 +1,5 @@
 """HunYuan's dense text layers, around images too; V4, whose hyper-connections weigh each token's streams alone."""
 
-from dataclasses import replace
 from typing import Any
 
 from ..composite import composite_spec
@@ -13,7 +12,7 @@ from ..spec_helpers import corrected_spec, family_spec, gated_decoder_plan
 def hy_v4(model: Any) -> ModelSpec:
     return corrected_spec(
         model,
-        transparent=("layers.*.attn_hc", "layers.*.ffn_hc"),
+        pointwise_containers=("layers.*.attn_hc", "layers.*.ffn_hc"),
         full_sequence_blocks=("layers.*.self_attn",),
         # Token indices that later layers read.
         layer_num_outputs=2,
@@ -29,7 +28,7 @@ def hunyuan_vl_text(model: Any) -> ModelSpec:
 def hunyuan_vl(model: Any) -> ModelSpec | None:
     reason = "positions of its images count those of all rows of a batch, which a microbatch lacks."
     spec = composite_spec(model, {"hunyuan_vl_text": hunyuan_vl_text})
-    return None if spec is None else replace(spec, no_pipeline=f"{reason} Load it with pp_size=1.")
+    return None if spec is None else spec.updated(no_pipeline=f"{reason} Load it with pp_size=1.")
 
 
 @register_model("hunyuan_v1_dense")

@@ -30,7 +30,7 @@ def inkling2_text(model: Any) -> ModelSpec:
         model,
         corrections=_CORRECTIONS,
         # Attention of each token to its own states of earlier layers.
-        transparent=("layers.*.attention_input", "layers.*.mlp_input"),
+        pointwise_containers=("layers.*.attention_input", "layers.*.mlp_input"),
         per_token_arguments=("block_states",),
         per_token_inputs={f"{prefix}.{index}.self_attn": _OTHER_INPUTS for index in several},
         no_context_parallel="its loop keeps whole hidden states for later layers.",

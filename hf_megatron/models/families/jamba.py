@@ -25,16 +25,16 @@ MIXER = HeadBlock(
         "out_proj.weight": _COLUMNS,
     },
     summed=("out_proj.bias",),
-    joined=("x_proj",),
+    all_head_linears=("x_proj",),
 )
 
 
 @register_model("jamba")
 def jamba(model: Any) -> ModelSpec:
-    return corrected_spec(model, head_sharded={"layers.*.mamba": MIXER})
+    return corrected_spec(model, head_sharded_blocks={"layers.*.mamba": MIXER})
 
 
 @register_model("mamba")
 @register_model("falcon_mamba")
 def mamba(model: Any) -> ModelSpec:
-    return corrected_spec(model, head_sharded={"layers.*.mixer": MIXER})
+    return corrected_spec(model, head_sharded_blocks={"layers.*.mixer": MIXER})

@@ -31,5 +31,5 @@ def jetmoe(model: Any) -> ModelSpec:
             "layers.*.mlp.input_linear.weight": "packed_dim_-2",
             "layers.*.mlp.output_linear.weight": "shard_dim_-1",
         },
-        head_sharded={f"{base_prefix(model)}layers.*.self_attention": ATTENTION},
+        head_sharded_blocks={f"{base_prefix(model)}layers.*.self_attention": ATTENTION},
     )

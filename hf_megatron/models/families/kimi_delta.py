@@ -20,11 +20,11 @@ COMMON = {f"{name}_proj.weight": ROWS for name in "qkvb"} | {
 def kimi_linear(model: Any) -> ModelSpec:
     # All heads read the narrow layers before the two gates.
     weights = COMMON | {"forget_gate.f_b_proj.weight": ROWS, "g_b_proj.weight": ROWS, "forget_gate.A_log": (2, ())}
-    return corrected_spec(model, head_sharded={BLOCK: HeadBlock(COUNTS, weights)})
+    return corrected_spec(model, head_sharded_blocks={BLOCK: HeadBlock(COUNTS, weights)})
 
 
 @register_model("bailing_hybrid")
 def bailing_hybrid(model: Any) -> ModelSpec:
     weights = COMMON | {"forget_gate.f_proj.weight": ROWS, "g_proj.weight": ROWS, "forget_gate.A_log": ROWS}
     counts = (*COUNTS, "forget_gate.num_heads")
-    return corrected_spec(model, head_sharded={BLOCK: HeadBlock(counts, weights)})
+    return corrected_spec(model, head_sharded_blocks={BLOCK: HeadBlock(counts, weights)})

@@ -37,7 +37,7 @@ HEADS_WITH_MULTIPLIERS = replace(
 
 def of_mixers(mixer: str) -> Callable[[Any], ModelSpec]:
     """Returns a function that makes the spec of a model with such mixers in its layers, by their name."""
-    return lambda model: corrected_spec(model, head_sharded={f"layers.*.{mixer}": HEADS})
+    return lambda model: corrected_spec(model, head_sharded_blocks={f"layers.*.{mixer}": HEADS})
 
 
 for _model_type in ("mamba2", "nemotron_h"):
@@ -51,4 +51,4 @@ def falcon_h1(model: Any) -> ModelSpec:
     # The norm counts groups itself; only those of several groups are compared one by one.
     counts = ("norm.n_groups",) if model.config.mamba_rms_norm and model.config.mamba_n_groups > 1 else ()
     heads = replace(HEADS_WITH_MULTIPLIERS, counts=(*HEADS.counts, *counts))
-    return corrected_spec(model, head_sharded={"layers.*.mamba": heads})
+    return corrected_spec(model, head_sharded_blocks={"layers.*.mamba": heads})

@@ -27,4 +27,4 @@ LIGHTNING = HeadBlock(
 
 @register_model("minimax")
 def minimax(model: Any) -> ModelSpec:
-    return corrected_spec(model, head_sharded={"layers.*.self_attn": LIGHTNING})
+    return corrected_spec(model, head_sharded_blocks={"layers.*.self_attn": LIGHTNING})

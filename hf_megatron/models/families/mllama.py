@@ -1,6 +1,5 @@
 """Mllama (Llama 3.2 Vision): some layers read images in place of tokens, so that these cross to later stages."""
 
-from dataclasses import replace
 from typing import Any
 
 from ..composite import composite_spec, moved_spec
@@ -19,8 +18,8 @@ def mllama_text_model(model: Any) -> ModelSpec:
     if _TEXT in model._modules:
         # The class with a head goes by the name that it has in one of images.
         spec = moved_spec(mllama_text_model(model.get_submodule(_TEXT)), f"{_TEXT}.")
-        return replace(
-            spec, plan={**spec.plan, module_name(model, model.get_output_embeddings()): "vocab_parallel_head"}
+        return spec.updated(
+            plan={**spec.tp.plan, module_name(model, model.get_output_embeddings()): "vocab_parallel_head"}
         )
     cross = {f"{_CROSS}.{name}_proj": "colwise" for name in "qkv"} | {f"{_CROSS}.o_proj": "rowwise"}
     # Their weights are those of one head, and each rank computes with some of the heads.
@@ -31,7 +30,7 @@ def mllama_text_model(model: Any) -> ModelSpec:
         local_attributes={_ATTENTION: _COUNTS, _CROSS: _COUNTS},
         multi_input_blocks=(_CROSS,),
         per_token_arguments=("full_text_row_masked_out_mask",),
-        token_dims={"full_text_row_masked_out_mask": 2},
+        sequence_dims={"full_text_row_masked_out_mask": 2},
         pre_layer_arguments=("cross_attention_states",),
     )
 
@@ -41,4 +40,4 @@ def mllama(model: Any) -> ModelSpec | None:
     spec, head = composite_spec(model, {"mllama_text_model": mllama_text_model}), model.get_output_embeddings()
     if spec is None or head is None:
         return spec
-    return replace(spec, plan={**spec.plan, module_name(model, head): "vocab_parallel_head"})
+    return spec.updated(plan={**spec.tp.plan, module_name(model, head): "vocab_parallel_head"})

@@ -1,6 +1,5 @@
 """MobileBERT: its head reads the table of tokens and a second one as one matrix; attention reads several tensors."""
 
-from dataclasses import replace
 from typing import Any
 
 from ..registry import register_model
@@ -19,13 +18,12 @@ def mobilebert(model: Any) -> ModelSpec:
         model,
         multi_input_blocks=(f"{attention}.self",),
         per_token_inputs={attention: ("key_tensor", "value_tensor", "layer_input")},
-        transparent=tuple(f"encoder.layer.*.{name}" for name in _BOTTLENECKS if name in modules),
+        pointwise_containers=tuple(f"encoder.layer.*.{name}" for name in _BOTTLENECKS if name in modules),
     )
     # Neither half of the joined matrix is called, and its rows are the vocabulary's in one half alone.
     ends = ("vocab_parallel_head", "embedding_rowwise", "shard_dim_-2")
-    return replace(
-        spec,
-        plan={name: style for name, style in spec.plan.items() if style not in ends},
-        regions={block: row for block, row in spec.regions.items() if block != f"{attention}.self"},
-        transparent=tuple(name for name in spec.transparent if not name.startswith(attention)),
+    return spec.updated(
+        plan={name: style for name, style in spec.tp.plan.items() if style not in ends},
+        regions={block: row for block, row in spec.tp.regions.items() if block != f"{attention}.self"},
+        pointwise_containers=tuple(name for name in spec.sp.pointwise_containers if not name.startswith(attention)),
     )

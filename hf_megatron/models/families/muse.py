@@ -25,4 +25,4 @@ def muse_spark_text(model: Any) -> ModelSpec:
         **_ATTENTION,
         **_EXPERTS,
     }
-    return corrected_spec(model, corrections, transparent=_GATES)
+    return corrected_spec(model, corrections, pointwise_containers=_GATES)

@@ -1,6 +1,5 @@
 """Nemotron 3 Omni: a RADIO tower, as large as the text model's first layers, is split beside it."""
 
-from dataclasses import replace
 from typing import Any
 
 from ..composite import composite_spec
@@ -22,4 +21,4 @@ def nemotron_h_omni(model: Any) -> ModelSpec | None:
     tower = {name: style for names, style in ((_COLUMNS, "colwise"), (_ROWS, "rowwise")) for name in names}
     plan = {f"{_LAYER}.{name}": style for name, style in tower.items() if f"{_LAYER}.{name}".replace("*", "0") in parts}
     heads = {f"{_LAYER}.attention": ("num_attention_heads",)}
-    return replace(spec, plan={**spec.plan, **plan}, local_attributes={**spec.local_attributes, **heads})
+    return spec.updated(plan={**spec.tp.plan, **plan}, local_attributes={**spec.tp.local_attributes, **heads})

@@ -1,6 +1,5 @@
 """Pegasus-X: its encoder's layers compute global tokens beside those of the text, with the same weights."""
 
-from dataclasses import replace
 from typing import Any
 
 from ..registry import register_model
@@ -19,11 +18,10 @@ def pegasus_x(model: Any) -> ModelSpec:
         model,
         {**columns, f"{_ATTENTION}.out_proj": "rowwise_split_input"},
         # Its encoder's layers have more than one sequence.
-        stacks=(f"{base}decoder.layers",),
+        layer_stacks=(f"{base}decoder.layers",),
     )
     attention = f"{base}{_ATTENTION}"
-    return replace(
-        spec,
-        regions={block: row for block, row in spec.regions.items() if block != attention},
-        local_attributes={name: counts for name, counts in spec.local_attributes.items() if name != attention},
+    return spec.updated(
+        regions={block: row for block, row in spec.tp.regions.items() if block != attention},
+        local_attributes={name: counts for name, counts in spec.tp.local_attributes.items() if name != attention},
     )

@@ -24,5 +24,5 @@ def perceiver(model: Any) -> ModelSpec:
         local_attributes={f"{layer}.attention.self": ("num_heads",) for layer in layers},
         regions={f"{attention}.self": f"{attention}.output.dense"},
         multi_input_blocks=tuple(f"{layer}.attention.self" for layer in crossing),
-        transparent=(attention, f"{attention}.output"),
+        pointwise_containers=(attention, f"{attention}.output"),
     )

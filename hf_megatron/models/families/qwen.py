@@ -14,4 +14,4 @@ CONNECTIONS = ("layers.*.attn_hyper_connection", "layers.*.mlp_hyper_connection"
 def qwen4_exp_text(model: Any) -> ModelSpec:
     # transformers splits the first of two small projections, which would sum over ranks that hold different tokens.
     unsharded = {f"{connection}.input_mix_weight_down": "replicated" for connection in CONNECTIONS}
-    return corrected_spec(model, unsharded, transparent=CONNECTIONS, head_sharded={BLOCK: OF_QWEN3_5})
+    return corrected_spec(model, unsharded, pointwise_containers=CONNECTIONS, head_sharded_blocks={BLOCK: OF_QWEN3_5})

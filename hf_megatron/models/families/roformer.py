@@ -9,4 +9,4 @@ from ..spec_helpers import corrected_spec
 
 @register_model("roformer")
 def roformer(model: Any) -> ModelSpec:
-    return corrected_spec(model, pre_layer_arguments=("sinusoidal_pos",), token_dims={"sinusoidal_pos": 2})
+    return corrected_spec(model, pre_layer_arguments=("sinusoidal_pos",), sequence_dims={"sinusoidal_pos": 2})

@@ -22,7 +22,7 @@ def rwkv(model: Any) -> ModelSpec:
     return family_spec(
         model,
         {"embeddings": "embedding_rowwise"},
-        head_sharded={f"{prefix}blocks.*.attention": CHANNELS, f"{prefix}blocks.*.feed_forward": MLP},
+        head_sharded_blocks={f"{prefix}blocks.*.attention": CHANNELS, f"{prefix}blocks.*.feed_forward": MLP},
         # Each token is mixed with the one before it, in both.
         full_sequence_blocks=("blocks.*.attention", "blocks.*.feed_forward"),
         no_cache="its model makes them as wide as hidden states, and a rank has its own channels.",

@@ -16,4 +16,4 @@ def seamless_m4t(model: Any) -> ModelSpec:
     parts = {name for name, _ in model.named_modules()}
     if _ADAPTER not in parts:
         return corrected_spec(model)
-    return corrected_spec(model, after_encoder=(_ADAPTER,), run_on_all_stages=(_FEATURES,), stacks=_STACKS)
+    return corrected_spec(model, after_encoder=(_ADAPTER,), run_on_all_stages=(_FEATURES,), layer_stacks=_STACKS)

@@ -1,6 +1,5 @@
 """SpeechT5: all heads of its encoder read one table of distances, whose vectors are as wide as a head."""
 
-from dataclasses import replace
 from typing import Any
 
 from ..registry import register_model
@@ -23,4 +22,4 @@ def speecht5(model: Any) -> ModelSpec:
         pre_layer_arguments=("position_bias",),
     )
     # No tables with an entry for each head are among the arguments of its blocks.
-    return replace(spec, local_arguments={})
+    return spec.updated(local_arguments={})

@@ -10,13 +10,13 @@ from ..spec_helpers import base_prefix, family_spec
 @register_model("t5")
 def t5(model: Any) -> ModelSpec:
     base = model.base_model
-    plan, local_attributes, regions, transparent = {"shared": "embedding_rowwise"}, {}, {}, []
+    plan, local_attributes, regions, containers = {"shared": "embedding_rowwise"}, {}, {}, []
     for stack in ("encoder", "decoder"):
         if stack not in base._modules:
             continue
         plan[f"{stack}.embed_tokens"] = "embedding_rowwise"
         layer = f"{stack}.block.*.layer.*"
-        transparent.append(layer)
+        containers.append(layer)
         attentions = ["SelfAttention", "EncDecAttention"] if stack == "decoder" else ["SelfAttention"]
         for attention in attentions:
             plan |= {f"{layer}.{attention}.{name}": "colwise" for name in "qkv"} | {f"{layer}.{attention}.o": "rowwise"}
@@ -32,7 +32,7 @@ def t5(model: Any) -> ModelSpec:
         local_attributes=local_attributes,
         regions=regions,
         multi_input_blocks=tuple(name for name in local_attributes if name.endswith("EncDecAttention")),
-        transparent=tuple(transparent),
+        pointwise_containers=tuple(containers),
         # Towers of images around it have stacks too.
-        stacks=tuple(f"{base_prefix(model)}{pattern.partition('.*')[0]}" for pattern in transparent),
+        layer_stacks=tuple(f"{base_prefix(model)}{pattern.partition('.*')[0]}" for pattern in containers),
     )

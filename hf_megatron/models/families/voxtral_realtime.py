@@ -11,4 +11,4 @@ _PARTS = ("audio_tower", "multi_modal_projector")
 
 @register_model("voxtral_realtime")
 def voxtral_realtime(model: Any) -> ModelSpec:
-    return corrected_spec(model, prefixes=tuple(base_prefix(model) + name for name in _PARTS))
+    return corrected_spec(model, prefix_modules=tuple(base_prefix(model) + name for name in _PARTS))

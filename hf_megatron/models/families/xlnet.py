@@ -16,8 +16,8 @@ def xlnet(model: Any) -> ModelSpec:
         before_layers=(f"{base_prefix(model)}mask_emb",),
         # Those of tokens that are predicted in an order.
         layer_num_outputs=2,
-        transparent=("layer.*.ff",),
-        token_dim=0,
+        pointwise_containers=("layer.*.ff",),
+        sequence_dim=0,
         hidden_state_recorder="cache_mem",
         unshardable_arguments={
             "output_g": "target_mapping of XLNet: the tokens that it predicts are none of the sequence, which ranks "

@@ -28,7 +28,7 @@ def xlstm(model: Any) -> ModelSpec:
     return family_spec(
         model,
         {"embeddings": "embedding_rowwise", **{f"blocks.*.ffn.{name}": style for name, style in mlp.items()}},
-        head_sharded={f"{base_prefix(model)}blocks.*.mlstm_layer": MEMORY},
+        head_sharded_blocks={f"{base_prefix(model)}blocks.*.mlstm_layer": MEMORY},
         full_sequence_blocks=("blocks.*.mlstm_layer",),
         # The memory's state beside hidden states.
         layer_num_outputs=2,

@@ -12,4 +12,4 @@ _ADAPTERS = "encoder.layer.*.output.adapter_modules"
 @register_model("xmod")
 def xmod(model: Any) -> ModelSpec:
     adapters = tuple(f"{_ADAPTERS}.{language}" for language in model.config.languages)
-    return corrected_spec(model, transparent=(_ADAPTERS, *adapters), no_sequence_parallel=None)
+    return corrected_spec(model, pointwise_containers=(_ADAPTERS, *adapters), no_sequence_parallel=None)

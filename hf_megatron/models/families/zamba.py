@@ -34,10 +34,10 @@ def with_shared_blocks(model: Any, block: str, plan: dict[str, str], mixer: Head
         {"embed_tokens": "embedding_rowwise", **{f"{shared}.{name}": style for name, style in styles.items()}} | plan,
         # Beside their linears they may have adapters.
         regions={f"{shared}.{name}": f"{shared}.{row}" for name, row in rows.items()},
-        transparent=(shared, "layers.*.mamba_decoder"),
+        pointwise_containers=(shared, "layers.*.mamba_decoder"),
         per_token_arguments=("original_hidden_states",),
         pre_layer_arguments=("original_hidden_states",),
-        head_sharded={base_prefix(model) + name: mixer for name in mixers},
+        head_sharded_blocks={base_prefix(model) + name: mixer for name in mixers},
     )
 
 

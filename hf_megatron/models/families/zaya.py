@@ -21,7 +21,7 @@ def zaya(model: Any) -> ModelSpec:
             "layers.*.mlp.experts.down_proj": "shard_dim_-1",
         },
         # They add two tensors per token.
-        transparent=tuple(f"layers.*.post_{block}_residual_scale" for block in ("attention", "mlp")),
+        pointwise_containers=tuple(f"layers.*.post_{block}_residual_scale" for block in ("attention", "mlp")),
         full_sequence_blocks=("layers.*.self_attn",),
         before_layers=tuple(f"{base_prefix(model)}input_hidden_states_{name}" for name in ("scale", "bias")),
         # What routers of later layers read.

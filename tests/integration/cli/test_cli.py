@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -36,8 +35,8 @@ def test_check_mismatch_names_the_worst_tensor(monkeypatch):
 
     def broken(model):
         spec = derive_spec(model)
-        plan = {name: style for name, style in spec.plan.items() if not name.endswith(("q_norm", "k_norm"))}
-        return replace(spec, plan=plan)
+        plan = {name: style for name, style in spec.tp.plan.items() if not name.endswith(("q_norm", "k_norm"))}
+        return spec.updated(plan=plan)
 
     monkeypatch.setitem(REGISTRY, "qwen3", broken)
     result = run("check", "qwen3", "--tp", "2")

@@ -58,7 +58,9 @@ def squares_of_one_rank():
 
 def parts_without_rounds():
     original = head_sharded_blocks._Cut.of
-    head_sharded_blocks._Cut.of = lambda block, of, name: original(block, dataclasses.replace(of, rounds=1), name)
+    head_sharded_blocks._Cut.of = lambda block, of, name: original(
+        block, dataclasses.replace(of, interleave_rounds=1), name
+    )
 
 
 def gradients_of_logits_of_all_ranks():

@@ -119,7 +119,7 @@ def widths(model, batch, spec):
     found = []
     note = shard_safe(lambda module, args, output: found.append((args[0].shape[1], args[0].shape[-1])))
     for name in find_full_sequence_blocks(model, spec, find_layers(model, spec, "cp_size")):
-        block, known = model.get_submodule(name), spec.head_sharded.get(generic(name))
+        block, known = model.get_submodule(name), spec.cp.head_sharded_blocks.get(generic(name))
         for weight in known.weights if known is not None else ():
             if weight in ("o_proj.weight", "out_proj.weight"):
                 block.get_submodule(weight.removesuffix(".weight")).register_forward_hook(note)

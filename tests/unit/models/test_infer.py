@@ -21,16 +21,16 @@ def on_meta(model_type, auto_class=AutoModelForCausalLM, **changes):
 def test_plans_of_families_are_found(model_type):
     model = on_meta(model_type, _CLASSES.get(model_type, AutoModelForCausalLM))
     stated, found = registered_spec(model), inferred_spec(model)
-    assert found.plan == stated.plan
-    assert dict(found.regions) == dict(stated.regions) or model_type == "t5"
-    assert set(found.multi_input_blocks) == set(stated.multi_input_blocks) and set(found.transparent) == set(
-        stated.transparent
-    )
+    assert found.tp.plan == stated.tp.plan
+    assert dict(found.tp.regions) == dict(stated.tp.regions) or model_type == "t5"
+    assert set(found.tp.multi_input_blocks) == set(stated.tp.multi_input_blocks) and set(
+        found.sp.pointwise_containers
+    ) == set(stated.sp.pointwise_containers)
 
 
 def test_layers_of_a_plan_in_transformers_are_not_inferred():
     model = on_meta("llama")
-    assert registered_spec(model) is None and spec_for(model).plan["model.layers.*.self_attn.q_proj"] == "colwise"
+    assert registered_spec(model) is None and spec_for(model).tp.plan["model.layers.*.self_attn.q_proj"] == "colwise"
 
 
 @pytest.mark.parametrize(
@@ -41,12 +41,12 @@ def test_layers_of_a_plan_in_transformers_are_not_inferred():
     ],
 )
 def test_what_has_no_sequence_parallelism(model_type, auto_class, changes, reason):
-    assert reason in inferred_spec(on_meta(model_type, auto_class, **changes)).no_sequence_parallel
+    assert reason in inferred_spec(on_meta(model_type, auto_class, **changes)).sp.no_sequence_parallel
 
 
 def test_what_is_around_a_dict_of_experts_runs_on_whole_sequences():
-    transparent = inferred_spec(on_meta("switch_transformers", AutoModelForSeq2SeqLM)).transparent
-    assert "encoder.block.*.layer.*" in transparent and not any("mlp" in name for name in transparent)
+    containers = inferred_spec(on_meta("switch_transformers", AutoModelForSeq2SeqLM)).sp.pointwise_containers
+    assert "encoder.block.*.layer.*" in containers and not any("mlp" in name for name in containers)
 
 
 def test_a_norm_over_all_heads_leaves_a_block_whole():
@@ -57,18 +57,18 @@ def test_a_norm_over_all_heads_leaves_a_block_whole():
 
 def test_parameters_beside_linears_leave_an_attention_whole():
     """DiffLlama's attention has vectors of its own; its MLPs are split."""
-    plan = inferred_spec(on_meta("diffllama")).plan
+    plan = inferred_spec(on_meta("diffllama")).tp.plan
     assert not any("self_attn" in name for name in plan) and plan["model.layers.*.mlp.down_proj"] == "rowwise"
 
 
 def test_biases_of_heads_are_cut_where_no_block_makes_its_own():
     mpnet, mt5 = on_meta("mpnet", AutoModelForMaskedLM), on_meta("mt5", AutoModelForSeq2SeqLM)
-    assert spec_for(mpnet).local_arguments == {"mpnet.encoder.layer.*.attention.attn": ("position_bias",)}
-    assert spec_for(mt5).local_arguments == {}
+    assert spec_for(mpnet).tp.local_arguments == {"mpnet.encoder.layer.*.attention.attn": ("position_bias",)}
+    assert spec_for(mt5).tp.local_arguments == {}
 
 
 def test_counts_that_a_forward_reads_are_those_of_a_rank():
-    assert inferred_spec(on_meta("gpt_neo")).local_attributes == {"transformer.h.*.attn.attention": ("num_heads",)}
+    assert inferred_spec(on_meta("gpt_neo")).tp.local_attributes == {"transformer.h.*.attn.attention": ("num_heads",)}
 
 
 def test_query_key_and_value_in_one_linear():
@@ -86,9 +86,9 @@ def test_query_key_and_value_in_one_linear():
             )
 
     model = on_meta("openai-gpt")
-    assert inferred_spec(model).plan["transformer.h.*.attn.c_attn"] == "fused_qkv"
+    assert inferred_spec(model).tp.plan["transformer.h.*.attn.c_attn"] == "fused_qkv"
     model.transformer.h[0].attn = PerHead()
-    assert inferred_spec(model).plan["transformer.h.*.attn.query_key_value"] == "colwise"
+    assert inferred_spec(model).tp.plan["transformer.h.*.attn.query_key_value"] == "colwise"
 
 
 def test_unknown_structures_say_what_to_do():
@@ -99,12 +99,12 @@ def test_unknown_structures_say_what_to_do():
 def test_heads_that_are_no_plain_linear_are_left():
     model = on_meta("gpt_neo")
     model.lm_head = nn.Sequential(model.lm_head)
-    assert "lm_head" not in inferred_spec(model).plan
+    assert "lm_head" not in inferred_spec(model).tp.plan
 
 
 def test_heads_are_joined_where_an_output_has_the_width_of_the_input():
     """TrOCR's attention reshapes what its heads made to the width that it has read off its input."""
-    plan = inferred_spec(on_meta("trocr")).plan
+    plan = inferred_spec(on_meta("trocr")).tp.plan
     assert plan["model.decoder.layers.*.self_attn.q_proj"] == "colwise_gather_output"
     assert plan["model.decoder.layers.*.self_attn.out_proj"] == "rowwise_split_input"
     assert plan["model.decoder.layers.*.fc1"] == "colwise"
