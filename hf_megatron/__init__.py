@@ -29,7 +29,7 @@ from .errors import (
 )
 from .integrations.accelerate.environment import config_from_environment, give_back_launch, take_over_launch
 from .integrations.accelerate.plugin import MegatronPlugin
-from .integrations.patch_table import HOOKS, PATCHES
+from .integrations.patch_table import HOOKS, PATCHES, PATTERNS
 from .models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -92,6 +92,8 @@ def enable() -> None:
     for patch in PATCHES:
         if PATCH_REGISTRY.patches.get(patch.target) is not patch:
             PATCH_REGISTRY.declare(patch)
+    for pattern in PATTERNS:
+        PATCH_REGISTRY.declare_pattern(pattern)
     for module_name, make in HOOKS:
         PATCH_REGISTRY.declare_hook(module_name, make)
     take_over_launch()

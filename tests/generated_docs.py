@@ -11,22 +11,16 @@ from collections.abc import Callable, Sequence
 
 from hf_megatron.compat.instance_patches import INSTANCE_PATCHES
 from hf_megatron.compat.patch_registry import Patch
-from hf_megatron.integrations.patch_table import PATCHES
+from hf_megatron.integrations.patch_table import PATCHES, PATTERNS
 from tests.helpers.loop_patterns import table
 from tests.matrix import table as versions
 from tests.structure import ROOT
-
-_MODELING_FILE = re.compile(r"transformers\.models\.(\w+)\.modeling_\1(:.+)")
 
 
 def shorten_targets(targets: Sequence[str]) -> str:
     """Returns the targets of one replacement as Markdown, with what all of them begin and end with written once."""
     if len(targets) == 1:
         return f"`{targets[0]}`"
-    modeling_files = [_MODELING_FILE.fullmatch(target) for target in targets]
-    if all(modeling_files) and len({match[2] for match in modeling_files if match}) == 1:
-        models = ", ".join(f"`{match[1]}`" for match in modeling_files if match)
-        return f"`transformers.models.*.modeling_*{modeling_files[0][2] if modeling_files[0] else ''}` for {models}"
     # Cut at the separators of dotted paths, so that no name is cut in two.
     prefix = re.sub(r"[^.:]*$", "", os.path.commonprefix(list(targets)))
     rest = [target[len(prefix) :] for target in targets]
@@ -48,6 +42,11 @@ def patches() -> str:
             dict.fromkeys(patch.until for patch in group),
         )
         rows.append("| " + " | ".join("; ".join(column) for column in columns) + " |")
+    for pattern in PATTERNS:
+        target = f"`{pattern.target}` in every module that defines it as `({', '.join(pattern.parameters)})`"
+        if pattern.excluded:
+            target += f", except in {', '.join(f'`{name}`' for name in pattern.excluded)}"
+        rows.append(f"| {target} | public | {pattern.stock} | {pattern.until} |")
     return "\n".join(["| replaced | upstream API | stock | needed until |", "|---|---|---|---|", *rows]) + "\n"
 
 

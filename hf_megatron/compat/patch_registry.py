@@ -1,6 +1,7 @@
 """Patch registry: every upstream function and object this library replaces, and how to restore it.
 
     patches     replaced upstream functions
+    patterns    functions of one name in every module whose name matches a pattern; each found one becomes a patch
     hooks       callbacks registered with an upstream module for the whole process
     instances   attributes replaced on single objects of parallelized models (`instance_patches.py`)
 
@@ -8,11 +9,13 @@ A patch is applied at once if its module is imported, otherwise when it is impor
 neither imports optional packages nor has to come first.
 """
 
+import fnmatch
 import functools
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import re
 import sys
 import weakref
@@ -92,6 +95,51 @@ class Patch:
             self.applied = False
 
 
+@dataclass(frozen=True)
+class ModulePatternPatch:
+    """A function of one name and form, replaced in every module that defines it.
+
+    A module is searched when it is imported. It has to define the function itself; a function of the name with other
+    parameters is left as it is.
+
+    Attributes:
+        pattern: the names of modules; `*` stands for any text without a dot.
+        attribute: the name of the function.
+        parameters: the names of its parameters, all of them and in order.
+        replacement, stock, until: as those of a `Patch`.
+        excluded: modules whose function is left as it is.
+    """
+
+    pattern: str
+    attribute: str
+    parameters: tuple[str, ...]
+    replacement: str
+    stock: str
+    until: str
+    excluded: tuple[str, ...] = ()
+
+    @property
+    def target(self) -> str:
+        return f"{self.pattern}:{self.attribute}"
+
+    def matches(self, module_name: str) -> bool:
+        """Returns whether a module of this name is searched for the function."""
+        if module_name in self.excluded:
+            return False
+        names, patterns = module_name.split("."), self.pattern.split(".")
+        return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
+
+    def patch_of(self, module: ModuleType) -> Patch | None:
+        """Makes the patch of a module's function; `None` if the module defines no such function."""
+        # Of a package whose names are imported on demand, `getattr` would import one.
+        function = vars(module).get(self.attribute)
+        if not isinstance(function, FunctionType) or function.__module__ != module.__name__:
+            return None
+        if tuple(inspect.signature(function).parameters) != self.parameters:
+            return None
+        return Patch(f"{module.__name__}:{self.attribute}", self.replacement, self.stock, self.until)
+
+
 def _cells(owner: FunctionType) -> dict[str, CellType]:
     return dict(zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True))
 
@@ -158,6 +206,7 @@ class PatchRegistry:
     """Patches, hooks and patched instances of the process, in the order they were declared."""
 
     patches: dict[str, Patch] = field(default_factory=dict)
+    patterns: dict[str, ModulePatternPatch] = field(default_factory=dict)
     hooks: dict[str, Hook] = field(default_factory=dict)
     instances: "weakref.WeakSet[Instance]" = field(default_factory=weakref.WeakSet)
     enabled: bool = False
@@ -168,6 +217,10 @@ class PatchRegistry:
             raise MegatronError(f"{patch.target} is patched twice.")
         self.patches[patch.target] = patch
 
+    def declare_pattern(self, pattern: ModulePatternPatch) -> None:
+        """Declares a patch of every module that matches; twice is once."""
+        self.patterns.setdefault(pattern.target, pattern)
+
     def declare_hook(self, module_name: str, make: str) -> None:
         """Declares a hook of an upstream module; twice is once."""
         self.hooks.setdefault(make, Hook(module_name, make))
@@ -175,12 +228,32 @@ class PatchRegistry:
     def _entries(self) -> list[Patch | Hook]:
         return [*self.patches.values(), *self.hooks.values()]
 
+    def watches(self, module_name: str) -> bool:
+        """Returns whether something is applied when a module of this name is imported."""
+        return any(entry.module_name == module_name for entry in self._entries()) or any(
+            pattern.matches(module_name) for pattern in self.patterns.values()
+        )
+
+    def _declare_matches(self, module_name: str) -> None:
+        """Declares the patches of a module that patterns find in it, unless they are declared already."""
+        for pattern in self.patterns.values():
+            if pattern.matches(module_name) and f"{module_name}:{pattern.attribute}" not in self.patches:
+                patch = pattern.patch_of(sys.modules[module_name])
+                if patch is not None:
+                    self.declare(patch)
+
     def enable(self) -> None:
         """Applies every patch whose module is imported and waits for the others; twice is once."""
         if self.enabled:
             return
         self.enabled = True
         sys.meta_path.insert(0, _Finder(self))
+        for name, imported in list(sys.modules.items()):
+            if any(pattern.matches(name) for pattern in self.patterns.values()):
+                if _is_initializing(imported):
+                    _apply_when_imported(imported, self)
+                else:
+                    self._declare_matches(name)
         for entry in self._entries():
             module = sys.modules.get(entry.module_name)
             if module is None:
@@ -203,6 +276,7 @@ class PatchRegistry:
         self.enabled = False
 
     def apply_to(self, module_name: str) -> None:
+        self._declare_matches(module_name)
         for entry in self._entries():
             if entry.module_name == module_name:
                 entry.apply()
@@ -253,7 +327,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         self.registry = registry
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None):
-        if not any(entry.module_name == fullname for entry in self.registry._entries()):
+        if not self.registry.watches(fullname):
             return None
         for finder in sys.meta_path:
             if isinstance(finder, _Finder):

@@ -6,7 +6,7 @@ single laid out models is in `instance_patches.py`; docs/patches.md shows both.
 
 from collections.abc import Iterator, Sequence
 
-from ..compat.patch_registry import Patch
+from ..compat.patch_registry import ModulePatternPatch, Patch
 
 _HERE = __package__
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
@@ -26,13 +26,6 @@ _TRL = "TRL asks a model for its numbers per token"
 _ALWAYS = "always"
 
 _SWITCH = "transformers.models.switch_transformers.modeling_switch_transformers"
-# Each has the same function.
-_ROUTER_FILES = (
-    "dbrx deepseek_v4 ernie4_5_moe ernie4_5_vl_moe flex_olmo flint glm4v_moe glm5_next gpt_oss granitemoe "
-    "granitemoe_swa granitemoehybrid granitemoeshared jamba jetmoe laguna mellum minimax minimax_m2 minimax_m3_vl "
-    "mixtral olmoe phimoe qwen2_moe qwen3_5_moe qwen3_moe qwen3_next qwen3_omni_moe qwen3_vl_moe qwen4_exp"
-)
-
 # Each imports the function by name.
 _EMBEDDING_LOSSES = (
     *(
@@ -105,12 +98,6 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("transformers.generation.continuous_batching.continuous_api:ContinuousMixin.init_continuous_batching",
      "transformers.generation:init_continuous_batching", "schedules requests on each rank alone",
      "ranks share one scheduler"),
-    *(
-        (f"transformers.models.{name}.modeling_{name}:load_balancing_loss_func",
-         "hf_megatron.losses.router_losses:load_balancing_loss", "takes this rank's part of a batch for all of it",
-         _ROUTERS)
-        for name in _ROUTER_FILES.split()
-    ),
     *(
         (f"{_SWITCH}:{name}", "hf_megatron.losses.router_losses:row_mean", "takes this rank's rows for all of them",
          _ROUTERS)
@@ -414,7 +401,22 @@ def _patches() -> Iterator[Patch]:
 
 PATCHES: tuple[Patch, ...] = tuple(_patches())
 
-# Registered for the whole process when a module is imported: the function that does so and returns a handle.
+# Functions that transformers copies into the files of many models.
+PATTERNS: tuple[ModulePatternPatch, ...] = (
+    # Rows of Doge and NLLB-MoE depend on each other, so both are refused where a batch is divided, and their losses
+    # stay as they are. Doge's function of this name has other parameters.
+    ModulePatternPatch(
+        "transformers.models.*.modeling_*",
+        "load_balancing_loss_func",
+        ("gate_logits", "num_experts", "top_k", "attention_mask"),
+        "hf_megatron.losses.router_losses:load_balancing_loss",
+        "takes this rank's part of a batch for all of it",
+        _ROUTERS,
+        excluded=("transformers.models.nllb_moe.modeling_nllb_moe",),
+    ),
+)
+
+# Registered for the process when a module is imported: the function that does so and returns a handle.
 HOOKS: Sequence[tuple[str, str]] = (
     ("transformers.modeling_utils", f"{_HERE}.torch.optimizers:watch_unprepared_steps"),
     ("transformers.modeling_utils", f"{_HERE}.torch.optimizers:end_unprepared_steps"),

@@ -1,7 +1,5 @@
 """`register_model` and the lookup by `config.model_type`."""
 
-import importlib
-import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +9,7 @@ from ..errors import PlanError
 from .composite import composite_spec
 from .infer import stated_or_inferred_spec
 from .spec import ModelSpec
+from .type_facts import load_families
 
 SpecBuilder = Callable[[Any], ModelSpec]
 
@@ -34,22 +33,15 @@ def register_model(model_type: str, builder: SpecBuilder | None = None, *, repla
     return register if builder is None else register(builder)
 
 
-def _load_families() -> None:
-    from . import families
-
-    for module in pkgutil.iter_modules(families.__path__):
-        importlib.import_module(f"{families.__name__}.{module.name}")
-
-
 def registered_types() -> list[str]:
     """Lists the model types with a spec of their own."""
-    _load_families()
+    load_families()
     return sorted(REGISTRY)
 
 
 def registered_spec(model: nn.Module) -> ModelSpec | None:
     """Returns the spec a family states of a model or its text part; `None` for one whose spec would be derived."""
-    _load_families()
+    load_families()
     builder = REGISTRY.get(str(model.config.model_type))  # type: ignore[union-attr]
     return composite_spec(model, REGISTRY) if builder is None else builder(model)
 

@@ -21,18 +21,19 @@ from ..models.experts import find_experts
 from ..models.fingerprint import Features, describe_model
 from ..models.registry import registered_spec
 from ..models.spec import ModelSpec
+from ..models.type_facts import facts_of
 from ..models.verified import layout_kind, recorded_draw, tested_versions, write_results
 from ..parallelize import plan
 from ..pipeline_parallel.layers_per_stage import layers_with_features
 from .adapters import adapted
 from .cases import case_of, cases_of
-from .model_overrides import WITH_SOUNDS, without_gradient
 from .parity import UNBUILDABLE, TinyModel, check_tiny_model, make_tiny_model
 from .resolve_model import resolve_config
 from .rng_parity import check_draws
 from .tiny_model import TASKS
 from .token_mixing import full_share, unknown_mixing
 from .tolerances import Judgement
+from .unread_parameters import without_gradient
 from .variants import variants_of
 
 _LAYOUT_WORDS = {
@@ -187,7 +188,7 @@ def _check_changed(
 ) -> list[dict[str, Any]]:
     """Returns the rows of one model with changes in its config."""
     if task == "audio":
-        changes = {**WITH_SOUNDS.get(model, {}), **changes}
+        changes = {**facts_of(model).audio, **changes}
     config = resolve_config(model, changes)
     config, task, class_name = case_of(config, task, class_name)
     if layers_with_features(config):

@@ -20,8 +20,8 @@ from ..data_parallel.distributed_optimizer import prepare_optimizer
 from ..data_parallel.grad_norm import gradient_norm
 from ..models.fingerprint import silence
 from ..models.modalities.sample_index import modality_names, multimodal_samples
+from ..models.type_facts import facts_of
 from ..parallel_state import parallel_state, unwrap_parallel_model
-from .model_overrides import FROZEN
 
 # The default eps of AdamW turns round-off in gradients that are zero in exact arithmetic (key biases, for one) into
 # whole steps. SGD's rate follows the gradient, else two steps of a steep model amplify round-off as far as they like.
@@ -232,7 +232,7 @@ def measure(
     with torch.no_grad():
         eval_loss = loss_of_batch(model, batches[0], shared=True)[1].item()
     model.train()
-    for part in (*FROZEN.get(inner.config.model_type, ()), *(batch_norms(inner) if norms_are_frozen else ())):
+    for part in (*facts_of(inner.config.model_type).frozen, *(batch_norms(inner) if norms_are_frozen else ())):
         inner.get_submodule(part).eval()
     inner.zero_grad()
     loss = _backward(model, batches)

@@ -24,8 +24,8 @@ from ..models.fingerprint import Description, Part, describe_model
 from ..models.modalities.audio import is_audio
 from ..models.modalities.images import PIXELS, image_token, is_of_images
 from ..models.modalities.videos import is_of_videos
+from ..models.type_facts import facts_of
 from .measure import Measurement, measure
-from .model_overrides import LONG_ROWS
 from .multimodal_batch import make_multimodal_batch
 from .reference import take_reference
 from .speech_batch import make_speech_batch
@@ -127,7 +127,7 @@ def make_tiny_model(
         changes = {"pad_token_id": 0, **(changes or {})}
     for name, value in (changes or {}).items():
         setattr(text, name, value)
-    length = max(sequence_length, LONG_ROWS.get(config.model_type, 0))
+    length = max(sequence_length, facts_of(config.model_type).min_row_length)
     sizes = {"batch_size": batch_size, "sequence_length": length}
     best, others = best_draw(
         lambda draw, best: _draw(tiny, task, class_name, microbatches, seed + draw, sizes, best), known_draw

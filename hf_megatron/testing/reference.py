@@ -9,8 +9,8 @@ import transformers
 from torch import Tensor
 
 from .measure import Measurement, measure
-from .model_overrides import without_gradient
 from .tolerances import AMPLIFIED, cancelled, judge
+from .unread_parameters import without_gradient
 
 
 def take_reference(tiny_model: Any, *, norms_are_frozen: bool = False, best: float = math.inf) -> Measurement:

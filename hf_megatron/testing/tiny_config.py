@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ..models.fingerprint import is_rate
-from .model_overrides import IMAGE_CODES, OVERRIDES, TINY, tiny_reads
+from ..models.type_facts import IMAGE_CODES, facts_of
 
 VOCAB_SIZE = 131
 
@@ -187,7 +187,7 @@ def full_config(config: PreTrainedConfig) -> PreTrainedConfig:
     parts = {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
     new = {name: full_config(part).to_dict() for name, part in parts.items()}
     new = {name: part for name, part in new.items() if part != parts[name].to_dict()}
-    overrides = OVERRIDES.get(config.model_type, {})
+    overrides = facts_of(config.model_type).defaults
     if all(values.get(name) == default.get(name) for name in overrides):
         new |= overrides
     return type(config).from_dict({**values, **new}) if new else config
@@ -235,7 +235,17 @@ def tiny_config(config: PreTrainedConfig, min_layers: int = 2, keep: frozenset[i
         # Of images in tiles, each as large as an image of the tower.
         full, tile = config.vision_config.image_size, values["vision_config"]["image_size"]
         tiny["image_grid_pinpoints"] = [[side * tile // full for side in size] for size in sizes]
-    return type(config).from_dict({**tiny, **TINY.get(config.model_type, {}), "dtype": "float32"})
+    return type(config).from_dict({**tiny, **facts_of(config.model_type).tiny, "dtype": "float32"})
+
+
+def tiny_reads(read: int | Sequence[int], num_layers: int, num_tiny: int) -> int | list[int]:
+    """Returns the states of a tiny tower that are read, in the order of the full one; the last, if that one is."""
+    layers = [read] if isinstance(read, int) else read
+    states = [layer % (num_layers + 1) for layer in layers]
+    last = num_tiny - min(num_layers - max(states), 1)
+    new = [last - sum(other > state for other in set(states)) for state in states]
+    found = [state - (num_tiny + 1 if layer < 0 else 0) for layer, state in zip(layers, new, strict=True)]
+    return found[0] if isinstance(read, int) else found
 
 
 def _merged_width(values: Mapping[str, Any]) -> int | None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from .model_overrides import IN_CODEBOOKS, NEEDS_A_LABEL, NEEDS_DECODER_INPUTS
+from ..models.type_facts import facts_of
 from .tiny_config import _SPECIAL_TOKENS
 
 # Whose batches are known, with the Auto class of each.
@@ -106,7 +106,7 @@ def make_batch(
         batch["token_type_ids"] = torch.stack(kinds, -1)
     if entities := getattr(config, "entity_vocab_size", None):
         batch |= _draw_entities(batch_size, entities, generator)
-    if config.model_type in IN_CODEBOOKS:
+    if facts_of(config.model_type).reads_codebooks:
         # Rows of their own: a batch of rows times codebooks could not be cut.
         books = [draw_tokens(sequence_length) for _ in range(cast(int, config.num_codebooks))]
         batch["input_ids"] = input_ids = torch.stack(books, 1)
@@ -132,18 +132,18 @@ def make_batch(
     # The decoder's own length differs from the encoder's, so that a mix-up of the two fails.
     labels = draw_tokens(sequence_length - 2) if task == "seq2seq" else input_ids.clone()
     if task == "seq2seq":
-        if config.model_type in NEEDS_DECODER_INPUTS:
+        if facts_of(config.model_type).needs_decoder_inputs:
             batch["decoder_input_ids"] = labels.roll(1, 1)
         return batch | {"labels": labels_of_decoder(labels, config, generator, padding=num_padding)}
     if task == "token_classification":
         labels = torch.randint(cast(int, config.num_labels), labels.shape, generator=generator)
-    if config.model_type in IN_CODEBOOKS:
+    if facts_of(config.model_type).reads_codebooks:
         labels, attention_mask = labels.transpose(1, 2), attention_mask[..., None]
     ignored = torch.rand(labels.shape, generator=generator) < (0.6 if task == "masked" else 0.1)
     ignored |= attention_mask == 0
     if batch_size > 1:
         ignored[1] = True
-        ignored[1, 0] &= config.model_type not in NEEDS_A_LABEL
+        ignored[1, 0] &= not facts_of(config.model_type).needs_a_label
     return batch | {"labels": labels.masked_fill(ignored, -100)}
 
 
@@ -169,7 +169,7 @@ def labels_of_decoder(labels: Tensor, config: PreTrainedConfig, generator: torch
     ignored[-1, -padding:] = True
     if len(labels) > 1:
         ignored[1] = True
-        ignored[1, 0] &= config.model_type not in NEEDS_A_LABEL
+        ignored[1, 0] &= not facts_of(config.model_type).needs_a_label
     return labels.masked_fill(ignored, -100)
 
 

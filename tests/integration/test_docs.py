@@ -51,11 +51,6 @@ def test_targets_of_one_replacement_are_shortened():
     assert shorten_targets(["a.b:C.f", "a.d:E.f"]) == "`a.*.f` for `b:C`, `d:E`"
     assert shorten_targets(["a.bc:f", "a.bd:f"]) == "`a.*:f` for `bc`, `bd`"
     assert shorten_targets(["a:f", "a.b:f"]) == "`*:f` for `a`, `a.b`"
-    model = "transformers.models.{0}.modeling_{0}:f"
-    assert (
-        shorten_targets([model.format("x"), model.format("y")])
-        == model.replace("{0}", "*").join("``") + " for `x`, `y`"
-    )
 
 
 def test_design_pages_are_short_and_indexed():

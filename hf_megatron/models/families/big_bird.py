@@ -5,6 +5,7 @@ from typing import Any
 from ..registry import register_model
 from ..spec import ModelSpec
 from ..spec_helpers import corrected_spec
+from ..type_facts import UNREAD_POOLER, TypeFacts, register_facts
 
 
 @register_model("big_bird")
@@ -15,3 +16,12 @@ def big_bird(model: Any) -> ModelSpec:
         replicated_modules=("encoder.layer.*.attention", "encoder.layer.*.crossattention"),
         no_context_parallel="its rows are padded to whole blocks of tokens.",
     )
+
+
+register_facts(
+    "big_bird",
+    facts=TypeFacts(
+        min_row_length=50,
+        no_gradient=UNREAD_POOLER,
+    ),
+)

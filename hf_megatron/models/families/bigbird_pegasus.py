@@ -5,6 +5,7 @@ from typing import Any
 from ..registry import register_model
 from ..spec import ModelSpec
 from ..spec_helpers import corrected_spec
+from ..type_facts import TypeFacts, register_facts
 
 
 @register_model("bigbird_pegasus")
@@ -16,3 +17,11 @@ def bigbird_pegasus(model: Any) -> ModelSpec:
         # Behind its layers, where BART's stands before them.
         after_layers=("decoder.layernorm_embedding",),
     )
+
+
+register_facts(
+    "bigbird_pegasus",
+    facts=TypeFacts(
+        min_row_length=50,
+    ),
+)

@@ -5,6 +5,7 @@ from typing import Any
 from ..registry import REGISTRY, register_model
 from ..spec import ModelSpec
 from ..spec_helpers import composite_family_spec
+from ..type_facts import TypeFacts, register_facts
 
 # The tower cuts its fused projection by the width of its input: every rank computes all of its heads.
 TOWER = {
@@ -47,3 +48,20 @@ def _around_text(model: Any, kind: str) -> ModelSpec:
             f"{layer}.{block}.attention": ("num_attention_heads", "all_head_size") for block in _ATTENTIONS
         },
     )
+
+
+register_facts(
+    "blip-2",
+    "instructblip",
+    facts=TypeFacts(
+        # No placeholder by default.
+        defaults={"image_token_index": 50265},
+    ),
+)
+register_facts(
+    "instructblipvideo",
+    facts=TypeFacts(
+        # No placeholder by default.
+        defaults={"video_token_index": 50265},
+    ),
+)

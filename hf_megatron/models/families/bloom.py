@@ -6,6 +6,7 @@ from ...errors import UnsupportedError
 from ..registry import register_model
 from ..spec import ModelSpec
 from ..spec_helpers import family_spec
+from ..type_facts import TypeFacts, register_facts
 
 
 @register_model("bloom")
@@ -26,3 +27,11 @@ def bloom(model: Any) -> ModelSpec:
         local_attributes={"h.*.self_attention": ("num_heads",)},
         local_arguments={"h.*.self_attention": ("alibi",)},
     )
+
+
+register_facts(
+    "bloom",
+    facts=TypeFacts(
+        variants=[{"apply_residual_connection_post_layernorm": True}],
+    ),
+)

@@ -5,6 +5,7 @@ from typing import Any
 from ..registry import register_model
 from ..spec import HeadBlock, ModelSpec
 from ..spec_helpers import base_prefix, family_spec
+from ..type_facts import TypeFacts, register_facts
 
 _HEADS = ("num_attention_heads", "head_dim")
 ATTENTION = HeadBlock(
@@ -22,3 +23,12 @@ def codegen(model: Any) -> ModelSpec:
         {"wte": "embedding_rowwise", "h.*.mlp.fc_in": "colwise", "h.*.mlp.fc_out": "rowwise"},
         head_sharded_blocks={f"{base_prefix(model)}h.*.attn": ATTENTION},
     )
+
+
+register_facts(
+    "codegen",
+    facts=TypeFacts(
+        # Heads of two ranks in four parts.
+        tiny={"n_head": 8},
+    ),
+)

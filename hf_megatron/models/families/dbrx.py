@@ -5,6 +5,7 @@ from typing import Any
 from ..registry import register_model
 from ..spec import HeadBlock, ModelSpec
 from ..spec_helpers import corrected_spec
+from ..type_facts import TypeFacts, register_facts
 
 _KEYS = ("num_key_value_heads", "head_dim")
 ATTENTION = HeadBlock(
@@ -21,3 +22,16 @@ def dbrx(model: Any) -> ModelSpec:
         head_sharded_blocks={"blocks.*.norm_attn_norm.attn": ATTENTION},
         pointwise_containers=("blocks.*.norm_attn_norm",),
     )
+
+
+register_facts(
+    "dbrx",
+    facts=TypeFacts(
+        # No base of its rotary embedding by default, which the attention reads.
+        defaults={
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "ffn_config": {"ffn_hidden_size": 90, "hidden_size": 6144, "moe_num_experts": 16, "moe_top_k": 4},
+        },
+    ),
+)

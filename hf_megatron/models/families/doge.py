@@ -5,6 +5,7 @@ from typing import Any
 from ..registry import register_model
 from ..spec import ModelSpec
 from ..spec_helpers import corrected_spec
+from ..type_facts import TypeFacts, register_facts
 
 
 @register_model("doge")
@@ -16,3 +17,12 @@ def doge(model: Any) -> ModelSpec:
         # Its mask is made of the values of all tokens.
         full_sequence_blocks=("layers.*.self_attn",),
     )
+
+
+register_facts(
+    "doge",
+    facts=TypeFacts(
+        batch_coupling="its router pairs tokens of different rows",
+        batch_coupling_if=lambda config: config.is_moe,
+    ),
+)

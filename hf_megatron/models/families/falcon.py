@@ -11,6 +11,7 @@ from typing import Any
 from ..registry import register_model
 from ..spec import ModelSpec
 from ..spec_helpers import family_spec
+from ..type_facts import TypeFacts, register_facts
 
 
 @register_model("falcon")
@@ -39,3 +40,17 @@ def falcon(model: Any) -> ModelSpec:
             else None
         ),
     )
+
+
+register_facts(
+    "falcon",
+    facts=TypeFacts(
+        # 40B; RW; 11B.
+        variants=[
+            {"new_decoder_architecture": True, "num_kv_heads": 8},
+            {"new_decoder_architecture": True, "num_kv_heads": 8, "num_ln_in_parallel_attn": 1},
+            {"alibi": True, "bias": True, "multi_query": False, "parallel_attn": False},
+            {"multi_query": False},
+        ],
+    ),
+)

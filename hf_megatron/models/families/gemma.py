@@ -7,6 +7,7 @@ from ..name_patterns import module_name
 from ..registry import register_model
 from ..spec import ModelSpec
 from ..spec_helpers import corrected_spec
+from ..type_facts import TypeFacts, register_facts
 
 _PER_LAYER = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
 
@@ -59,3 +60,64 @@ def gemma3n_text(model: Any) -> ModelSpec:
         mutable_layer_arguments=("shared_kv_states",),
         no_zero_bubble="each of its layers asks a router twice.",
     )
+
+
+register_facts(
+    "diffusion_gemma_text",
+    facts=TypeFacts(
+        # Not the sizes of its experts by default, which every layer builds.
+        defaults={"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 704},
+    ),
+)
+register_facts(
+    "gemma3",
+    "shieldgemma2",
+    facts=TypeFacts(
+        # Images by default that are smaller than what is made of them, and a head that nobody reads.
+        defaults={
+            "vision_config": {
+                **{"model_type": "siglip_vision_model", "image_size": 896, "patch_size": 14},
+                "vision_use_head": False,
+            }
+        },
+    ),
+)
+register_facts(
+    "gemma4",
+    facts=TypeFacts(
+        # No tower by default.
+        defaults={"vision_config": {"model_type": "gemma4_vision"}},
+        audio={"audio_config": {"model_type": "gemma4_audio"}},
+    ),
+)
+register_facts(
+    "gemma4_unified",
+    facts=TypeFacts(
+        # No tower by default.
+        defaults={"vision_config": {"model_type": "gemma4_unified_vision"}},
+        audio={"audio_config": {"model_type": "gemma4_unified_audio"}},
+    ),
+)
+register_facts(
+    "gemma",
+    "gemma3_text",
+    facts=TypeFacts(
+        variants=[{"num_key_value_heads": 1}],
+    ),
+)
+register_facts(
+    "gemma2",
+    facts=TypeFacts(
+        variants=[{"attn_logit_softcapping": None, "final_logit_softcapping": None}],
+    ),
+)
+register_facts(
+    "gemma4_text",
+    facts=TypeFacts(
+        variants=[
+            {"num_kv_shared_layers": 12},
+            {"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 10},
+            {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
+        ],
+    ),
+)

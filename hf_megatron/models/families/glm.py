@@ -5,6 +5,7 @@ from typing import Any
 from ..registry import register_model
 from ..spec import ModelSpec
 from ..spec_helpers import corrected_spec
+from ..type_facts import SPARSE_INDEXER, TypeFacts, register_facts
 
 _LINEAR = "linear_attention"
 
@@ -37,3 +38,54 @@ def glm4_moe(model: Any) -> ModelSpec:
     # Their weights are those of one head, and each rank computes with some of the heads.
     norms = ("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm") if model.config.use_qk_norm else ()
     return corrected_spec(model, dict.fromkeys(norms, "replicated_with_grad_allreduce"))
+
+
+register_facts(
+    "glm4v_text",
+    "glm4v_moe_text",
+    "glm_ocr_text",
+    "glm46v_text",
+    "glmga_text",
+    facts=TypeFacts(
+        defaults={"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}},
+    ),
+)
+register_facts(
+    "glmasr_encoder",
+    facts=TypeFacts(
+        # As many features as four neighbors have.
+        tiny={"intermediate_size": 256},
+    ),
+)
+register_facts(
+    "glm5_next_text",
+    facts=TypeFacts(
+        no_gradient=SPARSE_INDEXER,
+    ),
+)
+register_facts(
+    "glm_moe_dsa",
+    facts=TypeFacts(
+        # Every third layer chooses the tokens that the next two read.
+        variants=[{"indexer_types": ["full", "shared", "shared"] * 26}],
+        no_gradient=SPARSE_INDEXER,
+    ),
+)
+register_facts(
+    "glm",
+    facts=TypeFacts(
+        variants=[{"attention_bias": False}, {"attention_bias": True}],
+    ),
+)
+register_facts(
+    "glm4",
+    facts=TypeFacts(
+        variants=[{"attention_bias": True}],
+    ),
+)
+register_facts(
+    "glm4_moe",
+    facts=TypeFacts(
+        variants=[{"use_qk_norm": True}, {"attention_bias": True}],
+    ),
+)

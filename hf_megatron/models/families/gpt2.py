@@ -6,6 +6,7 @@ from ...errors import UnsupportedError
 from ..registry import register_model
 from ..spec import ModelSpec
 from ..spec_helpers import family_spec
+from ..type_facts import TypeFacts, register_facts
 
 
 @register_model("gpt2")
@@ -23,3 +24,14 @@ def gpt2(model: Any) -> ModelSpec:
         },
         local_attributes={"h.*.attn": ("num_heads", "split_size")},
     )
+
+
+register_facts(
+    "gpt2",
+    facts=TypeFacts(
+        variants=[
+            {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
+            {"scale_attn_weights": False},
+        ],
+    ),
+)

@@ -6,6 +6,7 @@ from ..composite import composite_spec
 from ..registry import register_model
 from ..spec import ModelSpec
 from ..spec_helpers import corrected_spec, family_spec, gated_decoder_plan
+from ..type_facts import SPARSE_INDEXER, TypeFacts, register_facts
 
 
 @register_model("hy_v4")
@@ -34,3 +35,41 @@ def hunyuan_vl(model: Any) -> ModelSpec | None:
 @register_model("hunyuan_v1_dense")
 def hunyuan_v1_dense(model: Any) -> ModelSpec:
     return hunyuan_vl_text(model)
+
+
+register_facts(
+    "hunyuan_v1_moe",
+    facts=TypeFacts(
+        # A single expert by default, and no size of a head.
+        defaults={"num_experts": 8, "moe_topk": 2, "head_dim": 128},
+    ),
+)
+register_facts(
+    "hunyuan_vl_text",
+    facts=TypeFacts(
+        # No size of a head by default, which the attention reads, and no sections.
+        defaults={
+            "head_dim": 128,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 16, 16, 16]},
+        },
+    ),
+)
+register_facts(
+    "hunyuan_v1_dense",
+    facts=TypeFacts(
+        # No size of a head by default, which the attention reads.
+        defaults={"head_dim": 128},
+    ),
+)
+register_facts(
+    "hunyuan_vl_vision",
+    facts=TypeFacts(
+        no_gradient={r"\.image_sep$": "read by no forward"},
+    ),
+)
+register_facts(
+    "hy_v4",
+    facts=TypeFacts(
+        no_gradient=SPARSE_INDEXER,
+    ),
+)

@@ -6,6 +6,7 @@ from typing import Any
 from ..registry import register_model
 from ..spec import ModelSpec
 from ..spec_helpers import base_prefix, corrected_spec
+from ..type_facts import UNHEARD_AUDIO, TypeFacts, register_facts
 
 _CORRECTIONS = {
     "layers.*.mlp.experts.gate_up_proj": "packed_dim_-2",
@@ -36,3 +37,18 @@ def inkling2_text(model: Any) -> ModelSpec:
         no_context_parallel="its loop keeps whole hidden states for later layers.",
         recorded_layers=tuple(index for index, layer in enumerate(layers) if layer.is_block_boundary),
     )
+
+
+register_facts(
+    "inkling_vision",
+    facts=TypeFacts(
+        # The width of a layer of the tower grows with the square of it.
+        tiny={"patch_size": 2},
+    ),
+)
+register_facts(
+    "inkling_mm_model",
+    facts=TypeFacts(
+        no_gradient_without=UNHEARD_AUDIO,
+    ),
+)

@@ -5,6 +5,7 @@ from typing import Any
 from ..registry import register_model
 from ..spec import HeadBlock, ModelSpec
 from ..spec_helpers import corrected_spec
+from ..type_facts import TypeFacts, register_facts
 
 _CHANNELS = ("intermediate_size",)
 _ROWS = 0, ()
@@ -38,3 +39,12 @@ def jamba(model: Any) -> ModelSpec:
 @register_model("falcon_mamba")
 def mamba(model: Any) -> ModelSpec:
     return corrected_spec(model, head_sharded_blocks={"layers.*.mixer": MIXER})
+
+
+register_facts(
+    "mamba",
+    "falcon_mamba",
+    facts=TypeFacts(
+        tiny={"intermediate_size": 128},
+    ),
+)

@@ -5,6 +5,7 @@ from typing import Any
 from ..registry import register_model
 from ..spec import ModelSpec
 from ..spec_helpers import base_prefix, family_spec
+from ..type_facts import TypeFacts, register_facts
 
 _ATTENTION = "layers.*.self_attn"
 
@@ -25,3 +26,15 @@ def kyutai_speech_to_text(model: Any) -> ModelSpec:
         # Adds up tokens of text and of codebooks.
         run_on_all_stages=(base_prefix(model) + "embed_tokens",),
     )
+
+
+register_facts(
+    "kyutai_speech_to_text",
+    facts=TypeFacts(
+        # Four books of 17 tokens in addition to the text's, and a last one for padding.
+        tiny={
+            **{"num_codebooks": 4, "codebook_vocab_size": 17, "audio_bos_token_id": 16, "audio_pad_token_id": 199},
+        },
+        no_gradient={r"^codec_model\.": "makes tokens of clips in generate() alone"},
+    ),
+)

@@ -5,6 +5,7 @@ from typing import Any
 from ..registry import register_model
 from ..spec import ModelSpec
 from ..spec_helpers import corrected_spec
+from ..type_facts import TypeFacts, register_facts
 
 
 @register_model("luke")
@@ -14,3 +15,16 @@ def luke(model: Any) -> ModelSpec:
         layer_num_outputs=2,
         no_sequence_parallel="its layers put words and entities into one sequence, of pieces of which there is none.",
     )
+
+
+register_facts(
+    "luke",
+    facts=TypeFacts(
+        # Tables with a row for each of all entities, or of rows and columns of spreadsheets.
+        tiny={"entity_vocab_size": 37, "entity_emb_size": 40},
+        no_gradient={
+            r"entity_predictions\.": "predicts entities: compared without labels of them",
+            r"\.pooler\.": "read by heads of classes alone",
+        },
+    ),
+)

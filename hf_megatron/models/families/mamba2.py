@@ -7,6 +7,7 @@ from typing import Any
 from ..registry import register_model
 from ..spec import HeadBlock, ModelSpec
 from ..spec_helpers import corrected_spec
+from ..type_facts import TypeFacts, register_facts
 
 _STATES = ("n_groups", "ssm_state_size")
 _MIXED = (("intermediate_size",), _STATES, _STATES)
@@ -52,3 +53,33 @@ def falcon_h1(model: Any) -> ModelSpec:
     counts = ("norm.n_groups",) if model.config.mamba_rms_norm and model.config.mamba_n_groups > 1 else ()
     heads = replace(HEADS_WITH_MULTIPLIERS, counts=(*HEADS.counts, *counts))
     return corrected_spec(model, head_sharded_blocks={"layers.*.mamba": heads})
+
+
+register_facts(
+    "falcon_h1",
+    facts=TypeFacts(
+        # Multipliers of one by default, which checkpoints have otherwise.
+        defaults={
+            **{"ssm_multipliers": [0.5, 1.5, 0.75, 1.25, 0.9], "mlp_multipliers": [0.75, 1.5], "key_multiplier": 0.75},
+            **{"ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.75, "attention_in_multiplier": 0.9},
+            **{"attention_out_multiplier": 1.1, "embedding_multiplier": 5.5, "lm_head_multiplier": 0.5},
+        },
+        tiny={"mamba_d_ssm": 128, "mamba_d_head": 16},
+    ),
+)
+register_facts(
+    "mamba2",
+    facts=TypeFacts(
+        # Heads as wide as the layer expands.
+        tiny={"num_heads": 8},
+    ),
+)
+register_facts(
+    "bamba",
+    facts=TypeFacts(
+        # With attention, as every checkpoint has it.
+        variants=[{"attn_layer_indices": [9, 18, 27]}],
+        batch_coupling="its z-loss counts padding, and so the longest row",
+        batch_coupling_if=lambda config: bool(config.z_loss_coefficient),
+    ),
+)

@@ -5,6 +5,7 @@ from typing import Any
 from ..registry import register_model
 from ..spec import HeadBlock, ModelSpec
 from ..spec_helpers import corrected_spec
+from ..type_facts import SPARSE_INDEXER, TypeFacts, register_facts
 
 _FIRST = 0, ()
 _SECOND = 1, ()
@@ -28,3 +29,16 @@ LIGHTNING = HeadBlock(
 @register_model("minimax")
 def minimax(model: Any) -> ModelSpec:
     return corrected_spec(model, head_sharded_blocks={"layers.*.self_attn": LIGHTNING})
+
+
+register_facts(
+    "minimax_m3_vl_text",
+    facts=TypeFacts(
+        # No sparse attention by default, and no dense MLP.
+        defaults={
+            "layer_types": ["full_attention", "minimax_m3_sparse"] * 30,
+            "mlp_layer_types": ["dense"] + ["sparse"] * 59,
+        },
+        no_gradient=SPARSE_INDEXER,
+    ),
+)

@@ -7,6 +7,7 @@ from ..name_patterns import module_name
 from ..registry import register_model
 from ..spec import ModelSpec
 from ..spec_helpers import family_spec, gated_decoder_plan
+from ..type_facts import TypeFacts, register_facts
 
 _ATTENTION, _CROSS = "layers.*.self_attn", "layers.*.cross_attn"
 _TEXT = "model"
@@ -41,3 +42,12 @@ def mllama(model: Any) -> ModelSpec | None:
     if spec is None or head is None:
         return spec
     return spec.updated(plan={**spec.tp.plan, module_name(model, head): "vocab_parallel_head"})
+
+
+register_facts(
+    "mllama_text_model",
+    facts=TypeFacts(
+        # Layers that read images at no end of a stage, where text alone would leave them out.
+        tiny={"num_hidden_layers": 6, "cross_attention_layers": [1, 4]},
+    ),
+)

@@ -5,6 +5,7 @@ from typing import Any
 from ..registry import register_model
 from ..spec import ModelSpec
 from ..spec_helpers import base_prefix, corrected_spec
+from ..type_facts import TypeFacts, register_facts
 
 _BOTTLENECKS = ("bottleneck", "bottleneck.input", "bottleneck.attention", "output.bottleneck")
 
@@ -27,3 +28,11 @@ def mobilebert(model: Any) -> ModelSpec:
         regions={block: row for block, row in spec.tp.regions.items() if block != f"{attention}.self"},
         pointwise_containers=tuple(name for name in spec.sp.pointwise_containers if not name.startswith(attention)),
     )
+
+
+register_facts(
+    "mobilebert",
+    facts=TypeFacts(
+        tiny={"intra_bottleneck_size": 48, "true_hidden_size": 48, "num_feedforward_networks": 2},
+    ),
+)

@@ -5,6 +5,7 @@ from typing import Any
 from ..registry import register_model
 from ..spec import ModelSpec
 from ..spec_helpers import corrected_spec
+from ..type_facts import UNHEARD_AUDIO, TypeFacts, register_facts
 
 _ATTENTION = {f"layers.*.self_attn.{name}_proj": "colwise" for name in ("q", "k", "v", "gate")}
 _EXPERTS = {
@@ -26,3 +27,18 @@ def muse_spark_text(model: Any) -> ModelSpec:
         **_EXPERTS,
     }
     return corrected_spec(model, corrections, pointwise_containers=_GATES)
+
+
+register_facts(
+    "muse_spark_audio",
+    facts=TypeFacts(
+        # Sizes by default that do not follow from each other as those of checkpoints do.
+        defaults={"hidden_sizes": [8, 12, 16, 20], "depths": [1, 1, 1, 1]},
+    ),
+)
+register_facts(
+    "muse_spark",
+    facts=TypeFacts(
+        no_gradient_without=UNHEARD_AUDIO,
+    ),
+)

@@ -5,6 +5,7 @@ from typing import Any
 from ..composite import composite_spec
 from ..registry import register_model
 from ..spec import ModelSpec
+from ..type_facts import TypeFacts, register_facts
 from .mamba2 import of_mixers
 
 _LAYER = "vision_model.encoder.layer.*"
@@ -22,3 +23,16 @@ def nemotron_h_omni(model: Any) -> ModelSpec | None:
     plan = {f"{_LAYER}.{name}": style for name, style in tower.items() if f"{_LAYER}.{name}".replace("*", "0") in parts}
     heads = {f"{_LAYER}.attention": ("num_attention_heads",)}
     return spec.updated(plan={**spec.tp.plan, **plan}, local_attributes={**spec.tp.local_attributes, **heads})
+
+
+register_facts(
+    "nemotron_h_omni",
+    facts=TypeFacts(
+        # No placeholder by default.
+        defaults={"image_token_id": 100, "video_token_id": 101, "audio_token_id": 102},
+        audio={
+            "audio_config": {"model_type": "parakeet_encoder", "projection_hidden_size": 4096, "projection_bias": False}
+        },
+        no_gradient_without={"videos": {r"\.video_patch_projection\.": "reads videos: compared on images alone"}},
+    ),
+)

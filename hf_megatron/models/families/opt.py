@@ -5,6 +5,7 @@ from typing import Any
 from ..registry import register_model
 from ..spec import ModelSpec
 from ..spec_helpers import family_spec
+from ..type_facts import TypeFacts, register_facts
 
 
 @register_model("opt")
@@ -24,3 +25,16 @@ def opt(model: Any) -> ModelSpec:
         regions={"decoder.layers.*.fc1": "decoder.layers.*.fc2"},
         after_layers=("decoder.final_layer_norm", "decoder.project_out"),
     )
+
+
+register_facts(
+    "opt",
+    facts=TypeFacts(
+        # 350M; Galactica.
+        variants=[
+            {"do_layer_norm_before": False, "word_embed_proj_dim": 512},
+            {"enable_bias": False, "layer_norm_elementwise_affine": False},
+            {"_remove_final_layer_norm": True},
+        ],
+    ),
+)

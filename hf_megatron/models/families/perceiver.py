@@ -5,6 +5,7 @@ from typing import Any
 from ..registry import register_model
 from ..spec import ModelSpec
 from ..spec_helpers import base_prefix, family_spec
+from ..type_facts import TypeFacts, register_facts
 
 
 @register_model("perceiver")
@@ -26,3 +27,21 @@ def perceiver(model: Any) -> ModelSpec:
         multi_input_blocks=tuple(f"{layer}.attention.self" for layer in crossing),
         pointwise_containers=(attention, f"{attention}.output"),
     )
+
+
+register_facts(
+    "perceiver",
+    facts=TypeFacts(
+        tiny={
+            **{
+                "d_latents": 64,
+                "num_latents": 12,
+                "num_self_attends_per_block": 3,
+                "qk_channels": 32,
+                "v_channels": 64,
+            },
+            **{"num_self_attention_heads": 4, "num_cross_attention_heads": 4},
+        },
+        min_row_length=64,
+    ),
+)

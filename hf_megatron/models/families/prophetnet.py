@@ -5,6 +5,7 @@ from typing import Any
 from ..registry import register_model
 from ..spec import ModelSpec
 from ..spec_helpers import corrected_spec
+from ..type_facts import TypeFacts, register_facts
 
 _PLAN = {
     **{f"{stack}.layers.*.feed_forward.intermediate": "colwise" for stack in ("encoder", "decoder")},
@@ -21,3 +22,12 @@ def prophetnet(model: Any) -> ModelSpec:
     names = [name for name, _ in model.named_modules() if name.endswith("position_embeddings")]
     # They tell which positions they have embedded, and are asked for others.
     return corrected_spec(model, _PLAN, run_on_all_stages=tuple(names))
+
+
+register_facts(
+    "prophetnet",
+    facts=TypeFacts(
+        batch_coupling="the smoothing of its loss (eps) is a mean over a part's own labels",
+        batch_coupling_if=lambda config: config.eps > 0,
+    ),
+)

@@ -5,6 +5,7 @@ from typing import Any
 from ..registry import register_model
 from ..spec import HeadBlock, ModelSpec
 from ..spec_helpers import base_prefix, family_spec
+from ..type_facts import TypeFacts, register_facts
 
 _ROWS = 0, ()
 _COLUMNS = 1, ()
@@ -29,3 +30,12 @@ def rwkv(model: Any) -> ModelSpec:
         # States and attentions beside hidden states.
         layer_num_outputs=3,
     )
+
+
+register_facts(
+    "rwkv",
+    facts=TypeFacts(
+        # Other channels than hidden states have.
+        tiny={"attention_hidden_size": 48},
+    ),
+)

@@ -5,6 +5,7 @@ from typing import Any
 from ..registry import register_model
 from ..spec import ModelSpec
 from ..spec_helpers import base_prefix, corrected_spec
+from ..type_facts import TypeFacts, register_facts
 
 _ENCODER = "encoder.wrapped_encoder"
 _DISTANCES = f"{_ENCODER}.embed_positions"
@@ -23,3 +24,13 @@ def speecht5(model: Any) -> ModelSpec:
     )
     # No tables with an entry for each head are among the arguments of its blocks.
     return spec.updated(local_arguments={})
+
+
+register_facts(
+    "speecht5",
+    facts=TypeFacts(
+        # Frames that NumPy draws anew for every microbatch are hidden from it while it trains.
+        tiny={"apply_spec_augment": False, "conv_dim": [32] * 7},
+        no_gradient={r"\.masked_spec_embed$": "stands for frames hidden at random: compared without such"},
+    ),
+)

@@ -5,6 +5,7 @@ from typing import Any
 from ..registry import register_model
 from ..spec import ModelSpec
 from ..spec_helpers import family_spec
+from ..type_facts import TypeFacts, register_facts
 
 
 @register_model("stablelm")
@@ -28,3 +29,17 @@ def stablelm(model: Any) -> ModelSpec:
         plan,
         local_attributes={"layers.*.self_attn": ("num_heads", "num_key_value_heads")},
     )
+
+
+register_facts(
+    "stablelm",
+    facts=TypeFacts(
+        # 1.6B; 12B.
+        variants=[
+            {"use_qkv_bias": True},
+            {"use_parallel_residual": True, "qk_layernorm": True, "num_key_value_heads": 8},
+            {"use_parallel_residual": True},
+            {"qk_layernorm": True},
+        ],
+    ),
+)

@@ -5,6 +5,7 @@ from typing import Any
 from ..registry import register_model
 from ..spec import ModelSpec
 from ..spec_helpers import base_prefix, family_spec
+from ..type_facts import TypeFacts, register_facts
 
 
 @register_model("t5")
@@ -36,3 +37,33 @@ def t5(model: Any) -> ModelSpec:
         # Towers of images around it have stacks too.
         layer_stacks=tuple(f"{base_prefix(model)}{pattern.partition('.*')[0]}" for pattern in containers),
     )
+
+
+register_facts(
+    "t5",
+    facts=TypeFacts(
+        # Set by every checkpoint, and needed to shift the labels.
+        defaults={"decoder_start_token_id": 0},
+        # 1.1 and its kin.
+        variants=[
+            {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+            {"feed_forward_proj": "gated-gelu"},
+        ],
+    ),
+)
+register_facts(
+    "longt5",
+    "switch_transformers",
+    facts=TypeFacts(
+        # Set by every checkpoint, and needed to shift the labels.
+        defaults={"decoder_start_token_id": 0},
+    ),
+)
+register_facts(
+    "pop2piano",
+    facts=TypeFacts(
+        # Set by every checkpoint, and needed to shift the labels.
+        defaults={"decoder_start_token_id": 0},
+        no_gradient={r"^mel_conditioner\.": "read by generate() alone"},
+    ),
+)

@@ -5,6 +5,7 @@ from typing import Any
 from ..registry import register_model
 from ..spec import ModelSpec
 from ..spec_helpers import base_prefix, family_spec, gated_decoder_plan
+from ..type_facts import IMAGE_CODES, IMAGE_TOKENIZER, TypeFacts, register_facts
 
 
 @register_model("emu3_text_model")
@@ -24,3 +25,34 @@ def chameleon(model: Any) -> ModelSpec:
         layers=f"{prefix}layers",
         before_layers=(f"{prefix}vqmodel",),
     )
+
+
+register_facts(
+    "chameleon",
+    facts=TypeFacts(
+        # No names of tokens by default, of which some are images'.
+        defaults={
+            "image_token_id": 100,
+            "vocabulary_map": {
+                "<image>": 100,
+                **{f"IMGIMG{chr(65 + code)}Z": 101 + code for code in range(IMAGE_CODES)},
+            },
+        },
+        no_gradient=IMAGE_TOKENIZER,
+    ),
+)
+register_facts(
+    "emu3",
+    facts=TypeFacts(
+        # No names of tokens by default, of which some are images'.
+        defaults={
+            "image_token_id": 100,
+            "vocabulary_map": {
+                **{"<image>": 100, "<|extra_200|>": 101},
+                **{f"<|visual token {code:06d}|>": 102 + code for code in range(IMAGE_CODES)},
+            },
+        },
+        no_gradient=IMAGE_TOKENIZER,
+        frozen=("model.vqmodel",),
+    ),
+)

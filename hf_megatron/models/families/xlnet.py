@@ -5,6 +5,7 @@ from typing import Any
 from ..registry import register_model
 from ..spec import ModelSpec
 from ..spec_helpers import base_prefix, family_spec
+from ..type_facts import TypeFacts, register_facts
 
 
 @register_model("xlnet")
@@ -24,3 +25,15 @@ def xlnet(model: Any) -> ModelSpec:
             "have parts of between layers."
         },
     )
+
+
+register_facts(
+    "xlnet",
+    facts=TypeFacts(
+        tiny={"d_inner": 256},
+        no_gradient={
+            r"\.mask_emb$": "stands for tokens that are predicted in an order: compared without one",
+            r"\.(seg_embed|r_s_bias)$": "reads segments: compared on one",
+        },
+    ),
+)

@@ -6,6 +6,7 @@ from ...errors import UnsupportedError
 from ..registry import register_model
 from ..spec import HeadBlock, ModelSpec
 from ..spec_helpers import base_prefix, family_spec
+from ..type_facts import TypeFacts, register_facts
 
 _LINEARS = ("q", "k", "v", "ogate_preact", "igate_preact", "fgate_preact")
 _KINDS = ("weight", "bias")
@@ -33,3 +34,12 @@ def xlstm(model: Any) -> ModelSpec:
         # The memory's state beside hidden states.
         layer_num_outputs=2,
     )
+
+
+register_facts(
+    "xlstm",
+    facts=TypeFacts(
+        # Kernels in full precision.
+        tiny={"embedding_dim": 64, "autocast_kernel_dtype": "float32"},
+    ),
+)

@@ -5,6 +5,7 @@ from typing import Any
 from ..registry import register_model
 from ..spec import HeadBlock, ModelSpec
 from ..spec_helpers import base_prefix, family_spec
+from ..type_facts import TypeFacts, register_facts
 from .mamba2 import HEADS
 
 _ROWS = 0, ()
@@ -58,3 +59,30 @@ def zamba2(model: Any) -> ModelSpec:
             kind = next(kind for part, kind in kinds.items() if f"{part}_adapter_list." in owner)
             plan[f"{owner}.{number}"] = kind if number == "1" else "replicated_with_grad_allreduce"
     return with_shared_blocks(model, "shared_transformer", plan, HEADS)
+
+
+register_facts(
+    "zamba2",
+    facts=TypeFacts(
+        # Neither adapters nor positions by default, which some checkpoints have.
+        defaults={"use_shared_attention_adapter": True, "use_mem_rope": True},
+        tiny={
+            **{
+                "layers_block_type": ["linear_attention", "hybrid"] * 2,
+                "num_hidden_layers": 4,
+                "hybrid_layer_ids": [1, 3],
+            },
+            **{"attention_hidden_size": 128, "attention_head_dim": 32, "mamba_headdim": 16, "adapter_rank": 12},
+        },
+    ),
+)
+register_facts(
+    "zamba",
+    facts=TypeFacts(
+        # Two layers with one shared block.
+        tiny={
+            **{"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
+            **{"attention_hidden_size": 128, "attention_head_dim": 32},
+        },
+    ),
+)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, Trainer
 from hf_megatron.compat.patch_registry import PATCH_REGISTRY
 for name in ("transformers.modeling_utils:PreTrainedModel.from_pretrained", "transformers.trainer:Trainer.__init__"):
     assert PATCH_REGISTRY.patches[name].applied, name
-assert PreTrainedModel.from_pretrained.__func__.__code__.co_filename.endswith("patch_ledger.py")
+assert PreTrainedModel.from_pretrained.__func__.__code__.co_filename.endswith("patch_registry.py")
 """
     )
 

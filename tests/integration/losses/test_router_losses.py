@@ -4,6 +4,10 @@ import ast
 import contextlib
 import functools
 import importlib
+import inspect
+import subprocess
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,8 @@ from transformers import AutoConfig
 
 from hf_megatron import ConfigError, MegatronConfig, UnsupportedError
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.integrations.patch_table import PATCHES
+from hf_megatron.integrations.patch_table import PATTERNS
+from hf_megatron.losses.router_losses import load_balancing_loss
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.testing.measure import Measurement, measure
 from hf_megatron.testing.tiny_model import draw_parameters
@@ -378,16 +383,70 @@ def test_rows_that_see_each_other_are_refused(folder, class_name, changes, layou
     run_ranks(on_rank, 2)
 
 
-def test_every_router_loss_of_transformers_is_replaced():
-    replaced = {patch.target for patch in PATCHES}
+# Refused where a batch is divided.
+_UNREPLACED = ("modeling_doge", "modeling_nllb_moe")
+
+
+def test_router_losses_of_transformers_have_one_form_and_those_of_switch():
     found, forms = list(_definitions()), {}
     for stem, name, arguments, body in found:
-        model = stem.removeprefix("modeling_")
-        if model in ("doge", "nllb_moe"):
-            # Refused where a batch lies in parts.
-            continue
-        assert f"transformers.models.{model}.{stem}:{name}" in replaced, (stem, name)
-        forms.setdefault((name, arguments, body), []).append(model)
+        if stem not in _UNREPLACED:
+            forms.setdefault((name, arguments, body), []).append(stem)
     assert len(found) >= 30
-    # One form, and the two functions of Switch.
     assert sorted(map(len, forms.values())) == [1, 1, len(found) - 4]
+
+
+def test_every_router_loss_of_transformers_is_replaced_on_import_and_restored():
+    functions = [
+        (f"transformers.models.{stem.removeprefix('modeling_')}.{stem}", name, stem not in _UNREPLACED)
+        for stem, name, *_ in _definitions()
+    ]
+    # In an interpreter of its own: half of the modules are imported before the library, the others after it.
+    program = f"""
+import importlib
+functions = {functions!r}
+early, late = functions[::2], functions[1::2]
+stock = {{}}
+for module, name, _ in early:
+    stock[module, name] = getattr(importlib.import_module(module), name)
+import hf_megatron
+from hf_megatron.compat.patch_registry import PATCH_REGISTRY
+
+def replaced(module, name):
+    return getattr(importlib.import_module(module), name).__code__.co_name == "replacement"
+
+for _ in range(2):
+    for module, name, is_replaced in functions:
+        assert replaced(module, name) == is_replaced, (module, name)
+        if is_replaced:
+            stock.setdefault((module, name), PATCH_REGISTRY.patches[f"{{module}}:{{name}}"].original)
+    hf_megatron.disable()
+    for module, name, _ in functions:
+        function = getattr(importlib.import_module(module), name)
+        assert function is stock.get((module, name), function) and not replaced(module, name), (module, name)
+    hf_megatron.enable()
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("module", "parameters", "expected"),
+    [
+        ("transformers.models.own.modeling_own", "gate_logits, num_experts=None, top_k=2, attention_mask=None", True),
+        ("transformers.models.own.modeling_own", "gate_logits, num_experts, num_keys, top_k, attention_mask", False),
+        ("transformers.models.own.deep.modeling_own", "gate_logits, num_experts, top_k, attention_mask", False),
+        ("transformers_modules.own.modeling_own", "gate_logits, num_experts, top_k, attention_mask", False),
+    ],
+)
+def test_a_pattern_finds_functions_of_its_name_and_form(module, parameters, expected):
+    (pattern,) = PATTERNS
+    _, *own = inspect.signature(load_balancing_loss).parameters
+    assert tuple(own) == pattern.parameters
+    defining, importing = types.ModuleType(module), types.ModuleType("transformers.models.other.modeling_other")
+    exec(f"def {pattern.attribute}({parameters}): pass", vars(defining))
+    setattr(importing, pattern.attribute, getattr(defining, pattern.attribute))
+    patch = pattern.patch_of(defining) if pattern.matches(module) else None
+    assert (patch is not None) == expected
+    assert patch is None or patch.target == f"{module}:{pattern.attribute}"
+    assert pattern.patch_of(importing) is None

@@ -11,8 +11,8 @@ from hf_megatron.errors import RankError
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.models import verified
 from hf_megatron.models.modalities import sample_index
+from hf_megatron.models.type_facts import facts_of
 from hf_megatron.pipeline_parallel import microbatches
-from hf_megatron.testing.model_overrides import WITH_SOUNDS
 from hf_megatron.testing.parity import check_tiny_model
 from tests.helpers.shared_tiny_models import make_tiny_model
 from tests.structure import ROOT
@@ -20,7 +20,7 @@ from tests.structure import ROOT
 
 @functools.lru_cache(maxsize=1)
 def tiny_model(model_type):
-    config = CONFIG_MAPPING[model_type](**WITH_SOUNDS.get(model_type, {}))
+    config = CONFIG_MAPPING[model_type](**facts_of(model_type).audio)
     return make_tiny_model(config, task="audio", microbatches=2, min_layers=4, batch_size=4)
 
 

@@ -1,0 +1,10 @@
+"""AFMoE: a bias that chooses experts."""
+
+from ..type_facts import TypeFacts, register_facts
+
+register_facts(
+    "afmoe",
+    facts=TypeFacts(
+        no_gradient={r"\.expert_bias$": "chooses experts: no gradient comes through a choice"},
+    ),
+)

@@ -1,0 +1,10 @@
+"""Arcee: biases that its config switches on."""
+
+from ..type_facts import TypeFacts, register_facts
+
+register_facts(
+    "arcee",
+    facts=TypeFacts(
+        variants=[{"attention_bias": True, "mlp_bias": True}],
+    ),
+)

@@ -1,0 +1,20 @@
+"""Audio Flamingo and Music Flamingo: encoders of sounds."""
+
+from ..type_facts import TypeFacts, register_facts
+
+register_facts(
+    "audioflamingo3_encoder",
+    facts=TypeFacts(
+        tiny={"max_source_positions": 16},
+    ),
+)
+register_facts(
+    "musicflamingo",
+    facts=TypeFacts(
+        # Its times end at the base of its angles.
+        tiny={
+            "rope_parameters": {"rope_theta": 64.0, "partial_rotary_factor": 0.25, "rope_type": "default"},
+            "max_position_embeddings": 64.0,
+        },
+    ),
+)

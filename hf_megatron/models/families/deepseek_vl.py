@@ -1,0 +1,13 @@
+"""DeepSeek VL: image towers that are read before they are pooled."""
+
+from ..type_facts import TypeFacts, register_facts
+
+_POOLED = {r"\.vision_model\.head\.": "pools the states of the tower, which are read as they are"}
+
+register_facts(
+    "deepseek_vl",
+    "deepseek_vl_hybrid",
+    facts=TypeFacts(
+        no_gradient=_POOLED,
+    ),
+)

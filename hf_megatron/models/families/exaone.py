@@ -1,0 +1,10 @@
+"""EXAONE 4: attention with and without a window."""
+
+from ..type_facts import TypeFacts, register_facts
+
+register_facts(
+    "exaone4",
+    facts=TypeFacts(
+        variants=[{"sliding_window": None}],
+    ),
+)

@@ -1,0 +1,10 @@
+"""GPT-NeoX: residuals in parallel or in sequence."""
+
+from ..type_facts import TypeFacts, register_facts
+
+register_facts(
+    "gpt_neox",
+    facts=TypeFacts(
+        variants=[{"use_parallel_residual": False}, {"attention_bias": False}],
+    ),
+)

@@ -1,0 +1,10 @@
+"""Janus: reads images and makes them."""
+
+from ..type_facts import TypeFacts, register_facts
+
+register_facts(
+    "janus",
+    facts=TypeFacts(
+        no_gradient={r"\.(vqmodel|generation_\w+)\.": "makes images: compared on those that are read"},
+    ),
+)

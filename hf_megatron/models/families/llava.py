@@ -1,0 +1,21 @@
+"""LLaVA and its relatives: image towers of which an earlier layer is read."""
+
+from ..type_facts import UNREAD_LAST_NORM, TypeFacts, register_facts
+
+register_facts(
+    "llava",
+    "llava_next",
+    "llava_next_video",
+    "llava_onevision",
+    "vipllava",
+    facts=TypeFacts(
+        no_gradient=UNREAD_LAST_NORM,
+    ),
+)
+register_facts(
+    "video_llava",
+    facts=TypeFacts(
+        no_gradient=UNREAD_LAST_NORM,
+        no_gradient_without={"videos": {r"\.video_tower\.": "reads videos: compared on images alone"}},
+    ),
+)

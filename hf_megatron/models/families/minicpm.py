@@ -1,0 +1,20 @@
+"""MiniCPM around images: placeholders, and patches that are merged."""
+
+from ..type_facts import TypeFacts, register_facts
+
+register_facts(
+    "minicpm_ocr",
+    facts=TypeFacts(
+        # No placeholder by default.
+        defaults={"image_token_id": 100, "video_token_id": 101},
+        no_gradient={r"\.vit_merger\.": "merges patches in the other one of two modes"},
+    ),
+)
+register_facts(
+    "minicpmv4_6",
+    "minicpmv4_7",
+    facts=TypeFacts(
+        # No placeholder by default.
+        defaults={"image_token_id": 100, "video_token_id": 101},
+    ),
+)

@@ -1,0 +1,11 @@
+"""NLLB-MoE: experts that take a limited number of tokens of a batch."""
+
+from ..type_facts import TypeFacts, register_facts
+
+register_facts(
+    "nllb-moe",
+    facts=TypeFacts(
+        no_gradient={r"\.expert_(?![01]\.)\d+\.": "chosen by no token: masks are read as the numbers of two experts"},
+        batch_coupling="its experts take a number of tokens of the whole batch",
+    ),
+)

@@ -1,0 +1,10 @@
+"""Pegasus: positions without gradients."""
+
+from ..type_facts import FIXED_POSITIONS, TypeFacts, register_facts
+
+register_facts(
+    "pegasus",
+    facts=TypeFacts(
+        no_gradient=FIXED_POSITIONS,
+    ),
+)

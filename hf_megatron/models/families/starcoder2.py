@@ -1,0 +1,10 @@
+"""StarCoder 2: windows and biases of its checkpoints."""
+
+from ..type_facts import TypeFacts, register_facts
+
+register_facts(
+    "starcoder2",
+    facts=TypeFacts(
+        variants=[{"sliding_window": 4096}, {"use_bias": False}],
+    ),
+)

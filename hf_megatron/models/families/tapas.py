@@ -1,0 +1,10 @@
+"""TAPAS: tables, whose rows and columns have embeddings."""
+
+from ..type_facts import TypeFacts, register_facts
+
+register_facts(
+    "tapas",
+    facts=TypeFacts(
+        tiny={"type_vocab_sizes": [3, 12, 12, 2, 12, 12, 10]},
+    ),
+)

@@ -1,0 +1,48 @@
+"""Trainable parameters that get no gradient in a check, and why: what a family states and what a config shows."""
+
+from collections.abc import Collection, Mapping
+
+from transformers import PreTrainedConfig
+
+from ..models.type_facts import facts_of
+
+# Layers of a decoder that read an encoder's states, where its class has no encoder.
+_CROSS_ATTENTION = {r"\.(encoder_attn|crossattention|cross_attn)\w*\.": "reads an encoder: compared without one"}
+
+
+def without_gradient(config: PreTrainedConfig, modalities: Collection[str] = ()) -> Mapping[str, str]:
+    """Maps expressions of the trainable parameters that get no gradient, of a type and its parts, to the reasons.
+
+    Args:
+        modalities (`Collection[str]`): what the batches have in addition to text: `"images"`, `"videos"`, `"audio"`.
+    """
+    parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
+    known = {name: why for part in (config, *parts) for name, why in facts_of(part.model_type).no_gradient.items()}
+    of_media = facts_of(config.model_type).no_gradient_without
+    unread = {name: why for medium, of in of_media.items() if medium not in modalities for name, why in of.items()}
+    has_encoder = getattr(config, "is_decoder", False) or type(config)().is_encoder_decoder
+    alone = _CROSS_ATTENTION if has_encoder and not config.is_encoder_decoder else {}
+    return {
+        **known,
+        **unread,
+        **alone,
+        **_unread_layers(config),
+        **({} if "images" in modalities else _left_out(config)),
+    }
+
+
+def _left_out(config: PreTrainedConfig) -> dict[str, str]:
+    """Finds the layers that read images in place of tokens."""
+    layers = "|".join(map(str, getattr(config, "cross_attention_layers", None) or ()))
+    return {rf"\blayers\.({layers})\.": "left out where there are no images"} if layers else {}
+
+
+def _unread_layers(config: PreTrainedConfig) -> dict[str, str]:
+    """Finds the layers of an image tower after the last one whose output the model reads."""
+    read = getattr(config, "vision_feature_layer", None)
+    layers = getattr(getattr(config, "vision_config", None), "num_hidden_layers", None)
+    if read is None or layers is None:
+        return {}
+    first = max(layer % (layers + 1) for layer in ([read] if isinstance(read, int) else read))
+    trailing = "|".join(map(str, range(first, layers)))
+    return {rf"_tower\..*\blayers\.({trailing})\.": "behind the layer whose output is read"} if trailing else {}
