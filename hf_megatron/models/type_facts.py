@@ -1,5 +1,6 @@
 """Facts about single model types that are not part of a parallel plan, declared in the file of the type's family."""
 
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
@@ -80,6 +81,7 @@ def register_facts(*model_types: str, facts: TypeFacts) -> None:
         _FACTS[model_type] = facts
 
 
+@functools.cache
 def load_families() -> None:
     """Imports every family file, which registers its specs and facts; twice is once."""
     from . import families
