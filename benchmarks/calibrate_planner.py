@@ -167,7 +167,7 @@ def fitted(lines: list[Line], start: Constants, free: list[str]) -> Constants:
     return best
 
 
-def untold(lines: list[Line], constants: Constants) -> list[str]:
+def unreported(lines: list[Line], constants: Constants) -> list[str]:
     """Returns the constants that change nothing for these rows."""
     before = [line.error(constants) for line in lines]
     return [
@@ -178,7 +178,7 @@ def untold(lines: list[Line], constants: Constants) -> list[str]:
 def fit_without(source: str | None, lines: list[Line], start: Constants) -> Constants:
     """Fits on all rows but a source's; constants that no row tells stay, or have their substitute."""
     rest = [line for line in lines if line.row.source != source]
-    unknown = untold(rest, start)
+    unknown = unreported(rest, start)
     found = fitted(rest, start, [name for name in BOUNDS if name not in unknown])
     # In this order: of a chain of substitutes the first comes first.
     for name in (name for name in UNTOLD if name in unknown):
@@ -245,7 +245,7 @@ def main() -> None:
     sources, models, rows = read_rows()
     constants, left_out = committed(), [math.nan] * len(rows)
     reported_by = [row for row in rows if not row.held_out]
-    reported_by_none = untold([line_of(row, models[row.model], constants) for row in reported_by], constants)
+    reported_by_none = unreported([line_of(row, models[row.model], constants) for row in reported_by], constants)
     if not options.only_check:
         constants = dict(START)
         for _ in range(options.rounds):

@@ -14,7 +14,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-pytest_plugins = ["tests.helpers.costs", "tests.helpers.progress"]
+pytest_plugins = ["tests.helpers.costs", "tests.helpers.progress", "tests.helpers.executed"]
 
 import torch  # noqa: E402
 import transformers  # noqa: E402

@@ -113,7 +113,7 @@ def test_missing_copies_sum_is_found():
 
 
 @pytest.fixture(scope="module")
-def uneven_twin():
+def uneven_tiny_model():
     """Five rows: dp ranks with unequal numbers of rows and labels."""
     return make_tiny_model(CONFIG_MAPPING["llama"](), microbatches=2, batch_size=5)
 
@@ -190,12 +190,12 @@ DATA_PARALLEL = [
 
 
 @pytest.mark.parametrize(("fault", "layout"), DATA_PARALLEL, ids=lambda value: getattr(value, "__name__", value))
-def test_data_parallel_fault_is_found(uneven_twin, fault, layout):
+def test_data_parallel_fault_is_found(uneven_tiny_model, fault, layout):
     [config] = parse_layouts(layout)
-    assert not check_tiny_model(uneven_twin, config, sabotage=fault).passed
+    assert not check_tiny_model(uneven_tiny_model, config, sabotage=fault).passed
 
 
 @pytest.mark.parametrize("layout", sorted({layout for _, layout in DATA_PARALLEL}))
-def test_data_parallel_is_equal_without_a_fault(uneven_twin, layout):
+def test_data_parallel_is_equal_without_a_fault(uneven_tiny_model, layout):
     [config] = parse_layouts(layout)
-    assert check_tiny_model(uneven_twin, config).passed
+    assert check_tiny_model(uneven_tiny_model, config).passed

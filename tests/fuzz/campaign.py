@@ -10,12 +10,12 @@ from typing import Any
 
 from hf_megatron.errors import ConfigError
 from tests.fuzz.cases import LAYOUTS, draw_case
+from tests.fuzz.judgments_found import ACCEPTED
 from tests.fuzz.models import MODELS
 from tests.fuzz.patterns import LOOP_PATTERNS
 from tests.fuzz.runner import run_cases
 from tests.fuzz.script import reproduction
 from tests.fuzz.shrinking import shrink
-from tests.fuzz.verdicts import ACCEPTED
 
 # Cases that are drawn at a time, so that many share a fork.
 _DRAWN = 48

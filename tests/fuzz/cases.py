@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.fuzz.models import MODELS, draw_features, has, is_random, simplest
-from tests.fuzz.patterns import LOOP_PATTERNS, habits_of
+from tests.fuzz.patterns import LOOP_PATTERNS, patterns_of
 
 BATCH: Mapping[str, Any] = {
     "rows": 4,
@@ -58,7 +58,7 @@ def fits(case: Mapping[str, Any], name: str) -> bool:
 def together(names: Sequence[str], layout: Mapping[str, Any]) -> bool:
     """Tells whether habits take different places, and mean the same loss on a layout."""
     taken: set[str] = set()
-    loop_patterns = habits_of(names)
+    loop_patterns = patterns_of(names)
     has_parts = layout.get("dp_size", 1) > 1 and any(loop_pattern.local for loop_pattern in loop_patterns)
     if has_parts and any(loop_pattern.of_full for loop_pattern in loop_patterns):
         return False
@@ -136,5 +136,5 @@ def draw_case(seed: int, number: int, only: Sequence[str] = (), layouts: Sequenc
 
 def draws(case: Mapping[str, Any]) -> bool:
     """Tells whether a case is random, so that only its ranks can be compared."""
-    loop_patterns = habits_of(case["habits"])
+    loop_patterns = patterns_of(case["habits"])
     return is_random(case["config"]) or any(loop_pattern.random for loop_pattern in loop_patterns)

@@ -12,6 +12,6 @@ LOOP_PATTERNS: Mapping[str, LoopPattern] = {
 }
 
 
-def habits_of(names: Iterable[str]) -> list[LoopPattern]:
+def patterns_of(names: Iterable[str]) -> list[LoopPattern]:
     """Returns the habits of a case, in its order."""
     return [LOOP_PATTERNS[name] for name in names]

@@ -19,9 +19,9 @@ from hf_megatron.core.fork_harness import leave_parents_objects, make_ready_to_f
 from hf_megatron.errors import RankError
 from tests.fuzz.cases import draws, ranks_of
 from tests.fuzz.generators import draw_model
+from tests.fuzz.judgments_found import compare_runs, judge_case
 from tests.fuzz.loop import gradient_norm_of, run_loop
-from tests.fuzz.patterns import habits_of
-from tests.fuzz.verdicts import compare_runs, judge_case
+from tests.fuzz.patterns import patterns_of
 
 _BETTER = {"float32": "float64", "bfloat16": "float32"}
 # One process that is off by this share of the error, for no reason but its precision, is no reference.
@@ -98,7 +98,7 @@ class _Run:
         """Saves the model and notes its gradient's norm."""
         if self.case["way"] == "from_config":
             return
-        loop_patterns = habits_of(self.case["habits"])
+        loop_patterns = patterns_of(self.case["habits"])
         try:
             draw_model(self.case, loop_patterns, str(self.place / "start"))
             norm = gradient_norm_of(self.case, loop_patterns, str(self.place / "start"))
@@ -108,12 +108,12 @@ class _Run:
 
     def on_rank(self) -> dict[str, Any]:
         """Trains on this rank."""
-        loop_patterns = habits_of(self.case["habits"])
+        loop_patterns = patterns_of(self.case["habits"])
         return run_loop(self.full_case(), loop_patterns, str(self.place / "start"), str(self.place / "ranks"), True)
 
     def in_one_process(self) -> None:
         """Trains in this process."""
-        loop_patterns = habits_of(self.case["habits"])
+        loop_patterns = patterns_of(self.case["habits"])
         case, place = self.full_case(), self.place
         result = run_loop(case, loop_patterns, str(place / "start"), str(place / "one"), False)
         (place / "one_process").write_bytes(pickle.dumps(result))
@@ -121,14 +121,14 @@ class _Run:
     def nearby(self) -> None:
         """Trains in this process in the next better precision, and from weights that are rounded otherwise."""
         loop_patterns = [
-            loop_pattern for loop_pattern in habits_of(self.case["habits"]) if loop_pattern.name != "bfloat16"
+            loop_pattern for loop_pattern in patterns_of(self.case["habits"]) if loop_pattern.name != "bfloat16"
         ]
         case, place = self.full_case(), self.place
         was_cast = len(loop_patterns) < len(self.case["habits"])
         precise = {} if was_cast else {"dtype": _BETTER[case["dtype"]]}
         disturbed: list[dict[str, Any]] = [{"disturbed": seed} for seed in range(1, _DISTURBED + 1)]
         for number, change in enumerate([precise, *disturbed]):
-            chosen = loop_patterns if number == 0 else habits_of(self.case["habits"])
+            chosen = loop_patterns if number == 0 else patterns_of(self.case["habits"])
             result = run_loop(case | change, chosen, str(place / "start"), str(place / f"nearby{number}"), False)
             _write(place / f"nearby_process{number}", result)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.fuzz import generators, loop, pattern
 from tests.fuzz.cases import ranks_of
-from tests.fuzz.patterns import habits_of
+from tests.fuzz.patterns import patterns_of
 
 _PLACES = (
     "made",
@@ -91,7 +91,7 @@ def reproduction(case: Mapping[str, Any], result: Mapping[str, Any], norm: float
     text = _BEGIN.format(judgment=result["judgment"], worst=worst, first=first, second=second)
     text += _joined(pattern, generators, loop)
     functions: dict[str, str] = {}
-    constructors = [_constructor(given, functions) for given in habits_of(case["habits"])]
+    constructors = [_constructor(given, functions) for given in patterns_of(case["habits"])]
     text += "".join("\n\n" + source for source in functions.values())
     text += f"\n\nHABITS = [{', '.join(constructors)}]\n"
     text += f"NORM = {norm}\nSECOND = {not ranks_first}\nCASE = {pprint.pformat(dict(case), width=110)}\n\n"

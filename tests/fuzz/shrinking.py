@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.fuzz.cases import BATCH, fits, ranks_of
+from tests.fuzz.judgments_found import ACCEPTED
 from tests.fuzz.models import simplest
 from tests.fuzz.runner import run_cases
-from tests.fuzz.verdicts import ACCEPTED
 
 _SIMPLER_BATCH = {**BATCH, "rows": 2, "length": 5, "steps": 1, "mask": "none"}
 

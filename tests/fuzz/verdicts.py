@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_megatron.testing.tolerances import GRADIENT_FLOOR, LOSS, Error, Judgement
-from tests.fuzz.patterns import habits_of
+from tests.fuzz.patterns import patterns_of
 
 # Three steps with momentum carry the round-off of the first into the later ones.
 _LOGGED = 10 * LOSS
@@ -54,7 +54,7 @@ def judge_case(
         return {"judgment": "equal", "worst": "the ranks agree"}
     if "error" in one:
         trips = any(
-            loop_pattern.trips and one["steps"] >= loop_pattern.acts for loop_pattern in habits_of(case["habits"])
+            loop_pattern.trips and one["steps"] >= loop_pattern.acts for loop_pattern in patterns_of(case["habits"])
         )
         return {
             "judgment": "goes on" if trips else "accepted",
@@ -78,7 +78,7 @@ def _failure(
     allowed = {one["kinds"][0]} if one is not None and "error" in one else set()
     # A rank that only notices that others are gone says nothing.
     speaks = [rank for rank in failed if "MegatronError" in rank["kinds"] or rank["kinds"][0] in allowed]
-    acts = max((loop_pattern.acts for loop_pattern in habits_of(case["habits"])), default=0)
+    acts = max((loop_pattern.acts for loop_pattern in patterns_of(case["habits"])), default=0)
     found = (speaks or failed)[0]
     worst = found["error"][:300]
     if any("Hang" in rank["kinds"] for rank in ranks):

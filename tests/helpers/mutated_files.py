@@ -100,7 +100,7 @@ def outcome(case: Case, made: Made, source: Path, target: Path) -> tuple[str, st
     found = written(target, case.to)
     judgment, reason = judged(case, made, source, found)
     if judgment in ("same", "followed") and "README.md" not in case.what:
-        untrue = untrue_beside(source, target, found)
+        untrue = untrue_with(source, target, found)
         return ("untrue", untrue) if untrue else (judgment, reason)
     return judgment, reason
 
@@ -126,7 +126,7 @@ def judged(case: Case, made: Made, source: Path, found: Tensors) -> tuple[str, s
     return "wrong", "other weights, of parts that do not fit together"
 
 
-def untrue_beside(source: Path, target: Path, found: Tensors) -> str:
+def untrue_with(source: Path, target: Path, found: Tensors) -> str:
     """Says what else of the target is not what it was in the source or not what was written."""
     config, before = (json.loads((folder / "config.json").read_text("utf-8-sig")) for folder in (target, source))
     for table in (config, before):

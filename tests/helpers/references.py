@@ -27,9 +27,9 @@ def _result(function: Callable[..., Any], args: tuple, kwargs: tuple) -> Any:
 
 def trained_alone(train: Callable[..., Any], path: Path, *args: Any, **kwargs: Any) -> Any:
     """`in_one_process` of `train(path, output, None, *args, **kwargs)`, whose output folder nobody sees."""
-    return in_one_process(_train_beside, train, path, *args, **kwargs)
+    return in_one_process(_train_with, train, path, *args, **kwargs)
 
 
-def _train_beside(train: Callable[..., Any], path: Path, *args: Any, **kwargs: Any) -> Any:
+def _train_with(train: Callable[..., Any], path: Path, *args: Any, **kwargs: Any) -> Any:
     with tempfile.TemporaryDirectory() as output:
         return train(path, Path(output), None, *args, **kwargs)

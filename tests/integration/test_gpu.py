@@ -106,33 +106,33 @@ def of(text):
 
 
 @functools.lru_cache(maxsize=1)
-def twin_of(model_type):
+def tiny_model_of(model_type):
     task = TASKS.get(model_type, "causal")
     return make_tiny_model(CONFIG_MAPPING[model_type](), task=task, microbatches=2, min_layers=4, batch_size=5)
 
 
 @functools.cache
-def adapter_twin(method):
-    return adapted(twin_of("llama"), method)
+def adapter_tiny_model(method):
+    return adapted(tiny_model_of("llama"), method)
 
 
 @pytest.mark.parametrize(("model_type", "text"), CASES)
 def test_ranks_equal_one_process_on_a_cpu(model_type, text):
-    comparison = check_tiny_model(twin_of(model_type), of(text), device="cuda")
+    comparison = check_tiny_model(tiny_model_of(model_type), of(text), device="cuda")
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("text", OFFLOADED)
 def test_recomputed_and_offloaded(text):
     layout = ConfigUnderTest(**of(text).to_dict() | OFFLOADED[text])
-    comparison = check_tiny_model(twin_of("llama"), layout, device="cuda")
+    comparison = check_tiny_model(tiny_model_of("llama"), layout, device="cuda")
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("text", ["tp2+sp", "pp2", "dp2+zero3", "cp2"])
 @pytest.mark.parametrize("method", ["lora", "dora"])
 def test_adapters(method, text):
-    comparison = check_tiny_model(adapter_twin(method), of(text), device="cuda")
+    comparison = check_tiny_model(adapter_tiny_model(method), of(text), device="cuda")
     assert comparison.passed, comparison.report()
 
 
@@ -156,7 +156,7 @@ def test_checkpoints_resume_on_another_layout(stories, tmp_path, saved, loaded):
 @pytest.mark.parametrize("text", ["tp2", "pp2"])
 @pytest.mark.parametrize("model_type", ["llama", "t5"])
 def test_the_same_tokens_are_generated(model_type, text):
-    tiny_model = twin_of(model_type)
+    tiny_model = tiny_model_of(model_type)
 
     def on_rank(**arguments):
         model = tiny_model.load(**arguments).eval()
@@ -182,7 +182,7 @@ def test_a_recorded_step(tmp_path):
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
 def test_error_in_bf16(model_type, text):
     """Attention over cp goes through flash kernels there."""
-    tiny_model = twin_of(model_type)
+    tiny_model = tiny_model_of(model_type)
 
     def on_rank(**arguments):
         model = tiny_model.load(dtype=torch.bfloat16, **arguments)
@@ -252,7 +252,7 @@ def test_loss_equals_torch(dtype, chunk_size):
 @pytest.mark.parametrize("text", ["tp2", "pp2"])
 def test_numbers_per_token(text):
     """Log-probabilities and a divergence of two models, with their gradients, as one process on a CPU has them."""
-    tiny_model = twin_of("llama")
+    tiny_model = tiny_model_of("llama")
 
     def on_rank(**arguments):
         models = [tiny_model.load(**arguments) for _ in range(2)]

@@ -16,22 +16,25 @@ from tests.helpers.shared_tiny_models import make_tiny_model
 ROOT = Path(__file__).parents[2]
 
 
-def small_twin(**arguments):
+def smaller_tiny_model(**arguments):
     return make_tiny_model(CONFIG_MAPPING["llama"](), sequence_length=7, **arguments)
 
 
 def folder_of(changes):
-    return small_twin(changes=changes).directory
+    return smaller_tiny_model(changes=changes).directory
 
 
-def test_a_twin_is_built_once_for_everybody():
+def test_a_tiny_model_is_built_once_for_all_ranks():
     changes = {"num_key_value_heads": 1}
     with multiprocessing.get_context("fork").Pool(2) as pool:
         folders = pool.map(folder_of, [changes] * 4, chunksize=1)
-    tiny_model = small_twin(changes=changes)
+    tiny_model = smaller_tiny_model(changes=changes)
     assert folders == [tiny_model.directory] * 4
     assert tiny_model.load().config.num_key_value_heads == 1 and tiny_model.reference.loss > 0
-    assert tiny_model.directory not in (small_twin().directory, small_twin(changes=changes, seed=1).directory)
+    assert tiny_model.directory not in (
+        smaller_tiny_model().directory,
+        smaller_tiny_model(changes=changes, seed=1).directory,
+    )
 
 
 def test_a_reference_is_run_once_for_the_same_arguments():
@@ -45,7 +48,7 @@ def test_a_reference_is_run_once_for_the_same_arguments():
     assert in_one_process(run, name=["a"])[0] != in_one_process(run, name=["a"])[0]
 
 
-def test_ranks_leave_nothing_behind():
+def test_ranks_leave_nothing():
     def change():
         os.environ["LEFT_BEHIND"] = "1"
         torch.set_default_dtype(torch.float64)

@@ -9,11 +9,11 @@ from hf_megatron.core.fork_harness import run_ranks
 from tests.integration.integrations.trainer.test_resume import (
     LAYOUTS,
     SAVED,
+    all_full_tensors,
     load_and_save_again,
     ranks_of,
     save_after_steps,
     train,
-    whole_tensors,
 )
 
 
@@ -50,7 +50,7 @@ def test_fault_14_weights_and_moments_are_bit_equal_on_another_layout(stories, t
         load_and_save_again, 1, stories, saved_checkpoint, tmp_path / "one" / "checkpoint-2", None, torch.float32
     )
     assert losses == pytest.approx([expected] * len(losses), rel=1e-6)
-    before, after = whole_tensors(saved_checkpoint), whole_tensors(tmp_path / "checkpoint-2")
+    before, after = all_full_tensors(saved_checkpoint), all_full_tensors(tmp_path / "checkpoint-2")
     assert len(before) == len(after) == 3 * 47
     assert all(torch.equal(before[name], after[name]) for name in before)
 

@@ -389,7 +389,7 @@ def test_fault_12_extra_and_missing_names(parent):
         checkpoint.read("bias", [], torch.empty(0))
 
 
-def test_fault_12_entries_that_nobody_saved(tmp_path):
+def test_fault_12_entries_that_were_not_saved(tmp_path):
     with Transaction(tmp_path / "step-1") as transaction:
         for number in range(2):
             transaction.write(

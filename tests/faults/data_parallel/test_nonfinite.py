@@ -273,7 +273,7 @@ def test_fault_22_fused_optimizer_skips_too(stories):
     assert run_ranks(on_rank, 2) == [(True, 2.0**9, 1)] * 2
 
 
-def test_fault_22_without_one_verdict_the_ranks_part(stories):
+def test_fault_22_ranks_diverge_without_a_shared_gradient_status(stories):
     """The seeded fault: each rank asks its own shards only."""
 
     def on_rank(seeded):

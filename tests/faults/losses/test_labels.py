@@ -48,7 +48,7 @@ def test_fault_23_all_labels_ignored_on_one_dp_rank(stories, text, rank):
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
-def test_fault_23_all_labels_of_the_whole_batch_ignored(stories, text):
+def test_fault_23_all_labels_of_the_global_batch_ignored(stories, text):
     """The mean of nothing is no number and has no gradients, as in one process."""
 
     def on_rank():

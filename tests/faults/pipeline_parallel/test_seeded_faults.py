@@ -53,7 +53,7 @@ def forget_to_sum_tied_gradients():
     Transport.sum_with = lambda self, tensor, peer, tag: None
 
 
-def sum_tied_gradients_of_the_whole_step_again():
+def sum_tied_gradients_of_the_full_step_again():
     """Sums what was summed in the call before once more."""
     engine.Pipeline.tied = lambda self: []
 
@@ -110,7 +110,7 @@ FAULTS = [
     drop_the_gradient_of_a_stage,
     count_a_microbatch_twice,
     forget_to_sum_tied_gradients,
-    sum_tied_gradients_of_the_whole_step_again,
+    sum_tied_gradients_of_the_full_step_again,
     count_the_tied_weight_twice_in_the_norm,
     ignore_the_scale_of_backward,
     each_microbatch_by_its_own_targets,
@@ -152,7 +152,7 @@ def average_over_stages_instead_of_dp_ranks():
     BatchLoss.denominators = lambda self, *args, over_ranks: original(self, *args, over_ranks=False)
 
 
-def forget_that_reduction_comes_last():
+def forget_that_reduction_runs_last():
     """Buckets are reduced with the first microbatch that fills them."""
     original = ScheduledGradients.before_backward
 
@@ -170,10 +170,10 @@ def test_faults_with_data_parallelism_are_found(tiny_model):
     # A tied weight's gradient comes last in any case.
     untied = make_tiny_model(CONFIG_MAPPING["llama"](), microbatches=2, batch_size=5)
     with pytest.raises(RankError, match="another gradient after it was reduced"):
-        check_tiny_model(untied, layout, sabotage=forget_that_reduction_comes_last)
+        check_tiny_model(untied, layout, sabotage=forget_that_reduction_runs_last)
 
 
-def test_a_twin_without_faults_passes(tiny_model):
+def test_a_tiny_model_without_faults_passes(tiny_model):
     for layout in parse_layouts("pp2,pp2+dp2+zero1"):
         assert check_tiny_model(tiny_model, layout).passed
     assert (tiny_model.batches[0]["labels"][1] == -100).all()

@@ -73,7 +73,7 @@ def test_a_small_share_that_is_split_is_printed(words, is_said):
         (("hrm_text", "--layouts", "pp2"), 1, "refused  UnsupportedError"),
     ],
 )
-def test_twins_have_what_they_are_checked_for(words, code, said):
+def test_tiny_models_have_what_they_are_checked_for(words, code, said):
     result = run("check", *words)
     assert result.exit_code == code and said in result.stdout, result.output
 
@@ -159,7 +159,7 @@ def test_plan_knows_heads_and_folders():
     assert result.exit_code == 2 and "there is no such folder" in result.output
 
 
-def test_check_knows_how_many_heads_its_twins_have():
+def test_check_knows_how_many_heads_its_tiny_models_have():
     result = run("check", "llama", "--tp", "8")
     assert result.exit_code == 2 and "tp_size = 8: tiny twins have 4 attention heads" in result.output
 

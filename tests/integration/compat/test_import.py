@@ -152,7 +152,7 @@ assert new <= {"hf_megatron", "torch", "huggingface_hub", "yaml", "transformers"
     )
 
 
-def test_a_module_that_is_under_way_is_patched_when_it_is_done():
+def test_a_module_that_is_being_imported_is_patched_afterwards():
     """As where TRL's own script imports TRL, which imports torch, which imports this library."""
     program = """
 import importlib.abc, sys

@@ -76,7 +76,7 @@ def counts():
     }
 
 
-def test_models_leave_nothing_behind(stories):
+def test_models_leave_nothing(stories):
     def on_rank():
         found = []
         for number in range(MODELS):

@@ -58,7 +58,7 @@ def both(function, path, size=2, auto=AutoModelForCausalLM, **options):
     return expected, run_ranks(on_rank, ConfigUnderTest(**layout).ranks_per_replica)
 
 
-def require_alike(expected, found):
+def require_identical(expected, found):
     for one in found:
         for value, other in zip(one, expected, strict=True):
             torch.testing.assert_close(value, other, rtol=2e-4, atol=2e-5)
@@ -85,7 +85,7 @@ def calls(model):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_calls_are_those_of_one_process(llama, scheme):
-    require_alike(*both(calls, llama, layout={"cp_size": 2, "cp_comm_type": scheme}))
+    require_identical(*both(calls, llama, layout={"cp_size": 2, "cp_comm_type": scheme}))
 
 
 def padded(model):
@@ -101,7 +101,7 @@ def padded(model):
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_queries_without_a_key_are_those_of_the_implementation(llama, implementation, scheme):
     layout = {"cp_size": 2, "cp_comm_type": scheme}
-    require_alike(*both(padded, llama, layout=layout, attn_implementation=implementation))
+    require_identical(*both(padded, llama, layout=layout, attn_implementation=implementation))
 
 
 def scored(model):
@@ -114,9 +114,9 @@ def scored(model):
 @pytest.mark.parametrize("layout", [{"cp_size": 2}, {"cp_size": 2, "tp_size": 2}], ids=["cp2", "tp2+cp2"])
 def test_numbers_per_token(llama, layout):
     expected, found = both(scored, llama, layout=layout)
-    require_alike(expected[:1], [one[:1] for one in found])
+    require_identical(expected[:1], [one[:1] for one in found])
     if "tp_size" not in layout:
-        require_alike(expected, found)
+        require_identical(expected, found)
 
 
 def routed(model):
@@ -131,7 +131,7 @@ def test_router_losses(tmp_path, scheme):
     config = CONFIG_MAPPING["mixtral"](
         **SIZES, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, router_aux_loss_coef=0.5
     )
-    require_alike(*both(routed, made(tmp_path, config), layout={"cp_size": 2, "cp_comm_type": scheme}))
+    require_identical(*both(routed, made(tmp_path, config), layout={"cp_size": 2, "cp_comm_type": scheme}))
 
 
 def test_router_logits_of_some_tokens_are_found(tmp_path):
@@ -160,7 +160,7 @@ def classified(model):
 def test_a_classification_head(tmp_path):
     config = LlamaConfig(**SIZES, num_attention_heads=4, num_labels=3, pad_token_id=0)
     path = made(tmp_path, config, AutoModelForSequenceClassification)
-    require_alike(*both(classified, path, auto=AutoModelForSequenceClassification))
+    require_identical(*both(classified, path, auto=AutoModelForSequenceClassification))
 
 
 def prompted(model):
@@ -172,7 +172,7 @@ def prompted(model):
 
 
 def test_inputs_that_are_trained(llama):
-    require_alike(*both(prompted, llama))
+    require_identical(*both(prompted, llama))
 
 
 def checkpointed(model, reentrant):
@@ -204,7 +204,7 @@ def test_layers_that_are_computed_again(llama, tmp_path, kind, reentrant):
             mlp_only_layers=[0, 1],
         )
         path = made(tmp_path, config)
-    require_alike(*both(functools.partial(checkpointed, reentrant=reentrant), path, dtype=torch.float32))
+    require_identical(*both(functools.partial(checkpointed, reentrant=reentrant), path, dtype=torch.float32))
 
 
 def dropped(model):
@@ -314,7 +314,7 @@ class MixingHead(nn.Linear):
         return super().forward(mixed(hidden))
 
 
-def behind_base(model):
+def after_base(model):
     model.model.register_forward_hook(
         lambda module, args, output: setattr(output, "last_hidden_state", mixed(output[0]))
     )
@@ -331,7 +331,7 @@ def in_place_of_base(model):
     model.model.forward = forward
 
 
-def behind_norm(model):
+def after_norm(model):
     model.model.norm.register_forward_hook(lambda module, args, output: mixed(output))
 
 
@@ -354,18 +354,18 @@ def around_head(model):
     model.lm_head.forward = lambda hidden: stock(mixed(hidden))
 
 
-BEHIND = (behind_base, in_place_of_base, behind_norm, in_place_of_norm, before_head, in_place_of_head, around_head)
+BEHIND = (after_base, in_place_of_base, after_norm, in_place_of_norm, before_head, in_place_of_head, around_head)
 
 
 @pytest.mark.parametrize("edit", BEHIND, ids=lambda edit: edit.__name__)
-def test_what_users_put_behind_the_layers_sees_whole_rows(llama, edit):
+def test_what_users_put_after_the_layers_sees_full_sequences(llama, edit):
     def edited(model):
         edit(model)
         loss = model(input_ids=IDS, labels=IDS).loss
         loss.backward()
         return [loss.detach(), model.model.layers[0].self_attn.q_proj.weight.grad + 0]
 
-    require_alike(*both(edited, llama, layout={"cp_size": 2, "cp_comm_type": "p2p"}))
+    require_identical(*both(edited, llama, layout={"cp_size": 2, "cp_comm_type": "p2p"}))
 
 
 def late(model):
@@ -380,7 +380,7 @@ def late(model):
 
 
 @pytest.mark.parametrize("layout", [{"cp_size": 2}, {"tp_size": 2}], ids=["cp2", "tp2"])
-def test_logits_are_not_read_behind_a_step(llama, layout):
+def test_logits_are_not_read_after_a_step(llama, layout):
     def on_rank():
         output = late(AutoModelForCausalLM.from_pretrained(llama, megatron_config=MegatronConfig(**layout)))
         with pytest.raises(UnsupportedError, match="behind an optimizer step"):
@@ -425,7 +425,7 @@ def strided(model):
 
 
 def test_inputs_may_lie_anyhow(llama):
-    require_alike(*both(strided, llama))
+    require_identical(*both(strided, llama))
 
 
 def asked_for(model):
@@ -434,7 +434,7 @@ def asked_for(model):
 
 
 def test_gradients_of_inputs_may_be_asked_for(llama):
-    require_alike(*both(asked_for, llama))
+    require_identical(*both(asked_for, llama))
 
 
 def test_a_mask_of_other_rows_is_an_error(llama):
@@ -477,13 +477,13 @@ def of_lengths(model):
     return [*losses, *gradients(model).values()]
 
 
-def test_short_rows_of_blocks_that_are_whole(tmp_path):
+def test_short_samples_of_blocks_that_are_full(tmp_path):
     """What is given beside hidden states (ALiBi) has the length of a short row's parts in another dim."""
     config = CONFIG_MAPPING["bloom"](vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
-    require_alike(*both(of_lengths, made(tmp_path, config)))
+    require_identical(*both(of_lengths, made(tmp_path, config)))
 
 
-def padded_after_whole(model):
+def padded_after_full(model):
     """Rows of the same shape of which ranks hold other numbers of tokens."""
     mask = torch.ones_like(IDS)
     mask[:, :5] = 0
@@ -498,7 +498,7 @@ def padded_after_whole(model):
 @pytest.mark.parametrize("scheme", ["p2p", "a2a"])
 def test_stages_of_rows_that_are_cut_otherwise(llama, scheme):
     layout = {"cp_size": 2, "cp_comm_type": scheme, "pp_size": 2, "num_microbatches": 2}
-    require_alike(*both(padded_after_whole, llama, layout=layout))
+    require_identical(*both(padded_after_full, llama, layout=layout))
 
 
 def with_dropout(model):
@@ -534,7 +534,7 @@ def test_what_would_see_some_tokens_is_refused(llama, case):
         assert message in text and "cp_size=1" in text or "megatron_config" in text
 
 
-def test_a_hook_that_works_on_parts(llama):
+def test_a_hook_that_is_shard_safe(llama):
     def doubled(model):
         @shard_safe
         def double(module, args, output):
@@ -545,7 +545,7 @@ def test_a_hook_that_works_on_parts(llama):
         loss.backward()
         return [loss.detach(), *gradients(model).values()]
 
-    require_alike(*both(doubled, llama))
+    require_identical(*both(doubled, llama))
 
 
 LAYOUTS = {

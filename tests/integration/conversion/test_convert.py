@@ -341,7 +341,7 @@ def test_moments_without_their_counterparts_are_named(llama, tmp_path):
     convert(tmp_path / "state", tmp_path / "dcp", "dcp", verify=True)
 
 
-def test_state_beside_the_moments_is_refused_by_name(llama, tmp_path):
+def test_state_with_the_moments_is_refused_by_name(llama, tmp_path):
     run_ranks(with_moments, 2, llama, tmp_path / "state", "", amsgrad=True)
     with pytest.raises(CheckpointError, match="max_exp_avg_sq"):
         convert(tmp_path / "state", tmp_path / "core", "megatron_core")

@@ -139,7 +139,7 @@ def test_configs_run_nothing_and_say_one_line(hf, tmp_path):
         assert message in line and line.isprintable() and len(line) < 700, line
 
 
-def test_code_beside_a_type_of_transformers_is_not_run(hf, tmp_path):
+def test_code_with_a_type_of_transformers_is_not_run(hf, tmp_path):
     """DeepSeek-V3 and Phi-3 have such files, and need none of them."""
     source = with_config(hf, tmp_path / "source", auto_map=OWN_CODE["auto_map"])
     (source / "m.py").write_text("raise SystemExit('ran')\n", "utf-8")

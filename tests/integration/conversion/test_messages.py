@@ -207,7 +207,7 @@ def raising(error: BaseException) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.int32])
-def test_whole_numbers_are_no_weights(hf, tmp_path, dtype):
+def test_integers_are_no_weights(hf, tmp_path, dtype):
     """They went along as they were, under a config that said float32."""
     source, legacy, name = tmp_path / "source", tmp_path / "legacy", "model.layers.0.mlp.down_proj.weight"
     shutil.copytree(hf, source)

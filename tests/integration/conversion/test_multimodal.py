@@ -69,7 +69,7 @@ def test_every_layout_gives_back_the_bytes(case, sources, tmp_path):
 
 
 @pytest.mark.parametrize("case", MULTIMODAL)
-def test_towers_lie_on_the_first_stage_whole_or_split(case, sources, tmp_path):
+def test_towers_lie_on_the_first_stage_full_or_split(case, sources, tmp_path):
     convert(sources / case, tmp_path / "one", "megatron_legacy")
     convert(sources / case, tmp_path / "four", "megatron_legacy", options=TargetOptions(tp_size=2, pp_size=2))
     (one,), four = rank_files(tmp_path / "one").values(), rank_files(tmp_path / "four")

@@ -415,7 +415,7 @@ def test_logits_of_an_encoder_and_a_decoder(tmp_path):
     assert found.equal and found.logits == 0.0
 
 
-def test_a_card_whose_metadata_nobody_can_read_is_written_anew(folders, tmp_path):
+def test_a_card_with_unreadable_metadata_is_written_anew(folders, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(folders / "megatron_core", source)
     card = (source / "README.md").read_text("utf-8")
@@ -513,7 +513,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(folders, tmp_path, name
         assert "CheckpointError" in done.stderr.splitlines()[-1], done.stderr
 
 
-def test_what_is_no_text_is_not_shown_whole(folders, tmp_path):
+def test_values_that_are_no_text_are_not_shown_in_full(folders, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(folders / "megatron_core", source)
     (source / "conversion.json").unlink()

@@ -318,7 +318,7 @@ def on_all_ranks(path, text, loop_patterns=LOOP_PATTERNS):
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
-def test_habits_are_equal_to_one_process(folder, text):
+def test_patterns_are_equal_to_one_process(folder, text):
     expected = found_by(folder, None)
     for name, found in on_all_ranks(folder, text).items():
         torch.testing.assert_close(

@@ -520,7 +520,7 @@ def test_bf16_parameters_follow_fp32(stories, text):
     assert all(moved > 0.9 for _, _, moved in found)
 
 
-def test_bf16_without_main_weights_stands_still(stories):
+def test_bf16_without_main_weights_does_not_move(stories):
     """What the test above would see without them."""
 
     def on_rank():
@@ -571,7 +571,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", ["dp2", "tp2", "tp2+dp2+zero0", "dp2+zero3"])
-def test_classes_that_see_whole_parameters_are_refused_by_name(stories, text):
+def test_classes_that_see_full_parameters_are_refused_by_name(stories, text):
     def on_rank():
         model = load(stories, layout(text))
         for name, make in REFUSED.items():
@@ -583,7 +583,7 @@ def test_classes_that_see_whole_parameters_are_refused_by_name(stories, text):
 
 # Muon orthogonalises in bf16, where round-off of the gradient shows.
 @pytest.mark.parametrize(("name", "limit"), [("Adafactor", LIMIT), ("Muon", 2e-2)])
-def test_whole_parameters_take_any_class(stories, name, limit):
+def test_full_parameters_take_any_class(stories, name, limit):
     def run(model):
         train(model, prepare_optimizer(REFUSED[name](model)))
 

@@ -68,7 +68,7 @@ def zero_rows(loop):
     embedding(loop).grad[:50].zero_()
 
 
-def zero_rows_of_data(loop):
+def zero_samples_of_data(loop):
     embedding(loop).grad.data[:50].zero_()
     embedding(loop).grad.data[60].mul_(3)
 
@@ -107,7 +107,7 @@ def mask(loop):
     loop.model.lm_head.weight.grad.masked_fill_(chosen == 0, 0.0)
 
 
-for edit in (zero_rows, zero_rows_of_data, assign_rows, index_rows, edit_slices_of_slices, edit_columns, mask):
+for edit in (zero_rows, zero_samples_of_data, assign_rows, index_rows, edit_slices_of_slices, edit_columns, mask):
     named(
         f"gradients_{edit.__name__}",
         edits_gradients(edit),

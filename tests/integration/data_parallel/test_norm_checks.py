@@ -113,7 +113,7 @@ LOOP_PATTERNS = (
 )
 
 
-def after_habits(path, text=None):
+def after_patterns(path, text=None):
     """Every norm, and a loss after the step that follows."""
     found = []
     for loop_pattern in LOOP_PATTERNS:
@@ -127,8 +127,8 @@ def after_habits(path, text=None):
 
 @pytest.mark.parametrize("text", ["pp2", "pp2+dp2"])
 def test_lists_of_any_weights(folders, text):
-    expected = after_habits(folders[4])
-    for found in run_ranks(lambda: after_habits(folders[4], text), 4 if "dp" in text else 2):
+    expected = after_patterns(folders[4])
+    for found in run_ranks(lambda: after_patterns(folders[4], text), 4 if "dp" in text else 2):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 

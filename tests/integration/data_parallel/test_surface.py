@@ -86,7 +86,7 @@ def test_drawn_weights_do_not_depend_on_the_layout(stories):
     assert not equal(run_ranks(on_rank, 2, "dp2", seed=4)[0], expected)
 
 
-def test_a_deep_copy_evaluates_and_stays_behind(stories):
+def test_a_deep_copy_evaluates_and_stays(stories):
     def on_rank():
         model = load(stories, layout("dp2"))
         tiny_model = copy.deepcopy(model)

@@ -35,7 +35,7 @@ def _train(loop, other, loss):
             each.zero_grad()
 
 
-def head_behind(loop):
+def head_after(loop):
     head = _linear(32, 3)
 
     def loss(seed):
@@ -46,13 +46,13 @@ def head_behind(loop):
     _train(loop, head.parameters(), loss)
 
 
-def factor_behind(loop):
+def factor_after(loop):
     """A tensor that is no `nn.Parameter`."""
     factor = torch.ones((), requires_grad=True)
     _train(loop, [factor], lambda seed: loop.loss(seed) * factor.exp() - factor)
 
 
-def model_beside(loop):
+def model_with(loop):
     other = AutoModelForCausalLM.from_pretrained(loop.path)
 
     def loss(seed):
@@ -114,7 +114,7 @@ def activation_hook(loop):
     _hooked(loop, lambda layer: layer.register_forward_hook(register))
 
 
-def activation_hook_behind(loop):
+def activation_hook_after(loop):
     output = loop.model(**_rows(loop), output_hidden_states=True)
     output.hidden_states[1].register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
 
@@ -128,7 +128,7 @@ def retained_gradient(loop):
     _hooked(loop, lambda layer: layer.register_forward_hook(retain))
 
 
-def retained_gradient_behind(loop):
+def retained_gradient_after(loop):
     loop.model(**_rows(loop), output_hidden_states=True).hidden_states[1].retain_grad()
 
 
@@ -181,7 +181,7 @@ def frozen_embeddings_recomputed(loop):
     loop.model.requires_grad_(True)
 
 
-def frozen_model_beside(loop):
+def frozen_model_with(loop):
     other = AutoModelForCausalLM.from_pretrained(loop.path).requires_grad_(False)
     rows = _rows(loop)
     logits = loop.model(input_ids=rows["input_ids"]).logits
@@ -233,17 +233,17 @@ def moments_reset_by_parameter(loop):
 
 
 REFUSED = {
-    head_behind: "is not one of its parameters",
-    factor_behind: "is not one of its parameters",
-    model_beside: "is not one of its parameters",
+    head_after: "is not one of its parameters",
+    factor_after: "is not one of its parameters",
+    model_with: "is not one of its parameters",
     adapter_inside: "is not one of its parameters",
     adapter_inside_later: "is not one of its parameters",
     adapter_in_recomputed_layers: "is not one of its parameters",
     vector_inside: "is not one of its parameters",
     activation_hook: "gradient of an activation",
-    activation_hook_behind: "gradient of an activation",
+    activation_hook_after: "gradient of an activation",
     retained_gradient: "retain_grad() of an activation",
-    retained_gradient_behind: "retain_grad() of an activation",
+    retained_gradient_after: "retain_grad() of an activation",
     gradient_by_an_activation: "torch.autograd.grad by",
     module_hook: "A backward hook of a module",
     module_pre_hook: "A backward hook of a module",
@@ -252,7 +252,7 @@ REFUSED = {
 }
 EQUAL = (
     frozen_embeddings_recomputed,
-    frozen_model_beside,
+    frozen_model_with,
     hook_that_adds,
     model_trained_alone,
     moments_reset_by_parameter,

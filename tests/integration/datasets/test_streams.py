@@ -215,7 +215,7 @@ class Tensors(IterableDataset):
             yield {"input_ids": torch.full((4,), number), "labels": torch.full((4,), number)}
 
 
-def test_rows_of_tensors_go_on(folder, tmp_path):
+def test_samples_of_tensors_go_on(folder, tmp_path):
     run = {"rows": 2, "data": lambda: SampleStream(Tensors())}
     run_ranks(train, 2, folder, tmp_path, {"dp_size": 2}, steps=3, stop=2, **run)
     go_on = {"steps": 4, "stop": 4, "resume": str(tmp_path / "checkpoint-2")}
@@ -393,7 +393,7 @@ def train_padded(folder, output, sizes, rows):
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
-def test_rows_of_unequal_lengths(folder, tmp_path):
+def test_samples_of_unequal_lengths(folder, tmp_path):
     """One rank could not cut batches of other lengths for the others."""
     [losses] = run_ranks(train_padded, 1, folder, tmp_path, {"tp_size": 1}, 4)
     for found in run_ranks(train_padded, 2, folder, tmp_path, {"dp_size": 2}, 2):

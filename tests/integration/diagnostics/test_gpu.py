@@ -126,7 +126,7 @@ def _counted_on_rank(sizes, folder):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_memory_beside_its_plan(layout, tmp_path):
+def test_memory_with_its_plan(layout, tmp_path):
     run_ranks(_counted_on_rank, 2, LAYOUTS[layout][0], tmp_path, device="cuda")
     found = memory_in(tmp_path)
     plans = {one.pipeline_rank: one for one in plan_for(found[0])}
@@ -263,7 +263,7 @@ def test_what_is_not_finite(layout):
 
 
 @pytest.mark.parametrize("layout", ["tp2+sp", "pp2", "dp2+zero2", "cp2"])
-def test_a_recorded_step_beside_a_cpu(layout, tmp_path):
+def test_a_recorded_step_with_a_cpu(layout, tmp_path):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(test_divergence.LLAMA).save_pretrained(tmp_path / "model")
     record, sizes = test_divergence._record, LAYOUTS[layout][0]

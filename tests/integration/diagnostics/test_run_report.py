@@ -121,7 +121,7 @@ def test_a_run_is_recorded_and_goes_on(tmp_path):
     assert "the line is what was planned" in text
 
 
-def test_what_stands_out_is_said(tmp_path, made_run):
+def test_what_is_unusual_is_said(tmp_path, made_run):
     made_run(tmp_path, ranks=16, steps=400, broken=233, slow=9)
     run = read_run(tmp_path)
     planned = {one.pipeline_rank: int(one.peak / (1.3 if one.pipeline_rank == 2 else 1.0)) for one in run.memory}

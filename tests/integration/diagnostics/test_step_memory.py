@@ -84,7 +84,7 @@ def _counted_on_rank(config, sizes, folder):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_beside_its_plan(layout, tmp_path):
+def test_with_its_plan(layout, tmp_path):
     config, sizes = LAYOUTS[layout]
     leaks = run_ranks(lambda: _counted_on_rank(config, sizes, tmp_path), 2)
     found = memory_in(tmp_path / "step")

@@ -141,7 +141,7 @@ def _trained_on_rank(folder):
     return reporting.seen, trainer.state.log_history, time.monotonic() - began
 
 
-def test_trainer_tells_everybody(tmp_path):
+def test_trainer_reports_to_all_ranks(tmp_path):
     (seen, history, took), _ = run_ranks(lambda: _trained_on_rank(tmp_path), 2)
     logs = [one for one in seen if "loss" in one]
     assert len(logs) == 3

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from hf_megatron.cli import app
 from tests.fuzz.campaign import read_log, run_campaign
 from tests.fuzz.cases import draw_case, fits, ranks_of, simple_case, together
+from tests.fuzz.judgments_found import ACCEPTED
 from tests.fuzz.pattern import LoopPattern
 from tests.fuzz.patterns import LOOP_PATTERNS
 from tests.fuzz.runner import run_cases
 from tests.fuzz.script import reproduction
 from tests.fuzz.shrinking import shrink
-from tests.fuzz.verdicts import ACCEPTED
 
 SEEDS = json.loads((Path(__file__).parents[2] / "data" / "fuzz_seeds.json").read_text(encoding="utf-8"))
 
@@ -79,7 +79,7 @@ def test_loops_of_accelerate_leave_its_state():
     assert not fits(case, "stock afterwards") and fits({**case, "loop": "plain"}, "stock afterwards")
 
 
-def test_a_part_of_the_loss_is_logged_as_its_whole():
+def test_a_partial_loss_is_logged_in_full():
     case = simple_case("dp2", "own loss", loop_patterns=["own loss", "loss read"])
     assert judgments([case]) == ["equal"]
 

@@ -28,10 +28,10 @@ def walk(layout, names):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_habits_give_what_is_recorded(layout):
+def test_patterns_give_what_is_recorded(layout):
     assert walk(layout, [name for name in LOOP_PATTERNS if not slow(name)]) == {}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_slow_habits_give_what_is_recorded(layout):
+def test_slow_patterns_give_what_is_recorded(layout):
     assert walk(layout, [name for name in LOOP_PATTERNS if slow(name)]) == {}

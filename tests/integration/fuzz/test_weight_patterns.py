@@ -332,7 +332,7 @@ def test_averaged_models_are_evaluated(tiny, text):
     assert run_ranks(average_of_copies, 2, tiny, text) == pytest.approx([expected] * 2, rel=1e-5)
 
 
-def assign_whole(path):
+def assign_full(path):
     """What parameters that were given whole tensors hold, and what those were."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout("tp2"))
     expected = {}
@@ -346,9 +346,9 @@ def assign_whole(path):
     return {name: (parameter.full_tensor().detach(), expected[name]) for name, parameter in model.named_parameters()}
 
 
-def test_data_takes_what_lies_whole_on_every_rank(tiny_uneven):
+def test_data_takes_what_is_replicated_on_every_rank(tiny_uneven):
     """As torch 2.11 pads a split tensor, which transformers does to biases of tied heads."""
-    for found in run_ranks(assign_whole, 2, tiny_uneven):
+    for found in run_ranks(assign_full, 2, tiny_uneven):
         for name, (value, expected) in found.items():
             torch.testing.assert_close(value, expected, rtol=0, atol=0, msg=name)
 
@@ -365,7 +365,7 @@ def mix_with_plain_parameters(path, text=None):
         return (vector if text is None else vector.full_tensor()).clone()
 
 
-def test_parameters_of_a_whole_model_are_mixed_in(tmp_path):
+def test_parameters_of_a_full_model_are_mixed_in(tmp_path):
     """They want gradients themselves; and experts whose gate and up are split one by one become one vector."""
     tiny_model("deepseek_v3").save_pretrained(tmp_path)
     expected = mix_with_plain_parameters(tmp_path)

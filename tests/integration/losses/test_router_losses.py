@@ -250,7 +250,7 @@ def test_each_row_by_itself(folder, layout):
 
 
 @pytest.mark.parametrize("layout", ["pp2", "tp2+pp2"])
-def test_evaluation_sees_the_whole_batch_at_once(folder, layout):
+def test_evaluation_sees_the_global_batch_at_once(folder, layout):
     cls, path, batches, *_ = _saved("qwen3_moe", folder)
 
     def losses(**kwargs):

@@ -237,7 +237,7 @@ def step_in_evaluation_mode(path, text):
 
 
 @pytest.mark.parametrize("text", ["pp2", "dp2", "pp2+dp2"])
-def test_evaluation_mode_trains_on_the_whole_batch(folder, text):
+def test_evaluation_mode_trains_on_the_global_batch(folder, text):
     [(expected, after)] = run_ranks(step_in_evaluation_mode, 1, folder, None)
     config = layout(text)
     found = run_ranks(step_in_evaluation_mode, config.ranks_per_replica * (config.dp_size or 1), folder, text)

@@ -24,7 +24,7 @@ from hf_megatron.parallelize import parallel_state
 from hf_megatron.testing.tiny_config import tiny_config
 from hf_megatron.testing.tiny_model import draw_parameters
 from tests.integration.integrations.accelerate.test_checkpoints import loop
-from tests.integration.integrations.trainer.test_resume import train, whole_tensors
+from tests.integration.integrations.trainer.test_resume import all_full_tensors, train
 from tests.integration.integrations.trainer.test_trainer import rows
 
 
@@ -212,7 +212,7 @@ def test_a_state_passes_through_every_layout(stories, tmp_path):
         target, again = tmp_path / name, tmp_path / f"{name} again"
         run_ranks(go_on, ranks_of(config), stories, source, again, target, config)
         if source is not None:
-            before, after = whole_tensors(source), whole_tensors(again)
+            before, after = all_full_tensors(source), all_full_tensors(again)
             assert list(before) == list(after)
             assert all(torch.equal(before[key], after[key]) for key in before), name
             saved, reread = (Checkpoint(path).facts["optimizers"][0] for path in (source, again))
@@ -220,7 +220,7 @@ def test_a_state_passes_through_every_layout(stories, tmp_path):
                 sorted(group.pop("names")) for group in reread["groups"]
             ]
             assert saved == reread
-        found, wanted = whole_tensors(target), whole_tensors(expected)
+        found, wanted = all_full_tensors(target), all_full_tensors(expected)
         assert found.keys() == wanted.keys()
         for key in wanted:
             scale = wanted[key].abs().max().item()
@@ -230,7 +230,7 @@ def test_a_state_passes_through_every_layout(stories, tmp_path):
     entry = Checkpoint(tmp_path / "pp2").manifest.tensors["model.embed_tokens.weight"]
     assert [sum(box.numel for box in piece.boxes) for piece in entry.pieces] == [512 * 64 // 2] * 2
     convert(tmp_path / "pp2", tmp_path / "merged", "hf")
-    merged, weights = load_file(tmp_path / "merged" / "model.safetensors"), whole_tensors(tmp_path / "pp2")
+    merged, weights = load_file(tmp_path / "merged" / "model.safetensors"), all_full_tensors(tmp_path / "pp2")
     assert merged.keys() == load_file(stories / "model.safetensors").keys()
     assert all(torch.equal(tensor.flatten(), weights[key]) for key, tensor in merged.items())
 
@@ -248,12 +248,12 @@ def test_main_weights_of_tied_half_precision(stories, tmp_path):
 
     run_ranks(first, 2)
     run_ranks(second, 2)
-    before, after = whole_tensors(tmp_path / "first"), whole_tensors(tmp_path / "second")
+    before, after = all_full_tensors(tmp_path / "first"), all_full_tensors(tmp_path / "second")
     assert before["optimizer/0/main_weight/model.embed_tokens.weight"].dtype == torch.float32
     assert list(before) == list(after) and all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_load_state_dict_of_a_whole_model(stories):
+def test_load_state_dict_of_a_full_model(stories):
     stock = AutoModelForCausalLM.from_pretrained(stories).state_dict()
     other = {name: tensor + 1 for name, tensor in stock.items()}
 
@@ -308,7 +308,7 @@ def test_trainer_loads_its_best_checkpoint(stories, tmp_path, weights_only):
     config = layout(pp_size=2, async_save=True)
     [_, weights, best], _ = run_ranks(train, 2, stories, tmp_path, config, **arguments)
     assert best == str(tmp_path / "checkpoint-2")
-    saved = load_file(f"{best}/model.safetensors") if weights_only else whole_tensors(best)
+    saved = load_file(f"{best}/model.safetensors") if weights_only else all_full_tensors(best)
     assert weights.keys() - saved.keys() == {"lm_head.weight"}
     assert all(torch.equal(saved[name].flatten(), weights[name].flatten()) for name in weights.keys() & saved.keys())
 
@@ -416,7 +416,7 @@ def test_a_weight_that_one_stage_misses_is_an_error_on_every_rank(stories, tmp_p
     run_ranks(on_rank, 2)
 
 
-def test_stages_with_different_groups_are_told_so(stories, tmp_path):
+def test_stages_with_different_groups_are_reported(stories, tmp_path):
     def on_rank():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=layout(pp_size=2)).train()
         layers = [[parameter for _, parameter in local_named_parameters(layer)] for layer in model.model.layers]

@@ -36,7 +36,7 @@ from tests.helpers.shared_tiny_models import make_tiny_model
 
 
 @functools.cache
-def twin_of(model_type="llama"):
+def tiny_model_of(model_type="llama"):
     return make_tiny_model(CONFIG_MAPPING[model_type](), microbatches=2, batch_size=4, min_layers=2)
 
 
@@ -46,7 +46,7 @@ def config_of(layout, **changes):
 
 
 def test_gradients_are_handed_over_without_a_copy():
-    tiny_model = twin_of()
+    tiny_model = tiny_model_of()
 
     def on_rank():
         model = tiny_model.load(megatron_config=config_of("pp2")).train()
@@ -68,7 +68,7 @@ def test_gradients_are_handed_over_without_a_copy():
 
 
 def test_what_no_pipeline_can_do():
-    tiny_model = twin_of()
+    tiny_model = tiny_model_of()
 
     def on_rank():
         model, batch = tiny_model.load(megatron_config=config_of("pp2")).train(), tiny_model.batches[0]
@@ -90,7 +90,7 @@ def test_what_no_pipeline_can_do():
 
 
 def test_outputs_are_freed_when_they_are_dropped():
-    tiny_model = twin_of()
+    tiny_model = tiny_model_of()
 
     def on_rank():
         model = tiny_model.load(megatron_config=config_of("pp2"))
@@ -122,8 +122,8 @@ def test_outputs_are_freed_when_they_are_dropped():
 
 
 @pytest.mark.parametrize(("model_type", "layout"), [("llama", "pp2"), ("gemma2", "tp2+pp2"), ("gpt2", "pp2")])
-def test_state_dict_and_counts_are_the_whole_models(model_type, layout, tmp_path):
-    tiny_model = twin_of(model_type)
+def test_state_dict_and_counts_are_the_full_models(model_type, layout, tmp_path):
+    tiny_model = tiny_model_of(model_type)
     stock = tiny_model.load()
     expected = {name: (tensor.shape, tensor.dtype) for name, tensor in stock.state_dict().items()}
     choices = [{}, {"only_trainable": True}, {"exclude_embeddings": True}]
@@ -175,7 +175,7 @@ def test_state_dict_and_counts_are_the_whole_models(model_type, layout, tmp_path
 
 
 def test_hooks_of_a_save_get_the_weights(tmp_path):
-    tiny_model = twin_of()
+    tiny_model = tiny_model_of()
 
     def on_rank():
         model = tiny_model.load(megatron_config=config_of("pp2"))
@@ -196,7 +196,7 @@ def test_hooks_of_a_save_get_the_weights(tmp_path):
 
 
 def test_a_cache_that_is_asked_for_in_training():
-    tiny_model = twin_of()
+    tiny_model = tiny_model_of()
 
     def on_rank():
         model = tiny_model.load(megatron_config=config_of("tp2")).train()
@@ -213,7 +213,7 @@ def test_a_cache_that_is_asked_for_in_training():
 
 @pytest.mark.parametrize("text", ["tp2", "pp2"])
 def test_a_cache_that_was_left_out_says_so(text):
-    tiny_model = twin_of()
+    tiny_model = tiny_model_of()
 
     def on_rank():
         ids = tiny_model.batches[0]["input_ids"]
@@ -239,8 +239,8 @@ def test_a_cache_that_was_left_out_says_so(text):
 @pytest.mark.parametrize("text", ["tp2", "pp2"])
 def test_documents_that_one_process_would_join(text):
     def on_rank():
-        model = twin_of().load(megatron_config=config_of(text)).train()
-        batch = twin_of().batches[0]
+        model = tiny_model_of().load(megatron_config=config_of(text)).train()
+        batch = tiny_model_of().batches[0]
         ids = batch["input_ids"]
         positions = torch.arange(ids.shape[1]).expand_as(ids)
         packed = {"input_ids": ids, "labels": ids, "position_ids": positions % 5}
@@ -253,8 +253,8 @@ def test_documents_that_one_process_would_join(text):
         found.append(model(**packed).loss.item())
         return found
 
-    stock = twin_of().load().train()
-    ids = twin_of().batches[0]["input_ids"]
+    stock = tiny_model_of().load().train()
+    ids = tiny_model_of().batches[0]["input_ids"]
     positions = torch.arange(ids.shape[1]).expand_as(ids) % 5
     expected = stock(input_ids=ids, labels=ids, position_ids=positions, use_cache=False).loss.item()
     for found in run_ranks(on_rank, 2):
@@ -274,7 +274,7 @@ def test_documents_that_a_cache_joins(text):
     """A pipeline keeps no cache: it would tell documents apart that one process takes for one."""
 
     def packed():
-        ids = twin_of().batches[0]["input_ids"]
+        ids = tiny_model_of().batches[0]["input_ids"]
         return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(ids.shape[1]).expand_as(ids) % 5}
 
     def loss_of(model, name):
@@ -285,7 +285,7 @@ def test_documents_that_a_cache_joins(text):
             return model(**packed(), **changes)[0].item()
 
     def on_rank():
-        model, found = twin_of().load(megatron_config=config_of(text)), {}
+        model, found = tiny_model_of().load(megatron_config=config_of(text)), {}
         for name in CALLS_WITH_A_CACHE:
             if text == "pp2":
                 with pytest.raises(UnsupportedError, match="position_ids of several documents"):
@@ -296,7 +296,7 @@ def test_documents_that_a_cache_joins(text):
         model.gradient_checkpointing_enable()
         return found | {"checkpointed": model.train()(**packed()).loss.item()}
 
-    stock = twin_of().load()
+    stock = tiny_model_of().load()
     expected = {name: loss_of(stock, name) for name in CALLS_WITH_A_CACHE}
     stock.gradient_checkpointing_enable()
     expected["checkpointed"] = stock.train()(**packed()).loss.item()
@@ -323,8 +323,8 @@ def reads(model, **more):
     return found.count
 
 
-def test_nobody_looks_for_documents_in_positions_that_were_not_given():
-    positions, tiny_model = torch.arange(8).expand(2, -1), twin_of()
+def test_no_one_looks_for_documents_in_positions_that_were_not_given():
+    positions, tiny_model = torch.arange(8).expand(2, -1), tiny_model_of()
 
     def on_rank():
         model, stock = tiny_model.load(megatron_config=config_of("tp2")).train(), tiny_model.load().train()
@@ -340,7 +340,7 @@ def test_nobody_looks_for_documents_in_positions_that_were_not_given():
 
 
 def test_labels_of_another_width_raise_on_every_stage():
-    tiny_model = twin_of()
+    tiny_model = tiny_model_of()
     ids = tiny_model.batches[0]["input_ids"]
 
     def on_rank():
@@ -369,7 +369,7 @@ def tuples(model, batch):
 
 
 def test_tuples_have_the_order_of_one_process():
-    tiny_model = twin_of("mixtral")
+    tiny_model = tiny_model_of("mixtral")
     config = config_of("pp2", num_microbatches=1)
     expected = tuples(tiny_model.load(), tiny_model.batches[0])
     for found in run_ranks(lambda: tuples(tiny_model.load(megatron_config=config), tiny_model.batches[0]), 2):
@@ -379,7 +379,7 @@ def test_tuples_have_the_order_of_one_process():
 
 def test_calls_that_are_refused_before_the_schedule():
     """On every rank alike, by the name of what it is, and the model trains on."""
-    tiny_model = twin_of()
+    tiny_model = tiny_model_of()
 
     def on_rank():
         model = tiny_model.load(megatron_config=config_of("pp2")).train()
@@ -403,7 +403,7 @@ def test_calls_that_are_refused_before_the_schedule():
 
 
 def test_an_auxiliary_loss_has_no_backward_of_its_own():
-    tiny_model = twin_of("mixtral")
+    tiny_model = tiny_model_of("mixtral")
 
     def on_rank():
         model = tiny_model.load(megatron_config=config_of("pp2", router_aux_loss_scope="sequence")).train()
@@ -448,15 +448,15 @@ def unpacked(index, output):
     return hidden_states
 
 
-def added_behind(layer):
+def added_after(layer):
     return lambda index, output: output + 0.5 if index == layer else output
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (added_behind(0), None),
-        (added_behind(1), "changes hidden states between its layers 1 and 2"),
+        (added_after(0), None),
+        (added_after(1), "changes hidden states between its layers 1 and 2"),
         (lambda index, output: output.mul_(1.5) if index == 1 else output, "changes hidden states between"),
         (unpacked, "unpacks several values"),
         (lambda index, output: output[1] if index == 1 else output[0], "unpacks several values"),
@@ -464,7 +464,7 @@ def added_behind(layer):
     ids=["elsewhere", "added", "in place", "unpacked", "second value"],
 )
 def test_loops_over_layers(monkeypatch, change, message):
-    tiny_model = twin_of()
+    tiny_model = tiny_model_of()
     monkeypatch.setattr(LlamaModel, "forward", with_a_loop(change))
     batch = {name: tensor[:2] for name, tensor in tiny_model.batches[0].items()}
 

@@ -354,7 +354,7 @@ def test_callbacks_see_what_they_see_in_one_process(stories, tmp_path):
     assert run_ranks(watched, 2, stories, tmp_path, PP2) == [expected, expected]
 
 
-def test_whole_model_compile_is_refused(stories, tmp_path):
+def test_full_model_compile_is_refused(stories, tmp_path):
     def build():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=PP2)
         with pytest.raises(UnsupportedError, match="torch_compile"):

@@ -185,7 +185,7 @@ def test_stage_three_keeps_its_share_of_every_parameter():
     assert predicted({"tp_size": 2, "zero_stage": 3}, ranks=4).parameters < 0.6 * unsharded.parameters
 
 
-def keep_rows_of_weights(monkeypatch):
+def keep_grad_buffer_of_weights(monkeypatch):
     receive = param_gather._receive
 
     def keep(bucket, gather):
@@ -196,7 +196,7 @@ def keep_rows_of_weights(monkeypatch):
     monkeypatch.setattr(param_gather, "_receive", keep)
 
 
-def reduce_beside_the_rows(monkeypatch):
+def reduce_with_the_rows(monkeypatch):
     monkeypatch.setattr(buckets.Bucket, "own_segment", lambda self, *, keep: self.take_inbox()[:1])
 
 
@@ -210,7 +210,7 @@ def keep_last_weights(monkeypatch):
     monkeypatch.setattr(distributed_optimizer.ShardedOptimizer, "publish", keep)
 
 
-@pytest.mark.parametrize("fault", [keep_rows_of_weights, reduce_beside_the_rows, keep_last_weights])
+@pytest.mark.parametrize("fault", [keep_grad_buffer_of_weights, reduce_with_the_rows, keep_last_weights])
 def test_a_second_copy_is_noticed(fault, monkeypatch):
     fault(monkeypatch)
     assert per_parameter() > (6 + 12 / 4) * 1.04

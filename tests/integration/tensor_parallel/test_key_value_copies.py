@@ -67,7 +67,7 @@ def test_sums_over_all_parameters(runs, heads, entries, text):
     runs[heads, entries].compare(text, "cut by hand")
 
 
-def test_a_rank_reads_whole_weights(tmp_path):
+def test_a_rank_reads_full_weights(tmp_path):
     """What DTensor puts together is what was saved, though two axes split some of it."""
     save_tiny(tmp_path)
     stock = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
@@ -105,5 +105,5 @@ def claims(*sizes, copies=2, groups=1):
         ([*claims(8), *claims(8, copies=4)], 2),
     ],
 )
-def test_one_mesh_as_far_as_both_split_alike(made, expected):
+def test_one_mesh_as_far_as_both_split_identically(made, expected):
     assert copies_of_model(made, Axes.of_sizes(0, tp=4)) == expected

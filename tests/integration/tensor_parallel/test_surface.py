@@ -296,7 +296,7 @@ def test_missing_weights_are_not_drawn_in_silence(stories):
     run_ranks(check, 2)
 
 
-def test_a_parameter_nobody_claims_is_found_before_the_first_step(stories):
+def test_a_parameter_without_sharding_is_found_before_the_first_step(stories):
     from hf_megatron import PlanError
 
     def check():

@@ -23,7 +23,7 @@ def z_loss(output):
     return output.logits.float().logsumexp(-1).pow(2).mean()
 
 
-def beside_the_loss(loop):
+def with_the_loss(loop):
     steps(loop, lambda output: output.loss + 0.01 * z_loss(output))
 
 
@@ -60,8 +60,7 @@ def differentiated(loop):
 
 
 LOOP_PATTERNS = {
-    function.__name__: function
-    for function in (beside_the_loss, instead_of_the_loss, logged, evaluated, differentiated)
+    function.__name__: function for function in (with_the_loss, instead_of_the_loss, logged, evaluated, differentiated)
 }
 
 

@@ -8,7 +8,7 @@ from hf_megatron.models.verified import read_results
 from hf_megatron.testing.check import check_models, in_forks
 
 
-def test_models_beside_each_other_have_the_rows_of_models_in_turn(tmp_path):
+def test_models_side_by_side_have_the_samples_of_models_in_turn(tmp_path):
     models, layouts, file = ["gpt2", "llama"], [MegatronConfig(tp_size=2)], tmp_path / "rows.json"
     said: list[str] = []
 

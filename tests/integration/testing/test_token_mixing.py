@@ -69,7 +69,7 @@ def test_a_layer_that_mixes_is_not_recorded(monkeypatch):
     assert not row["passed"] and "tokens meet in model.layers.0.mlp" in row["worst"] and "DIFFERS" in said[0]
 
 
-def test_whole_shares_are_recorded():
+def test_full_shares_are_recorded():
     [row] = check.check_models(["bloom"], [CP2], echo=lambda text: None)
     assert row["passed"] and 0.2 < row["whole"] < 0.4
 

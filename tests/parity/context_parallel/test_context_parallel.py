@@ -114,7 +114,7 @@ def _without_rule(state):
         state.claims[name] = dataclasses.replace(claim, gradient=dataclasses.replace(claim.gradient, average="dp"))
 
 
-def whole_positions():
+def full_positions():
     """Counts the positions of each rank from zero."""
     SharedSample.own = lambda self, tensor, dim=1: tensor.narrow(dim, 0, self.order.sizes[self.groups.rank])
 
@@ -175,7 +175,7 @@ def cut_twice():
 FAULTS = {
     "gradients added up over cp": ("llama", added_up),
     "cp left out of the reduction": ("llama", left_out),
-    "positions counted from zero": ("llama", whole_positions),
+    "positions counted from zero": ("llama", full_positions),
     "windows taken as full": ("gemma2", without_windows),
     "a loss of parts": ("llama", unsummed_loss),
     "labels shifted after the cut": ("llama", shifted_in_parts),

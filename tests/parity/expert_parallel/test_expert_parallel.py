@@ -287,13 +287,13 @@ def losses_of_a_copy(tiny_model, layout):
     with torch.no_grad():
         for _ in range(2):
             model(**batch)
-        twin_of_it = copy.deepcopy(model)
-        found = [twin_of_it(**batch).loss.item()]
-        for changed, factor in ((model, 0.0), (twin_of_it, 3.0)):
+        tiny_model_of_it = copy.deepcopy(model)
+        found = [tiny_model_of_it(**batch).loss.item()]
+        for changed, factor in ((model, 0.0), (tiny_model_of_it, 3.0)):
             for name, parameter in changed.named_parameters():
                 if "shared_experts" in name:
                     parameter.mul_(factor)
-            found.append(twin_of_it(**batch).loss.item())
+            found.append(tiny_model_of_it(**batch).loss.item())
     return found
 
 

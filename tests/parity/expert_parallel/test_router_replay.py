@@ -114,7 +114,7 @@ def recorded_on(tiny_model, layout):
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
-def test_recorded_alike(tiny_model, text):
+def test_recorded_identically(tiny_model, text):
     layout = parse_layouts(text)[0]
     model = tiny_model.load().eval()
     batch = tiny_model.batches[0]["input_ids"]

@@ -396,7 +396,7 @@ def test_a_table_inside_of_the_embedding_is_tied(tmp_path, schedule):
     assert all(torch.equal(saved[name], weight) for name, weight in stock.state_dict().items())
 
 
-def test_targets_that_nobody_can_count_are_refused_before_the_schedule(folder):
+def test_uncountable_targets_are_refused_before_the_schedule(folder):
     def run(model, batch):
         with pytest.raises(UnsupportedError, match="with other_labels: a pipeline knows losses of start_positions"):
             model(**batch, other_labels=batch["start_positions"])

@@ -49,7 +49,7 @@ def test_split_weights_equal_one_process(model_type, layout):
 
 
 @pytest.mark.parametrize("model_type", ["luke", "mra"])
-def test_split_weights_equal_one_process_where_sequences_are_whole(model_type):
+def test_split_weights_equal_one_process_where_sequences_are_full(model_type):
     comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(tp_size=2))
     assert comparison.passed, comparison.report()
 
@@ -103,12 +103,12 @@ def text_alone():
 
 
 @pytest.mark.parametrize("layout", PIPELINES[:4], ids=named)
-def test_a_table_that_nobody_read_has_no_gradient(layout):
+def test_an_unread_table_has_no_gradient(layout):
     comparison = check_tiny_model(text_alone(), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
 
 
-def test_zeros_for_a_table_that_nobody_read_are_found():
+def test_zeros_for_an_unread_table_are_found():
     """The seeded fault: both ends add up a gradient that neither has, which AdamW would decay weights for."""
 
     def sabotage():

@@ -19,7 +19,7 @@ from hf_megatron.testing import parity
 from hf_megatron.testing.cases import case_of, cases_of, causal_types, image_types, task_of_class
 from hf_megatron.testing.check import features_on_layout, parse_layouts
 from hf_megatron.testing.parity import check_tiny_model
-from hf_megatron.testing.parity import make_tiny_model as make_own_twin
+from hf_megatron.testing.parity import make_tiny_model as make_own_tiny_model
 from hf_megatron.testing.resolve_model import resolve_config
 from hf_megatron.testing.tiny_config import tiny_config
 from hf_megatron.testing.tiny_model import TASKS
@@ -233,7 +233,7 @@ def _task(row):
     return found
 
 
-def _class_beside_auto(config, task, name):
+def _class_with_auto(config, task, name):
     """The class of a row whose config the task's auto class does not know, as MusicGen's decoder."""
     return None if type(config) in getattr(transformers, TASKS[task])._model_mapping else name
 
@@ -254,7 +254,7 @@ def _layout(row):
 def test_a_sample_again(row):
     config = resolve_config(row["model_type"], row["changes"])
     task = _task(row)
-    class_name = _class_beside_auto(config, task, row["class"])
+    class_name = _class_with_auto(config, task, row["class"])
     tiny_model = make_tiny_model(config, microbatches=2, task=task, class_name=class_name)
     [layout] = parse_layouts(_layout(row))
     assert features_on_layout(tiny_model.model_on_meta(), layout).parts == set(row["parts"])
@@ -278,7 +278,7 @@ def test_rows_are_of_what_is_built_today(number, monkeypatch):
     for case in sorted(cases)[number::_SLICES]:
         model_type, class_name, changes, task = case
         config = resolve_config(model_type, json.loads(changes))
-        tiny_model = make_own_twin(config, task=task, class_name=_class_beside_auto(config, task, class_name))
+        tiny_model = make_own_tiny_model(config, task=task, class_name=_class_with_auto(config, task, class_name))
         for row in cases[case]:
             [layout] = parse_layouts(_layout(row))
             if features_on_layout(tiny_model.model_on_meta(), layout).parts != set(row["parts"]):

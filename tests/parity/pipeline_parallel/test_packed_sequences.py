@@ -27,7 +27,7 @@ LAYOUTS = {
 
 
 @functools.lru_cache(maxsize=3)
-def packed_twin(model_type, rows=1, kind="labels"):
+def packed_tiny_model(model_type, rows=1, kind="labels"):
     """`rows` > 1 are for as many dp ranks; batches of one process have one row, which attention sees alike."""
     base = make_tiny_model(CONFIG_MAPPING[model_type](), min_layers=4)
     batches = [batch_of(base.config.get_text_config().vocab_size, rows, seed, kind) for seed in range(2)]
@@ -75,7 +75,7 @@ def requires(counts):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_equal_one_process(name):
     layout = LAYOUTS[name]
-    tiny_model = packed_twin("llama", layout.get("dp_size", 1))
+    tiny_model = packed_tiny_model("llama", layout.get("dp_size", 1))
     counts = {layout["num_microbatches"], layout["num_microbatches"] - 1}
     comparison = check_tiny_model(tiny_model, ConfigUnderTest(**layout), prepare=requires(counts))
     assert comparison.passed, comparison.report()
@@ -98,7 +98,7 @@ def test_layouts_equal_one_process(name):
 )
 def test_types_and_targets_equal_one_process(model_type, kind, counts):
     layout = ConfigUnderTest(pp_size=2, num_microbatches=4)
-    comparison = check_tiny_model(packed_twin(model_type, kind=kind), layout, prepare=requires(counts))
+    comparison = check_tiny_model(packed_tiny_model(model_type, kind=kind), layout, prepare=requires(counts))
     assert comparison.passed, comparison.report()
 
 
@@ -126,7 +126,7 @@ def forgets_targets_between():
 def test_a_fault_is_found(fault, kind):
     layout = ConfigUnderTest(pp_size=2, num_microbatches=4)
     try:
-        passed = check_tiny_model(packed_twin("llama", kind=kind), layout, sabotage=fault).passed
+        passed = check_tiny_model(packed_tiny_model("llama", kind=kind), layout, sabotage=fault).passed
     except RankError as error:
         assert "terms" in str(error) or "Assertion" in str(error), error
         passed = False

@@ -58,7 +58,7 @@ def test_stages_between_pass_on(model_type):
 
 
 @pytest.mark.parametrize("model_type", ["hy_v4", "gemma3n_text"])
-def test_streams_behind_tokens_and_before_rows_are_split_by_tokens(model_type):
+def test_streams_after_tokens_and_before_rows_are_split_by_tokens(model_type):
     """`[batch, sequence, streams, hidden]` of hyper-connections, `[streams, batch, sequence, hidden]` of AltUp."""
     layout = ConfigUnderTest(tp_size=2, sequence_parallel=True)
     comparison = check_tiny_model(tiny_model(model_type), layout)
@@ -95,11 +95,11 @@ def test_layouts_equal_one_process(model_type, layout):
 )
 def test_generation_equals_one_process(model_type, use_cache):
     """Keys and values that cross grow from step to step."""
-    model_twin = tiny_model(model_type)
-    ids = model_twin.batches[0]["input_ids"][:2, :6]
+    model_tiny_model = tiny_model(model_type)
+    ids = model_tiny_model.batches[0]["input_ids"][:2, :6]
 
     def generate(**layout):
-        model = model_twin.load(**layout).eval()
+        model = model_tiny_model.load(**layout).eval()
         return model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None, use_cache=use_cache)
 
     [expected] = run_ranks(generate, 1)

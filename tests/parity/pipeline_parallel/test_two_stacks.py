@@ -55,12 +55,12 @@ def test_experts_in_a_dict_choose_among_tokens_of_a_split_sequence():
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}, {"pp_size": 2}])
 @pytest.mark.parametrize("types", ["bert-roberta", "electra-bert"])
 def test_an_encoder_and_a_decoder_have_the_plans_of_their_own_types(types, layout):
-    comparison = check_tiny_model(twin_of_two(types), ConfigUnderTest(**layout))
+    comparison = check_tiny_model(tiny_model_of_two(types), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
 
 
 @functools.lru_cache(maxsize=1)
-def twin_of_two(types):
+def tiny_model_of_two(types):
     encoder, decoder = (CONFIG_MAPPING[name]() for name in types.split("-"))
     config = EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder, decoder_start_token_id=1)
     config.pad_token_id = 0
@@ -149,7 +149,7 @@ def test_generation_equals_one_process(model_type, layout):
 
 
 @pytest.mark.parametrize("model_type", ["bart", "pegasus_x"])
-def test_generation_calls_an_encoder_whose_tokens_are_whole(model_type):
+def test_generation_calls_an_encoder_whose_tokens_are_full(model_type):
     """Pegasus-X's encoder has no stack that is split: its layers call their linears by themselves."""
     prompt = {
         "input_ids": make_tiny_model(CONFIG_MAPPING[model_type](), task="seq2seq", microbatches=2).batches[0][

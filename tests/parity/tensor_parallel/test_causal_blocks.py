@@ -142,7 +142,7 @@ def test_kept_states_cross_every_cut(layers):
     assert comparison.passed, comparison.report()
 
 
-def test_kept_states_are_whole_where_sequences_are_split():
+def test_kept_states_are_full_where_sequences_are_split():
     comparison = check_tiny_model(tiny_model("inkling2_text"), ConfigUnderTest(tp_size=2, sequence_parallel=True))
     assert comparison.passed, comparison.report()
 
@@ -153,7 +153,7 @@ def test_kept_states_have_their_gradient_where_layers_are_recomputed():
     assert comparison.passed, comparison.report()
 
 
-def test_memory_between_layers_is_of_whole_sequences():
+def test_memory_between_layers_is_of_full_sequences():
     made = tiny_model("xlnet")
     batch = made.batches[0]
     with torch.no_grad():

@@ -71,7 +71,7 @@ def test_types_equal_one_process(model_type):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("model_type", ON_TP)
-def test_blocks_that_lie_whole_on_tp_ranks(model_type, sequence_parallel):
+def test_blocks_that_are_replicated_on_tp_ranks(model_type, sequence_parallel):
     layout = ConfigUnderTest(cp_size=2, tp_size=2, sequence_parallel=sequence_parallel)
     comparison = check_tiny_model(tiny_model(model_type), layout)
     assert comparison.passed, comparison.report()
@@ -107,7 +107,7 @@ def _changed(batch, padding):
 
 
 @pytest.mark.parametrize("length", [4, 5, 31])
-def test_rows_of_any_length(length):
+def test_samples_of_any_length(length):
     """Lightning attention has blocks of four tokens in this twin."""
     rows = make_tiny_model(CONFIG_MAPPING["minimax"](), microbatches=2, sequence_length=length)
     comparison = check_tiny_model(rows, ConfigUnderTest(cp_size=2))

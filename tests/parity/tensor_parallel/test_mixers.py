@@ -37,7 +37,7 @@ def test_layouts_equal_one_process(model_type):
     assert comparison.passed, comparison.report()
 
 
-def rows_of_another_rank():
+def samples_of_another_rank():
     """Of the first projection alone."""
     original = torch.Tensor.chunk
 
@@ -67,7 +67,7 @@ def steps_of_one_rank():
 @pytest.mark.parametrize(
     ("model_type", "fault"),
     [
-        ("bamba", rows_of_another_rank),
+        ("bamba", samples_of_another_rank),
         ("bamba", pieces_without_a_sum),
         ("bamba", a_norm_of_one_rank),
         ("mamba", steps_of_one_rank),
@@ -84,7 +84,7 @@ def test_adapters_inside_of_mixers():
     assert comparison.passed, comparison.report()
 
 
-def test_weights_that_are_trained_beside_adapters_are_refused():
+def test_weights_that_are_trained_with_adapters_are_refused():
     unsharded = tiny_model("bamba")
 
     def call():
@@ -100,7 +100,7 @@ def test_weights_that_are_trained_beside_adapters_are_refused():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_weights_are_there_again_behind_a_forward_that_ends_inside(fails):
+def test_weights_are_there_again_after_a_forward_that_ends_inside(fails):
     """As recomputation does in backward, and an error."""
     unsharded = tiny_model("bamba")
 
@@ -137,7 +137,7 @@ def test_weights_are_split_at_rest():
         assert all(local * 2 == size for size, local in rank)
 
 
-def test_states_that_ranks_cannot_keep_are_refused_and_left_out_where_nobody_asks():
+def test_states_that_ranks_cannot_keep_are_refused_and_left_out_where_not_needed():
     """RWKV's model makes states as wide as hidden states: calls without say nothing of them, as in evaluation."""
     made = make_tiny_model(CONFIG_MAPPING["rwkv"]())
 

@@ -68,7 +68,7 @@ def test_a_result_that_cannot_be_sent_is_an_error():
         run_ranks(lambda: lambda: 0, 1)
 
 
-def test_a_twin_is_measured_in_a_fork(monkeypatch):
+def test_a_tiny_model_is_measured_in_a_fork(monkeypatch):
     """After a backward, torch has threads for GPUs, and no fork of this process could run one."""
     process, backward = os.getpid(), torch.Tensor.backward
 

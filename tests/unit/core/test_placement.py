@@ -28,7 +28,7 @@ def test_plain_split_is_torch_chunk(size, ranks):
 @pytest.mark.parametrize(
     "options", [{"dim": 0}, {"dim": 1, "groups": 2}, {"dim": 0, "groups": 3}, {"dim": 0, "copies": 2}]
 )
-def test_parts_make_up_the_whole(options):
+def test_shards_make_up_the_full_tensor(options):
     full = torch.arange(12 * 8).view(12, 8)
     parts = [local_part(full, *split(ranks=4, rank=rank, **options)) for rank in range(0, 4, options.get("copies", 1))]
     counted = torch.cat([part.flatten() for part in parts]).sort().values

@@ -120,7 +120,7 @@ def test_what_is_wrong_says_so(given, message):
         schedule_from_megatron_args(given)
 
 
-def test_a_decay_that_nobody_has_says_so():
+def test_a_decay_of_no_parameter_is_reported():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     with pytest.raises(DataError, match="no group of the optimizer has weight decay"):
         MegatronScheduler(optimizer, MegatronSchedule(1.0), 1)

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.fuzz.cases import simple_case
-from tests.fuzz.verdicts import compare_runs
+from tests.fuzz.judgments_found import compare_runs
 
 
 def logged(*values):
@@ -25,7 +25,7 @@ def logged(*values):
         ((2.0, math.nan, 1.9, 0.5), 2.0, False),
     ],
 )
-def test_numbers_behind_one_that_is_none_are_not_compared(tmp_path, on_ranks, weight, passes):
+def test_numbers_after_one_that_is_none_are_not_compared(tmp_path, on_ranks, weight, passes):
     folders = {name: tmp_path / name for name in ("start", "ranks", "one")}
     for name, value in zip(folders, (1.0, 2.0, weight), strict=True):
         folders[name].mkdir()

@@ -120,7 +120,7 @@ IN_BLOCKS = [("inkling2_text", "Inkling2ForCausalLM")] if hasattr(transformers, 
 
 # Some of them, others for each version: all take a minute.
 @pytest.mark.parametrize("model_type, class_name", random.Random(len(RECORDED)).sample(RECORDED, 25) + IN_BLOCKS)
-def test_a_twin_is_made_of_what_its_model_is(model_type, class_name):
+def test_a_tiny_model_is_made_of_what_its_model_is(model_type, class_name):
     config = full_config(CONFIG_MAPPING[model_type]())
     full = describe_model(on_meta(config, class_name))
     tiny_model = describe_model(on_meta(tiny_config(config, 2, one_of_each_kind(full)), class_name))
@@ -135,7 +135,7 @@ NEVER_TIED = ("kyutai_speech_to_text",)
     "model_type, class_name, tied",
     [(name, of, tied) for name, of in RECORDED for tied in (False, True) if not (tied and name in NEVER_TIED)],
 )
-def test_tied_weights_are_claimed_alike_on_every_way_in(model_type, class_name, tied):
+def test_tied_weights_are_claimed_identically_on_every_way_in(model_type, class_name, tied):
     config = tiny_config(CONFIG_MAPPING[model_type]())
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         part.tie_word_embeddings = tied
@@ -177,7 +177,7 @@ def test_describing_a_model_leaves_nothing_that_other_classes_inherit():
     assert not [name for name in vars(PreTrainedModel) if name.endswith("cached_value")]
 
 
-def test_differences_name_the_module_beside_what_was_compared():
+def test_differences_name_the_module_with_what_was_compared():
     found = verified.differences("LlamaForCausalLM", "llama", "pp", describe_model(_with_gate()).features({}))
     assert found == ["model.layers.*: mlp.up_proj: Linear(weight, bias); compared was Linear(weight)"]
     assert verified.differences("NobodyForCausalLM", "llama", "pp", describe_model(llama()).features({})) is None

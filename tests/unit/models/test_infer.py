@@ -44,18 +44,18 @@ def test_what_has_no_sequence_parallelism(model_type, auto_class, changes, reaso
     assert reason in inferred_spec(on_meta(model_type, auto_class, **changes)).sp.no_sequence_parallel
 
 
-def test_what_is_around_a_dict_of_experts_runs_on_whole_sequences():
+def test_what_is_around_a_dict_of_experts_runs_on_full_sequences():
     containers = inferred_spec(on_meta("switch_transformers", AutoModelForSeq2SeqLM)).sp.pointwise_containers
     assert "encoder.block.*.layer.*" in containers and not any("mlp" in name for name in containers)
 
 
-def test_a_norm_over_all_heads_leaves_a_block_whole():
+def test_a_norm_over_all_heads_leaves_a_block_unsharded():
     """BitNet's attention and MLPs end in norms of the width that would be split."""
     with pytest.raises(PlanError, match="no structure that is known"):
         inferred_spec(on_meta("bitnet"))
 
 
-def test_parameters_beside_linears_leave_an_attention_whole():
+def test_parameters_next_to_linears_leave_an_attention_unsharded():
     """DiffLlama's attention has vectors of its own; its MLPs are split."""
     plan = inferred_spec(on_meta("diffllama")).tp.plan
     assert not any("self_attn" in name for name in plan) and plan["model.layers.*.mlp.down_proj"] == "rowwise"

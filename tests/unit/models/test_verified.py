@@ -45,7 +45,7 @@ MADE_OF = {"task": "causal", "layers": 2, "rows": 3}
         ({}, MADE_OF, {"torch": "2.9.0"}, None),
     ],
 )
-def test_a_draw_is_known_of_the_same_twin_and_versions(changes, made_of, versions, number, monkeypatch):
+def test_a_draw_is_known_of_the_same_tiny_model_and_versions(changes, made_of, versions, number, monkeypatch):
     row = {"model_type": "llama", "changes": {}, "draw": {**MADE_OF, "number": 4}}
     row["versions"] = tested_versions() | versions
     monkeypatch.setattr(verified, "records", lambda: ({"model_type": "llama", "changes": {}}, row))

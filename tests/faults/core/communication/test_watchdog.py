@@ -188,14 +188,14 @@ def test_fault_17_one_rank_raises_in_forward(stories, start):
         assert re.search(WAITING[name], survivor), survivor
 
 
-def fail_alike(path):
+def fail_identically(path):
     AutoModelForCausalLM.from_pretrained(path, megatron_config=TP2)
 
 
-def test_ranks_that_fail_alike_say_so_once(stories, start, tmp_path):
+def test_ranks_that_fail_identically_say_so_once(stories, start, tmp_path):
     shutil.copytree(stories, tmp_path / "cut")
     os.truncate(tmp_path / "cut" / "model.safetensors", 300_000)
-    job = start("alike", fail_alike, tmp_path / "cut")
+    job = start("alike", fail_identically, tmp_path / "cut")
     assert job.wait(LONG) == {0: 1, 1: 1}
     texts = [job.text(rank) for rank in (0, 1)]
     reported = [text for text in texts if "Traceback" in text]

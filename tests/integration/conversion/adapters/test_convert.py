@@ -123,7 +123,7 @@ def test_bridge_adds_what_peft_adds(base, tmp_path, name):
     assert errors.keys() == {"bridge", "bridge_canonical"} and max(errors.values()) < 1e-5
 
 
-def test_rows_of_another_order_are_found(base, tmp_path, monkeypatch):
+def test_samples_of_another_order_are_found(base, tmp_path, monkeypatch):
     def unordered(target, parts):
         found = original(target, parts)
         return factors_module.LowRank(found.a, found.b.flip(0), found.scale)

@@ -142,7 +142,7 @@ def test_experts_in_one_tensor(tmp_path, tensors):
     assert found.keys() == without.keys()
 
 
-def test_what_megatron_saves_beside_weights_is_left_out(tmp_path, tensors, monkeypatch):
+def test_what_megatron_saves_with_weights_is_left_out(tmp_path, tensors, monkeypatch):
     """Enumerations of its arguments, random states and fp8 states (megatron/core/safe_globals.py)."""
     for name in ("megatron", "megatron.core", "megatron.core.enums"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))

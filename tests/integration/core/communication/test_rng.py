@@ -159,7 +159,7 @@ def later_jitter(model):
 
 @TP
 @pytest.mark.parametrize("prepare", [None, noisy_embedding, noisy_inputs, later_jitter])
-def test_numbers_of_one_process_where_ranks_compute_alike(experts, config, prepare):
+def test_numbers_of_one_process_where_ranks_compute_identically(experts, config, prepare):
     """Loss, gradients and weights: the noise itself is that of one process."""
 
     def run(config=None):

@@ -184,7 +184,7 @@ def test_an_accelerator_that_came_first_is_refused(stories):
     run_ranks(prepare, 2)
 
 
-def test_whole_model_ddp_is_refused(stories):
+def test_full_model_ddp_is_refused(stories):
     def wrap():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
         with pytest.raises(UnsupportedError, match="DistributedDataParallel"):

@@ -143,7 +143,7 @@ def save_numbered(path, project, config, numbers, load=False):
     return model.model.norm.weight.mean().item()
 
 
-def test_automatic_names_are_all_that_lies_beside_checkpoints(stories, tmp_path):
+def test_automatic_names_are_all_that_lies_with_checkpoints(stories, tmp_path):
     """As loops and Accelerate list the folder; a pointer of an earlier version goes with the next save."""
     folder = tmp_path / "checkpoints"
     run_ranks(save_numbered, 2, stories, tmp_path, LAYOUTS[1], [8, 9, 10])
@@ -157,7 +157,7 @@ def test_automatic_names_are_all_that_lies_beside_checkpoints(stories, tmp_path)
 
 
 @pytest.mark.parametrize("pointer", [False, True], ids=["new", "with a pointer"])
-def test_plain_accelerate_goes_on_beside_sharded_checkpoints(stories, tmp_path, pointer):
+def test_plain_accelerate_goes_on_with_sharded_checkpoints(stories, tmp_path, pointer):
     run_ranks(save_numbered, 2, stories, tmp_path, LAYOUTS[1], [0, 1])
     if pointer:
         (tmp_path / "checkpoints" / "latest").write_text("checkpoint_1\n")
@@ -270,7 +270,7 @@ def test_a_folder_without_a_manifest_is_refused(stories, tmp_path):
     run_ranks(load, 2)
 
 
-def test_save_model_writes_whole_weights(stories, tmp_path):
+def test_save_model_writes_full_weights(stories, tmp_path):
     from safetensors.torch import load_file
 
     def save():

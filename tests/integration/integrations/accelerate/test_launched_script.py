@@ -154,14 +154,14 @@ def make_models(path, output):
     return True
 
 
-def test_what_is_laid_out_and_what_is_left_whole(stories, tmp_path, capfd):
+def test_what_is_parallelized_and_what_is_left_replicated(stories, tmp_path, capfd):
     assert run_ranks(in_launch, 2, make_models, TP2, stories, tmp_path) == [True, True]
     said = capfd.readouterr().err
     assert said.count("hf_megatron: LlamaForCausalLM is laid out: tp2.") == 1
     assert said.count("hf_megatron: ViTModel is left whole on every rank: ") == 1
 
 
-def train_whole(path, output):
+def train_full_model(path, output):
     arguments = TrainingArguments(str(output), use_cpu=True, report_to=[])
     by_hand = LlamaForCausalLM(AutoConfig.from_pretrained(path))
     with pytest.raises(UnsupportedError, match="LlamaForCausalLM is whole on every rank and would be trained: it was"):
@@ -174,8 +174,8 @@ def train_whole(path, output):
     return True
 
 
-def test_a_whole_model_is_not_trained(stories, tmp_path):
-    assert run_ranks(in_launch, 2, train_whole, TP2, stories, tmp_path) == [True, True]
+def test_a_full_model_is_not_trained(stories, tmp_path):
+    assert run_ranks(in_launch, 2, train_full_model, TP2, stories, tmp_path) == [True, True]
 
 
 def run_here(script, layout):

@@ -120,7 +120,7 @@ def test_modules_that_would_train_otherwise_are_refused(stories, config, tmp_pat
     run_ranks(on_rank, 2)
 
 
-def test_two_laid_out_models_in_one_module_are_refused(stories):
+def test_two_parallelized_models_in_one_module_are_refused(stories):
     def on_rank():
         models = [AutoModelForCausalLM.from_pretrained(stories, megatron_config=LAYOUTS[1]) for _ in range(2)]
         with pytest.raises(UnsupportedError, match=r"contains 2 laid out models \(\w+, \w+\): prepare each"):

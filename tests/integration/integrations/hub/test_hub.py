@@ -267,7 +267,7 @@ def test_what_is_not_safe_or_not_complete_is_refused_before_anything_is_sent(hub
     assert "no sharded checkpoint" in agent.error("push_shards", stories, "tester/nothing", ranks=2)
 
 
-def test_state_of_stock_loops_and_hidden_files_stay_behind(hub, agent, stories, tmp_path):
+def test_state_of_stock_loops_and_hidden_files_stay(hub, agent, stories, tmp_path):
     folder = shutil.copytree(stories, tmp_path / "model")
     for name in ("training_args.bin", "optimizer.pt", "rng_state_0.pth", ".hidden", ".tmp-x/model.safetensors"):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -390,8 +390,8 @@ def test_a_stage_pulls_its_files_of_merged_weights(hub, agent, stories, original
     assert hashes == original and name == "model"
     said = agent.error("load_merged", folders[::-1], layout, ranks=2)
     assert "hf-megatron pull" in said and "model-0000" in said
-    whole_of_it = agent("pull_for", "tester/parts", tmp_path / "tp", TP2, rank=1)
-    assert not whole_of_it["absent"], "every tp rank reads a part of each file"
+    full_of_it = agent("pull_for", "tester/parts", tmp_path / "tp", TP2, rank=1)
+    assert not full_of_it["absent"], "every tp rank reads a part of each file"
     with hub.fault("GET", "/resolve/.*/model-00001", "flip"):
         assert "sha256" in agent.error("pull_for", "tester/parts", tmp_path / "flipped")
 
@@ -419,7 +419,7 @@ def test_trainer_pushes_from_all_ranks_and_no_pickles(hub, agent, stories, tmp_p
         assert f"last-checkpoint/{MANIFEST}" in nested
 
 
-def test_trainer_refuses_pushes_behind_the_back_of_training(agent, stories, tmp_path):
+def test_trainer_refuses_pushes_during_training(agent, stories, tmp_path):
     layout = TP2 | {"async_save": True}
     said = agent.error("trainer_push", stories, layout, tmp_path / "run", "tester/async", ranks=2)
     assert "hub_strategy" in said and "async_save" in said

@@ -199,7 +199,7 @@ def test_adapters_take_turns(source, text):
         assert losses == pytest.approx(one, abs=2e-5)
 
 
-def rows_of(layout):
+def samples_of(layout):
     """The rows that this rank is given."""
     ranks = 1 if layout is None else layout.dp_size or 1
     return IDS.chunk(ranks)[torch.distributed.get_rank()] if ranks > 1 else IDS
@@ -210,7 +210,7 @@ def with_a_reference(layout, source, kind):
     torch.manual_seed(0)
     model = get_peft_model(loaded(source, layout), lora(init_lora_weights=False)).train()
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer, ids = prepare_optimizer(torch.optim.SGD(trained, lr=0.1)), rows_of(layout)
+    optimizer, ids = prepare_optimizer(torch.optim.SGD(trained, lr=0.1)), samples_of(layout)
     losses = []
     for _ in range(3):
         loss = reference = model(input_ids=ids, labels=ids).loss
@@ -325,7 +325,7 @@ def test_half_precision_in_stage_3(source):
         optimizer = prepare_optimizer(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5))
         losses = []
         for _ in range(3):
-            losses.append(model(input_ids=rows_of(layout), labels=rows_of(layout)).loss)
+            losses.append(model(input_ids=samples_of(layout), labels=samples_of(layout)).loss)
             losses[-1].backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -414,7 +414,7 @@ def moe_block(layout, source, folder):
 
 
 @pytest.mark.parametrize("text", ["tp2+sp", "pp2", "dp2+ep2", "tp2+sp+ep2", "dp2+tp2+etp2+ep2"])
-def test_all_linear_of_a_mixture(sources, tmp_path, text):
+def test_all_linear_of_a_moe_block(sources, tmp_path, text):
     one = moe_block(None, sources["qwen3_moe"], tmp_path / "one")
     assert any("experts" in name for name in one["weights"]) and not torch.allclose(one["first"], one["none"])
     for seen in on_layout(moe_block, text, sources["qwen3_moe"], tmp_path):
@@ -700,7 +700,7 @@ def test_what_is_refused(sources):
 SUPPORTED = {"LORA", "IA3", "LN_TUNING", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"}
 
 
-def test_every_method_of_peft_is_laid_out_or_refused_by_name(source):
+def test_every_method_of_peft_is_parallelized_or_refused_by_name(source):
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     methods = {getattr(name, "value", name): config for name, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}

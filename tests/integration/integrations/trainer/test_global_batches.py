@@ -125,7 +125,7 @@ def compare(found, expected):
         ("pp2+dp2", "right", {}),
     ],
 )
-def test_predictions_on_rows_of_unequal_length(gpt2, tmp_path, text, side, arguments):
+def test_predictions_on_samples_of_unequal_length(gpt2, tmp_path, text, side, arguments):
     config = layout(text)
     [expected] = run_ranks(predict, 1, gpt2, tmp_path, side)
     for found in run_ranks(predict, ranks_of(config), gpt2, tmp_path, side, config=config, **arguments):

@@ -131,7 +131,7 @@ def test_trainers_of_trl_equal_one_process(gemma, tmp_path, trainer_class):
         Gemma3ForConditionalGeneration.from_pretrained(saved)
 
 
-def rows_of(model):
+def samples_of(model):
     """Batches of one row each, with one image, two and none, as a data set."""
     rows = []
     for seed in range(6):
@@ -162,7 +162,7 @@ def collate(rows):
 
 
 def train_on_collated(tiny_model, output, layout, dp_size=1):
-    rows = rows_of(tiny_model.load())
+    rows = samples_of(tiny_model.load())
     trainer = Trainer(
         model=tiny_model.load(**({} if layout is None else {"megatron_config": layout})),
         args=TrainingArguments(

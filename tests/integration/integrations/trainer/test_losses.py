@@ -147,7 +147,7 @@ def test_tokens_are_averaged_across_devices_all_the_same(folder):
     compare("Llama", "causal", folder, average_tokens_across_devices=False)
 
 
-def test_a_router_loss_beside_a_loss_that_follows_the_count(folder):
+def test_a_router_loss_with_a_loss_that_follows_the_count(folder):
     """Trainer multiplies both by the ranks."""
     compare("Mixtral", "causal", folder)
 

@@ -439,7 +439,7 @@ def test_files_of_the_same_lengths_are_others(prefix, tmp_path):
               resume=str(tmp_path / "out" / "checkpoint-2"))  # fmt: skip
 
 
-def test_what_is_left_out_or_seen_is_so_of_the_whole(prefix):
+def test_what_is_left_out_or_seen_counts_for_the_full_model(prefix):
     dataset = dataset_of(prefix)
     with pytest.raises(DataError, match="a run counts those of the blend"):
         BlendedDataset([WithoutSamples(dataset, [(1, 3)]), dataset])
@@ -579,7 +579,7 @@ def sentences_of(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5"])
-def test_masked_sentences_train_alike(tmp_path, kind):
+def test_masked_sentences_train_identically(tmp_path, kind):
     """Samples with as many masked tokens as they happen to have, over replicas that have other ones."""
     prefix, dataset = sentences_of(tmp_path, kind)
     [(unsharded, losses)] = run_ranks(train_masked, 1, prefix, tmp_path, None, kind)

@@ -196,7 +196,7 @@ def dealt_out(skipped, sampled, kept, config=None, **configuration):
     [(2, 0, 14), (0, 11, 14), (0, 9, 14), (1, 9, 14), (0, 17, 14), (0, 19, 14), (0, 11, 16), (0, 12, 14), (0, 12, 16)],
     ids=str,
 )
-def test_rows_of_skipping_loaders_and_of_samplers(arguments):
+def test_samples_of_skipping_loaders_and_of_samplers(arguments):
     [expected] = run_ranks(dealt_out, 1, *arguments)
     for found in run_ranks(dealt_out, 2, *arguments, config=layout("dp2")):
         assert found == expected
@@ -204,7 +204,7 @@ def test_rows_of_skipping_loaders_and_of_samplers(arguments):
         assert found == expected
 
 
-def test_rows_of_ranks_whose_batches_are_not_evened_out():
+def test_samples_of_ranks_whose_batches_are_not_evened_out():
     """All stop at the shortest, with a warning; what they have read counts."""
     uneven = run_ranks(dealt_out, 2, 0, 0, 10, config=layout("dp2"), even_batches=False, split_batches=False)
     for found in uneven:

@@ -171,7 +171,7 @@ def test_load_best_model_at_end(stories, tmp_path):
     )
 
 
-def test_other_engines_and_whole_model_compile_are_refused_by_name(stories, tmp_path):
+def test_other_engines_and_full_model_compile_are_refused_by_name(stories, tmp_path):
     from hf_megatron import UnsupportedError
 
     def build():

@@ -14,7 +14,7 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.trainer import padded_batches
 from hf_megatron.testing.check import parse_layouts
 from tests.helpers.references import trained_alone
-from tests.integration.integrations.trl.test_base import DEFAULTS, UNEQUAL, policy, preferences, texts, whole_reference
+from tests.integration.integrations.trl.test_base import DEFAULTS, UNEQUAL, full_reference, policy, preferences, texts
 from tests.integration.integrations.trl.test_losses import conversations, tokenizer, unpaired
 
 [DP2] = parse_layouts("dp2")
@@ -121,14 +121,14 @@ def test_evaluation_counts_no_row_twice(stories, tmp_path, trainer_class):
 
 
 @pytest.mark.parametrize("are_counted", [False, True])
-def test_distillation_counts_no_target_of_repeated_rows(stories, tmp_path, monkeypatch, are_counted):
+def test_distillation_counts_no_target_of_padded_samples(stories, tmp_path, monkeypatch, are_counted):
     if are_counted:
         monkeypatch.setattr(padded_batches, "_with_targets_of", lambda inputs, count: inputs)
 
     def train(path, output, config):
         trainer = GKDTrainer(
             model=policy(path, config, GKDTrainer),
-            teacher_model=whole_reference(path, config),
+            teacher_model=full_reference(path, config),
             args=GKDConfig(str(output), **PLAIN | sizes(config) | {"lmbda": 0.0, "max_length": 64, "max_steps": 3}),
             processing_class=tokenizer(path, config),
             train_dataset=Dataset.from_list(conversations(6)),

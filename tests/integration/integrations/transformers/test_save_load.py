@@ -216,7 +216,7 @@ def test_an_index_that_leaves_the_directory_is_refused(stories, tmp_path, shard)
     [{"device_map": "auto"}, {"tp_plan": "auto"}, {"quantization_config": {"quant_method": "x"}}, {"tp_size": 2}],
     ids=lambda kwargs: next(iter(kwargs)),
 )
-def test_other_layouts_beside_ours_are_refused_by_name(stories, kwargs):
+def test_other_layouts_with_ours_are_refused_by_name(stories, kwargs):
     def load():
         with pytest.raises((UnsupportedError, ConfigError), match=next(iter(kwargs))):
             AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2, **kwargs)
@@ -224,7 +224,7 @@ def test_other_layouts_beside_ours_are_refused_by_name(stories, kwargs):
     run_ranks(load, 2)
 
 
-def test_distributed_config_beside_ours_is_refused(stories):
+def test_distributed_config_with_ours_is_refused(stories):
     from transformers.distributed import DistributedConfig
 
     def load():
@@ -236,7 +236,7 @@ def test_distributed_config_beside_ours_is_refused(stories):
     run_ranks(load, 2)
 
 
-def test_ranks_with_different_configurations_are_told_which_field(stories):
+def test_ranks_with_different_configurations_see_which_field(stories):
     import torch.distributed as dist
 
     def load():

@@ -161,7 +161,7 @@ def test_a_check_that_fails_stops_the_load(no_jitter_compared, monkeypatch):
     assert "Its parity check failed" in said
 
 
-def test_a_gradient_that_one_rank_lacks_is_worth_nothing_and_stops_nobody():
+def test_a_gradient_that_one_rank_lacks_is_worth_nothing_and_stops_no_rank():
     def on_rank():
         rank = torch.distributed.get_rank()
         parameters = {"both": torch.nn.Parameter(torch.ones(2)), "none": torch.nn.Parameter(torch.ones(2))}

@@ -263,7 +263,7 @@ def adapter(path, config):
     return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def whole_reference(path, config):
+def full_reference(path, config):
     return parallelized_reference(path, None)
 
 
@@ -284,7 +284,7 @@ SEVERAL_LOSSES = {"loss_type": ("ipo", "robust", "sft"), "label_smoothing": 0.1}
         ("pp2", DPOTrainer, preferences, {**SEVERAL_LOSSES, "compute_metrics": count_right}),
         ("pp2", DPOTrainer, preferences, {"use_weighting": True, "ld_alpha": 0.5, **BY_NAME}),
         ("tp2", DPOTrainer, preferences, {"use_weighting": True, "ref_model": parallelized_reference}),
-        ("pp2", DPOTrainer, preferences, {"ref_model": whole_reference, "gradient_checkpointing": True}),
+        ("pp2", DPOTrainer, preferences, {"ref_model": full_reference, "gradient_checkpointing": True}),
         ("pp2", DPOTrainer, preferences, {"sync_ref_model": True, "ref_model_sync_steps": 1}),
         ("pp2+dp2", DPOTrainer, preferences, {"precompute_ref_log_probs": True}),
         ("cp2", SFTTrainer, texts, PACKED),
@@ -383,7 +383,7 @@ def test_losses_over_the_batch_of_all_ranks(stories, tmp_path, text):
     """Rows that are sorted, and means over tokens: references laid out alike and otherwise, a whole one, and none."""
     options = {"loss_type": OVER_THE_BATCH, "loss_weights": [0.3, 0.5, 0.7], "learning_rate": 1e-4}
     if text == "dp2+zero3":
-        options["ref_model"] = whole_reference
+        options["ref_model"] = full_reference
     elif text != "pp2+dp2":
         options["ref_model"] = frozen_reference if text == "tp2+dp2" else unlike_reference
     metrics = {"compute_metrics": count_right} if text == "dp2" else {}
@@ -397,14 +397,14 @@ def test_losses_over_the_batch_with_an_adapter_and_precomputed_numbers(stories, 
 
 
 @pytest.mark.parametrize("kind", OVER_THE_BATCH)
-def test_losses_over_the_rows_of_a_rank_differ(stories, tmp_path, monkeypatch, kind):
+def test_losses_over_the_samples_of_a_rank_differ(stories, tmp_path, monkeypatch, kind):
     monkeypatch.setattr(trl_losses, "OVER_THE_BATCH", frozenset())
     options = {"loss_type": kind, "ref_model": unlike_reference, "max_steps": 3, "eval_strategy": "no"}
     with pytest.raises(AssertionError):
         compare(stories, tmp_path, "dp2", DPOTrainer, preferences, tolerance=1e-4, learning_rate=1e-4, **options)
 
 
-def test_losses_over_the_rows_of_a_batch_are_refused_on_dp(stories, tmp_path):
+def test_losses_over_the_samples_of_a_batch_are_refused_on_dp(stories, tmp_path):
     def build():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=layout("dp2"))
         args = DPOConfig(str(tmp_path), report_to=[], use_cpu=True, bf16=False, loss_type="aot")
@@ -460,10 +460,10 @@ def test_batches_that_cannot_be_joined_are_refused_on_all_ranks(other, message):
 
 if not ASKS_FOR_SCORES:
     del test_losses_over_the_batch_that_are_refused
-    del test_losses_over_the_batch_of_all_ranks, test_losses_over_the_rows_of_a_rank_differ
+    del test_losses_over_the_batch_of_all_ranks, test_losses_over_the_samples_of_a_rank_differ
     del test_losses_over_the_batch_with_an_adapter_and_precomputed_numbers
 else:
-    del test_losses_over_the_rows_of_a_batch_are_refused_on_dp
+    del test_losses_over_the_samples_of_a_batch_are_refused_on_dp
 
 
 # One call

@@ -16,9 +16,9 @@ from tests.integration.integrations.trl.test_base import (
     PLACES,
     adapter,
     compare,
+    full_reference,
     parallelized_reference,
     preferences,
-    whole_reference,
 )
 from tests.integration.integrations.trl.test_online import RECORDED, ROUNDING, prompts
 
@@ -119,7 +119,7 @@ def test_every_loss_of_cpo(stories, tmp_path, text, kind):
 
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_gkd_of_given_texts(stories, tmp_path, text):
-    teacher = {"tp2": named, "pp2": parallelized_reference}.get(text, whole_reference)
+    teacher = {"tp2": named, "pp2": parallelized_reference}.get(text, full_reference)
     options = {"lmbda": 0.0, "max_length": 64, "teacher_model": teacher, "processing_class": tokenizer}
     if teacher is named:
         options["prepare"] = shrink
@@ -174,7 +174,7 @@ def test_gkd_with_metrics_of_logits(stories, tmp_path, text):
 def test_gkds_own_loss_differs_on_replicas(stories, tmp_path, monkeypatch):
     """It divides by all ranks' tokens, and the average by the ranks once more."""
     monkeypatch.setattr(distillation, "parallel_state", lambda model: None)
-    options = GIVEN | {"lmbda": 0.0, "teacher_model": whole_reference, "max_steps": 2, "eval_steps": 2}
+    options = GIVEN | {"lmbda": 0.0, "teacher_model": full_reference, "max_steps": 2, "eval_steps": 2}
     with pytest.raises(AssertionError):
         compare(stories, tmp_path, "dp2", GKDTrainer, conversations, **options)
 
@@ -185,7 +185,7 @@ def test_distillation(stories, tmp_path, text, beta):
     options = {"teacher_model": parallelized_reference, "max_completion_length": 8, "temperature": 0.8, "beta": beta}
     options |= RECORDED if text == "dp2" else {}
     if text == "pp2":
-        options["teacher_model"] = whole_reference
+        options["teacher_model"] = full_reference
     compare(stories, tmp_path, text, DistillationTrainer, prompts, **ROUNDING, learning_rate=1e-4, **options)
 
 

@@ -302,10 +302,10 @@ def replayed(path, output, text, trainer_class, replays):
     config = test_base.CONFIGS[trainer_class](str(output), **given)
     trainer = trainer_class(model, [vowels], config, train_dataset=Dataset.from_list(prompts(8)))
     compute_loss, compute_numbers, same, count = trainer._compute_loss, trainer._get_per_token_logps_and_entropies, 0, 0
-    rows_of_call = {}
+    samples_of_call = {}
 
     def compute(model, rows):
-        rows_of_call.update(rows)
+        samples_of_call.update(rows)
         return compute_loss(model, rows)
 
     def numbers(*args, **kwargs):
@@ -313,7 +313,7 @@ def replayed(path, output, text, trainer_class, replays):
         with router_replay.record_routing(trainer.model) as routing:
             found = compute_numbers(*args, **kwargs)
         if replays and torch.is_grad_enabled():
-            parts = [rows_of_call["prompt_routing"], rows_of_call["completion_routing"]]
+            parts = [samples_of_call["prompt_routing"], samples_of_call["completion_routing"]]
             recorded = torch.cat(parts, 1).permute(2, 0, 1, 3)
             known = recorded >= 0
             same += int((routing.calls[0].sort().values == recorded.sort().values)[known].sum())
@@ -383,7 +383,7 @@ def rewards_of_each_rank(model, monkeypatch):
     monkeypatch.setattr(grpo_trainer, "gather", world_gather)
 
 
-def rows_of_the_first_replica(model, monkeypatch):
+def samples_of_the_first_replica(model, monkeypatch):
     monkeypatch.setattr(online, "data_parallel_group", lambda: None)
 
 
@@ -410,19 +410,19 @@ def unsynchronised_samples(model, monkeypatch):
     model.generate = generate
 
 
-def rows_of_each_rank(model, monkeypatch):
+def samples_of_each_rank(model, monkeypatch):
     recorded(model)
     monkeypatch.setattr(grpo_trainer, "shuffle_sequence_dict", lambda rows: rows)
 
 
 FAULTS = {
     rewards_of_each_rank: ("tp2", {}),
-    rows_of_the_first_replica: ("dp2", {"num_generations": 8, **RECORDED}),
+    samples_of_the_first_replica: ("dp2", {"num_generations": 8, **RECORDED}),
     normaliser_of_all_ranks: ("pp2", {}),
     reference_that_trains: ("tp2", {}),
     stale_weights: ("pp2", {"learning_rate": 2e-3}),
     unsynchronised_samples: ("tp2", {"generation_kwargs": {"min_new_tokens": 8}}),
-    rows_of_each_rank: ("dp2", OFF_POLICY | RECORDED),
+    samples_of_each_rank: ("dp2", OFF_POLICY | RECORDED),
 }
 
 

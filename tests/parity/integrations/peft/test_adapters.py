@@ -52,14 +52,14 @@ CASES = [(method, text) for method, texts in SPREAD.items() for text in texts.sp
 
 
 @functools.cache
-def twin_of(model_type, method):
+def tiny_model_of(model_type, method):
     sizes = {"microbatches": 2, "min_layers": 2, "batch_size": 4}
     task = "image" if model_type in OF_IMAGES else "seq2seq" if model_type in WITH_ENCODERS else "causal"
     return adapted(make_tiny_model(CONFIG_MAPPING[model_type](), task=task, **sizes), method)
 
 
 def compare(model_type, method, text, sabotage=None):
-    return check_tiny_model(twin_of(model_type, method), parse_layouts(text)[0], sabotage=sabotage)
+    return check_tiny_model(tiny_model_of(model_type, method), parse_layouts(text)[0], sabotage=sabotage)
 
 
 @pytest.mark.parametrize(("method", "text"), CASES)
@@ -106,10 +106,10 @@ def test_styles_of_linears(model_type, text):
 
 @pytest.mark.parametrize("text", ["tp2+sp", "pp2"])
 @pytest.mark.parametrize("model_type", OF_IMAGES)
-def test_text_models_behind_frozen_towers(model_type, text):
+def test_text_models_after_frozen_towers(model_type, text):
     comparison = compare(model_type, "lora_text", text)
     assert comparison.passed, comparison.report()
-    assert not [name for name in twin_of(model_type, "lora_text").reference.gradients if "vis" in name]
+    assert not [name for name in tiny_model_of(model_type, "lora_text").reference.gradients if "vis" in name]
 
 
 @pytest.mark.parametrize("text", ["tp2", "tp2+sp", "pp2"])
@@ -334,7 +334,7 @@ def test_seeded_faults_are_found(model_type, method, text, sabotage):
 
 
 def test_a_file_of_one_rank_is_found():
-    tiny_model = twin_of("llama", "lora")
+    tiny_model = tiny_model_of("llama", "lora")
 
     def sabotage():
         saving.full_tensor_of = lambda tensor: tensor.to_local().clone()
@@ -386,7 +386,7 @@ def draws_of_each_rank():
 
 
 @pytest.mark.parametrize("text", ["tp2", "tp2+sp"])
-def test_masks_are_alike_where_inputs_are(text):
+def test_masks_are_identical_where_inputs_are(text):
     first, second = masks(text)
     assert 0.3 < first[0].float().mean() < 0.7
     assert torch.equal(first[0], second[0]), "a column linear's input is the same on all ranks"

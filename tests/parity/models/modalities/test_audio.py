@@ -37,7 +37,7 @@ def test_layouts_equal_one_process(model_type):
     assert comparison.passed, comparison.report()
 
 
-def test_sounds_of_another_row_are_found():
+def test_audio_of_another_sample_is_found():
     """The seeded fault: with as many clips and placeholders."""
     original = sample_index.samples_with_audio
 
@@ -70,7 +70,7 @@ def test_clips_that_are_added_to_the_tokens_of_their_rows():
     assert not check_tiny_model(voxtral, ConfigUnderTest(pp_size=2), sabotage=clips_of_other_rows).passed
 
 
-def test_pipelines_refuse_sounds_of_types_that_were_not_compared_with_them(monkeypatch):
+def test_pipelines_refuse_audio_of_types_that_were_not_compared_with_them(monkeypatch):
     rows = tuple(row | {"modalities": ["images"]} for row in verified.records())
     monkeypatch.setattr(verified, "records", lambda: rows)
     unsharded = tiny_model("glmasr")
@@ -96,7 +96,7 @@ def test_a_weight_that_the_class_froze_is_trained_where_a_file_has_it():
     assert run_ranks(flags, 2) == [True, True]
 
 
-def test_the_page_names_the_types_that_were_compared_with_sounds():
+def test_the_page_names_the_types_that_were_compared_with_audio():
     compared = {}
     for row in verified.records():
         if row["passed"] and "audio" in row.get("modalities", ()):

@@ -78,9 +78,9 @@ def test_features_that_shared_rows_leave_out_are_found():
     assert not check_tiny_model(tiny_model("qwen3_vl"), ConfigUnderTest(cp_size=2), sabotage=sabotage).passed
 
 
-def generated(image_twin, layout):
-    model = image_twin.load() if layout is None else image_twin.load(megatron_config=layout)
-    batch = {name: value for name, value in image_twin.batches[0].items() if name != "labels"}
+def generated(image_tiny_model, layout):
+    model = image_tiny_model.load() if layout is None else image_tiny_model.load(megatron_config=layout)
+    batch = {name: value for name, value in image_tiny_model.batches[0].items() if name != "labels"}
     tokens = model.eval().generate(**batch, max_new_tokens=4, do_sample=False)
     return tokens.tolist()
 
@@ -157,11 +157,11 @@ def test_features_between_layers_stay_on_the_first_stage():
 
 
 def test_a_count_of_placeholders_that_fits_no_image_is_refused():
-    model_twin = tiny_model("gemma3")
+    model_tiny_model = tiny_model("gemma3")
 
     def call():
-        model = model_twin.load(megatron_config=MegatronConfig(pp_size=2, num_microbatches=2))
-        batch = dict(model_twin.batches[0])
+        model = model_tiny_model.load(megatron_config=MegatronConfig(pp_size=2, num_microbatches=2))
+        batch = dict(model_tiny_model.batches[0])
         batch["pixel_values"] = torch.cat([batch["pixel_values"], batch["pixel_values"][:1]])
         model(**batch)
 

@@ -61,13 +61,13 @@ def test_heads_of_a_config_are_this_ranks():
         check_tiny_model(tiny_model("moonshine"), layout, sabotage=heads_of_all_ranks)
 
 
-def test_single_numbers_are_read_whole():
+def test_scalars_are_read_in_full():
     """Moonshine Streaming compresses samples by a parameter without dims."""
     comparison = check_tiny_model(tiny_model("moonshine_streaming"), ConfigUnderTest(tp_size=2))
     assert comparison.passed, comparison.report()
 
 
-def test_projections_behind_an_encoder():
+def test_projections_after_an_encoder():
     """Cohere's decoder projects the encoder's states by a module that it defines behind its layers."""
     model = tiny_model("cohere_asr").model_on_meta()
     layers = len(model.get_encoder().layers) + len(model.get_decoder().layers)
@@ -148,7 +148,7 @@ def adapter_of_no_stage():
     off_stage_images.StagedChange.__call__ = torch.no_grad()(torch.nn.Module.__call__)
 
 
-def test_an_adapter_behind_an_encoder_changes_its_length():
+def test_an_adapter_after_an_encoder_changes_its_length():
     for layout in cuts_at_both_ends("seamless_m4t"):
         comparison = check_tiny_model(tiny_model("seamless_m4t"), layout)
         assert comparison.passed, comparison.report()

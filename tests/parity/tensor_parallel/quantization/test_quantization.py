@@ -61,7 +61,7 @@ def in_full_precision(model):
 
 
 @functools.cache
-def twin_of(model_type, name):
+def tiny_model_of(model_type, name):
     base = replace(base_of(model_type), arguments={"quantization_config": SCHEMES[name]()})
     model = get_peft_model(base.load(), METHODS["lora"](find_targets(base_of(model_type).load(), base)))
     draw_parameters(model, 0, trained_only=True)
@@ -76,7 +76,7 @@ def twin_of(model_type, name):
 
 @pytest.mark.parametrize(("model_type", "name", "text"), CASES)
 def test_adapters_of_quantized_bases(model_type, name, text):
-    comparison = check_tiny_model(twin_of(model_type, name), parse_layouts(text)[0])
+    comparison = check_tiny_model(tiny_model_of(model_type, name), parse_layouts(text)[0])
     assert comparison.passed, comparison.report()
 
 
@@ -110,7 +110,7 @@ def dense_weights(name, text, sabotage=None):
 
 
 @pytest.mark.parametrize("name", ["nf4", "nf4_double", "torchao"])
-def test_codes_are_those_of_the_whole(name):
+def test_codes_match_those_of_the_full_weight(name):
     assert dense_weights(name, "tp2") == 0
 
 

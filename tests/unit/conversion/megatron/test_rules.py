@@ -33,7 +33,7 @@ def rules_of(case: str, padded: int = 256) -> list:
     return list(family_of(config).rules(config, padded, names=Architecture(tiny_model(case)).names))
 
 
-def test_every_family_has_a_twin():
+def test_every_family_has_a_tiny_model():
     assert {model_type for model_type, _ in {**FAMILIES, **MULTIMODAL}.values()} == set(known_families())
 
 

@@ -72,7 +72,7 @@ def test_boxes_of_any_view(tmp_path):
             assert torch.equal(target, view[box])
 
 
-def test_what_megatron_saves_beside_tensors(tmp_path):
+def test_what_megatron_saves_with_tensors(tmp_path):
     from argparse import Namespace
 
     torch.save({"args": Namespace(a=1, dtype=torch.bfloat16), "t": torch.arange(3), "n": [1.5]}, tmp_path / "common.pt")
@@ -262,7 +262,7 @@ def test_one_of_several_parts(tmp_path):
         refused(lambda: read_saved(bad), str(bad), "data/0 is encrypted or lies in another file")
 
 
-def test_several_that_lie_one_behind_the_other(tmp_path):
+def test_several_in_sequence(tmp_path):
     """A place whose length covers the next one too: torch reads the first of them, `zipfile` the last."""
     made = []
     for value in (1.0, 2.0):

@@ -97,7 +97,7 @@ def test_no_dropout_costs_no_random_numbers(stories):
     assert run_ranks(draw, 2) == [torch.rand(1).item()] * 2
 
 
-def test_ranks_of_a_row_draw_apart_and_go_on_alike():
+def test_ranks_of_a_row_draw_apart_and_go_on_identically():
     """Tokens of different ranks have masks of their own; what follows is drawn from one stream again."""
     found = []
     for rank, draws in ((0, True), (1, True), (0, False)):

@@ -58,7 +58,7 @@ def test_the_table_has_the_defaults_of_accelerate():
     assert config_of_plugin(plugin) == MegatronConfig()
 
 
-def test_what_the_launcher_exports_without_being_told_passes():
+def test_what_the_launcher_exports_without_a_request_passes():
     assert config_from_environment(exported()) == MegatronConfig(gradient_clipping=1.0)
 
 
@@ -234,7 +234,7 @@ def test_a_partition_is_a_list_in_a_variable(text):
     assert config_from_environment({"HF_MEGATRON_PIPELINE_PARTITION": text}).pipeline_partition == (2, 3)
 
 
-def test_a_block_nobody_launched_is_not_read():
+def test_a_block_that_was_not_launched_is_not_read():
     environment = {"MEGATRON_LM_TP_DEGREE": "2"}
     assert config_from_environment(environment) == MegatronConfig()
     assert config_from_environment(environment | {"ACCELERATE_USE_MEGATRON_LM": "true"}).tp_size == 2

@@ -35,12 +35,12 @@ def test_clips_of_unequal_lengths_without_text_between_them():
     assert third.keys() == {"input_ids"}
 
 
-def test_two_rows_of_a_batch():
+def test_two_samples_of_a_batch():
     found = multimodal_samples(clips(), slice(1, 3), CONFIG)
     assert len(found["input_features"]) == len(found["feature_attention_mask"]) == 2
 
 
-def test_sounds_beside_images():
+def test_audio_with_images():
     ids = torch.tensor(ROWS)
     ids[2, 3] = IMAGE
     config = CONFIG_MAPPING["gemma4"](audio_token_id=SOUND, image_token_id=IMAGE)
@@ -61,6 +61,6 @@ def test_placeholders_that_fit_no_clip_are_refused():
         split(batch, 3, CONFIG)
 
 
-def test_sounds_that_were_not_compared_are_refused():
+def test_audio_that_was_not_compared_is_refused():
     with pytest.raises(UnsupportedError, match=r"input_features: .*types that were compared so"):
         split(clips(), 3, CONFIG, modalities={"videos"})

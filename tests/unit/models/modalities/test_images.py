@@ -12,7 +12,7 @@ IMAGE = 9
 ROWS = [[1, IMAGE, IMAGE, 2, 3, 4, 5], [IMAGE, IMAGE, 1, IMAGE, IMAGE, 2, 3], [1, 2, 3, 4, 5, 6, 7]]
 
 
-def whole_images():
+def full_images():
     return {"input_ids": torch.tensor(ROWS), "pixel_values": torch.arange(3.0).view(3, 1, 1, 1)}
 
 
@@ -22,11 +22,11 @@ def patches():
     return {"input_ids": ids, "pixel_values": torch.arange(16.0).view(16, 1), "image_grid_thw": grid}
 
 
-def test_whole_images():
+def test_full_images():
     config = InternVLConfig(image_token_id=IMAGE)
-    found = [rows_with_images(whole_images(), slice(row, row + 1), config) for row in range(3)]
+    found = [rows_with_images(full_images(), slice(row, row + 1), config) for row in range(3)]
     assert [images["pixel_values"].flatten().tolist() for images in found[:2]] == [[0], [1, 2]] and found[2] == {}
-    assert rows_with_images(whole_images(), slice(0, 3), config)["pixel_values"].shape[0] == 3
+    assert rows_with_images(full_images(), slice(0, 3), config)["pixel_values"].shape[0] == 3
 
 
 def test_tiles_of_rows_stay_with_rows_without_images():
@@ -163,13 +163,13 @@ def test_stages_without_a_tower_are_given_places_alone():
 
 
 @pytest.mark.parametrize("name", ["pixel_values_videos", "video_grid_thw", "input_features", "image_pixel_values"])
-def test_videos_and_sounds_are_refused_by_pipelines(name):
+def test_videos_and_audio_are_refused_by_pipelines(name):
     """With an entry for each row, too: nothing says that it is that row's."""
     with pytest.raises(UnsupportedError, match=f"{name}: a pipeline gives stages images,"):
         split({"input_ids": torch.ones(4, 6, dtype=torch.long), name: torch.ones(4, 3)}, 2)
 
 
-def test_places_are_told_by_a_mask():
+def test_positions_are_found_by_a_mask():
     places = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
     batch = {"input_ids": torch.ones(3, 4, dtype=torch.long), "image_embeds_position_mask": places}
     batch |= {"pixel_values": torch.arange(3.0).view(3, 1, 1, 1)}

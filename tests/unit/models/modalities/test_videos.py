@@ -31,7 +31,7 @@ def patches():
     }
 
 
-def test_patches_of_videos_beside_images():
+def test_patches_of_videos_with_images():
     first, second, third = split(patches(), 3, QWEN)
     assert first["pixel_values"].shape[0] == 4 and first["pixel_values_videos"].flatten().tolist() == list(range(8))
     assert "pixel_values" not in second
@@ -40,7 +40,7 @@ def test_patches_of_videos_beside_images():
     assert third.keys() == {"input_ids"}
 
 
-def test_whole_frames():
+def test_full_frames():
     batch = {"input_ids": torch.tensor(ROWS), "pixel_values_videos": torch.arange(6.0).view(3, 2, 1, 1, 1)}
     config = LlavaNextVideoConfig(image_token_id=IMAGE, video_token_id=VIDEO)
     found = [rows_with_videos(batch, slice(row, row + 1), config) for row in range(3)]
@@ -68,7 +68,7 @@ def test_placeholders_that_fit_no_video_are_refused(ids):
         multimodal_samples(batch, slice(0, 1), QWEN)
 
 
-def test_videos_that_were_not_compared_and_sounds_of_models_without_are_refused():
+def test_videos_that_were_not_compared_and_audio_of_models_without_are_refused():
     with pytest.raises(UnsupportedError, match=r"pixel_values_videos.*types that were compared so"):
         split(patches(), 3, QWEN, modalities={"audio"})
     with pytest.raises(UnsupportedError, match="num_frames_per_video"):
