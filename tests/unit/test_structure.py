@@ -29,6 +29,7 @@ FACES = {
     "save": "replaces the function of that name",
     "prepare_optimizer": "Accelerate's calls ours",
     "Pipeline": "the protocol and what has it",
+    "compare": "the command calls the function",
     "convert": "the command calls the function",
     "convert_adapter": "the command calls the function",
     "plan": "the command prints the function's",

@@ -11,6 +11,10 @@ from .videos import is_of_videos, rows_with_videos
 _TOWERS = ("vision_config", "audio_config")
 
 
+# Modality -> one of it, as messages name it.
+_ONE = {"images": "image", "videos": "video", "audio": "audio clip"}
+
+
 def reads_modalities(model: Any) -> bool:
     """Tells whether a model writes text about images or sounds, in places of a token or elsewhere."""
     has_tower = model.can_generate() and not model.config.to_dict().keys().isdisjoint(_TOWERS)
@@ -51,5 +55,6 @@ def multimodal_samples(arguments: Mapping[str, Any], rows: slice, config: Any) -
             found |= cut[kind](arguments, rows, config)
         except ConfigError as error:
             # All of them are cut by the rules of images.
-            raise ConfigError(str(error).replace("images", kind).replace("image", kind[:-1])) from error
+            one = _ONE[kind]
+            raise ConfigError(str(error).replace("images", f"{one}s").replace("image", one)) from error
     return found
