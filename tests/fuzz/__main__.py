@@ -31,7 +31,7 @@ def fuzz(
     from transformers.utils import logging
 
     from tests.fuzz.campaign import run_campaign
-    from tests.fuzz.judgments_found import ACCEPTED
+    from tests.fuzz.judging import ACCEPTED
 
     torch.set_num_threads(1)
     logging.set_verbosity_error()

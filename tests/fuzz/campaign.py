@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_megatron.errors import ConfigError
 from tests.fuzz.cases import LAYOUTS, draw_case
-from tests.fuzz.judgments_found import ACCEPTED
+from tests.fuzz.judging import ACCEPTED
 from tests.fuzz.models import MODELS
 from tests.fuzz.patterns import LOOP_PATTERNS
 from tests.fuzz.runner import run_cases

@@ -19,7 +19,7 @@ from hf_megatron.core.fork_harness import leave_parents_objects, make_ready_to_f
 from hf_megatron.errors import RankError
 from tests.fuzz.cases import draws, ranks_of
 from tests.fuzz.generators import draw_model
-from tests.fuzz.judgments_found import compare_runs, judge_case
+from tests.fuzz.judging import compare_runs, judge_case
 from tests.fuzz.loop import gradient_norm_of, run_loop
 from tests.fuzz.patterns import patterns_of
 

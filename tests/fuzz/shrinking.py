@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.fuzz.cases import BATCH, fits, ranks_of
-from tests.fuzz.judgments_found import ACCEPTED
+from tests.fuzz.judging import ACCEPTED
 from tests.fuzz.models import simplest
 from tests.fuzz.runner import run_cases
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from hf_megatron.cli import app
 from tests.fuzz.campaign import read_log, run_campaign
 from tests.fuzz.cases import draw_case, fits, ranks_of, simple_case, together
-from tests.fuzz.judgments_found import ACCEPTED
+from tests.fuzz.judging import ACCEPTED
 from tests.fuzz.pattern import LoopPattern
 from tests.fuzz.patterns import LOOP_PATTERNS
 from tests.fuzz.runner import run_cases

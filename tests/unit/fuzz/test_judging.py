@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.fuzz.cases import simple_case
-from tests.fuzz.judgments_found import compare_runs
+from tests.fuzz.judging import compare_runs
 
 
 def logged(*values):
