@@ -29,9 +29,9 @@ from .errors import ConfigError, UnsupportedError
 from .expert_parallel import axis as expert_parallel
 from .losses.inline_losses import LossHooks
 from .losses.token_loss import install_loss
-from .models.batch_coupling import batch_coupling_reason
 from .models.registry import registered_spec, spec_for
 from .models.spec import ModelSpec
+from .models.type_facts import batch_coupling_reason
 from .parallel_state import ParallelState, StagePartition, attach_state, parallel_state
 from .pipeline_parallel import axis as pipeline_parallel
 from .tensor_parallel import axis as tensor_parallel

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .exit_codes import MISMATCH, failing
-from .layout_args import layout_of_sizes
+from .exit_codes import MISMATCH, failing, layout_of_sizes
 
 
 def _require_device(device: str, record: Path | None) -> None:

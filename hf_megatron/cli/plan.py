@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .exit_codes import failing
-from .layout_args import layout_of_sizes, recompute_mode
+from .exit_codes import failing, layout_of_sizes, recompute_mode
 
 
 def plan(

@@ -63,3 +63,8 @@ def require_plots() -> None:
     """Raises `ConfigError`, with the command that installs it, where matplotlib is absent."""
     if find_spec("matplotlib") is None:
         raise ConfigError('PNG pictures need matplotlib: pip install "hf_megatron[plots]"')
+
+
+def strip_adapter_prefix(name: str) -> str:
+    """Returns a name in a `PeftModel` as it is inside of the model that was loaded, by which claims know it."""
+    return name.removeprefix("base_model.model.")

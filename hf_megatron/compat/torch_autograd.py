@@ -265,3 +265,13 @@ def without_dispatch_modes() -> AbstractContextManager[Any]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     return cast(AbstractContextManager[Any], _disable_current_modes())
+
+
+@contextmanager
+def left_inference_mode() -> Iterator[None]:
+    """Computes without gradients in the place of inference mode, where that is on."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from ..compat.transformers_models import reshapes_to_inputs
 from ..core.communication.rng import StreamOfPart
 from ..errors import UnsupportedError
-from ..models.full_sequence_blocks import find_full_sequence_blocks
-from ..models.layers import find_layers
+from ..models.layers import find_full_sequence_blocks, find_layers
 from ..parallel_state import ParallelState
 from ..tensor_parallel.axis import GUARDS, REGIONS
 from ..tensor_parallel.forward_checks import RefusedOutputs

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from ..compat.shard_safe import shard_safe
 from ..core.axes import Axes
 from ..core.placement import ParameterSharding
-from ..models.name_patterns import generic
-from ..models.spec import HeadBlock
+from ..models.spec import HeadBlock, generic
 from ..parallel_state import ParallelState
 from ..tensor_parallel.head_sharded_blocks import HeadsOfRank, divides
 from .full_sequence_blocks import FullSequenceBlock

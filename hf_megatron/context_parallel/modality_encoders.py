@@ -8,7 +8,7 @@ from torch import nn
 from ..compat.shared import Shared
 from ..compat.transformers_models import fetches_attention_core
 from ..core.runtime import RUNTIME
-from ..models.name_patterns import module_name
+from ..models.spec import module_name
 
 
 class Towers(Shared):

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.shared import Shared
-from ..compat.torch_autograd import is_functional, leave_uncompiled
+from ..compat.torch_autograd import is_functional, leave_uncompiled, left_inference_mode
 from ..compat.torch_dtensor import local_tensor
 from ..compat.torch_fsdp import find_units
-from ..core.inference_mode import left_inference_mode
 from ..core.off_stage import is_off_stage, local_named_parameters
 from ..core.placement import ParameterSharding
 from ..core.runtime import RUNTIME
@@ -37,8 +36,7 @@ from .grad_status import GradStatus
 from .grad_store import GradStore, PlainGradients
 from .grad_sync_groups import GradSyncGroup
 from .inplace_edits import PartVersions, unedited
-from .module_checks import ModuleGuards
-from .parameter_cache import ParameterList
+from .module_checks import ModuleGuards, ParameterList
 
 # Stock loops hand over parameters, not models: each one carries its engine.
 _MARK = "_hf_megatron"

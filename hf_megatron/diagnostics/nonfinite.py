@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..compat.torch_autograd import in_backward, without_dispatch_modes
-from ..core.communication.host_rng import host_state, set_host_state
-from ..core.communication.rng import default_generator
+from ..core.communication.rng import default_generator, host_state, set_host_state
 from ..data_parallel.distributed_optimizer import sharded, stepping_optimizer
 from ..errors import ConfigError
 from ..parallel_state import ParallelState, parallel_state, unwrap_parallel_model

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
+from ..compat.ecosystem import strip_adapter_prefix
 from ..compat.shard_safe import runs_last
 from ..compat.torch_autograd import in_backward
 from ..compat.torch_dtensor import local_tensor
 from ..core.off_stage import local_named_parameters
 from ..models.fingerprint import layer_patterns
 from ..parallel_state import ParallelState
-from .adapter_names import strip_adapter_prefix
 
 WEIGHT, INPUT, OUTPUT, LOSS, GRADIENT = "weight", "input", "output", "loss", "gradient"
 INPUT_GRADIENT = "gradient of the input"

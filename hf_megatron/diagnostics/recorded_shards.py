@@ -17,6 +17,8 @@ from .recording import RECORDING, RecordedPiece
 
 # What a tensor is of: kind, name, call.
 Event = tuple[str, str, int]
+
+
 # Shares of ranks that differ by more than this, relatively, are not the same thing twice.
 _ALIKE = 0.1
 

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
+from ..compat.ecosystem import strip_adapter_prefix
 from ..compat.shard_safe import runs_last
 from ..compat.torch_autograd import in_backward
 from ..compat.torch_dtensor import local_tensor
@@ -29,7 +30,6 @@ from ..core.off_stage import local_named_parameters
 from ..data_parallel.distributed_optimizer import stepping_optimizer
 from ..errors import ConfigError, UnsupportedError
 from ..parallel_state import is_rerunning_step, parallel_state, unwrap_parallel_model
-from .adapter_names import strip_adapter_prefix
 from .batch_index import PlaceInBatch
 
 # What its files say that they are.

@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..compat.ecosystem import strip_adapter_prefix
 from ..compat.torch_dtensor import local_tensor, plain_parts
-from ..core.communication.host_rng import host_state
-from ..core.communication.rng import default_generator
+from ..core.communication.rng import default_generator, host_state
 from ..core.off_stage import is_off_stage, local_named_parameters
 from ..data_parallel.distributed_optimizer import MainParam, sharded, stepping_optimizer
 from ..errors import ReplicaError
 from ..parallel_state import ParallelState, parallel_state, unwrap_parallel_model
-from .adapter_names import strip_adapter_prefix
 
 WEIGHT, MAIN_WEIGHT, MOMENT, BUFFER, RANDOM = "weight", "main weight", "moment", "buffer", "random state"
 # Integers of as many bytes, by which a tensor's bits are added up.

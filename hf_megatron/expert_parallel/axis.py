@@ -9,7 +9,7 @@ from ..core.placement import GradientRule, Placement, Split
 from ..data_parallel.fsdp import outermost_layers
 from ..errors import ConfigError, UnsupportedError
 from ..models.experts import find_experts, find_identity_experts, names_inside
-from ..models.name_patterns import lookup
+from ..models.spec import lookup
 from ..parallel_state import ParallelState
 from ..tensor_parallel.axis import GUARDS
 from ..tensor_parallel.local_parameters import ActiveForwards, read_locally, swap_class

@@ -7,8 +7,7 @@ from torch import nn
 
 from ..errors import PlanError
 from .derive import derive_spec, with_head
-from .name_patterns import module_name
-from .spec import ModelSpec
+from .spec import ModelSpec, module_name
 
 # Fields of the sub-records that hold patterns of modules or parameters, as keys, as values, or one by one.
 _KEYS = (

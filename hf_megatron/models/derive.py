@@ -7,8 +7,7 @@ from torch import nn
 
 from ..compat.transformers_models import KNOWN_STYLES, merged_tp_plan
 from ..errors import PlanError
-from .name_patterns import generic, module_name
-from .spec import ModelSpec
+from .spec import ModelSpec, generic, module_name
 
 # transformers' styles that mean the same here, for modules.
 SHARED_STYLES = frozenset(

@@ -7,8 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..compat.transformers_models import counted_experts
-from .name_patterns import lookup
-from .spec import ModelSpec
+from .spec import ModelSpec, lookup
 
 _HIDDEN_STATES = "hidden_states"
 

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..core.placement import ParameterSharding
-from .name_patterns import generic as generic_name
+from .spec import generic as generic_name
 
 # Where random numbers are drawn, by the name of the rate.
 _EXPERT = re.compile(r"(?<=\.expert_)\d+(?=\.|$)")

@@ -12,8 +12,7 @@ from torch import nn
 from ..errors import PlanError
 from .block_patterns import find_blocks
 from .derive import derive_spec, has_plan_of_layers
-from .name_patterns import generic, module_name
-from .spec import ModelSpec
+from .spec import ModelSpec, generic, module_name
 
 # Why some configs have no sequence parallelism.
 CHUNKS = "chunk_size_feed_forward > 0 cuts this rank's piece of the sequence into chunks of its own."

@@ -1,5 +1,6 @@
 """`ModelSpec`: plain frozen data that a family's file states about a model type, with one sub-record per axis."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -249,3 +250,18 @@ def _record_of(name: str) -> str:
     if record is None:
         raise PlanError(f"ModelSpec has no field {name!r}; its fields are {', '.join(sorted(_RECORD_OF_FIELD))}.")
     return record
+
+
+def generic(name: str) -> str:
+    """Turns `model.layers.3.mlp` into `model.layers.*.mlp`."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def lookup(name: str, table):
+    """Returns the entry of `table` for a concrete name, or `None`."""
+    return table.get(name) if name in table else table.get(generic(name))
+
+
+def module_name(model, module) -> str:
+    """Returns the dotted name of a module inside a model."""
+    return next(name for name, other in model.named_modules() if other is module)

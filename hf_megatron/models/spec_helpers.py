@@ -8,8 +8,7 @@ from torch import nn
 from .composite import composite_spec
 from .derive import derive_spec
 from .infer import stated_or_inferred_spec
-from .name_patterns import generic, module_name
-from .spec import HeadBlock, ModelSpec
+from .spec import HeadBlock, ModelSpec, generic, module_name
 
 
 def base_prefix(model: Any) -> str:

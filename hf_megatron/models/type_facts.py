@@ -100,3 +100,10 @@ def all_facts() -> dict[str, TypeFacts]:
     """Returns the facts of every model type that has some."""
     load_families()
     return dict(_FACTS)
+
+
+def batch_coupling_reason(config: Any) -> str | None:
+    """Says why a model's rows cannot be computed apart from each other, or `None` where they can."""
+    facts = facts_of(config.model_type)
+    is_coupled = facts.batch_coupling_if is None or facts.batch_coupling_if(config)
+    return facts.batch_coupling if is_coupled else None

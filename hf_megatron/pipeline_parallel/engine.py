@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compat.torch_autograd import left_inference_mode
 from ..compat.transformers_models import ties_embeddings
-from ..core.inference_mode import left_inference_mode
 from ..data_parallel.engine import DataParallel
 from ..errors import UnsupportedError
 from ..losses.targets import target_names

@@ -13,8 +13,7 @@ from ..config import MegatronConfig
 from ..core.axes import Axes
 from ..data_parallel.dynamic_rope import scales_by_length
 from ..errors import UnsupportedError
-from ..models.full_sequence_blocks import find_full_sequence_blocks
-from ..models.layers import LayerSequence
+from ..models.layers import LayerSequence, find_full_sequence_blocks
 from ..models.spec import ModelSpec
 from .boundary import StageBoundary
 from .layers_per_stage import make_stages, require_features_on_first_stage

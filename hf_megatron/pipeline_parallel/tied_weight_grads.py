@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import UnsupportedError
-from ..models.name_patterns import module_name
+from ..models.spec import module_name
 
 
 def trained_of(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Parameter]]:

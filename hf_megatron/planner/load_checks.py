@@ -7,9 +7,9 @@ from ..config import MegatronConfig
 from ..core.axes import Axes
 from ..errors import MegatronError
 from ..integrations.transformers.verification_gate import why_unverified
-from ..models.batch_coupling import batch_coupling_reason
 from ..models.fingerprint import describe_model
 from ..models.registry import spec_for
+from ..models.type_facts import batch_coupling_reason
 from ..parallelize import plan
 from ..pipeline_parallel.support_checks import row_to_cut
 from .truncated_model import ShortModel

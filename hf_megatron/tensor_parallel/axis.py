@@ -14,10 +14,9 @@ from ..core.placement import ParameterSharding
 from ..errors import UnsupportedError
 from ..models.experts import find_experts, pointwise_moe_blocks
 from ..models.layers import find_text_model, names_in_encoder
-from ..models.name_patterns import generic, lookup
-from ..models.spec import HeadBlock, ModelSpec
+from ..models.spec import HeadBlock, ModelSpec, generic, lookup
 from ..parallel_state import ParallelState
-from .attention_heads import LocalArguments
+from .attention_heads import LocalArguments, give_sizes
 from .claims import claim_all, expand_plan, expand_regions, local_sizes, matching, shared_heads
 from .forward_checks import ClaimCheck, RefusedOutputs
 from .grouped_gemm import GroupedWidths, split_widths
@@ -25,7 +24,6 @@ from .head_sharded_blocks import divides, has_heads_of, is_one_group, styles_of_
 from .install_regions import Regions
 from .layer_rng import SyncedRngState
 from .linear import ParallelLinear
-from .local_attributes import give_sizes
 from .local_parameters import ActiveForwards, LocalParameters, read_locally
 from .loss_mode import install_pending_loss
 from .region import SEQUENCE_DIM

@@ -12,8 +12,7 @@ from torch import nn
 
 from ..core.placement import GradientRule, ParameterSharding, Placement
 from ..errors import ConfigError, PlanError
-from ..models.name_patterns import generic, lookup
-from ..models.spec import ModelSpec
+from ..models.spec import ModelSpec, generic, lookup
 from .structure import Structure
 from .styles import AXIS, style
 

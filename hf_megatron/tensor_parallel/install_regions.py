@@ -12,7 +12,7 @@ from transformers.utils import ModelOutput
 from ..compat.shared import Shared
 from ..core.communication.rng import TensorParallelRng
 from ..core.off_stage import computes_here
-from ..models.name_patterns import lookup
+from ..models.spec import lookup
 from .gathered_input import GatheredInputs
 from .layer_rng import draw_alone
 from .per_token_arguments import SequenceArguments

@@ -20,10 +20,9 @@ from ..errors import ConfigError, UnsupportedError
 from ..losses.targets import IGNORE_INDEX
 from .head_gradients import HeadGradients
 from .local_parameters import local_view
-from .local_tokens import TokensOfRank
 from .sampling import PLAIN, Sampling, ScoreOptions, reduce_over_vocabulary, smallest_kept
 from .vocab_parallel_head import ShardedLogits, VocabParallelHead
-from .vocab_range import require_tokens
+from .vocab_range import TokensOfRank, require_tokens
 
 LOG_PROBS = "log_probs"
 FIELDS = (LOG_PROBS, "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")

@@ -25,8 +25,7 @@ from ..losses.targets import IGNORE_INDEX, count_targets
 from .cross_entropy import CrossEntropyOptions, linear_cross_entropy
 from .linear import ColumnParallelLinear
 from .local_parameters import local_view
-from .local_tokens import TokensOfRank
-from .vocab_range import filling, rows_everywhere
+from .vocab_range import TokensOfRank, filling, rows_everywhere
 
 _ELEMENTWISE = {torch.tanh, torch.mul, torch.div, torch.true_divide, Tensor.tanh, Tensor.mul, Tensor.div, F.tanh}
 

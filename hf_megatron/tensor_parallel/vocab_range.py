@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -41,3 +41,20 @@ def filling(tokens: Tensor, value: float, vocab_start: int) -> Callable[[Tensor]
         return logits.index_fill(-1, rows.to(logits.device), known)
 
     return fill
+
+
+class TokensOfRank(Protocol):
+    """The tokens of a row that a rank holds, where several ranks hold some each."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the row."""
+
+    def own(self, targets: Tensor) -> Tensor:
+        """Keeps this rank's of `[batch, sequence]`: `[batch, held]`."""
+
+    def join(self, tensor: Tensor) -> Tensor:
+        """Joins the ranks' `[batch, held, ...]` to `[batch, sequence, ...]`, differentiable."""
+
+    def sum(self, part: Tensor) -> Tensor:
+        """Sums a tensor of any shape over the ranks, with its gradient."""

@@ -1,10 +1,12 @@
 """Which types are checked, and on which task: what a class of transformers is trained on."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -17,6 +19,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from ..models.modalities.images import SOUNDS, VIDEO_PIXELS, image_token, is_of_images
+from ..models.type_facts import facts_of
 from .tiny_config import full_config
 
 BASE_CLASSES = frozenset(
@@ -202,3 +205,26 @@ def _has_one_class(model_type: str) -> bool:
     """Tells whether the class for images is the causal one, which is given images then."""
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return names[0].get(model_type) == names[1][model_type]
+
+
+Changes = Mapping[str, Any]
+
+
+def variants_of(model_type: str, class_name: str) -> list[Changes]:
+    """Lists what is changed of a type's default config, the tying of its weights first, where the class can be both."""
+    return [*_tying(model_type, class_name), *facts_of(model_type).variants]
+
+
+def _tying(model_type: str, class_name: str) -> list[Changes]:
+    default = full_config(CONFIG_MAPPING[model_type]())
+    flag = "tie_word_embeddings"
+    try:
+        changed = type(default).from_dict(default.to_dict() | {flag: not getattr(default, flag, False)})
+    except StrictDataclassError:
+        return []
+    cls = getattr(transformers, class_name)
+    if not isinstance(default, cls.config_class):
+        return []
+    with torch.device("meta"):
+        tied = [cls(config).all_tied_weights_keys for config in (default, changed)]
+    return [] if tied[0] == tied[1] else [{flag: getattr(changed, flag)}]

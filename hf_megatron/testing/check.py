@@ -26,7 +26,7 @@ from ..models.verified import layout_kind, recorded_draw, tested_versions, write
 from ..parallelize import plan
 from ..pipeline_parallel.layers_per_stage import layers_with_features
 from .adapters import adapted
-from .cases import case_of, cases_of
+from .cases import case_of, cases_of, variants_of
 from .parity import UNBUILDABLE, TinyModel, check_tiny_model, make_tiny_model
 from .resolve_model import resolve_config
 from .rng_parity import check_draws
@@ -34,7 +34,6 @@ from .tiny_model import TASKS
 from .token_mixing import full_share, unknown_mixing
 from .tolerances import Judgement
 from .unread_parameters import without_gradient
-from .variants import variants_of
 
 _LAYOUT_WORDS = {
     "tp": "tp_size",

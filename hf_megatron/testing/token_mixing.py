@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from ..compat.transformers_models import attention_replaced
 from ..context_parallel.head_parallel_blocks import heads_to_share
-from ..models.full_sequence_blocks import find_full_sequence_blocks
-from ..models.layers import find_layers
+from ..models.layers import find_full_sequence_blocks, find_layers
 from ..models.spec import ModelSpec
 from ..parallel_state import ParallelState
 

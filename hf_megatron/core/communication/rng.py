@@ -12,9 +12,12 @@ Every state is on the host, that of a CUDA generator (its seed and offset) too: 
 """
 
 import hashlib
+import math
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,7 +25,6 @@ from torch import Tensor
 from ...compat.shared import Shared
 from ...compat.torch_autograd import in_backward
 from ...errors import UnsupportedError
-from .host_rng import host_state, set_host_state
 
 # Seed, position and the first of the words that a twister makes 624 of at a time, and a normal number that waits for
 # its turn behind them: enough to tell states apart.
@@ -231,3 +233,36 @@ class MicrobatchStreams:
         finally:
             if _distinction(self._generator.get_state()) != start:
                 self._was_used.fill_(1)
+
+
+# Words and place of Python's twister, and the normal number that waits for its turn.
+_PYTHON = numpy.dtype([("words", "u4", 625), ("gauss", "f8")])
+
+
+_NUMPY = numpy.dtype([("words", "u4", 624), ("place", "i8"), ("has_gauss", "i8"), ("gauss", "f8"), ("is_known", "?")])
+
+
+_TWISTER = "MT19937"
+
+
+def host_state() -> Tensor:
+    """Packs both states into bytes `[n]`, as many on every rank; of numpy's that of its default generator alone."""
+    _, words, gauss = random.getstate()
+    python = numpy.array([(words, math.nan if gauss is None else gauss)], _PYTHON)
+    state = numpy.random.get_state(legacy=False)
+    own = numpy.zeros(1, _NUMPY)
+    if state["bit_generator"] == _TWISTER:
+        twister = state["state"]
+        own[0] = twister["key"], twister["pos"], state["has_gauss"], state["gauss"], True
+    return torch.from_numpy(numpy.concatenate([python.view("u1"), own.view("u1")]))
+
+
+def set_host_state(packed: Tensor) -> None:
+    """Sets both states to what `host_state` packed, on this rank or another."""
+    flat = packed.numpy()
+    python, own = flat[: _PYTHON.itemsize].view(_PYTHON)[0], flat[_PYTHON.itemsize :].view(_NUMPY)[0]
+    gauss = float(python["gauss"])
+    random.setstate((3, tuple(python["words"].tolist()), None if math.isnan(gauss) else gauss))
+    if own["is_known"]:
+        words, place, has_gauss = own["words"].copy(), int(own["place"]), int(own["has_gauss"])
+        numpy.random.set_state((_TWISTER, words, place, has_gauss, float(own["gauss"])))

@@ -3,9 +3,8 @@
 from typing import Any
 
 from ..composite import composite_spec, moved_spec
-from ..name_patterns import module_name
 from ..registry import register_model
-from ..spec import ModelSpec
+from ..spec import ModelSpec, module_name
 from ..spec_helpers import family_spec, gated_decoder_plan
 from ..type_facts import TypeFacts, register_facts
 

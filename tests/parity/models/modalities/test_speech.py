@@ -12,7 +12,7 @@ from hf_megatron.integrations.transformers.verification_gate import ConfigUnderT
 from hf_megatron.models.layers import LayerSequence
 from hf_megatron.models.registry import spec_for
 from hf_megatron.pipeline_parallel import microbatches, off_stage_images, stage_payload
-from hf_megatron.tensor_parallel import install_regions, local_attributes
+from hf_megatron.tensor_parallel import attention_heads, install_regions
 from hf_megatron.testing import measure
 from hf_megatron.testing.parity import check_tiny_model, measured
 from tests.helpers.shared_tiny_models import make_tiny_model
@@ -49,7 +49,7 @@ def test_clips_of_unequal_lengths_and_labels_that_are_not_shifted():
 
 
 def heads_of_all_ranks():
-    local_attributes.LocalConfig.__getattr__ = lambda self, name: getattr(vars(self)["_whole"], name)
+    attention_heads.LocalConfig.__getattr__ = lambda self, name: getattr(vars(self)["_unsharded"], name)
 
 
 def test_heads_of_a_config_are_this_ranks():
