@@ -1,15 +1,20 @@
 """The suite's own rules: twins are built once and nothing else is shared, and no skip goes unseen."""
 
+import itertools
+import json
 import multiprocessing
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
 from hf_megatron.core.fork_harness import run_ranks
+from tests import where
+from tests.helpers.executed import RECORD
 from tests.helpers.references import in_one_process
 from tests.helpers.shared_tiny_models import make_tiny_model
 
@@ -64,3 +69,18 @@ def test_a_skip_in_a_worker_fails_the_run(tmp_path):
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-n", "2", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 1 and "NOT ON THE ALLOW-LIST" in result.stdout, result.stdout
+
+
+def test_tests_of_a_source_file_are_printed(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["where", "core/mesh.py"])
+    where.main()
+    assert "hf_megatron/core/mesh.py" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["where", "no/such/file.py"])
+    with pytest.raises(SystemExit):
+        where.main()
+    assert "no recorded test executes no/such/file.py" in capsys.readouterr().err
+
+
+def test_recorded_files_exist():
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    assert [name for name in {*record, *itertools.chain(*record.values())} if not (ROOT / name).exists()] == []

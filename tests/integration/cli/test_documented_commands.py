@@ -66,6 +66,7 @@ ELSEWHERE = {
     r"python -m pytest .*|ruff check \.": ".ci/run",
     r"python benchmarks/.*": "tests/integration/test_benchmarks.py",
     r"python -m tests\.matrix .*": "tests/matrix.json",
+    r"python -m tests\.where .*": "tests/unit/test_suite.py",
     r"python -m tests\.generated_docs": "tests/integration/test_docs.py",
     r"python -m tests\.helpers\.loop_patterns.*": "tests/integration/fuzz/test_patterns.py",
     r"python -m tests\.helpers\.mutated_files .*": "tests/integration/conversion/test_mutated_files.py",
