@@ -87,7 +87,7 @@ def show_samples(
     split: Annotated[str, typer.Option(help="Weights of train, valid and test.")] = "969,30,1",
     part: Annotated[str, typer.Option(help="train, valid or test.")] = "train",
     samples: Annotated[int | None, typer.Option(min=1, help="How many are asked for; one epoch by default.")] = None,
-    safe_repr: Annotated[int, typer.Option("--print", min=1, help="How many of the first are printed.")] = 10,
+    printed: Annotated[int, typer.Option("--print", min=1, help="How many of the first are printed.")] = 10,
 ) -> None:
     """Print which documents' tokens make the first samples, in the order of Megatron-Core's GPTDataset."""
     from ..datasets.indexed import IndexedDataset
@@ -103,7 +103,7 @@ def show_samples(
             raise DataError(f"--split {split}: nothing of {Path(prefix).name} is {part}.")
         found = sample_order(dataset.lengths, documents_of_split(share, len(dataset)), seq, samples, seed)
         typer.echo(f"{len(found):,} samples of {seq} tokens in {found.epochs} epoch{'s' if found.epochs > 1 else ''}")
-        for number in range(min(safe_repr, len(found))):
+        for number in range(min(printed, len(found))):
             pieces = found.pieces(number)
             texts = [f"{document}[{start}:{'' if count < 0 else start + count}]" for document, start, count in pieces]
             more = f" and {len(texts) - 4} more" if len(texts) > 4 else ""
