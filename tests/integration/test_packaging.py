@@ -40,7 +40,7 @@ def imports_from(folder):
         "import hf_megatron, hf_megatron.conversion, hf_megatron.model_cards, hf_megatron.cli\n"
         "from hf_megatron.models.verified import records\n"
         f"assert len(records()) > 100 and hf_megatron.__file__.startswith({str(folder)!r}), hf_megatron.__file__\n"
-        "import hf_megatron.models as r; assert 'gpt2' in r.registered_types()\n"
+        "from hf_megatron.models.registry import registered_types; assert 'gpt2' in registered_types()\n"
         "from hf_megatron.conversion.families import known_families; assert 'gpt2' in known_families()\n"
     )
     result = subprocess.run(
