@@ -26,7 +26,7 @@ from weights import CONFIG, _memory, _reset_peak
 
 import hf_megatron
 from hf_megatron.checkpoint.reader import open_checkpoint
-from hf_megatron.checkpoint.training_state import facts, load_model, load_optimizers, pieces
+from hf_megatron.checkpoint.training_state import load_model, load_optimizers, pieces, training_metadata
 from hf_megatron.checkpoint.transaction import Transaction
 from hf_megatron.compat.torch_dtensor import dtensor_from_local
 from hf_megatron.core.fork_harness import run_ranks
@@ -77,7 +77,7 @@ def _on_rank(source, folder, rounds):
     ours, plain, by_dcp, copied = (folder / name for name in ("ours", "plain", "dcp", "copied"))
 
     def save_ours():
-        with Transaction(ours / "checkpoint-1", facts(model, [optimizer])) as transaction:
+        with Transaction(ours / "checkpoint-1", training_metadata(model, [optimizer])) as transaction:
             transaction.write(pieces(model, [optimizer]))
 
     def load_ours(verify):

@@ -51,12 +51,12 @@ class Architecture:
 
     Attributes:
         names: its parameters and persistent buffers in the order of its modules, a tied one under its first name.
-        further_layers: layers of multi-token prediction among its layers, behind those that the class has.
+        num_mtp_layers: layers of multi-token prediction among its layers, behind those that the class has.
         untied: weights of their own here that the class ties.
     """
 
-    def __init__(self, model: Any, further_layers: int = 0, untied: tuple[str, ...] = ()):
-        self.model, self.further_layers, self.untied = model, further_layers, untied
+    def __init__(self, model: Any, num_mtp_layers: int = 0, untied: tuple[str, ...] = ()):
+        self.model, self.num_mtp_layers, self.untied = model, num_mtp_layers, untied
         self.config = model.config
         parameters = dict(model.named_parameters(remove_duplicate=False))
         first: dict[int, str] = {}
@@ -99,7 +99,7 @@ class Architecture:
         """Makes it with weights of their own under these names, which the class ties."""
         model, names = copy.deepcopy(self.model), tuple(names)
         untie(model, names)
-        return Architecture(model, self.further_layers, (*self.untied, *names))
+        return Architecture(model, self.num_mtp_layers, (*self.untied, *names))
 
     @cached_property
     def ties_always(self) -> bool:

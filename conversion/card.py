@@ -7,7 +7,7 @@ from typing import Any
 
 from ..core.io.safetensors import TensorMeta
 from ..errors import MegatronError
-from ..model_cards import carry_card, facts_of_config, is_own_card, write_card
+from ..model_cards import card_data_from_config, carry_card, is_own_card, write_card
 from .auxiliary_files import only_dtype, widest_dtype
 from .format import Format
 from .interfaces import WEIGHT, Key
@@ -40,7 +40,7 @@ def write_conversion_card(
         model_class = "AutoModelForCausalLM" if config.get_text_config() is config else "AutoModelForImageTextToText"
         how = f"`{model_class}.from_pretrained(folder, megatron_config=MegatronConfig())` under hf_megatron"
         notes = [*notes, f"to load it: {how}; `hf-megatron convert FOLDER OUT --to hf` makes plain files"]
-    facts = facts_of_config(
+    facts = card_data_from_config(
         config,
         model_name=name,
         source_format=source,

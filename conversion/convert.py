@@ -84,7 +84,7 @@ def plan_conversion(
     """
     options = options or TargetOptions()
     report = _report(source, target, to, from_format, config, options, without_mtp)
-    with report.source.open(False, report.format.further_layers) as reader:
+    with report.source.open(False, report.format.holds_mtp) as reader:
         _plan(report, reader, options, optimizer)
     return report
 
@@ -136,7 +136,7 @@ def convert(
     options = options or TargetOptions()
     report = _report(source, target, to, from_format, config, options, without_mtp)
     found = report.source
-    with found.open(checksums, report.format.further_layers) as reader:
+    with found.open(checksums, report.format.holds_mtp) as reader:
         reader.memory = Pool(largest(reader.entries))
         plan = _plan(report, reader, options, optimizer)
         on_plan(report)
@@ -152,7 +152,7 @@ def convert(
             iteration=reader.iteration,
             optimizer=state,
             on_read_back=lambda size, total: on_check("reading back", size, total),
-            facts={"source_format": found.format.name, "notes": report.notes},
+            metadata={"source_format": found.format.name, "notes": report.notes},
             write_card=lambda folder: write_conversion_card(
                 folder,
                 report.target.name,
@@ -233,7 +233,7 @@ def _plan(report: Report, reader: Reader, options: TargetOptions, optimizer: boo
     named = reader.tokenizer or getattr(source.architecture.config, "tokenizer_class", None)
     report.notes += note_of_tokenizer(source.path, source.config_folder, named)
     report.notes += note_of_adapter(source.path, source.config_folder)
-    there = reader.optimizer is not None or reader.optimizer_refusal is not None
+    there = reader.optimizer is not None or reader.optimizer_unsupported_reason is not None
     if there and not (optimizer and to.moments):
         why = "--no-optimizer" if to.moments else f"{to.title} does not hold one"
         report.notes.append(f"the optimizer's state is left out: {why}")

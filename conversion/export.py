@@ -69,7 +69,7 @@ def export(
                     tensors,
                     options,
                     small_files,
-                    facts={"source_format": "model", "notes": notes},
+                    metadata={"source_format": "model", "notes": notes},
                     write_card=lambda folder: write_conversion_card(
                         folder, target.name, architecture.config, "a model in training", to, notes, None, plan
                     ),

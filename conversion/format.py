@@ -33,7 +33,7 @@ class Format:
         moments: whether it can hold an optimizer's moments so that they can be read on other layouts.
         options: the fields of `TargetOptions` that it knows.
         main_weights: when moments come with fp32 weights: always, where weights are narrower, or never.
-        further_layers: whether it can hold layers of multi-token prediction.
+        holds_mtp: whether it can hold layers of multi-token prediction.
         card: how a model card calls its files, where this library or transformers loads them.
     """
 
@@ -49,5 +49,5 @@ class Format:
     moments: bool = False
     options: frozenset[str] = frozenset()
     main_weights: Literal["always", "narrower", "never"] = "never"
-    further_layers: bool = False
+    holds_mtp: bool = False
     card: Literal["merged", "sharded"] | None = None

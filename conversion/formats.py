@@ -15,7 +15,7 @@ from .interfaces import Reader, TargetOptions
 from .megatron.folder import TRACKER, iteration_folder
 from .megatron_core.format import FORMAT as MEGATRON_CORE
 from .megatron_legacy.format import FORMAT as MEGATRON_LEGACY
-from .mtp_layers import count_further, include_mtp
+from .mtp_layers import count_mtp_layers, include_mtp
 from .sharded.format import FORMAT as SHARDED
 from .shards.format import FORMAT as SHARDS
 
@@ -87,14 +87,14 @@ def open_reader(
     format: Format,
     architecture: Architecture,
     verify: bool = True,
-    further_layers: bool = False,
+    with_mtp: bool = False,
     without_mtp: bool = False,
 ) -> Reader:
     """Opens a checkpoint as tensors of the model, whatever its format.
 
     Args:
         verify: compare checksums that the format itself has.
-        further_layers: with its layers of multi-token prediction, if there are any and transformers has them.
+        with_mtp: with its layers of multi-token prediction, if there are any and transformers has them.
         without_mtp: leave layers of multi-token prediction out, if there are any.
 
     Raises:
@@ -107,7 +107,7 @@ def open_reader(
         architecture = architecture.with_own_weights(found.names)
         reader = format.open(path, architecture, False)
     try:
-        count = count_further(reader.left_out, architecture.config) if further_layers else 0
+        count = count_mtp_layers(reader.left_out, architecture.config) if with_mtp else 0
         extended = include_mtp(architecture, count) if count else None
         if extended is not None:
             reader.close()

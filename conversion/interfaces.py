@@ -85,7 +85,8 @@ class Reader(ABC):
     Attributes:
         entries: every tensor, in an order in which reading costs little memory.
         optimizer: of the optimizer whose moments are among the entries, `None` without.
-        optimizer_refusal: why the state of an optimizer that is there is not among the entries, and what to do.
+        optimizer_unsupported_reason: why the state of an optimizer that is there is not among the entries, and what to
+            do.
         memory: where what is read is put.
         iteration: optimizer steps of the run that wrote it, `None` where it is not known.
         architecture: the `Architecture` that the entries belong to.
@@ -97,7 +98,7 @@ class Reader(ABC):
     entries: Mapping[Key, TensorMeta]
     architecture: Any
     optimizer: OptimizerState | None = None
-    optimizer_refusal: str | None = None
+    optimizer_unsupported_reason: str | None = None
     iteration: int | None = None
     memory: Memory = FRESH
     left_out: tuple[str, ...] = ()
@@ -244,7 +245,7 @@ class MegatronModel:
         sizes: what tensor-parallel ranks share besides heads and widths of an MLP, and how many of it there are.
         blocks: by the end of a tensor's name, names and numbers of the rows that ranks split by themselves, in order.
         stacked: whether `torch_dist` has one tensor for all layers where they are alike.
-        further_blocks: modules of layers besides `block`, and how many layers they have.
+        extra_blocks: modules of layers besides `block`, and how many layers they have.
     """
 
     arguments: Mapping[str, Any]
@@ -254,12 +255,12 @@ class MegatronModel:
     sizes: Mapping[str, int] = field(default_factory=dict)
     blocks: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     stacked: bool = True
-    further_blocks: Mapping[str, int] = field(default_factory=dict)
+    extra_blocks: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def layers_of(self) -> Mapping[str, int]:
         """How many layers each module of layers has."""
-        return {self.block: self.num_layers, **self.further_blocks}
+        return {self.block: self.num_layers, **self.extra_blocks}
 
     @property
     def num_layers(self) -> int:

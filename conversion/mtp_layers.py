@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..compat.transformers_loading import without_output
-from ..compat.transformers_models import further_layer
+from ..compat.transformers_models import make_mtp_layer
 from ..core.text import safe_repr
 from ..errors import CheckpointError
 from .architecture import Architecture
@@ -31,7 +31,7 @@ _REPEATED: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
 
 def repeated_names(names: Iterable[str], architecture: Architecture) -> dict[str, str]:
     """Finds names of tensors by which the files of such layers repeat a weight of the model, and that weight's name."""
-    if not architecture.further_layers:
+    if not architecture.num_mtp_layers:
         return {}
     model, found = architecture.model, {}
     of_weight = {id(weight): name for name, weight in model.named_parameters()}
@@ -42,7 +42,7 @@ def repeated_names(names: Iterable[str], architecture: Architecture) -> dict[str
     return found
 
 
-def of_further_layers(names: Collection[str], config: Any) -> set[str]:
+def mtp_weight_names(names: Collection[str], config: Any) -> set[str]:
     """Returns the names of Hugging Face files that belong to such layers."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     projected = {match["number"] for name in names if (match := _PROJECTION.search(name)) and not match["mtp"]}
@@ -53,7 +53,7 @@ def of_further_layers(names: Collection[str], config: Any) -> set[str]:
     }
 
 
-def count_further(names: Iterable[str], config: Any) -> int:
+def count_mtp_layers(names: Iterable[str], config: Any) -> int:
     """Counts such layers by the names of tensors, of Megatron or of Hugging Face files.
 
     Raises:
@@ -77,7 +77,7 @@ def include_mtp(architecture: Architecture, count: int) -> Architecture | None:
         CheckpointError: its config says another number of them.
     """
     with torch.device("meta"), without_output():
-        made = [further_layer(architecture.model, number) for number in range(count)]
+        made = [make_mtp_layer(architecture.model, number) for number in range(count)]
     if None in made:
         return None
     config = architecture.config.get_text_config()

@@ -56,8 +56,8 @@ def compare_sources(
         moments: compare what optimizers keep too, where both have it.
         logits, on_tensor: as `compare` has them.
     """
-    further_layers = first.format.further_layers and second.format.further_layers
-    with first.open(False, further_layers) as one, second.open(False, further_layers) as other:
+    with_mtp = first.format.holds_mtp and second.format.holds_mtp
+    with first.open(False, with_mtp) as one, second.open(False, with_mtp) as other:
         one.memory, other.memory = Pool(largest(one.entries)), Pool(largest(other.entries))
         result = compare_readers(one, other, moments=moments, on_tensor=on_tensor)
     result.settings = differing_settings(first.architecture.config, second.architecture.config)

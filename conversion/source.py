@@ -36,11 +36,11 @@ class Source:
     config_folder: Path
     without_mtp: bool = False
 
-    def open(self, checksums: bool, further_layers: bool = False) -> Reader:
+    def open(self, checksums: bool, with_mtp: bool = False) -> Reader:
         """Opens its tensors under the model's names; layers of multi-token prediction as `open_reader` has them."""
         if checksums:
             check_record(self.path)
-        wanted = further_layers and not self.without_mtp
+        wanted = with_mtp and not self.without_mtp
         return open_reader(self.path, self.format, self.architecture, checksums, wanted, self.without_mtp)
 
 

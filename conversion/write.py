@@ -51,9 +51,10 @@ def planned_entries(reader: Reader, to: Format, optimizer: bool) -> dict[Key, Te
     """
     if not (optimizer and to.moments):
         return {key: entry for key, entry in reader.entries.items() if key.kind == WEIGHT}
-    if reader.optimizer_refusal:
+    if reader.optimizer_unsupported_reason:
         raise CheckpointError(
-            f"The optimizer's state cannot be converted: {reader.optimizer_refusal}. Weights alone: --no-optimizer."
+            f"The optimizer's state cannot be converted: {reader.optimizer_unsupported_reason}. Weights alone: "
+            f"--no-optimizer."
         )
     plan: dict[Key, TensorMeta] = {}
     for key, entry in reader.entries.items():
@@ -88,7 +89,7 @@ def write_checkpoint(
     iteration: int | None = None,
     optimizer: OptimizerState | None = None,
     on_read_back: Callable[[int, int], object] = lambda size, total: None,
-    facts: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     write_card: Callable[[Path], None],
 ) -> None:
     """Writes tensors of any shape that come in the order of a plan; the next is read while the last is written.
@@ -96,7 +97,7 @@ def write_checkpoint(
     Args:
         small_files: a folder whose config, tokenizer and the like are copied.
         on_read_back: called with some bytes that were read back at the end, and with how many there are in all.
-        facts: for the record that is written with the checksums of all files.
+        metadata: for the record that is written with the checksums of all files.
         write_card: puts a model card into the folder; people edit it, so it has no checksum.
 
     Raises:
@@ -118,7 +119,7 @@ def write_checkpoint(
         # What is copied is text that people edit: it has no checksum.
         copied = copy_small_files(small_files, output, plan)
         write_card(output.directory)
-        output.before_commit(lambda: _record({"format": to.name, **facts}, output, copied))
+        output.before_commit(lambda: _record({"format": to.name, **metadata}, output, copied))
 
 
 @contextmanager
@@ -137,8 +138,8 @@ def _in_background(writer: Writer, limit: int) -> Iterator[Callable[[Key, Tensor
             future.result()
 
 
-def _record(facts: Mapping[str, Any], output: Output, without: Collection[str]) -> None:
+def _record(metadata: Mapping[str, Any], output: Output, without: Collection[str]) -> None:
     found = output.digests()
     files = {name: {"size": found[name].size, "blake3": found[name].blake3} for name in found if name not in without}
-    content = {**facts, "versions": library_versions(), "files": files}
+    content = {**metadata, "versions": library_versions(), "files": files}
     output.add(RECORD, json.dumps(content, indent=1) + "\n")

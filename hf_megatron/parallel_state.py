@@ -147,13 +147,13 @@ class ParallelState(Shared):
     config: MegatronConfig
     axes: Axes
     spec: ModelSpec
-    claims: dict[str, ParameterSharding]
+    shardings: dict[str, ParameterSharding]
     placed: dict[str, Any] = field(default_factory=dict)
     cut: StagePartition | None = None
     leaving: Callable[[Tensor, str], Tensor] | None = None
     full_sequence_fns: list[tuple[str, Callable[[Any], Any]]] = field(default_factory=list)
     names: tuple[str, ...] = ()
-    elsewhere: frozenset[str] = frozenset()
+    off_stage_names: frozenset[str] = frozenset()
     rearranged: frozenset[str] = frozenset()
     reading: Any = None
     # Made when the weights are in; nobody asks before.
@@ -192,12 +192,14 @@ class ParallelState(Shared):
 
     def shards(self, name: str) -> bool:
         """Tells whether stage 3 splits a parameter over the ranks that see parts of the batch: not an adapter's."""
-        return self.shards_weights and name in self.claims and self.claims[name].style != ADAPTER
+        return self.shards_weights and name in self.shardings and self.shardings[name].style != ADAPTER
 
     @property
     def splits_weights(self) -> bool:
         """Whether ranks hold parts of weights by any other axis than those of stage 3."""
-        return self.axes.size("tp") > 1 or any(claim.placement.on(self.axes).is_split for claim in self.claims.values())
+        return self.axes.size("tp") > 1 or any(
+            sharding.placement.on(self.axes).is_split for sharding in self.shardings.values()
+        )
 
     @property
     def has_dtensors(self) -> bool:
@@ -207,16 +209,16 @@ class ParallelState(Shared):
     @property
     def in_lockstep(self) -> bool:
         """Whether ranks that see other data hold parts of one weight, and so wait for each other in every forward."""
-        axes = {split.axis for claim in self.claims.values() for split in claim.placement.splits}
+        axes = {split.axis for sharding in self.shardings.values() for split in sharding.placement.splits}
         return self.shards_weights or any(self.axes[axis].common(self.axes["dp"]).size > 1 for axis in axes)
 
     def placement(self, name: str) -> Placement:
         """Returns where a tensor lies; buffers are not claimed, every rank has them whole."""
-        return self.claims[name].placement if name in self.claims else Placement()
+        return self.shardings[name].placement if name in self.shardings else Placement()
 
     def average(self, name: str) -> str:
         """Names the axis whose ranks average the gradient of a parameter."""
-        return self.claims[name].gradient.average if name in self.claims else "dp_cp"
+        return self.shardings[name].gradient.average if name in self.shardings else "dp_cp"
 
     def is_tied(self, name: str) -> bool:
         """Tells whether the first and the last rank of the pipeline both hold this parameter."""

@@ -17,7 +17,7 @@ from .compat.transformers_models import adds_router_loss, function_between_layer
 from .config import MegatronConfig
 from .context_parallel import axis as context_parallel
 from .core.axes import Axes
-from .core.memory.training_kv_cache import leave_out_in_training, refuse_cache
+from .core.memory.training_kv_cache import leave_out_in_training, reject_cache
 from .core.mesh import ParallelMesh
 from .core.off_stage import local_named_parameters
 from .core.placement import GradientRule, ParameterSharding, Placement, copies_of_model
@@ -60,15 +60,15 @@ class ParallelPlan(list[ParameterSharding]):
         cut (*optional*): the pipeline stages, where there are several.
     """
 
-    def __init__(self, claims: Iterable[ParameterSharding] = (), cut: StagePartition | None = None):
-        super().__init__(claims)
+    def __init__(self, shardings: Iterable[ParameterSharding] = (), cut: StagePartition | None = None):
+        super().__init__(shardings)
         self.cut = cut
 
     def __str__(self) -> str:
         rows = [["parameter", "global shape", "style", "placement", "gradient"]]
         rows += [[c.name, str(list(c.shape)), c.style, str(c.placement), str(c.gradient)] for c in self]
         if self.cut is not None:
-            stages = [self.cut.stages_of(claim.name) for claim in self]
+            stages = [self.cut.stages_of(sharding.name) for sharding in self]
             for row, cell in zip(rows, ["stage", *stages], strict=True):
                 row.append(cell)
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -96,11 +96,11 @@ def plan(model: Any, config: MegatronConfig, axes: Axes, *, is_quantized: bool =
         )
     # Where modules stay whole no plan is asked: any architecture will do.
     spec = spec_for(model) if axes.size("tp") > 1 else registered_spec(model) or ModelSpec(model.config.model_type)
-    claims = {
+    shardings = {
         name: ParameterSharding(name, tuple(parameter.shape), "replicated", Placement(), GradientRule())
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
-    state = ParallelState(config, axes, spec, claims, is_quantized=is_quantized)
+    state = ParallelState(config, axes, spec, shardings, is_quantized=is_quantized)
     for axis in AXES:
         axis.place(model, state)
     return state
@@ -122,7 +122,7 @@ def install(model: Any) -> None:
     # Before what asks whether a call keeps a cache.
     leave_out_in_training(model, pipelined=state.axes.size("pp") > 1, always=state.axes.size("cp") > 1)
     if state.spec.tp.no_cache is not None and state.axes.size("tp") > 1:
-        refuse_cache(model, state.spec.tp.no_cache)
+        reject_cache(model, state.spec.tp.no_cache)
     for axis in AXES:
         axis.install(model, state)
     _wrap_between_layer_fns(model, state)
@@ -148,8 +148,8 @@ def _wrap_between_layer_fns(model: nn.Module, state: ParallelState) -> None:
 def _hold_places(model: nn.Module, state: ParallelState) -> None:
     """Puts DTensors in the place of parameters; where modules stay whole, of the split ones only."""
     # Meshes are made by all ranks together, also for what only other stages hold.
-    copies = copies_of_model(state.claims.values(), state.axes)
-    meshes = {claim.placement: state.mesh.of(claim.placement, copies) for claim in state.claims.values()}
+    copies = copies_of_model(state.shardings.values(), state.axes)
+    meshes = {sharding.placement: state.mesh.of(sharding.placement, copies) for sharding in state.shardings.values()}
     placeholders: dict[int, nn.Parameter] = {}
     for module_name, module in model.named_modules():
         for parameter_name, parameter in module._parameters.items():
@@ -179,7 +179,7 @@ def parallel_plan(model: Any) -> ParallelPlan:
         raise ConfigError(
             "The model was loaded without megatron_config (or with all sizes 1): it has no parallel plan."
         )
-    return ParallelPlan(state.claims.values(), state.cut)
+    return ParallelPlan(state.shardings.values(), state.cut)
 
 
 def local_numel(model: nn.Module) -> int:

@@ -16,7 +16,7 @@ from jinja2 import Template
 
 from ..core.io.safe_paths import replace_file
 from ..errors import ConfigError
-from .facts import CardData
+from .card_data import CardData
 from .loss_plot import can_draw, draw_losses
 from .provenance import CARD, PICTURE, stored_card, stored_file
 from .sections import template_variables

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import MegatronConfig
-from .facts import CardData
+from .card_data import CardData
 from .training import curves
 
 MOST_ROWS = 50

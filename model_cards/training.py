@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..parallel_state import parallel_state
-from .facts import CardData, card_data_from_model, installed_versions
+from .card_data import CardData, card_data_from_model, installed_versions
 
 _HUB = "hf://datasets/"
 # What an evaluation logs beside its metrics.
@@ -15,7 +15,7 @@ _TIMES = ("runtime", "samples_per_second", "steps_per_second", "tokens_per_secon
 _FILE_BUILDERS = (None, "csv", "json", "pandas", "parquet", "text", "generator")
 
 
-def facts_of_trainer(trainer: Any, **known: Any) -> CardData:
+def card_data_from_trainer(trainer: Any, **known: Any) -> CardData:
     """Gathers the facts of a Trainer and its model; one rank alone may call it, before, during and after training.
 
     `known` are further fields of `CardData`; they win over what the trainer says.

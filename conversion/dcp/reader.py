@@ -68,8 +68,8 @@ class DcpReader(Reader):
             raise CheckpointError(f"{path}: {len(missing)} weights are missing, among them {missing[:5]}.")
         self.entries = {key: _same(path, found) for key, found in self._ordered()}
         moments = [key for key in self.entries if key.kind != WEIGHT]
-        self.optimizer_refusal = self._refusal(others, moments, steps)
-        if self.optimizer_refusal is not None:
+        self.optimizer_unsupported_reason = self._optimizer_unsupported_reason(others, moments, steps)
+        if self.optimizer_unsupported_reason is not None:
             self.entries = {key: entry for key, entry in self.entries.items() if key.kind == WEIGHT}
         elif moments:
             step = max(int(store.read(name).item()) for store, name in steps)
@@ -126,7 +126,7 @@ class DcpReader(Reader):
                 if found := self._sources.get(Key(kind, name)):
                     yield Key(kind, name), found
 
-    def _refusal(
+    def _optimizer_unsupported_reason(
         self, others: Sequence[str], moments: Sequence[Key], steps: Sequence[tuple[ChunkedTensors, str]]
     ) -> str | None:
         if others:

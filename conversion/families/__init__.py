@@ -15,7 +15,7 @@ from ..interfaces import TargetOptions
 from ..megatron.rules import Rule
 from .family import Family
 from .multimodal import MultimodalFamily
-from .refused import REFUSED
+from .unsupported import REFUSED
 
 __all__ = ["Family", "MultimodalFamily", "check_config", "family_of", "known_families", "rules_of"]
 
@@ -69,11 +69,11 @@ def check_config(config: Any) -> None:
     """
     family = family_of(config)
     with _readable(config):
-        refused = family.refuse(config)
-        if not refused:
+        reason = family.unsupported_reason(config)
+        if not reason:
             family.meaning(config), family.unchecked(config), family.unstored(config)
-    if refused:
-        raise UnsupportedError(f"{config.model_type}: {refused}")
+    if reason:
+        raise UnsupportedError(f"{config.model_type}: {reason}")
 
 
 def rules_of(architecture: Architecture, options: TargetOptions) -> list[Rule]:
@@ -82,4 +82,4 @@ def rules_of(architecture: Architecture, options: TargetOptions) -> list[Rule]:
     check_config(config)
     padded = -(-config.get_text_config().vocab_size // multiple) * multiple
     with _readable(config):
-        return list(family_of(config).rules(config, padded, architecture.further_layers, architecture.names))
+        return list(family_of(config).rules(config, padded, architecture.num_mtp_layers, architecture.names))

@@ -84,7 +84,7 @@ FAMILY = Family(
     model_types=("deepseek_v2", "deepseek_v3"),
     layer=_layer,
     arguments=_arguments,
-    refuse=lambda config: (
+    unsupported_reason=lambda config: (
         "attention_bias: the linears of Megatron-Core's latent attention have none" if config.attention_bias else None
     ),
 )

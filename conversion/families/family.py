@@ -40,7 +40,7 @@ class Family:
         sizes: config -> what tensor-parallel ranks share besides heads and widths, and how many of it there are.
         blocks: config -> rows of a tensor that ranks split by themselves (`MegatronModel.blocks`).
         stacked: whether `torch_dist` has one tensor for all layers where they are alike.
-        further_blocks: config -> modules of layers besides `block`, and how many they have; `heads` has their rules.
+        extra_blocks: config -> modules of layers besides `block`, and how many they have; `heads` has their rules.
         own_unstored: config -> what else Megatron computes otherwise than transformers, or cannot say.
     """
 
@@ -49,7 +49,7 @@ class Family:
     arguments: Callable[[Any], Arguments]
     gated: bool = True
     unchecked: Callable[[Any], str | None] = lambda config: None
-    refuse: Callable[[Any], str | None] = lambda config: None
+    unsupported_reason: Callable[[Any], str | None] = lambda config: None
     embedding: str = "model.embed_tokens"
     positions: str = ""
     layers: str = "model.layers"
@@ -63,14 +63,14 @@ class Family:
     sizes: Callable[[Any], Mapping[str, int]] = lambda config: {}
     blocks: Callable[[Any], Mapping[str, Mapping[str, int]]] = lambda config: {}
     stacked: bool = True
-    further_blocks: Callable[[Any], Mapping[str, int]] = lambda config: {}
+    extra_blocks: Callable[[Any], Mapping[str, int]] = lambda config: {}
     own_unstored: Callable[[Any], Iterable[str]] = lambda config: ()
 
-    def model(self, config: Any, further_layers: int = 0) -> MegatronModel:
+    def model(self, config: Any, num_mtp_layers: int = 0) -> MegatronModel:
         """Returns what Megatron's formats need to know of a config, with layers of multi-token prediction."""
-        further = {"mtp_num_layers": further_layers} if further_layers else {}
+        further = {"mtp_num_layers": num_mtp_layers} if num_mtp_layers else {}
         arguments, facts = {**self.arguments(config), **further}, (self.sizes(config), self.blocks(config))
-        return MegatronModel(arguments, self.gated, self.block, "", *facts, self.stacked, self.further_blocks(config))
+        return MegatronModel(arguments, self.gated, self.block, "", *facts, self.stacked, self.extra_blocks(config))
 
     def meaning(self, config: Any) -> Arguments:
         """Returns what a config means in Megatron's arguments: those that are stored, and what says the same."""
@@ -91,12 +91,12 @@ class Family:
             return f"the activation {name}, which activation_func of TransformerConfig says"
         return None
 
-    def rules(self, config: Any, padded: int, further_layers: int = 0, names: Collection[str] = ()) -> Iterator[Rule]:
+    def rules(self, config: Any, padded: int, num_mtp_layers: int = 0, names: Collection[str] = ()) -> Iterator[Rule]:
         """Yields a rule for every tensor.
 
         Args:
             padded: how many rows the vocabulary has in Megatron.
-            further_layers: how many layers of multi-token prediction there are.
+            num_mtp_layers: how many layers of multi-token prediction there are.
             names: of the model's tensors, for parts that are taken along as they are.
         """
         vocabulary = PaddedVocabulary(config.vocab_size, padded)
@@ -110,7 +110,7 @@ class Family:
         for number in range(config.num_hidden_layers):
             yield from self.layer(config, number, f"{self.layers}.{number}", f"{self.block}.layers.{number}")
         yield from renamed(self.norm, f"{self.block}.{self.final_norm}", bias=self.norm_bias)
-        for index in range(further_layers):
+        for index in range(num_mtp_layers):
             number, target = config.num_hidden_layers + index, f"mtp.layers.{index}"
             yield from self.layer(config, number, f"{self.layers}.{number}", f"{target}.transformer_layer")
             for name in ("enorm", "hnorm", "eh_proj"):

@@ -15,7 +15,7 @@ from .multimodal import BRIDGE_ONLY, MultimodalFamily, carried
 _PROJECTOR = "multi_modal_projector"
 
 
-def _towers(config: Any, names: Collection[str]) -> Iterator[Rule]:
+def _encoder_rules(config: Any, names: Collection[str]) -> Iterator[Rule]:
     yield from carried(names, "model.vision_tower", DEEP_TOWER.removesuffix("."))
     source = f"model.{_PROJECTOR}"
     yield Rule((f"{source}.mm_soft_emb_norm.weight",), (f"{_PROJECTOR}.mm_soft_embed_norm.weight",))
@@ -25,7 +25,7 @@ def _towers(config: Any, names: Collection[str]) -> Iterator[Rule]:
 FAMILY = MultimodalFamily(
     model_types=("gemma3",),
     text=GEMMA,
-    towers=_towers,
-    tower_sizes=lambda config: {"text_config.hidden_size": config.text_config.hidden_size},
+    encoder_rules=_encoder_rules,
+    encoder_sizes=lambda config: {"text_config.hidden_size": config.text_config.hidden_size},
     own_unchecked=lambda config: BRIDGE_ONLY,
 )

@@ -43,7 +43,7 @@ FAMILY = Family(
     arguments=_arguments,
     gated=False,
     unchecked=_unchecked,
-    refuse=lambda config: (
+    unsupported_reason=lambda config: (
         "add_cross_attention has no counterpart in Megatron-Core's GPTModel" if config.add_cross_attention else None
     ),
     embedding="transformer.wte",

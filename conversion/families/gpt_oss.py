@@ -35,10 +35,10 @@ def _arguments(config: Any) -> Arguments:
     )
 
 
-def _refuse(config: Any) -> str | None:
+def _unsupported_reason(config: Any) -> str | None:
     if not config.attention_bias:
         return "attention_bias=False: add_bias_linear of Megatron-Core covers attention and experts"
     return None
 
 
-FAMILY = Family(model_types=("gpt_oss",), layer=_layer, arguments=_arguments, refuse=_refuse)
+FAMILY = Family(model_types=("gpt_oss",), layer=_layer, arguments=_arguments, unsupported_reason=_unsupported_reason)

@@ -12,12 +12,12 @@ from typing import Any
 from ..megatron.rules import GroupedQKV, Reshaped, Rule
 from .family import fused_norm, renamed
 from .llama import FAMILY as LLAMA
-from .multimodal import MultimodalFamily, tower_mlp
+from .multimodal import MultimodalFamily, encoder_mlp
 
 _LAST_LAYER = -1
 
 
-def _towers(config: Any, names: Collection[str]) -> Iterator[Rule]:
+def _encoder_rules(config: Any, names: Collection[str]) -> Iterator[Rule]:
     vision, source, target = config.vision_config, "model.vision_tower", "vision_model"
     width, heads = vision.hidden_size, vision.num_attention_heads
     yield Rule((f"{source}.embeddings.class_embedding",), (f"{target}.class_token",), Reshaped(3))
@@ -32,7 +32,7 @@ def _towers(config: Any, names: Collection[str]) -> Iterator[Rule]:
             parts = tuple(f"{block}.self_attn.{part}_proj.{suffix}" for part in "qkv")
             yield Rule(parts, (f"{attention}.linear_qkv.{suffix}",), GroupedQKV(heads, heads, width // heads))
         yield from renamed(f"{block}.self_attn.out_proj", f"{attention}.linear_proj", bias=True)
-        yield from tower_mlp(f"{block}.mlp", f"{layer}.mlp", "fc1", "fc2", f"{block}.layer_norm2")
+        yield from encoder_mlp(f"{block}.mlp", f"{layer}.mlp", "fc1", "fc2", f"{block}.layer_norm2")
     for suffix, neutral in (("weight", 1.0), ("bias", 0.0)):
         name = f"{source}.post_layernorm.{suffix}"
         yield Rule((name,), (f"{target}.ln_post.{suffix}",), off_stage=neutral)
@@ -42,7 +42,7 @@ def _towers(config: Any, names: Collection[str]) -> Iterator[Rule]:
         yield from renamed(f"model.multi_modal_projector.linear_{number}", linear, bias=bias)
 
 
-def _tower_sizes(config: Any) -> Mapping[str, int]:
+def _encoder_sizes(config: Any) -> Mapping[str, int]:
     return {
         "vision_config.num_attention_heads": config.vision_config.num_attention_heads,
         "vision_config.intermediate_size": config.vision_config.intermediate_size,
@@ -50,7 +50,7 @@ def _tower_sizes(config: Any) -> Mapping[str, int]:
     }
 
 
-def _refuse(config: Any) -> str | None:
+def _unsupported_reason(config: Any) -> str | None:
     if config.vision_config.model_type != "clip_vision_model":
         return f"a tower of type {config.vision_config.model_type!r} is not known; known is clip_vision_model"
     if not isinstance(config.vision_feature_layer, int):
@@ -70,8 +70,8 @@ def _unstored(config: Any) -> Iterator[str]:
 FAMILY = MultimodalFamily(
     model_types=("llava",),
     text=LLAMA,
-    towers=_towers,
-    tower_sizes=_tower_sizes,
-    own_refusal=_refuse,
+    encoder_rules=_encoder_rules,
+    encoder_sizes=_encoder_sizes,
+    own_unsupported_reason=_unsupported_reason,
     own_unstored=_unstored,
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..megatron.rules import Rule
 from .family import Arguments, Family, fused_norm
-from .state_space import StateSpace, limited_steps, mixer, refused_mixer
+from .state_space import StateSpace, limited_steps, mixer, unsupported_mixer_reason
 
 
 def _space(config: Any) -> StateSpace:
@@ -42,7 +42,7 @@ FAMILY = Family(
     layer=_layer,
     arguments=_arguments,
     gated=False,
-    refuse=lambda config: refused_mixer(config, "hidden_act"),
+    unsupported_reason=lambda config: unsupported_mixer_reason(config, "hidden_act"),
     embedding="backbone.embeddings",
     layers="backbone.layers",
     norm="backbone.norm_f",

@@ -42,7 +42,7 @@ def _arguments(config: Any) -> Arguments:
     )
 
 
-def _refuse(config: Any) -> str | None:
+def _unsupported_reason(config: Any) -> str | None:
     if config.add_cross_attention:
         return "add_cross_attention has no counterpart in Megatron's BertModel"
     if config.is_decoder:
@@ -55,7 +55,7 @@ FAMILY = Family(
     layer=_layer,
     arguments=_arguments,
     gated=False,
-    refuse=_refuse,
+    unsupported_reason=_unsupported_reason,
     embedding="bert.embeddings.word_embeddings",
     positions="bert.embeddings.position_embeddings",
     layers="bert.encoder.layer",

@@ -23,11 +23,12 @@ class MultimodalFamily:
     Args:
         model_types: of `config.model_type`.
         text: the family of the text part.
-        towers: config, names of the model's tensors -> a rule for each tensor outside of the text part.
-        tower_sizes: config -> what tensor-parallel ranks share of the towers, and how many of it there are.
+        encoder_rules: config, names of the model's tensors -> a rule for each tensor outside of the text part.
+        encoder_sizes: config -> what tensor-parallel ranks share of the towers, and how many of it there are.
         text_type: the type of `text` that the text part computes as, if its own is another.
         mrope_section: what transformers takes where a config has none; `None` for positions of one dimension.
-        own_unchecked, own_refusal: as `unchecked` and `refuse` of `Family`; the text part has its own.
+        own_unchecked, own_unsupported_reason: as `unchecked` and `unsupported_reason` of `Family`; the text part has
+            its own.
         own_unstored: config -> what no argument of Megatron-LM says of the towers.
         source: what stands before the names of the text part's tensors in transformers.
         copied_head: as of `Family`; no text part has one.
@@ -35,12 +36,12 @@ class MultimodalFamily:
 
     model_types: tuple[str, ...]
     text: Family
-    towers: Callable[[Any, Collection[str]], Iterable[Rule]]
-    tower_sizes: Callable[[Any], Mapping[str, int]] = lambda config: {}
+    encoder_rules: Callable[[Any, Collection[str]], Iterable[Rule]]
+    encoder_sizes: Callable[[Any], Mapping[str, int]] = lambda config: {}
     text_type: str | None = None
     mrope_section: tuple[int, ...] | None = None
     own_unchecked: Callable[[Any], str | None] = lambda config: None
-    own_refusal: Callable[[Any], str | None] = lambda config: None
+    own_unsupported_reason: Callable[[Any], str | None] = lambda config: None
     own_unstored: Callable[[Any], Iterable[str]] = lambda config: ()
     source: str = "model.language_model"
     copied_head: str = ""
@@ -54,12 +55,12 @@ class MultimodalFamily:
         found.tie_word_embeddings = config.tie_word_embeddings
         return found
 
-    def refuse(self, config: Any) -> str | None:
+    def unsupported_reason(self, config: Any) -> str | None:
         """Returns why a config cannot be expressed at all, `None` if it can."""
         if self.text_type is None and config.text_config.model_type not in self.text.model_types:
             known = ", ".join(self.text.model_types)
             return f"a text part of type {config.text_config.model_type!r} is not known; known are {known}"
-        return self.own_refusal(config) or self.text.refuse(self.text_config(config))
+        return self.own_unsupported_reason(config) or self.text.unsupported_reason(self.text_config(config))
 
     def unchecked(self, config: Any) -> str | None:
         """Returns why the format was checked by round trips alone, `None` where megatron-core loads it."""
@@ -69,12 +70,12 @@ class MultimodalFamily:
         """Returns what Megatron-LM's arguments cannot say of a config."""
         return (*self.text.unstored(self.text_config(config)), *self.own_unstored(config))
 
-    def model(self, config: Any, further_layers: int = 0) -> MegatronModel:
+    def model(self, config: Any, num_mtp_layers: int = 0) -> MegatronModel:
         """Returns what Megatron's formats need to know of a config; its arguments are those of the text part."""
         text = self.text_config(config)
-        made = self.text.model(text, further_layers)
+        made = self.text.model(text, num_mtp_layers)
         arguments = {**made.arguments, **self._positions(text)}
-        return replace(made, arguments=arguments, prefix=LANGUAGE, sizes={**made.sizes, **self.tower_sizes(config)})
+        return replace(made, arguments=arguments, prefix=LANGUAGE, sizes={**made.sizes, **self.encoder_sizes(config)})
 
     def meaning(self, config: Any) -> Arguments:
         """Returns what the text part means in Megatron's arguments."""
@@ -87,10 +88,10 @@ class MultimodalFamily:
         section = text.rope_parameters.get("mrope_section") or self.mrope_section
         return {"position_embedding_type": "mrope", "mrope_section": list(section)}
 
-    def rules(self, config: Any, padded: int, further_layers: int = 0, names: Collection[str] = ()) -> Iterator[Rule]:
+    def rules(self, config: Any, padded: int, num_mtp_layers: int = 0, names: Collection[str] = ()) -> Iterator[Rule]:
         """Yields a rule for every tensor, as `Family.rules`."""
-        yield from self.towers(config, names)
-        for rule in self.text.rules(self.text_config(config), padded, further_layers):
+        yield from self.encoder_rules(config, names)
+        for rule in self.text.rules(self.text_config(config), padded, num_mtp_layers):
             sources = tuple(self._in_model(name) for name in rule.transformers)
             yield replace(rule, transformers=sources, megatron=tuple(f"{LANGUAGE}{name}" for name in rule.megatron))
 
@@ -112,7 +113,7 @@ def packed_qkv(width: int, heads: int) -> Chain:
     return Chain((Divided((width,) * 3), GroupedQKV(heads, heads, width // heads)))
 
 
-def tower_mlp(source: str, target: str, first: str, second: str, norm: str) -> Iterator[Rule]:
+def encoder_mlp(source: str, target: str, first: str, second: str, norm: str) -> Iterator[Rule]:
     """Yields the rules of a tower's MLP, all of whose parts have biases, and of the norm before it."""
     yield from fused_norm(norm, f"{target}.linear_fc1", bias=True)
     yield from renamed(f"{source}.{first}", f"{target}.linear_fc1", bias=True)

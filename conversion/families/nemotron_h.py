@@ -5,7 +5,7 @@ from typing import Any
 
 from ..megatron.rules import Rule
 from .family import Arguments, Family, common_arguments, fused_norm, qkv, renamed
-from .state_space import StateSpace, limited_steps, mixer, refused_mixer
+from .state_space import StateSpace, limited_steps, mixer, unsupported_mixer_reason
 
 _ACTIVATION = "relu2"
 
@@ -77,14 +77,14 @@ def _arguments(config: Any) -> Arguments:
     )
 
 
-def _refuse(config: Any) -> str | None:
+def _unsupported_reason(config: Any) -> str | None:
     if config.mlp_bias:
         return "mlp_bias: add_bias_linear of Megatron-Core would give attention biases too"
     if config.mlp_hidden_act != _ACTIVATION:
         return f"mlp_hidden_act={config.mlp_hidden_act}: known is {_ACTIVATION}, which squared_relu says"
     if "moe" in config.layers_block_type and config.norm_topk_prob is not (config.num_experts_per_tok > 1):
         return "norm_topk_prob: Megatron-Core divides the weights of experts by their sum where a token has several"
-    return refused_mixer(config, "mamba_hidden_act")
+    return unsupported_mixer_reason(config, "mamba_hidden_act")
 
 
 FAMILY = Family(
@@ -95,7 +95,7 @@ FAMILY = Family(
     unchecked=lambda config: (
         "experts behind moe_latent_size need TransformerEngine in Megatron-Core" if config.moe_latent_size else None
     ),
-    refuse=_refuse,
+    unsupported_reason=_unsupported_reason,
     embedding="model.embeddings",
     norm="model.norm_f",
     final_norm="final_norm",

@@ -9,7 +9,7 @@ from .multimodal import BRIDGE_ONLY, MultimodalFamily, carried
 FAMILY = MultimodalFamily(
     model_types=("qwen2_5_vl",),
     text=LLAMA,
-    towers=lambda config, names: carried(names, "model.visual", "visual"),
+    encoder_rules=lambda config, names: carried(names, "model.visual", "visual"),
     text_type="qwen2",
     mrope_section=(16, 24, 24),
     own_unchecked=lambda config: BRIDGE_ONLY,

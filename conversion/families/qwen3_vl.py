@@ -10,7 +10,7 @@ from typing import Any
 from ..megatron.rules import Rule
 from .family import fused_norm, renamed
 from .llama import FAMILY as LLAMA
-from .multimodal import BRIDGE_ONLY, MultimodalFamily, packed_qkv, tower_mlp
+from .multimodal import BRIDGE_ONLY, MultimodalFamily, encoder_mlp, packed_qkv
 
 
 def _merger(source: str, target: str) -> Iterator[Rule]:
@@ -19,7 +19,7 @@ def _merger(source: str, target: str) -> Iterator[Rule]:
         yield from renamed(f"{source}.{linear}", f"{target}.{linear}", bias=True)
 
 
-def _tower(config: Any, names: Collection[str]) -> Iterator[Rule]:
+def _encoder_rules(config: Any, names: Collection[str]) -> Iterator[Rule]:
     vision, source, target = config.vision_config, "model.visual", "vision_model"
     order = packed_qkv(vision.hidden_size, vision.num_heads)
     yield from renamed(f"{source}.patch_embed.proj", f"{target}.patch_embed.proj", bias=True)
@@ -29,14 +29,14 @@ def _tower(config: Any, names: Collection[str]) -> Iterator[Rule]:
         yield from fused_norm(f"{block}.norm1", f"{layer}.self_attention.linear_qkv", bias=True)
         yield from renamed(f"{block}.attn.qkv", f"{layer}.self_attention.linear_qkv", bias=True, operation=order)
         yield from renamed(f"{block}.attn.proj", f"{layer}.self_attention.linear_proj", bias=True)
-        yield from tower_mlp(f"{block}.mlp", f"{layer}.mlp", "linear_fc1", "linear_fc2", f"{block}.norm2")
+        yield from encoder_mlp(f"{block}.mlp", f"{layer}.mlp", "linear_fc1", "linear_fc2", f"{block}.norm2")
     for index in range(len(vision.deepstack_visual_indexes)):
         lists = (f"{module}.deepstack_merger_list.{index}" for module in (source, f"{target}.decoder"))
         yield from _merger(*lists)
     yield from _merger(f"{source}.merger", f"{target}.merger")
 
 
-def _tower_sizes(config: Any) -> Mapping[str, int]:
+def _encoder_sizes(config: Any) -> Mapping[str, int]:
     vision = config.vision_config
     return {
         "vision_config.num_heads": vision.num_heads,
@@ -48,8 +48,8 @@ def _tower_sizes(config: Any) -> Mapping[str, int]:
 FAMILY = MultimodalFamily(
     model_types=("qwen3_vl",),
     text=LLAMA,
-    towers=_tower,
-    tower_sizes=_tower_sizes,
+    encoder_rules=_encoder_rules,
+    encoder_sizes=_encoder_sizes,
     text_type="qwen3",
     mrope_section=(24, 20, 20),
     own_unchecked=lambda config: BRIDGE_ONLY,

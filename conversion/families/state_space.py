@@ -55,7 +55,7 @@ def mixer(source: str, target: str) -> Iterator[Rule]:
     yield from renamed(f"{source}.out_proj", f"{target}.out_proj")
 
 
-def refused_mixer(config: Any, activation: str) -> str | None:
+def unsupported_mixer_reason(config: Any, activation: str) -> str | None:
     """Returns the setting that Megatron's mixer does not have, `None` where it has all."""
     wanted: dict[str, Any] = {"use_bias": False, "use_conv_bias": True, "conv_kernel": _KERNEL}
     wanted |= {"layer_norm_epsilon": _EPSILON, activation: "silu"}

@@ -58,7 +58,7 @@ def _arguments(config: Any) -> Arguments:
     }
 
 
-def _refuse(config: Any) -> str | None:
+def _unsupported_reason(config: Any) -> str | None:
     if getattr(config, "scale_decoder_outputs", False):
         return "scale_decoder_outputs, as T5 1.0 has it: T5Model of Megatron-Core does not scale what the head reads"
     if not config.is_gated_act:
@@ -70,7 +70,7 @@ FAMILY = Family(
     model_types=("t5", "mt5"),
     layer=_layer,
     arguments=_arguments,
-    refuse=_refuse,
+    unsupported_reason=_unsupported_reason,
     embedding="shared",
     layers="encoder.block",
     norm="encoder.final_layer_norm",
@@ -78,5 +78,5 @@ FAMILY = Family(
     heads=_decoder,
     copied_head="lm_head.weight",
     outputs=("output_layer", "lm_head.output_layer"),
-    further_blocks=lambda config: {"decoder": config.num_decoder_layers},
+    extra_blocks=lambda config: {"decoder": config.num_decoder_layers},
 )

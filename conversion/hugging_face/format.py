@@ -19,6 +19,6 @@ FORMAT = Format(
         output, plan, architecture, options
     ),
     options=frozenset({"max_shard_size"}),
-    further_layers=True,
+    holds_mtp=True,
     card="merged",
 )

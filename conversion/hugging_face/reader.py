@@ -17,7 +17,7 @@ from ...core.io.untrusted_json import read_weight_map
 from ...errors import CheckpointError
 from ..architecture import Architecture, OwnWeights
 from ..interfaces import WEIGHT, Key, Reader, same_bytes
-from ..mtp_layers import of_further_layers, repeated_names
+from ..mtp_layers import mtp_weight_names, repeated_names
 from ..torch_files.weight_file import PickledFile
 
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)")
@@ -79,7 +79,7 @@ class HuggingFaceReader(Reader):
                 holders.append(opened)
         repeated = repeated_names(self._holders, architecture)
         groups, surplus = loading_groups(architecture.model, [name for name in self._holders if name not in repeated])
-        further = of_further_layers(self._holders, architecture.config)
+        further = mtp_weight_names(self._holders, architecture.config)
         self._group_of: dict[Key, LoadingGroup] = {}
         entries: dict[Key, TensorMeta] = {}
         self._copies: dict[Key, list[LoadingGroup]] = {}

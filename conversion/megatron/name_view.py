@@ -28,7 +28,7 @@ from ..interfaces import (
 from ..output_folder import Output
 from .arguments import check_arguments, notes_of_arguments
 from .folder import iteration_folder
-from .names import EMBEDDING, LANGUAGE, OUTPUT, of_mtp, of_tower, spellings
+from .names import EMBEDDING, LANGUAGE, OUTPUT, is_encoder_weight, of_mtp, spellings
 from .rules import Rule
 
 
@@ -41,7 +41,7 @@ class TransformersView(Reader):
 
     def __init__(self, reader: Reader, rules: Sequence[Rule], architecture: Architecture, where: str):
         self._reader = reader
-        self.optimizer, self.optimizer_refusal = reader.optimizer, reader.optimizer_refusal
+        self.optimizer, self.optimizer_unsupported_reason = reader.optimizer, reader.optimizer_unsupported_reason
         self.iteration, self.tokenizer = reader.iteration, reader.tokenizer
         self._source_of: dict[Key, tuple[Rule, tuple[Key, ...]]] = {}
         self._ready: dict[Key, Tensor] = {}
@@ -169,7 +169,7 @@ def _listed(parts: Iterable[str]) -> str:
 
 
 def _part(name: str) -> str:
-    return name.partition(".")[0] if of_tower(name) or name.startswith(LANGUAGE) else ""
+    return name.partition(".")[0] if is_encoder_weight(name) or name.startswith(LANGUAGE) else ""
 
 
 class Regrouping:
@@ -291,8 +291,8 @@ def megatron_format(
         optimizer: OptimizerState | None,
     ) -> Writer:
         rules = rules_of(architecture, options)
-        model = family_of(architecture.config).model(architecture.config, architecture.further_layers)
+        model = family_of(architecture.config).model(architecture.config, architecture.num_mtp_layers)
         inner = megatron_plan(plan, rules, str(output.target))
         return TransformersNames(writer(output, inner, model, options, iteration, optimizer), plan, rules)
 
-    return Format(open=open, create=create, megatron=True, further_layers=True, **facts)
+    return Format(open=open, create=create, megatron=True, holds_mtp=True, **facts)

@@ -55,7 +55,7 @@ def of_mtp(name: str) -> bool:
     return name.removeprefix(LANGUAGE).startswith("mtp.")
 
 
-def of_tower(name: str) -> bool:
+def is_encoder_weight(name: str) -> bool:
     """Checks whether a tensor belongs to what stands before a language model: towers and projectors."""
     return _TOWER.match(name) is not None
 

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from ...errors import CheckpointError
 from ..interfaces import Key, MegatronModel, TargetOptions
-from .names import EXPERTS, of_mtp, of_tower
+from .names import EXPERTS, is_encoder_weight, of_mtp
 
 # What is split over tensor parallel ranks in any case; how experts are is told when they are loaded.
 _WIDTHS = MappingProxyType(
@@ -28,7 +28,7 @@ def check_sizes(model: MegatronModel, options: TargetOptions, plan: Iterable[Key
     layers, heads = arguments.get("num_layers"), arguments.get("num_attention_heads")
     if layers is not None and layers % pp:
         raise _unfit(f"num_layers {layers} does not divide over", "pp_size", pp, _divisors(layers))
-    if pp > 1 and model.further_blocks:
+    if pp > 1 and model.extra_blocks:
         raise CheckpointError(
             f"pp_size {pp}: {' and '.join(model.layers_of)} lie on one stage, so that 1 is all that fits."
         )
@@ -42,7 +42,7 @@ def check_sizes(model: MegatronModel, options: TargetOptions, plan: Iterable[Key
             raise _unfit(f"num_query_groups {groups} neither divides nor is divided by", "tp_size", tp, fit)
     for field, module in _WIDTHS.items():
         width = arguments.get(field)
-        if width is not None and width % tp and any(module in name and not of_tower(name) for name in names):
+        if width is not None and width % tp and any(module in name and not is_encoder_weight(name) for name in names):
             raise _unfit(f"{field} {width} does not divide over", "tp_size", tp, _divisors(width))
     for what, size in model.sizes.items():
         if size % tp:

@@ -99,7 +99,7 @@ _TOWERS: tuple[tuple[str, RankSplit | None], ...] = (
     (r"vision_model\.(merger|decoder\.deepstack_merger_list\.\d+)\.linear_fc1\.(weight|bias)", RankSplit(0)),
     (r"vision_model\.(merger|decoder\.deepstack_merger_list\.\d+)\.linear_fc2\.weight", RankSplit(1)),
     (r"vision_model\.(merger|decoder\.deepstack_merger_list\.\d+)\.linear_fc2\.bias", None),
-    # Towers of transformers, which every rank has whole: Megatron-Bridge's qwen_vl/modeling_qwen25_vl.py and
+    # ModalityEncoders of transformers, which every rank has whole: Megatron-Bridge's qwen_vl/modeling_qwen25_vl.py and
     # gemma_vl/modeling_gemma3_vl.py.
     (r"(visual|vision_tower)\..+", None),
     (r"multi_modal_projector\.mm_soft_embed_norm\.weight", None),

@@ -84,10 +84,12 @@ class MegatronCoreReader(MegatronReader):
         self._parts = {key: self._arranged(key, found) for key, found in parts.items()}
         entries = {key: self._entry(key) for key in sorted(self._parts, key=_order)}
         weights = {key: entry for key, entry in entries.items() if key.kind == WEIGHT}
-        self.optimizer_refusal = _refusal(entries, others, self._store.objects, common)
-        self.optimizer = None if self.optimizer_refusal or len(weights) == len(entries) else optimizer_of(common)
-        if self.optimizer is None and len(weights) < len(entries) and self.optimizer_refusal is None:
-            self.optimizer_refusal = f"{COMMON} does not say how many steps it has taken"
+        self.optimizer_unsupported_reason = _optimizer_unsupported_reason(entries, others, self._store.objects, common)
+        self.optimizer = (
+            None if self.optimizer_unsupported_reason or len(weights) == len(entries) else optimizer_of(common)
+        )
+        if self.optimizer is None and len(weights) < len(entries) and self.optimizer_unsupported_reason is None:
+            self.optimizer_unsupported_reason = f"{COMMON} does not say how many steps it has taken"
         self.entries = weights if self.optimizer is None else entries
 
     def _common(self) -> Mapping[Any, Any]:
@@ -202,7 +204,7 @@ def check_format(path: Path) -> None:
         )
 
 
-def _refusal(
+def _optimizer_unsupported_reason(
     entries: Mapping[Key, TensorMeta], others: Sequence[str], objects: Iterable[str], common: Mapping[Any, Any]
 ) -> str | None:
     """Says why moments are not read, if there are any."""

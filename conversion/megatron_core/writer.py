@@ -16,7 +16,7 @@ from ...errors import CheckpointError
 from ..dcp.store_writer import StoreWriter
 from ..interfaces import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, MegatronModel, OptimizerState, Writer
 from ..megatron.folder import TRACKER, folder_name, tracker_text
-from ..megatron.names import EMBEDDING, STACK, has_state, of_tower
+from ..megatron.names import EMBEDDING, STACK, has_state, is_encoder_weight
 from ..output_folder import Output
 from ..torch_files.archive_writer import write_object
 from .common_state import is_plain_value, optimizer_state, rate_schedule
@@ -124,7 +124,10 @@ class MegatronCoreWriter(Writer):
             rest, dim = (0,) * (tensor.dim() - 1), 1
             boxes = [((expert, *rest), tensor[expert : expert + 1]) for expert in range(len(tensor))]
         halves = (
-            self._model.gated and not of_tower(name) and _FIRST_LINEAR.fullmatch(name) and tensor.shape[dim] % 2 == 0
+            self._model.gated
+            and not is_encoder_weight(name)
+            and _FIRST_LINEAR.fullmatch(name)
+            and tensor.shape[dim] % 2 == 0
         )
         for offset, box in boxes:
             if not halves:

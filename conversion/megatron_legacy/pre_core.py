@@ -142,7 +142,7 @@ def check_version(path: Path, version: float, older: bool) -> None:
         )
 
 
-def tower_in_order(packed: Tensor, version: float) -> Tensor:
+def reorder_encoder_qkv(packed: Tensor, version: float) -> Tensor:
     """Returns a tower's rows of query, key and value `[rows, ...]`, which are ordered as in version 2.0.
 
     Raises:

@@ -8,10 +8,10 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ..interfaces import WEIGHT, Key, MegatronModel, MegatronReader
 from ..megatron.folder import RELEASE
-from ..megatron.names import EMBEDDING, LAYER, OUTPUT, canonical, expert_of, of_mtp, of_tower
+from ..megatron.names import EMBEDDING, LAYER, OUTPUT, canonical, expert_of, is_encoder_weight, of_mtp
 from ..megatron.splits import blocks_of, tensor_parallel_split
 from ..torch_files.torch_save import StoredTensor
-from .pre_core import grouped_by_head, tower_in_order
+from .pre_core import grouped_by_head, reorder_encoder_qkv
 from .rank_merge import MergedTensor, RankShard
 from .ranks import Rank, RankFile, Ranks
 
@@ -43,7 +43,7 @@ class MegatronLegacyReader(MegatronReader):
         first = self._ranks.first
         self.arguments = first.arguments
         self.iteration = None if self._ranks.folder.name == RELEASE else first.iteration
-        self.optimizer_refusal = _refusal(self._ranks)
+        self.optimizer_unsupported_reason = _optimizer_unsupported_reason(self._ranks)
         self._collect()
         self._untie()
         self.entries = {Key(WEIGHT, name): made.entry() for name, made in self._merged.items()}
@@ -179,8 +179,8 @@ class MegatronLegacyReader(MegatronReader):
         if ".self_attention.linear_qkv." not in name or ".layer_norm_" in name:
             return tensor
         try:
-            if of_tower(name):
-                return tower_in_order(tensor, first.version)
+            if is_encoder_weight(name):
+                return reorder_encoder_qkv(tensor, first.version)
             return grouped_by_head(tensor, first.version, self._model.arguments, self._ranks.sizes.tp, self.memory)
         except CheckpointError as error:
             raise CheckpointError(f"{first.path}: {name}: {error}") from error
@@ -217,7 +217,7 @@ def _same(folder: Path, name: str, expected: object, found: object) -> None:
         raise CheckpointError(f"{folder}: {name} is {found}, and {expected} in the model.")
 
 
-def _refusal(ranks: Ranks) -> str | None:
+def _optimizer_unsupported_reason(ranks: Ranks) -> str | None:
     if not any(file.optimizer for file in ranks.files.values()):
         return None
     return (

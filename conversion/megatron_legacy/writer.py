@@ -20,10 +20,10 @@ from ..megatron.names import (
     LAYER,
     OUTPUT,
     extra_states,
+    is_encoder_weight,
     local,
     name_of_expert,
     of_mtp,
-    of_tower,
 )
 from ..megatron.sizes import check_sizes
 from ..megatron.splits import RankSplit, blocks_of, rank_views, tensor_parallel_split
@@ -151,7 +151,7 @@ class MegatronLegacyWriter(Writer):
                 raise CheckpointError(f"{name}: num_layers is {layers}.")
             stage = number // of_stage
             own = f"{match[1]}{number % of_stage}.{name[match.end() :]}"
-        elif of_tower(name) or name.startswith(f"{self._model.prefix}embedding."):
+        elif is_encoder_weight(name) or name.startswith(f"{self._model.prefix}embedding."):
             stage = 0
         if self._local:
             own = local(own)

@@ -33,12 +33,12 @@ class ShardedReader(Reader):
         self._files: dict[str, SafetensorsFile] = {}
         if verify:
             self._checkpoint.verify()
-        facts = self._checkpoint.facts
+        facts = self._checkpoint.metadata
         step = facts.get("step")
         self.iteration = step if isinstance(step, int) else None
         described = facts.get("optimizers") or []
         try:
-            self.optimizer, self.optimizer_refusal = _optimizer(described, facts.get("converted"))
+            self.optimizer, self.optimizer_unsupported_reason = _optimizer(described, facts.get("converted"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"{path}: what its manifest says of the optimizer cannot be read: {error_summary(error)}"
@@ -47,7 +47,7 @@ class ShardedReader(Reader):
         architecture.check((key.name for key in names), str(path))
         stored_kinds = {name.split("/")[2] for name in self._checkpoint.names() if name.startswith("optimizer/0/")}
         if further := sorted(stored_kinds - set(_KINDS)):
-            self.optimizer, self.optimizer_refusal = None, f"it keeps {', '.join(further)} too"
+            self.optimizer, self.optimizer_unsupported_reason = None, f"it keeps {', '.join(further)} too"
         if self.optimizer is not None:
             for kind in _KINDS:
                 prefix = f"optimizer/0/{kind}/"

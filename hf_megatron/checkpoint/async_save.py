@@ -37,7 +37,7 @@ class AsyncSaver:
         self,
         pieces: Iterable[LocalChunk],
         target: str | Path,
-        facts: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
         files: Mapping[str, bytes] | None = None,
         on_step: Callable[[str], None] | None = None,
         pointer: str | None = LATEST,
@@ -47,7 +47,7 @@ class AsyncSaver:
 
         Args:
             pieces (`Iterable[LocalChunk]`): this rank's; they may change as soon as this returns.
-            target, facts, on_step, pointer: as for `Transaction`.
+            target, metadata, on_step, pointer: as for `Transaction`.
             files (`Mapping[str, bytes]`, *optional*): further small files of this rank, by their paths in the folder.
             after (`Callable[[], None]`, *optional*): called in the background once the checkpoint is complete.
 
@@ -64,7 +64,7 @@ class AsyncSaver:
 
         def run() -> None:
             needed = sum(piece.data.numel() * piece.data.element_size() for piece in snapshot)
-            with Transaction(target, facts, self.group, on_step, pointer, needed) as transaction:
+            with Transaction(target, metadata, self.group, on_step, pointer, needed) as transaction:
                 if failure is not None:
                     raise failure
                 for name, content in (files or {}).items():

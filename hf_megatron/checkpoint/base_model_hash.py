@@ -25,7 +25,7 @@ def base_identity(model: Any) -> dict[str, Any]:
     assert state is not None
     if _NAME not in state.placed:
         # Inside of tuner layers linears have other names than before.
-        shapes = [claim.shape for claim in state.claims.values() if claim.style != ADAPTER]
+        shapes = [sharding.shape for sharding in state.shardings.values() if sharding.style != ADAPTER]
         state.placed[_NAME] = _identity(model, shapes, _sum_of_weights(model, state))
     return dict(state.placed[_NAME])
 
@@ -58,8 +58,8 @@ def _sum_of_weights(model: Any, state: ParallelState) -> int:
     """Adds up the entries of all weights as integers, which has one result in any order and on any number of ranks."""
     total, trained = 0, {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for piece in model_pieces(model):
-        claim = state.claims.get(piece.name)
-        if piece.name not in trained and (claim is None or claim.style != ADAPTER):
+        sharding = state.shardings.get(piece.name)
+        if piece.name not in trained and (sharding is None or sharding.style != ADAPTER):
             total += _sum_of(piece.data)
     found = torch.tensor(_as_signed(total), dtype=torch.int64, device=state.mesh.device)
     dist.all_reduce(found)

@@ -66,7 +66,7 @@ def _initializer(model: Any, name: str) -> Any:
 
 def initialize(
     model: Any,
-    claims: Mapping[str, ParameterSharding],
+    shardings: Mapping[str, ParameterSharding],
     names: set[str],
     *,
     seed: int,
@@ -100,7 +100,7 @@ def initialize(
         for name, original in originals.items():
             full = model.get_parameter(name).detach()
             if id(original) not in done:
-                local = local_part(full, claims[name].placement, axes).to(device)
+                local = local_part(full, shardings[name].placement, axes).to(device)
                 value = dtensor_from_local(local, original) if isinstance(original, DTensor) else local
                 done[id(original)] = nn.Parameter(value, original.requires_grad)
                 done[id(original)]._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -125,7 +125,7 @@ def initialize_missing(model: Any, state: ParallelState, names: set[str]) -> Non
     dist.all_gather_object(ranks, (bool(names), unsharded))
     if all(unsharded for _, unsharded in ranks):
         seed, device = state.config.seed, state.mesh.device
-        return initialize(model, state.claims, names, seed=seed, axes=state.axes, device=device)
+        return initialize(model, state.shardings, names, seed=seed, axes=state.axes, device=device)
     drawing = [rank for rank, (some, _) in enumerate(ranks) if some]
     if drawing:
         _share_generator(0)

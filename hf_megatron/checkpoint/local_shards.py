@@ -66,11 +66,11 @@ def holding(state: ParallelState, name: str, shape: tuple[int, ...], *, is_momen
     local = placement.local_shape(shape, axes)
     start, stop = 0, math.prod(local)
     repeated = placement.repeated_on(axes)
-    claim = state.claims.get(name)
-    shard = f"{claim.gradient.average}_shard" if claim is not None else "dp_shard"
-    if claim is not None and state.shards(name):
+    sharding = state.shardings.get(name)
+    shard = f"{sharding.gradient.average}_shard" if sharding is not None else "dp_shard"
+    if sharding is not None and state.shards(name):
         row = math.prod(local[1:])
-        start, stop = (edge * row for edge in owned_rows(local, axes, claim.gradient.average))
+        start, stop = (edge * row for edge in owned_rows(local, axes, sharding.gradient.average))
         repeated = repeated.without(axes[shard])
     elif is_moment and state.config.zero_stage > 0:
         start, stop = owned_range(stop, axes.size(shard), axes.rank(shard))
@@ -114,7 +114,7 @@ def model_pieces(model: Any) -> Iterator[LocalChunk]:
             continue
         if state is not None and isinstance(tensor, QuantizedWeight):
             # Codes differ with the layout, what they stand for does not.
-            piece = holding(state, name, state.claims[name].shape).share(name, tensor.dequantized())
+            piece = holding(state, name, state.shardings[name].shape).share(name, tensor.dequantized())
         else:
             piece = parameter_holding(state, name, tensor).share(name, local_tensor(tensor).detach())
         if piece is not None:

@@ -66,13 +66,13 @@ class Manifest:
     """Everything a checkpoint states about itself.
 
     Args:
-        facts (`Mapping[str, Any]`): the caller's own facts, JSON values only.
+        metadata (`Mapping[str, Any]`): the caller's own metadata, JSON values only.
         files (`Mapping[str, FileDigest]`): every file but the manifest, by its path relative to the checkpoint.
         versions (`Mapping[str, str]`): of the libraries that wrote it.
     """
 
     world_size: int
-    facts: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     files: Mapping[str, FileDigest]
     tensors: Mapping[str, TensorEntry]
     versions: Mapping[str, str] = field(default_factory=library_versions)
@@ -82,7 +82,7 @@ class Manifest:
             "format_version": FORMAT_VERSION,
             "versions": dict(self.versions),
             "world_size": self.world_size,
-            "facts": dict(self.facts),
+            "facts": dict(self.metadata),
             "files": {name: {"size": entry.size, "blake3": entry.blake3} for name, entry in self.files.items()},
             "tensors": {
                 name: {
@@ -119,8 +119,8 @@ class Manifest:
             present = size_of(name)
             check.sizes[name] = size if present is None else min(size, present)
         tensors = {name: check.tensor(name, entry) for name, entry in check.value(data, "tensors", dict).items()}
-        world_size, facts = check.value(data, "world_size", int), check.value(data, "facts", dict)
-        return cls(world_size, facts, files, tensors, check.value(data, "versions", dict))
+        world_size, metadata = check.value(data, "world_size", int), check.value(data, "facts", dict)
+        return cls(world_size, metadata, files, tensors, check.value(data, "versions", dict))
 
     @classmethod
     def load(cls, directory: Path) -> "Manifest":

@@ -52,9 +52,9 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: {'; '.join(wrong)}.")
 
     @property
-    def facts(self) -> Mapping[str, Any]:
+    def metadata(self) -> Mapping[str, Any]:
         """What the caller of the save noted."""
-        return self.manifest.facts
+        return self.manifest.metadata
 
     def names(self) -> list[str]:
         return list(self.manifest.tensors)

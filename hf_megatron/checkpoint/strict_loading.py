@@ -51,7 +51,7 @@ def check_loaded(model: Any, info: dict[str, Any], *, strict: bool) -> None:
         missing, surplus = set(), {name for name in surplus if _is_of_base(model, name)}
     elif model.base_model is model:
         surplus = {name for name in surplus if _is_of_base(model, name)}
-    surplus = {name for name in surplus if not _is_of_further_head(model, name)}
+    surplus = {name for name in surplus if not _belongs_to_other_head(model, name)}
     for kind, keys in (("missing", missing), ("unexpected", surplus)):
         names = sorted(keys)
         if names and strict:
@@ -78,7 +78,7 @@ def _pooler(model: Any) -> set[str]:
     return {name for name, _ in model.named_parameters() if name.startswith(prefix)}
 
 
-def _is_of_further_head(model: Any, name: str) -> bool:
+def _belongs_to_other_head(model: Any, name: str) -> bool:
     """Tells whether a weight is of a whole module that the class has not: a pooler, or a head beside others."""
     first, _, rest = name.partition(".")
     owner = model._modules.get(first)

@@ -7,7 +7,7 @@
 | fact `optimizers` | hyperparameters of the groups, names of their parameters and moments, steps |
 | fact `converted` | made from another library's checkpoint: `groups` is null, the run that reads it has its own |
 
-Every pipeline stage writes and reads its own part of both; the facts are those of the whole model.
+Every pipeline stage writes and reads its own part of both; the metadata are those of the whole model.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -101,7 +101,7 @@ def write_config(model: Any, directory: Path) -> None:
         model.generation_config.save_pretrained(directory)
 
 
-def facts(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+def training_metadata(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     """Returns what the manifest says beside the tensors; every rank calls it and gets the same.
 
     Raises:
@@ -214,8 +214,8 @@ def load_model(model: Any, checkpoint: Checkpoint, *, strict: bool = True) -> tu
     """
     state = parallel_state(model)
     tensors = dict(named_tensors(model))
-    elsewhere = frozenset() if state is None else state.elsewhere
-    found = [name for name in checkpoint.names() if not name.startswith("optimizer/") and name not in elsewhere]
+    off_stage_names = frozenset() if state is None else state.off_stage_names
+    found = [name for name in checkpoint.names() if not name.startswith("optimizer/") and name not in off_stage_names]
     missing, surplus = sorted(tensors.keys() - set(found)), sorted(set(found) - tensors.keys())
     wanted = {name: tensors[name] for name in found if name in tensors}
     holdings = {name: parameter_holding(state, name, tensor) for name, tensor in wanted.items()}
@@ -236,7 +236,7 @@ def load_model(model: Any, checkpoint: Checkpoint, *, strict: bool = True) -> tu
     engine = None if state is None else state.data_parallel
     if engine is not None:
         engine.refresh_main_weights()
-        engine.skipped_steps = int(checkpoint.facts.get("skipped_steps", 0))
+        engine.skipped_steps = int(checkpoint.metadata.get("skipped_steps", 0))
     return missing, surplus
 
 
@@ -248,7 +248,7 @@ def load_optimizers(model: Any, optimizers: Sequence[torch.optim.Optimizer], che
         CheckpointError: on every rank; another number or class of optimizers, other parameters in their groups, or
             moments that no file has.
     """
-    described = checkpoint.facts.get("optimizers", [])
+    described = checkpoint.metadata.get("optimizers", [])
     with propagate_errors(f"Loading {checkpoint.path}"):
         if len(described) != len(optimizers):
             raise CheckpointError(
@@ -277,8 +277,8 @@ def _check_groups(
     leaves = iter(_leaves(model, optimizer))
     names = [[next(leaves).name for _ in group] for group in _own_groups(optimizer)]
     state = parallel_state(model)
-    elsewhere = frozenset() if state is None else state.elsewhere
-    saved = [[name for name in group["names"] if name not in elsewhere] for group in description["groups"]]
+    off_stage_names = frozenset() if state is None else state.off_stage_names
+    saved = [[name for name in group["names"] if name not in off_stage_names] for group in description["groups"]]
     if [sorted(group) for group in names] != [sorted(group) for group in saved]:
         differing = sorted(set(sum(names, [])) ^ set(sum(saved, [])))
         raise CheckpointError(

@@ -39,7 +39,7 @@ class Transaction:
 
     Args:
         target (`str` or `Path`): the directory the checkpoint will have; must not exist.
-        facts (`Mapping[str, Any]`, *optional*): JSON values for the manifest; rank 0's are stored.
+        metadata (`Mapping[str, Any]`, *optional*): JSON values for the manifest; rank 0's are stored.
         group (`ProcessGroup`, *optional*): the ranks that save; the default group, or this process alone without one.
         on_step (`Callable[[str], None]`, *optional*): called at every I/O point with its name; for fault tests.
         pointer (`str`, *optional*, defaults to `"latest"`): file in the parent that will name the target; none is
@@ -56,7 +56,7 @@ class Transaction:
     def __init__(
         self,
         target: str | Path,
-        facts: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
         group: ProcessGroup | None = None,
         on_step: Callable[[str], None] | None = None,
         pointer: str | None = LATEST,
@@ -64,7 +64,7 @@ class Transaction:
     ):
         self.target = Path(os.path.abspath(target))
         self.parent = self.target.parent
-        self.facts = dict(facts or {})
+        self.metadata = dict(metadata or {})
         self.group = group
         self.pointer = pointer
         self.rank, self.size = rank_and_size(group)
@@ -108,9 +108,9 @@ class Transaction:
 
     def _prepare(self) -> None:
         try:
-            json.dumps(self.facts)
+            json.dumps(self.metadata)
         except (TypeError, ValueError) as error:
-            raise CheckpointError(f"the facts of {self.target} cannot be stored as JSON: {error}") from error
+            raise CheckpointError(f"the metadata of {self.target} cannot be stored as JSON: {error}") from error
         self._stage.open(self._on_step)
 
     def _probe(self) -> None:
@@ -196,8 +196,8 @@ class Transaction:
                         f"{name} is {known.shape} {known.dtype} on one rank and {shape} {entry.dtype} on rank {rank}."
                     )
                 tensors[name] = TensorEntry(known.shape, known.dtype, known.pieces + entry.pieces)
-        files |= self._further_files(files)
-        manifest = Manifest(self.size, self.facts, dict(sorted(files.items())), dict(sorted(tensors.items())))
+        files |= self._other_files(files)
+        manifest = Manifest(self.size, self.metadata, dict(sorted(files.items())), dict(sorted(tensors.items())))
         text = json.dumps(manifest.to_dict(), separators=(",", ":"))
         # What cannot be read back, such as a file of a caller with an odd name, must not become a checkpoint.
         Manifest.from_dict(json.loads(text), str(self.target / MANIFEST))
@@ -209,7 +209,7 @@ class Transaction:
         if self.pointer is not None:
             self._point()
 
-    def _further_files(self, known: Mapping[str, FileDigest]) -> dict[str, FileDigest]:
+    def _other_files(self, known: Mapping[str, FileDigest]) -> dict[str, FileDigest]:
         """Size and digest of the files that callers put into the directory, made durable."""
         found = {}
         for path in sorted(self.directory.rglob("*")):

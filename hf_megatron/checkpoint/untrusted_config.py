@@ -41,7 +41,7 @@ def read_config(path: str | os.PathLike[str]) -> Any:
 
     file = inside(Path(path), CONFIG)
     table = read_json_table(file, LARGEST_CONFIG)
-    if setting := next(_refused(table, transformers.CONFIG_MAPPING), None):
+    if setting := next(_unsafe_settings(table, transformers.CONFIG_MAPPING), None):
         raise CheckpointError(f"{file}: {setting}.")
     try:
         with without_output():
@@ -74,7 +74,7 @@ def settings(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
             pending += [(name, inner) for inner in value]
 
 
-def _refused(table: Mapping[str, Any], known: Any) -> Iterator[str]:
+def _unsafe_settings(table: Mapping[str, Any], known: Any) -> Iterator[str]:
     """Yields the settings for which nothing is made of a config."""
     kind = table.get("model_type")
     if table.get("auto_map") and not (isinstance(kind, str) and kind in known):

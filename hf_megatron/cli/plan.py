@@ -141,7 +141,7 @@ def dry_run_kinds(
     """Run a training step of MODEL on every kind of rank of a job that is nowhere: bytes, collectives, waits."""
     import torch
 
-    from ..core.fork_harness import refusal
+    from ..core.fork_harness import find_unsupported_reason
     from ..errors import ConfigError, RankError
     from ..planner.rank_predictions import predict_ranks
     from ..planner.report import as_rows, as_text
@@ -177,7 +177,7 @@ def dry_run_kinds(
                 dtype=dtypes[dtype],
             )
         except RankError as error:
-            if (reason := refusal(str(error))) is None:
+            if (reason := find_unsupported_reason(str(error))) is None:
                 raise
             raise ConfigError(f"--layout {layout}: {reason}") from None
         typer.echo(json.dumps(as_rows(found), indent=1) if as_json else as_text(found, config, device_memory or None))

@@ -217,7 +217,7 @@ def count_tokens_once(trainer: Any) -> None:
     trainer._tp_size = 1
 
 
-def further_layer(model: Any, number: int) -> Any | None:
+def make_mtp_layer(model: Any, number: int) -> Any | None:
     """Makes a layer of multi-token prediction under the names of its files, as `MtpModel` would for this model.
 
     Returns:

@@ -95,7 +95,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     if not isinstance(attention_mask, ContextMask):
         stack = RUNTIME.context
-        if stack is not None and stack.has_parts and module not in stack.towers:
+        if stack is not None and stack.has_parts and module not in stack.modality_encoders:
             given = "no mask" if attention_mask is None else f"a mask {tuple(attention_mask.shape)} of its own"
             raise UnsupportedError(
                 f"{type(module).__name__} with cp_size > 1: its attention was given {given}, where transformers' "

@@ -11,7 +11,7 @@ from ..errors import UnsupportedError
 from ..models.layers import find_full_sequence_blocks, find_layers
 from ..parallel_state import ParallelState
 from ..tensor_parallel.axis import GUARDS, REGIONS
-from ..tensor_parallel.forward_checks import RefusedOutputs
+from ..tensor_parallel.forward_checks import OutputChecks
 from ..tensor_parallel.layer_rng import SyncedRngState
 from ..tensor_parallel.local_parameters import ActiveForwards, swap_class
 from ..tensor_parallel.loss_mode import install_pending_loss
@@ -43,10 +43,10 @@ def place(model: Any, state: ParallelState) -> None:
             f"MegatronConfig.cp_size = {state.config.cp_size}: {type(model).__name__} has rows of an encoder and of a "
             "decoder, and only those of one stack of layers can be shared out. Set cp_size=1."
         )
-    for name, claim in state.claims.items():
-        if claim.gradient.average == "dp":
-            rule = dataclasses.replace(claim.gradient, average="dp_cp")
-            state.claims[name] = dataclasses.replace(claim, gradient=rule)
+    for name, sharding in state.shardings.items():
+        if sharding.gradient.average == "dp":
+            rule = dataclasses.replace(sharding.gradient, average="dp_cp")
+            state.shardings[name] = dataclasses.replace(sharding, gradient=rule)
     # A pipeline takes layers away later.
     layers = find_layers(model, state.spec, "cp_size")
     full_sequence_blocks = find_full_sequence_blocks(model, state.spec, layers)
@@ -85,7 +85,7 @@ def install(model: Any, state: ParallelState) -> None:
     # Sequence parallelism splits what a rank has of a row.
     within = state.loss.join_tokens
     state.loss.join_tokens = lambda part: stack.gather_token_outputs(within(part))
-    RefusedOutputs(
+    OutputChecks(
         {
             "output_attentions": "each rank has the maps of its own tokens only; load without megatron_config.",
             "output_hidden_states": "between layers each rank has its tokens only; set cp_size=1.",

@@ -29,12 +29,12 @@ def heads_to_share(block: nn.Module, name: str, state: ParallelState) -> HeadBlo
     if known is None or not divides(block, known, state.axes.size("cp")):
         return None
     # Weights of which tp ranks have parts, or parts of the gradient, are cut with no regard to heads.
-    parts = {generic(weight) for weight, claim in state.claims.items() if _has_parts(claim, state.axes)}
+    parts = {generic(weight) for weight, sharding in state.shardings.items() if _has_parts(sharding, state.axes)}
     return None if any(generic(f"{name}.{own}") in parts for own, _ in block.named_parameters()) else known
 
 
-def _has_parts(claim: ParameterSharding, axes: Axes) -> bool:
-    return claim.placement.on(axes).is_split or claim.gradient.sum is not None
+def _has_parts(sharding: ParameterSharding, axes: Axes) -> bool:
+    return sharding.placement.on(axes).is_split or sharding.gradient.sum is not None
 
 
 class SharedHeadBlock(FullSequenceBlock):

@@ -56,13 +56,13 @@ class ContextMask:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise _refused(f"`{name}`")
+        raise _unsupported_mask(f"`{name}`")
 
     def __getitem__(self, index: Any) -> Any:
-        raise _refused("entries")
+        raise _unsupported_mask("entries")
 
 
-def _refused(what: str) -> UnsupportedError:
+def _unsupported_mask(what: str) -> UnsupportedError:
     return UnsupportedError(
         f"Attention reads {what} of its mask: with cp_size > 1 it has to hand the mask on to transformers' attention "
         "functions. Load the model with cp_size=1."

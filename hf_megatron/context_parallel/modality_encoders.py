@@ -11,7 +11,7 @@ from ..core.runtime import RUNTIME
 from ..models.spec import module_name
 
 
-class Towers(Shared):
+class ModalityEncoders(Shared):
     """Puts the shared row away while what stands beside a list of layers computes."""
 
     def __init__(self) -> None:
@@ -23,16 +23,16 @@ class Towers(Shared):
 
     def install(self, model: nn.Module, layers: nn.ModuleList) -> None:
         """Puts hooks around each tower."""
-        for tower in _sibling(model, layers):
-            self._modules.update(tower.modules())
-            tower.register_forward_pre_hook(self._enter)
-            tower.register_forward_hook(self._leave, prepend=True, always_call=True)
+        for encoder in _sibling(model, layers):
+            self._modules.update(encoder.modules())
+            encoder.register_forward_pre_hook(self._enter)
+            encoder.register_forward_hook(self._leave, prepend=True, always_call=True)
 
-    def _enter(self, tower: nn.Module, args: tuple) -> None:
+    def _enter(self, encoder: nn.Module, args: tuple) -> None:
         self._before.append(RUNTIME.context)
         RUNTIME.context = None
 
-    def _leave(self, tower: nn.Module, args: tuple, output: Any) -> None:
+    def _leave(self, encoder: nn.Module, args: tuple, output: Any) -> None:
         # A hook before this one's may have raised.
         if self._before:
             RUNTIME.context = self._before.pop()

@@ -34,7 +34,7 @@ from .attention import ContextGroups, SharedSample
 from .load_balancing import SequenceOrder
 from .local_tokens import HeldTokens, mapped
 from .mask_specs import ContextMask
-from .modality_encoders import Towers
+from .modality_encoders import ModalityEncoders
 from .token_exchange import gather_tokens, take_tokens
 
 _TOKENS = 1
@@ -112,7 +112,7 @@ class ContextStack(Shared):
         self._rows = 0
         self._call: frozenset[str] = frozenset()
         self._before: Any = None
-        self.towers = Towers()
+        self.modality_encoders = ModalityEncoders()
 
     def install(self, model: nn.Module, layers: nn.ModuleList) -> None:
         """Puts hooks around a model, its base and its layers; theirs are the outermost of layers."""
@@ -121,7 +121,7 @@ class ContextStack(Shared):
             enter = functools.partial(self._enter, names, index == 0)
             layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
         layers[-1].register_forward_hook(self._leave)
-        self.towers.install(model, layers)
+        self.modality_encoders.install(model, layers)
         base: Any = model.base_model
         for module in (model,) if base is model else (model, base):
             parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]

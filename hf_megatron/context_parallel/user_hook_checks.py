@@ -56,10 +56,10 @@ class UserHookChecks(Shared):
     def _enter(self, model: nn.Module, args: tuple) -> None:
         for hook in global_forward_hooks():
             if not is_marked(hook) and not is_of_checked_library(hook):
-                _refuse("all modules", hook)
+                _reject("all modules", hook)
         for name, module in self.inside.items():
             for hook in self._users_hooks(module):
-                _refuse(f"{name} ({type(module).__name__})", hook)
+                _reject(f"{name} ({type(module).__name__})", hook)
         # What the model itself returns is whole.
         hooks = (hook for name, module in self.around.items() if name for hook in self._users_hooks(module))
         self.tail_is_stock = next(hooks, None) is None and next(self.exchanged.found(), None) is None
@@ -71,7 +71,7 @@ class UserHookChecks(Shared):
                     yield hook
 
 
-def _refuse(where: str, hook: Any) -> None:
+def _reject(where: str, hook: Any) -> None:
     named = getattr(hook, "__qualname__", type(hook).__qualname__)
     raise UnsupportedError(
         f"A forward hook of {where} ({named}): with cp_size > 1 it sees this rank's tokens of each row. Hook the "

@@ -226,7 +226,7 @@ def _collect(directory: Path, ranks: Sequence[int], stuck: list[int], timeout: f
     return results
 
 
-def refusal(text: str) -> str | None:
+def find_unsupported_reason(text: str) -> str | None:
     """Returns the reason of this library's that is the last line of a rank of a `RankError`; `None` without one."""
     reasons = re.findall(r"^hf_megatron\.errors\.\w+: (.*)$", text, re.MULTILINE)
     return reasons[0] if reasons else None

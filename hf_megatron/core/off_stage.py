@@ -24,11 +24,11 @@ from .off_stage_ops import (
     flat,
     has_terms,
     is_term,
+    off_stage_values_error,
     scale_terms,
     several_stages,
     to_memory,
     to_meta,
-    values_elsewhere,
 )
 
 # What neither reads nor combines values.
@@ -92,7 +92,7 @@ class OffStageTensor(OffStage):
         off_stage = next((value for value in found if isinstance(value, OffStageActivation)), found[0])
         written = writes_to(func, args, kwargs)
         if any(not isinstance(tensor, OffStageTensor) for tensor in written):
-            off_stage._refuse()
+            off_stage._reject()
         device = kwargs.get("device") or off_stage.device
         if draws_numbers(func):
             # One process draws these numbers; the next ones are its too.
@@ -102,7 +102,7 @@ class OffStageTensor(OffStage):
             try:
                 result = func(*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
             except (RuntimeError, NotImplementedError) as error:
-                raise values_elsewhere(off_stage.place) from error
+                raise off_stage_values_error(off_stage.place) from error
         if written:
             return args[0]
         return off_stage.others(result, device)
@@ -143,14 +143,14 @@ class OffStageTensor(OffStage):
     def data(self, value: Tensor) -> None:
         """Takes over the dtype and device of a tensor of the same shape."""
         if value.shape != self.shape:
-            self._refuse()
+            self._reject()
         self.meta, self._present = self.meta.to(value.dtype), (value.dtype, value.device)
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise values_elsewhere(self.place)
+    def _reject(self, *args: Any, **kwargs: Any) -> Any:
+        raise off_stage_values_error(self.place)
 
     # What reads memory without an operator of its own.
-    numpy = tolist = data_ptr = untyped_storage = storage = __array__ = __reduce_ex__ = _refuse  # type: ignore[assignment]
+    numpy = tolist = data_ptr = untyped_storage = storage = __array__ = __reduce_ex__ = _reject  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OffStageTensor":
         other = OffStageTensor(self.meta, self.device, self.place)

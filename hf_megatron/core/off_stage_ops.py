@@ -107,7 +107,7 @@ def each(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         own, named = [item(value) for value in args], {name: item(value) for name, value in kwargs.items()}
         off_stage = next(filter(_is_off_stage, flat((own, named))), None)
         if edits and off_stage is not None and not _is_off_stage(args[0][index]):
-            raise values_elsewhere(off_stage.place)
+            raise off_stage_values_error(off_stage.place)
         if edits and off_stage is not None:
             # As an edit of one tensor does.
             torch.autograd.graph.increment_version(args[0][index])
@@ -118,7 +118,7 @@ def each(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return None if edits else results
 
 
-def values_elsewhere(place: str) -> UnsupportedError:
+def off_stage_values_error(place: str) -> UnsupportedError:
     """Makes the error of what needs values that are at a place."""
     return UnsupportedError(
         f"The values of this tensor are not on this rank: what it comes from {place}. Of weights, "

@@ -161,14 +161,14 @@ class ParameterSharding:
     gradient: GradientRule
 
 
-def copies_of_model(claims: Iterable[ParameterSharding], axes: Axes) -> int:
+def copies_of_model(shardings: Iterable[ParameterSharding], axes: Axes) -> int:
     """Returns how many neighbouring tp ranks share shards, if all parameters can be told so on one mesh; else 1.
 
     Whoever computes with parameters of several modules needs them on one mesh. DTensor cannot say in two steps how
     packed blocks are split over tp, nor sizes that come out differently when they are cut twice.
     """
-    claims = list(claims)
-    splits = [(split, claim.shape[split.dim]) for claim in claims for split in claim.placement.splits]
+    shardings = list(shardings)
+    splits = [(split, sharding.shape[split.dim]) for sharding in shardings for split in sharding.placement.splits]
     size = axes.size("tp")
     found = {split.copies for split, _ in splits} - {1, size}
     if len(found) != 1 or any(split.axis != "tp" for split, _ in splits):

@@ -18,7 +18,7 @@ class UnavailableOutput:
             raise _UnreadableAttribute(self.message)
         raise UnsupportedError(self.message)
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+    def _reject(self, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(self.message)
 
     @classmethod
@@ -26,10 +26,10 @@ class UnavailableOutput:
         raise UnsupportedError(cls.message)
 
     # Operators are looked up in the class.
-    __getitem__ = __setitem__ = __len__ = __iter__ = __bool__ = __float__ = __int__ = __array__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __abs__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __getitem__ = __setitem__ = __len__ = __iter__ = __bool__ = __float__ = __int__ = __array__ = _reject
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _reject
+    __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __abs__ = _reject
+    __lt__ = __le__ = __gt__ = __ge__ = _reject
 
 
 class _UnreadableAttribute(UnsupportedError, AttributeError):

@@ -14,7 +14,7 @@ from ..compat.torch_autograd import accumulator, backward_node, is_asked_for, ru
 from ..errors import UnsupportedError
 
 
-def refuse_hooks(parameters: Iterable[nn.Parameter], own: int, name_of: Callable) -> None:
+def reject_hooks(parameters: Iterable[nn.Parameter], own: int, name_of: Callable) -> None:
     """Raises `UnsupportedError` for a hook of the loop's on a parameter's gradient, which is not complete there.
 
     Args:
@@ -139,7 +139,7 @@ class GradientWatch:
         self._node = accumulator(self._anchor)
 
     def over(
-        self, output: Any, begin: Callable[[], None], refuse: Callable[[Any], None], alongside: Sequence[Tensor] = ()
+        self, output: Any, begin: Callable[[], None], reject: Callable[[Any], None], alongside: Sequence[Tensor] = ()
     ) -> Any:
         """Returns what a model returned, tensors of any shape, whose backward calls one of two functions.
 
@@ -153,7 +153,7 @@ class GradientWatch:
             if runs_all(self._node):
                 begin()
             else:
-                refuse(node)
+                reject(node)
 
         def watched(value: Any) -> Any:
             if isinstance(value, Tensor) and value.requires_grad:
@@ -170,7 +170,7 @@ class GradientWatch:
         return watched(output)
 
 
-def refuse_partial_backward(parameters: Iterable[nn.Parameter], node: Any, *, are_sharded: bool) -> None:
+def reject_partial_backward(parameters: Iterable[nn.Parameter], node: Any, *, are_sharded: bool) -> None:
     """Raises `UnsupportedError` inside a backward that hands out gradients of others than trained inputs.
 
     Args:

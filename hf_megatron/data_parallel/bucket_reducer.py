@@ -87,7 +87,7 @@ class BucketReduction(Shared):
         for started in self._started:
             self._complete(*started)
         self._started.clear()
-        self._find_used_elsewhere()
+        self._find_shared_uses()
         self._next = 0
         self._pending = False
 
@@ -98,7 +98,7 @@ class BucketReduction(Shared):
             sum_over(reduced, bucket.sharing.replicate_group)
         bucket.take_in(reduced, keep=self.keep_grad_buffer)
 
-    def _find_used_elsewhere(self) -> None:
+    def _find_shared_uses(self) -> None:
         """Shows gradients of parameters that this rank has not used and others have: it asks once for all buckets."""
         waiting = [bucket for bucket in self.buckets if bucket.flags is not None]
         if not waiting:

@@ -413,7 +413,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, *, elementwise: bool = F
     engine = next((engine for engine in engines if engine is not None), None)
     if engine is None:
         return optimizer
-    engine.refuse_sums_over_parameters(optimizer, elementwise=elementwise)
+    engine.reject_sums_over_parameters(optimizer, elementwise=elementwise)
     name = type(optimizer).__name__
     # Adagrad makes its state when it is made.
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):

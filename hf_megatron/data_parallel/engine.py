@@ -24,13 +24,13 @@ from ..errors import NonFiniteGradientError, UnsupportedError
 from ..parallel_state import ParallelState, parallel_state
 from .autograd_boundary import (
     GradientWatch,
-    refuse_hooks,
-    refuse_partial_backward,
+    reject_hooks,
+    reject_partial_backward,
     with_trained_inputs,
 )
 from .batch_checks import SharedBatch
 from .fsdp import no_sync
-from .fsdp_checks import SplitPlaces, refuse_cast, refuse_copy
+from .fsdp_checks import SplitPlaces, reject_cast, reject_copy
 from .grad_reducer import GradientReducer
 from .grad_status import GradStatus
 from .grad_store import GradStore, PlainGradients
@@ -73,9 +73,9 @@ class DataParallel(Shared):
         self.on_stepped: list[Callable[[], None]] = []
         self.on_cleared: list[Callable[[], None]] = []
         self.on_discarded: list[Callable[[], None]] = []
-        self._claims: dict[int, ParameterSharding] = {}
+        self._shardings: dict[int, ParameterSharding] = {}
         # Of all stages' parameters: groups are made by all ranks together.
-        averages = sorted({"dp"} | {claim.gradient.average for claim in state.claims.values()})
+        averages = sorted({"dp"} | {sharding.gradient.average for sharding in state.shardings.values()})
         self._sharings = {axis: GradSyncGroup.along(axis, state.mesh) for axis in averages}
         self._parameters = ParameterList(model)
         self._modules = ModuleGuards(model)
@@ -97,7 +97,7 @@ class DataParallel(Shared):
             # A pipeline has to scale a call's gradients, which FSDP2 would keep from it until they are reduced.
             if state.cut is None:
                 state.patches.replace(model, "no_sync", partial(no_sync, model))
-            state.patches.replace(model, "__deepcopy__", types.MethodType(refuse_copy, model))
+            state.patches.replace(model, "__deepcopy__", types.MethodType(reject_copy, model))
         elif any(self.sharing(parameter).size > 1 for parameter in self._marked):
             self.reduce_gradients()
         else:
@@ -121,7 +121,7 @@ class DataParallel(Shared):
         tiny_model = copy.copy(self)
         memo[id(self)] = tiny_model
         tiny_model.model, tiny_model._parameters, tiny_model._modules = model, ParameterList(model), ModuleGuards(model)
-        tiny_model._claims, tiny_model._marked, tiny_model._identities, tiny_model._optimizers = {}, [], set(), []
+        tiny_model._shardings, tiny_model._marked, tiny_model._identities, tiny_model._optimizers = {}, [], set(), []
         tiny_model.guards, tiny_model.on_stepped, tiny_model.on_cleared, tiny_model.on_discarded = [], [], [], []
         tiny_model.grad_status = GradStatus()
         tiny_model.state = copy.deepcopy(self.state, memo)
@@ -136,7 +136,7 @@ class DataParallel(Shared):
     @contextmanager
     def full_root(self) -> Iterator[None]:
         """Puts the weights around the layers together for what calls modules without gradients, in stage 3."""
-        self._dtypes = refuse_cast(self._split_by_units(self._parameters.current()), self._dtypes)
+        self._dtypes = reject_cast(self._split_by_units(self._parameters.current()), self._dtypes)
         with left_inference_mode():
             find_units(self.model)
             self.model.unshard()  # type: ignore[operator]
@@ -160,27 +160,27 @@ class DataParallel(Shared):
         attached = (reference() for reference in self._optimizers)
         return [optimizer for optimizer in attached if optimizer is not None]
 
-    def claim(self, parameter: Tensor) -> ParameterSharding | None:
+    def sharding(self, parameter: Tensor) -> ParameterSharding | None:
         """Returns the claim of a parameter of any shape; one that came after the plan was made has none."""
-        return self._claims.get(id(parameter))
+        return self._shardings.get(id(parameter))
 
     def sharing(self, parameter: Tensor) -> GradSyncGroup:
         """Returns the ranks that average the gradient of a parameter of any shape."""
-        claim = self.claim(parameter)
-        return self._sharings["dp" if claim is None else claim.gradient.average]
+        sharding = self.sharding(parameter)
+        return self._sharings["dp" if sharding is None else sharding.gradient.average]
 
     def is_split(self, parameter: Tensor) -> bool:
         """Tells whether ranks hold different parts of a parameter of any shape."""
-        claim = self.claim(parameter)
-        return claim is not None and claim.placement.on(self.state.axes).is_split
+        sharding = self.sharding(parameter)
+        return sharding is not None and sharding.placement.on(self.state.axes).is_split
 
     def holders(self, parameter: Tensor) -> int:
         """Counts the ranks of the world that hold a parameter of any shape or a part of it."""
-        claim = self.claim(parameter)
-        tied = claim is not None and self.state.is_tied(claim.name)
+        sharding = self.sharding(parameter)
+        tied = sharding is not None and self.state.is_tied(sharding.name)
         return self.state.axes.size("stage") * (2 if tied else 1)
 
-    def refuse_sums_over_parameters(self, optimizer: torch.optim.Optimizer, *, elementwise: bool = False) -> None:
+    def reject_sums_over_parameters(self, optimizer: torch.optim.Optimizer, *, elementwise: bool = False) -> None:
         """Raises `UnsupportedError` for an optimizer that may look at all parameters together, over pipeline stages."""
         cls = type(optimizer)
         is_known = f"{cls.__module__}.".startswith(_ONE_BY_ONE) and not issubclass(cls, torch.optim.LBFGS)
@@ -248,8 +248,8 @@ class DataParallel(Shared):
 
     def is_apart(self, parameter: Tensor) -> bool:
         """Tells whether a parameter of any shape was placed after FSDP2 has split the others."""
-        claim = self.claim(parameter)
-        return claim is not None and not self.state.shards(claim.name)
+        sharding = self.sharding(parameter)
+        return sharding is not None and not self.state.shards(sharding.name)
 
     def _split_by_units(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
         """Lists those that FSDP2 splits, in stage 3."""
@@ -262,10 +262,10 @@ class DataParallel(Shared):
 
     def _mark(self, parameters: list[nn.Parameter]) -> None:
         """Lets every parameter know its engine, and the engine their claims."""
-        names, claims = self.names(), self.state.claims
+        names, shardings = self.names(), self.state.shardings
         for parameter in self.model.parameters():
             setattr(parameter, _MARK, self)
-        self._claims = {identity: claims[name] for identity, name in names.items() if name in claims}
+        self._shardings = {identity: shardings[name] for identity, name in names.items() if name in shardings}
         self._marked, self._identities = parameters, {id(parameter) for parameter in parameters}
 
     def holds(self, parameter: Tensor) -> bool:
@@ -289,16 +289,16 @@ class DataParallel(Shared):
             )
         parameters = self._parameters.current()
         if len(parameters) != len(self._marked) or not all(map(operator.is_, parameters, self._marked)):
-            self._refuse_functions_of(parameters)
+            self._reject_functions(parameters)
             self._mark(parameters)
         if self.state.shards_weights:
             # FSDP2 makes its buffers in the first forward.
             self._left_inference_mode.enter_context(left_inference_mode())
             self._places.check()
             if torch.is_grad_enabled():
-                self._places.refuse_added(self.is_apart)
-            self._dtypes = refuse_cast(self._split_by_units(parameters), self._dtypes)
-        self._modules.refuse_embeddings(self.mesh, self.config.num_microbatches)
+                self._places.reject_added(self.is_apart)
+            self._dtypes = reject_cast(self._split_by_units(parameters), self._dtypes)
+        self._modules.reject_embeddings(self.mesh, self.config.num_microbatches)
         self.follow_edits()
         self._shared_batch.check(args, kwargs)
         return self._begin(parameters, args, kwargs) if torch.is_grad_enabled() else None
@@ -306,20 +306,20 @@ class DataParallel(Shared):
     @leave_uncompiled
     def _begin(self, parameters: list[nn.Parameter], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Prepares for a forward that records gradients; returns its arguments where they change."""
-        self._modules.refuse_backward_hooks(self.mesh)
+        self._modules.reject_backward_hooks(self.mesh)
         if self.reducer is not None:
             self.reducer.begin(self._reduced(parameters))
-            self._refuse_trained_base(parameters)
+            self._reject_trained_base(parameters)
         if self.mesh.reduces_gradients:
             before, self._forward_hooks = self._forward_hooks, self._modules.forward_hooks()
             self.is_unknown = before != self._forward_hooks or (self.is_unknown and not self.was_differentiated)
             self.is_running, self.was_differentiated = True, False
-            refuse_hooks(parameters, 0 if self.reducer is None else 1, self.name_of)
+            reject_hooks(parameters, 0 if self.reducer is None else 1, self.name_of)
         if not self.mesh.reduces_gradients:
             return None
         return with_trained_inputs(args, kwargs, self.mesh.dp_size, lambda leaf: engine_of(leaf) is self)
 
-    def _refuse_trained_base(self, parameters: list[nn.Parameter]) -> None:
+    def _reject_trained_base(self, parameters: list[nn.Parameter]) -> None:
         """Raises `UnsupportedError` where stage 3 would reduce some gradients and this library others."""
         for parameter in parameters if self.state.shards_weights else ():
             if parameter.requires_grad and not self.reduces(parameter):
@@ -329,7 +329,7 @@ class DataParallel(Shared):
                 )
 
     @leave_uncompiled
-    def _refuse_functions_of(self, parameters: list[nn.Parameter]) -> None:
+    def _reject_functions(self, parameters: list[nn.Parameter]) -> None:
         """Raises `UnsupportedError` where `torch.func` has put other tensors in the place of the parameters."""
         is_local = self.reducer is None and not self.state.shards_weights and self.state.cut is None
         if not is_local and not all(parameter.is_leaf and not is_functional(parameter) for parameter in parameters):
@@ -364,8 +364,8 @@ class DataParallel(Shared):
         sharded = self._marked if self.state.shards_weights else []
         alongside = [p for p in sharded if p.requires_grad and not self.reduces(p)]
         require = self.unedited() if self.state.shards_weights else _pass
-        begin, refuse = partial(_begin_backward, engine, require), partial(_check_backward, engine)
-        return self._watch.over(output, begin, refuse, alongside)
+        begin, reject = partial(_begin_backward, engine, require), partial(_check_backward, engine)
+        return self._watch.over(output, begin, reject, alongside)
 
     def names(self) -> dict[int, str]:
         """Maps identities of parameters to their names in the state dict; a tied one has the first."""
@@ -440,7 +440,7 @@ def _begin_backward(engine: "weakref.ref[DataParallel]", require_unedited: Calla
 
 def _check_backward(engine: "weakref.ref[DataParallel]", node: Any) -> None:
     if (alive := engine()) is not None:
-        refuse_partial_backward(alive._marked, node, are_sharded=alive.state.shards_weights)
+        reject_partial_backward(alive._marked, node, are_sharded=alive.state.shards_weights)
 
 
 def _zero_grad(model: Any, set_to_none: bool = True) -> None:

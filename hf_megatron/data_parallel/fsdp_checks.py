@@ -78,7 +78,7 @@ def install_guards(model: nn.Module, has_run: Callable[[], bool]) -> None:
             AfterFirstForward(name, has_run).install(module)
 
 
-def refuse_cast(parameters: Iterable[nn.Parameter], before: list[torch.dtype]) -> list[torch.dtype]:
+def reject_cast(parameters: Iterable[nn.Parameter], before: list[torch.dtype]) -> list[torch.dtype]:
     """Returns the dtypes of parameters of any shape; raises `UnsupportedError` if they changed since a forward."""
     dtypes = [parameter.dtype for parameter in parameters]
     if before and dtypes != before:
@@ -125,7 +125,7 @@ class SplitPlaces:
                 "parameter, or load the model with zero_stage=2."
             )
 
-    def refuse_added(self, is_known: Callable[[nn.Parameter], bool]) -> None:
+    def reject_added(self, is_known: Callable[[nn.Parameter], bool]) -> None:
         """Raises `UnsupportedError` if a module that came later has weights to train, or weights that FSDP2 splits.
 
         Args:
@@ -160,7 +160,7 @@ def _layouts(parameters: list[nn.Parameter | None]) -> list[Any]:
     ]
 
 
-def refuse_copy(model: nn.Module, memo: dict) -> nn.Module:
+def reject_copy(model: nn.Module, memo: dict) -> nn.Module:
     """Raises `UnsupportedError`: a copy would share the units of FSDP2."""
     raise UnsupportedError(
         f"copy.deepcopy of a {type(model).__name__} with zero_stage=3: FSDP2 cannot copy its units. Keep "

@@ -35,7 +35,7 @@ class ModuleGuards:
         self._require_scan()
         return sum(chain.from_iterable(self._forward))
 
-    def refuse_backward_hooks(self, mesh: ParallelMesh) -> None:
+    def reject_backward_hooks(self, mesh: ParallelMesh) -> None:
         """Raises `UnsupportedError` for hooks of the loop's on the gradients that modules pass on."""
         self._require_scan()
         if (any(self._backward) or has_global_backward_hooks()) and (mesh.reduces_gradients or mesh.tp_size > 1):
@@ -45,7 +45,7 @@ class ModuleGuards:
                 "backward() and step(), or train with pipeline stages alone."
             )
 
-    def refuse_embeddings(self, mesh: ParallelMesh, microbatches: int | None) -> None:
+    def reject_embeddings(self, mesh: ParallelMesh, microbatches: int | None) -> None:
         """Raises `UnsupportedError` for embeddings whose options look at all tokens of a batch."""
         self._require_scan()
         several = mesh.dp_size > 1 or (mesh.pp_size > 1 and microbatches != 1)

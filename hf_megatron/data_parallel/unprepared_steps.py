@@ -27,7 +27,7 @@ def before_unprepared_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs
     first = parameters[0] if parameters else None
     engine = None if first is None else engine_of(first)
     if engine is not None:
-        engine.refuse_sums_over_parameters(optimizer)
+        engine.reject_sums_over_parameters(optimizer)
         engine.check_before_step()
     if first is not None and reducer_of(first) is not None:
         raise ConfigError(

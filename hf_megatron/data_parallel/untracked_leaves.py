@@ -77,17 +77,17 @@ class _Own:
         return id(leaf) in self._unsharded
 
 
-def refuse_activation_hook(tensor: Tensor, hook: Any) -> None:
+def reject_activation_hook(tensor: Tensor, hook: Any) -> None:
     """Raises `UnsupportedError` for a hook of the loop's on a tensor of any shape computed with data parallel weights.
 
     Its gradient carries the factor that losses are multiplied by, because those of parameters are averaged.
     """
     function = hook.func if isinstance(hook, partial) else hook
     if not str(function.__module__).startswith(_LIBRARIES):
-        refuse_gradient(tensor, "A hook on the gradient")
+        reject_gradient(tensor, "A hook on the gradient")
 
 
-def refuse_gradient(tensor: Tensor, what: str) -> None:
+def reject_gradient(tensor: Tensor, what: str) -> None:
     """Raises `UnsupportedError` for a look at the gradient of a tensor of any shape made with data parallel weights."""
     engines = data_parallel_engines()
     if not engines:

@@ -196,8 +196,8 @@ def nonfinite_weights(model: Any, state: ParallelState) -> Iterator[Found]:
         if not local.is_floating_point() or bool(torch.isfinite(local).all()):
             continue
         entry = [int(number) for number in torch.nonzero(~torch.isfinite(local))[0]]
-        if name in state.claims and not state.shards(name):
-            held = state.placement(name).intervals(state.claims[name].shape, state.axes)
+        if name in state.shardings and not state.shards(name):
+            held = state.placement(name).intervals(state.shardings[name].shape, state.axes)
             entry = [_global(index, ranges) for index, ranges in zip(entry, held, strict=True)]
         cut: Any = state.cut
         one = NonFinite(WEIGHT, name, rank, stage=0 if cut is None else cut.stage_of(name), entry=tuple(entry))

@@ -186,9 +186,9 @@ class StepRecorder:
         """Returns which features a linear's claim says that an output has, or which of equal parts it may be."""
         if self.state is None:
             return None, (0, 1)
-        claim = self.state.claims.get(f"{name}.weight")
-        if claim is not None and len(claim.shape) == 2 and not isinstance(self.modules[name], nn.Embedding):
-            intervals = claim.placement.intervals(claim.shape, self.state.axes)[0]
+        sharding = self.state.shardings.get(f"{name}.weight")
+        if sharding is not None and len(sharding.shape) == 2 and not isinstance(self.modules[name], nn.Embedding):
+            intervals = sharding.placement.intervals(sharding.shape, self.state.axes)[0]
             if sum(stop - start for start, stop in intervals) == value.shape[-1]:
                 return tuple(intervals), (0, 1)
         return None, (self.state.axes.rank("tp"), self.state.axes.size("tp"))
@@ -200,9 +200,9 @@ class StepRecorder:
         """
         if self.state is None:
             return True
-        claim, has_rows = self.state.claims.get(f"{name}.weight"), held[1] == ((0, self._calls.lengths[0]),)
-        is_copied = claim is not None and any(split.copies > 1 for split in claim.placement.splits)
-        is_added_up = claim is not None and claim.gradient.sum is not None and has_rows
+        sharding, has_rows = self.state.shardings.get(f"{name}.weight"), held[1] == ((0, self._calls.lengths[0]),)
+        is_copied = sharding is not None and any(split.copies > 1 for split in sharding.placement.splits)
+        is_added_up = sharding is not None and sharding.gradient.sum is not None and has_rows
         return not is_copied and not is_added_up and not (self.state.axes.size("cp") > 1 and has_rows)
 
     def _add(
@@ -240,9 +240,9 @@ class StepRecorder:
                     self._add(GRADIENT, name, 0, gradient, self._held(name, parameter))
 
     def _held(self, name: str, parameter: Tensor) -> tuple[tuple[Interval, ...], ...]:
-        if self.state is None or name not in self.state.claims:
+        if self.state is None or name not in self.state.shardings:
             return tuple(((0, size),) for size in parameter.shape)
-        shape = self.state.claims[name].shape
+        shape = self.state.shardings[name].shape
         return tuple(map(tuple, self.state.placement(name).intervals(shape, self.state.axes)))
 
     def _write(self) -> None:

@@ -173,7 +173,7 @@ def _held(model: Any, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[t
 
 def _place(state: ParallelState, name: str, parameter: nn.Parameter) -> Hashable:
     """Tells which entries of a parameter this rank has."""
-    shape = state.claims[name].shape if name in state.claims else tuple(parameter.shape)
+    shape = state.shardings[name].shape if name in state.shardings else tuple(parameter.shape)
     intervals = tuple(map(tuple, state.placement(name).intervals(shape, state.axes)))
     # Stage 3 cuts what other axes have left.
     part = state.axes.rank(f"{state.average(name)}_shard") if state.shards(name) else None

@@ -76,25 +76,25 @@ def place(model: Any, state: ParallelState) -> None:
             trailing, divide = (f" and {more} that hand tokens back", "both") if more else ("", "them")
             raise ConfigError(f"{setting}: {name} has {count} experts{trailing}; valid sizes divide {divide}: {valid}.")
     for name, module in names_inside(model, experts).items():
-        claim, count = state.claims[name], experts[module]
-        has_more = module in identity and claim.shape[0] == count + identity[module]
+        sharding, count = state.shardings[name], experts[module]
+        has_more = module in identity and sharding.shape[0] == count + identity[module]
         # A norm among them has an entry for each feature.
-        is_of_features = len(claim.shape) == 1 and claim.shape[0] != count
-        if (claim.shape[0] % count and not has_more) or is_of_features:
+        is_of_features = len(sharding.shape) == 1 and sharding.shape[0] != count
+        if (sharding.shape[0] % count and not has_more) or is_of_features:
             raise UnsupportedError(
-                f"{setting}: {name} {list(claim.shape)} does not hold {count} experts along dim 0. Set ep_size=1."
+                f"{setting}: {name} {list(sharding.shape)} does not hold {count} experts along dim 0. Set ep_size=1."
             )
-        if any(split.dim == 0 for split in claim.placement.splits):
+        if any(split.dim == 0 for split in sharding.placement.splits):
             raise UnsupportedError(
-                f"{setting}: {name} is split along dim 0 already ({claim.placement}). Set ep_size=1."
+                f"{setting}: {name} is split along dim 0 already ({sharding.placement}). Set ep_size=1."
             )
-        groups = claim.shape[0] // block[module] if module in identity else 1
-        state.claims[name] = replace(
-            claim,
-            style="expert_parallel" if claim.style == "replicated" else claim.style,
-            placement=Placement((Split(NAME, 0, groups), *claim.placement.splits)),
+        groups = sharding.shape[0] // block[module] if module in identity else 1
+        state.shardings[name] = replace(
+            sharding,
+            style="expert_parallel" if sharding.style == "replicated" else sharding.style,
+            placement=Placement((Split(NAME, 0, groups), *sharding.placement.splits)),
             # Whole experts see all tokens that are theirs; of their parts some see parts of these.
-            gradient=replace(claim.gradient if state.axes.size("etp") > 1 else GradientRule(), average=_REPEATED),
+            gradient=replace(sharding.gradient if state.axes.size("etp") > 1 else GradientRule(), average=_REPEATED),
         )
     blocks = {name: count // block[name] for name, count in experts.items()}
     state.placed[NAME] = ExpertPlan(experts, blocks, frozenset(identity))
@@ -174,5 +174,5 @@ def install(model: Any, state: ParallelState) -> None:
 
 
 def _shapes(state: ParallelState, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    claim = state.claims[name]
-    return tuple(claim.shape), claim.placement.local_shape(claim.shape, state.axes)
+    sharding = state.shardings[name]
+    return tuple(sharding.shape), sharding.placement.local_shape(sharding.shape, state.axes)

@@ -94,21 +94,21 @@ class Description:
     draws: frozenset[str]
     tied: Mapping[str, str]
 
-    def features(self, claims: Mapping[str, ParameterSharding]) -> Features:
+    def features(self, shardings: Mapping[str, ParameterSharding]) -> Features:
         """Joins it with what tensor parallelism claims; with nothing where it leaves modules whole."""
-        ends = {line for module in self.modules if not module.layer and (line := _line(module, claims)) is not None}
+        ends = {line for module in self.modules if not module.layer and (line := _line(module, shardings)) is not None}
         ends |= {f"{_generic(name)} is tied to {_generic(other)}" for name, other in self.tied.items()}
-        parts = {Part(ENDS, frozenset(ends)), *self.layers(claims).values()}
-        copied = {_line(module, claims) or "" for module in self.modules if _in_copies(module, claims)}
+        parts = {Part(ENDS, frozenset(ends)), *self.layers(shardings).values()}
+        copied = {_line(module, shardings) or "" for module in self.modules if _in_copies(module, shardings)}
         parts |= {Part(COPIES, frozenset(copied))} if copied else set()
-        return Features(frozenset(parts), self.draws, _split_share(self.modules, claims))
+        return Features(frozenset(parts), self.draws, _split_share(self.modules, shardings))
 
-    def layers(self, claims: Mapping[str, ParameterSharding]) -> dict[str, Part]:
+    def layers(self, shardings: Mapping[str, ParameterSharding]) -> dict[str, Part]:
         """Maps the outermost layers to the parts they are, in their order."""
         found: dict[tuple[str, str], set[str]] = {}
         for module in self.modules:
             if module.layer:
-                line = _line(module, claims)
+                line = _line(module, shardings)
                 found.setdefault((module.layer, module.part), set()).update([] if line is None else [line])
         return {layer: Part(name, frozenset(lines)) for (layer, name), lines in found.items()}
 
@@ -267,11 +267,11 @@ def _codes(function: Any) -> Iterator[types.CodeType]:
         function = vars(function).get("__wrapped__") if isinstance(function, types.FunctionType) else None
 
 
-def _line(module: _Module, claims: Mapping[str, ParameterSharding]) -> str | None:
+def _line(module: _Module, shardings: Mapping[str, ParameterSharding]) -> str | None:
     """Writes a module down; `None` for one without parameters that took nothing from its config."""
     held: dict[str, list[str]] = {}
     for leaf, name in module.parameters.items():
-        held.setdefault(_style(claims.get(name)), []).append(leaf)
+        held.setdefault(_style(shardings.get(name)), []).append(leaf)
     texts = [f"({', '.join(leaves)}){style}" for style, leaves in held.items()]
     if not texts and not module.settings:
         return None
@@ -279,17 +279,17 @@ def _line(module: _Module, claims: Mapping[str, ParameterSharding]) -> str | Non
     return " ".join([f"{name}{module.kind}{' '.join(texts)}", *module.settings])
 
 
-def _style(claim: ParameterSharding | None) -> str:
-    return "" if claim is None or claim.style == "replicated" else f" {claim.style}"
+def _style(sharding: ParameterSharding | None) -> str:
+    return "" if sharding is None or sharding.style == "replicated" else f" {sharding.style}"
 
 
-def _in_copies(module: _Module, claims: Mapping[str, ParameterSharding]) -> bool:
-    held = (claims[name].placement for name in module.parameters.values() if name in claims)
+def _in_copies(module: _Module, shardings: Mapping[str, ParameterSharding]) -> bool:
+    held = (shardings[name].placement for name in module.parameters.values() if name in shardings)
     return any(split.copies > 1 for placement in held for split in placement.splits)
 
 
-def _split_share(modules: tuple[_Module, ...], claims: Mapping[str, ParameterSharding]) -> float:
-    of_layers = [name for module in modules if module.layer for name in module.parameters.values() if name in claims]
-    sizes = {name: math.prod(claims[name].shape) for name in of_layers}
-    split = sum(size for name, size in sizes.items() if claims[name].placement.is_split)
+def _split_share(modules: tuple[_Module, ...], shardings: Mapping[str, ParameterSharding]) -> float:
+    of_layers = [name for module in modules if module.layer for name in module.parameters.values() if name in shardings]
+    sizes = {name: math.prod(shardings[name].shape) for name in of_layers}
+    split = sum(size for name, size in sizes.items() if shardings[name].placement.is_split)
     return split / max(sum(sizes.values()), 1)

@@ -22,7 +22,7 @@ def place(model: Any, state: ParallelState) -> None:
     counts = ParameterCounts.of_full(model)
     state.cut = cut(model, state.spec, state.config, state.axes)
     gone = set(state.names) - model.state_dict().keys()
-    state.elsewhere = frozenset(gone | renamed_by_loader(model, gone))
+    state.off_stage_names = frozenset(gone | renamed_by_loader(model, gone))
     state.placed[NAME] = counts
 
 
@@ -35,7 +35,7 @@ def install(model: Any, state: ParallelState) -> None:
         counts: ParameterCounts = state.placed[NAME]
         state.cut.boundary.is_filled = True
         state.cut.boundary.owner = state.data_parallel
-        register_side_weights(model, state.cut.elsewhere, state.data_parallel, state.mesh.device)
+        register_side_weights(model, state.cut.off_stage_names, state.data_parallel, state.mesh.device)
         register_off_stage_weights(model, counts.sizes.keys())
         share_tied_weights(model, state.cut.sources)
         state.data_parallel.scan()

@@ -16,7 +16,7 @@ from .differentiable_inputs import TrainedInputs
 from .executor import Execution
 from .kv_cache import StagedCache, new_inputs
 from .loss_grad_scale import ScheduledGradients
-from .microbatches import batch_rows
+from .microbatches import batch_size
 from .outputs import Gradients, PipelineOutput, loss_of, values_of_rows, with_backward
 from .schedules import Action, backward_plan, forward_plan
 from .stage_runner import StageRunner
@@ -27,7 +27,7 @@ def run_forwards(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutp
     labels, stages = target_names(arguments), runner.boundary.stages
     decoder, parameters = runner.cut.layers.decoder, runner.signature.parameters
     cache = StagedCache.of_call(runner.model, arguments, parameters, stages, runner.mesh.pp_rank, decoder)
-    rows, takes_logits = batch_rows(arguments), runner.wants_logits or not labels
+    rows, takes_logits = batch_size(arguments), runner.wants_logits or not labels
     counted = runner.mesh.dp_size if arguments.get("num_items_in_batch") is not None else 1
 
     def read(output: Any, part: slice) -> tuple[Tensor, ...]:
@@ -71,7 +71,7 @@ def values_of(
     microbatches, weights, denominators = runner.prepare(
         inputs.arguments, for_backward=False, unsharded=cache is not None
     )
-    edges = [0, *itertools.accumulate(map(batch_rows, microbatches))]
+    edges = [0, *itertools.accumulate(map(batch_size, microbatches))]
     parts = [slice(start, stop) for start, stop in itertools.pairwise(edges)]
     execution = runner.execution(
         microbatches, weights, denominators, lambda number, output: read(output, parts[number]), cache
@@ -95,7 +95,7 @@ def _kept(
     inputs: TrainedInputs,
 ) -> tuple[Tensor, ...]:
     """Gives values of the last stage a backward that runs the pipeline in reverse."""
-    rows = [batch_rows(microbatch) for microbatch in execution.microbatches]
+    rows = [batch_size(microbatch) for microbatch in execution.microbatches]
     store, is_over = runner.gradient_store(), False
     require_unedited = runner.engine.unedited()
 

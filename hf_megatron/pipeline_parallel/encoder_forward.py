@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..errors import UnsupportedError
-from .microbatches import DECODER_INPUTS, batch_rows
+from .microbatches import DECODER_INPUTS, batch_size
 from .stage_payload import Message
 from .stage_runner import StageRunner
 
@@ -73,5 +73,5 @@ def _full_call(runner: StageRunner, arguments: dict[str, Any]) -> dict[str, Any]
     """Returns what the model would be called with to encode this, and decode a token of each row."""
     known = runner.signature.parameters
     found = {name: value for name, value in arguments.items() if name in known and isinstance(value, Tensor)}
-    tokens = torch.zeros(batch_rows(found), 1, dtype=torch.long, device=runner.mesh.device)
+    tokens = torch.zeros(batch_size(found), 1, dtype=torch.long, device=runner.mesh.device)
     return found | {DECODER_INPUTS[0]: tokens}

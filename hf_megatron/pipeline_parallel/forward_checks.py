@@ -70,7 +70,7 @@ class CallChecks(Shared):
                 "that have numbers of terms of their own. Leave it out."
             )
 
-    def refuse_left_out_layers(self) -> None:
+    def reject_skipped_layers(self) -> None:
         """Raises for layers that a loop leaves out at random in training: each stage would draw others."""
         if self.model.training and any(vars(module).get(_LEFT_OUT) for module in self._leaving_out):
             raise UnsupportedError(
@@ -107,7 +107,7 @@ class CallChecks(Shared):
         """Tells whether dp ranks add up what the routers of each of their microbatches have chosen."""
         return self._asks_for_routers(arguments) and self.router_aux_loss_scope == "global"
 
-    def refuse_batch_statistics(self, arguments: Mapping[str, Any]) -> None:
+    def reject_batch_statistics(self, arguments: Mapping[str, Any]) -> None:
         """Raises for a training call on several microbatches that takes the router loss of their batch."""
         if self.has_batch_statistics(arguments) and self.router_aux_loss_scope == "batch":
             raise ConfigError(
@@ -129,8 +129,8 @@ def _tokens(model: Any, state: ParallelState) -> int | None:
         # A module of several parts, such as BERT's embeddings, whose parts the first stage alone has.
         embedding = None
     name = next((name for name, module in model.named_modules() if module is embedding), None)
-    claim = state.claims.get(f"{name}.weight")
-    own = None if claim is None else claim.shape[0]
+    sharding = state.shardings.get(f"{name}.weight")
+    own = None if sharding is None else sharding.shape[0]
     known = gather(own, state.mesh.host_group("pp"), "Counting the tokens that the first stage knows")
     return next((count for count in known if count is not None), None)
 

@@ -44,7 +44,7 @@ def share_out(model: Any, costs: Sequence[float], stages: int) -> tuple[int, ...
     head = model.get_output_embeddings()
     after = 0.0 if head is None else estimate_cost(head, model.config.get_text_config())
     # As if of patches of images there were as many as tokens.
-    before = sum(estimate_cost(model.get_submodule(tower)) for tower in find_modality_encoders(model))
+    before = sum(estimate_cost(model.get_submodule(encoder)) for encoder in find_modality_encoders(model))
     counts = partition(costs, stages, before=before, after=after)
     least = layers_with_features(model.config) + 1
     if counts[0] < least <= len(costs) - stages + 1 and stages > 1:

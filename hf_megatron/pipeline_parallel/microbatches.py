@@ -32,7 +32,7 @@ _ONE_PER_ROW = ("labels", "next_sentence_label", "sentence_order_label", "start_
 _OF_THE_WHOLE_BATCH = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 
 
-def batch_rows(arguments: Mapping[str, Any]) -> int:
+def batch_size(arguments: Mapping[str, Any]) -> int:
     """Counts the samples of a batch; raises `ConfigError` where nothing that says so is there."""
     return _inputs(arguments).shape[ROW_DIM]
 
@@ -68,7 +68,7 @@ def split(
     Raises `ConfigError` for a tensor that has neither a row per sample nor one for all, `UnsupportedError` for videos
     and sounds that `modalities` does not name, or in other forms than those of `multimodal_samples`.
     """
-    rows = batch_rows(arguments)
+    rows = batch_size(arguments)
     for name, value in arguments.items():
         is_of_row = name in SOUNDS and has_clip_per_row(config)
         is_of_kinds = {"videos": is_of_videos(name), "audio": is_audio(name) and audio_token(config) is not None}

@@ -43,9 +43,9 @@ class OffStageLayer(Placeholder):
         return nn.Module.__call__(self, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._stage_boundary.pass_layer(self._layer_index, self._elsewhere_called, args, kwargs)
+        return self._stage_boundary.pass_layer(self._layer_index, self._call_off_stage, args, kwargs)
 
-    def _elsewhere_called(self, *args: Any, **kwargs: Any) -> Any:
+    def _call_off_stage(self, *args: Any, **kwargs: Any) -> Any:
         raise PlanError(f"Layer {self._layer_index} was called in a stage that lies on another rank.")
 
 

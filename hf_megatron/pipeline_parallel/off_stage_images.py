@@ -172,15 +172,15 @@ def _has_tensors(args: tuple, kwargs: dict[str, Any]) -> bool:
     return any(isinstance(value, Tensor) for value in (*args, *kwargs.values()))
 
 
-def call_in_first_stage(tower: nn.Module, boundary: StageBoundary) -> None:
+def call_in_first_stage(encoder: nn.Module, boundary: StageBoundary) -> None:
     """Has a tower return nothing in later stages of its rank, where it is given nothing.
 
     It keeps its class, by which its outputs are recorded.
     """
-    own = tower.forward
+    own = encoder.forward
 
     @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
         return own(*args, **kwargs) if boundary.stage == 0 or _has_tensors(args, kwargs) else OffStageFeatures()
 
-    tower.forward = forward  # type: ignore[method-assign]
+    encoder.forward = forward  # type: ignore[method-assign]

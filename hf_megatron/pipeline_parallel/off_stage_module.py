@@ -73,7 +73,7 @@ class Placeholder(OffStageModule, nn.Module):
                 return MethodType(getattr(self._kind, name), self)
             if not self._progress.is_filled and name in (unfilled := {**self._parts, **self._unsaved}):
                 return unfilled[name]
-            raise self._elsewhere(name) from error
+            raise self._off_rank_error(name) from error
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter | nn.Module) and self._progress.is_filled:
@@ -86,7 +86,7 @@ class Placeholder(OffStageModule, nn.Module):
                 or not isinstance(value, nn.Module)
                 or not (_is_mixed_into(value, before) or _is_mixed_into(before, value))
             ):
-                raise self._elsewhere(name)
+                raise self._off_rank_error(name)
         super().__setattr__(name, value)
 
     def _off_stage(self, weight: Tensor) -> OffStageTensor:
@@ -95,7 +95,7 @@ class Placeholder(OffStageModule, nn.Module):
             weight = weight.to(follower.dtype)
         return OffStageTensor(weight, follower.device, self._place)
 
-    def _elsewhere(self, name: str) -> "OffRankShard":
+    def _off_rank_error(self, name: str) -> "OffRankShard":
         return OffRankShard(
             f"{name} of a {self._kind.__name__}: it {self._place}, and this rank has the names, shapes and dtypes of "
             "its weights only (model.state_dict()). Read and change it on the ranks of that stage, or load the model "

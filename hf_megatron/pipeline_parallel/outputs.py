@@ -49,19 +49,19 @@ class PipelineOutput(ModelOutput):
 
     def __getattr__(self, name: str) -> Any:
         if name == "encoder_last_hidden_state":
-            raise _OutputElsewhere(
+            raise _OffStageOutputError(
                 f"outputs.{name} of a pipelined model: one of its stages has it. Call model.get_encoder() under "
                 "torch.no_grad(), which returns it on every rank, or load the model with pp_size=1."
             )
         if name in _STATES:
-            raise _OutputElsewhere(
+            raise _OffStageOutputError(
                 f"outputs.{name} of a pipelined model: each stage has the states of its own layers. Load the model "
                 "with pp_size=1."
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
-class _OutputElsewhere(UnsupportedError, AttributeError):
+class _OffStageOutputError(UnsupportedError, AttributeError):
     """An output that one stage has; `hasattr` answers no."""
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..data_parallel.packed_sequences import POSITIONS, where_positions_begin
 from ..losses.targets import IGNORE_INDEX
-from .microbatches import batch_rows
+from .microbatches import batch_size
 
 _TOKENS = 1
 _ENDS = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"}
@@ -46,7 +46,7 @@ class PackedRow:
     def of_call(cls, arguments: Mapping[str, Any]) -> "PackedRow | None":
         """Finds the documents of a call; `None` where it is no packed row that can be cut."""
         positions = arguments.get(POSITIONS)
-        if batch_rows(arguments) != 1 or not isinstance(positions, Tensor) or positions.dim() != 2:
+        if batch_size(arguments) != 1 or not isinstance(positions, Tensor) or positions.dim() != 2:
             return None
         length = positions.shape[_TOKENS]
         if any(not _can_be_cut(name, value, length) for name, value in arguments.items()):

@@ -68,9 +68,9 @@ def find_around(model: Any, row: LayerSequence, spec: ModelSpec) -> AroundLayers
     """Lists the modules with parameters around the layers, in the order of their definition."""
     around = AroundLayers()
     head = model.get_output_embeddings()
-    towers = find_modality_encoders(model)
+    modality_encoders = find_modality_encoders(model)
     first_on_path = row.lists[0].partition(".")[0]
-    with_base = first_on_path == model.base_model_prefix and not towers
+    with_base = first_on_path == model.base_model_prefix and not modality_encoders
     # Of an encoder's ancestors those that are its decoder's too are looked at once, with the decoder behind it.
     on_paths: dict[str, list[str]] = {}
     for layers in row.lists:
@@ -89,7 +89,7 @@ def find_around(model: Any, row: LayerSequence, spec: ModelSpec) -> AroundLayers
                 # Some classes define their head first, which is not always one of tokens.
                 is_head = any(module is head for module in child.modules()) or (with_base and not prefix)
                 is_stated_after = full_name in spec.pp.after_layers
-                runs_before = full_name in (*towers, *spec.pp.before_layers, *spec.pp.prefix_modules)
+                runs_before = full_name in (*modality_encoders, *spec.pp.before_layers, *spec.pp.prefix_modules)
                 # Some name their table of tokens as their head, which is tied to it.
                 is_head = is_head and full_name not in spec.pp.before_layers
                 runs_before = runs_before or name in _NORMS_OF_EMBEDDINGS

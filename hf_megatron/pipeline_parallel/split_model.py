@@ -79,7 +79,7 @@ class ModelPartition:
     between: tuple[str, ...]
     after: tuple[str, ...]
     alongside: tuple[str, ...]
-    elsewhere: Mapping[str, torch.Tensor]
+    off_stage_names: Mapping[str, torch.Tensor]
     tied: tuple[str, ...]
     sources: Mapping[str, str]
     holds_first: bool
@@ -96,7 +96,7 @@ class ModelPartition:
                 "stages: none can be left out, moved or listed twice. Load the model with pp_size=1."
             )
 
-    def refuse_added(self, model: nn.Module, known: Collection[str]) -> None:
+    def reject_added(self, model: nn.Module, known: Collection[str]) -> None:
         """Raises `UnsupportedError`, on all ranks alike, where trained weights came to the model beside its stages.
 
         Args:
@@ -203,10 +203,10 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Mode
             away[name] = layer
         away |= stand_for_parts(model, row.parts_of(index)[:-1], index, boundary, place)
     hold_shared(model, row, away, set(shared_layers.values()))
-    towers = find_modality_encoders(model)
+    modality_encoders = find_modality_encoders(model)
     for module_name in before:
         module = model.get_submodule(module_name)
-        if module_name in towers and module_name not in spec.pp.prefix_modules:
+        if module_name in modality_encoders and module_name not in spec.pp.prefix_modules:
             if not holds_first:
                 replace_module(model, module_name, OffStageEncoder(module_name, module, _place(stages, 0), boundary))
             elif required_images(model.forward):
@@ -248,7 +248,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Mode
     off_stage = {side for side, is_held in (("before", holds_first), ("after", holds_last)) if not is_held}
     if off_stage or away:
         drop_ties(model, off_stage, around, away)
-    elsewhere = {} if holds_first else {weight: _take_away(model, weight) for weight in alongside}
+    off_stage_names = {} if holds_first else {weight: _take_away(model, weight) for weight in alongside}
     crossing = stages.rank_of[0] != stages.rank_of[-1]
     shared = sorted({*(tied.values() if crossing else ()), *shared_layers.values()})
     parts = (
@@ -256,7 +256,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Mode
         tuple(between),
         tuple(after),
         tuple(alongside),
-        MappingProxyType(elsewhere),
+        MappingProxyType(off_stage_names),
         tuple(shared),
         MappingProxyType(tied | tied_before | shared_layers),
     )

@@ -28,7 +28,7 @@ from .forward_checks import CallChecks
 from .kv_cache import StagedCache
 from .layers_per_stage import stages_per_rank
 from .loss_grad_scale import LossScale
-from .microbatches import batch_rows, parts_of_batch, split
+from .microbatches import batch_size, parts_of_batch, split
 from .off_stage_images import OffStageImages
 from .p2p import Transport
 from .packed_sequences import PackedRow, count_tokens
@@ -100,11 +100,11 @@ class StageRunner(Shared):
     ) -> tuple[list[dict[str, Any]], list[float], Denominators | None]:
         """Makes microbatches, their shares of the rows, and the denominators of the batch's loss."""
         self.checks.require_one_stage_each(arguments, fills_cache=unsharded)
-        self.checks.refuse_left_out_layers()
+        self.checks.reject_skipped_layers()
         self.cut.require_order(self.model)
         if for_backward:
-            self.cut.refuse_added(self.model, self._state.claims)
-        rows = batch_rows(arguments)
+            self.cut.reject_added(self.model, self._state.shardings)
+        rows = batch_size(arguments)
         given = arguments.pop("num_items_in_batch", None)
         packed = self._packed_row(arguments) if for_backward else None
         units = rows if packed is None else len(packed.microbatches(self.microbatches_at_most()))
@@ -123,10 +123,10 @@ class StageRunner(Shared):
         if not keeps and "use_cache" in self.signature.parameters:
             leave_out(self.model, arguments)
         if count > 1 and (self.read is not None or losses):
-            self.checks.refuse_batch_statistics(arguments)
+            self.checks.reject_batch_statistics(arguments)
         if packed is None:
             microbatches = split(arguments, min(count, rows), self.model.config, modalities=self._state.modalities)
-            weights = [batch_rows(microbatch) / rows for microbatch in microbatches]
+            weights = [batch_size(microbatch) / rows for microbatch in microbatches]
         else:
             microbatches = packed.microbatches(count)
             weights = [count_tokens(microbatch) / packed.length for microbatch in microbatches]

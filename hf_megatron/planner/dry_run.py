@@ -282,7 +282,7 @@ def _parameters(model: Any) -> int:
     state = parallel_state(model)
     assert state is not None
     return sum(
-        math.prod(state.placement(name).local_shape(state.claims[name].shape, state.axes))
+        math.prod(state.placement(name).local_shape(state.shardings[name].shape, state.axes))
         for name, _ in local_named_parameters(model)
     )
 

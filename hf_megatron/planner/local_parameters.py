@@ -50,7 +50,7 @@ def parameters_of_units(
     state = plan(model, layout, axes)
     units = short.unit_of_module
     # Some are defined behind the layers of the text model that they come before.
-    towers = tuple(f"{tower}." for tower in find_modality_encoders(short.model))
+    modality_encoders = tuple(f"{encoder}." for encoder in find_modality_encoders(short.model))
     before: list[LocalParameter] = []
     after: list[LocalParameter] = []
     tied: list[LocalParameter] = []
@@ -58,20 +58,20 @@ def parameters_of_units(
     experts, seen = set(), set()
     quantized = {*training.quantized_weights(short.model)}
     for name, parameter in short.model.named_parameters(remove_duplicate=False):
-        claim = state.claims[name]
-        shape = state.placement(name).local_shape(claim.shape, axes)
+        sharding = state.shardings[name]
+        shape = state.placement(name).local_shape(sharding.shape, axes)
         codes = training.code_bytes(*shape) if name in quantized else None
-        held = LocalParameter(shape, itemsize, claim.gradient.average, parameter.requires_grad, codes)
+        held = LocalParameter(shape, itemsize, sharding.gradient.average, parameter.requires_grad, codes)
         unit = next((units[prefix] for prefix in _prefixes(name) if prefix in units), None)
         if unit is None:
             is_tied = id(parameter) in seen
-            is_before = not any(layers) or name.startswith(towers)
+            is_before = not any(layers) or name.startswith(modality_encoders)
             (after if is_tied or not is_before else before).append(held)
             if is_tied:
                 tied.append(held)
         elif id(parameter) not in seen:
             layers[unit].append(held)
-            if any(split.axis in ("ep", "etp") for split in claim.placement.splits):
+            if any(split.axis in ("ep", "etp") for split in sharding.placement.splits):
                 experts.add(unit)
         seen.add(id(parameter))
     buffers = sum(buffer.nbytes for buffer in short.model.buffers())

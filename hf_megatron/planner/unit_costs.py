@@ -101,7 +101,7 @@ def _adapters(model: Any, short: ShortModel) -> tuple[tuple[LocalParameter, ...]
     for name, parameter in local_named_parameters(model):
         if parameter.requires_grad and name.replace(".base_layer.", ".") not in own:
             unit = next(unit for prefix, unit in units.items() if name.startswith(f"{prefix}."))
-            average = state.claims[name].gradient.average
+            average = state.shardings[name].gradient.average
             size = parameter.dtype.itemsize
             held[unit].append(LocalParameter(tuple(local_tensor(parameter).shape), size, average))
     return tuple(map(tuple, held))

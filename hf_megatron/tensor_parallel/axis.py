@@ -17,8 +17,7 @@ from ..models.layers import find_text_model, names_in_encoder
 from ..models.spec import HeadBlock, ModelSpec, generic, lookup
 from ..parallel_state import ParallelState
 from .attention_heads import LocalArguments, give_sizes
-from .claims import claim_all, expand_plan, expand_regions, local_sizes, matching, shared_heads
-from .forward_checks import ClaimCheck, RefusedOutputs
+from .forward_checks import OutputChecks, ParameterCheck
 from .grouped_gemm import GroupedWidths, split_widths
 from .head_sharded_blocks import divides, has_heads_of, is_one_group, styles_of_weights
 from .install_regions import Regions
@@ -27,6 +26,7 @@ from .linear import ParallelLinear
 from .local_parameters import ActiveForwards, LocalParameters, read_locally
 from .loss_mode import install_pending_loss
 from .region import SEQUENCE_DIM
+from .sharding_rules import assign_shardings, expand_plan, expand_regions, local_sizes, matching, shared_heads
 from .structure import Structure, find_structure, uniform_row
 from .styles import AXIS, ModuleContext, style
 from .user_hooks.hooks import UserHooks
@@ -103,8 +103,10 @@ def place(model: Any, state: ParallelState) -> None:
     sizes = {name: sizes[name] for name in sizes if not _is_inside(name, experts)}
     parameters = [name for name, _ in model.named_parameters()]
     of_layers = frozenset(name for name in parameters if generic(name) in spec.cp.layer_parameters)
-    claims = claim_all(model, styles, structure, copies, sequence_parallel, model.all_tied_weights_keys, of_layers)
-    state.claims.update(claims)
+    shardings = assign_shardings(
+        model, styles, structure, copies, sequence_parallel, model.all_tied_weights_keys, of_layers
+    )
+    state.shardings.update(shardings)
     state.placed[NAME] = TensorPlan(styles, structure, copies, sizes, frozenset(moe_blocks), heads)
 
 
@@ -156,7 +158,7 @@ def install(model: Any, state: ParallelState) -> None:
         return
     mesh, config = state.mesh, state.config
     first_hook = RemovableHandle.next_id
-    check = ClaimCheck(state.claims)
+    check = ParameterCheck(state.shardings)
     check.check(model)
     check.install(model)
     streams = TensorParallelRng(mesh.device, mesh.tp_rank)
@@ -196,7 +198,7 @@ def install(model: Any, state: ParallelState) -> None:
         refused["output_hidden_states"] = (
             "between layers each rank has its part of the sequence only; set sequence_parallel=False."
         )
-    RefusedOutputs(refused).install(model)
+    OutputChecks(refused).install(model)
     # A forward before may have failed inside a layer.
     SyncedRngState(mesh.device, mesh.host_group(AXIS), streams.use_shared_rng).install(model)
     _guard_activations(model, state, plan, structure, regions, forwards, first_hook)
@@ -225,7 +227,7 @@ def _guard_activations(
     own = {module for layer in layers if computes_here(layer) for module in layer.modules()}
     modules = {name: module for name, module in model.named_modules() if name in plan.styles or module in own}
     kinds = {name: type(modules[name]) for name in structure.uniform if name in modules}
-    activations = Activations(structure, plan.styles, dict(state.claims), regions, kinds)
+    activations = Activations(structure, plan.styles, dict(state.shardings), regions, kinds)
     # The base model may be called by itself; it holds no reference to the model around it.
     models = (model,) if model.base_model is model else (model, model.base_model)
     exchanged = ExchangedFunctions({n: module for n, module in modules.items() if activations.see_parts(n)})
@@ -262,15 +264,15 @@ def _install_style(
     """Makes one module compute in parallel as its style and its parameters' claims say."""
     mesh, text = state.mesh, model.config.get_text_config()
     rules = style(plan.styles.get(name, "replicated"))
-    claims = {
-        parameter: state.claims[f"{name}.{parameter}" if name else parameter]
+    shardings = {
+        parameter: state.shardings[f"{name}.{parameter}" if name else parameter]
         for parameter, value in module._parameters.items()
         if value is not None
     }
     context = ModuleContext(
         name=name,
         mesh=mesh,
-        gradient={parameter: claim.gradient for parameter, claim in claims.items()},
+        gradient={parameter: sharding.gradient for parameter, sharding in shardings.items()},
         region=regions.of_linear.get(name),
         streams=regions.streams,
         forwards=forwards,
@@ -280,20 +282,22 @@ def _install_style(
         loss_chunk_size=state.config.loss_chunk_size,
     )
     rules.install(module, context)
-    if names := tuple(parameter for parameter in claims if not rules.reads(parameter)):
-        read_locally(module, mesh, forwards, _names(claims, summed=True), _names(claims, addends=True), names)
-    if widths := split_widths(claims.values(), state.axes):
+    if names := tuple(parameter for parameter in shardings if not rules.reads(parameter)):
+        read_locally(module, mesh, forwards, _names(shardings, summed=True), _names(shardings, addends=True), names)
+    if widths := split_widths(shardings.values(), state.axes):
         GroupedWidths(widths, mesh.tp_size).install(module)
     give_sizes(module, plan.local_sizes.get(name, {}))
     if (arguments := lookup(name, state.spec.tp.local_arguments)) is not None:
         LocalArguments(arguments, text.num_attention_heads, mesh).install(module)
 
 
-def _names(claims: Mapping[str, ParameterSharding], *, summed: bool = False, addends: bool = False) -> frozenset[str]:
+def _names(
+    shardings: Mapping[str, ParameterSharding], *, summed: bool = False, addends: bool = False
+) -> frozenset[str]:
     """Names the parameters whose gradient is summed over tp, or that every rank adds a share of."""
     return frozenset(
         name
-        for name, claim in claims.items()
-        if (summed and claim.gradient.sum == AXIS and claim.gradient.copies is None)
-        or (addends and style(claim.style).shares_sum)
+        for name, sharding in shardings.items()
+        if (summed and sharding.gradient.sum == AXIS and sharding.gradient.copies is None)
+        or (addends and style(sharding.style).shares_sum)
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..compat.torch_autograd import keeps_graph
 from ..compat.torch_memory import check_soon, is_async_device
-from ..core.communication.collectives import copy_to_ranks, refuse_second_derivatives
+from ..core.communication.collectives import copy_to_ranks, reject_second_derivatives
 from ..data_parallel.inplace_edits import Contents
 from ..errors import ConfigError
 from ..losses.targets import IGNORE_INDEX
@@ -178,7 +178,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        reject_second_derivatives()
         if ctx.needs_input_grad[0] and ctx.weight._version != ctx.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: the "

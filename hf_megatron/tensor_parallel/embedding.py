@@ -10,7 +10,7 @@ from .local_parameters import local_view
 from .vocab_range import require_tokens
 
 
-def _refuse_options(embedding: nn.Embedding) -> None:
+def _reject_options(embedding: nn.Embedding) -> None:
     if embedding.max_norm is not None or embedding.scale_grad_by_freq:
         raise UnsupportedError("A split embedding has no max_norm and no scale_grad_by_freq; set both off.")
 
@@ -24,7 +24,7 @@ class VocabParallelEmbedding(nn.Embedding):
     mesh: ParallelMesh
 
     def forward(self, input: Tensor) -> Tensor:
-        _refuse_options(self)
+        _reject_options(self)
         require_tokens(input, self.weight.shape[0], "token id")
         start, stop = bounds(self.weight.shape[0], self.mesh.tp_size, self.mesh.tp_rank)
         untracked = (input < start) | (input >= stop)
@@ -49,7 +49,7 @@ class HiddenParallelEmbedding(nn.Embedding):
     mesh: ParallelMesh
 
     def forward(self, input: Tensor) -> Tensor:
-        _refuse_options(self)
+        _reject_options(self)
         weight = local_view(self.weight)
         assert weight is not None
         rows = F.embedding(input, weight, self.padding_idx)

@@ -11,11 +11,11 @@ from ..core.quantized_weight import QuantizedWeight
 from ..errors import PlanError, UnsupportedError
 
 
-class ClaimCheck:
+class ParameterCheck:
     """Every parameter is claimed and filled: after loading, and again before the first optimizer step can happen."""
 
-    def __init__(self, claimed: Container[str]):
-        self.claimed = claimed
+    def __init__(self, expected_names: Container[str]):
+        self.expected_names = expected_names
         self.done = False
 
     def install(self, model: nn.Module) -> None:
@@ -29,7 +29,7 @@ class ClaimCheck:
     def check(self, model: nn.Module) -> None:
         """Raises `PlanError` for a parameter without a claim, or one that was not loaded as planned."""
         for name, parameter in local_named_parameters(model):
-            if name not in self.claimed:
+            if name not in self.expected_names:
                 raise PlanError(
                     f"{name} appeared after the plan was made; nobody claims it. Add modules before loading."
                 )
@@ -37,7 +37,7 @@ class ClaimCheck:
                 raise PlanError(f"{name} is not laid out as planned: {type(parameter).__name__} on {parameter.device}.")
 
 
-class RefusedOutputs:
+class OutputChecks:
     """Refuses outputs that would be one rank's part.
 
     Args:

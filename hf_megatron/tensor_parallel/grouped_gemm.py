@@ -34,27 +34,27 @@ class SplitWidth:
         return all(width * dtype.itemsize % _BYTES == 0 for width in self.local)
 
 
-def split_widths(claims: Iterable[ParameterSharding], axes: Axes) -> tuple[SplitWidth, ...]:
+def split_widths(shardings: Iterable[ParameterSharding], axes: Axes) -> tuple[SplitWidth, ...]:
     """Lists the split dims of those of one module's parameters that are `[experts, rows, columns]`."""
     tp_ranks = [axes.of_rank(rank) for rank in axes.ranks("tp")]
     return tuple(
         SplitWidth(
-            claim.name,
-            claim.shape[split.dim],
-            tuple(claim.placement.local_shape(claim.shape, seen)[split.dim] for seen in tp_ranks),
+            sharding.name,
+            sharding.shape[split.dim],
+            tuple(sharding.placement.local_shape(sharding.shape, seen)[split.dim] for seen in tp_ranks),
         )
-        for claim in claims
-        if len(claim.shape) == 3
-        for split in claim.placement.splits
+        for sharding in shardings
+        if len(sharding.shape) == 3
+        for split in sharding.placement.splits
         if split.axis == "tp"
     )
 
 
-def require_expert_widths(model: nn.Module, claims: Mapping[str, ParameterSharding], axes: Axes) -> None:
+def require_expert_widths(model: nn.Module, shardings: Mapping[str, ParameterSharding], axes: Axes) -> None:
     """Raises `ConfigError` where a planned model's experts would have widths that they cannot compute with."""
     for name, module in model.named_modules():
         if uses_grouped_product(module):
-            own = [claims[f"{name}.{parameter}"] for parameter in module._parameters]
+            own = [shardings[f"{name}.{parameter}"] for parameter in module._parameters]
             _require(module, split_widths(own, axes), next(module.parameters()).dtype, axes.size("tp"))
 
 

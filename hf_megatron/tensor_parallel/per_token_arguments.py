@@ -51,8 +51,8 @@ class SequenceArguments(Shared):
         splits = {
             name: functools.partial(split_over_ranks, dim=dim, group=self.group) for name, dim in self.dims.items()
         }
-        refusals = {name: functools.partial(self._refuse, name) for name in self.refused}
-        return replace_arguments(layer, args, kwargs, {**refusals, **splits})
+        rejections = {name: functools.partial(self._reject, name) for name in self.refused}
+        return replace_arguments(layer, args, kwargs, {**rejections, **splits})
 
-    def _refuse(self, name: str, value: Tensor) -> Tensor:
+    def _reject(self, name: str, value: Tensor) -> Tensor:
         raise UnsupportedError(f"{self.refused[name]} Load the model with sequence_parallel=False.")

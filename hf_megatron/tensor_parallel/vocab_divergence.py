@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.communication.collectives import copy_to_ranks, refuse_second_derivatives
+from ..core.communication.collectives import copy_to_ranks, reject_second_derivatives
 from ..errors import ConfigError
 from ..losses.targets import IGNORE_INDEX
 from .head_gradients import HeadGradients
@@ -165,7 +165,7 @@ class _TokenDivergences(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        reject_second_derivatives()
         hidden, weight, bias, of_teacher, student_sums, teacher_sums, of_student = ctx.saved_tensors
         options: _Options = ctx.options
         beta = options.beta

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..compat.torch_autograd import called_module
-from ..core.communication.collectives import copy_to_ranks, refuse_second_derivatives
+from ..core.communication.collectives import copy_to_ranks, reject_second_derivatives
 from ..errors import ConfigError, UnsupportedError
 from ..losses.targets import IGNORE_INDEX
 from .head_gradients import HeadGradients
@@ -223,7 +223,7 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_log_probs: Tensor, of_entropy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        reject_second_derivatives()
         hidden, weight, bias, columns, log_sums, entropy, kept = ctx.saved_tensors
         options = ctx.options
         gradients = HeadGradients(ctx.needs_input_grad, hidden, weight, bias)

@@ -340,7 +340,7 @@ def _split_share(tiny_model: TinyModel, layout: MegatronConfig) -> float:
 def features_on_layout(model: Any, layout: MegatronConfig) -> Features:
     """Returns what a model on the meta device is made of on a layout."""
     description = describe_model(model)
-    return description.features(plan(model, layout, Axes.of(layout, 0)).claims if layout.tp_size > 1 else {})
+    return description.features(plan(model, layout, Axes.of(layout, 0)).shardings if layout.tp_size > 1 else {})
 
 
 def in_forks(

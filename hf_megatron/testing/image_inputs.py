@@ -102,7 +102,7 @@ def image_forms(canvas: Canvas, asked: set[str], counts: Sequence[int]) -> Itera
     if "num_local_patches" in asked:
         # Or numbers for the host alone.
         yield lambda: {name: _as_list(name, value) for name, value in _unsharded(canvas, asked, total).items()}
-    # Towers of some kinds take no sizes, of a model for several.
+    # ModalityEncoders of some kinds take no sizes, of a model for several.
     yield lambda: _unsharded(canvas, asked - {"image_sizes"}, total)
     # Without a tower patches are projected as they are.
     if canvas.is_of_patches:

@@ -55,7 +55,7 @@ def print_plan(model: str, layout: MegatronConfig) -> str:
     config = resolve_config(model)
     instance = _without_weights(model, config)
     state = plan(instance, layout, Axes.of(layout, 0))
-    return str(ParallelPlan(state.claims.values(), state.cut))
+    return str(ParallelPlan(state.shardings.values(), state.cut))
 
 
 def _without_weights(model: str, config: PreTrainedConfig) -> Any:

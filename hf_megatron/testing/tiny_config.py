@@ -110,7 +110,7 @@ SIZES: Mapping[str, int] = _by_name(
     (IMAGE_CODES, "codebook_size num_embeddings"),
     (16, "input_size num_mel_bins nemo_conv_channels depthwise_separable_out_channel"),
     (64, "ext_pw_out_channel"),
-    # Towers of sounds.
+    # ModalityEncoders of sounds.
     (64, "output_dim"),
     # Encoders and decoders.
     (4, "encoder_attention_heads decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads"),
@@ -206,8 +206,8 @@ def tiny_config(config: PreTrainedConfig, min_layers: int = 2, keep: frozenset[i
     parts = {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
     read = values.get("vision_feature_layer")
     # As many layers of a tower as are read, and one that is not.
-    of_tower = {"vision_config": len(read) + 1} if isinstance(read, (list, tuple)) else {}
-    at_least = {name: max(min_layers, of_tower.get(name, 0)) for name in parts}
+    encoder_layers = {"vision_config": len(read) + 1} if isinstance(read, (list, tuple)) else {}
+    at_least = {name: max(min_layers, encoder_layers.get(name, 0)) for name in parts}
     values |= {name: tiny_config(part, at_least[name], keep).to_dict() for name, part in parts.items()}
     # The rules read the original values, so they do not depend on each other's order.
     tiny = {name: _tiny_value(name, value) for name, value in values.items()}

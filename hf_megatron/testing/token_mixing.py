@@ -112,8 +112,8 @@ def find_token_mixing(model: nn.Module, batch: Mapping[str, Any], layers: str) -
     def differs(one: dict[str, Tensor], other: dict[str, Tensor], name: str) -> bool:
         if name not in one or name not in other:
             return False
-        elsewhere = torch.arange(tokens) != place
-        difference = (one[name] - other[name])[:, elsewhere].abs().amax()
+        other_tokens = torch.arange(tokens) != place
+        difference = (one[name] - other[name])[:, other_tokens].abs().amax()
         return bool(difference > _TOLERANCE * one[name].abs().amax())
 
     found = {

@@ -85,7 +85,7 @@ def _judge(
 ) -> dict[str, Any]:
     description = describe_model(model)
     try:
-        features = description.features(plan(model, TP2, Axes.of(TP2, 0)).claims)
+        features = description.features(plan(model, TP2, Axes.of(TP2, 0)).shardings)
     except MegatronError as error:
         return {"judgment": "cannot be split", "said": f"{type(error).__name__}: {error}"[:200]}
     new = differences(type(model).__name__, model_type, "tp", features)

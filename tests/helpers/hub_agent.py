@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, defau
 from hf_megatron import MegatronConfig, MegatronError
 from hf_megatron.checkpoint.gather_full import full_state_dict
 from hf_megatron.checkpoint.reader import open_checkpoint
-from hf_megatron.checkpoint.training_state import facts, load_model, load_optimizers, pieces, write_config
+from hf_megatron.checkpoint.training_state import load_model, load_optimizers, pieces, training_metadata, write_config
 from hf_megatron.checkpoint.transaction import Transaction
 from hf_megatron.conversion import convert
 from hf_megatron.core.fork_harness import run_ranks
@@ -94,7 +94,7 @@ def save_shards(source, layout, folder):
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    described = {"step": 2, **facts(model, [optimizer])}
+    described = {"step": 2, **training_metadata(model, [optimizer])}
     with Transaction(folder, described) as transaction:
         if dist.get_rank() == 0:
             write_config(model, transaction.directory)

@@ -340,7 +340,7 @@ def _split_pieces(folder: Path) -> None:
     for file, content in parts.items():
         save_file(content, folder / file)
         files[file] = hash_file(folder / file)
-    changed = Manifest(2, manifest.facts, files, tensors)
+    changed = Manifest(2, manifest.metadata, files, tensors)
     (folder / MANIFEST).write_text(json.dumps(changed.to_dict()))
     (folder / "conversion.json").unlink()
 

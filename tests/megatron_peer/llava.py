@@ -72,7 +72,7 @@ def build(hf, tp: int) -> LLaVAModel:
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
     )
-    tower = make(
+    encoder_config = make(
         num_layers=vision.num_hidden_layers,
         hidden_size=vision.hidden_size,
         ffn_hidden_size=vision.intermediate_size,
@@ -81,7 +81,7 @@ def build(hf, tp: int) -> LLaVAModel:
         activation_func=quick_gelu,
         normalization="LayerNorm",
     )
-    tower.vision_model_type = "clip"
+    encoder_config.vision_model_type = "clip"
     projector = make(
         num_layers=1,
         hidden_size=text.hidden_size,
@@ -90,10 +90,10 @@ def build(hf, tp: int) -> LLaVAModel:
         activation_func=torch.nn.functional.gelu,
     )
     language_spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    tower_spec = get_vit_layer_with_local_spec()
+    encoder_spec = get_vit_layer_with_local_spec()
     # The local one is causal, where that of TransformerEngine, which is trained with, is not.
-    tower_spec.submodules.self_attention.params = {"attn_mask_type": AttnMaskType.no_mask}
-    for spec in (language_spec, tower_spec):
+    encoder_spec.submodules.self_attention.params = {"attn_mask_type": AttnMaskType.no_mask}
+    for spec in (language_spec, encoder_spec):
         attention = spec.submodules.self_attention.submodules
         spec.submodules.sharded_state_dict_keys_map = te_keys(False, moe=False, attention=attention)
     # Defaults of an argument are made when the class is.
@@ -106,8 +106,8 @@ def build(hf, tp: int) -> LLaVAModel:
         language_transformer_layer_spec=language_spec,
         language_vocab_size=PADDED,
         language_max_sequence_length=text.max_position_embeddings,
-        vision_transformer_config=tower,
-        vision_transformer_layer_spec=tower_spec,
+        vision_transformer_config=encoder_config,
+        vision_transformer_layer_spec=encoder_spec,
         drop_vision_class_token=hf.vision_feature_select_strategy == "default",
         vision_projection_config=projector,
         vision_projection_layer_spec=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),

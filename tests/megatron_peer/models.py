@@ -127,7 +127,7 @@ def build(hf, padded_vocab: int, layout: Layout, keys: str = "te", mtp_layers: i
     return model
 
 
-def refuse_wrong_gradients(config) -> None:
+def reject_wrong_gradients(config) -> None:
     """Layouts in which the local spec trains, but not the model that one rank trains (measured)."""
     tp, moe = config.tensor_model_parallel_size, config.num_moe_experts is not None
     if tp == 1:

@@ -35,7 +35,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
-from tests.megatron_peer.models import Layout, Unsupported, build, megatron_args, refuse_wrong_gradients, settings  # noqa: E402
+from tests.megatron_peer.models import Layout, Unsupported, build, megatron_args, reject_wrong_gradients, settings  # noqa: E402
 
 patch_megatron()
 
@@ -119,7 +119,7 @@ class Session:
                 dist.recv(hidden, ranks[self.stage - 1])
                 self.model.set_input_tensor(hidden)
             if self.model.config.mtp_num_layers:
-                return self.further_logits(ids, positions)
+                return self.mtp_logits(ids, positions)
             output = self.model(ids, positions, None)
             if self.stage < self.stages - 1:
                 dist.send(output.contiguous(), ranks[self.stage + 1])
@@ -128,7 +128,7 @@ class Session:
         dist.all_gather(parts, output.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
         return torch.cat(parts, -1)[..., : self.vocab].contiguous()
 
-    def further_logits(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def mtp_logits(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[1 + depth, batch, sequence, vocabulary] of one rank: the model's, then those of each further token."""
         seen: list[torch.Tensor] = []
         # The loss is computed in place of them (tensor_parallel/cross_entropy.py).
@@ -245,7 +245,7 @@ def train_save(task: dict, layout: Layout, out: Path) -> dict:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     session = Session(task, layout)
-    refuse_wrong_gradients(session.model.config)
+    reject_wrong_gradients(session.model.config)
     sharding = task.get("sharding", "fully_reshardable")
     with_optimizer = "load" in task and task.get("load_optimizer", False)
     if with_optimizer and sharding != "fully_reshardable":
@@ -262,7 +262,7 @@ def train_save(task: dict, layout: Layout, out: Path) -> dict:
         ),
         model,
     )
-    _refuse_shifted_buckets(model)
+    _reject_shifted_buckets(model)
     hyper = {"lr": 1e-3, "weight_decay": 0.01, "clip_grad": 1.0, **task.get("optimizer", {})}
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -350,7 +350,7 @@ def train_save(task: dict, layout: Layout, out: Path) -> dict:
     return {"steps": history[:steps], "resumed": history[steps:], "optimizer": hyper, "groups": _groups(optimizer)}
 
 
-def _refuse_shifted_buckets(model) -> None:
+def _reject_shifted_buckets(model) -> None:
     """An embedding shared by two stages has a bucket of its own; megatron-core then saves state from wrong offsets."""
     buffers = model.buffers + model.expert_parallel_buffers
     padded = [bucket.grad_data.numel() != bucket.numel_unpadded for buffer in buffers for bucket in buffer.buckets[:-1]]

@@ -47,10 +47,10 @@ def test_parts_averaged_over_the_wrong_ranks_are_found(tiny_model):
             original(model, state)
             state.axes = state.axes.with_axis("wrong_shard", state.axes["dp"])
             state.axes = state.axes.with_axis("wrong_replicate", state.axes["dp"].without(state.axes["dp"]))
-            for name, claim in state.claims.items():
-                if claim.style == axis.NAME:
+            for name, sharding in state.shardings.items():
+                if sharding.style == axis.NAME:
                     rule = axis.GradientRule(average="wrong")
-                    state.claims[name] = axis.replace(claim, gradient=rule)
+                    state.shardings[name] = axis.replace(sharding, gradient=rule)
 
         axis.place = place
         with_the_axis()

@@ -22,18 +22,18 @@ def place(model, state):
     state.axes = state.axes.with_axis(NAME, dp.inner(PAIR)).with_axis("others", others)
     replicas = others.common(state.axes["dp_replicate"])
     state.axes = state.axes.with_axis("others_replicate", replicas).with_axis("others_shard", others.without(replicas))
-    for name, claim in state.claims.items():
+    for name, sharding in state.shardings.items():
         if name.endswith(SPLIT):
             rule = GradientRule(average="others")
-            state.claims[name] = replace(claim, style=NAME, placement=Placement.split(NAME, 0), gradient=rule)
+            state.shardings[name] = replace(sharding, style=NAME, placement=Placement.split(NAME, 0), gradient=rule)
 
 
 def install(model, state):
     group = state.mesh.group(NAME)
     for name, module in model.named_modules():
-        claim = state.claims.get(f"{name}.weight")
-        if claim is not None and claim.style == NAME and module._parameters.get("weight") is not None:
-            module.__class__ = _gathering(type(module), claim.shape[0], group)
+        sharding = state.shardings.get(f"{name}.weight")
+        if sharding is not None and sharding.style == NAME and module._parameters.get("weight") is not None:
+            module.__class__ = _gathering(type(module), sharding.shape[0], group)
 
 
 def _gathering(base, rows, group):

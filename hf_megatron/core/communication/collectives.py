@@ -144,7 +144,7 @@ class _ReduceScatter(torch.autograd.Function):
         return all_gather(gradient, ctx.dim, ctx.size, ctx.group), None, None
 
 
-def refuse_second_derivatives() -> None:
+def reject_second_derivatives() -> None:
     """Raises `UnsupportedError` in a backward whose gradients shall be differentiated again.
 
     Called by functions that save what they do not differentiate; `once_differentiable` looks at gradients alone.

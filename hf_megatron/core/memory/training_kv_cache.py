@@ -47,7 +47,7 @@ def leave_out_in_training(model: Any, *, pipelined: bool, always: bool = False) 
         model.register_forward_hook(hook.after)
 
 
-def refuse_cache(model: Any, why: str) -> None:
+def reject_cache(model: Any, why: str) -> None:
     """Makes a model's calls go without a cache, and raise `UnsupportedError` where one is asked for or given.
 
     Args:
@@ -89,7 +89,7 @@ class _Hook(Shared):
         if not is_left_out:
             return None
         if has_one:
-            _refuse_documents(model, given)
+            _reject_documents(model, given)
         return args, {**kwargs, "use_cache": False}
 
     def after(self, model: Any, args: tuple, output: Any) -> Any:
@@ -105,7 +105,7 @@ class _Hook(Shared):
 def leave_out(model: Any, arguments: dict[str, Any]) -> None:
     """Makes a call keep no keys and values; `UnsupportedError` where one process would take documents for one then."""
     if _makes_cache(model, arguments):
-        _refuse_documents(model, arguments)
+        _reject_documents(model, arguments)
     arguments["use_cache"] = False
 
 
@@ -122,7 +122,7 @@ def _makes_cache(model: Any, arguments: Mapping[str, Any]) -> bool:
     return bool(wanted) and not _caches(arguments) and not (model.training and model.is_gradient_checkpointing)
 
 
-def _refuse_documents(model: Any, arguments: Mapping[str, Any]) -> None:
+def _reject_documents(model: Any, arguments: Mapping[str, Any]) -> None:
     # With a mask, transformers looks at no positions.
     positions = arguments.get("position_ids")
     if arguments.get("attention_mask") is not None or not isinstance(positions, Tensor) or positions.dim() != 2:

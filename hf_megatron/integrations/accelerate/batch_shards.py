@@ -74,7 +74,7 @@ def is_at_end(state: Any) -> bool:
     return state.sync_gradients or not vars(loader).get("_hf_megatron_ahead", False)
 
 
-def last_rows(state: Any) -> int | None:
+def last_batch_size(state: Any) -> int | None:
     """Counts the rows of the batch of all ranks under way, if it is its loader's last and rows of it are repeated.
 
     Args:
@@ -106,7 +106,7 @@ def cut_rows(state: Any) -> int | None:
     if not is_at_end(state):
         return None
     if "_hf_megatron_last" in vars(_loader(state).base_dataloader):
-        return last_rows(state)
+        return last_batch_size(state)
     return _remainder(state) or None
 
 

@@ -154,7 +154,7 @@ def load_state(original: Callable, self: Any, input_dir: str | None = None, *arg
     path = _resolve(self, input_dir)
     if path is None or not is_committed(path):
         if _only_model(self) is not None:
-            raise CheckpointError(_refusal(self, input_dir, path))
+            raise CheckpointError(_missing_state_message(self, input_dir, path))
         return original(self, input_dir if path is None else str(path), *args, **kwargs)
     models = self._models
     if len(models) != 1:
@@ -162,7 +162,7 @@ def load_state(original: Callable, self: Any, input_dir: str | None = None, *arg
     for hook in self._load_model_state_pre_hook.values():
         hook(models, str(path))
     checkpoint = open_verified(path, models[0])
-    loop: Any = None if checkpoint.facts.get("converted") else read_packed(path / LOOP)
+    loop: Any = None if checkpoint.metadata.get("converted") else read_packed(path / LOOP)
     holders = {"schedulers": self._schedulers, "custom": self._custom_objects}
     for name, own in {} if loop is None else holders.items():
         if len(loop[name]) != len(own):
@@ -171,7 +171,7 @@ def load_state(original: Callable, self: Any, input_dir: str | None = None, *arg
     load_optimizers(adapted_module(models[0]), _optimizers(self), checkpoint)
     if loop is None:
         for scheduler in self._schedulers:
-            advance(scheduler.scheduler, checkpoint.facts["step"] * scheduler.steps)
+            advance(scheduler.scheduler, checkpoint.metadata["step"] * scheduler.steps)
         return
     for number, (scheduler, state) in enumerate(zip(self._schedulers, loop["schedulers"], strict=True)):
         steps = loop["scheduler_steps"][number] if "scheduler_steps" in loop else 1
@@ -238,7 +238,7 @@ def _number(path: Path) -> int:
     return int(found[1]) if found else -1
 
 
-def _refusal(accelerator: Any, input_dir: str | None, stock: Path | None) -> str:
+def _missing_state_message(accelerator: Any, input_dir: str | None, stock: Path | None) -> str:
     """Says why a laid out model cannot be loaded from what was found."""
     if stock is None:
         if input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming:

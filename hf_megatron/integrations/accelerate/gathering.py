@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .batch_shards import cut_rows, last_ranks, last_rows
+from .batch_shards import cut_rows, last_batch_size, last_ranks
 from .plugin import is_ours
 
 
@@ -73,7 +73,7 @@ def gather_for_metrics(original: Callable, self: Any, input_data: Any, use_gathe
             parts: list[Any] = [None] * _data_parallel_size(self)
             dist.all_gather_object(parts, input_data, group=_data_parallel_group(self))
             input_data = [item for part in parts for item in part]
-        return input_data[: last_rows(state)][:cut]
+        return input_data[: last_batch_size(state)][:cut]
 
     def kept(own: torch.Tensor) -> torch.Tensor:
         if isinstance(own, EvaluationLoss):
@@ -81,7 +81,7 @@ def gather_for_metrics(original: Callable, self: Any, input_data: Any, use_gathe
         if own.dim() == 0:
             # In one process no value of a whole batch is dropped.
             return own if _data_parallel_size(self) == 1 else self.gather(own)[: last_ranks(state)]
-        return self.gather(own)[: last_rows(state)][:cut]
+        return self.gather(own)[: last_batch_size(state)][:cut]
 
     return _of_tensors(kept, input_data)
 
@@ -92,7 +92,7 @@ def gather_evaluated(accelerator: Any, data: Any) -> Any:
     def kept(own: torch.Tensor) -> torch.Tensor:
         if isinstance(own, EvaluationLoss):
             return accelerator.gather(own.as_subclass(torch.Tensor))
-        return accelerator.gather(own)[: last_rows(accelerator.gradient_state)]
+        return accelerator.gather(own)[: last_batch_size(accelerator.gradient_state)]
 
     return _of_tensors(kept, data)
 

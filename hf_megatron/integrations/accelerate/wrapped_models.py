@@ -51,7 +51,7 @@ def state_around(module: Any, what: str) -> ParallelState | None:
         return state
     for inner in parallelized_submodule(module):
         raise UnsupportedError(f"{_named(what, module)} contains a laid out {type(inner).__name__}. {_instead(module)}")
-    _refuse_parts(module, what)
+    _reject_parts(module, what)
     return None
 
 
@@ -66,7 +66,7 @@ def model_to_prepare(module: nn.Module, what: str = _PREPARE) -> nn.Module | Non
     """
     inside = parallelized_submodule(module)
     if not inside:
-        _refuse_parts(module, what)
+        _reject_parts(module, what)
         return None
     model = inside[0]
     if len(inside) > 1:
@@ -115,7 +115,7 @@ def full_state_dict_around(module: nn.Module) -> dict[str, Tensor] | None:
     return {name: (found | further)[name] for name in tensors}
 
 
-def _refuse_parts(module: nn.Module, what: str) -> None:
+def _reject_parts(module: nn.Module, what: str) -> None:
     models = RUNTIME.models
     if not models:
         return

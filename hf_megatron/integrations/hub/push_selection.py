@@ -147,7 +147,7 @@ def _complete(folder: Path) -> Manifest:
             f"{folder} was pulled for some ranks only ({PARTIAL}) and lacks {', '.join(sorted(checkpoint.off_stage))}; "
             "pull it without --ranks before you push it."
         )
-    for where, text in _texts(checkpoint.manifest.facts, "facts"):
+    for where, text in _texts(checkpoint.manifest.metadata, "facts"):
         if os.path.isabs(text):
             raise CheckpointError(
                 f"{folder / MANIFEST}: {where} is {text!r}, a path of the machine that wrote it; not pushed."

@@ -9,7 +9,7 @@ import torch
 from ...checkpoint.base_model_hash import base_identity, identity_in_one_process
 from ...checkpoint.reader import Checkpoint
 from ...checkpoint.tensor_chunks import LocalChunk
-from ...checkpoint.training_state import facts, load_model, optimizer_pieces, pieces
+from ...checkpoint.training_state import load_model, optimizer_pieces, pieces, training_metadata
 from ...compat.ecosystem import adapter_prefix
 from ...errors import CheckpointError
 from ...parallel_state import parallel_state, unwrap_parallel_model
@@ -27,13 +27,13 @@ def adapted_module(model: Any) -> Any:
 
 def is_of_adapters(checkpoint: Checkpoint) -> bool:
     """Tells whether a checkpoint was saved of a model with adapters."""
-    return _BASE in checkpoint.facts
+    return _BASE in checkpoint.metadata
 
 
 def checkpoint_metadata(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     """Returns what the manifest says beside the tensors; every rank calls it and gets the same."""
     inner = unwrap_parallel_model(model)
-    found = facts(inner, optimizers)
+    found = training_metadata(inner, optimizers)
     return found if inner is model else found | {_BASE: base_identity(inner)}
 
 
@@ -67,7 +67,7 @@ def load_weights(model: Any, checkpoint: Checkpoint) -> None:
         CheckpointError: the checkpoint holds a model and this one has adapters, or the other way round; or it is of
             adapters of another base.
     """
-    inner, saved, prefix = adapted_module(model), checkpoint.facts.get(_BASE), adapter_prefix(model)
+    inner, saved, prefix = adapted_module(model), checkpoint.metadata.get(_BASE), adapter_prefix(model)
     if (saved is None) != (prefix is None):
         holds, is_one = ("a model", "adapters") if saved is None else ("adapters", "a model without any")
         raise CheckpointError(f"{checkpoint.path} holds {holds}, and this run trains {is_one}.")
@@ -86,4 +86,4 @@ def load_weights(model: Any, checkpoint: Checkpoint) -> None:
         model.load_adapter(folder, adapter, is_trainable=adapter in model.active_adapters)
     if state is not None and state.data_parallel is not None:
         state.data_parallel.refresh_main_weights()
-        state.data_parallel.skipped_steps = int(checkpoint.facts.get("skipped_steps", 0))
+        state.data_parallel.skipped_steps = int(checkpoint.metadata.get("skipped_steps", 0))

@@ -34,7 +34,7 @@ def has_codes(state: Any) -> bool:
 def require_full_base_weight(state: Any) -> None:
     """Raises `UnsupportedError` for a base that stage 3 splits."""
     if state.shards_weights:
-        refuse_adapter(
+        reject_adapter(
             "Merging a PEFT adapter with zero_stage = 3",
             "FSDP2 holds rows of the base of which an adapter has none; save the adapter, and merge it into the base "
             "in one process or with zero_stage=2",
@@ -45,7 +45,7 @@ def require_method(config: Any) -> None:
     """Raises `UnsupportedError` for a method that is not laid out, some of which look at a model before they inject."""
     method = config.peft_type.value
     if method not in (*_METHODS, *_PROMPTS):
-        refuse_adapter(f"{method} of PEFT", f"laid out are {', '.join((*_METHODS, *_PROMPTS))}")
+        reject_adapter(f"{method} of PEFT", f"laid out are {', '.join((*_METHODS, *_PROMPTS))}")
 
 
 def require_supported(config: Any, state: Any) -> None:
@@ -60,20 +60,20 @@ def require_supported(config: Any, state: Any) -> None:
     for name, values in _OFF.items():
         value = getattr(config, name, values[0])
         if value not in values:
-            refuse_adapter(f"{type(config).__name__}.{name} = {value!r}", f"valid is {values[0]!r}")
+            reject_adapter(f"{type(config).__name__}.{name} = {value!r}", f"valid is {values[0]!r}")
     initial = getattr(config, "init_lora_weights", True)
     if not any(re.fullmatch(pattern, str(initial)) for pattern in _INITIAL):
-        refuse_adapter(f"LoraConfig.init_lora_weights = {initial!r}", f"valid are {', '.join(_INITIAL)}")
+        reject_adapter(f"LoraConfig.init_lora_weights = {initial!r}", f"valid are {', '.join(_INITIAL)}")
     if getattr(config, "use_dora", False) and config.bias != "none":
-        refuse_adapter(f"LoraConfig.use_dora with bias = {config.bias!r}", "DoRA leaves biases out of what it scales")
+        reject_adapter(f"LoraConfig.use_dora with bias = {config.bias!r}", "DoRA leaves biases out of what it scales")
     if has_codes(state) and (getattr(config, "use_dora", False) or initial not in (True, False, "gaussian")):
-        refuse_adapter(
+        reject_adapter(
             f"LoraConfig.use_dora = {config.use_dora}, init_lora_weights = {initial!r} on a quantised base",
             "both read or change weights, of which there are codes; valid are False and True, False or 'gaussian'",
         )
     trains_base = method == "LN_TUNING" or config.modules_to_save or getattr(config, "bias", "none") != "none"
     if state.shards_weights and trains_base:
-        refuse_adapter(
+        reject_adapter(
             f"{method} of PEFT with zero_stage = 3, modules_to_save = {config.modules_to_save} and bias",
             "FSDP2 splits a frozen base alone; zero_stage=2 splits gradients and moments",
         )
@@ -84,21 +84,21 @@ def require_prompts(config: Any, state: Any) -> None:
     method = config.peft_type.value
     require_method(config)
     if getattr(config, "encoder_reparameterization_type", None) == "LSTM":
-        refuse_adapter("PromptEncoderConfig.encoder_reparameterization_type = 'LSTM'", "valid is 'MLP'")
+        reject_adapter("PromptEncoderConfig.encoder_reparameterization_type = 'LSTM'", "valid is 'MLP'")
     split = [axis for axis in ("pp", "cp") if state.axes.size(axis) > 1]
     if method == "PREFIX_TUNING" and split:
-        refuse_adapter(
+        reject_adapter(
             f"PREFIX_TUNING of PEFT with {split[0]}_size > 1",
             "keys and values of a prefix are given as a cache, which training over stages or parts of rows has not; "
             "PROMPT_TUNING and P_TUNING are laid out",
         )
     if method != "PREFIX_TUNING" and state.shards_weights:
-        refuse_adapter(
+        reject_adapter(
             f"{method} of PEFT with zero_stage = 3",
             "PEFT calls the embedding before the model, and FSDP2 puts it together within; use zero_stage=2",
         )
     if config.modules_to_save:
-        refuse_adapter(f"{method} of PEFT with modules_to_save = {config.modules_to_save}", "valid is None")
+        reject_adapter(f"{method} of PEFT with modules_to_save = {config.modules_to_save}", "valid is None")
 
 
 def require_targets(tuner: Any, model: Any, adapter: str, state: Any) -> None:
@@ -122,18 +122,18 @@ def require_targets(tuner: Any, model: Any, adapter: str, state: Any) -> None:
     if config.peft_type.value == "LORA" and not config.use_dora:
         looked_up = [name for name in targets if named[name] is embedding]
         if looked_up and state.cut is not None and ties_embeddings(model):
-            refuse_adapter(
+            reject_adapter(
                 f"A PEFT adapter on {looked_up[0]} with pp_size > 1",
                 "it is tied, and the last stage's copy would have the adapter as well",
             )
         targets = [name for name in targets if name not in looked_up]
     for name in targets:
         if named[name] in (embedding, model.get_output_embeddings()):
-            refuse_adapter(f"A PEFT adapter on {name}", "the loss and the split vocabulary read its weight themselves")
+            reject_adapter(f"A PEFT adapter on {name}", "the loss and the split vocabulary read its weight themselves")
         if _METHODS[config.peft_type.value] != "linears":
             continue
         if not isinstance(named[name], nn.Linear) and type(named[name]).__name__ != "Conv1D":
-            refuse_adapter(f"A PEFT adapter on {name} ({type(named[name]).__name__})", "only linears are laid out")
+            reject_adapter(f"A PEFT adapter on {name} ({type(named[name]).__name__})", "only linears are laid out")
     if _METHODS[config.peft_type.value] == "linears":
         require_rules(state, targets)
     wanted = tuple(f".{name}" for name in getattr(config, "target_parameters", None) or ())
@@ -154,12 +154,12 @@ def require_saved(config: Any, model: Any, state: Any) -> None:
             continue
         setting = f"{type(config).__name__}.modules_to_save = {config.modules_to_save!r}"
         if ties_embeddings(model):
-            refuse_adapter(setting, f"{name} is tied to the other end of the model, and a copy of it would not be")
+            reject_adapter(setting, f"{name} is tied to the other end of the model, and a copy of it would not be")
         if module is head and state.axes.size("cp") > 1:
-            refuse_adapter(f"{setting} with cp_size > 1", "the head meets rows that are shared out")
+            reject_adapter(f"{setting} with cp_size > 1", "the head meets rows that are shared out")
 
 
-def refuse_adapter(what: str, reason: str) -> None:
+def reject_adapter(what: str, reason: str) -> None:
     """Raises `UnsupportedError` with a reason, and what to do."""
     raise UnsupportedError(
         f"{what} on a model laid out by hf_megatron is not supported: {reason}. Change it, or train the adapter on a "

@@ -73,7 +73,7 @@ def shard_dora(tuner: Any, adapter: str, factors: Factors | None, site: Site) ->
             "of target_modules, or load the model with tp_size=1."
         )
     site.place(layer, "weight", inner, factors.b.along(0), factors.b.rule)
-    if site.is_elsewhere:
+    if site.is_off_stage:
         return
     mesh, copies = site.state.mesh, factors.b.rule.copies
     layer.__class__ = _on_parts(type(layer))

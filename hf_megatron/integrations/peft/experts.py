@@ -32,17 +32,17 @@ def shard_parameter(wrapper: Any, site: Site) -> None:
     while base is not wrapper.get_base_layer():
         # Each parameter of a module has a wrapper of its own, around those of the others.
         base, inner = base.base_layer, f"{inner}base_layer."
-    claim = site.state.claims[f"{inner}{wrapper.parameter_name}"]
+    sharding = site.state.shardings[f"{inner}{wrapper.parameter_name}"]
     for adapter, rank in wrapper.r.items():
-        if site.has_claim(f"lora_A.{adapter}.weight"):
+        if site.has_sharding(f"lora_A.{adapter}.weight"):
             continue
-        for which, dims in zip(("lora_A", "lora_B"), _dims(wrapper, len(claim.shape), rank), strict=True):
-            splits = tuple(_taken_over(claim.placement.splits, dims))
-            lacks = {split.axis for split in claim.placement.splits} - {split.axis for split in splits}
-            rule = replace(claim.gradient, sum=AXIS, copies=None) if AXIS in lacks else claim.gradient
+        for which, dims in zip(("lora_A", "lora_B"), _dims(wrapper, len(sharding.shape), rank), strict=True):
+            splits = tuple(_taken_over(sharding.placement.splits, dims))
+            lacks = {split.axis for split in sharding.placement.splits} - {split.axis for split in splits}
+            rule = replace(sharding.gradient, sum=AXIS, copies=None) if AXIS in lacks else sharding.gradient
             linear = getattr(wrapper, which)[adapter]
             site.place(linear, "weight", f"{which}.{adapter}.weight", Placement(splits), rule, keeps_average=True)
-            if isinstance(base, LocalParameters) and not site.is_elsewhere:
+            if isinstance(base, LocalParameters) and not site.is_off_stage:
                 summed = frozenset({"weight"} if rule.sum is not None else ())
                 read_locally(linear, base.mesh, base.forwards, summed)
                 linear.gradient_factor = base.gradient_factor

@@ -91,7 +91,7 @@ class Factors:
     input_is_full: bool
 
 
-def factors_of(name: str, style_name: str, claim: ParameterSharding, region: UniformRegion | None) -> Factors:
+def factors_of(name: str, style_name: str, sharding: ParameterSharding, region: UniformRegion | None) -> Factors:
     """Returns how an adapter beside a linear lies.
 
     Args:
@@ -103,7 +103,7 @@ def factors_of(name: str, style_name: str, claim: ParameterSharding, region: Uni
     """
     rules = style(style_name)
     if rules.is_column or style_name == "colwise_gather_output":
-        [split] = claim.placement.splits
+        [split] = sharding.placement.splits
         over = Placement.split(AXIS, 0, groups=split.groups, copies=split.copies)
         rule = GradientRule(sum=AXIS, copies=split.copies) if split.copies > 1 else GradientRule()
         first = Factor(
@@ -124,8 +124,8 @@ def factors_of(name: str, style_name: str, claim: ParameterSharding, region: Uni
         second = Factor(FullFactor, Placement(), Placement(), _SUMMED if sums else GradientRule(), None, unsharded)
         return Factors(first, second, style_name == "rowwise_split_input")
     if style_name in ("replicated", "replicated_with_grad_allreduce", "mla_kv_a_proj"):
-        unsharded = (("sum_gradient", claim.gradient.sum == AXIS),)
-        both = Factor(FullFactor, Placement(), Placement(), claim.gradient, None, unsharded)
+        unsharded = (("sum_gradient", sharding.gradient.sum == AXIS),)
+        both = Factor(FullFactor, Placement(), Placement(), sharding.gradient, None, unsharded)
         return Factors(both, both, True)
     raise UnsupportedError(
         f"A PEFT adapter on {name}: with tp_size > 1 adapters on {style_name!r} modules are not supported. Leave it "

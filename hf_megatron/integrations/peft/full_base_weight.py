@@ -25,13 +25,13 @@ def full_base_weight(base: nn.Module) -> Iterator[None]:
     if engine is None:
         yield
         return
-    state, claim = engine.state, engine.claim(weight)
-    assert claim is not None
+    state, sharding = engine.state, engine.sharding(weight)
+    assert sharding is not None
     unsharded = torch.empty(weight.shape, dtype=weight.dtype, device=state.mesh.device)
     if not is_off_stage(weight):
         unsharded = full_tensor_of(weight)
     if state.cut is not None:
-        dist.broadcast(unsharded, group=state.mesh.pp_group, group_src=state.cut.owner(claim.name))
+        dist.broadcast(unsharded, group=state.mesh.pp_group, group_src=state.cut.owner(sharding.name))
     base._parameters["weight"] = nn.Parameter(unsharded, requires_grad=False)
     before = unsharded.clone()
     try:

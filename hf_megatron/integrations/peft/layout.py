@@ -29,8 +29,8 @@ def shard_copies(copies: nn.ModuleDict, within: str, site: Site) -> None:
     for adapter, copy in copies.items():
         for own, _ in copy.named_parameters():
             inner = f"{within}.{adapter}.{own}"
-            if not site.has_claim(inner):
-                site.claim_copy(inner, site.state.claims[f"{site.base_name}.{own}"])
+            if not site.has_sharding(inner):
+                site.add_copy(inner, site.state.shardings[f"{site.base_name}.{own}"])
 
 
 def shard_norms(tuner: Any, site: Site) -> None:
@@ -49,11 +49,11 @@ def shard_ia3(tuner: Any, site: Site) -> None:
     factor = None if factors is None else factors.a if tuner.is_feedforward else factors.b
     for adapter in list(vectors.keys()):
         inner = f"ia3_l.{adapter}"
-        if site.has_claim(inner):
+        if site.has_sharding(inner):
             continue
         placement = Placement() if factor is None else factor.along(1 if tuner.is_feedforward else 0)
         site.place(vectors, adapter, inner, placement, GradientRule() if factor is None else factor.rule)
-    if factor is not None and not site.is_elsewhere:
+    if factor is not None and not site.is_off_stage:
         vectors.__class__ = LocalDict
         vectors.forwards, vectors.group = site.forwards, None
         if factor.rule.sum is not None:
@@ -99,8 +99,8 @@ def require_rules(state: ParallelState, targets: list[str]) -> None:
 
 def require_parameter_rule(state: ParallelState, name: str, module: nn.Module) -> None:
     """Raises `UnsupportedError` for a parameter of a module that knows no other way to read it than its own."""
-    claim = state.claims[name]
-    is_split = claim.placement.on(state.axes).is_split
+    sharding = state.shardings[name]
+    is_split = sharding.placement.on(state.axes).is_split
     if isinstance(module, Placeholder) or not (is_split or NAME in state.placed):
         return
     if not isinstance(module, LocalParameters):
@@ -108,7 +108,7 @@ def require_parameter_rule(state: ParallelState, name: str, module: nn.Module) -
             f"LoraConfig.target_parameters names {name} ({type(module).__name__}): a linear that is split is adapted "
             "by target_modules. Name it there, or load the model with tp_size=1."
         )
-    if len(claim.shape) == 2 and (is_split or name.rpartition(".")[2] in module.addends):
+    if len(sharding.shape) == 2 and (is_split or name.rpartition(".")[2] in module.addends):
         raise UnsupportedError(
             f"LoraConfig.target_parameters names {name}, of whose rows or columns each rank has some, as of biases of "
             "experts: PEFT takes it for one matrix. Leave it out, or load the model with tp_size=1 and ep_size=1."
@@ -120,16 +120,16 @@ def shard_adapters(model: nn.Module, state: ParallelState) -> None:
     found = list(_adapted(model))
     for name, tuner, kind in found:
         parameters = dict(getattr(tuner, kind.base).named_parameters())
-        if not any(f"{name}.{kind.base}.{own}" in state.claims for own in parameters):
-            _rename_claims(state, name, f"{name}.{kind.base}")
-    copies = copies_of_model(state.claims.values(), state.axes)
+        if not any(f"{name}.{kind.base}.{own}" in state.shardings for own in parameters):
+            _rename_shardings(state, name, f"{name}.{kind.base}")
+    copies = copies_of_model(state.shardings.values(), state.axes)
     for name, tuner, kind in found:
         base = innermost = getattr(tuner, kind.base)
         while (inner := _kind(innermost)) is not None:
             innermost = getattr(innermost, inner.base)
-        is_elsewhere = isinstance(innermost, Placeholder)
-        kind.shard_model(tuner, Site(name, base, f"{name}.{kind.base}", state, copies, is_elsewhere))
-        if is_elsewhere:
+        on_other_stage = isinstance(innermost, Placeholder)
+        kind.shard_model(tuner, Site(name, base, f"{name}.{kind.base}", state, copies, on_other_stage))
+        if on_other_stage:
             innermost.list_around(tuner)
         if not kind.has_copies:
             _move_hooks(base, tuner)
@@ -156,10 +156,10 @@ def forget_adapters(
         if inner is None:
             raise UnsupportedError(f"{name} was exchanged for a new {type(module).__name__} that nobody has laid out.")
         if inner:
-            _rename_claims(state, f"{name}.{inner}", f"{name}\0")
-            for claim in [claim for claim in state.claims if claim.startswith(f"{name}.")]:
-                del state.claims[claim]
-            _rename_claims(state, f"{name}\0", name)
+            _rename_shardings(state, f"{name}.{inner}", f"{name}\0")
+            for sharding in [sharding for sharding in state.shardings if sharding.startswith(f"{name}.")]:
+                del state.shardings[sharding]
+            _rename_shardings(state, f"{name}\0", name)
             _move_hooks(tuner, module)
     _follow(model, state, there)
 
@@ -178,26 +178,26 @@ def _follow(model: nn.Module, state: ParallelState, modules: Mapping[str, nn.Mod
     if state.cut is not None:
         listed = model.state_dict()
         state.names = tuple(listed)
-        state.elsewhere |= {name for name, tensor in listed.items() if is_off_stage(tensor)}
+        state.off_stage_names |= {name for name, tensor in listed.items() if is_off_stage(tensor)}
     for guard in state.placed.get(GUARDS, ()):
         guard.follow(modules)
     assert state.data_parallel is not None
     state.data_parallel.scan()
 
 
-def _rename_claims(state: ParallelState, before: str, after: str) -> None:
+def _rename_shardings(state: ParallelState, before: str, after: str) -> None:
     """Has the claims of a module follow it into what was put around it, or out of it."""
     renamed = dict(_renamed(state, before, after))
-    state.claims.clear()
-    state.claims.update(renamed)
+    state.shardings.clear()
+    state.shardings.update(renamed)
 
 
 def _renamed(state: ParallelState, before: str, after: str) -> Iterator[tuple[str, Any]]:
-    for name, claim in state.claims.items():
+    for name, sharding in state.shardings.items():
         if name.startswith(f"{before}."):
             name = f"{after}.{name.removeprefix(f'{before}.')}"
-            claim = replace(claim, name=name)
-        yield name, claim
+            sharding = replace(sharding, name=name)
+        yield name, sharding
 
 
 def _move_hooks(source: nn.Module, target: nn.Module) -> None:

@@ -25,7 +25,7 @@ def shard_lora(tuner: Any, site: Site) -> None:
     factors = site.factors()
     pair = (None, None) if factors is None else (factors.a, factors.b)
     for adapter in tuner.lora_A:
-        if site.has_claim(f"lora_A.{adapter}.weight"):
+        if site.has_sharding(f"lora_A.{adapter}.weight"):
             continue
         for which, factor in zip(_FACTORS, pair, strict=True):
             _place(getattr(tuner, which)[adapter], f"{which}.{adapter}", factor, site)
@@ -39,12 +39,12 @@ def _shard_embedding(tuner: Any, site: Site) -> None:
     for which in _OF_EMBEDDINGS:
         parameters = getattr(tuner, which)
         for adapter in list(parameters.keys()):
-            if not site.has_claim(f"{which}.{adapter}"):
+            if not site.has_sharding(f"{which}.{adapter}"):
                 site.replicate_value(parameters, adapter, f"{which}.{adapter}")
-        if len(parameters) and site.splits and not site.is_elsewhere:
+        if len(parameters) and site.splits and not site.is_off_stage:
             parameters.__class__ = LocalDict
             parameters.forwards, parameters.group = site.forwards, None
-    if site.is_elsewhere and not isinstance(tuner, _PassedBy):
+    if site.is_off_stage and not isinstance(tuner, _PassedBy):
         tuner.__class__ = _passed_by(type(tuner))  # type: ignore[arg-type]
 
 
@@ -68,7 +68,7 @@ def _place(linear: nn.Module, inner: str, factor: Factor | None, site: Site) -> 
         if linear._parameters[own] is not None:
             placement = Placement() if factor is None else factor.placement(own)
             site.place(linear, own, f"{inner}.{own}", placement, GradientRule() if factor is None else factor.rule)
-    if factor is None or site.is_elsewhere:
+    if factor is None or site.is_off_stage:
         return
     swap_class(linear, factor.kind)
     linear.mesh, linear.forwards = site.state.mesh, site.forwards  # type: ignore[assignment]

@@ -27,21 +27,21 @@ def shard_prompts(encoders: nn.ModuleDict, model: Any, state: ParallelState) -> 
     """Claims and places the parameters that make prompts, by adapter, and has the model list them."""
     if PROMPTS not in model._modules:
         model.add_module(PROMPTS, encoders)
-    is_elsewhere = state.cut is not None and state.cut.owner(PROMPTS) != state.axes.rank("pp")
-    copies = copies_of_model(state.claims.values(), state.axes)
-    site = Site(PROMPTS, encoders, PROMPTS, state, copies, is_elsewhere)
+    is_off_stage = state.cut is not None and state.cut.owner(PROMPTS) != state.axes.rank("pp")
+    copies = copies_of_model(state.shardings.values(), state.axes)
+    site = Site(PROMPTS, encoders, PROMPTS, state, copies, is_off_stage)
     for name, module in encoders.named_modules():
         own = [own for own, parameter in module._parameters.items() if parameter is not None]
-        if not own or site.has_claim(f"{name}.{own[0]}"):
+        if not own or site.has_sharding(f"{name}.{own[0]}"):
             continue
         for parameter in own:
             site.place(module, parameter, f"{name}.{parameter}", Placement(), GradientRule())
-        if site.is_elsewhere:
+        if site.is_off_stage:
             continue
         module.register_load_state_dict_pre_hook(accept_full_tensors)
         if site.splits:
             read_locally(module, state.mesh, site.forwards, frozenset())
-    if is_elsewhere:
+    if is_off_stage:
         stands = next(module for module in model.modules() if isinstance(module, Placeholder))
         stands.list_around(encoders)
 

@@ -22,7 +22,7 @@ class Site:
     Attributes:
         name: of the tuner layer in the model, which was that of its base before.
         base: the module inside of it.
-        is_elsewhere: on another pipeline stage.
+        is_off_stage: on another pipeline stage.
         copies: the smallest number of ranks that hold copies of a shard (`copies_of_model`).
     """
 
@@ -31,7 +31,7 @@ class Site:
     base_name: str
     state: ParallelState
     copies: int
-    is_elsewhere: bool
+    is_off_stage: bool
 
     @property
     def splits(self) -> bool:
@@ -50,9 +50,9 @@ class Site:
         """Returns how a low-rank adapter on the base, a linear, lies over tp; `None` where nothing is split over it."""
         return linear_factors(self.state, self.name, f"{self.base_name}.weight")
 
-    def has_claim(self, inner: str) -> bool:
+    def has_sharding(self, inner: str) -> bool:
         """Tells whether a parameter inside of the tuner layer is laid out."""
-        return f"{self.name}.{inner}" in self.state.claims
+        return f"{self.name}.{inner}" in self.state.shardings
 
     def place(
         self,
@@ -74,8 +74,8 @@ class Site:
         unsharded: Any = holder._parameters[own]
         if not keeps_average:
             rule = replace(rule, average="dp_cp" if self.state.axes.size("cp") > 1 else "dp")
-        self._claim(inner, tuple(unsharded.shape), placement, rule)
-        if (self.splits or placement.is_split) and not self.is_elsewhere:
+        self._add_sharding(inner, tuple(unsharded.shape), placement, rule)
+        if (self.splits or placement.is_split) and not self.is_off_stage:
             part = _part(unsharded.detach(), placement, self.state, self.copies)
             holder._parameters[own] = nn.Parameter(part, requires_grad=unsharded.requires_grad)
 
@@ -83,13 +83,13 @@ class Site:
         """Places a parameter of any shape where nothing is split."""
         self.place(holder, own, inner, Placement(), GradientRule())
 
-    def claim_copy(self, inner: str, claim: ParameterSharding) -> None:
+    def add_copy(self, inner: str, sharding: ParameterSharding) -> None:
         """Claims a parameter that is a copy of one of the base."""
-        self._claim(inner, claim.shape, claim.placement, claim.gradient)
+        self._add_sharding(inner, sharding.shape, sharding.placement, sharding.gradient)
 
-    def _claim(self, inner: str, shape: tuple[int, ...], placement: Placement, rule: GradientRule) -> None:
+    def _add_sharding(self, inner: str, shape: tuple[int, ...], placement: Placement, rule: GradientRule) -> None:
         name = f"{self.name}.{inner}"
-        self.state.claims[name] = ParameterSharding(name, shape, ADAPTER, placement, rule)
+        self.state.shardings[name] = ParameterSharding(name, shape, ADAPTER, placement, rule)
 
 
 def linear_factors(state: ParallelState, name: str, weight: str) -> Factors | None:
@@ -102,11 +102,11 @@ def linear_factors(state: ParallelState, name: str, weight: str) -> Factors | No
     plan = state.placed.get(NAME)
     if plan is None:
         return None
-    region, claim = state.placed[REGIONS].of_linear.get(name), state.claims[weight]
+    region, sharding = state.placed[REGIONS].of_linear.get(name), state.shardings[weight]
     if any(name.startswith(f"{block}.") for block in plan.heads):
         # With adapters inside, every rank computes all heads of such a block: gradients are complete.
-        return factors_of(name, "replicated", replace(claim, gradient=GradientRule()), region)
-    return factors_of(name, plan.styles.get(name, "replicated"), claim, region)
+        return factors_of(name, "replicated", replace(sharding, gradient=GradientRule()), region)
+    return factors_of(name, plan.styles.get(name, "replicated"), sharding, region)
 
 
 def _part(unsharded: Tensor, placement: Placement, state: ParallelState, copies: int) -> DTensor:

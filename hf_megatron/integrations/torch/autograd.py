@@ -41,9 +41,9 @@ def run_backward(
     """
     if RUNTIME.models:
         from ...data_parallel.engine import all_engines
-        from ...tensor_parallel.user_hooks.hooks import refuse_inputs_of_hooks
+        from ...tensor_parallel.user_hooks.hooks import reject_hook_inputs
 
-        refuse_inputs_of_hooks(inputs)
+        reject_hook_inputs(inputs)
         for engine in all_engines():
             engine.follow_edits()
     return original(outputs, seeds, keep, create, inputs, *args, **kwargs)
@@ -52,9 +52,9 @@ def run_backward(
 def register_hook(original: Callable, self: Any, hook: Callable) -> Any:
     """Refuses hooks on the gradients of activations, of any shape, that would see them with a factor."""
     if RUNTIME.models and self.grad_fn is not None:
-        from ...data_parallel.untracked_leaves import refuse_activation_hook
+        from ...data_parallel.untracked_leaves import reject_activation_hook
 
-        refuse_activation_hook(self, hook)
+        reject_activation_hook(self, hook)
     return original(self, hook)
 
 
@@ -72,9 +72,9 @@ class RetainedGradients:
 
         def retain_grad(tensor: Any) -> None:
             if RUNTIME.models and tensor.grad_fn is not None:
-                from ...data_parallel.untracked_leaves import refuse_gradient
+                from ...data_parallel.untracked_leaves import reject_gradient
 
-                refuse_gradient(tensor, "retain_grad()")
+                reject_gradient(tensor, "retain_grad()")
             stock(tensor)
 
         setattr(self._owner, _RETAIN, retain_grad)

@@ -6,10 +6,10 @@ from typing import Any
 from ...errors import UnsupportedError
 
 
-def _refusing(message: str) -> Callable:
+def _rejecting(message: str) -> Callable:
     """Makes the replacement of an `__init__` that takes a model, or a module, first."""
 
-    def refuse(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    def reject(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
         """Refuses a laid out model, or a module around one, by name."""
         from torch import nn
 
@@ -19,7 +19,7 @@ def _refusing(message: str) -> Callable:
             raise UnsupportedError(f"{type(self).__name__}: {message}")
         original(self, *args, **kwargs)
 
-    return refuse
+    return reject
 
 
 _TRL_TRAINERS = (
@@ -38,7 +38,7 @@ _TRL = (
 )
 
 # Whole-model DDP would average shards that belong to different parts of the weights.
-data_parallel = _refusing(
+data_parallel = _rejecting(
     "a model laid out by hf_megatron reduces its own gradients and cannot be wrapped. Pass it to Trainer or "
     "Accelerator.prepare as it is."
 )
@@ -55,7 +55,7 @@ def own_adapters(original: Callable, self: Any, *args: Any, **kwargs: Any) -> An
     return original(self, *args, **kwargs)
 
 
-def refuse_other_trl_trainers(trainer: Any) -> None:
+def reject_other_trl_trainers(trainer: Any) -> None:
     """Raises for a trainer whose nearest class of TRL's is none of those that were compared with one process."""
     nearest = next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
     if nearest is not None and f"{nearest.__module__}.{nearest.__qualname__}" not in _TRL_TRAINERS:

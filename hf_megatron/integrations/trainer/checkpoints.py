@@ -220,7 +220,7 @@ def load_optimizer_and_scheduler(trainer: Any, checkpoint: Path) -> None:
     """Loads the optimizer's state of any layout, and the scheduler's."""
     opened = Checkpoint(checkpoint)
     load_optimizers(adapted_module(model_inside(trainer.model)), _optimizers(trainer), opened)
-    if opened.facts.get("converted"):
+    if opened.metadata.get("converted"):
         advance(trainer.lr_scheduler, trainer.state.global_step)
     else:
         trainer.lr_scheduler.load_state_dict(read_packed(checkpoint / LOOP)["scheduler"])
@@ -238,7 +238,7 @@ def advance(scheduler: Any, steps: int) -> None:
 @_from_shards
 def load_scaler(trainer: Any, checkpoint: Path) -> None:
     """Loads the loss scaler's state; a converted checkpoint has none."""
-    if Checkpoint(checkpoint).facts.get("converted"):
+    if Checkpoint(checkpoint).metadata.get("converted"):
         return
     saved, scaler = read_packed(checkpoint / LOOP)["scaler"], getattr(trainer.accelerator, "scaler", None)
     if saved and scaler is not None:
@@ -253,7 +253,7 @@ def load_rng_state(trainer: Any, checkpoint: Path) -> None:
 
 def restore_random_state(model: Any, directory: Path, step: int) -> None:
     """Continues every generator, or starts it anew where batches are dealt out otherwise; converted ones have none."""
-    state, saved = parallel_state(model), Checkpoint(directory).facts
+    state, saved = parallel_state(model), Checkpoint(directory).metadata
     if saved.get("converted"):
         return
     layout = None if state is None else state.config

@@ -157,8 +157,8 @@ def get_train_sampler(original: Callable, self: Any, train_dataset: Any = None) 
     step, consumed = _reported(vars(self).get("_hf_megatron_resumed"))
     if args.ignore_data_skip or consumed is None:
         consumed = dataset.seen
-    is_elsewhere = dataset.ramp_up is not None or dataset.sample_at(consumed) != step * batch
-    return OwnOrder(dataset, batch, max(0, args.max_steps) if is_elsewhere else 0)
+    differs_from_stock = dataset.ramp_up is not None or dataset.sample_at(consumed) != step * batch
+    return OwnOrder(dataset, batch, max(0, args.max_steps) if differs_from_stock else 0)
 
 
 def _require_countable(args: Any, sizes: BatchRampUp | None, batch: int) -> None:

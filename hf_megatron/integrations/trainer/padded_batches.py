@@ -17,7 +17,7 @@ from ...core.communication.full_tensor import full_tensor_of
 from ...losses.targets import LABELS, mask_all_targets
 from ...models.modalities.sample_index import modality_names, multimodal_samples
 from ...parallel_state import ParallelState, parallel_state
-from ..accelerate.batch_shards import collecting, last_rows, read_ahead
+from ..accelerate.batch_shards import collecting, last_batch_size, read_ahead
 from ..accelerate.gathering import EvaluationLoss, gather_evaluated
 from .uneven_batches import require_full_batch, takes_any_rows
 
@@ -42,7 +42,7 @@ def get_batch_samples(original: Callable, self: Any, *args: Any, **kwargs: Any) 
     # Trainers that generate get their rows as a list, of whole batches.
     if isinstance(last, Mapping) and _counted(self, state, last, self._train_batch_size) != find_batch_size(last):
         batches[-1] = local_samples(self, state, last, self._train_batch_size)
-    if last_rows(self.accelerator.gradient_state) is not None:
+    if last_batch_size(self.accelerator.gradient_state) is not None:
         # The ranks count together: on each of them, or on none.
         count = self._get_num_items_in_batch(batches, self.args.device)
     read_ahead(self.accelerator.gradient_state, is_ahead=True)
@@ -128,7 +128,7 @@ def evaluated(trainer: Any, state: ParallelState, inputs: Any, step: Callable[[A
 
 def _counted(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -> Any:
     """Counts the rows of this rank's batch under way that are no repetitions; they come first."""
-    rows, of_all_ranks = find_batch_size(inputs), last_rows(trainer.accelerator.gradient_state)
+    rows, of_all_ranks = find_batch_size(inputs), last_batch_size(trainer.accelerator.gradient_state)
     # Collators that join rows, and loaders of other sizes, leave it open which rows are repeated.
     if of_all_ranks is None or rows != batch_size:
         return rows

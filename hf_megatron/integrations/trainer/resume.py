@@ -27,7 +27,7 @@ def checkpoint_to_resume(asked: Any, output_dir: str, *, is_parallelized: bool) 
     else:
         found = _found(asked, output_dir)
     if is_parallelized and isinstance(found, str) and _is_stock(Path(found)) and _has_optimizer(Path(found)):
-        raise CheckpointError(_refusal(Path(found)))
+        raise CheckpointError(_missing_state_message(Path(found)))
     return found
 
 
@@ -72,7 +72,7 @@ def _has_optimizer(path: Path) -> bool:
     return any(any(path.glob(pattern)) for pattern in _OPTIMIZERS)
 
 
-def _refusal(path: Path) -> str:
+def _missing_state_message(path: Path) -> str:
     older = next(iter(committed(path.parent)), None)
     said = f"{path} was written by plain Trainer: its optimizer state is that of one process, and this model is laid "
     said += "out. Go on from it in one process"

@@ -136,11 +136,11 @@ class SamplesCallback(ToolCallback, ExportableState):
     def _require_enough(self, order: OwnOrder, args: Any, state: TrainerState) -> None:
         size, batch, step = len(order.dataset), order.batch, state.global_step
         sizes, grows = order.sizes, order.dataset.ramp_up is not None
-        is_elsewhere = grows or self.consumed != step * batch
+        differs_from_stock = grows or self.consumed != step * batch
         last = step + sizes.full_steps(self.consumed, size)
         has_more = sizes.after(last - step, self.consumed) < size
-        last += has_more and not is_elsewhere and not args.dataloader_drop_last
-        if args.max_steps <= 0 and is_elsewhere:
+        last += has_more and not differs_from_stock and not args.dataloader_drop_last
+        if args.max_steps <= 0 and differs_from_stock:
             steps = "steps that grow" if grows else f"steps of {batch}"
             raise DataError(
                 f"{self.consumed} samples were seen in {step} {steps}, of which epochs know nothing: train for "

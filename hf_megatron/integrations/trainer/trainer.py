@@ -18,7 +18,7 @@ from ...losses.batch_loss import BatchLoss
 from ...parallel_state import parallel_state
 from ..accelerate.plugin import parallelism_config
 from ..accelerate.wrapped_models import state_around
-from ..torch.ddp_check import refuse_other_trl_trainers
+from ..torch.ddp_check import reject_other_trl_trainers
 from .checkpoints import probe
 from .padded_batches import EmptyBatch
 from .termination import TerminationCallback
@@ -53,7 +53,7 @@ def init(original: Callable, self: Any, model: Any = None, args: Any = None, *re
             f"TrainingArguments reports {args.world_size} process(es), the job has {dist.get_world_size()}. On "
             "CPUs pass TrainingArguments(use_cpu=True), or create it after the model."
         )
-    refuse_other_trl_trainers(self)
+    reject_other_trl_trainers(self)
     if args.save_strategy != "no":
         # Stock makes it on rank 0 alone; where that fails the other ranks would wait for it.
         probe(Path(args.output_dir))

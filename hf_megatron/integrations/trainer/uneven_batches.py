@@ -53,13 +53,13 @@ def _require_full_batches(trainer: Any, loader: Any, max_steps: int) -> None:
     if (last := _last_batch(trainer, loader)) is not None:
         steps = -(-last.number // trainer.args.gradient_accumulation_steps)
         if max_steps >= steps and last.is_counted_twice():
-            _refuse(trainer, last.describe(), "train", "per_device_train_batch_size")
+            _reject(trainer, last.describe(), "train", "per_device_train_batch_size")
 
 
 def require_full_evaluation(trainer: Any, loader: Any) -> None:
     """Raises `UnsupportedError` for rows of an evaluation that are repeated while the trainer's loss may count them."""
     if (last := _last_batch(trainer, loader)) is not None and last.is_counted_twice():
-        _refuse(trainer, last.describe(), "evaluate", "per_device_eval_batch_size")
+        _reject(trainer, last.describe(), "evaluate", "per_device_eval_batch_size")
 
 
 class _LastBatch(NamedTuple):
@@ -98,7 +98,7 @@ def require_full_batch(trainer: Any, batch: Any, *, is_evaluated: bool = False) 
         return
     if is_filled_up(trainer.accelerator.gradient_state, state.mesh.dp_size):
         words = ("evaluate", "per_device_eval_batch_size") if is_evaluated else ("train", "per_device_train_batch_size")
-        _refuse(trainer, "the last batch has fewer rows than the others", *words)
+        _reject(trainer, "the last batch has fewer rows than the others", *words)
 
 
 def takes_any_rows(trainer: Any) -> bool:
@@ -118,7 +118,7 @@ def has_targets_of_tokens(batch: Any) -> bool:
     return any(isinstance(target, Tensor) and target.dim() > 1 for target in targets)
 
 
-def _refuse(trainer: Any, what: str, verb: str, size: str) -> None:
+def _reject(trainer: Any, what: str, verb: str, size: str) -> None:
     state: Any = parallel_state(trainer.model)
     raise UnsupportedError(
         f"{type(trainer).__name__} on {state.mesh.dp_size} data parallel ranks: {what}. Accelerate repeats rows to "

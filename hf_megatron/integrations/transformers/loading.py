@@ -213,7 +213,7 @@ def maybe_distribute_model(original: Callable, cls: Any, model: Any, distributed
     # What cannot be laid out says why; only what could be is asked whether anybody compared it.
     axes = Axes.of(distributed_config, dist.get_rank())
     state = plan(model, distributed_config, axes, is_quantized=request.quantizer is not None)
-    require_expert_widths(model, state.claims, state.axes)
+    require_expert_widths(model, state.shardings, state.axes)
     require_verified(model, state, description)
     if request.quantizer is not None:
         plan_quantization(model, request.quantizer, state)
@@ -262,10 +262,10 @@ def get_model_param_count(original: Callable, model: Any, trainable_only: bool =
 def add_unmatched_checkpoint_key(original: Callable, key: str, model: Any, loading_info: Any) -> None:
     """Reports a weight of a checkpoint that the model has not, unless another stage of the pipeline has it."""
     state = parallel_state(model)
-    elsewhere = frozenset() if state is None or state.cut is None else state.elsewhere
+    off_stage_names = frozenset() if state is None or state.cut is None else state.off_stage_names
     prefix = f"{model.base_model_prefix}."
     # As the loader does with names of this stage: a base model reads files of classes with a head, and they read its.
-    if elsewhere.isdisjoint((key, prefix + key, key.removeprefix(prefix))):
+    if off_stage_names.isdisjoint((key, prefix + key, key.removeprefix(prefix))):
         original(key, model, loading_info)
 
 

@@ -56,9 +56,9 @@ def write_trainer_card(trainer: Any, directory: Any, **known: Any) -> None:
     if rank_and_size(None)[0]:
         return
     with _warning(directory):
-        from ...model_cards import facts_of_trainer, write_card
+        from ...model_cards import card_data_from_trainer, write_card
 
-        write_card(directory, facts_of_trainer(trainer, **known))
+        write_card(directory, card_data_from_trainer(trainer, **known))
 
 
 def save(original: Callable, self: Any, output_dir: str | None = None, state_dict: dict | None = None) -> None:

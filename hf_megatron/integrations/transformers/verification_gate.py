@@ -65,7 +65,7 @@ def require_verified(model: Any, state: ParallelState, description: Description)
             "such as AutoModelForCausalLM, and take outputs.hidden_states (output_hidden_states=True)."
         )
     what = f"{name} (model type {model_type!r}) was not compared with one process.\n  " + "\n  ".join(lines)
-    layouts = _layouts(config, any(split.copies > 1 for c in state.claims.values() for split in c.placement.splits))
+    layouts = _layouts(config, any(split.copies > 1 for c in state.shardings.values() for split in c.placement.splits))
     command = check_command(model.config, name, layouts)
     if not config.allow_unverified:
         raise UnverifiedLayoutError(
@@ -131,7 +131,7 @@ def _base_prefix(model: Any) -> str | None:
 
 def features_on(kind: str, description: Description, state: ParallelState) -> Features:
     """Returns the features of a model on one kind of layout; where weights are whole those of its whole modules."""
-    return description.features(state.claims if splits_weights(kind) else {})
+    return description.features(state.shardings if splits_weights(kind) else {})
 
 
 def check_command(model_config: Any, class_name: str, layouts: str) -> str:

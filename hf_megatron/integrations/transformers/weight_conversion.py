@@ -20,7 +20,7 @@ from ...parallel_state import ParallelState
 def read_full(model: Any, state: ParallelState) -> None:
     """Has the loader take the split parameters that files hold rearranged for whole ones, until `stop_reading`."""
     patterns = rearranged_targets(model)
-    split = [name for name, claim in state.claims.items() if claim.placement.on(state.axes).is_split]
+    split = [name for name, sharding in state.shardings.items() if sharding.placement.on(state.axes).is_split]
     state.rearranged = frozenset(name for name in split if any(re.search(pattern, name) for pattern in patterns))
     if state.rearranged:
         state.reading = model.register_state_dict_post_hook(_as_full(state.rearranged))

@@ -30,11 +30,11 @@ from ...tensor_parallel.sampling import PLAIN, Sampling
 from ...tensor_parallel.token_log_probs import scores_of_call
 from ...tensor_parallel.vocab_log_probs import FIELDS, LOG_PROBS
 from ..accelerate.environment import job_world_size
-from ..torch.ddp_check import refuse_other_trl_trainers
+from ..torch.ddp_check import reject_other_trl_trainers
 from ..trainer.padded_batches import evaluated
-from .checks import refuse_arguments, refuse_datasets_in_memory, refuse_losses_over_the_batch
+from .checks import reject_arguments, reject_batch_wide_losses, reject_in_memory_datasets
 from .generation_sizes import require_replica_batches, settle_generation_sizes
-from .online import load_reward_models, refuse_of_online_trainers
+from .online import load_reward_models, online_trainer_reason
 from .preference_pairs import ROWS_OF_REPLICAS
 
 _ONLINE = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
@@ -68,17 +68,17 @@ def init(original: Callable, self: Any, model: Any = None, *args: Any, **kwargs:
         settle_generation_sizes(given, job_world_size())
         return original(self, model, *args, **kwargs)
     warn_of_unchecked_versions()
-    refuse_other_trl_trainers(self)
+    reject_other_trl_trainers(self)
     dp_size = validate_world_size(layout, job_world_size())
-    refuse_arguments(self, given)
-    refuse_losses_over_the_batch(self, given, dp_size)
-    refuse_datasets_in_memory(given, (*args, *kwargs.values()))
+    reject_arguments(self, given)
+    reject_batch_wide_losses(self, given, dp_size)
+    reject_in_memory_datasets(given, (*args, *kwargs.values()))
     settle_generation_sizes(given, dp_size)
     require_replica_batches(given, dp_size)
     kinds = {cls.__name__ for cls in type(self).__mro__}
     if not kinds.isdisjoint(_ONLINE):
         bound = inspect.signature(original).bind_partial(self, model, *args, **kwargs)
-        refuse_of_online_trainers(self, given, bound.arguments, layout.ranks_per_replica, dp_size)
+        online_trainer_reason(self, given, bound.arguments, layout.ranks_per_replica, dp_size)
         if "reward_funcs" in bound.arguments:
             bound.arguments["reward_funcs"] = load_reward_models(bound.arguments["reward_funcs"], given, layout)
         args, kwargs = bound.args[2:], bound.kwargs

@@ -23,14 +23,14 @@ OVER_THE_BATCH = frozenset({"sft", "aot", "aot_unpaired"})
 _DPO_LOSS = "_compute_loss"
 
 
-def refuse_arguments(trainer: Any, args: Any) -> None:
+def reject_arguments(trainer: Any, args: Any) -> None:
     """Raises `UnsupportedError` for arguments that know one device only."""
     for name, reason in _REFUSED.items():
         if value := getattr(args, name, False):
             raise UnsupportedError(f"{type(trainer).__name__}, {name}={value} with megatron_config: {reason}")
 
 
-def refuse_losses_over_the_batch(trainer: Any, args: Any, dp_size: int) -> None:
+def reject_batch_wide_losses(trainer: Any, args: Any, dp_size: int) -> None:
     """Raises `UnsupportedError` where each rank would take such a loss over its own rows."""
     given = getattr(args, "loss_type", None) or ()
     kinds = OVER_THE_BATCH.intersection((given,) if isinstance(given, str) else given)
@@ -49,7 +49,7 @@ def refuse_losses_over_the_batch(trainer: Any, args: Any, dp_size: int) -> None:
     )
 
 
-def refuse_datasets_in_memory(args: Any, arguments: Sequence[Any]) -> None:
+def reject_in_memory_datasets(args: Any, arguments: Sequence[Any]) -> None:
     """Refuses what each rank would look for in a folder of its own: what the first one computed of a reference."""
     from datasets import Dataset
 

@@ -115,7 +115,7 @@ class _Alone:
 
     def __enter__(self) -> None:
         self._token = _CALLS_ALONE.set(self.function)
-        self._guard = register_module_forward_pre_hook(_refuse_split_model)
+        self._guard = register_module_forward_pre_hook(_reject_split_model)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         self._guard.remove()
@@ -161,7 +161,7 @@ def _require_one_each(name: str, rewards: Any, completions: Any) -> Any:
     return rewards
 
 
-def _refuse_split_model(module: nn.Module, args: Any) -> None:
+def _reject_split_model(module: nn.Module, args: Any) -> None:
     """Raises for a call of a model that is split over ranks, of which one alone is at it."""
     if (function := _CALLS_ALONE.get()) is not None and parallel_state(module) is not None:
         raise UnsupportedError(
@@ -271,9 +271,7 @@ def predict_over_replicas(original: Callable, self: Any, *args: Any, **kwargs: A
     return loss, *rest
 
 
-def refuse_of_online_trainers(
-    trainer: Any, args: Any, given: dict[str, Any], ranks_per_replica: int, dp_size: int
-) -> None:
+def online_trainer_reason(trainer: Any, args: Any, given: dict[str, Any], ranks_per_replica: int, dp_size: int) -> None:
     """Raises `UnsupportedError` for what would be drawn, called or averaged on each rank by itself."""
     name = type(trainer).__name__
     for argument in ("tools", "environment_factory", "rollout_func"):

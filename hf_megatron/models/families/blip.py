@@ -39,5 +39,5 @@ def blip_text_model(model: Any) -> ModelSpec:
 
 @register_model("blip")
 def blip(model: Any) -> ModelSpec:
-    tower = {f"vision_model.encoder.layers.*.{name}": style for name, style in TOWER.items()}
-    return composite_family_spec(model, REGISTRY, tower, layers="text_decoder.bert.encoder.layer")
+    encoder = {f"vision_model.encoder.layers.*.{name}": style for name, style in TOWER.items()}
+    return composite_family_spec(model, REGISTRY, encoder, layers="text_decoder.bert.encoder.layer")

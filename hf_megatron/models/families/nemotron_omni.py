@@ -19,8 +19,10 @@ def nemotron_h_omni(model: Any) -> ModelSpec | None:
     if spec is None:
         return None
     parts = {name for name, _ in model.named_modules()}
-    tower = {name: style for names, style in ((_COLUMNS, "colwise"), (_ROWS, "rowwise")) for name in names}
-    plan = {f"{_LAYER}.{name}": style for name, style in tower.items() if f"{_LAYER}.{name}".replace("*", "0") in parts}
+    encoder = {name: style for names, style in ((_COLUMNS, "colwise"), (_ROWS, "rowwise")) for name in names}
+    plan = {
+        f"{_LAYER}.{name}": style for name, style in encoder.items() if f"{_LAYER}.{name}".replace("*", "0") in parts
+    }
     heads = {f"{_LAYER}.attention": ("num_attention_heads",)}
     return spec.updated(plan={**spec.tp.plan, **plan}, local_attributes={**spec.tp.local_attributes, **heads})
 

@@ -34,7 +34,7 @@ def t5(model: Any) -> ModelSpec:
         regions=regions,
         multi_input_blocks=tuple(name for name in local_attributes if name.endswith("EncDecAttention")),
         pointwise_containers=tuple(containers),
-        # Towers of images around it have stacks too.
+        # ModalityEncoders of images around it have stacks too.
         layer_stacks=tuple(f"{base_prefix(model)}{pattern.partition('.*')[0]}" for pattern in containers),
     )
 

@@ -17,8 +17,8 @@ _ONE = {"images": "image", "videos": "video", "audio": "audio clip"}
 
 def reads_modalities(model: Any) -> bool:
     """Tells whether a model writes text about images or sounds, in places of a token or elsewhere."""
-    has_tower = model.can_generate() and not model.config.to_dict().keys().isdisjoint(_TOWERS)
-    return has_tower or any(find(model.config) is not None for find in (image_token, audio_token))
+    has_encoder = model.can_generate() and not model.config.to_dict().keys().isdisjoint(_TOWERS)
+    return has_encoder or any(find(model.config) is not None for find in (image_token, audio_token))
 
 
 def passed_modalities(arguments: Mapping[str, Any], config: Any) -> tuple[str, ...]:

@@ -88,13 +88,13 @@ class Quantization:
                 f"{self.scheme.mixes_tokens}"
             )
         for name in sorted(self.linears & {name for name, _ in model.named_modules()}):
-            claim = state.claims.get(f"{name}.weight")
-            if claim is None:
+            sharding = state.shardings.get(f"{name}.weight")
+            if sharding is None:
                 continue
-            reason = self.scheme.misfit(_part(claim.shape, claim.placement, state.axes, None))
+            reason = self.scheme.misfit(_part(sharding.shape, sharding.placement, state.axes, None))
             if reason is not None:
                 raise UnsupportedError(
-                    f"{self.settings}: {name}.weight {list(claim.shape)} over tp_size = {state.axes.size('tp')}: "
+                    f"{self.settings}: {name}.weight {list(sharding.shape)} over tp_size = {state.axes.size('tp')}: "
                     f"{reason} Choose another tp_size, name the module in the config's modules that are left out, or "
                     "split the model over pp or dp."
                 )
@@ -108,12 +108,12 @@ class Quantization:
         weight: Any = module._parameters.get(own)
         if weight is None or weight.device.type == "meta" or isinstance(weight, QuantizedWeight):
             return
-        claim = state.claims[name]
-        part = _part(claim.shape, claim.placement, state.axes, state.mesh)
+        sharding = state.shardings[name]
+        part = _part(sharding.shape, sharding.placement, state.axes, state.mesh)
         if is_last or not self.scheme.waits(part):
             found = self.scheme.quantize(local_tensor(weight).detach(), part)
             found._is_hf_initialized = True  # type: ignore[attr-defined]
-            found.entries = claim.shape[0] * claim.shape[1]
+            found.entries = sharding.shape[0] * sharding.shape[1]
             module._parameters[own] = found
 
     def finish(self, model: nn.Module, state: ParallelState) -> None:
@@ -122,8 +122,8 @@ class Quantization:
             self.take(model, f"{name}.weight", state, is_last=True)
             weight = model.get_submodule(name)._parameters.get("weight")
             if isinstance(weight, QuantizedWeight):
-                claim = state.claims[f"{name}.weight"]
-                self.scheme.complete(weight, _part(claim.shape, claim.placement, state.axes, state.mesh))
+                sharding = state.shardings[f"{name}.weight"]
+                self.scheme.complete(weight, _part(sharding.shape, sharding.placement, state.axes, state.mesh))
 
 
 def _part(shape: Sequence[int], placement: Placement, axes: Axes, mesh: ParallelMesh | None) -> WeightShard:
@@ -136,21 +136,21 @@ def _part(shape: Sequence[int], placement: Placement, axes: Axes, mesh: Parallel
 @torch.no_grad()
 def dequantize_linears(model: nn.Module, state: ParallelState, dtype: torch.dtype) -> None:
     """Puts weights of a dtype in the place of quantised ones, lying as they would have without."""
-    copies = copies_of_model(state.claims.values(), state.axes)
+    copies = copies_of_model(state.shardings.values(), state.axes)
     for name, module in model.named_modules():
         for own, weight in module._parameters.items():
             if not isinstance(weight, QuantizedWeight):
                 continue
-            claim = state.claims[f"{name}.{own}"]
+            sharding = state.shardings[f"{name}.{own}"]
             local: Tensor = weight.dequantized().to(dtype)
-            if state.axes.size("tp") > 1 or claim.placement.is_split:
+            if state.axes.size("tp") > 1 or sharding.placement.is_split:
                 local = DTensor.from_local(
                     local,
-                    state.mesh.of(claim.placement, copies),
-                    claim.placement.dtensor_placements(state.axes, copies),
+                    state.mesh.of(sharding.placement, copies),
+                    sharding.placement.dtensor_placements(state.axes, copies),
                     run_check=False,
-                    shape=torch.Size(claim.shape),
-                    stride=(claim.shape[1], 1),
+                    shape=torch.Size(sharding.shape),
+                    stride=(sharding.shape[1], 1),
                 )
             module._parameters[own] = nn.Parameter(local, requires_grad=False)
             vars(module).pop("compute_dtype", None)

@@ -44,7 +44,7 @@ class _Opened:
     def was_edited(self) -> bool:
         return self.unsharded is not self.part and self.unsharded._version != self.version
 
-    def refuse_gradient_hooks(self, hook: str) -> None:
+    def reject_gradient_hooks(self, hook: str) -> None:
         """Raises `UnsupportedError` for hooks on the gradient of an input, which others than this module may read."""
         if self.unsharded is not self.part and (self.unsharded.retains_grad or self.unsharded._backward_hooks):
             raise UnsupportedError(
@@ -66,7 +66,7 @@ def _reject_extra_shards(given: Form, hidden: Any, call: tuple, hook: str) -> No
             )
 
 
-def refuse_inputs_of_hooks(tensors: Iterable[Any]) -> None:
+def reject_hook_inputs(tensors: Iterable[Any]) -> None:
     """Raises `UnsupportedError` if the gradient by what a hook was given of an input is asked for."""
     for tensor in tensors:
         if isinstance(tensor, Tensor) and (hook := vars(tensor).get(_GIVEN_TO)) is not None:
@@ -88,7 +88,7 @@ class _Before:
         _reject_extra_shards(self.form, opened.unsharded, opened.call, self.name)
         with self.streams.replicated(), self.calls.guarded(self.name):
             result = self.hook(module, *(opened.call[:1] if kwargs is None else opened.call))
-        opened.refuse_gradient_hooks(self.name)
+        opened.reject_gradient_hooks(self.name)
         if opened.was_edited():
             # Whoever else reads the tensor, as the residual does a norm's input, sees an edit in place too.
             opened.part.copy_(self.form.close(opened.unsharded))
@@ -122,7 +122,7 @@ class _After:
         unsharded = change_output(output, returned.open, maps and maps.open)
         with self.streams.replicated(), self.calls.guarded(self.name):
             result = self.hook(module, *opened.call[: 1 + len(kwargs)], unsharded)
-        opened.refuse_gradient_hooks(self.name)
+        opened.reject_gradient_hooks(self.name)
         return change_output(unsharded if result is None else result, returned.close, maps and maps.close)
 
 
@@ -223,7 +223,7 @@ class UserHooks:
                 for form in (forms.inside, forms.returned):
                     _require(form, what)
                 if number in module._forward_hooks_with_kwargs:
-                    _refuse_cut_arguments(module, what)
+                    _reject_split_arguments(module, what)
                 hooks[number] = _After(hooks[number], what, forms, self.streams, self.calls)
         self.seen.update(users)
         # Behind this library's; what transformers records with, from the first forward on, and tools that look at what
@@ -242,7 +242,7 @@ def _mark_identical(wrapper: Any, hook: Any) -> None:
         shard_safe(wrapper)
 
 
-def _refuse_cut_arguments(module: nn.Module, hook: str) -> None:
+def _reject_split_arguments(module: nn.Module, hook: str) -> None:
     cut = [getattr(other, "__self__", None) for other in module._forward_pre_hooks.values()]
     names = [name for arguments in cut if isinstance(arguments, LocalArguments) for name in arguments.names]
     if names:

@@ -47,11 +47,11 @@ class Activations(Shared):
         self,
         structure: Structure,
         styles: Mapping[str, str],
-        claims: Mapping[str, ParameterSharding],
+        shardings: Mapping[str, ParameterSharding],
         regions: Regions,
         kinds: Mapping[str, type],
     ):
-        self.structure, self.styles, self.claims, self.regions = structure, styles, claims, regions
+        self.structure, self.styles, self.shardings, self.regions = structure, styles, shardings, regions
         self.group = regions.group
         self.attention = {name for name, kind in kinds.items() if _is_attention(kind)}
         self.split_blocks = {block for block in structure.unsharded if self._has(block, "splits")}
@@ -121,11 +121,11 @@ class Activations(Shared):
         return Forms(form, form, form)
 
     def _replicated(self, name: str, module: nn.Module, outer: Form) -> Forms:
-        claims = [self.claims[f"{name}.{parameter}"] for parameter, _ in module.named_parameters()]
-        if not claims and (block := self._within(name, self.split_blocks)):
+        shardings = [self.shardings[f"{name}.{parameter}"] for parameter, _ in module.named_parameters()]
+        if not shardings and (block := self._within(name, self.split_blocks)):
             return unknown(f"it may see a part of what {block} computes")
-        partial = [claim.gradient.sum is not None for claim in claims]
-        if any(partial) and (not outer.is_split or any(style(c.style).works_on_heads for c in claims)):
+        partial = [sharding.gradient.sum is not None for sharding in shardings]
+        if any(partial) and (not outer.is_split or any(style(c.style).works_on_heads for c in shardings)):
             return unknown("it sees this rank's heads or features")
         return Forms(outer, outer, outer)
 
@@ -136,15 +136,15 @@ class Activations(Shared):
         return Tokens(self.regions.stacks[stack])
 
     def _columns(self, name: str) -> Form | str:
-        claim = self.claims[f"{name}.weight"]
-        [split] = claim.placement.splits
+        sharding = self.shardings[f"{name}.weight"]
+        [split] = sharding.placement.splits
         if split.copies > 1:
             return "several ranks have the same key and value heads, and a part of their gradient each"
-        return Columns(claim.shape[split.dim], self.group, split.groups)
+        return Columns(sharding.shape[split.dim], self.group, split.groups)
 
     def _width(self, row: str) -> Columns:
-        claim = self.claims[f"{row}.weight"]
-        return Columns(claim.shape[claim.placement.splits[0].dim], self.group)
+        sharding = self.shardings[f"{row}.weight"]
+        return Columns(sharding.shape[sharding.placement.splits[0].dim], self.group)
 
     def _trailing(self, region: UniformRegion | None) -> Form:
         return WHOLE if region is None or region.stack is None else Tokens(region.stack)

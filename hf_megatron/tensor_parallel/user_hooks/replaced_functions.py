@@ -86,7 +86,7 @@ class ExchangedFunctions:
     @leave_uncompiled
     def _enter(self, model: nn.Module, args: tuple) -> None:
         if (name := next(self.found(), None)) is not None:
-            self._refuse(name)
+            self._reject(name)
 
     def _found_in(self, name: str, module: nn.Module) -> Iterator[str]:
         if type(module).forward is not self.forwards[name] and not is_marked(type(module).forward):
@@ -99,7 +99,7 @@ class ExchangedFunctions:
         if "forward" in module.__dict__ and not _is_own(module.__dict__["forward"], module):
             yield f"{name}.forward"
 
-    def _refuse(self, what: str) -> None:
+    def _reject(self, what: str) -> None:
         raise UnsupportedError(
             f"{what} was exchanged: it is called with this rank's part of a tensor. Mark it "
             "with hf_megatron.shard_safe if it looks at single entries (attention: heads; layers: tokens), or load "

@@ -68,7 +68,7 @@ def load(path):
     """The step of a checkpoint, after its content was compared with what that step saved."""
     checkpoint = Checkpoint(path)
     checkpoint.verify()
-    step = checkpoint.facts["step"]
+    step = checkpoint.metadata["step"]
     expected = {"weight": values(step), "exponential": values(step).double().exp()}
     assert sorted(checkpoint.names()) == sorted(expected)
     for name, tensor in expected.items():

@@ -93,7 +93,7 @@ def places(stories, tmp_path_factory):
     return {"model": str(stories), **made}
 
 
-def is_elsewhere(command):
+def needs_other_machine(command):
     return next((place for pattern, place in ELSEWHERE.items() if re.fullmatch(pattern, command)), None)
 
 
@@ -101,7 +101,7 @@ def sequences():
     """The commands of each page, which follow one another."""
     pages = {}
     for page, command in documented_commands("hf-megatron "):
-        if not is_elsewhere(command):
+        if not needs_other_machine(command):
             pages.setdefault(page, []).append(command)
     return [pytest.param(commands, id=page) for page, commands in pages.items()]
 
@@ -131,7 +131,9 @@ def test_the_others_run_elsewhere():
     unknown = [
         command
         for command in all_of_them
-        if command not in install and not is_elsewhere(command) and " ".join(command.split()[:3]) not in run_below
+        if command not in install
+        and not needs_other_machine(command)
+        and " ".join(command.split()[:3]) not in run_below
     ]
     assert here and unknown == []
 

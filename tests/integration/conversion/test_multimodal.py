@@ -13,7 +13,7 @@ from hf_megatron.cli import app
 from hf_megatron.conversion import TargetOptions, compare, convert, plan_conversion
 from hf_megatron.conversion.families import check_config, family_of
 from hf_megatron.conversion.interfaces import WEIGHT
-from hf_megatron.conversion.megatron.names import of_tower
+from hf_megatron.conversion.megatron.names import is_encoder_weight
 from hf_megatron.conversion.megatron.splits import tensor_parallel_split
 from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
 from hf_megatron.conversion.megatron_core.writer import MegatronCoreWriter
@@ -73,17 +73,17 @@ def test_towers_lie_on_the_first_stage_full_or_split(case, sources, tmp_path):
     convert(sources / case, tmp_path / "one", "megatron_legacy")
     convert(sources / case, tmp_path / "four", "megatron_legacy", options=TargetOptions(tp_size=2, pp_size=2))
     (one,), four = rank_files(tmp_path / "one").values(), rank_files(tmp_path / "four")
-    towers = {name for name in one if of_tower(name)}
-    assert towers
+    encoder_weights = {name for name in one if is_encoder_weight(name)}
+    assert encoder_weights
     for rank, tensors in four.items():
         tp, stage = int(rank[8:10]), int(rank[11:14])
-        assert {name for name in tensors if of_tower(name)} == (towers if stage == 0 else set())
-        for name in towers if stage == 0 else ():
+        assert {name for name in tensors if is_encoder_weight(name)} == (encoder_weights if stage == 0 else set())
+        for name in encoder_weights if stage == 0 else ():
             split = tensor_parallel_split(name)
             expected = one[name] if split is None else one[name].chunk(2, split.dim)[tp]
             assert torch.equal(tensors[name], expected), name
     replicated = case.startswith(("qwen2_5", "gemma3"))
-    named = [name for name in towers if name.startswith(("visual.", "vision_tower."))]
+    named = [name for name in encoder_weights if name.startswith(("visual.", "vision_tower."))]
     assert bool(named) is replicated
     # Of a language model that is split over a pipeline, the last stage has the head, or a copy of tied embeddings.
     assert "language_model.output_layer.weight" in four["mp_rank_00_001"]

@@ -503,7 +503,7 @@ def test_bf16_parameters_follow_fp32(stories, text):
             assert leaf.tensor.dtype is torch.float32 and leaf.parameter.dtype is torch.bfloat16
 
             def part(full, leaf=leaf):
-                place = state.claims[leaf.name].placement
+                place = state.shardings[leaf.name].placement
                 local = local_part(full, place, state.axes).reshape(-1)
                 return local[leaf.start : leaf.stop]
 

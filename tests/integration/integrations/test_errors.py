@@ -19,7 +19,7 @@ from transformers import (
 
 from hf_megatron import MegatronConfig, UnsupportedError
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.integrations.torch.ddp_check import refuse_other_trl_trainers
+from hf_megatron.integrations.torch.ddp_check import reject_other_trl_trainers
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 
 TP2 = MegatronConfig(tp_size=2)
@@ -63,7 +63,7 @@ def test_every_trainer_of_trl_is_compared_or_refused():
     refused = set()
     for (module, name), kind in trainers_of_trl().items():
         try:
-            refuse_other_trl_trainers(kind.__new__(kind))
+            reject_other_trl_trainers(kind.__new__(kind))
         except UnsupportedError as error:
             assert f"{name}: of TRL's trainers SFTTrainer, DPOTrainer, " in str(error)
             refused.add(f"{module}.{name}")

@@ -16,11 +16,11 @@ from hf_megatron.checkpoint.reader import Checkpoint
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.model_cards import (
     MARKER,
+    card_data_from_checkpoint,
     card_data_from_model,
+    card_data_from_trainer,
     carry_card,
     check_card,
-    facts_of_checkpoint,
-    facts_of_trainer,
     recorded_parity,
     render,
     write_card,
@@ -194,7 +194,7 @@ def test_a_checkpoints_card_is_carried_to_its_merged_files(trained, tmp_path, mo
     [command] = blocks(card_of(source), "bash")
     assert command == "hf-megatron merge . ../merged\n"
     shutil.copytree(folder / "final", merged, ignore=shutil.ignore_patterns("README.md", "loss.png"))
-    facts = dataclasses.replace(facts_of_checkpoint(source), files=None)
+    facts = dataclasses.replace(card_data_from_checkpoint(source), files=None)
     carry_card(source, merged, facts)
     card = card_of(merged)
     assert cells(card, "Losses") == losses(log, 4) and (merged / "loss.png").exists()
@@ -207,7 +207,7 @@ def test_a_checkpoints_card_is_carried_to_its_merged_files(trained, tmp_path, mo
 def test_a_checkpoint_without_a_card_has_facts_for_one(trained, tmp_path):
     folder, log = trained
     source = folder / "run" / "checkpoint-4"
-    facts = facts_of_checkpoint(source)
+    facts = card_data_from_checkpoint(source)
     assert (facts.architecture, facts.model_type, facts.steps) == ("LlamaForCausalLM", "llama", 4)
     assert facts.layout.layout() == "tp2+dp2+zero1" and facts.world_size == 4 and facts.parity.kinds == ("tp",)
     assert facts.dtype == "float32" and facts.versions["hf_megatron"]
@@ -275,9 +275,9 @@ def test_stocks_card_is_left_to_models_of_one_process(stories, tmp_path):
 
 def facts_in_one_process(path, output):
     trainer = make(path, output, None, save_strategy="no", load_best_model_at_end=False)
-    before = facts_of_trainer(trainer)
+    before = card_data_from_trainer(trainer)
     trainer.train()
-    return before, facts_of_trainer(trainer), card_data_from_model(trainer.model)
+    return before, card_data_from_trainer(trainer), card_data_from_model(trainer.model)
 
 
 def test_facts_of_one_process(stories, tmp_path):
@@ -300,9 +300,9 @@ def best_facts(path, output):
         greater_is_better=True,
     )
     trainer.train()
-    facts = facts_of_trainer(trainer)
+    facts = card_data_from_trainer(trainer)
     trainer.evaluate()
-    return facts, facts_of_trainer(trainer), trainer.state.log_history
+    return facts, card_data_from_trainer(trainer), trainer.state.log_history
 
 
 def test_metrics_are_those_of_the_weights(stories, tmp_path):

@@ -15,7 +15,7 @@ from hf_megatron import CheckpointError, local_named_parameters, prepare_optimiz
 from hf_megatron.checkpoint.gather_full import full_state_dict
 from hf_megatron.checkpoint.manifest import MANIFEST
 from hf_megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from hf_megatron.checkpoint.training_state import facts, load_model, load_optimizers, pieces
+from hf_megatron.checkpoint.training_state import load_model, load_optimizers, pieces, training_metadata
 from hf_megatron.checkpoint.transaction import Transaction
 from hf_megatron.conversion import convert
 from hf_megatron.core.fork_harness import run_ranks
@@ -173,7 +173,7 @@ def advance(model, optimizer):
 
 
 def save(model, optimizer, target):
-    with Transaction(target, facts(model, [optimizer])) as transaction:
+    with Transaction(target, training_metadata(model, [optimizer])) as transaction:
         transaction.write(pieces(model, [optimizer]))
         if torch.distributed.get_rank() == 0:
             model.config.architectures = [type(model).__name__]
@@ -215,7 +215,7 @@ def test_a_state_passes_through_every_layout(stories, tmp_path):
             before, after = all_full_tensors(source), all_full_tensors(again)
             assert list(before) == list(after)
             assert all(torch.equal(before[key], after[key]) for key in before), name
-            saved, reread = (Checkpoint(path).facts["optimizers"][0] for path in (source, again))
+            saved, reread = (Checkpoint(path).metadata["optimizers"][0] for path in (source, again))
             assert [sorted(group.pop("names")) for group in saved["groups"]] == [
                 sorted(group.pop("names")) for group in reread["groups"]
             ]

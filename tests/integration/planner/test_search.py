@@ -402,8 +402,8 @@ def test_more_work_takes_longer():
 def test_the_command_searches_and_still_prints_claims(tmp_path):
     LLAMA.save_pretrained(tmp_path / "model")
     runner = CliRunner()
-    claims = runner.invoke(app, ["plan", str(tmp_path / "model"), "--tp", "4"])
-    assert claims.exit_code == 0 and "split dim 0 over tp" in claims.output
+    shardings = runner.invoke(app, ["plan", str(tmp_path / "model"), "--tp", "4"])
+    assert shardings.exit_code == 0 and "split dim 0 over tp" in shardings.output
     wrong = runner.invoke(app, ["plan", str(tmp_path / "model"), "--json"])
     assert wrong.exit_code == 2 and "--json is of a search: state --gpus" in wrong.output
     unknown = runner.invoke(app, ["plan", str(tmp_path / "model"), "--gpus", "8", "--gpu", "h1000"])

@@ -83,7 +83,7 @@ def test_a_rank_reads_full_weights(tmp_path):
             assert torch.equal(value, stock[name]), name
 
 
-def claims(*sizes, copies=2, groups=1):
+def shardings(*sizes, copies=2, groups=1):
     made = [ParameterSharding("k", (8, 4), "colwise", Placement.split("tp", 0, copies=copies), GradientRule())]
     made.append(ParameterSharding("n", (4,), "replicated", Placement(), GradientRule()))
     return made + [
@@ -95,14 +95,14 @@ def claims(*sizes, copies=2, groups=1):
 @pytest.mark.parametrize(
     ("made", "expected"),
     [
-        (claims(8), 2),
-        (claims(67), 2),
+        (shardings(8), 2),
+        (shardings(67), 2),
         # 17, 17, 17, 15 in one cut, 17, 16, 17, 16 in two.
-        (claims(66), 1),
-        (claims(8, groups=2), 1),
-        (claims(8, copies=1), 1),
-        (claims(66, copies=4), 1),
-        ([*claims(8), *claims(8, copies=4)], 2),
+        (shardings(66), 1),
+        (shardings(8, groups=2), 1),
+        (shardings(8, copies=1), 1),
+        (shardings(66, copies=4), 1),
+        ([*shardings(8), *shardings(8, copies=4)], 2),
     ],
 )
 def test_one_mesh_as_far_as_both_split_identically(made, expected):

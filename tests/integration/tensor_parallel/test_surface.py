@@ -189,7 +189,7 @@ def test_freezing_keeps_gradients_where_they_are_wanted(stories):
         model = load(stories, SP2)
         state = parallel_state(model)
         return {
-            name: None if grad is None else gather_to_first(grad, state.claims[name].placement, state.mesh)
+            name: None if grad is None else gather_to_first(grad, state.shardings[name].placement, state.mesh)
             for name, grad in gradients(model).items()
         }
 
@@ -226,7 +226,7 @@ def test_a_loss_outside_the_model_has_the_right_gradient(stories):
         gradient = dict(model.named_parameters())[name].grad
         if state is None:
             return gradient
-        full = gather_to_first(gradient, state.claims[name].placement, state.mesh)
+        full = gather_to_first(gradient, state.shardings[name].placement, state.mesh)
         return full if full is not None else torch.zeros(64, 64)
 
     expected = check(load(stories))

@@ -110,8 +110,10 @@ stock = context_parallel.place
 
 
 def _without_rule(state):
-    for name, claim in state.claims.items():
-        state.claims[name] = dataclasses.replace(claim, gradient=dataclasses.replace(claim.gradient, average="dp"))
+    for name, sharding in state.shardings.items():
+        state.shardings[name] = dataclasses.replace(
+            sharding, gradient=dataclasses.replace(sharding.gradient, average="dp")
+        )
 
 
 def full_positions():

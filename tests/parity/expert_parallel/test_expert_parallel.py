@@ -86,7 +86,7 @@ def holds_its_share(model):
             local = state.placement(name).local_shape(parameter.shape, state.axes)
             assert local[0] * state.axes.size("ep") == parameter.shape[0]
             assert local[1] < parameter.shape[1] or state.axes.size("etp") == 1 or "down" in name
-            assert state.claims[name].gradient.average == "edp"
+            assert state.shardings[name].gradient.average == "edp"
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
@@ -436,9 +436,9 @@ def averaged_over(axis):
 
         def place(model, state):
             original(model, state)
-            for name, claim in state.claims.items():
-                if claim.gradient.average == "edp":
-                    state.claims[name] = dataclasses.replace(claim, gradient=GradientRule(average=axis))
+            for name, sharding in state.shardings.items():
+                if sharding.gradient.average == "edp":
+                    state.shardings[name] = dataclasses.replace(sharding, gradient=GradientRule(average=axis))
 
         expert_axis.place = place
 

@@ -73,7 +73,7 @@ def test_schedules_equal_one_process(model_type, layout, batches, schedule):
     [config] = parse_layouts(layout)
     # Four microbatches of five rows, except where the schedule takes any number.
     config = dataclasses.replace(config, pipeline_schedule=schedule, num_microbatches=4 if "int" in schedule else 5)
-    if refused_on_this_torch(config):
+    if unsupported_on_this_torch(config):
         with pytest.raises(RankError, match="needs torch 2.13"):
             check_tiny_model(_tiny_model(model_type, batches), config)
         return
@@ -81,7 +81,7 @@ def test_schedules_equal_one_process(model_type, layout, batches, schedule):
     assert comparison.passed, comparison.report()
 
 
-def refused_on_this_torch(config):
+def unsupported_on_this_torch(config):
     splits = SCHEDULES[config.pipeline_schedule].splits_backward
     return splits and config.tp_size > 1 and not splits_python_functions()
 
@@ -188,7 +188,7 @@ def test_every_schedule_communicates_the_same(schedule, sequence_parallel):
     # Interleaved schedules cannot run five.
     config = ConfigUnderTest(pp_size=2, tp_size=2, sequence_parallel=sequence_parallel, num_microbatches=4)
     config_of_schedule = dataclasses.replace(config, pipeline_schedule=schedule)
-    if refused_on_this_torch(config_of_schedule):
+    if unsupported_on_this_torch(config_of_schedule):
         return
     found = _collectives(config_of_schedule)
     plain = _collectives(config)

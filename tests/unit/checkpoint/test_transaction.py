@@ -87,7 +87,7 @@ def test_every_layout_reads_every_other(tmp_path, tp, dp):
     assert listing == [[path, tmp_path / "latest"]] * (tp * dp)
     assert latest(tmp_path) == path == find(tmp_path, "checkpoint-3")
     checkpoint = Checkpoint(path)
-    assert checkpoint.facts == {"tp": tp}
+    assert checkpoint.metadata == {"tp": tp}
     assert sorted(checkpoint.names()) == sorted(TENSORS)
     assert sum(name.startswith("rng-") for name in checkpoint.manifest.files) == tp * dp
     for name, (shape, dtype, _) in TENSORS.items():
@@ -123,8 +123,8 @@ def test_an_existing_target_is_refused_and_kept(tmp_path):
 
 
 def test_facts_and_links_are_checked(tmp_path):
-    with pytest.raises(CheckpointError, match="facts"):
-        save_alone(tmp_path / "step-1", facts={"x": object()})
+    with pytest.raises(CheckpointError, match="metadata"):
+        save_alone(tmp_path / "step-1", metadata={"x": object()})
     with pytest.raises(CheckpointError, match="plain files"), Transaction(tmp_path / "step-1") as transaction:
         (transaction.directory / "link").symlink_to("/etc/passwd")
     for name in (MANIFEST, "back\\slash"):
@@ -190,7 +190,7 @@ def test_latest_without_any_checkpoint(tmp_path):
 
 
 def test_manifest_states_versions_and_layout(tmp_path):
-    save_alone(tmp_path / "one", facts={"config": [1, {"a": None}]})
+    save_alone(tmp_path / "one", metadata={"config": [1, {"a": None}]})
     content = json.loads((tmp_path / "one" / MANIFEST).read_text())
     assert content["format_version"] == 1 and content["world_size"] == 1
     assert set(content["versions"]) == {"hf_megatron", "safetensors", "torch", "transformers"}

@@ -194,8 +194,8 @@ def part_of(numbers, shards, shard):
 
 def state_of(axes, zero_stage, placement, average):
     config = MegatronConfig(zero_stage=zero_stage)
-    claims = {"weight": ParameterSharding("weight", SHAPE, "", placement, GradientRule(average=average))}
-    return ParallelState(config, axes, ModelSpec(""), claims)
+    shardings = {"weight": ParameterSharding("weight", SHAPE, "", placement, GradientRule(average=average))}
+    return ParallelState(config, axes, ModelSpec(""), shardings)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])

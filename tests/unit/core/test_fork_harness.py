@@ -72,11 +72,11 @@ def test_a_tiny_model_is_measured_in_a_fork(monkeypatch):
     """After a backward, torch has threads for GPUs, and no fork of this process could run one."""
     process, backward = os.getpid(), torch.Tensor.backward
 
-    def elsewhere(*args, **kwargs):
+    def replaced_backward(*args, **kwargs):
         assert os.getpid() != process
         return backward(*args, **kwargs)
 
-    monkeypatch.setattr(torch.Tensor, "backward", elsewhere)
+    monkeypatch.setattr(torch.Tensor, "backward", replaced_backward)
     tiny_model = make_tiny_model(LlamaConfig(), microbatches=1)
     assert tiny_model.reference.gradients and tiny_model.reference.norm > 0
     tiny_model.delete()

@@ -21,9 +21,9 @@ from hf_megatron import ConfigError, MegatronConfig
 from hf_megatron.model_cards import (
     MARKER,
     CardData,
+    card_data_from_config,
     carry_card,
     check_card,
-    facts_of_config,
     recorded_parity,
     render,
     write_card,
@@ -240,7 +240,7 @@ def test_a_card_that_is_carried_says_anew_how_to_load(tmp_path):
 def test_a_conversion_writes_a_card(tmp_path):
     config = LlamaConfig(architectures=["LlamaForCausalLM"], dtype="bfloat16")
     notes = ("format checked by a round trip only",)
-    facts = facts_of_config(config, model_name="llama", source_format="Megatron-LM", files="merged", notes=notes)
+    facts = card_data_from_config(config, model_name="llama", source_format="Megatron-LM", files="merged", notes=notes)
     write_card(tmp_path, facts)
     text = (tmp_path / "README.md").read_text()
     for words in ("Converted from Megatron-LM by hf_megatron", notes[0], "`bfloat16`", "pipeline_tag: text-generation"):
@@ -255,8 +255,10 @@ def test_what_was_converted_twice_is_called_by_its_last_name_and_type(tmp_path):
     target.mkdir()
     config = LlamaConfig(architectures=["LlamaForCausalLM"], dtype="float32")
     said = {"source_format": "one", "target_format": "two", "files": "merged"}
-    write_card(source, facts_of_config(config, model_name="first", parameters=10, **said))
-    carry_card(source, target, facts_of_config(config, model_name="second", parameters=12, **said | {"dtype": "half"}))
+    write_card(source, card_data_from_config(config, model_name="first", parameters=10, **said))
+    carry_card(
+        source, target, card_data_from_config(config, model_name="second", parameters=12, **said | {"dtype": "half"})
+    )
     text = (target / "README.md").read_text()
     for words in ("# second\n", "| parameters | 12 |", "| dtype | `half` |"):
         assert words in text
@@ -265,7 +267,7 @@ def test_what_was_converted_twice_is_called_by_its_last_name_and_type(tmp_path):
     (source / "README.md").write_text(
         (source / "README.md").read_text().replace("- hf_megatron", "").replace("tags:", "tags: 7")
     )
-    carry_card(source, target, facts_of_config(config, model_name="third", **said))
+    carry_card(source, target, card_data_from_config(config, model_name="third", **said))
     assert "# third\n" in (target / "README.md").read_text()
 
 

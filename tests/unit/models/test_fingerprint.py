@@ -16,7 +16,7 @@ from hf_megatron.integrations.transformers.verification_gate import check_comman
 from hf_megatron.models import verified
 from hf_megatron.models.fingerprint import COPIES, ENDS, Part, _common_attributes, describe_model, random_sites, silence
 from hf_megatron.parallelize import plan
-from hf_megatron.tensor_parallel.claims import claim_all
+from hf_megatron.tensor_parallel.sharding_rules import assign_shardings
 from hf_megatron.testing.cases import causal_types, task_of_class
 from hf_megatron.testing.measure import Measurement
 from hf_megatron.testing.parity import one_of_each_kind
@@ -50,7 +50,7 @@ def llama(**changes):
 
 
 def features(model, layout=TP2):
-    return describe_model(model).features(plan(model, layout, Axes.of(layout, 0)).claims)
+    return describe_model(model).features(plan(model, layout, Axes.of(layout, 0)).shardings)
 
 
 def lines(model, name):
@@ -140,10 +140,13 @@ def test_tied_weights_are_claimed_identically_on_every_way_in(model_type, class_
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         part.tie_word_embeddings = tied
     made, loading = (on_meta(config, class_name, tie=tie) for tie in (True, False))
-    claims = plan(made, TP2, Axes.of(TP2, 0)).claims
-    assert plan(loading, TP2, Axes.of(TP2, 0)).claims == claims
+    shardings = plan(made, TP2, Axes.of(TP2, 0)).shardings
+    assert plan(loading, TP2, Axes.of(TP2, 0)).shardings == shardings
     for name, other in loading.all_tied_weights_keys.items():
-        assert (claims[name].placement, claims[name].gradient) == (claims[other].placement, claims[other].gradient)
+        assert (shardings[name].placement, shardings[name].gradient) == (
+            shardings[other].placement,
+            shardings[other].gradient,
+        )
 
 
 def test_weights_tied_by_name_alone_must_agree():
@@ -151,7 +154,7 @@ def test_weights_tied_by_name_alone_must_agree():
     state = plan(model, TP2, Axes.of(TP2, 0)).placed["tp"]
     tied = {"lm_head.weight": "model.norm.weight"}
     with pytest.raises(PlanError, match=r"lm_head.weight is tied to model.norm.weight but claimed as split"):
-        claim_all(model, state.styles, state.structure, state.head_copies, False, tied)
+        assign_shardings(model, state.styles, state.structure, state.head_copies, False, tied)
 
 
 def test_results_survive_their_file(tmp_path):

@@ -163,7 +163,7 @@ def _facts(model: Any, state: ParallelState) -> RunFacts:
     device = torch.cuda.get_device_properties(torch.cuda.current_device()) if is_device else None
     return RunFacts(
         type(inner).__name__,
-        sum(math.prod(claim.shape) for name, claim in state.claims.items() if name not in tied),
+        sum(math.prod(sharding.shape) for name, sharding in state.shardings.items() if name not in tied),
         state.config.layout(),
         len(hosts),
         sizes | ({"ep": axes.size("ep")} if axes.size("ep") > 1 else {}),

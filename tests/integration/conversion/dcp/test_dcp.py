@@ -94,7 +94,7 @@ def test_every_form_is_read(saved, form, named):
         assert {*wanted, *(Key(WEIGHT, name) for name in names)} == set(reader.entries)
         for key in wanted:
             assert torch.equal(reader.read(key), expected[key]), key
-        assert reader.optimizer_refusal is None
+        assert reader.optimizer_unsupported_reason is None
         if not with_moments:
             assert reader.optimizer is None
             return
@@ -150,7 +150,7 @@ def test_optimizers_that_are_not_read(tmp_path):
         dcp.save(state, checkpoint_id=tmp_path / name, no_dist=True)
         reader = DcpReader(tmp_path / name, names)
         assert {key.kind for key in reader.entries} == {WEIGHT}
-        return str(reader.optimizer_refusal)
+        return str(reader.optimizer_unsupported_reason)
 
     assert "momentum_buffer" in refusal("sgd", torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     assert "max_exp_avg_sq" in refusal("amsgrad", torch.optim.AdamW(model.parameters(), amsgrad=True))

@@ -115,7 +115,7 @@ def test_halves_and_experts_of_their_own(tmp_path, kind):
     torch.save({"iteration": 3}, folder / "common.pt")
     reader = MegatronCoreReader(folder)
     if kind != WEIGHT:
-        assert "shape of its weight" in str(reader.optimizer_refusal)
+        assert "shape of its weight" in str(reader.optimizer_unsupported_reason)
         return
     assert torch.equal(reader.read(Key(WEIGHT, "decoder.layers.0.mlp.linear_fc1.weight")), torch.cat([gate, up]))
     assert torch.equal(reader.read(Key(WEIGHT, "decoder.layers.1.mlp.linear_fc1.bias")), bias.flatten())

@@ -103,7 +103,7 @@ def test_training_goes_on_from_what_was_written(trained, hf, tmp_path):
     tasks: dict[str, list[dict]] = {name: [] for name in LAYOUTS}
     for case in CASES:
         source = MegatronCoreReader(folder / case.family)
-        assert (source.iteration, source.optimizer_refusal) == (2, None)
+        assert (source.iteration, source.optimizer_unsupported_reason) == (2, None)
         assert source.optimizer is not None
         assert source.optimizer.step == 2
         assert {key.kind for key in source.entries} == {WEIGHT, MAIN_WEIGHT, EXP_AVG, EXP_AVG_SQ}
@@ -131,12 +131,12 @@ def test_per_layer_keys_and_a_state_that_is_not_read(trained):
     folder, _ = trained
     reader = MegatronCoreReader(folder / "per_layer")
     assert reader.optimizer is None
-    assert reader.optimizer_refusal is None
+    assert reader.optimizer_unsupported_reason is None
     assert reader.entries.keys() == {key for key in MegatronCoreReader(folder / "llama").entries if key.kind == WEIGHT}
     local = MegatronCoreReader(folder / "dp_reshardable")
     assert local.optimizer is None
-    assert "dp_reshardable" in str(local.optimizer_refusal)
-    assert "--dist-ckpt-optim-fully-reshardable" in str(local.optimizer_refusal)
+    assert "dp_reshardable" in str(local.optimizer_unsupported_reason)
+    assert "--dist-ckpt-optim-fully-reshardable" in str(local.optimizer_unsupported_reason)
     assert {key.kind for key in local.entries} == {WEIGHT}
 
 

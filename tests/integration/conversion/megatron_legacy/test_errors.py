@@ -179,5 +179,5 @@ def test_optimizer_state_is_refused_with_the_way_round_it(tmp_path, tensors):
     write(tmp_path / "out", tensors, model())
     change(tmp_path / "out" / FIRST, set_value(["optimizer"], {"state": {0: torch.zeros(2)}}))
     with MegatronLegacyReader(tmp_path / "out", model()) as reader:
-        assert "--dist-ckpt-optim-fully-reshardable" in reader.optimizer_refusal
+        assert "--dist-ckpt-optim-fully-reshardable" in reader.optimizer_unsupported_reason
     check_equal(read(tmp_path / "out", model()), tensors)

@@ -84,7 +84,7 @@ def test_a_release(tmp_path, tensors):
     assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert (tmp_path / "out" / "release" / "mp_rank_00" / FILE).is_file()
     with MegatronLegacyReader(tmp_path / "out", model()) as reader:
-        assert reader.iteration is None and reader.optimizer_refusal is None
+        assert reader.iteration is None and reader.optimizer_unsupported_reason is None
     check_equal(read(tmp_path / "out", model()), tensors)
 
 

@@ -114,14 +114,14 @@ def test_replicated_weights_stay_equal(experts, text, recompute):
             optimizer.step()
         after = digest(model)
         assert not any(torch.equal(before[name], part) for name, part in after.items())
-        return mesh.tp_rank, after, parallel_state(model).claims
+        return mesh.tp_rank, after, parallel_state(model).shardings
 
     found = run_ranks(train, ranks_of(config))
     compared = set()
-    for one, (tp_rank, weights, claims) in enumerate(found):
+    for one, (tp_rank, weights, shardings) in enumerate(found):
         for other_tp_rank, others, _ in found[:one]:
             for name in weights.keys() & others.keys():
-                is_replicated = tp_rank == other_tp_rank or not claims[name].placement.is_split
+                is_replicated = tp_rank == other_tp_rank or not shardings[name].placement.is_split
                 assert torch.equal(weights[name], others[name]) == is_replicated, name
                 assert weights[name].isfinite().all()
                 compared.add(name)

@@ -453,7 +453,7 @@ def test_documented_commands(environment, sharded, on_hub, tmp_path):
         command = [sys.executable, "-m", "hf_megatron.cli", *words]
         result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr
-    assert Checkpoint(tmp_path / "checkpoint").facts == Checkpoint(sharded[0]).facts
+    assert Checkpoint(tmp_path / "checkpoint").metadata == Checkpoint(sharded[0]).metadata
 
 
 def test_exit_codes(tmp_path):

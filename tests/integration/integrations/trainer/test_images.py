@@ -54,14 +54,14 @@ def gemma(stories, tmp_path_factory):
         **{"layer_types": ["sliding_attention", "full_attention"] * 2},
         **{name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")},
     }
-    tower = {
+    vision_config = {
         **{"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4},
         **{"image_size": 28, "patch_size": 7, "vision_use_head": False},
     }
     torch.manual_seed(0)
     config = Gemma3Config(
         text_config=text,
-        vision_config=tower,
+        vision_config=vision_config,
         mm_tokens_per_image=4,
         image_token_index=ids["image_token"],
         boi_token_index=ids["boi_token"],

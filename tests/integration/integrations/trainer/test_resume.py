@@ -22,7 +22,7 @@ from hf_megatron.checkpoint.discovery import is_committed, latest
 from hf_megatron.checkpoint.gather_full import full_state_dict
 from hf_megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from hf_megatron.checkpoint.tensor_chunks import TensorChunk
-from hf_megatron.checkpoint.training_state import facts, load_model, load_optimizers, pieces
+from hf_megatron.checkpoint.training_state import load_model, load_optimizers, pieces, training_metadata
 from hf_megatron.checkpoint.transaction import Transaction
 from hf_megatron.cli import app
 from hf_megatron.conversion import convert
@@ -139,7 +139,7 @@ def save_after_steps(path, target, config, dtype):
         optimizer.zero_grad()
         model(**batch()).loss.backward()
         optimizer.step()
-    with Transaction(target, facts(model, [optimizer])) as transaction:
+    with Transaction(target, training_metadata(model, [optimizer])) as transaction:
         transaction.write(pieces(model, [optimizer]))
 
 
@@ -149,7 +149,7 @@ def load_and_save_again(path, source, target, config, dtype):
     checkpoint = open_checkpoint(source)
     load_model(model, checkpoint)
     load_optimizers(model, [optimizer], checkpoint)
-    with Transaction(target, facts(model, [optimizer])) as transaction:
+    with Transaction(target, training_metadata(model, [optimizer])) as transaction:
         transaction.write(pieces(model, [optimizer]))
     return model(**batch()).loss.item()
 

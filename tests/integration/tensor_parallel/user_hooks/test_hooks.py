@@ -313,14 +313,14 @@ ELSEWHERE = (outputs_of_blocks, inputs_inside)
 
 
 @pytest.fixture(scope="module")
-def runs_elsewhere(path):
+def reference_runs(path):
     return Runs(path, {loop_pattern.__name__: loop_pattern for loop_pattern in ELSEWHERE})
 
 
 @pytest.mark.parametrize("text", ["tp2+pp2", "tp2+sp+pp2", "tp2+dp2"])
 @pytest.mark.parametrize("loop_pattern", ELSEWHERE)
-def test_equal_on_other_layouts(runs_elsewhere, loop_pattern, text):
-    runs_elsewhere.compare(text, loop_pattern.__name__)
+def test_equal_on_other_layouts(reference_runs, loop_pattern, text):
+    reference_runs.compare(text, loop_pattern.__name__)
 
 
 def no_hooks(monkeypatch):

@@ -92,7 +92,7 @@ def test_text_is_generated_about_images(model_type, layout):
     assert run_ranks(generated, 2, tiny_model(model_type), ConfigUnderTest(**layout)) == [expected] * 2
 
 
-class FrozenTowers(TinyModel):
+class FrozenEncoders(TinyModel):
     def load(self, **kwargs):
         model = super().load(**kwargs)
         for name, parameter in model.named_parameters():
@@ -102,7 +102,7 @@ class FrozenTowers(TinyModel):
 
 
 def frozen(unsharded):
-    return measured(FrozenTowers(**vars(unsharded)))
+    return measured(FrozenEncoders(**vars(unsharded)))
 
 
 @pytest.mark.parametrize(

@@ -158,8 +158,8 @@ def test_views_of_parts_go_with_their_images():
 
 def test_stages_without_a_tower_are_given_places_alone():
     batch = {name: torch.zeros(1) for name in ("input_ids", "image_grid_thw", "target_sizes", "mm_token_type_ids")}
-    of_tower = ("pixel_values", "pixel_attention_mask", "high_res_pixel_values", "pixel_values_local")
-    assert without_pixels(batch | {name: torch.zeros(1) for name in of_tower}).keys() == batch.keys()
+    image_inputs = ("pixel_values", "pixel_attention_mask", "high_res_pixel_values", "pixel_values_local")
+    assert without_pixels(batch | {name: torch.zeros(1) for name in image_inputs}).keys() == batch.keys()
 
 
 @pytest.mark.parametrize("name", ["pixel_values_videos", "video_grid_thw", "input_features", "image_pixel_values"])

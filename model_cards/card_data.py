@@ -127,7 +127,7 @@ def task_of(architecture: str | None) -> str | None:
     return next((task for task, classes in tasks.items() if architecture in classes.values()), None)
 
 
-def facts_of_config(config: Any, **known: Any) -> CardData:
+def card_data_from_config(config: Any, **known: Any) -> CardData:
     """Gathers the facts of a model of which only the config is at hand, as in a conversion.
 
     `known` are further fields of `CardData`; they win over what the config says.
@@ -166,7 +166,7 @@ def card_data_from_model(model: Any, **known: Any) -> CardData:
             "world_size": state.mesh.root.size(),
             "parity": recorded_parity(architecture, model.config.model_type, state.config),
         }
-    return facts_of_config(model.config, **(found | known))
+    return card_data_from_config(model.config, **(found | known))
 
 
 def _parameters(model: Any, state: ParallelState | None) -> int:
@@ -176,11 +176,11 @@ def _parameters(model: Any, state: ParallelState | None) -> int:
     if state.cut.tied:
         # A stage without the head no longer knows that the head's weight is the embedding; its class does.
         patterns = type(model)._tied_weights_keys
-        tied |= {name for name in state.claims if any(re.search(pattern, name) for pattern in patterns)}
-    return sum(math.prod(claim.shape) for name, claim in state.claims.items() if name not in tied)
+        tied |= {name for name in state.shardings if any(re.search(pattern, name) for pattern in patterns)}
+    return sum(math.prod(sharding.shape) for name, sharding in state.shardings.items() if name not in tied)
 
 
-def facts_of_checkpoint(path: str | Path) -> CardData:
+def card_data_from_checkpoint(path: str | Path) -> CardData:
     """Gathers the facts of a sharded checkpoint from its config, its manifest and, where Trainer wrote it, its log.
 
     Raises:
@@ -188,7 +188,7 @@ def facts_of_checkpoint(path: str | Path) -> CardData:
         ConfigError: its layout has fields that this version does not know.
     """
     checkpoint = Checkpoint(path)
-    saved, config = checkpoint.facts, _json(checkpoint.path / "config.json")
+    saved, config = checkpoint.metadata, _json(checkpoint.path / "config.json")
     state = _json(checkpoint.path / "trainer_state.json")
     described = saved.get("model") or {}
     architecture, model_type = described.get("class"), described.get("model_type")

@@ -101,7 +101,7 @@ def _require_all_heads(name: str, linear: nn.Module, attention: nn.Module, tp_si
         )
 
 
-def claim_all(
+def assign_shardings(
     model: nn.Module,
     styles: Mapping[str, str],
     structure: Structure,
@@ -117,7 +117,7 @@ def claim_all(
         tied (`Mapping[str, str]`): parameter -> the one it is tied to. By name: on the loader's meta model they are two
             until its weights are read.
     """
-    claims: dict[str, ParameterSharding] = {}
+    shardings: dict[str, ParameterSharding] = {}
     for module_name, module in model.named_modules():
         for parameter_name, parameter in module._parameters.items():
             if parameter is None:
@@ -137,13 +137,13 @@ def claim_all(
             is_pointwise = name in of_layers or structure.is_pointwise_parameter(name)
             if sequence_parallel and not placement.is_split and is_pointwise:
                 gradient = GradientRule(sum=AXIS)
-            claim = ParameterSharding(name, tuple(parameter.shape), style_name, placement, gradient)
-            claims[name] = claim
+            sharding = ParameterSharding(name, tuple(parameter.shape), style_name, placement, gradient)
+            shardings[name] = sharding
     for name, other in tied.items():
-        one, two = claims[name], claims[other]
+        one, two = shardings[name], shardings[other]
         if (one.placement, one.gradient) != (two.placement, two.gradient):
             raise PlanError(f"{name} is tied to {other} but claimed as {one.placement}, the other as {two.placement}.")
-    return claims
+    return shardings
 
 
 def local_sizes(
