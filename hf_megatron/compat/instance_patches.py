@@ -7,10 +7,15 @@ what was there, `enable()` puts them in place again; a laid out model cannot be 
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
+
+from torch import nn
 
 from .patch_registry import PATCH_REGISTRY
 from .shared import Shared
+from .torch_autograd import follow_forward_of_bases
+from .transformers_models import names_of_recorder
 
 
 @dataclass(frozen=True)
@@ -109,3 +114,17 @@ class ModelPatches(Shared):
                 elif owner is not None:
                     setattr(owner, attribute, before)
         self._applied = False
+
+
+@cache
+def _mixed_class(mixin: Any, base: Any) -> type[nn.Module]:
+    made = type(base.__name__, (mixin, base), names_of_recorder(base))
+    follow_forward_of_bases(made)
+    return made
+
+
+def mix_into(module: nn.Module, mixin: type, **attributes: Any) -> None:
+    """Puts a mixin in front of a module's class; what it keeps stays out of the module's own names."""
+    module.__class__ = _mixed_class(mixin, type(module))  # type: ignore[arg-type]
+    for name, value in attributes.items():
+        object.__setattr__(module, name, value)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat.class_mixin import mix_into
+from ..compat.instance_patches import mix_into
 from ..compat.torch_autograd import leave_uncompiled
 
 _NAME = "shared"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat.class_mixin import mix_into
+from ..compat.instance_patches import mix_into
 from ..core.off_stage import OffStageTensor, Owner, as_parameter, is_off_stage
 from ..errors import UnsupportedError
 from .module_mixins import StagedInput, StagedLayer, output_width

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat.class_mixin import mix_into
+from ..compat.instance_patches import mix_into
 from .boundary import StageBoundary
 from .layer_output_proxy import LayerOutputProxy
 from .off_stage_module import Placeholder, replace_module

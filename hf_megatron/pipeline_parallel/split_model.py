@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat.class_mixin import mix_into
+from ..compat.instance_patches import mix_into
 from ..config import MegatronConfig
 from ..core.axes import Axes
 from ..data_parallel.dynamic_rope import scales_by_length

@@ -7,7 +7,7 @@ from ..config import MegatronConfig
 from ..core.axes import Axes
 from ..errors import ConfigError
 from ..pipeline_parallel.schedules import schedule
-from .load_checks import why_not_cut
+from .truncated_model import why_not_cut
 from .unit_cost_cache import UnitBook
 
 _ROWS = (1, 2, 4, 8, 16)

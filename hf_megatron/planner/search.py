@@ -14,9 +14,8 @@ from .candidates import Bounds, Candidate, Candidates
 from .dry_run import require_lengths
 from .estimate import Estimate, Estimator
 from .job import Job
-from .load_checks import what_was_not_compared
 from .rank_memory import RankMemory
-from .truncated_model import shorten
+from .truncated_model import shorten, what_was_not_compared
 from .unit_cost_cache import UnitBook
 
 # Estimates that differ by less are not told apart.

@@ -14,9 +14,8 @@ from ..models.layer_cost import estimate_cost
 from ..pipeline_parallel.layers_per_stage import share_out
 from .dry_run import StepSizes
 from .job import Job
-from .load_checks import without_pipeline
 from .local_parameters import UnitParameters, parameters_of_units
-from .truncated_model import ShortModel
+from .truncated_model import ShortModel, without_pipeline
 from .unit_costs import AFTER_LAYERS, BEFORE_LAYERS, Runs, UnitCosts, measure_units
 from .unit_tracker import UnitFigures
 

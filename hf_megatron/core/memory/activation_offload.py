@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...compat.class_mixin import mix_into
+from ...compat.instance_patches import mix_into
 from ...compat.torch_memory import from_host, to_host
 from .saved_tensor_hooks import Version
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ...compat.class_mixin import mix_into
+from ...compat.instance_patches import mix_into
 from ...compat.transformers_models import fetches_attention_core
 from ...errors import UnsupportedError
 
