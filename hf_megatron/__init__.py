@@ -5,8 +5,9 @@
 
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=MegatronConfig(tp_size=2))
 
-Importing the package declares its patches (see `hf_megatron.integrations.patch_table`). Each is applied when its module
-is imported, and does nothing for models loaded without `megatron_config`.
+Importing the package replaces the few functions through which a model is parallelized (`ENTRY_POINTS` in
+`hf_megatron.integrations.patch_table`). The other rows of that table are applied when the first model is parallelized
+or a layout is launched.
 """
 
 import importlib
@@ -88,10 +89,12 @@ _LAZY = {
 
 
 def enable() -> None:
-    """Applies the patches, now or when their modules are imported; twice is once. Called by the import."""
+    """Applies the entry points, and the other patches if they were applied before; twice is once.
+
+    Called by the import.
+    """
     for patch in PATCHES:
-        if PATCH_REGISTRY.patches.get(patch.target) is not patch:
-            PATCH_REGISTRY.declare(patch)
+        PATCH_REGISTRY.declare(patch)
     for pattern in PATTERNS:
         PATCH_REGISTRY.declare_pattern(pattern)
     for module_name, make in HOOKS:
@@ -103,7 +106,7 @@ def enable() -> None:
 def disable() -> None:
     """Restores the identical upstream function objects and everything else that was replaced or registered.
 
-    Laid out models cannot be called until `enable()`.
+    Parallelized models cannot be called until `enable()`.
     """
     PATCH_REGISTRY.disable()
     give_back_launch()

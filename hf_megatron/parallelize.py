@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from .compat.patch_registry import PATCH_REGISTRY
 from .compat.transformers_models import adds_router_loss, function_between_layers
 from .config import MegatronConfig
 from .context_parallel import axis as context_parallel
@@ -107,7 +108,8 @@ def plan(model: Any, config: MegatronConfig, axes: Axes, *, is_quantized: bool =
 
 
 def place(model: Any, state: ParallelState, device_type: str) -> None:
-    """Lays a planned meta model out: parameters become placeholders of the same name and global shape."""
+    """Places a planned meta model: parameters become placeholders of the same name and global shape."""
+    PATCH_REGISTRY.activate()
     state.connect(ParallelMesh.of_job(state.axes, device_type))
     _hold_places(model, state)
     attach_state(model, state)

@@ -1,20 +1,21 @@
 """Patch registry: every upstream function and object this library replaces, and how to restore it.
 
-    patches     replaced upstream functions
+    targets     replaced upstream functions, each with the chain of its patches
     patterns    functions of one name in every module whose name matches a pattern; each found one becomes a patch
     hooks       callbacks registered with an upstream module for the whole process
     instances   attributes replaced on single objects of parallelized models (`instance_patches.py`)
 
-A patch is applied at once if its module is imported, otherwise when it is imported, so that `import hf_megatron`
-neither imports optional packages nor has to come first.
+Patching has two phases. `enable()`, which `import hf_megatron` calls, applies the entry points: the functions through
+which a model is parallelized, a layout is launched or a sharded checkpoint is read. `activate()` applies all others;
+the entry points call it when one of these happens, so a process that does none of them runs upstream's own functions.
+
+In both phases a patch is applied at once if its module is imported, otherwise when it is imported, so that
+`import hf_megatron` neither imports optional packages nor has to come first.
 """
 
 import fnmatch
 import functools
 import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import inspect
 import re
 import sys
@@ -25,33 +26,64 @@ from types import CellType, FunctionType, ModuleType
 from typing import Any, Protocol
 
 from ..errors import MegatronError
+from .import_hook import ImportFinder, call_when_initialized, is_initializing
 
 
-@dataclass
+@dataclass(frozen=True)
 class Patch:
-    """One replaced function.
+    """One replacement of one function.
 
     Attributes:
         target: `module:attribute.path`; the last attribute of a function is a variable of its closure, by which a
             function is replaced under every name that it was imported by before.
         replacement: `module:function`, a function that takes the original (of a class method the function in it) before
             the original's own arguments. It is a name, so that declaring a patch imports nothing.
-        stock: what the original does, and why that is not enough for a laid out model.
+        stock: what the original does, and why that is not enough for a parallelized model.
         until: when the replacement is no longer needed.
+        when: `module:function`, asked with the first argument of each call (`self` of a method); the replacement is
+            skipped where it returns `False`. Empty: the replacement runs in every call.
+        is_entry_point: applied by `import hf_megatron`, not only once a model is parallelized.
     """
 
     target: str
     replacement: str
     stock: str
     until: str
-    original: Any = None
-    applied: bool = False
+    when: str = ""
+    is_entry_point: bool = False
 
     @property
     def is_private(self) -> bool:
         """Whether upstream promises nothing about the target."""
         names = re.split(r"[.:]", self.target)
         return any(name.startswith("_") and not name.endswith("__") for name in names)
+
+    @property
+    def module_name(self) -> str:
+        return self.target.partition(":")[0]
+
+    @property
+    def feature(self) -> str:
+        """The module of the replacement without the library's own prefix, such as `trainer.ramp_up`."""
+        module_name = self.replacement.partition(":")[0]
+        return module_name.removeprefix("hf_megatron.").removeprefix("integrations.")
+
+
+@dataclass
+class PatchedTarget:
+    """One upstream function and the chain of its patches, the first declared one outermost.
+
+    Attributes:
+        target: as of a `Patch`.
+        patches: in declared order; each one's `original` is the next one, the last one's is upstream's function.
+        original: upstream's function while a patch is applied.
+        applied: the patches that are in place.
+    """
+
+    target: str
+    patches: list[Patch] = field(default_factory=list)
+    original: Any = None
+    applied: tuple[Patch, ...] = ()
 
     @property
     def module_name(self) -> str:
@@ -64,19 +96,23 @@ class Patch:
             owner = getattr(owner, name)
         return owner, attribute
 
-    def apply(self) -> None:
-        if self.applied:
+    def apply(self, *, entry_points_only: bool = False) -> None:
+        """Applies the patches of a phase; twice is once."""
+        wanted = tuple(patch for patch in self.patches if patch.is_entry_point or not entry_points_only)
+        if wanted == self.applied:
             return
+        self.restore()
         owner, attribute = self._owner()
         attributes = _attributes(owner)
         if attribute not in attributes:
             self._require_other_version()
             return
         # `vars` keeps staticmethod and classmethod objects as they are; `getattr` would bind them.
-        self.original = attributes[attribute]
-        module_name, _, function = self.replacement.partition(":")
-        _set(owner, attribute, _replaced(self.original, getattr(importlib.import_module(module_name), function)))
-        self.applied = True
+        self.original = function = attributes[attribute]
+        for patch in reversed(wanted):
+            function = _replaced(function, patch)
+        _set(owner, attribute, function)
+        self.applied = wanted
 
     def _require_other_version(self) -> None:
         # Not at the top: torch's own targets are patched while torch is imported.
@@ -89,10 +125,11 @@ class Patch:
             )
 
     def restore(self) -> None:
+        """Puts upstream's own function back; twice is once."""
         if self.applied:
             owner, attribute = self._owner()
             _set(owner, attribute, self.original)
-            self.applied = False
+            self.applied = ()
 
 
 @dataclass(frozen=True)
@@ -124,7 +161,7 @@ class ModulePatternPatch:
 
     def matches(self, module_name: str) -> bool:
         """Returns whether a module of this name is searched for the function."""
-        if module_name in self.excluded:
+        if not module_name.startswith(self.pattern.partition("*")[0]) or module_name in self.excluded:
             return False
         names, patterns = module_name.split("."), self.pattern.split(".")
         return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
@@ -158,17 +195,43 @@ def _set(owner: Any, attribute: str, value: Any) -> None:
         setattr(owner, attribute, value)
 
 
-def _replaced(original: Any, function: Callable) -> Any:
-    """Wraps a function, static method or class method as the same kind of thing."""
+def _resolve(name: str) -> Callable[..., Any]:
+    module_name, _, function = name.partition(":")
+    return getattr(importlib.import_module(module_name), function)
+
+
+def _names(function: Any) -> tuple[str, str]:
+    return function.__name__, function.__qualname__
+
+
+def _replaced(original: Any, patch: Patch) -> Any:
+    """Wraps a function, static method, class method or property as the same kind of thing.
+
+    A stack trace shows the wrapper as `function[feature]`. A method's `__qualname__` has the feature too; a module's
+    function keeps its own, because pickle finds the function by it.
+    """
     if isinstance(original, (classmethod, staticmethod)):
-        return type(original)(_replaced(original.__func__, function))
+        return type(original)(_replaced(original.__func__, patch))
     if isinstance(original, property):
-        return property(_replaced(original.fget, function))
+        return property(_replaced(original.fget, patch))
+    function = _resolve(patch.replacement)
+    if patch.when:
+        applies = _resolve(patch.when)
 
-    @functools.wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        return function(original, *args, **kwargs)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            if not applies(*args[:1]):
+                return original(*args, **kwargs)
+            return function(original, *args, **kwargs)
+    else:
 
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+    name, qualname = (f"{text.partition('[')[0]}[{patch.feature}]" for text in _names(original))
+    replacement.__code__ = replacement.__code__.replace(co_name=name, co_qualname=qualname)
+    functools.update_wrapper(replacement, original)
+    if "." in qualname.partition("[")[0].rpartition("<locals>.")[2]:
+        replacement.__qualname__ = qualname
     return replacement
 
 
@@ -180,19 +243,20 @@ class Hook:
     make: str
     handle: Any = None
 
-    def apply(self) -> None:
-        if self.handle is None:
-            module_name, _, function = self.make.partition(":")
-            self.handle = getattr(importlib.import_module(module_name), function)()
+    def apply(self, *, entry_points_only: bool = False) -> None:
+        """Registers the hook, which is no entry point; twice is once."""
+        if self.handle is None and not entry_points_only:
+            self.handle = _resolve(self.make)()
 
     def restore(self) -> None:
+        """Removes what was registered; twice is once."""
         if self.handle is not None:
             self.handle.remove()
             self.handle = None
 
 
 class Instance(Protocol):
-    """What is replaced on the objects of one laid out model."""
+    """What is replaced on the objects of one parallelized model."""
 
     def apply(self) -> None:
         """Puts the replacements in place; twice is once."""
@@ -203,19 +267,35 @@ class Instance(Protocol):
 
 @dataclass
 class PatchRegistry:
-    """Patches, hooks and patched instances of the process, in the order they were declared."""
+    """Patches, hooks and patched instances of the process, in the order they were declared.
 
-    patches: dict[str, Patch] = field(default_factory=dict)
+    Attributes:
+        enabled: whether the entry points are applied.
+        is_active: whether the other patches and the hooks are applied, too, while `enabled`.
+    """
+
+    targets: dict[str, PatchedTarget] = field(default_factory=dict)
     patterns: dict[str, ModulePatternPatch] = field(default_factory=dict)
     hooks: dict[str, Hook] = field(default_factory=dict)
     instances: "weakref.WeakSet[Instance]" = field(default_factory=weakref.WeakSet)
     enabled: bool = False
+    is_active: bool = False
+
+    def __post_init__(self) -> None:
+        self._finder = ImportFinder(self)
+        self._modules: set[str] = set()
+        self._entry_modules: set[str] = set()
 
     def declare(self, patch: Patch) -> None:
-        """Declares a patch; a target has one patch, a second declaration raises `MegatronError`."""
-        if patch.target in self.patches:
-            raise MegatronError(f"{patch.target} is patched twice.")
-        self.patches[patch.target] = patch
+        """Adds a patch to the end of its target's chain, next to upstream's function; twice is once."""
+        target = self.targets.setdefault(patch.target, PatchedTarget(patch.target))
+        if patch not in target.patches:
+            target.patches.append(patch)
+            self._modules.add(patch.module_name)
+            if patch.is_entry_point:
+                self._entry_modules.add(patch.module_name)
+            if self.enabled:
+                self._apply([target])
 
     def declare_pattern(self, pattern: ModulePatternPatch) -> None:
         """Declares a patch of every module that matches; twice is once."""
@@ -224,51 +304,72 @@ class PatchRegistry:
     def declare_hook(self, module_name: str, make: str) -> None:
         """Declares a hook of an upstream module; twice is once."""
         self.hooks.setdefault(make, Hook(module_name, make))
+        self._modules.add(module_name)
 
-    def _entries(self) -> list[Patch | Hook]:
-        return [*self.patches.values(), *self.hooks.values()]
+    def _entries(self) -> list[PatchedTarget | Hook]:
+        return [*self.targets.values(), *self.hooks.values()]
 
     def watches(self, module_name: str) -> bool:
         """Returns whether something is applied when a module of this name is imported."""
-        return any(entry.module_name == module_name for entry in self._entries()) or any(
-            pattern.matches(module_name) for pattern in self.patterns.values()
-        )
+        # Called for every import of the process: one look-up, and patterns only for modules of their package.
+        if not self.is_active:
+            return module_name in self._entry_modules
+        return module_name in self._modules or any(pattern.matches(module_name) for pattern in self.patterns.values())
 
     def _declare_matches(self, module_name: str) -> None:
         """Declares the patches of a module that patterns find in it, unless they are declared already."""
         for pattern in self.patterns.values():
-            if pattern.matches(module_name) and f"{module_name}:{pattern.attribute}" not in self.patches:
+            if pattern.matches(module_name) and f"{module_name}:{pattern.attribute}" not in self.targets:
                 patch = pattern.patch_of(sys.modules[module_name])
                 if patch is not None:
-                    self.declare(patch)
+                    self.targets[patch.target] = PatchedTarget(patch.target, [patch])
 
     def enable(self) -> None:
-        """Applies every patch whose module is imported and waits for the others; twice is once."""
+        """Applies the entry points, and everything else if it was active before; twice is once."""
         if self.enabled:
             return
         self.enabled = True
-        sys.meta_path.insert(0, _Finder(self))
-        for name, imported in list(sys.modules.items()):
-            if any(pattern.matches(name) for pattern in self.patterns.values()):
-                if _is_initializing(imported):
-                    _apply_when_imported(imported, self)
-                else:
-                    self._declare_matches(name)
-        for entry in self._entries():
-            module = sys.modules.get(entry.module_name)
-            if module is None:
-                continue
-            if _is_initializing(module):
-                # As where one of TRL's own scripts imports torch, which imports this library.
-                _apply_when_imported(module, self)
-            else:
-                entry.apply()
+        self._finder.install()
+        self._apply_to_imported()
+
+    def activate(self) -> None:
+        """Applies all patches and hooks, now or when their modules are imported; twice is once.
+
+        After `disable()` the call has no effect until `enable()`.
+        """
+        if self.is_active:
+            return
+        self.is_active = True
+        if self.enabled:
+            self._apply_to_imported()
+
+    def _apply_to_imported(self) -> None:
+        if self.is_active:
+            for name, imported in list(sys.modules.items()):
+                if any(pattern.matches(name) for pattern in self.patterns.values()):
+                    if is_initializing(imported):
+                        call_when_initialized(imported, self)
+                    else:
+                        self._declare_matches(name)
+        self._apply(self._entries())
         for instance in self.instances:
             instance.apply()
 
+    def _apply(self, entries: Sequence[PatchedTarget | Hook]) -> None:
+        """Applies entries whose modules are imported, and waits for those that are being imported."""
+        for entry in entries:
+            module = sys.modules.get(entry.module_name)
+            if module is None:
+                continue
+            if is_initializing(module):
+                # As where one of TRL's own scripts imports torch, which imports this library.
+                call_when_initialized(module, self)
+            else:
+                entry.apply(entry_points_only=not self.is_active)
+
     def disable(self) -> None:
         """Restores the identical original function objects, and removes what was registered."""
-        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+        self._finder.remove()
         for instance in self.instances:
             instance.restore()
         for entry in reversed(self._entries()):
@@ -276,68 +377,21 @@ class PatchRegistry:
         self.enabled = False
 
     def apply_to(self, module_name: str) -> None:
-        self._declare_matches(module_name)
+        """Applies what is declared for a module that has just been imported."""
+        if self.is_active:
+            self._declare_matches(module_name)
         for entry in self._entries():
             if entry.module_name == module_name:
-                entry.apply()
+                entry.apply(entry_points_only=not self.is_active)
 
-
-def _is_initializing(module: ModuleType) -> bool:
-    return bool(module.__spec__ is not None and getattr(module.__spec__, "_initializing", False))
-
-
-class _WatchedSpec(importlib.machinery.ModuleSpec):
-    """The spec of a module under way to being imported, whose patches follow when import says that it is done."""
-
-    _hf_megatron_registry: Any = None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name == "_initializing" and not value:
-            registry, self._hf_megatron_registry = self._hf_megatron_registry, None
-            if registry is not None and registry.enabled and self.name in sys.modules:
-                registry.apply_to(self.name)
-
-
-def _apply_when_imported(module: ModuleType, registry: PatchRegistry) -> None:
-    spec = module.__spec__
-    assert spec is not None
-    spec.__class__ = _WatchedSpec
-    vars(spec)["_hf_megatron_registry"] = registry
-
-
-class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader, registry: PatchRegistry):
-        self.loader, self.registry = loader, registry
-
-    def create_module(self, spec):
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self.loader.exec_module(module)
-        if module.__spec__ is not None:
-            module.__spec__.loader = self.loader
-        self.registry.apply_to(module.__name__)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing itself; wraps the real loader of a patched module so that the patches follow its execution."""
-
-    def __init__(self, registry: PatchRegistry):
-        self.registry = registry
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None):
-        if not self.registry.watches(fullname):
-            return None
-        for finder in sys.meta_path:
-            if isinstance(finder, _Finder):
-                continue
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None and spec.loader is not None:
-                spec.loader = _Loader(spec.loader, self.registry)  # type: ignore[arg-type]
-            if spec is not None:
-                return spec
-        return None
+    def import_replacements(self) -> None:
+        """Imports the replacements of every imported module, so that forked processes need not."""
+        for target in self.targets.values():
+            for patch in target.patches if target.module_name in sys.modules else ():
+                _resolve(patch.replacement)
+        for hook in self.hooks.values():
+            if hook.module_name in sys.modules:
+                _resolve(hook.make)
 
 
 PATCH_REGISTRY = PatchRegistry()

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ..compat.ecosystem import forget_accelerate_state
+from ..compat.patch_registry import PATCH_REGISTRY
 from ..errors import RankError
 from .io.safe_paths import replace_file
 
@@ -149,6 +150,7 @@ def make_ready_to_fork() -> None:
         importlib.import_module(name)
     for module_name, function_name in _CACHED:
         getattr(importlib.import_module(module_name), function_name)()
+    PATCH_REGISTRY.import_replacements()
 
 
 def leave_parents_objects() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..compat.patch_registry import PATCH_REGISTRY
 from ..errors import DataError
 from .ramp_up import BatchRampUp
 
@@ -25,6 +26,11 @@ class OrderedDataset(Dataset):
     seen: int = 0
     is_shifted: bool = True
     ramp_up: BatchRampUp | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # A plain Trainer would shuffle the samples, also for a model that is not parallelized.
+        PATCH_REGISTRY.activate()
+        return super().__new__(cls)
 
     def place_of(self, sample: int) -> int:
         """Returns where a sample is when none is left out."""

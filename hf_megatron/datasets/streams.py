@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from ..compat.patch_registry import PATCH_REGISTRY
 from ..errors import DataError
 from .ordered_dataset import OrderedDataset
 from .ramp_up import BatchRampUp
@@ -48,6 +49,8 @@ class SampleStream(IterableDataset):
     """
 
     def __init__(self, rows: Iterable[Any], *, passes: int | None = None, name: str | None = None):
+        # A plain Trainer would let one rank read for all, also for a model that is not parallelized.
+        PATCH_REGISTRY.activate()
         if passes is not None and passes < 1:
             raise DataError(f"passes = {passes}: expected 1 or more.")
         if isinstance(rows, OrderedDataset):

@@ -1,7 +1,11 @@
-"""The whole list of what is replaced upstream: where, by what, what stock does, and until when it is needed.
+"""Table of every replaced upstream function: target, replacement, what stock does, until when it is needed.
 
-Each replacement passes everything through that does not concern a model laid out by this library. What is replaced on
-single laid out models is in `instance_patches.py`; docs/patches.md shows both.
+Each replacement passes through every call that does not concern a model parallelized by this library. Attributes that
+are replaced on single parallelized models are in `instance_patches.py`; docs/patches.md shows both.
+
+Rows with one target form a chain: the first row is the outermost replacement, and the `original` of the last one is
+upstream's function. A fifth column names a function that is asked with the first argument of each call whether the
+replacement has something to do.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,9 +40,28 @@ _EMBEDDING_LOSSES = (
     *(f"multi_vector_encoder.losses.{prefix}multiple_negatives_ranking" for prefix in ("", "cached_")),
 )
 
-# Target, replacement (in this package unless it says otherwise), what stock does, until when.
+# Targets that `import hf_megatron` replaces. Through them a model is parallelized, a layout is launched or a sharded
+# checkpoint is read; when that happens they call `PATCH_REGISTRY.activate()`, which applies all other rows.
+ENTRY_POINTS = frozenset(
+    (
+        f"{_MODEL}.from_pretrained",
+        f"{_MODEL}._from_config",
+        f"{_MODEL}.save_pretrained",
+        "transformers.models.auto.auto_factory:_BaseAutoModelClass.from_pretrained",
+        "transformers.training_args:TrainingArguments.__post_init__",
+        f"{_TRAINER}.call_model_init",
+        f"{_TRAINER}._load_from_checkpoint",
+        "transformers.trainer:get_last_checkpoint",
+        f"{_ACCELERATOR}.__init__",
+        f"{_ACCELERATOR}.load_state",
+        "trl.trainer.grpo_config:GRPOConfig.__post_init__",
+        "trl.trainer.rloo_config:RLOOConfig.__post_init__",
+    )
+)
+
+# Target, replacement (in this package unless it says otherwise), what stock does, until when, and when it applies.
 # fmt: off
-_ROWS: tuple[tuple[str, str, str, str], ...] = (
+_ROWS: tuple[tuple[str, ...], ...] = (
     (f"{_MODEL}.from_pretrained", "transformers.loading:from_pretrained", "knows no megatron_config", _ALWAYS),
     (f"{_MODEL}._from_config", "transformers.loading:from_config", "makes the whole model on every rank", _ALWAYS),
     ("transformers.models.auto.auto_factory:_BaseAutoModelClass.from_pretrained",
@@ -119,7 +142,9 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
      _RANKS_PER_BATCH),
     (f"{_TRAINER}.get_total_train_batch_size", "trainer.trainer:get_total_train_batch_size",
      "counts every rank's rows", _RANKS_PER_BATCH),
-    (f"{_TRAINER}.floating_point_ops", "trainer.ramp_up:operations_of_call",
+    (f"{_TRAINER}.floating_point_ops", "trainer.ramp_up:floating_point_ops", "counts calls that a step does not have",
+     "Trainer grows batches"),
+    (f"{_TRAINER}.floating_point_ops", "trainer.trainer:floating_point_ops",
      "counts a batch once for each of its ranks", _RANKS_PER_BATCH),
     (f"{_TRAINER}._finalize_training", "trainer.trainer:finalize_training", "adds this rank's loss since the last log",
      "Trainer gathers it as it does for a log"),
@@ -128,9 +153,13 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
      "Trainer asks callbacks for what they add"),
     (f"{_TRAINER}._inner_training_loop", "trainer.callbacks.base:inner_training_loop",
      "tells no callback that an error ended training", "Trainer tells callbacks"),
-    (f"{_TRAINER}.get_batch_samples", "trainer.ramp_up:batches_of_step",
+    (f"{_TRAINER}.get_batch_samples", "trainer.ramp_up:get_batch_samples", "takes as many batches for every step",
+     "Trainer grows batches"),
+    (f"{_TRAINER}.get_batch_samples", "trainer.padded_batches:get_batch_samples",
      "trains on rows that fill up the last batch of several ranks", "Accelerate says which rows are repeated"),
-    (f"{_TRAINER}._track_num_input_tokens", "trainer.ramp_up:tokens_of_call",
+    (f"{_TRAINER}._track_num_input_tokens", "trainer.ramp_up:track_num_input_tokens",
+     "counts tokens of calls that a step does not have", "Trainer grows batches"),
+    (f"{_TRAINER}._track_num_input_tokens", "trainer.padded_batches:track_num_input_tokens",
      "counts tokens of rows that fill up a batch", "Accelerate says which rows are repeated"),
     (f"{_TRAINER}._get_eval_sampler", "trainer.ordered_data:get_eval_sampler",
      "sorts rows by length for one device or all processes", _RANKS_PER_BATCH),
@@ -151,8 +180,12 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ),
     (f"{_TRAINER}.prediction_step", "trainer.pipeline:prediction_step", "sends logits that nobody reads",
      "Trainer says whether it reads logits"),
-    (f"{_TRAINER}.training_step", "trainer.ramp_up:step_of_call", "says what the loss is multiplied by afterwards",
-     "Trainer says so before the forward"),
+    (f"{_TRAINER}.training_step", "trainer.ramp_up:training_step", "makes as many calls in every step",
+     "Trainer grows batches", "trainer.ramp_up:counts_samples"),
+    (f"{_TRAINER}.training_step", "trainer.padded_batches:training_step", "trains on rows that fill up a batch",
+     "Accelerate says which rows are repeated", "trainer.padded_batches:divides_batches"),
+    (f"{_TRAINER}.training_step", "trainer.pipeline:training_step", "says what the loss is multiplied by afterwards",
+     "Trainer says so before the forward", "trainer.pipeline:is_pipelined"),
     *(
         (f"{_TRAINER}.{name}", f"trainer.checkpoints:{name.removeprefix('_')}", stock, _CHECKPOINTS)
         for name, stock in (
@@ -167,6 +200,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ),
     (f"{_TRAINER}._get_dataloader", "trainer.ordered_data:get_dataloader", "has one rank read a stream for all",
      "Accelerate cuts batches of any length"),
+    ("transformers.trainer:get_last_checkpoint", "trainer.resume:get_last_checkpoint",
+     "takes the highest number for the newest complete checkpoint", _CHECKPOINTS),
     ("transformers.trainer:skip_first_batches", "trainer.ordered_data:skip_first_batches",
      "skips as many steps as there were, of the batch size that there is now", "Trainer goes on by samples"),
     ("transformers.trainer:compare_trainer_and_checkpoint_args", "trainer.checkpoints:compare_arguments",
@@ -394,9 +429,11 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
 
 
 def _patches() -> Iterator[Patch]:
-    for target, replacement, stock, until in _ROWS:
-        place = replacement if replacement.startswith("hf_megatron.") else f"{_HERE}.{replacement}"
-        yield Patch(target, place, stock, until)
+    for target, replacement, stock, until, *when in _ROWS:
+        function, *predicate = (
+            name if name.startswith("hf_megatron.") else f"{_HERE}.{name}" for name in (replacement, *when)
+        )
+        yield Patch(target, function, stock, until, "".join(predicate), target in ENTRY_POINTS)
 
 
 PATCHES: tuple[Patch, ...] = tuple(_patches())

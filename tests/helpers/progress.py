@@ -1,4 +1,4 @@
-"""Progress of a run: a line every twenty seconds, with how many tests have ended and how many have failed."""
+"""Progress of a run: a line every twenty seconds with counts, and one for each test that fails, at once."""
 
 import time
 
@@ -24,15 +24,19 @@ class Progress:
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report):
         self.ended += report.when == "teardown"
+        is_new = report.failed and report.nodeid not in self.failed
         if report.failed:
             self.failed.add(report.nodeid)
         now = time.monotonic()
         reporter = self.config.pluginmanager.get_plugin("terminalreporter")
-        if reporter is None or now - self.printed < _SECONDS:
+        if reporter is None or (not is_new and now - self.printed < _SECONDS):
             return
-        self.printed = now
         if reporter._tw.width_of_current_line:
             reporter._tw.line()
+        if is_new:
+            reporter.write_line(f"FAILED {report.nodeid}", flush=True)
+            return
+        self.printed = now
         reporter.write_line(
             f"{self.ended:,} of {reporter._session.testscollected:,} tests, {len(self.failed)} failed, "
             f"{(now - self.started) / 60:.1f} minutes",

@@ -9,21 +9,19 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.scheduler import AcceleratedScheduler
 from torch.optim.lr_scheduler import OneCycleLR
 
-from ...config import MegatronConfig
+from ...compat.patch_registry import PATCH_REGISTRY
+from ...config import MegatronConfig, validate_world_size
 from ...core.runtime import RUNTIME
 from ...errors import ConfigError, UnsupportedError
 from .environment import _INTERNAL, _is_launched, config_from_environment, job_world_size
 from .launch_keys import FIELD_PREFIX
 from .plugin import config_of_plugin, is_ours, layout_of_models, parallelism_config, replicas
 from .process_group import ensure_process_group
-
-if TYPE_CHECKING:
-    pass
 
 
 def _state(model: Any) -> Any:
@@ -46,8 +44,7 @@ def init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
         if _is_launched(os.environ) or any(variables):
             config = config_from_environment()
     if config is not None:
-        from ...config import validate_world_size
-
+        PATCH_REGISTRY.activate()
         validate_world_size(config, job_world_size())
         if job_world_size() > 1:
             ensure_process_group(config.timeout, cpu=bool(arguments.get("cpu")))

@@ -13,6 +13,7 @@ from ...checkpoint.gather_full import full_state_dict
 from ...checkpoint.packed_state import read_packed, write_packed
 from ...checkpoint.training_state import load_optimizers, write_config
 from ...checkpoint.transaction import Transaction, prune
+from ...compat.patch_registry import PATCH_REGISTRY
 from ...core.communication.rank_errors import gather, propagate_errors, rank_and_size
 from ...errors import CheckpointError, UnsupportedError
 from ...parallel_state import parallel_state, unwrap_parallel_model
@@ -161,6 +162,7 @@ def load_state(original: Callable, self: Any, input_dir: str | None = None, *arg
         raise UnsupportedError(f"{path} holds one model, this Accelerator has prepared {len(models)}.")
     for hook in self._load_model_state_pre_hook.values():
         hook(models, str(path))
+    PATCH_REGISTRY.activate()
     checkpoint = open_verified(path, models[0])
     loop: Any = None if checkpoint.metadata.get("converted") else read_packed(path / LOOP)
     holders = {"schedulers": self._schedulers, "custom": self._custom_objects}

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+from ...compat.patch_registry import PATCH_REGISTRY
 from ...config import MegatronConfig, validate_world_size
 from ...core.runtime import RUNTIME
 from ...errors import MegatronError, PlanError, UnsupportedError, UnverifiedLayoutError
@@ -100,6 +101,15 @@ def _is_part_of_a_model() -> bool:
     return False
 
 
+def _set_launch(layout: MegatronConfig) -> None:
+    """Parallelizes the models that this process makes from now on; those of a job of one rank stay stock."""
+    if job_world_size() > 1:
+        PATCH_REGISTRY.activate()
+        RUNTIME.launch = Launch(layout)
+    else:
+        RUNTIME.launch = None
+
+
 def run_script(script: str, arguments: Sequence[str], layout: MegatronConfig, *, as_module: bool = False) -> None:
     """Runs a script as its interpreter would, its models laid out.
 
@@ -110,7 +120,7 @@ def run_script(script: str, arguments: Sequence[str], layout: MegatronConfig, *,
         as_module: whether `script` is a module's name.
     """
     validate_world_size(layout, job_world_size())
-    RUNTIME.launch = Launch(layout) if job_world_size() > 1 else None
+    _set_launch(layout)
     sys.argv = [script, *arguments]
     try:
         if as_module:
@@ -126,7 +136,7 @@ def follow_launcher() -> None:
     """Lays out the models that this process makes from now on, as the launcher says; alone it leaves them whole."""
     layout = config_from_environment()
     validate_world_size(layout, job_world_size())
-    RUNTIME.launch = Launch(layout) if job_world_size() > 1 else None
+    _set_launch(layout)
 
 
 def launch() -> None:

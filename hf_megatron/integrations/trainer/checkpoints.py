@@ -22,6 +22,7 @@ from ...checkpoint.packed_state import read_packed, write_packed
 from ...checkpoint.reader import Checkpoint, open_checkpoint
 from ...checkpoint.training_state import load_optimizers, write_config
 from ...checkpoint.transaction import Transaction, prune
+from ...compat.patch_registry import PATCH_REGISTRY
 from ...core.communication.rank_errors import gather, propagate_errors, rank_and_size
 from ...parallel_state import model_inside, parallel_state, unwrap_parallel_model
 from ..peft.checkpoints import (
@@ -195,6 +196,9 @@ def open_verified(path: Any, model: Any) -> Checkpoint:
 def load_from_checkpoint(original: Callable, self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
     """Loads the weights of a sharded checkpoint, whatever layout saved it."""
     checkpoint = open_verified(resume_from_checkpoint, self.model) if is_committed(resume_from_checkpoint) else None
+    if checkpoint is not None:
+        # A model that is not parallelized resumes, too: optimizer, scheduler and random states are read next.
+        PATCH_REGISTRY.activate()
     if checkpoint is not None and (checkpoint.names() or is_of_adapters(checkpoint)):
         load_weights(model_inside(self.model), checkpoint)
     else:

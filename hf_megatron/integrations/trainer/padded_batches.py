@@ -29,6 +29,22 @@ class EmptyBatch(dict):
     """
 
 
+def divides_batches(trainer: Any) -> bool:
+    """Returns whether data parallel ranks of a trainer's model have samples of their own."""
+    state = parallel_state(trainer.model)
+    return state is not None and state.loss is not None and state.loss.has_data_parallel
+
+
+def training_step(original: Callable, self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    """Leaves the only sample of a rank that has none of the batch out of the loss, `()`."""
+    if not isinstance(inputs, EmptyBatch):
+        return original(self, model, inputs, num_items_in_batch)
+    state = parallel_state(self.model)
+    assert state is not None
+    with state.loss.without_terms():
+        return original(self, model, inputs, num_items_in_batch)
+
+
 def get_batch_samples(original: Callable, self: Any, *args: Any, **kwargs: Any) -> tuple[list, Any]:
     """Returns stock's batches of one step without repeated rows, and the number of their targets, `()`."""
     with collecting(self.accelerator.gradient_state):

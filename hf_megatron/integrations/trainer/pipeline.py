@@ -1,5 +1,4 @@
-"""Trainer's steps: whose rows a loss is taken over; and of a pipelined model what will be done to the loss, told before
-the forward, and that logits travel between ranks only where somebody reads them.
+"""Trainer steps of a pipelined model: the factor of the loss before the forward, and logits only where they are read.
 
 A pipelined model computes its gradients while it computes the loss. Where the factor that backward will bring is known,
 they are added straight to those of earlier batches; where it is not, they need a buffer of their own until then.
@@ -7,27 +6,29 @@ they are added straight to those of earlier batches; where it is not, they need 
 
 import functools
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import transformers
 
 from ...parallel_state import parallel_state
-from .padded_batches import EmptyBatch, evaluated
+from .padded_batches import evaluated
+
+
+def is_pipelined(trainer: Any) -> bool:
+    """Returns whether a trainer's model is split over pipeline stages."""
+    state = parallel_state(trainer.model)
+    return state is not None and state.pipeline is not None
 
 
 def training_step(original: Callable, self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-    """Announces to a pipeline what will multiply the loss, `()`, unless somebody replaced compute_loss."""
+    """Announces to a pipeline what will multiply the loss, `()`, unless `compute_loss` was replaced."""
+    # A replaced compute_loss may do anything to the loss, so its factor is not known before the backward.
+    if "compute_loss" in vars(self) or type(self).compute_loss is not transformers.Trainer.compute_loss:
+        return original(self, model, inputs, num_items_in_batch)
     state = parallel_state(self.model)
-    pipeline = None if state is None else state.pipeline
-    # What replaces it may do anything to the loss, and tells nothing.
-    replaced = "compute_loss" in vars(self) or type(self).compute_loss is not transformers.Trainer.compute_loss
-    with ExitStack() as stack:
-        if state is not None and isinstance(inputs, EmptyBatch):
-            stack.enter_context(state.loss.without_terms())
-        if pipeline is not None and not replaced:
-            scale = functools.partial(_scale, self, num_items_in_batch is not None)
-            stack.enter_context(pipeline.loss_scale.announce(scale))
+    assert state is not None and state.pipeline is not None
+    scale = functools.partial(_scale, self, num_items_in_batch is not None)
+    with state.pipeline.loss_scale.announce(scale):
         return original(self, model, inputs, num_items_in_batch)
 
 

@@ -13,8 +13,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
 from ...errors import DataError
-from . import padded_batches, trainer
-from . import pipeline as trainer_pipeline
 from .sample_counter import SamplesCallback
 
 # What a loss does with the number of its targets; others look at a tensor, or move it.
@@ -28,18 +26,27 @@ class NoCall(dict):
     """Inputs of a call that a step does not have."""
 
 
-def batches_of_step(
+def _find_counter(trainer: Any) -> SamplesCallback | None:
+    return next((one for one in trainer.callback_handler.callbacks if isinstance(one, SamplesCallback)), None)
+
+
+def counts_samples(trainer: Any) -> bool:
+    """Returns whether a trainer's data decide how many calls each step has."""
+    return _find_counter(trainer) is not None
+
+
+def get_batch_samples(
     original: Callable, self: Any, epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any
 ) -> tuple[list, Any]:
-    """Returns the batches of one step, behind those that it does not have, and the number of their targets, `()`."""
-    counting = [one for one in self.callback_handler.callbacks if isinstance(one, SamplesCallback)]
-    calls = counting[0].calls(num_batches) if counting else num_batches
-    batches, count = padded_batches.get_batch_samples(original, self, epoch_iterator, calls, *args, **kwargs)
+    """Returns the batches of one step, after a `NoCall` for each missing one, and the number of their targets, `()`."""
+    counter = _find_counter(self)
+    calls = num_batches if counter is None else counter.calls(num_batches)
+    batches, count = original(self, epoch_iterator, calls, *args, **kwargs)
     return [NoCall() for _ in range(num_batches - calls)] + batches, count
 
 
-def step_of_call(original: Callable, self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-    """Returns no loss, `()`, of a call that the step does not have.
+def training_step(original: Callable, self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    """Returns a loss of zero, `()`, for a call that the step does not have.
 
     Raises:
         DataError: steps have other numbers of calls than they had, and the loss is multiplied by that number.
@@ -48,13 +55,13 @@ def step_of_call(original: Callable, self: Any, model: Any, inputs: Any, num_ite
         # Stock takes a mean over all that it collected, where a loss is none over targets.
         self.current_gradient_accumulation_steps -= 1
         return torch.zeros((), device=self.args.device)
-    counting = [one for one in self.callback_handler.callbacks if isinstance(one, SamplesCallback)]
+    counter = _find_counter(self)
     is_scaled = self.loss_is_scaled_for_ga is not None or not isinstance(num_items_in_batch, torch.Tensor)
-    if is_scaled or not counting or not counting[0].is_loss_unknown:
-        return trainer_pipeline.training_step(original, self, model, inputs, num_items_in_batch)
+    if is_scaled or counter is None or not counter.is_loss_unknown:
+        return original(self, model, inputs, num_items_in_batch)
     with _Uses(num_items_in_batch) as uses:
-        loss = trainer_pipeline.training_step(original, self, model, inputs, num_items_in_batch)
-    counting[0].is_loss_unknown = False
+        loss = original(self, model, inputs, num_items_in_batch)
+    counter.is_loss_unknown = False
     _require_no_router_loss(self.model)
     _require_use(uses.found, self)
     return loss
@@ -102,12 +109,12 @@ def _require_use(is_used: bool, trainer: Any) -> None:
         )
 
 
-def tokens_of_call(original: Callable, self: Any, inputs: Any) -> None:
+def track_num_input_tokens(original: Callable, self: Any, inputs: Any) -> None:
     """Counts no token of a call that the step does not have."""
     if not isinstance(inputs, NoCall):
-        padded_batches.track_num_input_tokens(original, self, inputs)
+        original(self, inputs)
 
 
-def operations_of_call(original: Callable, self: Any, inputs: Any) -> float:
+def floating_point_ops(original: Callable, self: Any, inputs: Any) -> float:
     """Counts no operation of a call that the step does not have."""
-    return 0.0 if isinstance(inputs, NoCall) else trainer.floating_point_ops(original, self, inputs)
+    return 0.0 if isinstance(inputs, NoCall) else original(self, inputs)

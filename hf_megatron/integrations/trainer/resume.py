@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,14 @@ def checkpoint_to_resume(asked: Any, output_dir: str, *, is_parallelized: bool) 
     if is_parallelized and isinstance(found, str) and _is_stock(Path(found)) and _has_optimizer(Path(found)):
         raise CheckpointError(_missing_state_message(Path(found)))
     return found
+
+
+def get_last_checkpoint(original: Callable, folder: str) -> str | None:
+    """Returns the newest complete checkpoint of a folder, or what stock finds where there is none.
+
+    Called for models that are not parallelized; for others, `train` has replaced `True` by a path.
+    """
+    return _newest(Path(folder)) or original(folder)
 
 
 def _found(asked: Any, output_dir: str) -> Any:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from ...checkpoint.initialize import initialize_missing
 from ...checkpoint.merged_export import save_merged
 from ...checkpoint.strict_loading import check_loaded, own_memory
+from ...compat.patch_registry import PATCH_REGISTRY
 from ...compat.transformers_loading import forget_conversions, quiet_loading
 from ...compat.versions import __version__, warn_of_unchecked_versions
 from ...config import MegatronConfig, validate_world_size
@@ -67,7 +68,8 @@ class _Request:
 
 
 def _start(value: Any, kwargs: dict[str, Any]) -> MegatronConfig:
-    """Validates the argument and the job, before anything is loaded."""
+    """Validates the argument and the job before anything is loaded, and applies the patches that a layout needs."""
+    PATCH_REGISTRY.activate()
     warn_of_unchecked_versions()
     config = MegatronConfig.coerce(value)
     for name, reason in _EXCLUSIVE.items():
@@ -310,6 +312,7 @@ def save_pretrained(
     """Saves merged Hugging Face files with a card, or another format; every rank calls it."""
     require_dense(self)
     if format != "hf":
+        PATCH_REGISTRY.activate()
         return save_in_format(self, original, save_directory, format, *args, **{"options": None, **kwargs})
     if "options" in kwargs:
         raise ConfigError("save_pretrained(options=...): Hugging Face files have none; give format= too.")

@@ -1,15 +1,22 @@
-"""TrainingArguments of a job whose ranks are CPUs; imported while transformers itself is, so it imports none of it."""
+"""TrainingArguments of CPU jobs, and of models that TRL loads with a layout.
+
+Imported while transformers itself is being imported, so it imports none of it.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ...compat.patch_registry import PATCH_REGISTRY
 from ...core.runtime import RUNTIME
 
 
 def post_init(original: Callable, self: Any) -> None:
-    """Takes the ranks of a job without accelerators for CPUs; stock reports one process on each of them."""
+    """Sets `use_cpu` on ranks without accelerators; stock reports one process on each of them."""
+    # TRL's trainers load the model in their `__init__`, which has to be replaced by then.
+    if "megatron_config" in (getattr(self, "model_init_kwargs", None) or ()):
+        PATCH_REGISTRY.activate()
     if (RUNTIME.models or RUNTIME.launch is not None) and not torch.accelerator.is_available():
         self.use_cpu = True
     original(self)

@@ -21,8 +21,9 @@ def test_either_order_patches(order):
 import {order}
 from transformers import PreTrainedModel, Trainer
 from hf_megatron.compat.patch_registry import PATCH_REGISTRY
+PATCH_REGISTRY.activate()
 for name in ("transformers.modeling_utils:PreTrainedModel.from_pretrained", "transformers.trainer:Trainer.__init__"):
-    assert PATCH_REGISTRY.patches[name].applied, name
+    assert PATCH_REGISTRY.targets[name].applied, name
 assert PreTrainedModel.from_pretrained.__func__.__code__.co_filename.endswith("patch_registry.py")
 """
     )
@@ -67,9 +68,10 @@ def test_every_patch_target_exists():
 import importlib, hf_megatron
 from hf_megatron.compat.patch_registry import PATCH_REGISTRY
 from hf_megatron.compat.versions import is_of_other_versions
-for patch in PATCH_REGISTRY.patches.values():
-    importlib.import_module(patch.module_name)
-    assert patch.applied != is_of_other_versions(patch.target), patch.target
+PATCH_REGISTRY.activate()
+for target in list(PATCH_REGISTRY.targets.values()):
+    importlib.import_module(target.module_name)
+    assert bool(target.applied) != is_of_other_versions(target.target), target.target
 """
     )
 
@@ -79,10 +81,10 @@ def test_a_target_that_is_missing_is_refused_by_name():
         """
 import transformers.trainer, pytest
 from hf_megatron import MegatronError
-from hf_megatron.compat.patch_registry import Patch
+from hf_megatron.compat.patch_registry import PATCH_REGISTRY, Patch
 target = "transformers.trainer:Trainer.train_backwards"
 with pytest.raises(MegatronError, match=f"{target} does not exist in the installed transformers"):
-    Patch(target, "hf_megatron.integrations.trainer.trainer:init", "", "").apply()
+    PATCH_REGISTRY.declare(Patch(target, "hf_megatron.integrations.trainer.trainer:init", "", "", "", True))
 """
     )
 
@@ -152,6 +154,153 @@ assert new <= {"hf_megatron", "torch", "huggingface_hub", "yaml", "transformers"
     )
 
 
+# Every library with patches, imported before hf_megatron, and a list of what a process has patched.
+_PATCHED = """
+import os
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+import importlib
+import hf_megatron
+from hf_megatron.compat.patch_registry import PATCH_REGISTRY
+from hf_megatron.integrations.patch_table import ENTRY_POINTS, PATCHES
+
+for name in dict.fromkeys(patch.module_name for patch in PATCHES):
+    importlib.import_module(name)
+stock = {}
+
+def value(target):
+    owner, attribute = PATCH_REGISTRY.targets[target]._owner()
+    return importlib.import_module("hf_megatron.compat.patch_registry")._attributes(owner).get(attribute)
+
+def is_patched(function):
+    function = getattr(function, "fget", getattr(function, "__func__", function))
+    return getattr(getattr(function, "__code__", None), "co_filename", "").endswith("compat/patch_registry.py")
+
+def patched():
+    return {target for target in PATCH_REGISTRY.targets if is_patched(value(target))}
+"""
+
+
+def test_the_import_patches_entry_points_alone_and_the_first_model_everything():
+    python(
+        _PATCHED
+        + """
+hf_megatron.disable()
+stock = {target: value(target) for target in PATCH_REGISTRY.targets}
+assert not patched()
+hf_megatron.enable()
+assert patched() == ENTRY_POINTS and len(ENTRY_POINTS) <= 12
+assert not any(target.startswith("torch") for target in ENTRY_POINTS)
+assert not any(hook.handle for hook in PATCH_REGISTRY.hooks.values())
+
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+LlamaForCausalLM._from_config(config)
+assert patched() == ENTRY_POINTS
+LlamaForCausalLM._from_config(config, megatron_config={})
+declared = {patch.target for patch in PATCHES}
+from hf_megatron.compat.versions import is_of_other_versions
+assert declared - patched() == {target for target in declared if is_of_other_versions(target)}
+assert all(hook.handle for hook in PATCH_REGISTRY.hooks.values())
+
+hf_megatron.disable()
+assert not patched() and not any(hook.handle for hook in PATCH_REGISTRY.hooks.values())
+assert all(value(target) is function for target, function in stock.items())
+hf_megatron.enable()
+assert declared <= patched() | {target for target in declared if is_of_other_versions(target)}
+"""
+    )
+
+
+def test_a_stock_model_beside_the_import_runs_upstreams_code_alone(tmp_path):
+    """Every function that Trainer calls in training and evaluation, and `generate`, is looked at."""
+    python(
+        f"""
+import sys, torch, hf_megatron
+from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+model = LlamaForCausalLM(config)
+rows = Dataset.from_list([{{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}}] * 4)
+args = TrainingArguments({str(tmp_path)!r}, use_cpu=True, save_strategy="no", report_to=[], max_steps=2, eval_steps=1)
+own = set()
+
+def run():
+    trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows)
+    sys.setprofile(look)
+    trainer.train()
+    trainer.evaluate()
+    model.generate(torch.tensor([[1, 2]]), max_new_tokens=2)
+    sys.setprofile(None)
+
+def look(frame, event, argument):
+    if "hf_megatron" in frame.f_code.co_filename.replace({str(tmp_path)!r}, ""):
+        own.add(frame.f_code.co_qualname)
+
+run()
+own.clear()
+run()
+# Optional modules that are not installed are looked for in every run, and pass through the import hook.
+assert own <= {{"_EditableFinder.find_spec", "ImportFinder.find_spec", "PatchRegistry.watches"}}, own
+import hf_megatron.compat.patch_registry
+assert not hf_megatron.compat.patch_registry.PATCH_REGISTRY.is_active
+"""
+    )
+
+
+def test_patches_of_one_target_form_a_chain_whose_features_a_stack_trace_names():
+    python(
+        """
+import traceback, transformers.trainer
+from transformers import Trainer
+from hf_megatron.compat.patch_registry import PATCH_REGISTRY
+import hf_megatron
+PATCH_REGISTRY.activate()
+features = [patch.feature for patch in PATCH_REGISTRY.targets["transformers.trainer:Trainer.training_step"].patches]
+assert features == ["trainer.ramp_up", "trainer.padded_batches", "trainer.pipeline"]
+function, names = Trainer.training_step, []
+while hasattr(function, "__wrapped__"):
+    names.append(function.__qualname__)
+    function = function.__wrapped__
+assert names == [f"Trainer.training_step[{feature}]" for feature in features]
+try:
+    Trainer.training_step(None, None, None)
+except AttributeError as error:
+    frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+assert "training_step[trainer.ramp_up]" in frames, frames
+"""
+    )
+
+
+def test_a_patch_of_ones_own_joins_a_chain_and_is_restored(tmp_path):
+    (tmp_path / "own_patch.py").write_text(
+        "calls = []\n\ndef log(original, self, logs):\n    calls.append(logs)\n\ndef never(self):\n    return False\n"
+    )
+    python(
+        f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import own_patch, transformers.trainer
+from transformers import Trainer
+stock = Trainer.log
+import hf_megatron
+from hf_megatron.compat.patch_registry import PATCH_REGISTRY, Patch
+target = "transformers.trainer:Trainer.log"
+PATCH_REGISTRY.activate()
+outer = Trainer.log
+assert outer is not stock
+PATCH_REGISTRY.declare(Patch(target, "own_patch:log", "", "", "own_patch:never"))
+PATCH_REGISTRY.declare(Patch(target, "own_patch:log", "", "always"))
+names = [Trainer.log.__qualname__, Trainer.log.__wrapped__.__qualname__]
+assert names == ["Trainer.log[trainer.callbacks.base]", "Trainer.log[own_patch]"]
+Trainer.log.__wrapped__(None, {{"loss": 1.0}})
+assert own_patch.calls == [{{"loss": 1.0}}]
+hf_megatron.disable()
+assert Trainer.log is stock
+"""
+    )
+
+
 def test_a_module_that_is_being_imported_is_patched_afterwards():
     """As where TRL's own script imports TRL, which imports torch, which imports this library."""
     program = """
@@ -166,7 +315,7 @@ class Late(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Late())
 from trl.trainer.grpo_config import GRPOConfig
 assert "hf_megatron" in sys.modules
-assert GRPOConfig.__post_init__.__code__.co_name == "replacement"
+assert GRPOConfig.__post_init__.__code__.co_name == "__post_init__[trl.generation_sizes]"
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]

@@ -413,13 +413,14 @@ import hf_megatron
 from hf_megatron.compat.patch_registry import PATCH_REGISTRY
 
 def replaced(module, name):
-    return getattr(importlib.import_module(module), name).__code__.co_name == "replacement"
+    return getattr(importlib.import_module(module), name).__code__.co_name == f"{{name}}[losses.router_losses]"
 
+PATCH_REGISTRY.activate()
 for _ in range(2):
     for module, name, is_replaced in functions:
         assert replaced(module, name) == is_replaced, (module, name)
         if is_replaced:
-            stock.setdefault((module, name), PATCH_REGISTRY.patches[f"{{module}}:{{name}}"].original)
+            stock.setdefault((module, name), PATCH_REGISTRY.targets[f"{{module}}:{{name}}"].original)
     hf_megatron.disable()
     for module, name, _ in functions:
         function = getattr(importlib.import_module(module), name)

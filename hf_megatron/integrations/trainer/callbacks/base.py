@@ -8,11 +8,17 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 
+from ....compat.patch_registry import PATCH_REGISTRY
 from ....errors import ConfigError
 
 
 class ToolCallback(TrainerCallback):
     """A callback whose tool changes the process while training runs, and lets go of it when an error ends that."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # `Trainer._inner_training_loop` has to call `abandon`, also for a model that is not parallelized.
+        PATCH_REGISTRY.activate()
+        return super().__new__(cls)
 
     def abandon(self) -> None:
         """Takes the tool away; the step that it was in did not end."""
@@ -152,6 +158,11 @@ class WatchCallback(ToolCallback):
 
 class LoggingCallback(TrainerCallback):
     """A callback whose numbers are in Trainer's logs, in its history and wherever it reports to."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # `Trainer.log` has to call `numbers`, also for a model that is not parallelized.
+        PATCH_REGISTRY.activate()
+        return super().__new__(cls)
 
     def numbers(self, args: Any, state: TrainerState, model: Any, logs: dict[str, Any]) -> dict[str, float]:
         """Returns what is added to logs that are about to be told; every rank is asked."""
