@@ -23,7 +23,7 @@ from transformers import LlamaConfig
 from transformers.utils import logging
 
 from hf_megatron import MegatronConfig
-from hf_megatron.planner.dry_run import dry_run, measured_run
+from hf_megatron.planner.predicted_step import dry_run, measured_run
 
 GIB = 2**30
 

@@ -180,8 +180,11 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(training_args.output_dir)
     model = AutoModelForCausalLM.from_pretrained(training_args.output_dir).to(training_args.device).eval()
     with torch.no_grad():
-        rows = torch.tensor(data["test"]["input_ids"], device=model.device).split(1)
-        reloaded_loss = sum(model(input_ids=row, labels=row).loss.item() for row in rows) / len(rows)
+        # In Trainer's batches: the router loss of experts is not a mean over samples.
+        replicas = max(1, training_args.world_size // megatron_config.ranks_per_replica)
+        batch_size = training_args.per_device_eval_batch_size * replicas
+        batches = torch.tensor(data["test"]["input_ids"], device=model.device).split(batch_size)
+        reloaded_loss = sum(model(input_ids=ids, labels=ids).loss.item() for ids in batches) / len(batches)
     prompt = tokenizer(args.prompt, return_tensors="pt").to(model.device)
     generated = model.generate(**prompt, max_new_tokens=40, do_sample=True, top_k=20)
     print(f"\nGenerated: {tokenizer.decode(generated[0], skip_special_tokens=True)}\n")

@@ -332,7 +332,11 @@ class MegatronConfig:
                 raise ConfigError(
                     f"Megatron argument {name!r} (value {value!r}) has no counterpart; valid: {', '.join(near)}."
                 )
-            values[MEGATRON_ARGUMENTS[key]] = int(value) if key == "use_distributed_optimizer" else value
+            if key == "use_distributed_optimizer":
+                if value not in (False, True):
+                    raise ConfigError(f"Megatron argument {name!r} = {value!r}: expected True or False.")
+                value = int(value)
+            values[MEGATRON_ARGUMENTS[key]] = value
         if values.get("ep_size", 1) != 1:
             # Megatron splits experts over its tp ranks unless it is told not to.
             values.setdefault("etp_size", values.get("tp_size", 1))

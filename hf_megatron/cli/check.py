@@ -54,7 +54,7 @@ def check(
         str,
         typer.Option(
             help="Of the batches: causal, image, video, audio, speech, masked, seq2seq, classification, "
-            "token_classification or question_answering."
+            "token_classification, question_answering or hidden_states."
         ),
     ] = "causal",
     changes: Annotated[

@@ -1,4 +1,4 @@
-"""`hf-megatron convert`, `verify` and `merge`."""
+"""`hf-megatron convert`, `compare` and `merge`."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

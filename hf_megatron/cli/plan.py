@@ -1,4 +1,4 @@
-"""`hf-megatron plan`, `dry-run` and `measure`."""
+"""`hf-megatron plan`, `dry-run` and `measure-device`."""
 
 import json
 from dataclasses import replace
@@ -13,7 +13,9 @@ from .exit_codes import failing, layout_of_sizes, recompute_mode
 def plan(
     model: Annotated[str, typer.Argument(help="Model type, local folder or hub name; only its config is read.")],
     gpus: Annotated[int, typer.Option(help="Devices to search layouts for; 0: print the plan of one.", min=0)] = 0,
-    gpu: Annotated[str, typer.Option(help="What they are: a name such as h100, or a YAML of `measure`.")] = "h100",
+    gpu: Annotated[
+        str, typer.Option(help="What they are: a name such as h100, or a YAML of `measure-device`.")
+    ] = "h100",
     seq: Annotated[int, typer.Option("--seq", "--seq-length", help="Tokens of a row.", min=1)] = 4096,
     target_seq: Annotated[
         int, typer.Option(help="Tokens of a row of labels of an encoder-decoder; 0: as many as --seq.", min=0)

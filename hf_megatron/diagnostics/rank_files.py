@@ -51,5 +51,5 @@ def read_rank_files(directory: Path, kind: str, make: Callable[[dict[str, Any]],
     """Reads the files of all ranks, in their order; raises `ConfigError` as `read_json`, and where there are none."""
     paths = sorted(directory.glob("rank*.json"))
     if not paths:
-        raise ConfigError(f"{str(directory)!r}: has no rank*.json of a {kind}.")
+        raise ConfigError(f"{str(directory)!r}: has no file rank*.json with a {kind}.")
     return [read_json(path, kind, make) for path in paths]

@@ -146,7 +146,7 @@ def read_run(directory: str | os.PathLike[str]) -> RunRecord:
     """
     folder = Path(directory)
     if not (folder / _RUN).exists():
-        raise ConfigError(f"{str(directory)!r}: has no {_RUN} of RunCallback.")
+        raise ConfigError(f"{str(directory)!r}: has no file {_RUN}, which RunCallback writes.")
     facts = read_json(folder / _RUN, _KIND, lambda said: RunFacts(**said))
     by_step: dict[tuple[int, tuple[str, ...]], dict[str, Any]] = {}
     for line in _lines(folder / _LOGS):

@@ -13,12 +13,12 @@ from .type_facts import load_families
 
 SpecBuilder = Callable[[Any], ModelSpec]
 
-# Module-level state: this registry, that of the pipeline schedules, and the patch ledger.
+# Module-level state: this registry, that of the pipeline schedules, and the patch registry.
 REGISTRY: dict[str, SpecBuilder] = {}
 
 
 def register_model(model_type: str, builder: SpecBuilder | None = None, *, replace: bool = False):
-    """Registers the function that builds a model type's `ModelSpec` from its config; usable as a decorator.
+    """Registers the function that builds a model type's `ModelSpec` from the model; usable as a decorator.
 
     Raises:
         PlanError: the type is registered already and `replace` is not set.

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .plan_output import plan_as_dict as plan_as_dict
     from .plan_output import plan_as_text as plan_as_text
     from .plan_output import write_plan as write_plan
+    from .predicted_step import dry_run as dry_run
     from .search import SearchResult as SearchResult
     from .search import search_layouts as search_layouts
     from .time_model import STOCK as STOCK
@@ -36,6 +37,7 @@ _MODULES = {
     "Work": "hf_megatron.planner.unit_work",
     "device": "hf_megatron.planner.devices",
     "device_names": "hf_megatron.planner.devices",
+    "dry_run": "hf_megatron.planner.predicted_step",
     "plan_as_dict": "hf_megatron.planner.plan_output",
     "plan_as_text": "hf_megatron.planner.plan_output",
     "read_device": "hf_megatron.planner.devices",

@@ -13,8 +13,8 @@ from ..diagnostics.step_stats import HostRead, StepFigures
 from ..pipeline_parallel.layers_per_stage import stages_per_rank
 from ..pipeline_parallel.schedules import Action, rank_actions, register_schedule, schedule, valid_microbatches
 from .action_memory import Peak, StepOfActions, measured_actions, microbatches_to_measure, one_at_a_time
-from .dry_run import StepSizes, require_possible, step_figures
 from .fake_world import FakeWorld, run_fake_ranks
+from .predicted_step import StepSizes, require_possible, step_figures
 from .rank_classes import kinds_of_ranks, world_rank
 
 

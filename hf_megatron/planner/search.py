@@ -11,9 +11,9 @@ from ..config import MegatronConfig
 from ..core.fork_harness import first_reason
 from ..errors import ConfigError, RankError
 from .candidates import Bounds, Candidate, Candidates
-from .dry_run import require_lengths
 from .estimate import Estimate, Estimator
 from .job import Job
+from .predicted_step import require_lengths
 from .rank_memory import RankMemory
 from .truncated_model import shorten, what_was_not_compared
 from .unit_cost_cache import UnitBook

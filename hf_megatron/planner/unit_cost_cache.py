@@ -12,9 +12,9 @@ from ..data_parallel.memory_model import LocalParameter, gradient_bytes, kept_by
 from ..errors import MegatronError
 from ..models.layer_cost import estimate_cost
 from ..pipeline_parallel.layers_per_stage import share_out
-from .dry_run import StepSizes
 from .job import Job
 from .local_parameters import UnitParameters, parameters_of_units
+from .predicted_step import StepSizes
 from .truncated_model import ShortModel, without_pipeline
 from .unit_costs import AFTER_LAYERS, BEFORE_LAYERS, Runs, UnitCosts, measure_units
 from .unit_tracker import UnitFigures

@@ -11,8 +11,8 @@ from ..core.axes import Axes
 from ..core.off_stage import local_named_parameters
 from ..data_parallel.memory_model import LocalParameter
 from ..parallel_state import parallel_state
-from .dry_run import StepSizes, step_figures
 from .fake_world import FakeWorld, run_fake_places
+from .predicted_step import StepSizes, step_figures
 from .training import WHOLE, Training
 from .truncated_model import ShortModel
 from .unit_tracker import AFTER, BEFORE, UnitFigures, UnitTracker

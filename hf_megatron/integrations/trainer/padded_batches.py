@@ -35,7 +35,9 @@ def divides_batches(trainer: Any) -> bool:
     return state is not None and state.loss is not None and state.loss.has_data_parallel
 
 
-def training_step(original: Callable, self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+def leave_out_empty_batch(
+    original: Callable, self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None
+) -> Any:
     """Leaves the only sample of a rank that has none of the batch out of the loss, `()`."""
     if not isinstance(inputs, EmptyBatch):
         return original(self, model, inputs, num_items_in_batch)

@@ -35,7 +35,7 @@ def counts_samples(trainer: Any) -> bool:
     return _find_counter(trainer) is not None
 
 
-def get_batch_samples(
+def take_step_batches(
     original: Callable, self: Any, epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any
 ) -> tuple[list, Any]:
     """Returns the batches of one step, after a `NoCall` for each missing one, and the number of their targets, `()`."""
@@ -45,7 +45,7 @@ def get_batch_samples(
     return [NoCall() for _ in range(num_batches - calls)] + batches, count
 
 
-def training_step(original: Callable, self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+def skip_missing_call(original: Callable, self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
     """Returns a loss of zero, `()`, for a call that the step does not have.
 
     Raises:
@@ -109,12 +109,12 @@ def _require_use(is_used: bool, trainer: Any) -> None:
         )
 
 
-def track_num_input_tokens(original: Callable, self: Any, inputs: Any) -> None:
+def skip_missing_tokens(original: Callable, self: Any, inputs: Any) -> None:
     """Counts no token of a call that the step does not have."""
     if not isinstance(inputs, NoCall):
         original(self, inputs)
 
 
-def floating_point_ops(original: Callable, self: Any, inputs: Any) -> float:
+def skip_missing_operations(original: Callable, self: Any, inputs: Any) -> float:
     """Counts no operation of a call that the step does not have."""
     return 0.0 if isinstance(inputs, NoCall) else original(self, inputs)

@@ -52,7 +52,7 @@ def call_encoder(
 ) -> Any:
     """Calls the encoder, as stock does outside of the model's forward, with the weights that stage 3 splits there.
 
-    ModalityEncoders of a pipeline are the first stage's alone: images go through the model's forward, with the prompt.
+    The modality encoders of a pipeline are on the first stage: images go through the model's forward with the prompt.
     """
     state = parallel_state(self)
     if state is not None and state.cut is not None and not self.config.is_encoder_decoder:

@@ -23,8 +23,8 @@ from hf_megatron.data_parallel.bucket_assignment import default_capacity
 from hf_megatron.expert_parallel.token_dispatcher import AllToAll
 from hf_megatron.pipeline_parallel import train_step
 from hf_megatron.pipeline_parallel.schedules import SCHEDULES
-from hf_megatron.planner.dry_run import dry_run, measured_run, require_lengths
 from hf_megatron.planner.fake_world import run_fake_ranks
+from hf_megatron.planner.predicted_step import dry_run, measured_run, require_lengths
 from hf_megatron.planner.uniform_routing import even_choices, even_sizes
 
 

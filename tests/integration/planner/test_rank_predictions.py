@@ -14,7 +14,7 @@ from hf_megatron.cli import app
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.pipeline_parallel.schedules import SCHEDULES
 from hf_megatron.planner import action_memory
-from hf_megatron.planner.dry_run import dry_run
+from hf_megatron.planner.predicted_step import dry_run
 from hf_megatron.planner.rank_classes import kinds_of_ranks
 from hf_megatron.planner.rank_predictions import predict_ranks
 from hf_megatron.planner.report import as_text

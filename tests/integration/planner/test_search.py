@@ -30,13 +30,13 @@ from hf_megatron.errors import ConfigError, RankError
 from hf_megatron.integrations.accelerate.launch_keys import LAUNCH_KEYS
 from hf_megatron.planner.candidates import Bounds
 from hf_megatron.planner.devices import device
-from hf_megatron.planner.dry_run import StepSizes, dry_run, step_figures
 from hf_megatron.planner.estimate import Estimator
 from hf_megatron.planner.fake_world import run_fake_ranks
 from hf_megatron.planner.job import Job
 from hf_megatron.planner.local_parameters import parameters_of_units
 from hf_megatron.planner.plan_output import launch_as_yaml, layout_as_yaml, plan_as_dict, plan_as_text, write_plan
 from hf_megatron.planner.plan_plot import draw_plan
+from hf_megatron.planner.predicted_step import StepSizes, dry_run, step_figures
 from hf_megatron.planner.rank_predictions import predict_ranks
 from hf_megatron.planner.search import search_layouts
 from hf_megatron.planner.time_model import seconds
