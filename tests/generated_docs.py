@@ -38,6 +38,7 @@ def patches() -> str:
         columns = (
             [shorten_targets([patch.target for patch in group])],
             dict.fromkeys("private" if patch.is_private else "public" for patch in group),
+            dict.fromkeys("import" if patch.is_entry_point else "first model" for patch in group),
             dict.fromkeys(patch.stock for patch in group),
             dict.fromkeys(patch.until for patch in group),
         )
@@ -46,8 +47,9 @@ def patches() -> str:
         target = f"`{pattern.target}` in every module that defines it as `({', '.join(pattern.parameters)})`"
         if pattern.excluded:
             target += f", except in {', '.join(f'`{name}`' for name in pattern.excluded)}"
-        rows.append(f"| {target} | public | {pattern.stock} | {pattern.until} |")
-    return "\n".join(["| replaced | upstream API | stock | needed until |", "|---|---|---|---|", *rows]) + "\n"
+        rows.append(f"| {target} | public | first model | {pattern.stock} | {pattern.until} |")
+    head = ["| replaced | upstream API | applied at | stock | needed until |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *rows]) + "\n"
 
 
 def instance_patches() -> str:
