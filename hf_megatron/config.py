@@ -40,6 +40,17 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {
 }
 
 
+# Fields in files that were written before these were renamed.
+_EARLIER_NAMES = {
+    "frozen": "frozen_models",
+    "pack_activations": "shard_saved_activations",
+    "auxiliary_loss": "router_aux_loss_scope",
+    "router_z_loss": "router_z_loss_coef",
+    "replay_routing": "router_replay",
+    "main_weights_in_fp32": "fp32_main_params",
+}
+
+
 @dataclass(frozen=True)
 class MegatronConfig:
     """How one model is laid out over the ranks of a job.
@@ -103,11 +114,10 @@ class MegatronConfig:
         loss_chunk_size (`int`, *optional*): tokens per chunk of the fused head and cross entropy; the local logits of
             one chunk are all that exists at a time. By default all tokens are one chunk.
         router_aux_loss_scope (`str`, defaults to `"batch"`): what a router's load balancing loss is taken over, where
-            the
-            model adds one (`output_router_logits`): `"batch"`, the whole batch, as in one process; `"sequence"`, each
-            row, which can be cut in any way; `"microbatch"`, what a rank computes at a time; `"global"`, the choices
-            of the step so far with the probabilities of the batch (Megatron's `global_aux_loss`). With a pipeline and
-            several microbatches `"batch"` raises.
+            the model adds one (`output_router_logits`): `"batch"`, the whole batch, as in one process; `"sequence"`,
+            each row, which can be cut in any way; `"microbatch"`, what a rank computes at a time; `"global"`, the
+            choices of the step so far with the probabilities of the batch (Megatron's `global_aux_loss`). With a
+            pipeline and several microbatches `"batch"` raises.
         router_z_loss_coef (`float`, defaults to 0): how much of the routers' z-loss is added to their load balancing
             loss, where the model adds one; its weight in the loss is that times the model's `router_aux_loss_coef`
             (Megatron's `--moe-z-loss-coeff`, which adds it by itself).
@@ -304,6 +314,11 @@ class MegatronConfig:
                     f"MegatronConfig has no field {name!r} (value {values[name]!r}); valid: {', '.join(near)}."
                 )
         return cls(**values)
+
+    @classmethod
+    def from_saved(cls, values: Mapping[str, Any]) -> "MegatronConfig":
+        """Builds a config from the fields in a file of this library, which may have the names of earlier versions."""
+        return cls.from_dict({_EARLIER_NAMES.get(name, name): value for name, value in values.items()})
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> "MegatronConfig":

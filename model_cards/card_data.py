@@ -192,7 +192,7 @@ def card_data_from_checkpoint(path: str | Path) -> CardData:
     state = _json(checkpoint.path / "trainer_state.json")
     described = saved.get("model") or {}
     architecture, model_type = described.get("class"), described.get("model_type")
-    layout = None if saved.get("layout") is None else MegatronConfig.from_dict(saved["layout"])
+    layout = None if saved.get("layout") is None else MegatronConfig.from_saved(saved["layout"])
     parity = None
     if layout is not None and architecture is not None and model_type is not None:
         parity = recorded_parity(architecture, model_type, layout)

@@ -175,7 +175,7 @@ def _there(
     if len(found) < found[0].ranks:
         notes.append(f"The {name} is of {len(found)} of {found[0].ranks} ranks.")
     layout = found[0].layout
-    of = layout if isinstance(layout, str) else MegatronConfig.from_dict(_as_fields(layout)).layout()
+    of = layout if isinstance(layout, str) else MegatronConfig.from_saved(_as_fields(layout)).layout()
     if (of, found[0].ranks) != (facts.layout, facts.ranks):
         notes.append(f"The {name} is of {found[0].ranks} ranks with {of}, before the run went on with {facts.layout}.")
     return found

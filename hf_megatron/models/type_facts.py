@@ -59,7 +59,7 @@ _FACTS: dict[str, TypeFacts] = {}
 IMAGE_CODES = 8
 
 # Reasons that several families state.
-UNREAD_LAST_NORM = {r"_encoder_rules\.post_layernorm\.": "the states of layers are read, which it does not see"}
+UNREAD_LAST_NORM = {r"_tower\.post_layernorm\.": "the states of layers are read, which it does not see"}
 IMAGE_TOKENIZER = {r"\.vqmodel\.": "chooses tokens of images: no gradient comes through a choice"}
 SPARSE_INDEXER = {r"\.indexer\.": "chooses which tokens are read: no gradient comes through a choice"}
 EXPERT_CHOICE = {r"\.e_score_correction_bias$": "chooses experts: no gradient comes through a choice"}

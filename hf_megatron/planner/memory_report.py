@@ -26,7 +26,7 @@ def plan_for(found: MeasuredMemory) -> list[PredictedRank]:
     config = CONFIG_MAPPING[values.pop("model_type")].from_dict(values)
     config._attn_implementation = found.attention
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in found.layout.items()}
-    layout = MegatronConfig.from_dict(fields)
+    layout = MegatronConfig.from_saved(fields)
     if layout.pp_size > 1:
         layout = replace(layout, num_microbatches=found.microbatches)
     return predict_ranks(

@@ -1,5 +1,6 @@
 """Tiny configs: every numeric feature of a config class scaled down, with the feature still on."""
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -187,7 +188,8 @@ def full_config(config: PreTrainedConfig) -> PreTrainedConfig:
     parts = {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
     new = {name: full_config(part).to_dict() for name, part in parts.items()}
     new = {name: part for name, part in new.items() if part != parts[name].to_dict()}
-    overrides = facts_of(config.model_type).defaults
+    # A config may write into what it is made of, and several types share these values.
+    overrides = copy.deepcopy(facts_of(config.model_type).defaults)
     if all(values.get(name) == default.get(name) for name in overrides):
         new |= overrides
     return type(config).from_dict({**values, **new}) if new else config
@@ -235,7 +237,7 @@ def tiny_config(config: PreTrainedConfig, min_layers: int = 2, keep: frozenset[i
         # Of images in tiles, each as large as an image of the tower.
         full, tile = config.vision_config.image_size, values["vision_config"]["image_size"]
         tiny["image_grid_pinpoints"] = [[side * tile // full for side in size] for size in sizes]
-    return type(config).from_dict({**tiny, **facts_of(config.model_type).tiny, "dtype": "float32"})
+    return type(config).from_dict({**tiny, **copy.deepcopy(facts_of(config.model_type).tiny), "dtype": "float32"})
 
 
 def tiny_reads(read: int | Sequence[int], num_layers: int, num_tiny: int) -> int | list[int]:

@@ -45,4 +45,4 @@ def _unread_layers(config: PreTrainedConfig) -> dict[str, str]:
         return {}
     first = max(layer % (layers + 1) for layer in ([read] if isinstance(read, int) else read))
     trailing = "|".join(map(str, range(first, layers)))
-    return {rf"_encoder_rules\..*\blayers\.({trailing})\.": "behind the layer whose output is read"} if trailing else {}
+    return {rf"_tower\..*\blayers\.({trailing})\.": "behind the layer whose output is read"} if trailing else {}

@@ -89,3 +89,14 @@ def test_launch_environment():
     assert config_from_environment(block | {"MEGATRON_LM_PP_DEGREE": "2"}).pp_size == 2
     with pytest.raises(ConfigError, match="MEGATRON_LM_TP_DEGREE = 'two'"):
         config_from_environment(block | {"MEGATRON_LM_TP_DEGREE": "two"})
+
+
+def test_files_of_earlier_versions_are_read_by_the_names_they_have():
+    earlier = {"frozen": {"reference": {"tp_size": 1}}, "pack_activations": False, "auxiliary_loss": "sequence"}
+    earlier |= {"router_z_loss": 0.1, "main_weights_in_fp32": False, "tp_size": 2}
+    config = MegatronConfig.from_saved(earlier)
+    assert (config.tp_size, config.shard_saved_activations, config.router_aux_loss_scope) == (2, False, "sequence")
+    assert (config.router_z_loss_coef, config.fp32_main_params) == (0.1, False)
+    assert MegatronConfig.from_saved(config.to_dict()) == config
+    with pytest.raises(ConfigError, match="no field 'frozen'"):
+        MegatronConfig.from_dict(earlier)

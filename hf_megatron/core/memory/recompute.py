@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ...compat.patch_registry import PATCH_REGISTRY
 from ...compat.shard_safe import shard_safe
 from ...compat.torch_autograd import recompute_layers
 from ...compat.transformers_models import computes_own_attention, fetches_attention_core
@@ -33,6 +34,8 @@ def apply_recompute(model: Any, mode: str | None) -> None:
     """
     if mode not in CHOICES["recompute"]:
         raise ConfigError(f"recompute = {mode!r}: expected None, 'full' or 'selective'.")
+    # Attention is recomputed where transformers looks the function up, which is one of the patches.
+    PATCH_REGISTRY.activate()
     if mode == "full":
         try:
             recompute_layers(model)

@@ -195,8 +195,6 @@ def prepare_scheduler(original: Callable, self: Any, scheduler: Any) -> Any:
     prepared = original(self, scheduler)
     if not is_ours(self) or prepared is scheduler:
         return prepared
-    pass
-
     self._schedulers[-1] = SchedulerOfReplicas(prepared, replicas(self))
     return self._schedulers[-1]
 

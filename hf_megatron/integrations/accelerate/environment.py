@@ -4,7 +4,7 @@ The only file that reads or writes the environment."""
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...config import MegatronConfig
 from .launch_keys import (
@@ -14,10 +14,6 @@ from .launch_keys import (
     merge_fields,
     variables_of_fields,
 )
-
-if TYPE_CHECKING:
-    pass
-
 
 SWITCH = "ACCELERATE_USE_MEGATRON_LM"
 

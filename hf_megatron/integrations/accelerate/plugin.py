@@ -2,16 +2,13 @@
 
 import gc
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...config import MegatronConfig
 from ...core.runtime import RUNTIME
 from ...errors import ConfigError
 from .environment import _merged, config_from_environment, job_world_size
 from .launch_keys import fields_of_plugin
-
-if TYPE_CHECKING:
-    pass
 
 
 class MegatronPlugin:

@@ -1,0 +1,28 @@
+"""Tiny configs and the parameters that a check leaves out."""
+
+import copy
+import re
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+from hf_megatron.models.type_facts import facts_of
+from hf_megatron.testing.tiny_config import full_config, tiny_config
+from hf_megatron.testing.unread_parameters import without_gradient
+
+
+@pytest.mark.parametrize("model_type", ["glm4v_moe_text", "qwen2_vl", "gemma3"])
+def test_a_config_does_not_write_into_the_facts_that_types_share(model_type):
+    before = copy.deepcopy(facts_of(model_type))
+    tiny_config(full_config(CONFIG_MAPPING[model_type]()))
+    assert facts_of(model_type) == before
+
+
+@pytest.mark.parametrize("model_type", ["llava", "llava_onevision", "aya_vision"])
+def test_parameters_without_a_gradient_are_named_as_the_model_names_them(model_type):
+    config = tiny_config(full_config(CONFIG_MAPPING[model_type]()))
+    with torch.device("meta"):
+        names = [name for name, _ in AutoModelForImageTextToText.from_config(config).named_parameters()]
+    patterns = {pattern for pattern in without_gradient(config, ["images"]) if "tower" in pattern}
+    assert patterns and all(any(re.search(pattern, name) for name in names) for pattern in patterns)
