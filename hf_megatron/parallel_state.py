@@ -13,6 +13,7 @@ from .compat.patch_registry import PATCH_REGISTRY
 from .compat.shared import Shared
 from .config import MegatronConfig
 from .core.axes import Axes
+from .core.forward_hooks import ForwardHooks
 from .core.mesh import ParallelMesh
 from .core.placement import ADAPTER, ParameterSharding, Placement
 from .core.runtime import RUNTIME
@@ -133,6 +134,7 @@ class ParallelState(Shared):
         names: in the whole model's state dict, in its order; empty where no other stage holds any.
         elsewhere: those of them that other stages hold, under the names of files too.
         patches (`ModelPatches`): what was replaced on the model itself.
+        hooks (`ForwardHooks`): what runs before and after the model's forward, in order.
         shared_apart: modules whose weights other ranks repeat than those of one batch, all of them alike.
         numbers_tokens: whether the call under way was given no positions of tokens.
         packing_info (*optional*): what the host knows of the rows of the call under way.
@@ -159,6 +161,7 @@ class ParallelState(Shared):
     # Made when the weights are in; nobody asks before.
     loss: BatchLoss = None  # type: ignore[assignment]
     patches: ModelPatches = field(default_factory=ModelPatches)
+    hooks: ForwardHooks = field(default_factory=ForwardHooks)
     shared_apart: tuple[str, ...] = ()
     is_quantized: bool = False
     modalities: frozenset[str] = frozenset({"videos", "audio"})
@@ -170,10 +173,11 @@ class ParallelState(Shared):
     _mesh: ParallelMesh | None = None
 
     def __deepcopy__(self, memo: dict) -> "ParallelState":
-        tiny_model = copy.copy(self)
-        memo[id(self)] = tiny_model
-        tiny_model.data_parallel = copy.deepcopy(self.data_parallel, memo)
-        return tiny_model
+        duplicate = copy.copy(self)
+        memo[id(self)] = duplicate
+        duplicate.data_parallel = copy.deepcopy(self.data_parallel, memo)
+        duplicate.hooks = copy.deepcopy(self.hooks, memo)
+        return duplicate
 
     @property
     def mesh(self) -> ParallelMesh:
@@ -229,7 +233,8 @@ def attach_state(model: nn.Module, state: ParallelState) -> None:
     """Makes a model one of ours."""
     setattr(model, _STATE, state)
     RUNTIME.add_model(model)
-    model.register_forward_pre_hook(_require_enabled)
+    state.hooks.install(model)
+    state.hooks.add("enabled", _require_enabled)
 
 
 def share_state(wrapper: nn.Module, model: nn.Module, state: ParallelState) -> None:
@@ -255,7 +260,7 @@ def unwrap_parallel_model(model: nn.Module) -> Any:
     return vars(model).get(_INNER, model)
 
 
-def _require_enabled(model: nn.Module, args: tuple) -> None:
+def _require_enabled(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     if not PATCH_REGISTRY.enabled:
         raise ConfigError(
             f"This {type(model).__name__} is laid out over ranks, and hf_megatron.disable() put the stock functions "

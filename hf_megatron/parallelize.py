@@ -18,6 +18,7 @@ from .compat.transformers_models import adds_router_loss, function_between_layer
 from .config import MegatronConfig
 from .context_parallel import axis as context_parallel
 from .core.axes import Axes
+from .core.forward_hooks import ForwardHooks
 from .core.memory.training_kv_cache import leave_out_in_training, reject_cache
 from .core.mesh import ParallelMesh
 from .core.off_stage import local_named_parameters
@@ -51,6 +52,41 @@ class ParallelAxis(Protocol):
 
 
 # In the order in which they wrap a model, the innermost first.
+# What runs before a parallelized model's forward, in this order; features of other axes run after these.
+ENTER_ORDER = (
+    "user hook checks",  # context parallel: hooks of users that would see a part of each sequence
+    "enabled",  # `hf_megatron.disable()` was not called since
+    "loss function",  # the model's type of loss is the one it was loaded with
+    "loss",  # labels carry the denominator of the batch
+    "kv cache",  # left out in training, before anything asks whether the call keeps one
+    "data parallel",  # buckets are opened, edits of weights followed; before FSDP2 exchanges parameters
+    "parameters",  # each one has a sharding and was loaded
+    "active forward",  # modules may be called from here on
+    "sequence ends",  # stacks of layers that a failed forward left are closed
+    "pending loss",  # the head knows whether a loss is taken of its logits
+    "outputs",  # asked for, and not to be had from one rank
+    "rng",  # ranks that share a batch start from one state
+    "replaced functions",  # of layers, by users
+    "user hooks",  # are given full activations
+    "sequence split",  # context parallel: the arguments of this call
+    "forward input",  # masks and positions, looked at once
+    "dynamic rope",  # the longest sequence of all ranks
+    "batch norm",  # statistics of a part of the batch
+)
+# What runs after it.
+EXIT_ORDER = (
+    "pending loss",  # full logits in evaluation, before FSDP2 splits the head's weight again
+    "loss",
+    "kv cache",
+    "data parallel",
+    "gradient watch",
+    "active forward",
+    "router logits",
+    "sequence split",
+    "forward input",
+    "dynamic rope",
+)
+
 AXES: tuple[ParallelAxis, ...] = (data_parallel, tensor_parallel, expert_parallel, context_parallel, pipeline_parallel)
 
 
@@ -101,7 +137,8 @@ def plan(model: Any, config: MegatronConfig, axes: Axes, *, is_quantized: bool =
         name: ParameterSharding(name, tuple(parameter.shape), "replicated", Placement(), GradientRule())
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
-    state = ParallelState(config, axes, spec, shardings, is_quantized=is_quantized)
+    hooks = ForwardHooks(ENTER_ORDER, EXIT_ORDER)
+    state = ParallelState(config, axes, spec, shardings, hooks=hooks, is_quantized=is_quantized)
     for axis in AXES:
         axis.place(model, state)
     return state
@@ -120,19 +157,19 @@ def install(model: Any) -> None:
     state = parallel_state(model)
     assert state is not None
     state.loss = install_loss(model, state)
-    LossHooks(state.loss, model, pipelined=state.axes.size("pp") > 1, has_dtensors=state.has_dtensors).install(model)
-    # Before what asks whether a call keeps a cache.
-    leave_out_in_training(model, pipelined=state.axes.size("pp") > 1, always=state.axes.size("cp") > 1)
+    hooks, is_pipelined = state.hooks, state.axes.size("pp") > 1
+    LossHooks(state.loss, model, pipelined=is_pipelined, has_dtensors=state.has_dtensors).install(hooks)
+    leave_out_in_training(model, hooks, pipelined=is_pipelined, always=state.axes.size("cp") > 1)
     if state.spec.tp.no_cache is not None and state.axes.size("tp") > 1:
-        reject_cache(model, state.spec.tp.no_cache)
+        reject_cache(model, hooks, state.spec.tp.no_cache)
     for axis in AXES:
         axis.install(model, state)
     _wrap_between_layer_fns(model, state)
     assert state.data_parallel is not None
     state.data_parallel.on_stepped.append(state.loss.end_step)
-    ForwardInputHook(model, state).install(model)
+    ForwardInputHook(model, state).install()
     DynamicRopeSync(model, state).install(model)
-    BatchNormGuard(model, state).install(model)
+    BatchNormGuard(model, state).install(hooks)
 
 
 def _wrap_between_layer_fns(model: nn.Module, state: ParallelState) -> None:
@@ -184,6 +221,16 @@ def parallel_plan(model: Any) -> ParallelPlan:
     return ParallelPlan(state.shardings.values(), state.cut)
 
 
+def parallel_hooks(model: Any) -> ForwardHooks:
+    """Returns what runs before and after a model's forward, in order; `print` shows it as a table."""
+    state = parallel_state(model)
+    if state is None:
+        raise ConfigError(
+            "The model was loaded without megatron_config (or with all sizes 1): it has no parallel hooks."
+        )
+    return state.hooks
+
+
 def local_numel(model: nn.Module) -> int:
     """Counts the parameter entries this rank holds."""
     return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for _, p in local_named_parameters(model))
@@ -194,6 +241,7 @@ __all__ = [
     "ParallelState",
     "install",
     "local_numel",
+    "parallel_hooks",
     "parallel_plan",
     "parallel_state",
     "place",

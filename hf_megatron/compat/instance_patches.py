@@ -63,7 +63,8 @@ INSTANCE_PATCHES: Mapping[str, InstancePatch] = {
         "exchanges the modules of its quantiser for linears (models with `quantization_config=`)",
         "always: a rank has a part of each weight",
     ),
-    "parallel_plan": InstancePatch("not there", "always: a method of laid out models"),
+    "parallel_plan": InstancePatch("not there", "always: a method of parallelized models"),
+    "parallel_hooks": InstancePatch("not there", "always: a method of parallelized models"),
     "_tp_size": InstancePatch(
         "the ranks of transformers' own plan; Trainer and Accelerate read the ranks that share a batch from it",
         "Trainer asks a model which ranks share a batch",

@@ -60,13 +60,13 @@ def install(model: Any, state: ParallelState) -> None:
         return
     name, full_sequence_blocks = state.placed[NAME]
     group = state.mesh.group(NAME)
-    SyncedRngState(state.mesh.device, state.mesh.host_group(NAME)).install(model)
+    SyncedRngState(state.mesh.device, state.mesh.host_group(NAME)).install(state.hooks)
     layers: Any = model.get_submodule(name)
     arguments = dict.fromkeys((*_ARGUMENTS, *state.spec.sp.per_token_arguments), 1) | dict(state.spec.cp.sequence_dims)
     random = StreamOfPart(state.mesh.device, state.axes.rank(NAME))
     unshardable_arguments = {name for names in state.spec.tp.local_arguments.values() for name in names}
     stack = ContextStack(context_groups(state), group, arguments, unshardable_arguments, random)
-    stack.install(model, layers)
+    stack.install(model, layers, state.hooks)
     state.placed[STACK] = stack
     state.full_sequence_fns.append((name, stack.on_full_sequence))
     modules, regions = dict(model.named_modules()), state.placed.get(REGIONS)
@@ -90,8 +90,8 @@ def install(model: Any, state: ParallelState) -> None:
             "output_attentions": "each rank has the maps of its own tokens only; load without megatron_config.",
             "output_hidden_states": "between layers each rank has its tokens only; set cp_size=1.",
         }
-    ).install(model)
-    guards.install(model)
+    ).install(state.hooks)
+    guards.install(model, state.hooks)
     state.placed.setdefault(GUARDS, []).append(guards)
 
 

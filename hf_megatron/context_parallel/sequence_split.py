@@ -27,6 +27,7 @@ from transformers.utils import ModelOutput
 from ..compat.shared import Shared
 from ..compat.torch_autograd import in_backward, leave_uncompiled
 from ..core.communication.rng import StreamOfPart
+from ..core.forward_hooks import ForwardHooks
 from ..core.runtime import RUNTIME
 from ..errors import UnsupportedError
 from ..tensor_parallel.install_regions import ROUTER_LOGITS
@@ -114,7 +115,7 @@ class ContextStack(Shared):
         self._before: Any = None
         self.modality_encoders = ModalityEncoders()
 
-    def install(self, model: nn.Module, layers: nn.ModuleList) -> None:
+    def install(self, model: nn.Module, layers: nn.ModuleList, hooks: ForwardHooks) -> None:
         """Puts hooks around a model, its base and its layers; theirs are the outermost of layers."""
         for index, layer in enumerate(layers):
             names = tuple(inspect.signature(layer.forward).parameters)
@@ -125,10 +126,9 @@ class ContextStack(Shared):
         base: Any = model.base_model
         for module in (model,) if base is model else (model, base):
             parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
-            module.register_forward_pre_hook(functools.partial(self._begin, parameters), with_kwargs=True)
-            module.register_forward_hook(self._end, always_call=True)
-        base.register_forward_pre_hook(self._begin_row)
-        base.register_forward_hook(self._end_row, always_call=True)
+            begin = functools.partial(self._begin, parameters)
+            hooks.add_to(module, "sequence split", begin, self._end, always_exit=True)
+        hooks.add_to(base, "sequence split", self._begin_row, self._end_row, always_exit=True)
 
     def row_of(self, length: int, documents: tuple[int, ...] = ()) -> SharedSample | None:
         """Returns where the tokens of the row under way lie, once for all masks of a forward.
@@ -214,7 +214,7 @@ class ContextStack(Shared):
             output[ROUTER_LOGITS] = tuple(map(self.gather_token_outputs, parts))
         return output
 
-    def _begin_row(self, base: nn.Module, args: tuple) -> None:
+    def _begin_row(self, base: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self.row, self._has_entered = None, False
         self.full_sequence_blocks.clear()
 

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from ..compat.shard_safe import is_marked, is_of_checked_library
 from ..compat.shared import Shared
 from ..compat.torch_autograd import global_forward_hooks, leave_uncompiled
+from ..core.forward_hooks import ForwardHooks
 from ..errors import UnsupportedError
 from ..tensor_parallel.user_hooks.replaced_functions import ExchangedFunctions, follow_names
 
@@ -37,12 +38,12 @@ class UserHookChecks(Shared):
         self.tail_is_stock = True
         self.end = 0
 
-    def install(self, model: Any) -> None:
+    def install(self, model: Any, hooks: ForwardHooks) -> None:
         """Puts it before what other axes make of hooks; called when these have registered theirs."""
         models = (model,) if model.base_model is model else (model, model.base_model)
-        self.exchanged_inside.install(*models)
+        self.exchanged_inside.install(hooks, *models)
         for one in models:
-            one.register_forward_pre_hook(self._enter, prepend=True)
+            hooks.add_to(one, "user hook checks", self._enter)
         # Hooks are counted up over all modules: the user's come after the last of these.
         self.end = RemovableHandle.next_id
 
@@ -53,7 +54,7 @@ class UserHookChecks(Shared):
             follow_names(known, modules)
 
     @leave_uncompiled
-    def _enter(self, model: nn.Module, args: tuple) -> None:
+    def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         for hook in global_forward_hooks():
             if not is_marked(hook) and not is_of_checked_library(hook):
                 _reject("all modules", hook)

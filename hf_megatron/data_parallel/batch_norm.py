@@ -7,6 +7,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..compat.shared import Shared
 from ..config import MegatronConfig
+from ..core.forward_hooks import ForwardHooks
 from ..errors import UnsupportedError
 from ..parallel_state import ParallelState
 
@@ -33,12 +34,12 @@ class BatchNormGuard(Shared):
         self.names = batch_norms(model)
         self.splits_batch = splits_batches(state.config, state.axes.size("dp"))
 
-    def install(self, model: nn.Module) -> None:
+    def install(self, hooks: ForwardHooks) -> None:
         """Has each call of a model look at its norms, if there are any and parts of batches."""
         if self.splits_batch and self.names:
-            model.register_forward_pre_hook(self._enter)
+            hooks.add("batch norm", self._enter)
 
-    def _enter(self, model: Any, args: tuple) -> None:
+    def _enter(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         for name in self.names:
             norm: Any = model.get_submodule(name)
             if norm.training or not norm.track_running_stats:

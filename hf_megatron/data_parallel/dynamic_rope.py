@@ -42,8 +42,7 @@ class DynamicRopeSync(Shared):
         in_parts = max(self.state.axes.size("dp"), self.state.axes.size("pp")) > 1
         if not in_parts or not scales_by_length(model.config):
             return
-        model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        model.register_forward_hook(self._end, always_call=True)
+        self.state.hooks.add("dynamic rope", self._begin, self._end, always_exit=True)
         for module in model.modules():
             if POSITIONS in inspect.signature(type(module).forward).parameters and "rope_type" in vars(module):
                 module.register_forward_pre_hook(self._enter, with_kwargs=True)

@@ -104,13 +104,12 @@ class DataParallel(Shared):
             # No backward waits for other replicas; Accelerate's LocalSGD asks every model for it.
             state.patches.replace(model, "no_sync", nullcontext)
         state.patches.replace(model, "zero_grad", types.MethodType(_zero_grad, model))
-        # Before FSDP2 puts whole parameters in the place of those that the loop knows.
-        model.register_forward_pre_hook(self._before_forward, prepend=state.shards_weights, with_kwargs=True)
+        state.hooks.add("data parallel", self._before_forward)
         if self.mesh.reduces_gradients:
-            model.register_forward_hook(self._end, always_call=True)
+            state.hooks.add("data parallel", exit=self._end, always_exit=True)
         if self.mesh.reduces_gradients and state.cut is None:
             self._watch = GradientWatch()
-            model.register_forward_hook(self._after_forward)
+            state.hooks.add("gradient watch", exit=self._after_forward)
         model.register_load_state_dict_post_hook(self._after_load)
 
     def __deepcopy__(self, memo: dict) -> "DataParallel":
@@ -118,15 +117,15 @@ class DataParallel(Shared):
         model = memo.get(id(self.model))
         if model is None or self.reducer is not None or self.state.cut is not None:
             return self
-        tiny_model = copy.copy(self)
-        memo[id(self)] = tiny_model
-        tiny_model.model, tiny_model._parameters, tiny_model._modules = model, ParameterList(model), ModuleGuards(model)
-        tiny_model._shardings, tiny_model._marked, tiny_model._identities, tiny_model._optimizers = {}, [], set(), []
-        tiny_model.guards, tiny_model.on_stepped, tiny_model.on_cleared, tiny_model.on_discarded = [], [], [], []
-        tiny_model.grad_status = GradStatus()
-        tiny_model.state = copy.deepcopy(self.state, memo)
+        duplicate = copy.copy(self)
+        memo[id(self)] = duplicate
+        duplicate.model, duplicate._parameters, duplicate._modules = model, ParameterList(model), ModuleGuards(model)
+        duplicate._shardings, duplicate._marked, duplicate._identities, duplicate._optimizers = {}, [], set(), []
+        duplicate.guards, duplicate.on_stepped, duplicate.on_cleared, duplicate.on_discarded = [], [], [], []
+        duplicate.grad_status = GradStatus()
+        duplicate.state = copy.deepcopy(self.state, memo)
         RUNTIME.add_model(model)
-        return tiny_model
+        return duplicate
 
     @property
     def has_run(self) -> bool:

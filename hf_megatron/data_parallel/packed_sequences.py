@@ -82,9 +82,9 @@ class ForwardInputHook(Shared):
         self.state = state
         self.names = list(inspect.signature(type(model).forward).parameters)[1:]
 
-    def install(self, model: Any) -> None:
-        model.register_forward_pre_hook(self._enter, with_kwargs=True)
-        model.register_forward_hook(self._leave, always_call=True)
+    def install(self) -> None:
+        """Adds the functions to the model's table of hooks."""
+        self.state.hooks.add("forward input", self._enter, self._leave, always_exit=True)
 
     def _enter(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         given = dict(zip(self.names, args, strict=False)) | kwargs

@@ -123,7 +123,7 @@ def install(model: Any, state: ParallelState) -> None:
     reads_locally = state.axes.size("tp") == 1
     forwards = ActiveForwards()
     if reads_locally:
-        forwards.install(model)
+        forwards.install(model, state.hooks)
     # Ranks of tp have the same tokens, and each sends its share of them unless it has its part of every expert.
     shared = mesh.tp_group if state.axes.size("tp") > state.axes.size("etp") else None
     modules = dict(model.named_modules())
@@ -169,7 +169,7 @@ def install(model: Any, state: ParallelState) -> None:
         )
         inside |= {f"{name}.{part}".rstrip("."): module for part, module in experts.named_modules()}
     exchanged = ExchangedFunctions(inside, "ep_size")
-    exchanged.install(model)
+    exchanged.install(state.hooks, model)
     state.placed.setdefault(GUARDS, []).append(exchanged)
 
 

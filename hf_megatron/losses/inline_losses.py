@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from ..compat.shard_safe import is_marked, is_of_checked_library
+from ..core.forward_hooks import ForwardHooks
 from ..errors import UnsupportedError
 from .batch_loss import BatchLoss
 from .router_losses import router_losses_of
@@ -206,9 +207,9 @@ class LossHooks:
         self.leaving: list[Callable[[], None]] = []
         self.takes_loss = False
 
-    def install(self, model: nn.Module) -> None:
-        model.register_forward_pre_hook(self._enter, with_kwargs=True)
-        model.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
+    def install(self, hooks: ForwardHooks) -> None:
+        """Adds the functions to a model's table of hooks."""
+        hooks.add("loss", self._enter, self._leave, always_exit=True)
 
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         batch = self.batch
@@ -239,7 +240,7 @@ class LossHooks:
         )
         return args, with_known_targets(kwargs, batch)
 
-    def _leave(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    def _leave(self, model: nn.Module, args: tuple, output: Any) -> Any:
         batch = self.batch
         if self.leaving:
             self.leaving.pop()()

@@ -89,12 +89,12 @@ def install_loss(model: Any, state: Any) -> BatchLoss:
     if is_token_loss:
         state.patches.replace(model, "loss_function", TokenLoss(kind, batch))
         if kind is loss_of_type(model):
-            model.register_forward_pre_hook(functools.partial(_require_loss, kind))
+            state.hooks.add("loss function", functools.partial(_require_loss, kind))
     return batch
 
 
 @leave_uncompiled
-def _require_loss(kind: Any, model: Any, args: Any) -> None:
+def _require_loss(kind: Any, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raises `UnsupportedError` where the model's type of loss stands for another function than when it was loaded."""
     if isinstance(model.loss_function, TokenLoss) and loss_of_type(model) is not kind:
         raise UnsupportedError(

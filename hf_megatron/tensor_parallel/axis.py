@@ -160,7 +160,7 @@ def install(model: Any, state: ParallelState) -> None:
     first_hook = RemovableHandle.next_id
     check = ParameterCheck(state.shardings)
     check.check(model)
-    check.install(model)
+    check.install(state.hooks)
     streams = TensorParallelRng(mesh.device, mesh.tp_rank)
     # A pipeline may have taken blocks away since the plan was made.
     structure = plan.structure.restricted_to({name for name, _ in model.named_modules()})
@@ -176,7 +176,7 @@ def install(model: Any, state: ParallelState) -> None:
         streams_lead=state.spec.sp.streams_lead,
     )
     forwards = ActiveForwards()
-    forwards.install(model)
+    forwards.install(model, state.hooks)
     for name, module in list(model.named_modules()):
         _install_style(name, module, model, state, plan, regions, forwards)
     state.placed[REGIONS] = regions
@@ -185,22 +185,22 @@ def install(model: Any, state: ParallelState) -> None:
     spec = state.spec
     arguments = {name: spec.cp.sequence_dims.get(name, SEQUENCE_DIM) for name in spec.sp.per_token_arguments}
     state.leaving = regions.install(
-        model, arguments, spec.sp.per_token_inputs, spec.sp.unshardable_arguments, spec.pp.recorded_layers
+        model, state.hooks, arguments, spec.sp.per_token_inputs, spec.sp.unshardable_arguments, spec.pp.recorded_layers
     )
     _keep_full_states(model, state, regions)
     state.full_sequence_fns += [(name, stack.on_full_sequence) for name, stack in regions.stacks.items()]
     if plan.sequence_sharded_moe:
         state.loss.join_tokens = regions.gather_token_outputs
-        model.register_forward_hook(regions.join_router_logits)
+        state.hooks.add("router logits", exit=regions.join_router_logits)
     install_pending_loss(model, state)
     refused = {"output_attentions": "each rank has the maps of its own heads only; load without megatron_config."}
     if config.sequence_parallel:
         refused["output_hidden_states"] = (
             "between layers each rank has its part of the sequence only; set sequence_parallel=False."
         )
-    OutputChecks(refused).install(model)
+    OutputChecks(refused).install(state.hooks)
     # A forward before may have failed inside a layer.
-    SyncedRngState(mesh.device, mesh.host_group(AXIS), streams.use_shared_rng).install(model)
+    SyncedRngState(mesh.device, mesh.host_group(AXIS), streams.use_shared_rng).install(state.hooks)
     _guard_activations(model, state, plan, structure, regions, forwards, first_hook)
 
 
@@ -231,7 +231,7 @@ def _guard_activations(
     # The base model may be called by itself; it holds no reference to the model around it.
     models = (model,) if model.base_model is model else (model, model.base_model)
     exchanged = ExchangedFunctions({n: module for n, module in modules.items() if activations.see_parts(n)})
-    exchanged.install(*models)
+    exchanged.install(state.hooks, *models)
     unsharded = {name for name, module in modules.items() if activations.of(name, module).is_replicated}
     for name in modules.keys() - unsharded:
         if isinstance(modules[name], LocalParameters | ParallelLinear):
@@ -239,10 +239,10 @@ def _guard_activations(
     # What is called inside of these has the parts that it works on.
     for name in unsharded | _around((*structure.stacks, *names_in_encoder(model))):
         if next(model.get_submodule(name).children(), None) is not None:
-            forwards.install(model.get_submodule(name))
+            forwards.install(model.get_submodule(name), state.hooks)
     calls = CallsInHooks(activations, {id(module): name for name, module in modules.items()}, forwards)
     hooks = UserHooks(activations, regions.streams, calls, modules, first_hook)
-    hooks.install(*models)
+    hooks.install(state.hooks, *models)
     state.placed.setdefault(GUARDS, []).extend([exchanged, hooks])
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..core.forward_hooks import ForwardHooks
 from ..core.off_stage import local_named_parameters
 from ..core.quantized_weight import QuantizedWeight
 from ..errors import PlanError, UnsupportedError
@@ -18,10 +19,11 @@ class ParameterCheck:
         self.expected_names = expected_names
         self.done = False
 
-    def install(self, model: nn.Module) -> None:
-        model.register_forward_pre_hook(self._enter)
+    def install(self, hooks: ForwardHooks) -> None:
+        """Adds the check to a model's table of hooks."""
+        hooks.add("parameters", self._enter)
 
-    def _enter(self, model: nn.Module, args: tuple) -> None:
+    def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if model.training and not self.done:
             self.check(model)
             self.done = True
@@ -47,8 +49,9 @@ class OutputChecks:
     def __init__(self, reasons: Mapping[str, str]):
         self.reasons = reasons
 
-    def install(self, model: nn.Module) -> None:
-        model.register_forward_pre_hook(self._enter, with_kwargs=True)
+    def install(self, hooks: ForwardHooks) -> None:
+        """Adds the check to a model's table of hooks."""
+        hooks.add("outputs", self._enter)
 
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         for name, reason in self.reasons.items():

@@ -11,6 +11,7 @@ from transformers.utils import ModelOutput
 
 from ..compat.shared import Shared
 from ..core.communication.rng import TensorParallelRng
+from ..core.forward_hooks import ForwardHooks
 from ..core.off_stage import computes_here
 from ..models.spec import lookup
 from .gathered_input import GatheredInputs
@@ -65,6 +66,7 @@ class Regions(Shared):
     def install(
         self,
         model: Any,
+        hooks: ForwardHooks,
         arguments: Mapping[str, int],
         per_token_inputs: Mapping[str, tuple[str, ...]],
         unsharded: Mapping[str, str] | None = None,
@@ -75,6 +77,7 @@ class Regions(Shared):
         That takes hidden states `[batch, sequence, hidden]` and the name of the list of layers.
 
         Args:
+            hooks: of the model.
             arguments: further arguments of the layers that are split along the sequence -> its dim in them.
             per_token_inputs: patterns of blocks -> further arguments of theirs that are joined along it.
             whole: arguments of the layers that are refused beside a part of the sequence -> why.
@@ -95,7 +98,7 @@ class Regions(Shared):
             if arguments or unsharded:
                 SequenceArguments(arguments, self.group, unsharded or {}).install(owned)
         if self.stacks:
-            model.register_forward_pre_hook(self._require_ends)
+            hooks.add("sequence ends", self._require_ends)
             for name in self.stacks:
                 _around_layers(model, name).register_forward_hook(functools.partial(self._require_left, name))
         return self._leave_split if self.stacks else None
@@ -114,7 +117,7 @@ class Regions(Shared):
         if isinstance(output, ModelOutput) and isinstance(parts := output.get(ROUTER_LOGITS), tuple):
             output[ROUTER_LOGITS] = tuple(map(self.gather_token_outputs, parts))
 
-    def _require_ends(self, model: Any, args: tuple) -> None:
+    def _require_ends(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         for name, stack in self.stacks.items():
             stack.is_inside = False
             stack.require_ends(model.get_submodule(name), name)

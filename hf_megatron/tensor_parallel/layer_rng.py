@@ -18,6 +18,7 @@ from torch import nn
 
 from ..compat.shared import Shared
 from ..core.communication.rng import TensorParallelRng, broadcast_state
+from ..core.forward_hooks import ForwardHooks
 
 
 class SyncedRngState(Shared):
@@ -30,10 +31,11 @@ class SyncedRngState(Shared):
     def __init__(self, device: torch.device, group: dist.ProcessGroup, before: Callable[[], None] | None = None):
         self.device, self.group, self.before = device, group, before
 
-    def install(self, model: nn.Module) -> None:
-        model.register_forward_pre_hook(self._enter)
+    def install(self, hooks: ForwardHooks) -> None:
+        """Adds the broadcast to a model's table of hooks."""
+        hooks.add("rng", self._enter)
 
-    def _enter(self, model: nn.Module, args: tuple) -> None:
+    def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if model.training or torch.is_grad_enabled():
             if self.before is not None:
                 self.before()

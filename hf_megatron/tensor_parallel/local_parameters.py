@@ -17,6 +17,7 @@ from ..compat.torch_dtensor import dtensor_local_view as differentiable_local
 from ..compat.transformers_models import names_of_recorder
 from ..core.communication.collectives import copy_to_ranks
 from ..core.communication.mean_grad_ops import scale_gradient
+from ..core.forward_hooks import ForwardHooks
 from ..core.mesh import ParallelMesh
 from ..data_parallel.fsdp_checks import is_sharded
 from ..errors import UnsupportedError
@@ -54,11 +55,11 @@ class ActiveForwards(Shared):
         # A user's hook that runs, in words.
         self.in_hook: str | None = None
 
-    def install(self, model: nn.Module) -> None:
-        model.register_forward_pre_hook(self._enter)
-        model.register_forward_hook(self._leave, always_call=True)
+    def install(self, model: nn.Module, hooks: ForwardHooks) -> None:
+        """Has calls of a model, or of a module inside of it, count as active."""
+        hooks.add_to(model, "active forward", self._enter, self._leave, always_exit=True)
 
-    def _enter(self, model: nn.Module, args: tuple) -> None:
+    def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self._of_model.add(id(model))
 
     def _leave(self, model: nn.Module, args: tuple, output: Any) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..compat.torch_autograd import called_module
+from ..core.forward_hooks import ForwardHooks
 from ..parallel_state import ParallelState
 from .vocab_parallel_head import ShardedLogits, StepsTaken, VocabParallelHead
 
@@ -20,10 +21,9 @@ class PendingLoss:
         self.is_last = model.get_output_embeddings() is head
         self.signature = inspect.signature(model.forward)
 
-    def install(self, model: nn.Module) -> None:
-        model.register_forward_pre_hook(self._enter, with_kwargs=True)
-        # Before FSDP2's hook, which splits the head's weight again.
-        model.register_forward_hook(self._leave, always_call=True, prepend=True)
+    def install(self, hooks: ForwardHooks) -> None:
+        """Adds the functions to a model's table of hooks."""
+        hooks.add("pending loss", self._enter, self._leave, always_exit=True)
 
     def _enter(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         labels = kwargs.get("labels", kwargs.get("shift_labels"))
@@ -53,7 +53,7 @@ def install_pending_loss(model: nn.Module, state: ParallelState) -> None:
     taken = StepsTaken()
     for head in [module for module in model.modules() if isinstance(module, VocabParallelHead)]:
         head.model = weakref.ref(model)
-        PendingLoss(head, model).install(model)
+        PendingLoss(head, model).install(state.hooks)
         head.steps = taken
     assert state.data_parallel is not None
     state.data_parallel.guards.append(taken.count)

@@ -15,6 +15,7 @@ from transformers.utils import ModelOutput
 
 from ...compat.shared import Shared
 from ...errors import UnsupportedError
+from ..forward_hooks import ForwardHooks
 from ..unavailable_output import UnavailableOutput
 
 _CACHES = ("past_key_values", "cache_params")
@@ -30,27 +31,28 @@ class UnavailableCache(UnavailableOutput):
     )
 
 
-def leave_out_in_training(model: Any, *, pipelined: bool, always: bool = False) -> None:
+def leave_out_in_training(model: Any, hooks: ForwardHooks, *, pipelined: bool, always: bool = False) -> None:
     """Makes forwards of a model in training behave as with `use_cache=False`, unless the call says otherwise.
 
     They raise `UnsupportedError` where that would tell documents apart which one process takes for one. Where one
     process would have returned a cache an `UnavailableCache` stands.
 
     Args:
+        hooks (`ForwardHooks`): of the model.
         pipelined (`bool`): whether the model may return none by itself.
         always (`bool`): in evaluation too.
     """
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     if "use_cache" in names:
         hook = _Hook(names, pipelined, always)
-        model.register_forward_pre_hook(hook.before, with_kwargs=True)
-        model.register_forward_hook(hook.after)
+        hooks.add("kv cache", hook.before, hook.after)
 
 
-def reject_cache(model: Any, why: str) -> None:
+def reject_cache(model: Any, hooks: ForwardHooks, why: str) -> None:
     """Makes a model's calls go without a cache, and raise `UnsupportedError` where one is asked for or given.
 
     Args:
+        hooks (`ForwardHooks`): of the model.
         why (`str`): a sentence.
     """
     names = list(inspect.signature(type(model).forward).parameters)[1:]
@@ -64,7 +66,7 @@ def reject_cache(model: Any, why: str) -> None:
             )
         return args, kwargs if "use_cache" in given else kwargs | {"use_cache": False}
 
-    model.register_forward_pre_hook(before, with_kwargs=True)
+    hooks.add("kv cache", before)
 
 
 class _Hook(Shared):

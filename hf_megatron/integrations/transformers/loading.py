@@ -35,7 +35,7 @@ from ...errors import ConfigError, UnsupportedError
 from ...models.fingerprint import describe_model
 from ...models.layers import LayerSequence
 from ...parallel_state import ParallelState, model_inside, parallel_state
-from ...parallelize import install, parallel_plan, place, plan
+from ...parallelize import install, parallel_hooks, parallel_plan, place, plan
 from ...tensor_parallel.grouped_gemm import require_expert_widths
 from ..accelerate.environment import job_world_size
 from ..accelerate.process_group import ensure_process_group
@@ -162,6 +162,7 @@ def _finish(model: Any, quantizer: Any = None) -> None:
     model.register_load_state_dict_pre_hook(accept_full_tensors)
     for attribute, value in (
         ("parallel_plan", types.MethodType(parallel_plan, model)),
+        ("parallel_hooks", types.MethodType(parallel_hooks, model)),
         ("_tp_size", state.config.ranks_per_replica),
         ("_tp_plan", {}),
         ("_is_distributed_loading_by_transformers", True),

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from ...compat.shard_safe import is_marked, is_of_checked_library, origin, shard_safe, should_run_last
 from ...compat.torch_autograd import global_forward_hooks, leave_uncompiled
 from ...core.communication.rng import TensorParallelRng
+from ...core.forward_hooks import ForwardHooks
 from ...errors import UnsupportedError
 from ..attention_heads import LocalArguments
 from .module_calls import CallsInHooks
@@ -155,9 +156,10 @@ class UserHooks:
         self.seen: set[int] = set()
         self.wrapped: dict[str, nn.Module] = {}
 
-    def install(self, *models: nn.Module) -> None:
+    def install(self, hooks: ForwardHooks, *models: nn.Module) -> None:
+        """Has calls of these models, one of which the table of hooks is of, look for hooks of users."""
         for model in models:
-            model.register_forward_pre_hook(self._enter)
+            hooks.add_to(model, "user hooks", self._enter)
         # Hooks are counted up over all modules: the user's come after the last of these.
         self.end = RemovableHandle.next_id
 
@@ -179,7 +181,7 @@ class UserHooks:
         return self.activations.of(name, module)
 
     @leave_uncompiled
-    def _enter(self, model: nn.Module, args: tuple) -> None:
+    def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         for hook in global_forward_hooks():
             if not is_marked(hook) and not is_of_checked_library(hook):
                 raise UnsupportedError(

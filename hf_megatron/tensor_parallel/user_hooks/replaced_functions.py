@@ -18,6 +18,7 @@ from transformers.loss import loss_utils
 from ...compat.shard_safe import is_marked, is_of_checked_library
 from ...compat.torch_autograd import leave_uncompiled
 from ...compat.transformers_models import activation_classes, chosen_functions
+from ...core.forward_hooks import ForwardHooks
 from ...errors import UnsupportedError
 
 # Files of functions that layers and losses of every model call.
@@ -48,9 +49,10 @@ class ExchangedFunctions:
         configs = [vars(module).get("config") for module in modules.values()]
         self.configs = list({id(config): config for config in configs if config is not None}.values())
 
-    def install(self, *models: nn.Module) -> None:
+    def install(self, hooks: ForwardHooks, *models: nn.Module) -> None:
+        """Has calls of these models, one of which the table of hooks is of, look at the functions."""
         for model in models:
-            model.register_forward_pre_hook(self._enter)
+            hooks.add_to(model, "replaced functions", self._enter)
 
     def follow(self, modules: Mapping[str, nn.Module]) -> None:
         """Takes modules that were put around others, or in their place, for those that were laid out, by name."""
@@ -84,7 +86,7 @@ class ExchangedFunctions:
                     yield option
 
     @leave_uncompiled
-    def _enter(self, model: nn.Module, args: tuple) -> None:
+    def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if (name := next(self.found(), None)) is not None:
             self._reject(name)
 

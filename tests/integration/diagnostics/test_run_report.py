@@ -242,7 +242,7 @@ def test_one_folder_for_a_run(tmp_path):
 
 
 def test_what_is_no_run(tmp_path):
-    with pytest.raises(ConfigError, match=r"has no run.json"):
+    with pytest.raises(ConfigError, match=r"has no file run.json"):
         read_run(tmp_path)
     for wrong in ({"memory_step": -1}, {"trace_step": "2"}, {"peak_tflops": 0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):

@@ -121,7 +121,7 @@ def test_what_is_not_planned(tmp_path):
     assert "nothing was planned: some of the model is frozen" in result.output
     with pytest.raises(ConfigError, match="loaded with megatron_config"):
         StepMemory(tmp_path, AutoModelForCausalLM.from_config(LLAMA), None)
-    with pytest.raises(ConfigError, match="has no rank"):
+    with pytest.raises(ConfigError, match="has no file rank"):
         memory_in(tmp_path / "nowhere")
 
 

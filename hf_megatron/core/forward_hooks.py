@@ -1,0 +1,135 @@
+"""Ordered table of what runs before and after a parallelized model's forward."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+# (module, args, kwargs) -> new (args, kwargs), or `None` where they stay as they are.
+Enter = Callable[[Any, tuple, dict[str, Any]], tuple[tuple, dict[str, Any]] | None]
+# (module, args, output) -> a new output, or `None` where it stays as it is.
+Exit = Callable[[Any, tuple, Any], Any]
+
+
+@dataclass(frozen=True)
+class _Row:
+    name: str
+    call: Callable[..., Any]
+    always: bool = False
+
+
+class ForwardHooks:
+    """One forward pre-hook and one forward hook of a model, each of which walks a table in a declared order.
+
+    Features add their functions by name while a model is parallelized; the order of the names decides which runs first,
+    not the order in which the features are installed. `print` shows the table.
+
+    Args:
+        enter_order (`Sequence[str]`): names in the order in which their functions run before the forward; others run
+            after these.
+        exit_order (`Sequence[str]`): the same after the forward.
+    """
+
+    def __init__(self, enter_order: Sequence[str] = (), exit_order: Sequence[str] = ()):
+        self._enter_order, self._exit_order = tuple(enter_order), tuple(exit_order)
+        self._enters: list[_Row] = []
+        self._exits: list[_Row] = []
+        self._model: nn.Module | None = None
+        self._handles: tuple[Any, ...] = ()
+
+    def install(self, model: nn.Module) -> None:
+        """Registers the two hooks with the model whose forward the table is of."""
+        self._model = model
+        self._handles = (
+            model.register_forward_pre_hook(self._enter, with_kwargs=True),
+            model.register_forward_hook(self._exit, always_call=True),
+        )
+
+    def move_to_front(self) -> None:
+        """Has the table run before hooks that were put before it, such as those of FSDP2."""
+        for handle in self._handles:
+            handle.hooks_dict_ref().move_to_end(handle.id, last=False)
+
+    def add(
+        self, name: str, enter: Enter | None = None, exit: Exit | None = None, *, always_exit: bool = False
+    ) -> None:
+        """Adds functions to the table.
+
+        Args:
+            name (`str`): a name of the declared orders; functions of one name run in the order of their addition.
+            enter (`Callable`, *optional*): called before the forward.
+            exit (`Callable`, *optional*): called after it.
+            always_exit (`bool`, defaults to `False`): call `exit` with the output `None` after a failed forward, too.
+        """
+        if enter is not None:
+            _insert(self._enters, _Row(name, enter), self._enter_order)
+        if exit is not None:
+            _insert(self._exits, _Row(name, exit, always_exit), self._exit_order)
+
+    def add_to(
+        self,
+        module: nn.Module,
+        name: str,
+        enter: Enter | None = None,
+        exit: Exit | None = None,
+        *,
+        always_exit: bool = False,
+    ) -> None:
+        """Adds functions of a module: to the table for the model itself, as hooks of its own for one inside of it."""
+        if module is self._model:
+            self.add(name, enter, exit, always_exit=always_exit)
+            return
+        if enter is not None:
+            module.register_forward_pre_hook(enter, with_kwargs=True)
+        if exit is not None:
+            module.register_forward_hook(exit, always_call=always_exit)
+
+    def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        for row in self._enters:
+            result = row.call(model, args, kwargs)
+            if result is not None:
+                args, kwargs = result
+        return args, kwargs
+
+    def _exit(self, model: nn.Module, args: tuple, output: Any) -> Any:
+        # torch calls the hook after an error, too, with the output None, which no model of transformers returns.
+        has_failed = output is None
+        for index, row in enumerate(self._exits):
+            if has_failed and not row.always:
+                continue
+            try:
+                result = row.call(model, args, output)
+            except BaseException:
+                # What has to be put back is put back, whatever this one raised; as torch does with several hooks.
+                for other in self._exits[index + 1 :]:
+                    if other.always:
+                        other.call(model, args, None)
+                raise
+            if result is not None:
+                output = result
+        return output
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Lists the table: `"before"` or `"after"`, the name, and the function's module and name."""
+        return [
+            (when, row.name, _name_of(row.call))
+            for when, rows in (("before", self._enters), ("after", self._exits))
+            for row in rows
+        ]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{when:<8}{name:<22}{function}" for when, name, function in self.rows())
+
+
+def _name_of(function: Any) -> str:
+    inner = getattr(function, "func", function)
+    return f"{inner.__module__.removeprefix('hf_megatron.')}.{inner.__qualname__}"
+
+
+def _insert(rows: list[_Row], row: _Row, order: Sequence[str]) -> None:
+    def place(name: str) -> int:
+        return order.index(name) if name in order else len(order)
+
+    rows.append(row)
+    rows.sort(key=lambda one: place(one.name))

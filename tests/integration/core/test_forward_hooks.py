@@ -1,0 +1,39 @@
+"""The hooks of parallelized models are two, whose table has the declared order."""
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.parallelize import ENTER_ORDER, EXIT_ORDER
+
+LAYOUTS = {
+    "tp2+sp": {"tp_size": 2, "sequence_parallel": True},
+    "dp2": {"dp_size": 2},
+    "dp2+zero3": {"dp_size": 2, "zero_stage": 3},
+    "cp2": {"cp_size": 2},
+    "pp2": {"pp_size": 2},
+    "tp2+dp2": {"tp_size": 2, "dp_size": 2},
+}
+
+
+def hooks_of(layout):
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
+    )
+    model = LlamaForCausalLM._from_config(config, megatron_config=layout)
+    own = [hook for hook in model._forward_pre_hooks.values() if hook.__func__.__module__.startswith("hf_megatron")]
+    after = [hook for hook in model._forward_hooks.values() if hook.__func__.__module__.startswith("hf_megatron")]
+    is_first = next(iter(model._forward_pre_hooks.values())) in own
+    return model.parallel_hooks().rows(), str(model.parallel_hooks()), len(own), len(after), is_first
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_the_model_has_two_hooks_whose_table_is_in_the_declared_order(text):
+    ranks = 4 if text == "tp2+dp2" else 2
+    for rows, printed, own, after, is_first in run_ranks(hooks_of, ranks, LAYOUTS[text]):
+        assert (own, after, is_first) == (1, 1, True)
+        for when, order in (("before", ENTER_ORDER), ("after", EXIT_ORDER)):
+            names = [name for row, name, _ in rows if row == when]
+            assert set(names) <= {*order} and names == sorted(names, key=order.index)
+        assert {"enabled", "loss", "data parallel"} <= {name for _, name, _ in rows}
+        assert len(printed.splitlines()) == len(rows)
