@@ -28,6 +28,9 @@ from typing import Any, Protocol
 from ..errors import MegatronError
 from .import_hook import ImportFinder, call_when_initialized, is_initializing
 
+# Attribute of every replacement, which holds its code.
+_MARK = "_hf_megatron_patch"
+
 
 @dataclass(frozen=True)
 class Patch:
@@ -108,7 +111,8 @@ class PatchedTarget:
             self._require_other_version()
             return
         # `vars` keeps staticmethod and classmethod objects as they are; `getattr` would bind them.
-        self.original = function = attributes[attribute]
+        # A module that imported an entry point by name has the replacement of that.
+        self.original = function = _upstream(attributes[attribute])
         for patch in reversed(wanted):
             function = _replaced(function, patch)
         _set(owner, attribute, function)
@@ -125,11 +129,16 @@ class PatchedTarget:
             )
 
     def restore(self) -> None:
-        """Puts upstream's own function back; twice is once."""
+        """Puts upstream's own function back, also where an entry point was imported by name; twice is once."""
+        if self.module_name not in sys.modules or (not self.applied and is_initializing(sys.modules[self.module_name])):
+            return
+        owner, attribute = self._owner()
+        value = _attributes(owner).get(attribute)
         if self.applied:
-            owner, attribute = self._owner()
             _set(owner, attribute, self.original)
-            self.applied = ()
+        elif _upstream(value) is not value:
+            _set(owner, attribute, _upstream(value))
+        self.applied = ()
 
 
 @dataclass(frozen=True)
@@ -195,6 +204,14 @@ def _set(owner: Any, attribute: str, value: Any) -> None:
         setattr(owner, attribute, value)
 
 
+def _upstream(value: Any) -> Any:
+    """Returns the function that a replacement was made of; any other value as it is."""
+    # A wrapper that somebody made of a replacement has a copy of the attribute, and code of its own.
+    while isinstance(value, FunctionType) and vars(value).get(_MARK) is value.__code__:
+        value = value.__wrapped__  # type: ignore[attr-defined]
+    return value
+
+
 def _resolve(name: str) -> Callable[..., Any]:
     module_name, _, function = name.partition(":")
     return getattr(importlib.import_module(module_name), function)
@@ -230,6 +247,7 @@ def _replaced(original: Any, patch: Patch) -> Any:
     name, qualname = (f"{text.partition('[')[0]}[{patch.feature}]" for text in _names(original))
     replacement.__code__ = replacement.__code__.replace(co_name=name, co_qualname=qualname)
     functools.update_wrapper(replacement, original)
+    vars(replacement)[_MARK] = replacement.__code__
     if "." in qualname.partition("[")[0].rpartition("<locals>.")[2]:
         replacement.__qualname__ = qualname
     return replacement

@@ -49,13 +49,14 @@ ENTRY_POINTS = frozenset(
         f"{_MODEL}.save_pretrained",
         "transformers.models.auto.auto_factory:_BaseAutoModelClass.from_pretrained",
         "transformers.training_args:TrainingArguments.__post_init__",
-        f"{_TRAINER}.call_model_init",
         f"{_TRAINER}._load_from_checkpoint",
         "transformers.trainer:get_last_checkpoint",
         f"{_ACCELERATOR}.__init__",
         f"{_ACCELERATOR}.load_state",
         "trl.trainer.grpo_config:GRPOConfig.__post_init__",
         "trl.trainer.rloo_config:RLOOConfig.__post_init__",
+        # Scripts import it by name before they load a model.
+        "peft.utils.save_and_load:get_peft_model_state_dict",
     )
 )
 

@@ -151,7 +151,7 @@ def test_nothing_recorded(tmp_path, monkeypatch):
         return write_flight_record(tmp_path, 0, None)
 
     assert run_ranks(on_rank, 2) == [None, None]
-    with pytest.raises(ConfigError, match="has no rank"):
+    with pytest.raises(ConfigError, match="has no file rank"):
         read_flight_records(tmp_path)
 
 
