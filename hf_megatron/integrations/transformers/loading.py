@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,9 +68,28 @@ class _Request:
         return self.config.to_dict()
 
 
+def _activate_patches() -> None:
+    """Applies the patches that a layout needs.
+
+    Raises:
+        ConfigError: a trainer is loading the model in its constructor, which has begun as upstream's own.
+    """
+    if PATCH_REGISTRY.is_active:
+        return
+    PATCH_REGISTRY.activate()
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "__init__" and isinstance(owner := frame.f_locals.get("self"), transformers.Trainer):
+            raise ConfigError(
+                f"{type(owner).__name__} loads a model with megatron_config in its constructor. Load the model first "
+                "and pass it instead of model_init, or give model_init_kwargs to the constructor of the arguments."
+            )
+
+
 def _start(value: Any, kwargs: dict[str, Any]) -> MegatronConfig:
     """Validates the argument and the job before anything is loaded, and applies the patches that a layout needs."""
-    PATCH_REGISTRY.activate()
+    _activate_patches()
     warn_of_unchecked_versions()
     config = MegatronConfig.coerce(value)
     for name, reason in _EXCLUSIVE.items():

@@ -248,6 +248,38 @@ assert not hf_megatron.compat.patch_registry.PATCH_REGISTRY.is_active
     )
 
 
+def test_a_trainer_that_loads_the_first_model_in_its_constructor_says_what_to_do(stories, tmp_path):
+    python(
+        f"""
+import hf_megatron, pytest
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+def make():
+    return AutoModelForCausalLM.from_pretrained({str(stories)!r}, megatron_config={{"tp_size": 1}})
+
+args = TrainingArguments({str(tmp_path)!r}, use_cpu=True, report_to=[])
+with pytest.raises(hf_megatron.ConfigError, match="Load the model first and pass it instead of model_init"):
+    Trainer(args=args, model_init=make)
+Trainer(model=make(), args=args)
+"""
+    )
+
+
+def test_model_init_kwargs_of_trls_arguments_apply_all_patches(tmp_path):
+    python(
+        f"""
+import hf_megatron
+from trl import SFTConfig, SFTTrainer
+from hf_megatron.compat.patch_registry import PATCH_REGISTRY
+
+SFTConfig({str(tmp_path)!r}, use_cpu=True, report_to=[])
+assert not PATCH_REGISTRY.is_active
+SFTConfig({str(tmp_path)!r}, use_cpu=True, report_to=[], model_init_kwargs={{"megatron_config": {{"tp_size": 2}}}})
+assert PATCH_REGISTRY.is_active and SFTTrainer.__init__.__qualname__ == "SFTTrainer.__init__[trl.base]"
+"""
+    )
+
+
 def test_patches_of_one_target_form_a_chain_whose_features_a_stack_trace_names():
     python(
         """
