@@ -454,6 +454,11 @@ def _zero_grad(model: Any, set_to_none: bool = True) -> None:
             cleared()
 
 
+def is_marked(parameter: Tensor) -> bool:
+    """Returns whether a tensor of any shape carries its engine."""
+    return _MARK in vars(parameter)
+
+
 def engine_of(parameter: Tensor) -> DataParallel | None:
     """Returns the engine of the model that a parameter of any shape belongs to, if it is one of ours."""
     engine = vars(parameter).get(_MARK)

@@ -14,7 +14,7 @@ from ..compat.torch_autograd import in_backward
 from ..compat.torch_fsdp import unsharded_parameters
 from ..errors import UnsupportedError
 from .autograd_boundary import LEAVING, STOPPED, UNREDUCED, reject_untracked, walk
-from .engine import DataParallel, data_parallel_engines, engine_of
+from .engine import DataParallel, all_engines, data_parallel_engines, engine_of, is_marked
 from .fsdp_checks import is_sharded
 
 
@@ -45,7 +45,7 @@ def check_backward(tensors: Any) -> None:
     owned = len(untracked) < len(found)
     if not leaving:
         # Another model of this process, without replicas, may run its own backwards.
-        untracked = [leaf for leaf in untracked if engine_of(leaf) is None]
+        untracked = [leaf for leaf in untracked if own.engine_of(leaf) is None]
     is_inside = is_inner and any(engine.is_running or engine.was_differentiated for engine in engines)
     if leaving or is_inside or owned:
         reject_untracked(leaf for leaf in untracked if isinstance(leaf, nn.Parameter))
@@ -67,11 +67,22 @@ class _Own:
         sharded = (engine.model for engine in self.engines if engine.state.shards_weights)
         return {id(parameter) for model in sharded for parameter in unsharded_parameters(model)}
 
+    @cached_property
+    def _parameters(self) -> set[int]:
+        return {id(parameter) for engine in all_engines() for parameter in engine.model.parameters()}
+
+    def engine_of(self, leaf: Tensor) -> DataParallel | None:
+        """Returns the engine of the model that a leaf of any shape is a parameter of."""
+        # Looked up once for all leaves: one by one, the backward of a plain model beside a data parallel one would take
+        # its leaves times the other's parameters.
+        known = is_marked(leaf) or id(leaf) in self._parameters or any(engine.holds(leaf) for engine in self.engines)
+        return engine_of(leaf) if known else None
+
     def __contains__(self, leaf: Tensor) -> bool:
         # A leaf without entries tells a backward what it is asked for.
         if not leaf.requires_grad or not leaf.numel():
             return True
-        engine = engine_of(leaf)
+        engine = self.engine_of(leaf)
         if engine is not None and engine.mesh.reduces_gradients:
             return is_sharded(leaf) or not engine.state.shards_weights or engine.is_apart(leaf)
         return id(leaf) in self._unsharded
