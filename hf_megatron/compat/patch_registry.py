@@ -28,9 +28,6 @@ from typing import Any, Protocol
 from ..errors import MegatronError
 from .import_hook import ImportFinder, call_when_initialized, is_initializing
 
-# Attribute of every replacement, which holds its code.
-_MARK = "_hf_megatron_patch"
-
 
 @dataclass(frozen=True)
 class Patch:
@@ -46,6 +43,7 @@ class Patch:
         when: `module:function`, asked with the first argument of each call (`self` of a method); the replacement is
             skipped where it returns `False`. Empty: the replacement runs in every call.
         is_entry_point: applied by `import hf_megatron`, not only once a model is parallelized.
+        aliases: modules that import the function by name; it is replaced there, too.
     """
 
     target: str
@@ -54,6 +52,7 @@ class Patch:
     until: str
     when: str = ""
     is_entry_point: bool = False
+    aliases: tuple[str, ...] = ()
 
     @property
     def is_private(self) -> bool:
@@ -111,11 +110,10 @@ class PatchedTarget:
             self._require_other_version()
             return
         # `vars` keeps staticmethod and classmethod objects as they are; `getattr` would bind them.
-        # A module that imported an entry point by name has the replacement of that.
-        self.original = function = _upstream(attributes[attribute])
+        self.original = function = attributes[attribute]
         for patch in reversed(wanted):
             function = _replaced(function, patch)
-        _set(owner, attribute, function)
+        self._put(function)
         self.applied = wanted
 
     def _require_other_version(self) -> None:
@@ -129,16 +127,20 @@ class PatchedTarget:
             )
 
     def restore(self) -> None:
-        """Puts upstream's own function back, also where an entry point was imported by name; twice is once."""
-        if self.module_name not in sys.modules or (not self.applied and is_initializing(sys.modules[self.module_name])):
-            return
-        owner, attribute = self._owner()
-        value = _attributes(owner).get(attribute)
+        """Puts upstream's own function back; twice is once."""
         if self.applied:
-            _set(owner, attribute, self.original)
-        elif _upstream(value) is not value:
-            _set(owner, attribute, _upstream(value))
-        self.applied = ()
+            self._put(self.original)
+            self.applied = ()
+
+    def _put(self, function: Any) -> None:
+        owner, attribute = self._owner()
+        before = _attributes(owner)[attribute]
+        _set(owner, attribute, function)
+        for name in dict.fromkeys(alias for patch in self.patches for alias in patch.aliases):
+            module = sys.modules.get(name)
+            # Another function may have taken the name since.
+            if module is not None and vars(module).get(attribute) is before:
+                setattr(module, attribute, function)
 
 
 @dataclass(frozen=True)
@@ -204,14 +206,6 @@ def _set(owner: Any, attribute: str, value: Any) -> None:
         setattr(owner, attribute, value)
 
 
-def _upstream(value: Any) -> Any:
-    """Returns the function that a replacement was made of; any other value as it is."""
-    # A wrapper that somebody made of a replacement has a copy of the attribute, and code of its own.
-    while isinstance(value, FunctionType) and vars(value).get(_MARK) is value.__code__:
-        value = value.__wrapped__  # type: ignore[attr-defined]
-    return value
-
-
 def _resolve(name: str) -> Callable[..., Any]:
     module_name, _, function = name.partition(":")
     return getattr(importlib.import_module(module_name), function)
@@ -247,7 +241,6 @@ def _replaced(original: Any, patch: Patch) -> Any:
     name, qualname = (f"{text.partition('[')[0]}[{patch.feature}]" for text in _names(original))
     replacement.__code__ = replacement.__code__.replace(co_name=name, co_qualname=qualname)
     functools.update_wrapper(replacement, original)
-    vars(replacement)[_MARK] = replacement.__code__
     if "." in qualname.partition("[")[0].rpartition("<locals>.")[2]:
         replacement.__qualname__ = qualname
     return replacement

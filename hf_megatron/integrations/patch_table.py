@@ -60,6 +60,9 @@ ENTRY_POINTS = frozenset(
     )
 )
 
+# Modules that import a target's function by name.
+_ALIASES = {"peft.utils.save_and_load:get_peft_model_state_dict": ("peft", "peft.utils", "peft.peft_model")}
+
 # Target, replacement (in this package unless it says otherwise), what stock does, until when, and when it applies.
 # fmt: off
 _ROWS: tuple[tuple[str, ...], ...] = (
@@ -300,11 +303,8 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     ("peft.peft_model:PeftModel.save_pretrained", "peft.injection:save_adapter", "every rank writes the files",
      _ALWAYS),
     ("transformers.utils.hub:PushToHubMixin.push_to_hub", "peft.injection:push_adapter", "every rank uploads", _ALWAYS),
-    *(
-        (f"peft{where}:get_peft_model_state_dict", "peft.injection:adapter_state_dict", "gives this rank's part",
-         _ALWAYS)
-        for where in ("", ".peft_model", ".utils.save_and_load", ".utils")
-    ),
+    ("peft.utils.save_and_load:get_peft_model_state_dict", "peft.injection:adapter_state_dict",
+     "gives this rank's part", _ALWAYS),
     *(
         (f"peft.tuners.{name}.layer:Linear.__init__", "peft.injection:linear_init",
          "takes a linear's weight for [out, in]", _ALWAYS)
@@ -434,7 +434,8 @@ def _patches() -> Iterator[Patch]:
         function, *predicate = (
             name if name.startswith("hf_megatron.") else f"{_HERE}.{name}" for name in (replacement, *when)
         )
-        yield Patch(target, function, stock, until, "".join(predicate), target in ENTRY_POINTS)
+        aliases = _ALIASES.get(target, ())
+        yield Patch(target, function, stock, until, "".join(predicate), target in ENTRY_POINTS, aliases)
 
 
 PATCHES: tuple[Patch, ...] = tuple(_patches())

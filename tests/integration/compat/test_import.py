@@ -304,6 +304,28 @@ assert "training_step[trainer.ramp_up]" in frames, frames
     )
 
 
+def test_functions_that_scripts_import_by_name_are_replaced_under_every_name():
+    python(
+        """
+import hf_megatron
+from peft import get_peft_model_state_dict
+import peft.utils, peft.peft_model
+
+def names():
+    modules = (peft, peft.utils, peft.peft_model, peft.utils.save_and_load)
+    return {module.get_peft_model_state_dict for module in modules}
+
+assert names() == {get_peft_model_state_dict}
+assert get_peft_model_state_dict.__code__.co_name == "get_peft_model_state_dict[peft.injection]"
+hf_megatron.disable()
+assert names() == {get_peft_model_state_dict.__wrapped__}
+hf_megatron.enable()
+(replaced,) = names()
+assert replaced.__wrapped__ is get_peft_model_state_dict.__wrapped__ and replaced is not replaced.__wrapped__
+"""
+    )
+
+
 def test_a_patch_of_ones_own_joins_a_chain_and_is_restored(tmp_path):
     (tmp_path / "own_patch.py").write_text(
         "calls = []\n\ndef log(original, self, logs):\n    calls.append(logs)\n\ndef never(self):\n    return False\n"
