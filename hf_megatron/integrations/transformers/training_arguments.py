@@ -10,12 +10,16 @@ import torch
 
 from ...compat.patch_registry import PATCH_REGISTRY
 from ...core.runtime import RUNTIME
+from ..accelerate.environment import job_world_size
 
 
 def post_init(original: Callable, self: Any) -> None:
     """Sets `use_cpu` on ranks without accelerators; stock reports one process on each of them."""
-    # TRL's trainers load the model in their `__init__`, which has to be replaced by then.
-    if "megatron_config" in (getattr(self, "model_init_kwargs", None) or ()):
+    # TRL's trainers may load the model in their `__init__`, which has to be replaced by then. Its scripts set
+    # `model_init_kwargs` after the arguments were made, so in a job of several ranks they may yet have a layout.
+    if hasattr(self, "model_init_kwargs") and (
+        job_world_size() > 1 or "megatron_config" in (self.model_init_kwargs or ())
+    ):
         PATCH_REGISTRY.activate()
     if (RUNTIME.models or RUNTIME.launch is not None) and not torch.accelerator.is_available():
         self.use_cpu = True

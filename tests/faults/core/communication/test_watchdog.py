@@ -486,7 +486,7 @@ def test_watch_is_one_per_process_group_and_puts_everything_back(stories):
 ENDS = """
 import sys
 import torch.distributed as dist
-from hf_megatron.core.communication import watch
+from hf_megatron.core.communication import watchdog as watch
 
 dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", int(sys.argv[1]), 1, True), rank=0, world_size=1)
 # The store answers too late for the end of the script, and its thread is always in a call of it.

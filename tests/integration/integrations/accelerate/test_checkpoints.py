@@ -15,6 +15,7 @@ import hf_megatron
 from hf_megatron import CheckpointError, MegatronConfig
 from hf_megatron.checkpoint.discovery import is_committed, latest
 from hf_megatron.checkpoint.transaction import prune
+from hf_megatron.compat.patch_registry import PATCH_REGISTRY
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.accelerate import checkpoints as accelerate_checkpoints
 from tests.integration.integrations.trainer.test_trainer import rows
@@ -162,8 +163,11 @@ def test_plain_accelerate_goes_on_with_sharded_checkpoints(stories, tmp_path, po
     if pointer:
         (tmp_path / "checkpoints" / "latest").write_text("checkpoint_1\n")
 
-    def stock(is_imported):
-        if not is_imported:
+    def stock(is_active):
+        if is_active:
+            # As in a process that has parallelized another model.
+            PATCH_REGISTRY.activate()
+        else:
             hf_megatron.disable()
         accelerator = automatic(tmp_path, total_limit=3, iteration=2)
         module = accelerator.unwrap_model(accelerator.prepare(torch.nn.Linear(2, 2)))
