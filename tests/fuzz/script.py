@@ -24,7 +24,7 @@ _PLACES = (
 )
 # Dots of an import from the library itself.
 _TO_ROOT = 3
-_BEGIN = '''"""{verdict}: {worst}
+_BEGIN = '''"""{judgment}: {worst}
 
 Run both, in this order:
 

@@ -50,11 +50,11 @@ def _simpler_layouts(case: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def shrink(case: dict[str, Any], judgment: str, timeout: float = 20.0, rounds: int = 4) -> dict[str, Any]:
-    """Returns the simplest case found with the same verdict.
+    """Returns the simplest case found with the same judgment.
 
     Args:
         case: that fails.
-        verdict (`str`): that it has to keep.
+        judgment (`str`): that it has to keep.
         timeout (`float`): seconds of one case.
         rounds (`int`): of trying everything that is simpler.
     """
