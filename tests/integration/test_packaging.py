@@ -58,14 +58,14 @@ def test_wheel(built, tmp_path):
     with zipfile.ZipFile(built[0]) as wheel:
         wheel.extractall(tmp_path)
         names = wheel.namelist()
-    data = (
-        "py.typed",
-        "verified.json",
-        "checkpoint_names.json",
-        "model_cards/template.md",
-        "profile/timeline.html",
-        "planner/devices.json",
-    )
+    folders = {ROOT / "hf_megatron": ROOT / "hf_megatron", ROOT / "conversion": ROOT, ROOT / "model_cards": ROOT}
+    data = {
+        path.relative_to(base).as_posix()
+        for folder, base in folders.items()
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
+    assert {"py.typed", "models/verified.json", "model_cards/template.md", "planner/devices.json"} <= data
     assert {f"hf_megatron/{name}" for name in data} <= set(names)
     assert not any(name.startswith(("tests", "conversion", "model_cards", "benchmarks")) for name in names)
     imports_from(tmp_path)
