@@ -75,7 +75,7 @@ ENTER_ORDER = (
 )
 # What runs after it.
 EXIT_ORDER = (
-    "pending loss",  # full logits in evaluation, before FSDP2 splits the head's weight again
+    "pending loss",  # full logits in evaluation; before FSDP2's own hook, the others after it
     "loss",
     "kv cache",
     "data parallel",

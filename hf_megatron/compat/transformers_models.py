@@ -284,3 +284,11 @@ def chosen_functions(config: Any) -> dict[str, Callable[..., Any]]:
     chosen = {option: getattr(config, f"_{option}", None) for option in tables}
     found = {f"{option}={name!r}": tables[option].get(name) for option, name in chosen.items()}
     return {option: function for option, function in found.items() if function is not None}
+
+
+def checkpoints_activations(model: Any) -> bool:
+    """Returns whether gradient checkpointing is on in a model.
+
+    Its property is `is_activation_checkpointing` from transformers 5.23 on, where the name before it warns.
+    """
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

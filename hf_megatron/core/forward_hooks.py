@@ -1,6 +1,6 @@
 """Ordered table of what runs before and after a parallelized model's forward."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ class ForwardHooks:
         self._exits: list[_Row] = []
         self._model: nn.Module | None = None
         self._handles: tuple[Any, ...] = ()
+        self._first_exits: frozenset[str] = frozenset()
 
     def install(self, model: nn.Module) -> None:
         """Registers the two hooks with the model whose forward the table is of."""
@@ -46,10 +47,21 @@ class ForwardHooks:
             model.register_forward_hook(self._exit, always_call=True),
         )
 
-    def move_to_front(self) -> None:
-        """Has the table run before hooks that were put before it, such as those of FSDP2."""
-        for handle in self._handles:
-            handle.hooks_dict_ref().move_to_end(handle.id, last=False)
+    def enclose(self, first_exits: Collection[str]) -> None:
+        """Has the table enclose hooks that another library has registered with the model since, such as FSDP2's.
+
+        What runs before the forward runs before theirs, and what runs after it after theirs.
+
+        Args:
+            first_exits (`Collection[str]`): names whose functions run before theirs after the forward, too; they have a
+                hook of their own.
+        """
+        assert self._model is not None
+        before, after = self._handles
+        before.hooks_dict_ref().move_to_end(before.id, last=False)
+        after.hooks_dict_ref().move_to_end(after.id)
+        self._first_exits = frozenset(first_exits)
+        self._model.register_forward_hook(self._exit_first, always_call=True, prepend=True)
 
     def add(
         self, name: str, enter: Enter | None = None, exit: Exit | None = None, *, always_exit: bool = False
@@ -92,17 +104,24 @@ class ForwardHooks:
                 args, kwargs = result
         return args, kwargs
 
+    def _exit_first(self, model: nn.Module, args: tuple, output: Any) -> Any:
+        return self._walk_exits([row for row in self._exits if row.name in self._first_exits], model, args, output)
+
     def _exit(self, model: nn.Module, args: tuple, output: Any) -> Any:
+        rows = [row for row in self._exits if row.name not in self._first_exits] if self._first_exits else self._exits
+        return self._walk_exits(rows, model, args, output)
+
+    def _walk_exits(self, rows: Sequence[_Row], model: nn.Module, args: tuple, output: Any) -> Any:
         # torch calls the hook after an error, too, with the output None, which no model of transformers returns.
         has_failed = output is None
-        for index, row in enumerate(self._exits):
+        for index, row in enumerate(rows):
             if has_failed and not row.always:
                 continue
             try:
                 result = row.call(model, args, output)
             except BaseException:
                 # What has to be put back is put back, whatever this one raised; as torch does with several hooks.
-                for other in self._exits[index + 1 :]:
+                for other in rows[index + 1 :]:
                     if other.always:
                         other.call(model, args, None)
                 raise

@@ -20,8 +20,9 @@ def install(model: Any, state: ParallelState) -> None:
         name = type(model).__name__
         # First of all axes, so that FSDP2's hooks lie inside those that move activations between ranks.
         shard_weights(model, state, [] if state.cut is None else state.cut.ends(model))
-        # FSDP2's pre-hook exchanges the parameters that the loop knows, and its hook splits the head's weight again.
-        state.hooks.move_to_front()
+        # FSDP2's pre-hook exchanges the parameters that the loop knows. Its hook marks the outputs for backward, so
+        # outputs are replaced after it; full logits are computed before it splits the head's weight again.
+        state.hooks.enclose(["pending loss"])
         # FSDP2 makes a class of its own; Trainer shifts labels for label smoothing by the name.
         state.patches.replace(model, "_get_name", lambda: name)
     state.data_parallel = engine = DataParallel(model, state)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..compat.torch_autograd import dispatch_modes, in_backward
+from ..compat.transformers_models import checkpoints_activations
 from ..core.off_stage import local_named_parameters
 from ..data_parallel.distributed_optimizer import sharded, stepping_optimizer
 from ..errors import ConfigError
@@ -124,7 +125,7 @@ class StepMemory:
         figures, (rows, length) = self._tracker.figures, self._shape
         config, pipeline = self.model.config, self.state.pipeline
         layout = self.state.config.to_dict()
-        if layout["recompute"] is None and getattr(self.model, "is_gradient_checkpointing", False):
+        if layout["recompute"] is None and checkpoints_activations(self.model):
             layout["recompute"] = "full"
         microbatches = 1 if pipeline is None else min(rows, pipeline.describe()["microbatches"])
         weights = [parameter for _, parameter in local_named_parameters(self.model)]

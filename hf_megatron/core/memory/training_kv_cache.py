@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from ...compat.shared import Shared
+from ...compat.transformers_models import checkpoints_activations
 from ...errors import UnsupportedError
 from ..forward_hooks import ForwardHooks
 from ..unavailable_output import UnavailableOutput
@@ -121,7 +122,7 @@ def _makes_cache(model: Any, arguments: Mapping[str, Any]) -> bool:
     if wanted is None:
         wanted = getattr(model.config.get_text_config(), "use_cache", False)
     # Checkpointing has transformers leave it out.
-    return bool(wanted) and not _caches(arguments) and not (model.training and model.is_gradient_checkpointing)
+    return bool(wanted) and not _caches(arguments) and not (model.training and checkpoints_activations(model))
 
 
 def _reject_documents(model: Any, arguments: Mapping[str, Any]) -> None:

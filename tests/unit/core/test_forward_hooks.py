@@ -79,18 +79,23 @@ def test_functions_of_a_module_inside_are_hooks_of_its_own():
     assert len(hooks.rows()) == 2 and len(model[0]._forward_hooks) == 1
 
 
-def test_the_table_moves_before_hooks_that_were_put_first():
+def test_the_table_encloses_hooks_of_another_library():
     model, seen = Doubled(), []
     hooks = table(model)
-    hooks.add("first", lambda *_: seen.append("table"), lambda *_: seen.append("table"))
+    hooks.add("first", lambda *_: seen.append("first"), lambda *_: seen.append("first"), always_exit=True)
+    hooks.add("second", exit=lambda *_: seen.append("second"), always_exit=True)
     model.register_forward_pre_hook(lambda *_: seen.append("other"), prepend=True)
-    model.register_forward_hook(lambda *_: seen.append("other"), prepend=True)
+    model.register_forward_hook(lambda *_: seen.append("other"))
     model(1)
-    assert seen == ["other", "table", "other", "table"]
+    assert seen == ["other", "first", "first", "second", "other"]
     seen.clear()
-    hooks.move_to_front()
+    hooks.enclose(["first"])
     model(1)
-    assert seen == ["table", "other", "table", "other"]
+    assert seen == ["first", "other", "first", "other", "second"]
+    seen.clear()
+    with pytest.raises(ValueError, match="failed"):
+        model(1, fails=True)
+    assert seen == ["first", "other", "first", "second"]
 
 
 def test_a_deep_copy_has_a_table_of_its_own():
