@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...compat.patch_registry import PATCH_REGISTRY
 from ...errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ def ensure_process_group(timeout: float, cpu: bool = False) -> "torch.device":
     import torch.distributed as dist
     from accelerate import PartialState
 
+    # Groups that are made from now on have the job's timeout.
+    PATCH_REGISTRY.activate()
     for name in ("FSDP", "DEEPSPEED"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
             raise UnsupportedError(
