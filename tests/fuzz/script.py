@@ -22,8 +22,6 @@ _PLACES = (
     "after_step",
     "ended",
 )
-# Dots of an import from the library itself.
-_TO_ROOT = 3
 _BEGIN = '''"""{judgment}: {worst}
 
 Run both, in this order:
@@ -93,7 +91,7 @@ def reproduction(case: Mapping[str, Any], result: Mapping[str, Any], norm: float
     functions: dict[str, str] = {}
     constructors = [_constructor(given, functions) for given in patterns_of(case["habits"])]
     text += "".join("\n\n" + source for source in functions.values())
-    text += f"\n\nHABITS = [{', '.join(constructors)}]\n"
+    text += f"\n\nLOOP_PATTERNS = [{', '.join(constructors)}]\n"
     text += f"NORM = {norm}\nSECOND = {not ranks_first}\nCASE = {pprint.pformat(dict(case), width=110)}\n\n"
     return text + _END
 
@@ -106,10 +104,10 @@ def _joined(*modules: ModuleType) -> str:
         text = inspect.getsource(module)
         nodes = ast.parse(text).body
         for node in nodes:
-            if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and not node.level):
+            # The fuzzer's own modules are part of the text.
+            is_own = isinstance(node, ast.ImportFrom) and str(node.module).startswith("tests.")
+            if isinstance(node, ast.Import | ast.ImportFrom) and not is_own:
                 imports[ast.unparse(node)] = None
-            elif isinstance(node, ast.ImportFrom) and node.level == _TO_ROOT:
-                imports[f"from hf_megatron import {', '.join(alias.name for alias in node.names)}"] = None
         first = next(node for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef))
         line = min([first.lineno, *(decorator.lineno for decorator in first.decorator_list)])
         bodies.append("".join(text.splitlines(keepends=True)[line - 1 :]))
