@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from .versions import _minor, installed_version
+from .versions import _minor
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
@@ -154,11 +154,6 @@ def reentrant_checkpoints(layer: Any) -> bool:
     """Tells whether backward computes a layer again by torch's reentrant checkpoints."""
     function = getattr(layer, "_gradient_checkpointing_func", None)
     return bool(getattr(function, "keywords", {}).get("use_reentrant"))
-
-
-def recomputes_hooks() -> bool:
-    """Tells whether recomputed layers run their hooks again, and keep what these are called with (not from 5.23)."""
-    return _minor(installed_version("transformers")) < (5, 23)
 
 
 def splits_python_functions() -> bool:

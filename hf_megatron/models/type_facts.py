@@ -96,12 +96,6 @@ def facts_of(model_type: str) -> TypeFacts:
     return _FACTS.get(model_type, _NONE)
 
 
-def all_facts() -> dict[str, TypeFacts]:
-    """Returns the facts of every model type that has some."""
-    load_families()
-    return dict(_FACTS)
-
-
 def batch_coupling_reason(config: Any) -> str | None:
     """Says why a model's rows cannot be computed apart from each other, or `None` where they can."""
     facts = facts_of(config.model_type)

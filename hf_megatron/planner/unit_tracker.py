@@ -1,7 +1,7 @@
 """What each unit of a model does in a step: a ledger that tells layers, and what is around them, apart."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -207,10 +207,3 @@ def _attention(name: str, func: Any, args: tuple) -> float:
     place = names.index("is_causal") if "is_causal" in names else len(args)
     causal = bool(args[place]) if place < len(args) else False
     return flops * (0.5 if causal else 1.0) * (_ATTENTION_BACKWARD if backward else 1.0)
-
-
-def units_in_order(units: Mapping[str, UnitFigures]) -> Iterator[tuple[str, UnitFigures]]:
-    """Yields what is before the layers, the layers in the order of their forward, and what is after them."""
-    yield BEFORE, units.get(BEFORE, UnitFigures())
-    yield from ((name, figures) for name, figures in units.items() if name not in (BEFORE, AFTER))
-    yield AFTER, units.get(AFTER, UnitFigures())

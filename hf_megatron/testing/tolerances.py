@@ -140,14 +140,3 @@ def cancelled(precise: Measurement) -> frozenset[str]:
     sizes = {name: _largest(gradient) for name, gradient in precise.gradients.items() if gradient is not None}
     largest = max(sizes.values(), default=0.0)
     return frozenset(name for name, size in sizes.items() if size <= _CANCELLED * largest)
-
-
-def reference_error(a: Measurement, b: Measurement) -> float:
-    """Root mean square gradient error relative to `b`, for comparing low precision runs with an fp32 one."""
-    squared, total = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-    for name, gradient in b.gradients.items():
-        other = a.gradients.get(name)
-        if gradient is not None and other is not None:
-            squared += (other.double() - gradient.double()).pow(2).sum()
-            total += gradient.double().pow(2).sum()
-    return (squared / total).sqrt().item()

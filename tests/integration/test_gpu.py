@@ -26,7 +26,7 @@ from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.measure import measure
 from hf_megatron.testing.parity import check_tiny_model
 from hf_megatron.testing.pipeline_timeline import draw_timeline
-from hf_megatron.testing.tolerances import reference_error
+from tests.helpers.low_precision import reference_error
 from tests.helpers.shared_tiny_models import make_tiny_model
 from tests.integration.integrations.trainer import test_resume
 from tests.integration.integrations.trl import test_base

@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.testing.measure import measure
-from hf_megatron.testing.tolerances import reference_error
+from tests.helpers.low_precision import reference_error
 from tests.helpers.shared_tiny_models import make_tiny_model
 
 LAYOUTS = {

@@ -1,0 +1,16 @@
+"""Errors of low precision runs."""
+
+import torch
+
+from hf_megatron.testing.measure import Measurement
+
+
+def reference_error(a: Measurement, b: Measurement) -> float:
+    """Root mean square gradient error relative to `b`, for comparing low precision runs with an fp32 one."""
+    squared, total = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for name, gradient in b.gradients.items():
+        other = a.gradients.get(name)
+        if gradient is not None and other is not None:
+            squared += (other.double() - gradient.double()).pow(2).sum()
+            total += gradient.double().pow(2).sum()
+    return (squared / total).sqrt().item()
