@@ -58,7 +58,12 @@ def serve(scenario):
     from transformers.utils import logging
 
     import hf_megatron  # noqa: F401 - before the ranks are forked
-    from hf_megatron.core.fork_harness import run_ranks
+
+    try:
+        from hf_megatron.testing import run_ranks
+    except ImportError:
+        # Versions before the folders took their present names.
+        from hf_megatron.verify.ranks import run_ranks
 
     logging.disable_progress_bar()
     name, layout, shape, _ = SCENARIOS[scenario]
