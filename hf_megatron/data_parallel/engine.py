@@ -454,7 +454,7 @@ def _zero_grad(model: Any, set_to_none: bool = True) -> None:
             cleared()
 
 
-def is_marked(parameter: Tensor) -> bool:
+def carries_engine(parameter: Tensor) -> bool:
     """Returns whether a tensor of any shape carries its engine."""
     return _MARK in vars(parameter)
 

@@ -14,7 +14,7 @@ from ..compat.torch_autograd import in_backward
 from ..compat.torch_fsdp import unsharded_parameters
 from ..errors import UnsupportedError
 from .autograd_boundary import LEAVING, STOPPED, UNREDUCED, reject_untracked, walk
-from .engine import DataParallel, all_engines, data_parallel_engines, engine_of, is_marked
+from .engine import DataParallel, all_engines, carries_engine, data_parallel_engines, engine_of
 from .fsdp_checks import is_sharded
 
 
@@ -75,7 +75,9 @@ class _Own:
         """Returns the engine of the model that a leaf of any shape is a parameter of."""
         # Looked up once for all leaves: one by one, the backward of a plain model beside a data parallel one would take
         # its leaves times the other's parameters.
-        known = is_marked(leaf) or id(leaf) in self._parameters or any(engine.holds(leaf) for engine in self.engines)
+        known = (
+            carries_engine(leaf) or id(leaf) in self._parameters or any(engine.holds(leaf) for engine in self.engines)
+        )
         return engine_of(leaf) if known else None
 
     def __contains__(self, leaf: Tensor) -> bool:
