@@ -40,7 +40,7 @@ class ForwardHooks:
         self._first_exits: frozenset[str] = frozenset()
 
     def install(self, model: nn.Module) -> None:
-        """Registers the two hooks with the model whose forward the table is of."""
+        """Registers the two hooks with a model."""
         self._model = model
         self._handles = (
             model.register_forward_pre_hook(self._enter, with_kwargs=True),
@@ -48,7 +48,7 @@ class ForwardHooks:
         )
 
     def enclose(self, first_exits: Collection[str]) -> None:
-        """Has the table enclose hooks that another library has registered with the model since, such as FSDP2's.
+        """Encloses the hooks that another library has registered with the model since, such as FSDP2.
 
         What runs before the forward runs before theirs, and what runs after it after theirs.
 

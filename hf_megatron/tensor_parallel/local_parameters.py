@@ -56,7 +56,7 @@ class ActiveForwards(Shared):
         self.in_hook: str | None = None
 
     def install(self, model: nn.Module, hooks: ForwardHooks) -> None:
-        """Has calls of a model, or of a module inside of it, count as active."""
+        """Counts calls of a model, or of a module inside it, as active forwards."""
         hooks.add_to(model, "active forward", self._enter, self._leave, always_exit=True)
 
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

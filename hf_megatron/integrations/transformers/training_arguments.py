@@ -17,7 +17,7 @@ def post_init(original: Callable, self: Any) -> None:
     """Sets `use_cpu` on ranks without accelerators; stock reports one process on each of them."""
     # TRL's trainers may load the model in their `__init__`, which has to be replaced by then. Its scripts set
     # `model_init_kwargs` after the arguments were made, so in a job of several ranks they may yet have a layout.
-    if hasattr(self, "model_init_kwargs") and (
+    if "model_init_kwargs" in vars(self) and (
         job_world_size() > 1 or "megatron_config" in (self.model_init_kwargs or ())
     ):
         PATCH_REGISTRY.activate()

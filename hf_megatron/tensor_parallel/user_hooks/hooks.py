@@ -157,7 +157,7 @@ class UserHooks:
         self.wrapped: dict[str, nn.Module] = {}
 
     def install(self, hooks: ForwardHooks, *models: nn.Module) -> None:
-        """Has calls of these models, one of which the table of hooks is of, look for hooks of users."""
+        """Checks for hooks of users in each call of these models; `hooks` is the table of one of them."""
         for model in models:
             hooks.add_to(model, "user hooks", self._enter)
         # Hooks are counted up over all modules: the user's come after the last of these.

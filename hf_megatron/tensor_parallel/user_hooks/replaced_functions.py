@@ -50,7 +50,7 @@ class ExchangedFunctions:
         self.configs = list({id(config): config for config in configs if config is not None}.values())
 
     def install(self, hooks: ForwardHooks, *models: nn.Module) -> None:
-        """Has calls of these models, one of which the table of hooks is of, look at the functions."""
+        """Checks for replaced functions in each call of these models; `hooks` is the table of one of them."""
         for model in models:
             hooks.add_to(model, "replaced functions", self._enter)
 
