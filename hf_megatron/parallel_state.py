@@ -69,36 +69,33 @@ class Pipeline(Protocol):
 
 
 class DataParallelEngine(Protocol):
-    """What reduces a model's gradients over the ranks that see other data.
+    """Engine that reduces a model's gradients over the data-parallel ranks; see `data_parallel/engine.py`.
 
     Attributes:
-        guards: called before an optimizer takes the gradients.
-        on_stepped: called after an optimizer's step that was not skipped.
-        on_discarded: called when gradients are given up, cleared by a model or an optimizer or skipped in a step.
+        callbacks (`StepCallbacks`): functions called around optimizer steps.
+        step_status (`StepStatus`): gradient checks of the current step, and skipped steps.
+        is_rerunning: whether a step is being recomputed, which must leave no gradients.
     """
 
-    skipped_steps: int
-    guards: list[Callable[[], None]]
-    on_stepped: list[Callable[[], None]]
-    on_discarded: list[Callable[[], None]]
+    callbacks: Any
+    step_status: Any
     reducer: Any
-    # Whether what is computed now is a step's again, of which nothing is to stay.
-    is_rerun: bool
+    is_rerunning: bool
 
     def scan(self) -> None:
-        """Takes note of modules and parameters that were added or replaced since."""
+        """Registers modules and parameters that were added or replaced."""
 
-    def follow_edits(self) -> None:
-        """Has autograd know which weights were edited in place, before anything is computed with them."""
+    def sync_user_edits(self) -> None:
+        """Informs autograd about weights that were edited in place, before they are used."""
 
     def refresh_main_weights(self) -> None:
-        """Takes the parameters' present values over into the optimizers' own copies."""
+        """Copies the parameters' values into the optimizers' main weights."""
 
     def gradients_apart(self) -> AbstractContextManager[None]:
-        """Has backwards inside leave no gradients behind, and reduce none."""
+        """Leaves no gradients of backwards inside, and reduces none."""
 
     def full_root(self) -> AbstractContextManager[None]:
-        """Puts the weights around the layers together for what calls modules without gradients, in stage 3."""
+        """Unshards the weights outside the layers for module calls without gradients, in ZeRO stage 3."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +267,7 @@ def _require_enabled(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> N
 
 def is_rerunning_step(state: "ParallelState | None") -> bool:
     """Tells whether what a model computes now is a step's again, of which nothing is to stay."""
-    return state is not None and state.data_parallel is not None and state.data_parallel.is_rerun
+    return state is not None and state.data_parallel is not None and state.data_parallel.is_rerunning
 
 
 def parallel_state(model: Any) -> ParallelState | None:

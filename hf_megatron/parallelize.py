@@ -166,7 +166,7 @@ def install(model: Any) -> None:
         axis.install(model, state)
     _wrap_between_layer_fns(model, state)
     assert state.data_parallel is not None
-    state.data_parallel.on_stepped.append(state.loss.end_step)
+    state.data_parallel.callbacks.on_stepped.append(state.loss.end_step)
     ForwardInputHook(model, state).install()
     DynamicRopeSync(model, state).install(model)
     BatchNormGuard(model, state).install(hooks)

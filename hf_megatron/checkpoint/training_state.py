@@ -114,7 +114,7 @@ def training_metadata(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -
     if state is not None and state.cut is not None:
         check_copies(state, _tied_tensors(model, state, optimizers))
         described = _from_full_model(state, described)
-    skipped = 0 if state is None or state.data_parallel is None else state.data_parallel.skipped_steps
+    skipped = 0 if state is None or state.data_parallel is None else state.data_parallel.step_status.skipped_steps
     return {
         "model": {"class": type(model).__name__.removeprefix("FSDP"), "model_type": model.config.model_type},
         "layout": None if state is None else state.config.to_dict(),
@@ -236,7 +236,7 @@ def load_model(model: Any, checkpoint: Checkpoint, *, strict: bool = True) -> tu
     engine = None if state is None else state.data_parallel
     if engine is not None:
         engine.refresh_main_weights()
-        engine.skipped_steps = int(checkpoint.metadata.get("skipped_steps", 0))
+        engine.step_status.skipped_steps = int(checkpoint.metadata.get("skipped_steps", 0))
     return missing, surplus
 
 

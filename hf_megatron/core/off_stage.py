@@ -36,14 +36,16 @@ _PASSING = {"__get__", "__set__", "detach", "clone", "dim", "size", "requires_gr
 
 
 class Owner(Protocol):
-    """Who knows this rank's parameters of a model."""
+    """Engine of the model that off-stage weights belong to.
 
-    @property
-    def backwards(self) -> int:
-        """How many backwards have added to the model's gradients."""
+    Attributes:
+        pipeline_backwards (`int`): number of backwards that have added to the model's gradients.
+    """
 
-    def a_trained_parameter(self) -> nn.Parameter | None:
-        """Returns one of them, of any shape, that is trained."""
+    pipeline_backwards: int
+
+    def any_trained_parameter(self) -> nn.Parameter | None:
+        """Returns one of this rank's trained parameters, of any shape."""
 
 
 class OffStageTensor(OffStage):
@@ -112,13 +114,13 @@ class OffStageTensor(OffStage):
         """The gradient, of the tensor's shape, which another rank has from a backward until it is cleared."""
         if self.owner is None:
             return super().grad  # type: ignore[return-value]
-        return self.gradient() if self.requires_grad and self.owner.backwards > self._cleared else None
+        return self.gradient() if self.requires_grad and self.owner.pipeline_backwards > self._cleared else None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         """Notes whether a weight has one, of any shape, and leaves that to the rank that has the weight."""
         if self.owner is not None:
-            self._cleared = self.owner.backwards if value is None else -1
+            self._cleared = self.owner.pipeline_backwards if value is None else -1
             return
         with torch._C.DisableTorchFunctionSubclass():
             Tensor.grad.__set__(self, value)  # type: ignore[union-attr]
@@ -177,7 +179,7 @@ class OffStageActivation(OffStageTensor):
 def as_parameter(tensor: OffStageTensor, owner: Owner, requires_grad: bool) -> OffStageTensor:
     """Makes a model's parameter of an absent tensor of any shape."""
     tensor._is_param = True  # type: ignore[attr-defined]
-    tensor.owner, tensor._cleared = owner, owner.backwards
+    tensor.owner, tensor._cleared = owner, owner.pipeline_backwards
     tensor.requires_grad_(requires_grad)
     return tensor
 
@@ -221,7 +223,7 @@ def gradients_of(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[
     outputs, inputs = own_terms(outputs), (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     asked = [tensor for tensor in inputs if not is_off_stage(tensor)]
     if not asked:
-        grad_proxy = inputs[0].owner.a_trained_parameter() if inputs and inputs[0].owner is not None else None
+        grad_proxy = inputs[0].owner.any_trained_parameter() if inputs and inputs[0].owner is not None else None
         if grad_proxy is None:
             raise UnsupportedError(
                 "torch.autograd.grad or backward(inputs=...) of weights that all lie on other pipeline stages, and of "

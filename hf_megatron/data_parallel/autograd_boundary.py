@@ -5,6 +5,7 @@ the gradient of an input, and nothing reduces what `torch.autograd.grad` returns
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,29 @@ def reject_hooks(parameters: Iterable[nn.Parameter], own: int, name_of: Callable
                 f"A hook on the gradient of {name_of(parameter)}: with dp_size or cp_size > 1 hooks see a part "
                 "of the gradient. Remove it, and change or read `parameter.grad` between backward() and step()."
             )
+
+
+@dataclass
+class ForwardStatus:
+    """What is known of the autograd graph that a model's forwards build.
+
+    Attributes:
+        is_running: inside a forward that records gradients.
+        is_unknown: the leaves of such a forward's graph were not checked yet.
+        was_differentiated: a backward since the last forward checked them.
+        forward_hooks: fingerprint of the modules' forward hooks; -1 before the first forward.
+    """
+
+    is_running: bool = False
+    is_unknown: bool = True
+    was_differentiated: bool = False
+    forward_hooks: int = -1
+
+    def begin(self, forward_hooks: int) -> None:
+        """Starts a forward; new forward hooks may have brought new leaves."""
+        self.is_unknown = self.forward_hooks != forward_hooks or (self.is_unknown and not self.was_differentiated)
+        self.forward_hooks = forward_hooks
+        self.is_running, self.was_differentiated = True, False
 
 
 class _OfThisRank(torch.autograd.Function):

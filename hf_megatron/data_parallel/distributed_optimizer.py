@@ -24,10 +24,10 @@ from .buckets import owned_range
 from .engine import DataParallel, engine_of
 from .fsdp import reshard
 from .grad_norm import clip_grad_norm, has_finite_gradients
-from .grad_status import GradStatus
 from .grad_sync_groups import GradSyncGroup
 from .optimizer_state import StateByParameter
 from .param_gather import ParamAllGather
+from .step_status import GradStatus
 
 # Optimizers whose update of an entry depends on that entry alone: package -> classes.
 ELEMENTWISE = {
@@ -141,14 +141,14 @@ class ShardedOptimizer:
     def adopt(self, group: dict[str, Any]) -> None:
         """Makes leaves for a group's parameters."""
         self.engine.scan()
-        names = self.engine.names()
+        names = self.engine.parameters.names()
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise self._untracked(parameter)
             if is_off_stage(parameter):
                 self.optimizer.state.pop(parameter, None)
                 continue
-            sharing = self.engine.sharing(parameter)
+            sharing = self.engine.parameters.sync_group(parameter)
             name = names[id(parameter)]
             is_sharded = self.engine.state.shards(name)
             leaf = _make_leaf(name, parameter, self.engine.config, sharing, is_sharded=is_sharded)
@@ -218,7 +218,7 @@ class ShardedOptimizer:
         """Gives every leaf its gradient; every rank calls it after backward."""
         reducer = self.engine.reducer
         if reducer is not None:
-            reducer.settle()
+            reducer.finalize()
         for leaf in self.leaves:
             gradient: Tensor | None
             if reducer is not None and reducer.owns(leaf.parameter):
@@ -248,25 +248,25 @@ class ShardedOptimizer:
             for leaf in self.leaves:
                 leaf.follow(main_weights=engine.config.fp32_main_params, may_wait=may_wait)
         self.step_was_skipped = False
-        grad_status = engine.grad_status if engine.grad_status is not self._used else GradStatus()
+        grad_status = engine.step_status.gradients if engine.step_status.gradients is not self._used else GradStatus()
         limit = engine.config.gradient_clipping
         if limit is not None and not grad_status.clipped:
             # A fused optimizer that a loss scaler steps divides by the scale itself.
             scale = getattr(optimizer, "grad_scale", None)
             clip_grad_norm(self.parameters(), limit if scale is None else limit * float(scale), in_step=True)
-            grad_status = engine.grad_status
+            grad_status = engine.step_status.gradients
         if not grad_status.scaled:
             if grad_status.finite is None:
                 grad_status.finite = has_finite_gradients(self.parameters())
             self.step_was_skipped = not grad_status.finite
-            engine.count(skipped=self.step_was_skipped)
+            engine.step_status.count(skipped=self.step_was_skipped)
         self.collect()
         if self.step_was_skipped:
             # Without a gradient no leaf moves, on any rank: the decision came from the norm over all of them.
             for leaf in self.leaves:
                 leaf.tensor.grad = None
-        self._used = engine.grad_status
-        engine.grad_status.used = True
+        self._used = engine.step_status.gradients
+        engine.step_status.gradients.used = True
         self._enter()
 
     @torch.no_grad()
@@ -282,7 +282,7 @@ class ShardedOptimizer:
             if leaf.separate:
                 leaf.view().copy_(leaf.tensor)
         self.publish()
-        for stepped in self.engine.on_stepped:
+        for stepped in self.engine.callbacks.on_stepped:
             stepped()
 
     def publish(self) -> None:
@@ -326,7 +326,7 @@ class ShardedOptimizer:
         self._discard()
 
     def _discard(self) -> None:
-        for discarded in self.engine.on_discarded:
+        for discarded in self.engine.callbacks.on_discarded:
             discarded()
 
 
@@ -418,7 +418,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, *, elementwise: bool = F
     # Adagrad makes its state when it is made.
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError(f"{name} has stepped already; prepare it before its first step.")
-    unsharded = engine.config.zero_stage == 0 and not any(engine.is_split(p) for p in _parameters(optimizer))
+    unsharded = engine.config.zero_stage == 0 and not any(engine.parameters.is_split(p) for p in _parameters(optimizer))
     if not (elementwise or unsharded or is_elementwise(type(optimizer))):
         raise UnsupportedError(
             f"{type(optimizer).__module__}.{name} is not known to be elementwise (known: {', '.join(known())}): it "

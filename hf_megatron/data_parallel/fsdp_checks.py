@@ -78,17 +78,6 @@ def install_guards(model: nn.Module, has_run: Callable[[], bool]) -> None:
             AfterFirstForward(name, has_run).install(module)
 
 
-def reject_cast(parameters: Iterable[nn.Parameter], before: list[torch.dtype]) -> list[torch.dtype]:
-    """Returns the dtypes of parameters of any shape; raises `UnsupportedError` if they changed since a forward."""
-    dtypes = [parameter.dtype for parameter in parameters]
-    if before and dtypes != before:
-        raise UnsupportedError(
-            "A model with zero_stage=3 was cast after its first forward, for which FSDP2 has made its buffers: cast it "
-            "before, or load it with dtype=... ."
-        )
-    return dtypes
-
-
 class SplitPlaces:
     """Where the parameters that FSDP2 split stand: it goes on with those whatever is put in their place."""
 
@@ -144,6 +133,41 @@ class SplitPlaces:
                         "megatron_config=...), with a class of your own, freeze it, or load the model with "
                         "zero_stage=2."
                     )
+
+
+class FsdpGuards:
+    """Checks of a model that FSDP2 splits, before each of its forwards."""
+
+    def __init__(self, model: nn.Module):
+        self._places = SplitPlaces(model)
+        self._dtypes: list[torch.dtype] = []
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the model was called."""
+        return bool(self._dtypes)
+
+    def check_forward(self, parameters: Iterable[nn.Parameter], is_known: Callable[[nn.Parameter], bool]) -> None:
+        """Raises `UnsupportedError` if FSDP2 would not see a change made since the last forward.
+
+        Args:
+            parameters: those that FSDP2 splits.
+            is_known (`Callable`): whether the gradient of a parameter is reduced by another component.
+        """
+        self._places.check()
+        if torch.is_grad_enabled():
+            self._places.reject_added(is_known)
+        self.check_dtypes(parameters)
+
+    def check_dtypes(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Raises `UnsupportedError` if the parameters were cast since the first forward."""
+        dtypes = [parameter.dtype for parameter in parameters]
+        if self._dtypes and dtypes != self._dtypes:
+            raise UnsupportedError(
+                "A model with zero_stage=3 was cast after its first forward, for which FSDP2 has made its buffers: "
+                "cast it before, or load it with dtype=... ."
+            )
+        self._dtypes = dtypes
 
 
 def _sharing(parameters: list[nn.Parameter | None]) -> list[int]:

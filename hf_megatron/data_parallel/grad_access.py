@@ -1,52 +1,158 @@
-"""Reduced gradients in `.grad`: what stands there, what a loop does to it, and what it asks for."""
+"""`.grad` of parameters whose gradients are in buckets: what it shows, and what a training loop does to it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from ..compat.shared import Shared
+from ..compat.torch_autograd import at_end_of_backward
 from ..compat.torch_dtensor import local_tensor
 from ..errors import UnsupportedError
-from .bucket_reducer import BucketReduction, Place
-from .buckets import owned_range
+from .buckets import Bucket, owned_range
 from .sharded_grad import ShardedGrad, grad_proxy, is_held
 
+if TYPE_CHECKING:
+    from .grad_reducer import GradientReducer
 
-class GradAccess(BucketReduction):
-    """The gradients in buckets as `.grad` of their parameters; a `GradientOwner`.
+
+class GradAccess(Shared):
+    """Keeps `.grad` and the reducer's buckets consistent; a `GradientOwner`.
+
+    Args:
+        reducer (`GradientReducer`): holds the gradients.
 
     Attributes:
-        in_schedule: a pipeline adds to `.grad` outside of backward.
+        in_schedule: whether a pipeline adds to `.grad` outside of backward.
     """
 
-    in_schedule = False
+    def __init__(self, reducer: "GradientReducer"):
+        self.reducer = reducer
+        self.in_schedule = False
+        self._proxies: dict[int, ShardedGrad] = {}
+        # Parameters whose gradients a pipeline keeps in `.grad` (tied weights).
+        self._held: set[int] = set()
+        # Parameters with a gradient whose proxy is not in `.grad` while a backward runs.
+        self._detached: set[int] = set()
 
-    # What a loop does to `.grad`
+    def make_proxies(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Creates the proxy of each parameter's gradient."""
+        self._proxies = {id(parameter): grad_proxy(parameter, self) for parameter in parameters}
+
+    # What `.grad` shows
+
+    def show(self, bucket: Bucket, indices: Iterable[int]) -> None:
+        """Puts the proxies of these slots' gradients into `.grad`."""
+        for index in indices:
+            parameter = bucket.slots[index].parameter
+            parameter.grad = self._proxies[id(parameter)]
+
+    def shows_sharded(self, parameter: Tensor) -> bool:
+        """Returns whether `.grad` of a parameter of any shape is a proxy."""
+        return isinstance(parameter.grad, ShardedGrad)
+
+    def hide(self) -> None:
+        """Empties `.grad` of all parameters."""
+        for parameter in self.reducer.parameters:
+            parameter.grad = None
+
+    def clear(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Takes the proxies of discarded gradients out of `.grad`."""
+        for parameter in parameters:
+            if isinstance(parameter.grad, ShardedGrad):
+                parameter.grad = None
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether proxies are out of `.grad` for the current backward."""
+        return bool(self._detached)
+
+    def detach_for_backward(self) -> None:
+        """Takes the proxies of all gradients out of `.grad` until the current backward ends."""
+        for bucket in self.reducer.buckets:
+            for index in bucket.written | bucket.used:
+                parameter = bucket.slots[index].parameter
+                parameter.grad = None
+                self._detached.add(id(parameter))
+        if self._detached:
+            at_end_of_backward(self._attach)
+
+    def _attach(self) -> None:
+        for key in self._detached:
+            self.parameter(key).grad = self._proxies[key]
+        self._detached.clear()
+
+    # What autograd accumulated
+
+    def has_accumulated(self, parameter: Tensor) -> bool:
+        """Returns whether `.grad` of a parameter of any shape has something that is not in its bucket."""
+        proxy = self._proxies[id(parameter)]
+        return proxy.part is not None or not (parameter.grad is None or parameter.grad is proxy)
+
+    def is_held_back(self, parameter: Tensor) -> bool:
+        """Returns whether a hook on a parameter of any shape has nothing to take in."""
+        gradient, proxy = parameter.grad, self._proxies[id(parameter)]
+        return id(parameter) in self._held or gradient is None or (gradient is proxy and proxy.part is None)
 
     @torch.no_grad()
-    def take_edits(self) -> None:
-        """Forgets gradients that were taken out of `.grad`, and takes over those that were put there."""
-        for number, bucket in enumerate(self.buckets):
+    def take_accumulated(self, parameter: Tensor) -> Tensor:
+        """Takes what autograd accumulated, of any shape, out of `.grad`."""
+        gradient = self._proxies[id(parameter)].copy_local_shard()
+        if gradient is not None:
+            return gradient
+        gradient = parameter.grad
+        assert gradient is not None
+        if id(parameter) in self._detached:
+            self._detached.remove(id(parameter))
+            return gradient
+        bucket, index = self.reducer.slot(id(parameter))
+        if index in bucket.written or index in bucket.used:
+            # The loop removed the earlier gradient from `.grad` after the forward began.
+            bucket.discard_slots({index}, keep=self.reducer.keep_grad_buffer)
+        self._renew(parameter)
+        return gradient
+
+    @contextmanager
+    def hold(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """Leaves gradients of these parameters in `.grad` inside; afterwards their proxies carry them."""
+        with_gradient = {parameter for parameter in parameters if parameter.grad is not None}
+        for parameter in with_gradient:
+            parameter.grad = None
+        self._held, self.in_schedule = {id(parameter) for parameter in parameters}, True
+        try:
+            yield
+        finally:
+            self._held, self.in_schedule = set(), False
+            for parameter in parameters:
+                proxy = self._proxies[id(parameter)]
+                if parameter.grad is not None:
+                    proxy.part, parameter.grad = parameter.grad, proxy
+                elif parameter in with_gradient:
+                    parameter.grad = proxy
+
+    # What a training loop does to `.grad`
+
+    @torch.no_grad()
+    def sync_user_edits(self) -> None:
+        """Discards gradients that were removed from `.grad`, and takes in those that were put there."""
+        for bucket in self.reducer.buckets:
             for index, slot in enumerate(bucket.slots):
                 gradient = slot.parameter.grad
                 if gradient is None:
                     if index in bucket.written or index in bucket.used:
-                        self.complete()
-                        bucket.discard_slots({index}, keep=self.keep_grad_buffer)
+                        self.reducer.complete()
+                        bucket.discard_slots({index}, keep=self.reducer.keep_grad_buffer)
                 elif not isinstance(gradient, ShardedGrad) or gradient.key != id(slot.parameter):
-                    self.complete()
+                    self.reducer.complete()
                     unsharded = gradient.read() if isinstance(gradient, ShardedGrad) else gradient
                     self._renew(slot.parameter)
-                    self._replace((number, index), unsharded)
-
-    def settle(self) -> None:
-        """Makes `gradient` what a step is to use: edits and reductions are complete; every rank calls it."""
-        self.take_edits()
-        self.finish()
+                    self._replace(id(slot.parameter), unsharded)
 
     def _renew(self, parameter: Tensor) -> None:
-        """Makes another stand-in for a parameter's next gradient if somebody keeps the one of its last."""
-        # Asked before this function refers to it as well.
+        """Makes another proxy for a parameter's next gradient if something still refers to the last one."""
+        # `is_held` counts references: it comes before this function has one.
         is_kept = is_held(self._proxies, id(parameter))
         present = self._proxies[id(parameter)]
         if is_kept or not isinstance(present, ShardedGrad):
@@ -54,89 +160,62 @@ class GradAccess(BucketReduction):
                 present.is_gone = True
             self._proxies[id(parameter)] = grad_proxy(parameter, self)
 
-    def _replace(self, place: Place, gradient: Tensor) -> None:
-        bucket, index = self.buckets[place[0]], place[1]
-        slot = bucket.slots[index]
-        bucket.discard_slots({index}, keep=self.keep_grad_buffer)
-        start, stop = owned_range(slot.entries, bucket.sharing.shard_size, bucket.sharing.shard_rank)
-        self._own_columns(place).copy_(local_tensor(gradient.detach()).reshape(-1)[start:stop])
+    def _replace(self, key: int, gradient: Tensor) -> None:
+        bucket, index = self.reducer.slot(key)
+        bucket.discard_slots({index}, keep=self.reducer.keep_grad_buffer)
+        start, stop = self.owned_range(key)
+        self.open_owned(key).copy_(local_tensor(gradient.detach()).reshape(-1)[start:stop])
 
-    def _own_columns(self, place: Place) -> Tensor:
-        """Returns this rank's entries `[entries]` of a gradient that is there from now on."""
-        bucket, index = self.buckets[place[0]], place[1]
+    def open_owned(self, key: int) -> Tensor:
+        """Returns this rank's entries `[entries]` of a gradient to write to; `.grad` shows it from now on."""
+        bucket, index = self.reducer.slot(key)
         bucket.used.add(index)
-        parameter = bucket.slots[index].parameter
-        parameter.grad = self._proxies[id(parameter)]
+        self.show(bucket, [index])
         bucket.open_shard()
-        gradient = self.gradient(parameter)
+        gradient = self.reducer.gradient(bucket.slots[index].parameter)
         assert gradient is not None
         return gradient
 
-    def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Forgets the gradients of these parameters, by default of all, as `zero_grad()` does."""
-        self.complete()
-        if parameters is None:
-            for bucket in self.buckets:
-                bucket.discard(keep=self.keep_grad_buffer)
-            parameters = self.parameters
-        else:
-            parameters = list(parameters)
-            slots: dict[int, set[int]] = {}
-            for parameter in parameters:
-                if self.owns(parameter):
-                    number, index = self._place_of[id(parameter)]
-                    slots.setdefault(number, set()).add(index)
-            for number, indices in slots.items():
-                self.buckets[number].discard_slots(indices, keep=self.keep_grad_buffer)
-        for parameter in parameters:
-            if isinstance(parameter.grad, ShardedGrad):
-                parameter.grad = None
-
-    @property
-    def is_empty(self) -> bool:
-        self.take_edits()
-        return not any(bucket.written or bucket.shard is not None for bucket in self.buckets)
-
-    # What a `ShardedGrad` asks for
+    # `GradientOwner`: what a `ShardedGrad` reads and writes
 
     def parameter(self, key: int) -> nn.Parameter:
-        number, index = self._place_of[key]
-        return self.buckets[number].slots[index].parameter
+        """Returns the parameter with identity `key`."""
+        bucket, index = self.reducer.slot(key)
+        return bucket.slots[index].parameter
 
     def owned_range(self, key: int) -> tuple[int, int]:
-        number, index = self._place_of[key]
-        sharing = self.buckets[number].sharing
-        return owned_range(self.buckets[number].slots[index].entries, sharing.shard_size, sharing.shard_rank)
+        """Returns the `[start, stop)` of the flattened local parameter that this rank owns."""
+        bucket, index = self.reducer.slot(key)
+        return owned_range(bucket.slots[index].entries, bucket.sharing.shard_size, bucket.sharing.shard_rank)
 
-    def _arrive(self, place: Place, parameter: Tensor) -> None:
-        """Takes over what autograd has added to a parameter's gradient."""
-        raise NotImplementedError
-
-    def _complete_of(self, key: int) -> None:
-        """Completes a gradient that is used, with what autograd has added for a hook that comes before this one's."""
+    def _complete(self, key: int) -> None:
+        """Completes a gradient before it is read or edited."""
+        # A user's hook may run before the reducer's and read what autograd has just accumulated.
         if self._proxies[key].part is not None:
-            self._arrive(self._place_of[key], self.parameter(key))
-        self.finish()
+            self.reducer.accumulate(self.parameter(key))
+        self.reducer.finish()
 
     @torch.no_grad()
     def owned(self, key: int) -> Tensor:
-        self._complete_of(key)
-        gradient = self.gradient(self.parameter(key))
-        return _there(gradient)
+        """Returns this rank's entries `[entries]` of a reduced gradient."""
+        self._complete(key)
+        return _require(self.reducer.gradient(self.parameter(key)))
 
     @torch.no_grad()
     def unsharded(self, key: int) -> Tensor:
-        self._complete_of(key)
+        """Returns a reduced gradient in its parameter's shape and dtype; collective."""
+        self._complete(key)
         parameter = self.parameter(key)
-        return _there(self.full_gradient(parameter)).to(parameter.dtype)
+        return _require(self.reducer.full_gradient(parameter)).to(parameter.dtype)
 
     @torch.no_grad()
     def replace(self, key: int, gradient: Tensor) -> None:
-        self._complete_of(key)
-        self._replace(self._place_of[key], gradient)
+        """Replaces a gradient by a full one of any shape."""
+        self._complete(key)
+        self._replace(key, gradient)
 
 
-def _there(gradient: Tensor | None) -> Tensor:
+def _require(gradient: Tensor | None) -> Tensor:
     if gradient is None:
-        raise UnsupportedError("A gradient was used that `.grad` no longer holds: clone() what is to outlive it.")
+        raise UnsupportedError("A gradient was used that `.grad` no longer holds: clone() it before it is replaced.")
     return gradient

@@ -37,7 +37,7 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
         reducer = reducer_of(parameter)
         if reducer is not None:
             if reducer not in finished:
-                reducer.settle()
+                reducer.finalize()
                 finished.add(reducer)
             gradient, parts = reducer.gradient(parameter), reducer.sharing_of(parameter).shard_size
         else:
@@ -45,7 +45,7 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
         if gradient is None or not local_tensor(gradient).numel():
             continue
         placed, engine = parameter if reducer is not None else gradient, engine_of(parameter)
-        holders = dist.get_world_size() if engine is None else engine.holders(parameter)
+        holders = dist.get_world_size() if engine is None else engine.parameters.holders(parameter)
         shares.setdefault(holders // (_distinct(placed) * parts), []).append(local_tensor(gradient))
     return shares
 
@@ -133,7 +133,7 @@ def clip_grad_norm(
     if error_if_nonfinite:
         _require_finite(is_finite)
     for engine in listed.engines:
-        engine.record_clipping(max_norm, is_finite=is_finite, is_replicated=is_replicated)
+        engine.step_status.record_clipping(max_norm, is_finite=is_finite, is_replicated=is_replicated)
     _scale(shares, norm, max_norm)
     return norm
 
@@ -147,7 +147,7 @@ def clip_with_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, total
     for engine in engines:
         # Of all stages' parameters these say nothing.
         is_replicated = engine.state.cut is None and has_all(parameters, [engine])
-        engine.record_clipping(max_norm, is_finite=is_finite, is_replicated=is_replicated)
+        engine.step_status.record_clipping(max_norm, is_finite=is_finite, is_replicated=is_replicated)
     _scale(local_gradients(parameters), norm, max_norm)
 
 

@@ -1,9 +1,11 @@
-"""Gradients of the data parallel ranks: averaged in buckets while backward goes on, each rank keeping what it owns.
+"""Bucketed gradient reducer: averages gradients over data-parallel ranks while backward is still running.
 
-Megatron's distributed optimizer (`megatron/core/distributed/param_and_grad_buffer.py`) without its buffers: parameters
-stay where they are, so that freezing, copying, saving and moving a model work as always. A gradient leaves `.grad` for
-its bucket as soon as autograd has added it up, and a `ShardedGrad` stands there in its place; `gradient(parameter)`
-is the reduced part that this rank owns. What a loop does to `.grad` is taken over before the next forward and step.
+It does what Megatron-Core's distributed optimizer does (`megatron/core/distributed/param_and_grad_buffer.py`), without
+moving parameters into a buffer, so that freezing, copying, saving and moving a model work as usual. As soon as autograd
+has accumulated the gradient of a parameter, it is copied from `.grad` into its bucket, and `.grad` holds a
+`ShardedGrad` instead. A bucket whose gradients are complete is reduce-scattered; `gradient(parameter)` is the reduced
+shard that this rank owns. Changes that a training loop makes to `.grad` are read back before the next forward and step
+(`grad_access.py`).
 """
 
 import operator
@@ -14,36 +16,44 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from ..compat.shared import Shared
 from ..compat.torch_autograd import at_end_of_backward, gradient_hooks
-from ..compat.torch_dtensor import local_tensor
+from ..compat.torch_dtensor import dtensor_from_local, local_tensor
+from ..core.communication.bucket_collectives import ReduceScatter, gather_rows, is_pairwise, sum_over
 from ..errors import UnsupportedError
 from .bucket_assignment import make_buckets
-from .bucket_reducer import Place
-from .buckets import GradBuffer
+from .buckets import Bucket, GradBuffer, Slot
 from .grad_access import GradAccess
 from .grad_sync_groups import GradSyncGroup
-from .sharded_grad import ShardedGrad, grad_proxy
 
 _MIB = 2**20
-# On parameters as long as their hooks are called.
+# Buffers in flight where buckets do not keep theirs; more of them would not overlap better.
+_MAX_IN_FLIGHT = 2
+# Attribute of parameters that carry a hook of the reducer.
 _HOOKED = "_hf_megatron_hooked"
+# Index of a bucket, and of a slot in it.
+Place = tuple[int, int]
 
 
-class GradientReducer(GradAccess):
-    """Averages the gradients of a model's trainable parameters over the data parallel ranks.
+class GradientReducer(Shared):
+    """Averages the gradients of a model's trainable parameters over the data-parallel ranks; a `GradStore`.
 
     Args:
-        parameters: all of a model's, in its order.
-        name_of (`Callable`): parameter -> its name, for errors.
+        parameters: all parameters of the model, in its order.
+        name_of (`Callable`): parameter -> its name, for error messages.
         sharing_of (`Callable`): parameter -> the ranks that average its gradient.
-        bucket_size (`int`, *optional*): MiB of gradient per bucket; by default what `default_capacity` says.
-        main_gradients (`bool`): gradients of half-precision parameters are added up and reduced in fp32.
-        keep_grad_buffer (`bool`): buckets keep their memory between steps (stages 0 and 1).
+        bucket_size (`int`, *optional*): MiB of gradient per bucket; defaults to `default_capacity`.
+        main_gradients (`bool`): whether gradients of half-precision parameters are accumulated and reduced in fp32.
+        keep_grad_buffer (`bool`): whether buckets keep their memory between steps (ZeRO stages 0 and 1).
 
     Attributes:
+        access (`GradAccess`): what `.grad` shows of the reduced gradients.
         parameters: those that were trainable, or had a gradient, when the last forward began.
+        synchronize: whether gradients that a backward accumulates are reduced.
     """
 
     def __init__(
@@ -56,24 +66,34 @@ class GradientReducer(GradAccess):
         main_gradients: bool,
         keep_grad_buffer: bool,
     ):
-        super().__init__(keep_grad_buffer=keep_grad_buffer)
-        self._name_of, self.sharing_of = name_of, sharing_of
+        self.name_of, self.sharing_of = name_of, sharing_of
         self.bucket_size, self.main_gradients = bucket_size, main_gradients
+        self.keep_grad_buffer = keep_grad_buffer
+        self.synchronize = True
+        self.access = GradAccess(self)
+        self.buckets: list[Bucket] = []
+        self.parameters: list[nn.Parameter] = []
+        self._places: dict[int, Place] = {}
+        self._kinds: list[tuple[torch.dtype, bool]] = []
         self._hooks: list[Any] = []
-        self._held: set[int] = set()
-        # Parameters whose stand-in is not in `.grad` although they have a gradient, while a backward runs.
-        self._off_stage: set[int] = set()
-        # Whether the end of the backward under way is waited for.
-        self._ends = False
+        # Reductions in flight, in the order of buckets, and the index of the bucket to start next.
+        self._started: list[tuple[Bucket, Callable[[], Tensor]]] = []
+        self._next = 0
+        # True if a backward outside `no_sync` left gradients. It is identical on all ranks, however many buckets each
+        # of them has started.
+        self._pending = False
+        # True once an end-of-backward callback is queued.
+        self._awaits_end = False
         self._build(parameters)
 
-    # Between forwards
+    # Buckets
 
     def _build(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Assigns the trainable parameters to buckets and installs their hooks."""
         for hook in self._hooks:
             hook.remove()
         self.parameters = [p for p in parameters if p.requires_grad or p.grad is not None]
-        # Backward reaches the last layers first; frozen parameters wait for the end of the step.
+        # Backward reaches the last layers first. Frozen parameters come last: they wait for the end of the step.
         expected = [parameter for parameter in reversed(self.parameters) if parameter.requires_grad]
         expected += [parameter for parameter in self.parameters if not parameter.requires_grad]
         self.buckets = make_buckets(
@@ -82,25 +102,25 @@ class GradientReducer(GradAccess):
             None if self.bucket_size is None else self.bucket_size * _MIB,
             torch.float32 if self.main_gradients else None,
         )
-        self._place_of = {
-            id(slot.parameter): (number, index)
-            for number, bucket in enumerate(self.buckets)
-            for index, slot in enumerate(bucket.slots)
+        self._places = {
+            id(slot.parameter): (bucket_idx, slot_idx)
+            for bucket_idx, bucket in enumerate(self.buckets)
+            for slot_idx, slot in enumerate(bucket.slots)
         }
-        self._proxies = {id(parameter): grad_proxy(parameter, self) for parameter in self.parameters}
-        # Autograd keeps these hooks where the cyclic collector does not look: they must not keep the model.
+        self.access.make_proxies(self.parameters)
+        # Autograd keeps these hooks where the garbage collector does not look, so they hold the reducer weakly.
         reducer = weakref.ref(self)
         for parameter in self.parameters:
             setattr(parameter, _HOOKED, True)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(_arrive, reducer, self._place_of[id(parameter)]))
+            parameter.register_post_accumulate_grad_hook(partial(_on_accumulated, reducer))
             for parameter in self.parameters
             if parameter.requires_grad
         ]
         self._kinds = [_kind(parameter) for parameter in self.parameters]
 
     def refresh(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Takes note of parameters that were frozen, unfrozen, replaced or moved since; their gradients stay."""
+        """Rebuilds the buckets if parameters were frozen, unfrozen, replaced or moved; gradients are kept."""
         wanted = [parameter for parameter in parameters if parameter.requires_grad or parameter.grad is not None]
         if _same(wanted, self.parameters) and self._kinds == [_kind(parameter) for parameter in wanted]:
             return
@@ -112,161 +132,287 @@ class GradientReducer(GradAccess):
         }
         self._build(wanted)
         for parameter in self.parameters:
-            if id(parameter) in kept and isinstance(parameter.grad, ShardedGrad):
-                self._own_columns(self._place_of[id(parameter)]).copy_(kept[id(parameter)])
-        self.take_edits()
+            if id(parameter) in kept and self.access.shows_sharded(parameter):
+                self.access.open_owned(id(parameter)).copy_(kept[id(parameter)])
+        self.access.sync_user_edits()
 
-    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
+    def owns(self, parameter: Tensor) -> bool:
+        """Returns whether gradients of this parameter, of any shape, are reduced here."""
+        return id(parameter) in self._places
+
+    def slot(self, key: int) -> tuple[Bucket, int]:
+        """Returns the bucket of the parameter with identity `key`, and the index of its slot."""
+        bucket_idx, slot_idx = self._places[key]
+        return self.buckets[bucket_idx], slot_idx
+
+    # Forward and backward
+
+    def begin_forward(self, parameters: Iterable[nn.Parameter]) -> None:
         """Prepares for a forward that records gradients of these parameters, all of the model's."""
         self.complete()
-        self.take_edits()
+        self.access.sync_user_edits()
         self.refresh(parameters)
-        self._ends = False
+        self._awaits_end = False
         for bucket in self.buckets:
             bucket.arrived.clear()
 
-    # Backward
-
     def begin_backward(self) -> None:
-        """Takes stand-ins out of `.grad` until the backward under way ends: autograd leaves gradients there faster."""
-        if not self._ends:
-            self._ends = True
-            at_end_of_backward(self._find_unused)
-        if self._off_stage or any(bucket.written for bucket in self.buckets) and self._pending:
+        """Takes the proxies out of `.grad` until the backward ends: autograd writes into an empty `.grad` faster."""
+        if not self._awaits_end:
+            self._awaits_end = True
+            at_end_of_backward(self._reduce_unused)
+        if self.access.is_detached or any(bucket.written for bucket in self.buckets) and self._pending:
             return
-        self.take_edits()
-        for bucket in self.buckets:
-            for index in bucket.written | bucket.used:
-                parameter = bucket.slots[index].parameter
-                parameter.grad = None
-                self._off_stage.add(id(parameter))
-        if self._off_stage:
-            at_end_of_backward(self._end_backward)
+        self.access.sync_user_edits()
+        self.access.detach_for_backward()
 
-    def _find_unused(self) -> None:
-        """Reduces what this rank's backward has not reached: others may have, and a loop sees it in `.grad` then."""
-        self._ends = False
+    def _reduce_unused(self) -> None:
+        """Reduces buckets that this rank's backward did not complete; other ranks may have gradients in them."""
+        self._awaits_end = False
         if self._pending and self._next < len(self.buckets):
             self.finish()
 
-    def _end_backward(self) -> None:
-        for key in self._off_stage:
-            self.parameter(key).grad = self._proxies[key]
-        self._off_stage.clear()
-
-    def _arrive(self, place: Place, parameter: Tensor) -> None:
-        """Takes in a parameter's gradient, which autograd has added up."""
-        standing = self._proxies[id(parameter)]
-        has_none = parameter.grad is None or (parameter.grad is standing and standing.part is None)
-        # A pipeline's loss leads to every parameter, and brings its gradients by another way.
-        if id(parameter) in self._held or has_none:
+    def accumulate(self, parameter: Tensor) -> None:
+        """Copies a parameter's gradient, which autograd has accumulated, into its bucket."""
+        # A pipeline's loss leads to every parameter and brings their gradients separately.
+        if self.access.is_held_back(parameter):
             return
-        bucket, index = self.buckets[place[0]], place[1]
-        if self._pending and (index in bucket.arrived or place[0] < self._next):
-            # Another backward without a forward before it.
-            if self.in_schedule:
-                # Not every dp rank has as many microbatches with a gradient: one would wait for the others.
+        bucket_idx, slot_idx = self._places[id(parameter)]
+        bucket = self.buckets[bucket_idx]
+        if self._pending and (slot_idx in bucket.arrived or bucket_idx < self._next):
+            # A second backward without a forward in between: this bucket's reduction has started already.
+            if self.access.in_schedule:
+                # Data-parallel ranks may have different numbers of microbatches with a gradient: one would wait.
                 raise UnsupportedError(
-                    f"{self._name_of(parameter)} received another gradient after it was reduced, in a pipeline's "
+                    f"{self.name_of(parameter)} received another gradient after it was reduced, in a pipeline's "
                     "schedule. Modules that a stage calls twice need gradient checkpointing with use_reentrant=False."
                 )
             self.finish()
-        gradient = standing.copy_local_shard()
-        # `_renew` counts who refers to it.
-        del standing
-        if gradient is None:
-            gradient = parameter.grad
-            assert gradient is not None
-            if id(parameter) in self._off_stage:
-                self._off_stage.remove(id(parameter))
-            else:
-                if index in bucket.written or index in bucket.used:
-                    # Somebody took the earlier one out of `.grad` since the forward began.
-                    bucket.discard_slots({index}, keep=self.keep_grad_buffer)
-                self._renew(parameter)
+        gradient = self.access.take_accumulated(parameter)
         if gradient.requires_grad:
             raise UnsupportedError(
                 f"backward(create_graph=True) with dp_size > 1 or main weights in fp32: the gradient of "
-                f"{self._name_of(parameter)} is reduced without its graph."
+                f"{self.name_of(parameter)} is reduced without its graph."
             )
-        # The ranks' sum of gradients over their number is their average.
-        factor, add = 1 / bucket.sharing.divisor, index in bucket.written
-        bucket.slots[index].scatter_into(bucket.open_buffer(), local_tensor(gradient), factor=factor, add=add)
-        bucket.written.add(index)
-        parameter.grad = self._proxies[id(parameter)]
-        if not self.synchronise:
+        # The reduction sums, so each rank scales by 1 / ranks to get the average.
+        factor, add = 1 / bucket.sharing.divisor, slot_idx in bucket.written
+        bucket.slots[slot_idx].scatter_into(bucket.open_buffer(), local_tensor(gradient), factor=factor, add=add)
+        bucket.written.add(slot_idx)
+        self.access.show(bucket, [slot_idx])
+        if not self.synchronize:
             return
         self._pending = True
-        bucket.arrived.add(index)
-        self._start_arrived()
+        bucket.arrived.add(slot_idx)
+        self._start_complete()
 
-    # A store that sums are put aside in and handed over to
+    # Reduction
 
-    @property
-    def is_watched(self) -> bool:
-        # One of each parameter's hooks is the reducer's.
-        return any(gradient_hooks(parameter) > 1 for parameter in self.parameters)
+    def _start_complete(self) -> None:
+        """Starts the reduction of complete buckets."""
+        # Collectives have to match across ranks: buckets start in their order, whatever order backward takes.
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
+            if len(bucket.arrived) < len(bucket.slots):
+                break
+            self._start(bucket)
 
-    def put_aside(self) -> list[GradBuffer] | None:
-        # An empty sum leaves its memory to the next one.
-        before = None if self.is_empty else [bucket.exchange(GradBuffer()) for bucket in self.buckets]
-        self._hide()
-        return before
+    def _start_all(self) -> None:
+        while self._next < len(self.buckets):
+            self._start(self.buckets[self._next])
 
-    def take_back(self, before: list[GradBuffer] | None) -> list[GradBuffer]:
-        if before is None:
-            before = [GradBuffer() for _ in self.buckets]
-        present = [bucket.exchange(sum_) for bucket, sum_ in zip(self.buckets, before, strict=True)]
-        self._hide()
-        for bucket in self.buckets:
-            self._show(bucket, bucket.written | bucket.used)
-        return present
-
-    def _hide(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def found(self, sums: list[GradBuffer]) -> list[nn.Parameter]:
-        return self.parameters
+    def _start(self, bucket: Bucket) -> None:
+        """Starts the reduction of the next bucket; a parameter without a gradient contributes zeros."""
+        # [ranks, width + parameters]: row r is what rank r will own; the last columns count gradients.
+        rows = bucket.seal_buffer()
+        sharing = bucket.sharing
+        if sharing.shard_size > 1:
+            pairwise = is_pairwise(sharing.shard_group)
+            recv_buffer = bucket.take_inbox() if pairwise else bucket.own_segment(keep=self.keep_grad_buffer)
+            work: Callable[[], Tensor] = ReduceScatter(rows, recv_buffer, sharing.shard_group).wait
+        else:
+            reduction = dist.all_reduce(rows, group=sharing.replicate_group, async_op=True)
+            work = partial(_wait_for, reduction, rows)
+        self._started.append((bucket, work))
+        self._next += 1
+        if not self.keep_grad_buffer and len(self._started) > _MAX_IN_FLIGHT:
+            self._complete(*self._started.pop(0))
 
     @torch.no_grad()
-    def hand_over(self, sums: list[GradBuffer], factor: float | Tensor, *, keep: bool) -> list[Tensor | None]:
-        self.complete()
-        # Of what a loop did between a pipeline's forward, which these come from, and its backward.
-        self.take_edits()
-        for bucket, sum_ in zip(self.buckets, sums, strict=True):
-            added = sum_.written | sum_.used
-            bucket.add(sum_.copy() if keep else sum_, factor)
-            self._show(bucket, added)
-        return [None] * len(self.parameters)
+    def _complete(self, bucket: Bucket, work: Callable[[], Tensor]) -> None:
+        """Waits for a bucket's reduction and adds its result to the shard."""
+        reduced = work()
+        if bucket.sharing.shard_size > 1:
+            # Hybrid sharding: the reduce-scatter ran inside a shard group; its copies are summed here.
+            sum_over(reduced, bucket.sharing.replicate_group)
+        bucket.take_in(reduced, keep=self.keep_grad_buffer)
 
-    def take(self, parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters:
-            standing = self._proxies[id(parameter)]
-            if standing.part is not None or not (parameter.grad is None or parameter.grad is standing):
-                self._arrive(self._place_of[id(parameter)], parameter)
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Completes the reduction of all gradients that backward left; collective over the data-parallel ranks."""
+        if not self._started and not self.waits_for_reduction:
+            return
+        self._start_all()
+        for started in self._started:
+            self._complete(*started)
+        self._started.clear()
+        self._show_used_elsewhere()
+        self._next = 0
+        self._pending = False
+
+    def _show_used_elsewhere(self) -> None:
+        """Shows gradients of parameters that only other ranks used; reads the flags of all buckets at once."""
+        waiting = [bucket for bucket in self.buckets if bucket.flags is not None]
+        if not waiting:
+            return
+        counts = torch.cat([bucket.flags for bucket in waiting if bucket.flags is not None]).tolist()
+        for bucket in waiting:
+            size = len(bucket.slots)
+            newly_used = bucket.take_flags(counts[:size])
+            # A gradient that the loop put into `.grad` stays there until it is read back.
+            self.access.show(bucket, [index for index in newly_used if bucket.slots[index].parameter.grad is None])
+            counts = counts[size:]
+
+    def finalize(self) -> None:
+        """Makes `gradient` final for a step: reads edits of `.grad` back and completes reductions; collective."""
+        self.access.sync_user_edits()
+        self.finish()
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Starts the reduction of all gradients that are not reduced yet; collective."""
+        self._pending = True
+        self._start_all()
+
+    def complete(self) -> None:
+        """Completes the reduction of a backward outside `no_sync`; collective."""
+        if self._pending:
+            self.finish()
+
+    @property
+    def waits_for_reduction(self) -> bool:
+        """Whether gradients were accumulated that are not reduced."""
+        return any(bucket.written for bucket in self.buckets)
 
     @contextmanager
-    def hold(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        listing = {parameter for parameter in parameters if parameter.grad is not None}
-        for parameter in listing:
-            parameter.grad = None
-        self._held, self.in_schedule = {id(parameter) for parameter in parameters}, True
+    def no_sync(self) -> Iterator[None]:
+        """Accumulates gradients of backwards inside; the next backward outside reduces the sum."""
+        before, self.synchronize = self.synchronize, False
         try:
             yield
         finally:
-            self._held, self.in_schedule = set(), False
+            self.synchronize = before
+
+    # Reduced gradients
+
+    def memory(self) -> dict[str, list[Tensor]]:
+        """Returns the tensors, of any shape, that hold gradients or receive them; some share their memory."""
+        sums = [tensor for bucket in self.buckets for tensor in (bucket.rows, bucket.shard) if tensor is not None]
+        return {
+            "gradients": sums,
+            "recv_buffer": [bucket.recv_buffer for bucket in self.buckets if bucket.recv_buffer is not None],
+        }
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """Returns this rank's shard `[entries]` of a parameter's reduced gradient; call `finish()` first."""
+        bucket, slot_idx = self.slot(id(parameter))
+        if bucket.shard is None or slot_idx not in bucket.used:
+            return None
+        return bucket.slots[slot_idx].own_columns(bucket.shard, bucket.sharing.shard_size, bucket.sharing.shard_rank)
+
+    def full_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Returns the reduced gradient in its parameter's shape, on every rank; collective."""
+        bucket, slot_idx = self.slot(id(parameter))
+        if bucket.shard is None or slot_idx not in bucket.used:
+            return None
+        slot = bucket.slots[slot_idx]
+        # [width] per rank -> [ranks, width] -> the local shape of the parameter.
+        columns = bucket.shard[slot.start : slot.start + slot.width].contiguous()
+        rows = gather_rows(columns, bucket.sharing.shard_group)
+        local = torch.empty(local_tensor(parameter).shape, dtype=bucket.dtype, device=bucket.device)
+        Slot(parameter, 0, slot.width, slot.entries).collect_from(rows, local)
+        return dtensor_from_local(local, parameter) if isinstance(parameter, DTensor) else local
+
+    def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Discards the gradients of these parameters, by default of all, as `zero_grad()` does."""
+        self.complete()
+        if parameters is None:
+            for bucket in self.buckets:
+                bucket.discard(keep=self.keep_grad_buffer)
+            parameters = self.parameters
+        else:
+            parameters = list(parameters)
+            slots: dict[int, set[int]] = {}
             for parameter in parameters:
-                standing = self._proxies[id(parameter)]
-                if parameter.grad is not None:
-                    standing.part, parameter.grad = parameter.grad, standing
-                elif parameter in listing:
-                    parameter.grad = standing
-            self.take(parameters)
+                if self.owns(parameter):
+                    bucket_idx, slot_idx = self._places[id(parameter)]
+                    slots.setdefault(bucket_idx, set()).add(slot_idx)
+            for bucket_idx, indices in slots.items():
+                self.buckets[bucket_idx].discard_slots(indices, keep=self.keep_grad_buffer)
+        self.access.clear(parameters)
+
+    # The rest of `GradStore`: a pipeline keeps the gradients of a schedule apart until their scale is known.
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no gradient was accumulated since the last `zero_grad()`."""
+        self.access.sync_user_edits()
+        return not any(bucket.written or bucket.shard is not None for bucket in self.buckets)
+
+    @property
+    def has_user_hooks(self) -> bool:
+        """Whether gradients have hooks besides the reducer's one per parameter."""
+        return any(gradient_hooks(parameter) > 1 for parameter in self.parameters)
+
+    def stash(self) -> list[GradBuffer] | None:
+        """Takes the accumulated gradients out; returns `None` where there are none, whose memory is reused then."""
+        stashed = None if self.is_empty else [bucket.exchange(GradBuffer()) for bucket in self.buckets]
+        self.access.hide()
+        return stashed
+
+    def unstash(self, stashed: list[GradBuffer] | None) -> list[GradBuffer]:
+        """Puts stashed gradients back; returns those that were accumulated meanwhile."""
+        if stashed is None:
+            stashed = [GradBuffer() for _ in self.buckets]
+        present = [bucket.exchange(buffer) for bucket, buffer in zip(self.buckets, stashed, strict=True)]
+        self.access.hide()
+        for bucket in self.buckets:
+            self.access.show(bucket, bucket.written | bucket.used)
+        return present
+
+    def parameters_with_grad(self, buffers: list[GradBuffer]) -> list[nn.Parameter]:
+        """Returns the parameters that buffers may have gradients of."""
+        return self.parameters
+
+    @torch.no_grad()
+    def flush(self, buffers: list[GradBuffer], factor: float | Tensor, *, keep: bool) -> list[Tensor | None]:
+        """Adds `factor` times these gradients to the accumulated ones; autograd has nothing left to add."""
+        self.complete()
+        # Between a pipeline's forward and its backward the loop may have changed `.grad`.
+        self.access.sync_user_edits()
+        for bucket, buffer in zip(self.buckets, buffers, strict=True):
+            added = buffer.written | buffer.used
+            bucket.add(buffer.copy() if keep else buffer, factor)
+            self.access.show(bucket, added)
+        return [None] * len(self.parameters)
+
+    def collect(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Takes in gradients that were added to `.grad` without the parameters' hooks."""
+        for parameter in parameters:
+            if self.access.has_accumulated(parameter):
+                self.accumulate(parameter)
+
+    @contextmanager
+    def hold(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """Leaves gradients of these parameters in `.grad` inside, and takes them in afterwards."""
+        try:
+            with self.access.hold(parameters):
+                yield
+        finally:
+            self.collect(parameters)
 
 
 def _kind(parameter: Tensor) -> tuple[torch.dtype, bool]:
-    """Tells what changes when a parameter is cast or moved; `Module.to` may put another tensor into it."""
+    """Returns what changes when a parameter is cast or moved; `Module.to` may swap its tensor and lose the mark."""
     return parameter.dtype, _HOOKED in vars(parameter)
 
 
@@ -274,6 +420,11 @@ def _same(parameters: list[nn.Parameter], others: list[nn.Parameter]) -> bool:
     return len(parameters) == len(others) and all(map(operator.is_, parameters, others))
 
 
-def _arrive(reducer: "weakref.ref[GradientReducer]", place: tuple[int, int], parameter: Tensor) -> None:
+def _on_accumulated(reducer: "weakref.ref[GradientReducer]", parameter: Tensor) -> None:
     if (alive := reducer()) is not None:
-        alive._arrive(place, parameter)
+        alive.accumulate(parameter)
+
+
+def _wait_for(work: Any, rows: Tensor) -> Tensor:
+    work.wait()
+    return rows[0]

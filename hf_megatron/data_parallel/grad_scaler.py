@@ -25,7 +25,7 @@ def unscale(optimizer: ShardedOptimizer, inv_scale: Tensor, found_inf: Tensor) -
     for shards in shares.values():
         torch._amp_foreach_non_finite_check_and_unscale_(shards, found, inv_scale)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    optimizer.engine.note_scaler()
+    optimizer.engine.step_status.record_scaler()
     optimizer.collect()
-    optimizer.engine.count(skipped=bool(found))
+    optimizer.engine.step_status.count(skipped=bool(found))
     return {found.device: found}

@@ -1,7 +1,7 @@
-"""Where the gradients of a model are added up between two optimizer steps.
+"""Storage of the gradients that accumulate between two optimizer steps.
 
-A `GradStore` is what a pipeline needs, which computes gradients before it knows their scale. There are two:
-`PlainGradients` leaves them in `.grad`, the reducer (`reduction.py`) takes them out into buckets.
+A pipeline computes gradients before it knows their scale, so it needs a store that can stash and add them. There are
+two: `PlainGradients` leaves gradients in `.grad`; `GradientReducer` moves them into buckets.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,68 +16,70 @@ from ..compat.torch_dtensor import local_tensor
 
 
 class GradStore(Protocol):
-    """Sums of gradients that can be put aside and handed over.
+    """Accumulated gradients that can be stashed and added.
 
     Attributes:
-        synchronise: whether what a backward adds is reduced over the data parallel ranks.
-        parameters: those whose gradients are added up here.
+        synchronize: whether gradients that a backward accumulates are reduced over the data-parallel ranks.
+        parameters: the parameters whose gradients are stored here.
     """
 
-    synchronise: bool
+    synchronize: bool
     parameters: list[nn.Parameter]
 
     @property
     def is_empty(self) -> bool:
-        """Whether no gradient has been added up since the last `zero_grad()`."""
+        """Whether no gradient was accumulated since the last `zero_grad()`."""
 
     @property
     def waits_for_reduction(self) -> bool:
         """Whether backwards inside `no_sync` have left gradients."""
 
     @property
-    def is_watched(self) -> bool:
-        """Whether somebody has hooks on the gradients of these parameters."""
+    def has_user_hooks(self) -> bool:
+        """Whether the user has hooks on the gradients of these parameters."""
 
-    def put_aside(self) -> Any:
-        """Starts an empty sum beside the present one, which is returned."""
+    def stash(self) -> Any:
+        """Takes the accumulated gradients out and returns them; the store is empty afterwards."""
 
-    def take_back(self, before: Any) -> Any:
-        """Puts a sum back in place of the present one, which is returned."""
+    def unstash(self, stashed: Any) -> Any:
+        """Puts stashed gradients back in exchange for the accumulated ones, which are returned."""
 
-    def found(self, sums: Any) -> list[nn.Parameter]:
-        """Lists the parameters that a sum may have gradients of."""
+    def parameters_with_grad(self, gradients: Any) -> list[nn.Parameter]:
+        """Returns the parameters that stashed gradients may belong to."""
 
-    def hand_over(self, sums: Any, factor: float | Tensor, *, keep: bool) -> Sequence[Tensor | None]:
-        """Makes `factor` times a sum part of the present one, now or by what is returned.
+    def flush(self, gradients: Any, factor: float | Tensor, *, keep: bool) -> Sequence[Tensor | None]:
+        """Adds `factor` times stashed gradients to the accumulated ones, directly or through autograd.
 
         Args:
+            gradients: returned by `unstash`; used up unless `keep`.
             factor (`float` or scalar `Tensor`): a tensor where the host would wait for its value.
-            sums: returned by `take_back`; used up unless `keep`.
+            keep (`bool`): whether the gradients may be flushed again.
 
         Returns:
-            for each of `found(sums)` what autograd has to add to it; `None` where nothing is left to add.
+            the tensors, one per entry of `parameters_with_grad(gradients)`, that autograd has to add; `None` for those
+            that are added already.
         """
 
     def reduce(self) -> None:
-        """Starts the reduction of everything that is not reduced yet; every data parallel rank calls it."""
+        """Starts the reduction of all gradients that are not reduced yet; collective over data-parallel ranks."""
 
     def complete(self) -> None:
-        """Waits for a reduction under way; every data parallel rank calls it."""
+        """Waits for a reduction in flight; collective over data-parallel ranks."""
 
-    def take(self, parameters: Iterable[nn.Parameter]) -> None:
+    def collect(self, parameters: Iterable[nn.Parameter]) -> None:
         """Takes in gradients that were added to `.grad` without the parameters' hooks."""
 
     def hold(self, parameters: list[nn.Parameter]) -> AbstractContextManager[None]:
-        """Keeps what is added inside in `.grad` of these parameters; afterwards it joins the sum."""
+        """Leaves gradients of these parameters in `.grad` inside, and takes them in afterwards."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Makes backwards inside only add up their gradients."""
+        """Accumulates gradients of backwards inside without reducing them."""
 
 
 class PlainGradients:
-    """The gradients of a model whose `.grad` is complete: one dp rank, or stage 3."""
+    """Gradients in `.grad` that need no reduction here: one data-parallel rank, or ZeRO stage 3."""
 
-    synchronise = True
+    synchronize = True
     waits_for_reduction = False
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
@@ -88,45 +90,45 @@ class PlainGradients:
         return all(parameter.grad is None for parameter in self.parameters)
 
     @property
-    def is_watched(self) -> bool:
+    def has_user_hooks(self) -> bool:
         return any(map(gradient_hooks, self.parameters))
 
-    def put_aside(self) -> list[Tensor | None]:
-        """Takes every gradient, of any shape, out of `.grad`."""
-        before = [parameter.grad for parameter in self.parameters]
+    def stash(self) -> list[Tensor | None]:
+        """Takes all gradients, of any shape, out of `.grad`."""
+        stashed = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
-        return before
+        return stashed
 
-    def take_back(self, before: list[Tensor | None]) -> list[Tensor | None]:
-        """Puts gradients of any shape in the place of the present ones, which are returned."""
+    def unstash(self, stashed: list[Tensor | None]) -> list[Tensor | None]:
+        """Puts stashed gradients of any shape into `.grad`; returns the present ones."""
         present = [parameter.grad for parameter in self.parameters]
-        for parameter, gradient in zip(self.parameters, before, strict=True):
+        for parameter, gradient in zip(self.parameters, stashed, strict=True):
             parameter.grad = gradient
         return present
 
-    def found(self, sums: list[Tensor | None]) -> list[nn.Parameter]:
-        return [p for p, gradient in zip(self.parameters, sums, strict=True) if gradient is not None]
+    def parameters_with_grad(self, gradients: list[Tensor | None]) -> list[nn.Parameter]:
+        return [p for p, gradient in zip(self.parameters, gradients, strict=True) if gradient is not None]
 
     @torch.no_grad()
-    def hand_over(self, sums: list[Tensor | None], factor: float | Tensor, *, keep: bool) -> Sequence[Tensor | None]:
-        """Returns `factor` times gradients of any shape: autograd adds them, and calls the parameters' hooks."""
-        found = [gradient for gradient in sums if gradient is not None]
+    def flush(self, gradients: list[Tensor | None], factor: float | Tensor, *, keep: bool) -> Sequence[Tensor | None]:
+        """Returns `factor` times the gradients, of any shape: autograd adds them and calls the parameters' hooks."""
+        present = [gradient for gradient in gradients if gradient is not None]
         if keep:
-            return [gradient * factor for gradient in found]
+            return [gradient * factor for gradient in present]
         if isinstance(factor, Tensor) or factor != 1:
-            for gradient in found:
+            for gradient in present:
                 local_tensor(gradient).mul_(factor)
-        return found
+        return present
 
     def reduce(self) -> None:
-        """Does nothing: nothing is reduced here."""
+        """Does nothing: these gradients are not reduced here."""
 
     def complete(self) -> None:
-        """Does nothing: nothing is under way here."""
+        """Does nothing: no reduction is in flight."""
 
-    def take(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Does nothing: `.grad` is where gradients belong."""
+    def collect(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Does nothing: gradients stay in `.grad`."""
 
     @contextmanager
     def hold(self, parameters: list[nn.Parameter]) -> Iterator[None]:

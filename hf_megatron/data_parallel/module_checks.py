@@ -1,4 +1,4 @@
-"""What a caller set on a model's modules that would give other numbers on several ranks: backward hooks, options."""
+"""Checks of module settings whose results depend on the number of ranks: backward hooks and embedding options."""
 
 from itertools import chain
 
@@ -6,18 +6,18 @@ from torch import nn
 
 from ..compat.torch_autograd import has_global_backward_hooks
 from ..core.mesh import ParallelMesh
-from ..core.off_stage import is_off_stage
 from ..errors import UnsupportedError
 
 
 class ModuleGuards:
-    """The modules of a model as they were found by `scan`, looked at before every forward without walking them."""
+    """Checks a model's modules before every forward, without walking them again after `scan`."""
 
     def __init__(self, model: nn.Module):
         self.model = model
         self._is_scanned = False
 
     def scan(self) -> None:
+        """Collects the hook tables and embeddings of all modules."""
         self._is_scanned = True
         modules = list(self.model.modules())
         self._backward = [hooks for m in modules for hooks in (m._backward_hooks, m._backward_pre_hooks)]
@@ -25,18 +25,18 @@ class ModuleGuards:
         self._embeddings = [(name, m) for name, m in self.model.named_modules() if isinstance(m, nn.Embedding)]
 
     def _require_scan(self) -> None:
-        # Modules are exchanged until the model is laid out.
+        # Modules are replaced until the model is parallelized.
         if not self._is_scanned:
             self.scan()
 
     def forward_hooks(self) -> int:
-        """Returns a number that changes when forward hooks are added or others take their place."""
-        # Ids of hooks are counted up over all modules.
+        """Returns a number that changes when forward hooks are added or replaced."""
+        # Hook ids increase over all modules of the process.
         self._require_scan()
         return sum(chain.from_iterable(self._forward))
 
     def reject_backward_hooks(self, mesh: ParallelMesh) -> None:
-        """Raises `UnsupportedError` for hooks of the loop's on the gradients that modules pass on."""
+        """Raises `UnsupportedError` for user hooks on the gradients of activations."""
         self._require_scan()
         if (any(self._backward) or has_global_backward_hooks()) and (mesh.reduces_gradients or mesh.tp_size > 1):
             raise UnsupportedError(
@@ -46,7 +46,7 @@ class ModuleGuards:
             )
 
     def reject_embeddings(self, mesh: ParallelMesh, microbatches: int | None) -> None:
-        """Raises `UnsupportedError` for embeddings whose options look at all tokens of a batch."""
+        """Raises `UnsupportedError` for embedding options that depend on all tokens of a batch."""
         self._require_scan()
         several = mesh.dp_size > 1 or (mesh.pp_size > 1 and microbatches != 1)
         for name, embedding in self._embeddings:
@@ -56,31 +56,3 @@ class ModuleGuards:
                     f"{name}.{option} = {getattr(embedding, option)}: dp ranks and microbatches have other tokens, and "
                     "the rows of their weights would differ. Set it off, or train with dp_size=1 and pp_size=1."
                 )
-
-
-def _has_own(module: nn.Module) -> bool:
-    return any(parameter is not None and not is_off_stage(parameter) for parameter in module._parameters.values())
-
-
-class ParameterList:
-    """The parameters that a model has at present.
-
-    Moving a model, or a caller, may put another parameter under the same name; modules added later are found by `scan`.
-    """
-
-    def __init__(self, model: nn.Module):
-        self.model = model
-        self._holders: list[dict[str, nn.Parameter | None]] | None = None
-
-    def scan(self) -> None:
-        self._holders = [module._parameters for module in self.model.modules() if _has_own(module)]
-
-    def current(self) -> list[nn.Parameter]:
-        """Lists each parameter once, in the order of `model.parameters()`; of a pipeline this rank's."""
-        if self._holders is None:
-            self.scan()
-        assert self._holders is not None
-        values = (value for holder in self._holders for value in holder.values() if value is not None)
-        # A head on the first stage may have the tied weight, and its bias elsewhere.
-        found = {id(value): value for value in values if not is_off_stage(value)}
-        return list(found.values())

@@ -79,7 +79,7 @@ class ListOfRanks:
 def has_all(parameters: Sequence[Tensor], engines: Sequence[DataParallel]) -> bool:
     """Tells whether parameters of any shape are all that this rank trains of some models."""
     given = {id(parameter) for parameter in parameters}
-    return all(id(parameter) in given for engine in engines for parameter in engine.trained)
+    return all(id(parameter) in given for engine in engines for parameter in engine.parameters.trained)
 
 
 def engines_of(parameters: Sequence[Tensor]) -> list[DataParallel]:

@@ -71,7 +71,9 @@ class ShardedGrad(ProxyTensor):
         """What reduces this gradient."""
         owner = self._owner()
         if owner is None or self.is_gone:
-            raise UnsupportedError("A gradient was used that `.grad` no longer holds: clone() what is to outlive it.")
+            raise UnsupportedError(
+                "A gradient was used that `.grad` no longer holds: clone() it before it is replaced."
+            )
         return owner
 
     @property

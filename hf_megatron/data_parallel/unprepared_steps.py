@@ -8,14 +8,15 @@ from torch import Tensor
 from ..core.off_stage import is_off_stage
 from ..errors import ConfigError
 from .autograd_boundary import UNREDUCED, reject_untracked
-from .engine import _MARK, engine_of, reducer_of
+from .engine import engine_of, reducer_of
+from .model_parameters import MARK
 
 _LISTED = "_hf_megatron_listed"
 
 
 def before_unprepared_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
     """Leaves a stock optimizer its own parameters; raises if it would find no gradient at all, and do nothing."""
-    if _MARK in vars(optimizer):
+    if MARK in vars(optimizer):
         return
     groups = optimizer.param_groups
     if any(is_off_stage(parameter) for group in groups for parameter in group["params"]):

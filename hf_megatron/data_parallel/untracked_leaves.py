@@ -14,8 +14,9 @@ from ..compat.torch_autograd import in_backward
 from ..compat.torch_fsdp import unsharded_parameters
 from ..errors import UnsupportedError
 from .autograd_boundary import LEAVING, STOPPED, UNREDUCED, reject_untracked, walk
-from .engine import DataParallel, all_engines, carries_engine, data_parallel_engines, engine_of
+from .engine import DataParallel, all_engines, data_parallel_engines, engine_of
 from .fsdp_checks import is_sharded
+from .model_parameters import carries_engine
 
 
 def check_backward(tensors: Any) -> None:
@@ -27,8 +28,8 @@ def check_backward(tensors: Any) -> None:
     engines = data_parallel_engines()
     if not engines:
         return
-    is_inner = in_backward() or any(engine.is_running for engine in engines)
-    looks_inside = any(engine.is_unknown for engine in engines)
+    is_inner = in_backward() or any(engine.forward_status.is_running for engine in engines)
+    looks_inside = any(engine.forward_status.is_unknown for engine in engines)
     if is_inner and not looks_inside:
         # Recomputed layers, and a pipeline's schedule.
         return
@@ -46,14 +47,16 @@ def check_backward(tensors: Any) -> None:
     if not leaving:
         # Another model of this process, without replicas, may run its own backwards.
         untracked = [leaf for leaf in untracked if own.engine_of(leaf) is None]
-    is_inside = is_inner and any(engine.is_running or engine.was_differentiated for engine in engines)
+    is_inside = is_inner and any(
+        engine.forward_status.is_running or engine.forward_status.was_differentiated for engine in engines
+    )
     if leaving or is_inside or owned:
         reject_untracked(leaf for leaf in untracked if isinstance(leaf, nn.Parameter))
         for leaf in untracked:
             # Loops ask outputs of frozen embeddings for a gradient, which nobody trains: an optimizer tells.
             setattr(leaf, UNREDUCED, True)
         for engine in engines:
-            engine.was_differentiated = True
+            engine.forward_status.was_differentiated = True
 
 
 class _Own:
@@ -76,7 +79,9 @@ class _Own:
         # Looked up once for all leaves: one by one, the backward of a plain model beside a data parallel one would take
         # its leaves times the other's parameters.
         known = (
-            carries_engine(leaf) or id(leaf) in self._parameters or any(engine.holds(leaf) for engine in self.engines)
+            carries_engine(leaf)
+            or id(leaf) in self._parameters
+            or any(engine.parameters.holds(leaf) for engine in self.engines)
         )
         return engine_of(leaf) if known else None
 
@@ -86,7 +91,7 @@ class _Own:
             return True
         engine = self.engine_of(leaf)
         if engine is not None and engine.mesh.reduces_gradients:
-            return is_sharded(leaf) or not engine.state.shards_weights or engine.is_apart(leaf)
+            return is_sharded(leaf) or not engine.state.shards_weights or engine.parameters.is_outside_fsdp(leaf)
         return id(leaf) in self._unsharded
 
 

@@ -147,7 +147,7 @@ class NonFiniteWatch:
                 stack.enter_context(without_dispatch_modes())
                 stack.enter_context(self._held.engine.gradients_apart())
                 if self._state.pipeline is not None:
-                    stack.enter_context(self._state.pipeline.loss_scale.unnoticed())
+                    stack.enter_context(self._state.pipeline.loss_scale.ignored())
                 for number, call in enumerate(self._calls):
                     found += self._run_again(number, call)
         finally:

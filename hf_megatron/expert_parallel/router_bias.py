@@ -69,8 +69,8 @@ class RouterBiases(Shared):
         for name in self.experts:
             module = self.model.get_submodule(name)
             module.register_forward_pre_hook(self._counting(name))
-        engine.on_stepped.append(self.update)
-        engine.on_discarded.append(self._clear)
+        engine.callbacks.on_stepped.append(self.update)
+        engine.callbacks.on_discarded.append(self._clear)
 
     def _counting(self, name: str) -> Any:
         tokens = self.tokens[name]

@@ -108,7 +108,7 @@ def _kept(
             )
         require_unedited()
         runner.require_possible(accumulates, wants_weights, is_direct=False)
-        runner.engine.backwards += accumulates
+        runner.engine.pipeline_backwards += accumulates
         execution.keeps_graphs = keeps_graph()
         is_over = not execution.keeps_graphs
         parts = [gradient.split(rows) if gradient.dim() else [gradient] * len(rows) for gradient in upstream]
@@ -121,7 +121,7 @@ def _kept(
             tied=runner.tied(),
             sum_tied=runner.sum_tied,
             seed=1.0,
-            is_direct=accumulates and not store.is_watched,
+            is_direct=accumulates and not store.has_user_hooks,
         )
         execution.before_backward = collected.before_backward
         with (
@@ -132,9 +132,9 @@ def _kept(
         of_inputs = inputs.collect(runner.mesh.pp_group)
         if not collected.is_direct and wants_weights:
             reached = map(id, collected.reached())
-            found = dict(zip(reached, collected.hand_over(1.0, keep=False), strict=True))
+            found = dict(zip(reached, collected.flush(1.0, keep=False), strict=True))
             return of_inputs, [found.get(id(parameter)) for parameter in store.parameters]
-        if collected.is_direct and collected.synchronise:
+        if collected.is_direct and collected.synchronize:
             # Other forwards may be under way in reverse in the same backward: none of them is the last.
             at_end_of_backward(store.reduce)
         return of_inputs, [None] * len(store.parameters)

@@ -1,9 +1,9 @@
-"""How much the losses of a pipelined model count, and where the gradients of a schedule go until that is known.
+"""Gradient scale of a pipelined model's losses, and storage of a schedule's gradients until the scale is known.
 
-A schedule computes gradients while it computes the loss; what the loss is multiplied by comes with `backward()`. Until
-then the gradients are kept apart: nobody sees those of a loss that was not backpropagated, and no `zero_grad()` in
-between touches them. Where a loop has announced the factor and sums are there already, gradients are added straight to
-them: a second buffer is saved.
+A schedule computes gradients while it computes the loss; the factor that the loss is multiplied by arrives with
+`backward()`. Until then the gradients are stashed: a loss that is never backpropagated leaves no gradients, and a
+`zero_grad()` in between does not touch them. If the training loop has announced the factor and gradients have
+accumulated already, they are added directly, which saves a second buffer.
 """
 
 import math
@@ -24,10 +24,10 @@ _SAME_SCALE = 1e-6
 
 
 class LossScale:
-    """What is known of the factors that losses of one model receive in backward.
+    """Expected gradient of a model's next loss.
 
     Args:
-        usual (`Callable`): a guess for the first loss; later ones are taken to receive what the last one did.
+        usual (`Callable`): returns a guess for the first loss; later losses are expected to receive the last scale.
     """
 
     def __init__(self, usual: Callable[[], float]):
@@ -35,12 +35,12 @@ class LossScale:
         self.announced: Callable[[], float] | None = None
         self._last: float | None = None
         self._was_wrong = self._was_right = False
-        # Schedules whose gradients are among the model's sums although nobody has called backward.
-        self._unsettled: set[ScheduledGradients] = set()
+        # Schedules whose gradients were accumulated before their loss was backpropagated.
+        self._pending: set[ScheduledGradients] = set()
 
     @contextmanager
     def announce(self, scale: Callable[[], float] | None) -> Iterator[None]:
-        """Lets a loop tell what the next losses, inside, receive."""
+        """Announces the gradient that losses inside will receive."""
         before, self.announced = self.announced, scale
         try:
             yield
@@ -48,8 +48,8 @@ class LossScale:
             self.announced = before
 
     @contextmanager
-    def unnoticed(self) -> Iterator[None]:
-        """Learns nothing of the losses inside, which no loop has announced."""
+    def ignored(self) -> Iterator[None]:
+        """Leaves the state unchanged by losses inside, which were not announced."""
         before = dict(vars(self))
         self.announced = None
         try:
@@ -58,44 +58,45 @@ class LossScale:
             vars(self).update(before)
 
     def expected(self) -> float:
-        """Returns what the next loss will receive, as far as anybody knows."""
+        """Returns the expected gradient of the next loss."""
         if self.announced is not None and not self._was_wrong:
             return self.announced()
         return self.usual() if self._last is None else self._last
 
     def is_known(self) -> bool:
-        """Tells whether a loop has announced what the next loss receives; one that was wrong is not believed again."""
+        """Returns whether the next loss's gradient was announced; after a wrong announcement, none is trusted."""
         return self.announced is not None and not self._was_wrong
 
     def clear(self) -> None:
-        """Forgets who waits for a scale: the gradients are gone."""
-        self._unsettled.clear()
+        """Forgets pending schedules: their gradients were discarded."""
+        self._pending.clear()
 
-    def require_settled(self, store: GradStore) -> None:
-        """Raises `ConfigError` if the gradients of a forward would be used that nobody called backward for."""
-        if self._unsettled and not store.is_empty:
+    def require_final(self, store: GradStore) -> None:
+        """Raises `ConfigError` if a step would use gradients of a loss that was not backpropagated."""
+        if self._pending and not store.is_empty:
             raise ConfigError(
                 "optimizer.step() after a training forward of a pipelined model whose loss was never backpropagated: "
-                "its gradients were added to others already, as the loop has announced. Compute losses that are not "
-                "trained on under torch.no_grad()."
+                "its gradients were accumulated during the forward. Compute losses that are not trained on under "
+                "torch.no_grad()."
             )
 
     # For schedules
 
     def await_backward(self, gradients: "ScheduledGradients") -> None:
-        """Notes that the gradients of a schedule are among the model's sums now."""
-        self._unsettled.add(gradients)
+        """Records a schedule whose gradients are accumulated before its backward."""
+        self._pending.add(gradients)
 
-    def is_unsettled(self, gradients: "ScheduledGradients") -> bool:
-        return gradients in self._unsettled
+    def is_pending(self, gradients: "ScheduledGradients") -> bool:
+        """Returns whether a schedule's gradients are accumulated and wait for its backward."""
+        return gradients in self._pending
 
     def is_unproven(self, gradients: "ScheduledGradients") -> bool:
-        """Tells whether a loop has announced the scale of a schedule and nobody has seen yet that it was right."""
+        """Returns whether a schedule's scale was announced and no announcement was confirmed yet."""
         return gradients.was_announced and not self._was_right
 
-    def settled(self, gradients: "ScheduledGradients", scale: "float | Tensor") -> None:
-        """Notes a schedule's scale, which backward has told; a scalar tensor's value is not known."""
-        self._unsettled.discard(gradients)
+    def record(self, gradients: "ScheduledGradients", scale: "float | Tensor") -> None:
+        """Records the scale that backward gave a schedule; the value of a scalar tensor is not read."""
+        self._pending.discard(gradients)
         if isinstance(scale, Tensor):
             return
         if gradients.was_announced:
@@ -106,15 +107,13 @@ class LossScale:
 
 
 class ScheduledGradients:
-    """Where the gradients of one schedule go.
+    """Gradients of one schedule.
 
     Args:
         tied: parameters that the other end of the pipeline holds too.
-        sum_tied (`Callable`): adds up their gradients over both ends.
-        is_direct (`bool`): whether they go straight into the model's sums.
-
-    Attributes:
-        seed (`float`): what the backward of each microbatch starts from.
+        sum_tied (`Callable`): sums their gradients over both ends.
+        seed (`float`): gradient of each microbatch's loss.
+        is_direct (`bool`): whether gradients are accumulated in the store at once instead of stashed.
     """
 
     def __init__(
@@ -129,19 +128,19 @@ class ScheduledGradients:
         is_direct: bool,
     ):
         self.scale, self.store, self.tied, self.sum_tied = scale, store, tied, sum_tied
-        # Each stage's last action that adds gradients to its parameters.
+        # The last action of each stage that adds gradients to its parameters.
         last = {a.stage: a for a in actions if a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
         self.final = frozenset(last.values())
         self.seed, self.is_direct, self.was_announced = seed, is_direct, scale.is_known()
-        self.synchronise = store.synchronise
+        self.synchronize = store.synchronize
         self._reduces = False
-        self._sums: Any = None
+        self._stashed: Any = None
 
     @classmethod
-    def before_backward_of(cls, scale: LossScale, store: GradStore, *args: Any, **kwargs: Any) -> Any:
-        """Prepares for a schedule that runs before its loss is backpropagated; arguments as for the class."""
-        # Hooks have to see the whole gradient; an empty store takes over what was kept apart as it is.
-        is_direct = scale.is_known() and not store.is_empty and not store.is_watched
+    def for_training(cls, scale: LossScale, store: GradStore, *args: Any, **kwargs: Any) -> Any:
+        """Prepares for a schedule that runs before its loss is backpropagated; other arguments as for the class."""
+        # User hooks have to see the complete gradient; an empty store takes a stashed buffer over without a copy.
+        is_direct = scale.is_known() and not store.is_empty and not store.has_user_hooks
         gradients = cls(scale, store, *args, seed=scale.expected(), is_direct=is_direct, **kwargs)
         if is_direct:
             scale.await_backward(gradients)
@@ -149,74 +148,74 @@ class ScheduledGradients:
 
     @contextmanager
     def collecting(self, *, reduces: bool = True) -> Iterator[None]:
-        """Holds the store as the schedule's backwards, which run inside, need it.
+        """Prepares the store for the schedule's backwards, which run inside.
 
         Args:
-            reduces (`bool`, defaults to `True`): over dp ranks, where the store does; else that is left for later.
+            reduces (`bool`, defaults to `True`): whether to reduce over data-parallel ranks if the store does.
         """
         store = self.store
         store.complete()
-        # Gradients that wait for their reduction are reduced together with these.
-        self._reduces = reduces and self.synchronise and (self.is_direct or not store.waits_for_reduction)
+        # Gradients of earlier `no_sync` backwards are reduced together with these, later.
+        self._reduces = reduces and self.synchronize and (self.is_direct or not store.waits_for_reduction)
         with ExitStack() as stack:
-            stack.callback(setattr, store, "synchronise", self.synchronise)
+            stack.callback(setattr, store, "synchronize", self.synchronize)
             if not self.is_direct:
-                before = store.put_aside()
-                stack.callback(lambda: setattr(self, "_sums", store.take_back(before)))
-                stack.enter_context(without_gradient_hooks(store.parameters if store.is_watched else ()))
-            store.synchronise = False
+                before = store.stash()
+                stack.callback(lambda: setattr(self, "_stashed", store.unstash(before)))
+                stack.enter_context(without_gradient_hooks(store.parameters if store.has_user_hooks else ()))
+            store.synchronize = False
             with store.hold(self.tied):
                 yield
                 self.sum_tied()
-                store.synchronise = self._reduces
+                store.synchronize = self._reduces
             if not self.is_direct:
                 store.complete()
 
     def before_backward(self, action: Action) -> None:
-        """Lets reduction over dp ranks begin with the last microbatch of a stage."""
-        self.store.synchronise = self._reduces and action in self.final
+        """Enables the reduction over data-parallel ranks for the last microbatch of a stage."""
+        self.store.synchronize = self._reduces and action in self.final
 
     def reached(self) -> list[nn.Parameter]:
-        """Lists the parameters whose gradients are asked of the loss."""
-        return self.store.parameters if self.is_direct else self.store.found(self._sums)
+        """Returns the parameters that the loss's autograd node leads to."""
+        return self.store.parameters if self.is_direct else self.store.parameters_with_grad(self._stashed)
 
-    def settle(self, scale: float | Tensor, *, keep: bool) -> Sequence[Tensor | None]:
-        """Takes the scale of the gradients, as backward tells it.
+    def finalize(self, scale: float | Tensor, *, keep: bool) -> Sequence[Tensor | None]:
+        """Adds the gradients to the store at the scale that backward gives them.
 
         Args:
             scale (`float` or scalar `Tensor`): a tensor where the host would wait for its value.
             keep (`bool`): whether the loss may be backpropagated once more.
 
         Returns:
-            what autograd has to add to each of `reached()`.
+            the tensors, one for each of `reached()`, that autograd has to add; `None` for those that are added already.
 
         Raises:
-            ConfigError: the gradients are no longer there, or among others already at another scale.
+            ConfigError: if the gradients were used already, or were accumulated at another scale.
         """
-        if self._sums is None and not self.scale.is_unsettled(self):
+        if self._stashed is None and not self.scale.is_pending(self):
             raise ConfigError(
                 "The loss of a pipelined model was backpropagated twice: its gradients are no longer there. Call the "
                 "first backward with retain_graph=True."
             )
-        self.scale.settled(self, scale)
+        self.scale.record(self, scale)
         if self.is_direct:
             error = ConfigError(
-                f"The loss received the gradient {scale}, the loop announced {self.seed}: this step's gradients "
-                "are added up already. Set `pipeline.loss_scale.announced = None`."
+                f"The loss received the gradient {scale}, but {self.seed} was announced and this step's gradients are "
+                "accumulated already. Set `pipeline.loss_scale.announced = None`."
             )
             if isinstance(scale, Tensor):
                 check_soon((scale - self.seed).abs() <= _SAME_SCALE * abs(self.seed), lambda: error)
             elif not math.isclose(scale, self.seed, rel_tol=_SAME_SCALE):
                 raise error
             return [None] * len(self.store.parameters)
-        handed_over = self.hand_over(scale / self.seed, keep=keep)
-        if not self._reduces and self.store.synchronise:
+        flushed = self.flush(scale / self.seed, keep=keep)
+        if not self._reduces and self.store.synchronize:
             self.store.reduce()
-        return handed_over
+        return flushed
 
-    def hand_over(self, factor: float | Tensor, *, keep: bool) -> Sequence[Tensor | None]:
-        """Makes the gradients that were kept apart part of the sums; see `GradStore.hand_over`."""
-        sums = self._sums
+    def flush(self, factor: float | Tensor, *, keep: bool) -> Sequence[Tensor | None]:
+        """Adds `factor` times the stashed gradients to the store; see `GradStore.flush`."""
+        stashed = self._stashed
         if not keep:
-            self._sums = None
-        return self.store.hand_over(sums, factor, keep=keep)
+            self._stashed = None
+        return self.store.flush(stashed, factor, keep=keep)

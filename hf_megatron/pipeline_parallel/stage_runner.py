@@ -86,8 +86,8 @@ class StageRunner(Shared):
         self._calls = 0
         # Implementations of attention.
         self._keep_documents_apart: set[str] = set()
-        engine.guards.append(lambda: self.loss_scale.require_settled(engine.gradients))
-        engine.on_cleared.append(self.loss_scale.clear)
+        engine.callbacks.guards.append(lambda: self.loss_scale.require_final(engine.gradients))
+        engine.callbacks.on_cleared.append(self.loss_scale.clear)
 
     # Microbatches
 
@@ -248,7 +248,7 @@ class StageRunner(Shared):
     def gradient_store(self) -> GradStore:
         """Returns where gradients are added up; raises where hooks would see parts of them."""
         store = self.engine.gradients
-        if self.engine.reducer is not None and store.is_watched:
+        if self.engine.reducer is not None and store.has_user_hooks:
             raise UnsupportedError(
                 "Hooks on the gradients of parameters: with dp_size > 1 and zero_stage < 3 they would see this rank's "
                 "gradients before they are averaged, of each microbatch. Remove them, or load the model with dp_size=1."

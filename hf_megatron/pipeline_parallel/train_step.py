@@ -43,13 +43,13 @@ def run_schedule(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutp
     sizes = runner.schedule.name, runner.config.pp_size, runner.stages_per_rank, len(microbatches)
     actions = rank_actions(*sizes)[runner.mesh.pp_rank]
     store = runner.gradient_store()
-    gradients = ScheduledGradients.before_backward_of(
+    gradients = ScheduledGradients.for_training(
         runner.loss_scale, store, actions, tied=runner.tied(), sum_tied=runner.sum_tied
     )
     execution = runner.execution(microbatches, weights, denominators, read)
     seed = torch.full((), gradients.seed, device=runner.mesh.device)
     execution.seeds = lambda number: (seed,)
-    execution.before_backward, execution.added = gradients.before_backward, store.take
+    execution.before_backward, execution.added = gradients.before_backward, store.collect
     with gradients.collecting(), runner.streams.call():
         runner.run(execution, actions)
     of_inputs = inputs.collect(runner.mesh.pp_group)
@@ -64,7 +64,7 @@ def run_schedule(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutp
         require_unedited()
         contents.check("a weight")
         runner.require_possible(accumulates, wants_weights, gradients.is_direct)
-        runner.engine.backwards += accumulates
+        runner.engine.pipeline_backwards += accumulates
         keep = keeps_graph()
         # Known, it decides whether there is anything to multiply; a device would be waited for.
         is_read = not is_async_device(runner.mesh.device) or runner.loss_scale.is_unproven(gradients)
@@ -80,7 +80,7 @@ def run_schedule(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutp
         scale = unsharded.item() if is_read else unsharded
         factor = scale / gradients.seed
         nothing: list[Tensor | None] = [None] * len(reached)
-        of_weights = gradients.settle(scale, keep=keep) if accumulates or wants_weights else nothing
+        of_weights = gradients.finalize(scale, keep=keep) if accumulates or wants_weights else nothing
         return [gradient * factor for gradient in of_inputs], of_weights
 
     reached = gradients.reached()

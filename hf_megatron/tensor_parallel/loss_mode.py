@@ -56,4 +56,4 @@ def install_pending_loss(model: nn.Module, state: ParallelState) -> None:
         PendingLoss(head, model).install(state.hooks)
         head.steps = taken
     assert state.data_parallel is not None
-    state.data_parallel.guards.append(taken.count)
+    state.data_parallel.callbacks.guards.append(taken.count)

@@ -6,7 +6,7 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron.core.communication import collectives
 from hf_megatron.core.communication.bucket_collectives import AllGather
-from hf_megatron.data_parallel import bucket_reducer, distributed_optimizer, grad_norm, param_gather
+from hf_megatron.data_parallel import distributed_optimizer, grad_norm, grad_reducer, param_gather
 from hf_megatron.data_parallel.buckets import Bucket, Slot
 from hf_megatron.tensor_parallel import region, vocab_parallel_head
 from hf_megatron.testing.check import parse_layouts
@@ -172,7 +172,7 @@ def count_what_tp_ranks_repeat_twice():
 
 
 def forget_the_sum_over_replicas():
-    bucket_reducer.sum_over = lambda tensor, group: tensor
+    grad_reducer.sum_over = lambda tensor, group: tensor
 
 
 DATA_PARALLEL = [

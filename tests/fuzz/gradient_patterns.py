@@ -238,6 +238,6 @@ GRADIENT_HABITS = (
     LoopPattern("backward twice", "`retain_graph=True` and a second backward", backward=_second_backward),
     LoopPattern("accumulated", "two equal microbatches, the first inside `no_sync`", batch=_TWO),
     LoopPattern("accumulated unevenly", "microbatches of unequal rows", batch={**_TWO, "uneven": True}),
-    LoopPattern("accumulated synchronised", "two backwards without `no_sync`", made=_without_no_sync, batch=_TWO),
+    LoopPattern("accumulated synchronized", "two backwards without `no_sync`", made=_without_no_sync, batch=_TWO),
     LoopPattern("accumulated by Accelerate", "`accelerator.accumulate`", loop="accelerate", batch=_TWO),
 )

@@ -46,7 +46,7 @@ _WAITING = (
     "hf_megatron.pipeline_parallel.p2p",
     "hf_megatron.pipeline_parallel.tied_weight_grads",
     "hf_megatron.expert_parallel.all_to_all",
-    "hf_megatron.data_parallel.bucket_reducer",
+    "hf_megatron.data_parallel.grad_reducer",
     "hf_megatron.data_parallel.param_gather",
 )
 _LIBRARIES = ("torch", "hf_megatron", "transformers", "accelerate", "trl", "peft", "contextlib", "threading", "runpy")

@@ -70,7 +70,7 @@ def is_at_end(state: Any) -> bool:
     loader = _loader(state)
     if loader is None or not loader.end_of_dataloader:
         return False
-    # Trainer synchronises with the last of the batches that it has read for a step.
+    # Trainer synchronizes with the last of the batches that it has read for a step.
     return state.sync_gradients or not vars(loader).get("_hf_megatron_ahead", False)
 
 

@@ -86,4 +86,4 @@ def load_weights(model: Any, checkpoint: Checkpoint) -> None:
         model.load_adapter(folder, adapter, is_trainable=adapter in model.active_adapters)
     if state is not None and state.data_parallel is not None:
         state.data_parallel.refresh_main_weights()
-        state.data_parallel.skipped_steps = int(checkpoint.metadata.get("skipped_steps", 0))
+        state.data_parallel.step_status.skipped_steps = int(checkpoint.metadata.get("skipped_steps", 0))

@@ -25,7 +25,7 @@ def full_base_weight(base: nn.Module) -> Iterator[None]:
     if engine is None:
         yield
         return
-    state, sharding = engine.state, engine.sharding(weight)
+    state, sharding = engine.state, engine.parameters.sharding(weight)
     assert sharding is not None
     unsharded = torch.empty(weight.shape, dtype=weight.dtype, device=state.mesh.device)
     if not is_off_stage(weight):

@@ -119,7 +119,7 @@ def get_prompt(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     from .prompts import local_prompt, reading_prompts
 
     # Prompts are made before the model is called, which does it, too.
-    state.data_parallel.follow_edits()  # type: ignore[union-attr]
+    state.data_parallel.sync_user_edits()  # type: ignore[union-attr]
     with reading_prompts(state):
         return local_prompt(original(self, *args, **kwargs), state)
 

@@ -45,7 +45,7 @@ def run_backward(
 
         reject_hook_inputs(inputs)
         for engine in all_engines():
-            engine.follow_edits()
+            engine.sync_user_edits()
     return original(outputs, seeds, keep, create, inputs, *args, **kwargs)
 
 

@@ -102,12 +102,12 @@ def test_every_rank_skips_and_training_goes_on(stories, text, value):
             loss = model(**local_samples(model, batch(99))).loss
             (loss * value if dist.get_rank() == 1 else loss).backward()
             optimizer.step()
-            assert optimizer._hf_megatron.step_was_skipped and engine.skipped_steps == 1
+            assert optimizer._hf_megatron.step_was_skipped and engine.step_status.skipped_steps == 1
             assert unmoved(model, weights)
             assert same(state, state_of(optimizer))
         train(model, optimizer, 1, first=2)
         if parallel_state(model) is not None:
-            assert not optimizer._hf_megatron.step_was_skipped and engine.skipped_steps == 1
+            assert not optimizer._hf_megatron.step_was_skipped and engine.step_status.skipped_steps == 1
             assert not same(state, state_of(optimizer)), "the comparison sees a step"
 
     assert error_of(stories, run, layout(text)) < LIMIT
@@ -124,7 +124,7 @@ def test_one_bad_entry_on_one_rank_is_enough(stories, text):
         backward(model)
         optimizer.step()
         skipped = unmoved(model, before)
-        return skipped, parallel_state(model).data_parallel.skipped_steps
+        return skipped, parallel_state(model).data_parallel.step_status.skipped_steps
 
     assert run_ranks(on_rank, ranks_of(layout(text))) == [(True, 1)] * ranks_of(layout(text))
 
@@ -149,7 +149,7 @@ def test_training_ends_after_too_many_skipped_steps(stories, text):
             step(spoiled)
         with pytest.raises(NonFiniteGradientError, match="3 optimizer steps in a row"):
             step(True)
-        return parallel_state(model).data_parallel.skipped_steps
+        return parallel_state(model).data_parallel.step_status.skipped_steps
 
     assert run_ranks(on_rank, 2) == [5, 5]
 
@@ -221,7 +221,7 @@ def test_fault_22_overflow_on_one_rank_makes_all_ranks_skip(stories, text, max_n
                 assert unmoved(model, before)
                 assert same(state, state_of(optimizer))
         assert scaler.get_scale() == (2.0**9 if parallel else 2.0**10)
-        assert not parallel or parallel_state(model).data_parallel.skipped_steps == 1
+        assert not parallel or parallel_state(model).data_parallel.step_status.skipped_steps == 1
 
     assert error_of(stories, run, layout(text)) < LIMIT
 
@@ -268,7 +268,7 @@ def test_fault_22_fused_optimizer_skips_too(stories):
         spoil_an_entry(model, 1)
         scaled_step(model, optimizer, scaler, (0, 1))
         skipped = unmoved(model, before)
-        return skipped, scaler.get_scale(), parallel_state(model).data_parallel.skipped_steps
+        return skipped, scaler.get_scale(), parallel_state(model).data_parallel.step_status.skipped_steps
 
     assert run_ranks(on_rank, 2) == [(True, 2.0**9, 1)] * 2
 

@@ -59,7 +59,7 @@ def test_fault_23_all_labels_of_the_global_batch_ignored(stories, text):
         loss.backward()
         norms = local_norms(model)
         optimizer.step()
-        skipped = parallel_state(model).data_parallel.skipped_steps
+        skipped = parallel_state(model).data_parallel.step_status.skipped_steps
         return math.isnan(loss.item()), max(norms), unmoved(model, before), skipped
 
     assert run_ranks(on_rank, ranks_of(layout(text))) == [(True, 0.0, True, 0)] * ranks_of(layout(text))

@@ -20,40 +20,40 @@ ACCUMULATED = {"max_steps": 2, "trainer_class": OwnLoss}
 
 def count_a_batch_of_a_step_twice():
     for store in STORES:
-        original = store.hand_over
+        original = store.flush
 
-        def hand_over(self, sums, factor, original=original, **kwargs):
+        def flush(self, sums, factor, original=original, **kwargs):
             return original(self, sums, factor if self.is_empty else 2 * factor, **kwargs)
 
-        store.hand_over = hand_over
+        store.flush = flush
 
 
 def lose_all_but_the_first_batch_of_a_step():
     for store in STORES:
-        original = store.hand_over
+        original = store.flush
 
-        def hand_over(self, sums, factor, original=original, **kwargs):
+        def flush(self, sums, factor, original=original, **kwargs):
             return original(self, sums, factor if self.is_empty else 0.0, **kwargs)
 
-        store.hand_over = hand_over
+        store.flush = flush
 
 
 def ignore_what_backward_brings():
-    original = ScheduledGradients.settle
-    ScheduledGradients.settle = lambda self, scale, **kwargs: original(self, self.seed, **kwargs)
+    original = ScheduledGradients.finalize
+    ScheduledGradients.finalize = lambda self, scale, **kwargs: original(self, self.seed, **kwargs)
 
 
 def scale_the_sum_and_not_the_call():
     """As if a batch's factor counted for everything that is there."""
-    original = PlainGradients.hand_over
+    original = PlainGradients.flush
 
-    def hand_over(self, sums, factor, **kwargs):
+    def flush(self, sums, factor, **kwargs):
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
         return original(self, sums, factor, **kwargs)
 
-    PlainGradients.hand_over = hand_over
+    PlainGradients.flush = flush
 
 
 def forget_the_division_by_accumulation():
@@ -63,15 +63,15 @@ def forget_the_division_by_accumulation():
 
 def let_gradients_join_the_sums_at_once():
     """As if every factor had been announced: that of the first batch is another one."""
-    original = ScheduledGradients.before_backward_of.__func__
+    original = ScheduledGradients.for_training.__func__
 
-    def before_backward_of(cls, scale, *args, **kwargs):
+    def for_training(cls, scale, *args, **kwargs):
         gradients = original(cls, scale, *args, **kwargs)
         gradients.is_direct = True
         scale.await_backward(gradients)
         return gradients
 
-    ScheduledGradients.before_backward_of = classmethod(before_backward_of)
+    ScheduledGradients.for_training = classmethod(for_training)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def leave_tied_weights_to_each_end():
 
 
 def take_sums_of_unknown_scale_for_known():
-    ScheduledGradients.hand_over = lambda self, factor, keep: self.store.hand_over(self._sums, 1.0, keep=keep)
+    ScheduledGradients.flush = lambda self, factor, keep: self.store.flush(self._stashed, 1.0, keep=keep)
 
 
 @pytest.mark.parametrize(

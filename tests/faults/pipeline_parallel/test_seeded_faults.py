@@ -57,20 +57,20 @@ def sum_tied_gradients_of_the_full_step_again():
     """Sums what was summed in the call before once more."""
     engine.Pipeline.tied = lambda self: []
 
-    original = ScheduledGradients.settle
+    original = ScheduledGradients.finalize
 
-    def settle(self, scale, **kwargs):
-        handed_over = original(self, scale, **kwargs)
+    def finalize(self, scale, **kwargs):
+        flushed = original(self, scale, **kwargs)
         pipeline = self.sum_tied.__self__
         for _, parameter in pipeline._tied():
             other = pipeline.holders[int(pipeline.mesh.pp_rank == pipeline.holders[0])]
             index = [id(reached) for reached in self.store.parameters].index(id(parameter))
-            pipeline.transport.sum_with(handed_over[index], other, 0)
+            pipeline.transport.sum_with(flushed[index], other, 0)
             if parameter.grad is not None:
                 pipeline.transport.sum_with(parameter.grad, other, 0)
-        return handed_over
+        return flushed
 
-    ScheduledGradients.settle = settle
+    ScheduledGradients.finalize = finalize
 
 
 def count_the_tied_weight_twice_in_the_norm():
@@ -78,8 +78,8 @@ def count_the_tied_weight_twice_in_the_norm():
 
 
 def ignore_the_scale_of_backward():
-    original = ScheduledGradients.settle
-    ScheduledGradients.settle = lambda self, scale, **kwargs: original(self, self.seed, **kwargs)
+    original = ScheduledGradients.finalize
+    ScheduledGradients.finalize = lambda self, scale, **kwargs: original(self, self.seed, **kwargs)
 
 
 def each_microbatch_by_its_own_targets():
@@ -158,7 +158,7 @@ def forget_that_reduction_runs_last():
 
     def before_backward(self, action):
         original(self, action)
-        self.store.synchronise = True
+        self.store.synchronize = True
 
     ScheduledGradients.before_backward = before_backward
 

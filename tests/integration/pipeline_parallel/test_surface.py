@@ -53,13 +53,13 @@ def test_gradients_are_handed_over_without_a_copy():
         loss = model(**tiny_model.batches[0]).loss
         pipeline, kept = parallel_state(model).pipeline, {}
         store = pipeline.engine.gradients
-        original = type(store).hand_over
+        original = type(store).flush
 
-        def hand_over(self, sums, *args, **kwargs):
+        def flush(self, sums, *args, **kwargs):
             kept.update({id(p): g.data_ptr() for p, g in zip(self.parameters, sums, strict=True)})
             return original(self, sums, *args, **kwargs)
 
-        type(store).hand_over = hand_over
+        type(store).flush = flush
         loss.backward()
         return [parameter.grad.data_ptr() == kept[id(parameter)] for _, parameter in local_named_parameters(model)]
 

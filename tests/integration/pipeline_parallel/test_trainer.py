@@ -48,12 +48,12 @@ class Sums:
     def __init__(self):
         self.count = 0
         for store in (PlainGradients, GradientReducer):
-            store.put_aside = self._counting(store.put_aside)
+            store.stash = self._counting(store.stash)
 
-    def _counting(self, put_aside):
+    def _counting(self, stash):
         def counting(store):
             self.count += not store.is_empty
-            return put_aside(store)
+            return stash(store)
 
         return counting
 

@@ -70,15 +70,15 @@ def test_nothing_recorded_is_an_error():
 
 
 def test_recorder():
-    synchronised = []
-    recorder = SpanRecorder(lambda: synchronised.append(time.time()))
+    synchronized = []
+    recorder = SpanRecorder(lambda: synchronized.append(time.time()))
     with recorder.record("F", 1, 3):
         time.sleep(0.01)
     with pytest.raises(ValueError), recorder.record("B", 1, 3):
         raise ValueError
     [span] = recorder.spans
     assert (span.kind, span.stage, span.microbatch) == ("F", 1, 3) and span.duration >= 0.01
-    assert synchronised[0] <= span.start < synchronised[1] <= span.stop
+    assert synchronized[0] <= span.start < synchronized[1] <= span.stop
     recorder.clear()
     assert recorder.spans == ()
 

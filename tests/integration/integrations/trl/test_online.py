@@ -399,7 +399,7 @@ def stale_weights(model, monkeypatch):
     model.generate = test_base.policy(model.config._name_or_path, parallel_state(model).config, GRPOTrainer).generate
 
 
-def unsynchronised_samples(model, monkeypatch):
+def unsynchronized_samples(model, monkeypatch):
     original = model.generate
 
     def generate(*args, **kwargs):
@@ -421,7 +421,7 @@ FAULTS = {
     normaliser_of_all_ranks: ("pp2", {}),
     reference_that_trains: ("tp2", {}),
     stale_weights: ("pp2", {"learning_rate": 2e-3}),
-    unsynchronised_samples: ("tp2", {"generation_kwargs": {"min_new_tokens": 8}}),
+    unsynchronized_samples: ("tp2", {"generation_kwargs": {"min_new_tokens": 8}}),
     samples_of_each_rank: ("dp2", OFF_POLICY | RECORDED),
 }
 

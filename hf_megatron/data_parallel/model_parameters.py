@@ -1,0 +1,135 @@
+"""Parameters of a data-parallel model: the current list, their shardings and the ranks that average their gradients."""
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..compat.shared import Shared
+from ..core.off_stage import is_off_stage
+from ..core.placement import ParameterSharding
+from ..parallel_state import ParallelState
+from .grad_sync_groups import GradSyncGroup
+
+# Stock loops pass parameters, not models: each parameter refers to its engine.
+MARK = "_hf_megatron"
+
+
+class ModelParameters(Shared):
+    """Parameters that a model has at present, by identity.
+
+    A caller may replace a parameter, and moving a model may too; modules that are added later are found by `scan`.
+
+    Attributes:
+        marked: this rank's parameters when `mark` was last called.
+        sync_groups: axis along which gradients are averaged -> its ranks.
+    """
+
+    def __init__(self, model: nn.Module, state: ParallelState, sync_groups: dict[str, GradSyncGroup] | None = None):
+        self.model, self.state = model, state
+        if sync_groups is None:
+            # Of the parameters of all stages: every rank takes part in making each group.
+            axes = sorted({"dp"} | {sharding.gradient.average for sharding in state.shardings.values()})
+            sync_groups = {axis: GradSyncGroup.along(axis, state.mesh) for axis in axes}
+        self.sync_groups = sync_groups
+        self.marked: list[nn.Parameter] = []
+        self._identities: set[int] = set()
+        self._shardings: dict[int, ParameterSharding] = {}
+        # The `_parameters` of all modules that have some: reading them finds replaced parameters without a walk.
+        self._containers: list[dict[str, nn.Parameter | None]] | None = None
+
+    def for_copy(self, model: nn.Module, state: ParallelState) -> "ModelParameters":
+        """Returns the parameters of a deep copy of the model."""
+        return ModelParameters(model, state, self.sync_groups)
+
+    def scan(self) -> None:
+        """Finds modules that were added or replaced."""
+        self._containers = [module._parameters for module in self.model.modules() if _has_local(module)]
+
+    def current(self) -> list[nn.Parameter]:
+        """Returns this rank's parameters, each once, in the order of `model.parameters()`."""
+        if self._containers is None:
+            self.scan()
+        assert self._containers is not None
+        values = (value for container in self._containers for value in container.values() if value is not None)
+        # A head on the first stage may have the tied weight, while its bias is off-stage.
+        return list({id(value): value for value in values if not is_off_stage(value)}.values())
+
+    def is_marked(self, parameters: list[nn.Parameter]) -> bool:
+        """Returns whether these are the parameters that were marked last."""
+        return len(parameters) == len(self.marked) and all(map(operator.is_, parameters, self.marked))
+
+    def mark(self, parameters: list[nn.Parameter], engine: Any) -> None:
+        """Makes all parameters refer to their engine, and looks their shardings up."""
+        names, shardings = self.names(), self.state.shardings
+        for parameter in self.model.parameters():
+            setattr(parameter, MARK, engine)
+        self._shardings = {identity: shardings[name] for identity, name in names.items() if name in shardings}
+        self.marked, self._identities = parameters, {id(parameter) for parameter in parameters}
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """This rank's parameters that are trained at present."""
+        return [parameter for parameter in self.current() if parameter.requires_grad]
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Returns whether a tensor of any shape is one of this rank's parameters."""
+        return id(parameter) in self._identities
+
+    def has(self, parameter: Tensor) -> bool:
+        """Returns whether a tensor of any shape is a parameter of the model, by walking it."""
+        return any(parameter is other for other in self.model.parameters())
+
+    def names(self) -> dict[int, str]:
+        """Returns the name in the state dict by identity of each parameter; a tied one has its first name."""
+        return {id(parameter): name for name, parameter in self.model.named_parameters()}
+
+    def name(self, parameter: Tensor) -> str:
+        """Returns the name of a parameter of any shape in the state dict, or "a parameter"."""
+        return self.names().get(id(parameter), "a parameter")
+
+    def sharding(self, parameter: Tensor) -> ParameterSharding | None:
+        """Returns the sharding of a parameter of any shape; `None` for one that was added after planning."""
+        return self._shardings.get(id(parameter))
+
+    def sync_group(self, parameter: Tensor) -> GradSyncGroup:
+        """Returns the ranks that average the gradient of a parameter of any shape."""
+        sharding = self.sharding(parameter)
+        return self.sync_groups["dp" if sharding is None else sharding.gradient.average]
+
+    def is_split(self, parameter: Tensor) -> bool:
+        """Returns whether ranks hold different shards of a parameter of any shape."""
+        sharding = self.sharding(parameter)
+        return sharding is not None and sharding.placement.on(self.state.axes).is_split
+
+    def holders(self, parameter: Tensor) -> int:
+        """Returns the number of ranks of the job that hold a parameter of any shape or a shard of it."""
+        sharding = self.sharding(parameter)
+        tied = sharding is not None and self.state.is_tied(sharding.name)
+        return self.state.axes.size("stage") * (2 if tied else 1)
+
+    def is_outside_fsdp(self, parameter: Tensor) -> bool:
+        """Returns whether a parameter of any shape was placed after FSDP2 split the others (adapters)."""
+        sharding = self.sharding(parameter)
+        return sharding is not None and not self.state.shards(sharding.name)
+
+    def reduced(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        """Returns those whose gradients FSDP2 does not reduce."""
+        if not self.state.shards_weights:
+            return parameters
+        return [parameter for parameter in parameters if self.is_outside_fsdp(parameter)]
+
+    def split_by_fsdp(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        """Returns those that FSDP2 splits, in ZeRO stage 3."""
+        others = {id(parameter) for parameter in self.reduced(parameters)}
+        return [parameter for parameter in parameters if id(parameter) not in others]
+
+
+def _has_local(module: nn.Module) -> bool:
+    return any(parameter is not None and not is_off_stage(parameter) for parameter in module._parameters.values())
+
+
+def carries_engine(parameter: torch.Tensor) -> bool:
+    """Returns whether a tensor of any shape refers to its engine."""
+    return MARK in vars(parameter)

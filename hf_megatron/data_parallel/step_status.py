@@ -1,0 +1,96 @@
+"""State of a model's optimizer steps: gradient checks of the current step, skipped steps, and who is notified."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..errors import NonFiniteGradientError
+
+
+@dataclass
+class GradStatus:
+    """Checks made on the gradients of one step before the optimizers use them.
+
+    Attributes:
+        clipped: whether the training loop clipped them.
+        finite: whether all of them are finite; `None` until all were checked.
+        scaled: whether a loss scaler checked them; it then decides whether to step.
+        used: whether an optimizer has stepped; another optimizer of the same model may follow.
+    """
+
+    clipped: bool = False
+    finite: bool | None = None
+    scaled: bool = False
+    used: bool = False
+
+
+@dataclass
+class StepCallbacks:
+    """Functions that are called around the optimizer steps of one model.
+
+    Attributes:
+        guards: called before an optimizer takes the gradients; one that raises prevents the step.
+        on_stepped: called after an optimizer step that was not skipped.
+        on_cleared: called when the model's `zero_grad()` has cleared the gradients.
+        on_discarded: called when gradients are discarded: cleared by the model or an optimizer, or skipped in a step.
+    """
+
+    guards: list[Callable[[], None]] = field(default_factory=list)
+    on_stepped: list[Callable[[], None]] = field(default_factory=list)
+    on_cleared: list[Callable[[], None]] = field(default_factory=list)
+    on_discarded: list[Callable[[], None]] = field(default_factory=list)
+
+
+class StepStatus:
+    """Gradient status of the current step, and the number of skipped steps.
+
+    Args:
+        max_skipped_steps (`int`): skipped steps in a row after which an error is raised.
+        describe_nonfinite (`Callable`): names the parameters whose gradients are not finite, for the error.
+
+    Attributes:
+        gradients (`GradStatus`): of the step that comes next.
+        skipped_steps (`int`): optimizer steps skipped because a gradient was not finite.
+    """
+
+    def __init__(self, max_skipped_steps: int, describe_nonfinite: Callable[[], str]):
+        self.max_skipped_steps, self.describe_nonfinite = max_skipped_steps, describe_nonfinite
+        self.gradients = GradStatus()
+        self.skipped_steps = 0
+        self._skipped_in_a_row = 0
+
+    def record_clipping(self, max_norm: float, *, is_finite: bool, is_replicated: bool) -> None:
+        """Records that the gradient norm was computed, and whether gradients were clipped to it.
+
+        Args:
+            max_norm (`float`): infinity if only the norm was asked for.
+            is_finite (`bool`): whether the norm is finite.
+            is_replicated (`bool`): whether it is the norm of all gradients of the model, identical on all ranks.
+        """
+        gradients = self._open()
+        gradients.clipped = gradients.clipped or math.isfinite(max_norm)
+        if not is_finite or is_replicated:
+            gradients.finite = is_finite
+
+    def record_scaler(self) -> None:
+        """Records that a loss scaler checked the gradients and decides whether to step."""
+        self._open().scaled = True
+
+    def _open(self) -> GradStatus:
+        if self.gradients.used:
+            self.gradients = GradStatus()
+        return self.gradients
+
+    def count(self, *, skipped: bool) -> None:
+        """Counts a step; raises `NonFiniteGradientError` if too many in a row were skipped."""
+        if not skipped:
+            self._skipped_in_a_row = 0
+            return
+        self.skipped_steps += 1
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= self.max_skipped_steps:
+            raise NonFiniteGradientError(
+                f"{self.max_skipped_steps} optimizer steps in a row had a gradient that is not finite "
+                f"(MegatronConfig.max_skipped_steps = {self.max_skipped_steps}); on this rank "
+                f"{self.describe_nonfinite()}."
+            )
