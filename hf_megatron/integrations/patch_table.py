@@ -1,11 +1,11 @@
-"""Table of every replaced upstream function: target, replacement, what stock does, until when it is needed.
+"""Table of every replaced upstream function: target, replacement, upstream behavior, and how long it is needed.
 
-Each replacement passes through every call that does not concern a model parallelized by this library. Attributes that
-are replaced on single parallelized models are in `instance_patches.py`; docs/patches.md shows both.
+Every replacement calls the original for models that this library has not parallelized. Attributes that are replaced on
+single parallelized models are in `instance_patches.py`; docs/patches.md lists both.
 
-Rows with one target form a chain: the first row is the outermost replacement, and the `original` of the last one is
-upstream's function. A fifth column names a function that is asked with the first argument of each call whether the
-replacement has something to do.
+Rows with the same target form a chain: the first row is the outermost replacement, and the `original` of the last row
+is the upstream function. An optional fifth column names a predicate that is called with the first argument of each call
+and decides whether the replacement runs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ _TRL = "TRL asks a model for its numbers per token"
 _ALWAYS = "always"
 
 _SWITCH = "transformers.models.switch_transformers.modeling_switch_transformers"
-# Each imports the function by name.
+# Each of these modules imports the function by name.
 _EMBEDDING_LOSSES = (
     *(
         f"sentence_transformer.losses.{prefix}{name}"
@@ -40,8 +40,8 @@ _EMBEDDING_LOSSES = (
     *(f"multi_vector_encoder.losses.{prefix}multiple_negatives_ranking" for prefix in ("", "cached_")),
 )
 
-# Targets that `import hf_megatron` replaces. Through them a model is parallelized, a layout is launched or a sharded
-# checkpoint is read; when that happens they call `PATCH_REGISTRY.activate()`, which applies all other rows.
+# Targets replaced by `import hf_megatron`. They parallelize a model, launch a layout or read a sharded checkpoint; when
+# that happens they call `PATCH_REGISTRY.activate()`, which applies all other rows.
 ENTRY_POINTS = frozenset(
     (
         f"{_MODEL}.from_pretrained",
@@ -63,8 +63,8 @@ ENTRY_POINTS = frozenset(
 # Modules that import a target's function by name.
 _ALIASES = {"peft.utils.save_and_load:get_peft_model_state_dict": ("peft", "peft.utils", "peft.peft_model")}
 
-# Target, replacement (in this package unless it says otherwise), what stock does, until when, and when it applies.
-# fmt: off
+# Columns: target, replacement (relative to this package unless it starts with `hf_megatron.`), upstream behavior,
+# condition under which the patch can be dropped, and optionally a predicate.
 _ROWS: tuple[tuple[str, ...], ...] = (
     (f"{_MODEL}.from_pretrained", "transformers.loading:from_pretrained", "knows no megatron_config", _ALWAYS),
     (f"{_MODEL}._from_config", "transformers.loading:from_config", "makes the whole model on every rank", _ALWAYS),
@@ -269,7 +269,7 @@ _ROWS: tuple[tuple[str, ...], ...] = (
      "torch swaps hooks with their tensors"),
     ("torch.amp.grad_scaler:GradScaler._unscale_grads_", "torch.optimizers:unscale_grads",
      "looks for infinities in what this rank holds", "torch's scaler asks the optimizer"),
-    # What these functions call is replaced: loops have imported them by name before.
+    # Replace `.func`, which these decorated functions call: training loops have already imported them by name.
     *(
         (f"torch.nn.utils.clip_grad:{name}.func", f"torch.optimizers:{name.removeprefix('_')}",
          "takes this rank's gradients for all", "torch's norm follows pipelines and gradients that are reduced late")
@@ -440,10 +440,10 @@ def _patches() -> Iterator[Patch]:
 
 PATCHES: tuple[Patch, ...] = tuple(_patches())
 
-# Functions that transformers copies into the files of many models.
+# Functions that transformers duplicates in many modeling files.
 PATTERNS: tuple[ModulePatternPatch, ...] = (
-    # Rows of Doge and NLLB-MoE depend on each other, so both are refused where a batch is divided, and their losses
-    # stay as they are. Doge's function of this name has other parameters.
+    # Doge and NLLB-MoE couple the samples of a batch, so both are rejected with data parallelism, and their losses stay
+    # as they are. Doge's function of this name also has another signature.
     ModulePatternPatch(
         "transformers.models.*.modeling_*",
         "load_balancing_loss_func",
@@ -455,7 +455,8 @@ PATTERNS: tuple[ModulePatternPatch, ...] = (
     ),
 )
 
-# Registered for the process when a module is imported: the function that does so and returns a handle.
+# Process-wide hooks. Importing the first module of a pair calls the function, which registers a hook and returns its
+# removal handle.
 HOOKS: Sequence[tuple[str, str]] = (
     ("transformers.modeling_utils", f"{_HERE}.torch.optimizers:watch_unprepared_steps"),
     ("transformers.modeling_utils", f"{_HERE}.torch.optimizers:end_unprepared_steps"),

@@ -1,4 +1,4 @@
-"""`from_pretrained` of checkpoints that are no Hugging Face folders, and `save_pretrained(format=...)`."""
+"""`from_pretrained` for checkpoints that are not Hugging Face folders, and `save_pretrained(format=...)`."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -30,22 +30,22 @@ _GENERATION = "generation_config.json"
 
 
 def other_source(model_class: Any, path: Any, config: Any, layout: MegatronConfig) -> "Source | None":
-    """Opens a folder in another layout than Hugging Face's; `None` for everything that stock reads.
+    """Opens a folder in a format other than Hugging Face's; returns `None` for everything that upstream reads.
 
-    Without a `config` the folder's `config.json` is the model's.
+    Without a `config` the folder's `config.json` describes the model.
 
     Raises:
-        CheckpointError: on every rank; the folder is damaged, has no config, or is not the same for all ranks.
+        CheckpointError: on every rank; the folder is damaged, has no config, or differs between ranks.
     """
     if path is None:
         return None
     if layout.is_parallel:
-        # Before the ranks agree on anything.
+        # The collectives below need the process group.
         ensure_process_group(layout.timeout)
     found = None
     with propagate_errors(f"Opening {path}"):
         if os.path.isdir(path):
-            # Most loads need none of the converters.
+            # Imported lazily: most loads need no converter.
             from ...conversion.formats import HF, is_known, recognise
 
             found = recognise(Path(path)) if is_known(Path(path)) else HF
@@ -67,11 +67,12 @@ def other_source(model_class: Any, path: Any, config: Any, layout: MegatronConfi
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint as stock `from_pretrained` reads it.
+    """Checkpoint source and arguments to pass to the stock `from_pretrained`.
 
     Attributes:
-        arguments: in the place of the caller's.
-        folder (*optional*): of a checkpoint that stock cannot read.
+        path: path to load from; `None` if the weights are in `arguments`.
+        arguments: arguments that override the caller's.
+        folder (`Path`, *optional*): folder of a checkpoint that upstream cannot read.
     """
 
     path: Any
@@ -79,17 +80,17 @@ class Opened:
     folder: Path | None = None
 
     def complete(self, model: Any) -> None:
-        """Gives a model what stock reads beside the weights, and has no folder to read from."""
+        """Loads the generation config, which upstream would read from the model folder that it was not given."""
         if self.folder is None or not model.can_generate() or not is_file(self.folder / _GENERATION):
             return
-        # Stock reads it whole, however large it is.
+        # The stock reader has no size limit, so check the file first.
         read_json_table(inside(self.folder, _GENERATION), LARGEST_CONFIG)
         model.generation_config = GenerationConfig.from_pretrained(self.folder)
 
 
 @contextmanager
 def opened(model_class: Any, path: Any, kwargs: dict[str, Any], layout: MegatronConfig) -> Iterator[Opened]:
-    """Opens a checkpoint of any kind for stock `from_pretrained` with the caller's `kwargs`.
+    """Opens a checkpoint of any format for the stock `from_pretrained` with the caller's `kwargs`.
 
     Raises:
         CheckpointError: on every rank; the checkpoint is damaged or does not fit the model.
@@ -111,7 +112,7 @@ def opened(model_class: Any, path: Any, kwargs: dict[str, Any], layout: Megatron
 
 
 def _check_pickles(path: Any) -> None:
-    """Reads the pickles that stock would, within the budget of the converters: torch's own reader has none."""
+    """Validates the pickles that upstream would load with the size limits of the converters: torch has none."""
     if not os.path.isdir(path) or any(Path(path).glob("model*.safetensors")):
         return
     from ...conversion.torch_files.weight_file import read_saved
@@ -121,7 +122,7 @@ def _check_pickles(path: Any) -> None:
 
 
 def _damage(path: Any) -> str:
-    """Names the file of a folder that cannot be read, and says what is wrong with it."""
+    """Returns an error message naming the unreadable file of a folder and the reason."""
     for file in sorted(Path(path).glob("*.safetensors")):
         try:
             read_header(file)
@@ -132,10 +133,10 @@ def _damage(path: Any) -> str:
 
 @contextmanager
 def reading(source: "Source", config: MegatronConfig, dtype: Any) -> Iterator[dict[str, Any]]:
-    """Yields arguments with which stock `from_pretrained` reads a checkpoint through a converter.
+    """Yields arguments with which the stock `from_pretrained` reads a checkpoint through a converter.
 
-    Each rank reads whole tensors of the stages it holds, one at a time, and keeps its part of them. The dtypes `None`
-    and `"auto"` are the config's, or else the checkpoint's.
+    Each rank reads full tensors of its own pipeline stages, one at a time, and keeps its local shard. For `dtype`
+    `None` or `"auto"` the dtype of the config is used, or else the checkpoint's.
 
     Raises:
         CheckpointError: on every rank; the checkpoint is damaged or does not fit the model.
@@ -143,7 +144,7 @@ def reading(source: "Source", config: MegatronConfig, dtype: Any) -> Iterator[di
     from ...conversion.lazy_tensors import lazy_weights
 
     with propagate_errors(f"Opening {source.path}"):
-        # One rank compares the checksums for all.
+        # Only the first rank verifies checksums.
         reader = source.open(checksums=config.verify_checksums and rank_and_size(None)[0] == 0)
     with reader:
         own = source.architecture.config
@@ -156,11 +157,11 @@ def reading(source: "Source", config: MegatronConfig, dtype: Any) -> Iterator[di
 def save_in_format(
     model: Any, original: Callable, save_directory: Any, format: str, options: "TargetOptions | None", **kwargs: Any
 ) -> None:
-    """Saves as `save_pretrained(directory, format="megatron_core", options=...)` says; every rank calls it.
+    """Implements `save_pretrained(directory, format="megatron_core", options=...)`; a collective call.
 
     Raises:
-        CheckpointError: on every rank, naming the rank that failed; nothing is left behind then.
-        TypeError: arguments of the stock format.
+        CheckpointError: on every rank, naming the rank that failed; no files are left in that case.
+        TypeError: for arguments that only the Hugging Face format has.
     """
     from ...conversion.export import export
 
@@ -169,7 +170,7 @@ def save_in_format(
 
     def write_config(folder: Path) -> None:
         original(model, folder, state_dict={})
-        # Stock writes an empty weight file for an empty state dict.
+        # Upstream writes an empty weight file for an empty state dict.
         for path in folder.glob("*.safetensors"):
             path.unlink()
 

@@ -1,4 +1,4 @@
-"""`generate()`: the ranks that share a model draw the same tokens and stop at the same one."""
+"""Patched `generate()`: the ranks of a model-parallel group sample the same tokens and stop at the same one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +12,12 @@ from ...core.mesh import ParallelMesh
 from ...errors import UnsupportedError
 from ...parallel_state import parallel_state
 
-# Criteria that decide by tokens and scores alone, which are the same on every rank.
+# Criteria that depend only on tokens and scores, which are identical on every rank.
 _ALIKE = ("ConfidenceCriteria", "EosTokenCriteria", "MaxLengthCriteria", "StopStringCriteria")
 
 
 class AgreedCriterion:
-    """A criterion that may decide differently on different ranks, such as one that reads a clock: the first decides."""
+    """A stopping criterion that may differ between ranks, such as a time limit; the first rank's decision is used."""
 
     def __init__(self, criterion: Any, mesh: ParallelMesh):
         self.criterion, self.mesh = criterion, mesh
@@ -30,19 +30,21 @@ class AgreedCriterion:
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         done = torch.as_tensor(self.criterion(input_ids, scores, **kwargs), device=self.mesh.device)
         decided = done.to(torch.uint8).contiguous()
+        # Rank 0 of each axis broadcasts its `[batch]` decisions, so no rank leaves the generation loop early.
         for group in (self.mesh.tp_group, self.mesh.group("cp"), self.mesh.pp_group):
             dist.broadcast(decided, group=group, group_src=0)
         return decided.to(input_ids.device).bool()
 
 
 def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Draws the same tokens, `(batch, sequence)`, on every rank that shares the model, whatever seeds the user set."""
+    """Samples the same tokens, `(batch, sequence)`, on all ranks of a model-parallel group, whatever their seeds."""
     state = parallel_state(self)
     if state is not None:
         mesh = state.mesh
         broadcast_state(mesh.device, *(mesh.host_group(axis) for axis in ("tp", "cp", "pp")))
         if state.in_lockstep and mesh.dp_size > 1 and kwargs.get("synced_gpus") is None:
-            # Ranks with other prompts hold parts of the weights: all go on until the last one has finished.
+            # Other data-parallel ranks generate for other prompts but hold shards of these weights or experts: every
+            # rank keeps calling forward until the last one has finished.
             kwargs["synced_gpus"] = True
     return original(self, *args, **kwargs)
 
@@ -50,9 +52,10 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 def call_encoder(
     original: Callable, self: Any, inputs_tensor: Any, model_kwargs: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Calls the encoder, as stock does outside of the model's forward, with the weights that stage 3 splits there.
+    """Calls the encoder, which upstream does outside the model's forward, with the weights that ZeRO-3 shards gathered.
 
-    The modality encoders of a pipeline are on the first stage: images go through the model's forward with the prompt.
+    With pipeline parallelism the modality encoders are on the first stage: images go through the model's forward
+    together with the prompt, so nothing is called here.
     """
     state = parallel_state(self)
     if state is not None and state.cut is not None and not self.config.is_encoder_decoder:
@@ -65,7 +68,7 @@ def call_encoder(
 
 
 def init_continuous_batching(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuses a model that is split over ranks, each of which would schedule requests by its own clock and memory."""
+    """Rejects a model that is split over ranks: each rank would schedule requests by its own clock and memory."""
     state = parallel_state(self)
     if state is not None and (state.config.ranks_per_replica > 1 or state.shards_weights):
         raise UnsupportedError(
@@ -76,12 +79,12 @@ def init_continuous_batching(original: Callable, self: Any, *args: Any, **kwargs
 
 
 def get_stopping_criteria(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns stock's criteria, those that may decide differently on different ranks as `AgreedCriterion`."""
+    """Returns the stock criteria; criteria that may differ between ranks are wrapped in `AgreedCriterion`."""
     criteria = original(self, *args, **kwargs)
     state = parallel_state(self)
     if state is None or state.config.ranks_per_replica == 1:
         return criteria
-    # Here, so that an import of the library does not bring transformers' tokenizers in.
+    # Imported here because importing the library must not pull in transformers' tokenizers.
     from transformers.generation import stopping_criteria
 
     identical = {getattr(stopping_criteria, name) for name in _ALIKE}
@@ -89,11 +92,14 @@ def get_stopping_criteria(original: Callable, self: Any, *args: Any, **kwargs: A
 
 
 def valid_auto_compile_criteria(original: Callable, self: Any, *args: Any, **kwargs: Any) -> bool:
-    """Refuses to compile a pipeline's forward, which sends and receives between its stages."""
+    """Returns False for a pipelined model, whose forward sends and receives between stages and cannot be compiled."""
     state = parallel_state(self)
     return False if state is not None and state.pipeline is not None else original(self, *args, **kwargs)
 
 
 def get_static_cache_init_shape(original: Callable, self: Any) -> Any:
-    """Returns no shape: stock's only spares compiled prefills an allocation, and knows nothing of a rank's heads."""
+    """Returns None for a parallelized model, because upstream would count the heads of the full model.
+
+    The shape only saves compiled prefills an allocation.
+    """
     return original(self) if parallel_state(self) is None else None

@@ -1,7 +1,7 @@
-"""Model cards on every save and push of a laid out model; `docs/model_cards.md` says what they hold.
+"""Model cards written on every save and push of a parallelized model; see `docs/model_cards.md` for their content.
 
-The first rank alone writes, and what it writes needs nothing of the others. A card that cannot be written is a warning:
-the weights beside it are worth more.
+Only the first rank writes, without communication. A card that cannot be written only causes a warning, because the
+weights saved with it matter more.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from ...parallel_state import parallel_state
 def _warning(directory: Any) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - whatever it is, the save goes on
+    except Exception as error:  # noqa: BLE001 - any failure only warns, the save continues
         warnings.warn(
             f"No model card was written to {directory}: {type(error).__name__}: {error}. Everything else was saved.",
             stacklevel=3,
@@ -27,13 +27,13 @@ def _warning(directory: Any) -> Iterator[None]:
 
 
 def write_model_card(model: Any, directory: Any, repo_id: str | None = None, **known: Any) -> None:
-    """Writes the card of a model that `save_pretrained` has saved, on the first rank.
+    """Writes the card of a model saved by `save_pretrained`, on the first rank.
 
     Args:
-        model (`PreTrainedModel`): laid out by this library.
-        directory (`str` or `Path`): where it was saved.
-        repo_id (`str`, *optional*): where it is going to be pushed.
-        known: fields of `CardData` that the model does not say.
+        model (`PreTrainedModel`): a parallelized model.
+        directory (`str` or `Path`): folder that the model was saved to.
+        repo_id (`str`, *optional*): repository that the folder is going to be pushed to.
+        known: fields of `CardData` that cannot be derived from the model.
     """
     if rank_and_size(None)[0]:
         return
@@ -41,7 +41,7 @@ def write_model_card(model: Any, directory: Any, repo_id: str | None = None, **k
         from ...model_cards import card_data_from_model, write_card
 
         name = os.path.basename(os.path.abspath(directory) if repo_id is None else repo_id)
-        # Folders that get their name later begin with a dot.
+        # Folders that are renamed into place when complete start with a dot.
         known = {"model_name": None if name.startswith(".") else name, **known}
         if repo_id is not None and "/" in repo_id:
             known["model_id"] = repo_id
@@ -49,9 +49,9 @@ def write_model_card(model: Any, directory: Any, repo_id: str | None = None, **k
 
 
 def write_trainer_card(trainer: Any, directory: Any, **known: Any) -> None:
-    """Writes the card of what a Trainer has saved, with its log, on the first rank.
+    """Writes the card of a model saved by a Trainer, including its log history, on the first rank.
 
-    `known` are fields of `CardData` that the trainer does not say, or that it says otherwise.
+    `known` holds fields of `CardData` that cannot be derived from the trainer, or that override it.
     """
     if rank_and_size(None)[0]:
         return
@@ -62,14 +62,14 @@ def write_trainer_card(trainer: Any, directory: Any, **known: Any) -> None:
 
 
 def save(original: Callable, self: Any, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-    """Makes the model's card the trainer's, in `Trainer._save`, the part of `save_model` that writes."""
+    """Replaces the model's card by the trainer's in `Trainer._save`, the step of `save_model` that writes files."""
     original(self, output_dir, state_dict)
     if parallel_state(self.model) is not None:
         write_trainer_card(self, self.args.output_dir if output_dir is None else output_dir)
 
 
 def create_model_card(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Writes our card with the arguments of `create_model_card` of Trainer or of TRL's trainers."""
+    """Writes this library's card from the arguments of `create_model_card`, of Trainer or of a TRL trainer."""
     if parallel_state(self.model) is None:
         original(self, *args, **kwargs)
         return
@@ -78,7 +78,7 @@ def create_model_card(original: Callable, self: Any, *args: Any, **kwargs: Any) 
 
 
 def _known(trainer: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Turns arguments of `create_model_card` into fields of `CardData`; the rest stays as the trainer says."""
+    """Converts arguments of `create_model_card` to fields of `CardData`; all other fields come from the trainer."""
 
     from ...model_cards.provenance import base_of, is_id
 
@@ -86,7 +86,7 @@ def _known(trainer: Any, given: dict[str, Any]) -> dict[str, Any]:
         value = given.get(name) or ()
         return (value,) if isinstance(value, str) else tuple(value)
 
-    # Scripts hand on what they were started with, which may be a folder or a file here.
+    # Scripts pass on their own arguments, so the origin may be a local folder or file instead of a Hub id.
     origin = given.get("finetuned_from")
     datasets = tuple(filter(is_id, listed("dataset_tags") or listed("dataset_name")))
     known: dict[str, Any] = {
@@ -94,13 +94,13 @@ def _known(trainer: Any, given: dict[str, Any]) -> dict[str, Any]:
         "license": given.get("license"),
         "model_name": given.get("model_name"),
         "base_model": origin if is_id(origin) else base_of(origin),
-        # TRL's `dataset_name` goes into the metadata, as Trainer's `dataset_tags` do.
+        # TRL's `dataset_name` goes into the metadata, as Trainer's `dataset_tags` does.
         "datasets": datasets,
         "dataset_names": tuple(name for name in listed("dataset") if not _is_local(name)),
     }
     if len(tasks := listed("tasks")) == 1:
         known["pipeline_tag"] = tasks[0]
-    # Of several it is not known which one the metrics are of.
+    # With several datasets it is unknown which one the metrics belong to.
     if len(known["datasets"]) == 1 and trainer.eval_dataset is not None:
         known["evaluation_dataset"] = known["datasets"][0]
         known["evaluation_config"] = next(iter(listed("dataset_args")), None)
@@ -111,5 +111,5 @@ def _known(trainer: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_local(name: str) -> bool:
-    """Tells whether what data is called, a path and a config's name maybe, is of this machine."""
+    """Returns whether a dataset name (a path, possibly followed by a config name) refers to this machine."""
     return any(os.path.isabs(name) or os.path.exists(name) for name in (name, name.split(" ")[0]))

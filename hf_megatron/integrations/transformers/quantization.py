@@ -1,4 +1,4 @@
-"""`quantization_config=` beside `megatron_config=`: which linears are quantised, how, and what stock loops look for."""
+"""Support for `quantization_config=` together with `megatron_config=`: which linears are quantized, and how."""
 
 import types
 from typing import Any
@@ -14,12 +14,12 @@ from ...tensor_parallel.quantization.scheme import NAME, Quantization, Scheme, d
 
 
 def requested(settings: Any) -> Any:
-    """Returns transformers' quantiser for a `quantization_config`, before anything is read; `None` without one.
+    """Returns the transformers quantizer for a `quantization_config`, before any weight is read; `None` without one.
 
     Raises:
-        ConfigError: for what is no config of transformers' own.
-        ImportError: where the library is absent that quantises (transformers' words).
-        UnsupportedError: for other ways to quantise than those that were compared with one process.
+        ConfigError: the value is not a quantization config of transformers.
+        ImportError: the quantization library is missing (message from transformers).
+        UnsupportedError: a quantization method without a recorded parity result.
     """
     if settings is None:
         return None
@@ -84,7 +84,7 @@ def _scales_rows(how: Any) -> bool:
 
 
 def plan_quantization(model: Any, quantizer: Any, state: ParallelState) -> None:
-    """Finds the linears that transformers would quantise, and requires that parts of them can be."""
+    """Finds the linears that transformers would quantize and checks that their local shards can be quantized."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     settings = quantizer.quantization_config
@@ -94,7 +94,7 @@ def plan_quantization(model: Any, quantizer: Any, state: ParallelState) -> None:
     quantizer.modules_to_not_convert = left_out
     scheme, linears = _scheme(settings), []
     for name, module in model.named_modules():
-        # Of torchao transformers compares names of weights, of bitsandbytes those of modules.
+        # transformers matches names of weights for torchao and names of modules for bitsandbytes.
         if not should_convert_module(f"{name}.weight" if is_torchao else name, left_out):
             continue
         if type(module).__name__ == "Conv1D":
@@ -105,7 +105,7 @@ def plan_quantization(model: Any, quantizer: Any, state: ParallelState) -> None:
         if isinstance(module, nn.Linear):
             linears.append(name)
             if isinstance(scheme, FourBit):
-                # PEFT makes adapters in the dtype of their products.
+                # PEFT creates adapters in the compute dtype of the linear.
                 module.compute_dtype = scheme.compute_dtype  # type: ignore[assignment]
     quantization = Quantization(scheme, f"quantization_config = {type(settings).__name__}", linears)
     quantization.require_fit(model, state)
@@ -113,14 +113,14 @@ def plan_quantization(model: Any, quantizer: Any, state: ParallelState) -> None:
 
 
 def quantize_arrived(model: Any, name: str) -> None:
-    """Quantises a weight that was just read, if it is one of those."""
+    """Quantizes a weight that was just loaded, if it belongs to a quantized linear."""
     state = parallel_state(model)
     if state is not None and NAME in state.placed:
         state.placed[NAME].take(model, name, state)
 
 
 def finish_quantization(model: Any, quantizer: Any, state: ParallelState) -> None:
-    """Quantises what waited for other ranks, and gives the model what stock loops ask one for."""
+    """Quantizes weights that need communication, and sets the attributes that training loops read from the model."""
     if quantizer is None:
         return
     state.placed[NAME].finish(model, state)
@@ -132,7 +132,7 @@ def finish_quantization(model: Any, quantizer: Any, state: ParallelState) -> Non
 
 
 def dequantize(model: Any, dtype: torch.dtype | None = None) -> Any:
-    """Puts weights in the place of codes, in the model's dtype or another; returns the model."""
+    """Replaces quantized weights by dense ones, in the model's dtype or the given one; returns the model."""
     state = parallel_state(model)
     assert state is not None
     dequantize_linears(model, state, dtype or model.dtype)
@@ -142,7 +142,7 @@ def dequantize(model: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def require_dense(model: Any) -> None:
-    """Raises `UnsupportedError` for a quantised model that shall be saved."""
+    """Raises `UnsupportedError` when a quantized model is about to be saved."""
     state = parallel_state(model)
     if state is not None and NAME in state.placed:
         raise UnsupportedError(

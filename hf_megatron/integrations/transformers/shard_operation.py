@@ -1,4 +1,4 @@
-"""Patched reading of shards: experts split block by block, and parameters without dims."""
+"""Patched shard reading: experts that are split block by block, and parameters without dims."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from ...core.mesh import is_of_layout
 def shard_tensor(
     original: Callable, self: Any, source: Any, tensor_idx: int | None = None, *args: Any, **kwargs: Any
 ) -> Tensor | None:
-    """Reads this rank's part of a file's weight `[...]`, `None` where that is one expert of another rank."""
+    """Reads this rank's shard of a stored weight `[...]`; `None` if it is an expert of another rank."""
     if tensor_idx is not None and is_of_layout(self.device_mesh):
         tensor_idx = place_in_run(self, source, tensor_idx)
         if tensor_idx is None:
@@ -23,7 +23,7 @@ def shard_tensor(
 
 
 def plan_shard(original: Callable, self: Any, param: DTensor) -> None:
-    """Plans how this rank's part of a parameter is read: all of one that has no dims."""
+    """Plans which slice of a parameter this rank reads; a parameter without dims is read in full."""
     if param.dim() == 0 and is_of_layout(param.device_mesh):
         accept_full(self, param)
     else:

@@ -1,6 +1,6 @@
-"""TrainingArguments of CPU jobs, and of models that TRL loads with a layout.
+"""TrainingArguments on CPU jobs, and for models that TRL loads with a `megatron_config`.
 
-Imported while transformers itself is being imported, so it imports none of it.
+This module is imported while transformers itself is being imported, so it must not import transformers.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from ..accelerate.environment import job_world_size
 
 
 def post_init(original: Callable, self: Any) -> None:
-    """Sets `use_cpu` on ranks without accelerators; stock reports one process on each of them."""
-    # TRL's trainers may load the model in their `__init__`, which has to be replaced by then. Its scripts set
-    # `model_init_kwargs` after the arguments were made, so in a job of several ranks they may yet have a layout.
+    """Sets `use_cpu` on ranks without accelerators, where upstream would report a single process per rank."""
+    # TRL's trainers may load the model in their `__init__`, which must be patched by then. TRL's scripts set
+    # `model_init_kwargs` only after the arguments exist, so a multi-rank job may still get a layout.
     if "model_init_kwargs" in vars(self) and (
         job_world_size() > 1 or "megatron_config" in (self.model_init_kwargs or ())
     ):

@@ -1,4 +1,4 @@
-"""The gate in front of layouts that nobody has compared with one process yet."""
+"""Verification check for layouts without a recorded parity result against the single-process run."""
 
 import dataclasses
 import json
@@ -27,32 +27,32 @@ from ...models.verified import (
 )
 from ...parallel_state import ParallelState
 
-# Differences that an error shows.
+# Number of differences listed in an error.
 _SHOWN = 6
-# What a config says beside its model.
+# Config entries that do not describe the architecture.
 _BESIDE = ("architectures", "transformers_version", "dtype", "distributed_config", "_name_or_path", "model_type")
 
 
 class ConfigUnderTest(MegatronConfig):
-    """The layout a parity check is judging: the gate is open for it."""
+    """Layout used by a parity check itself; it skips the verification check."""
 
 
 def require_verified(model: Any, state: ParallelState, description: Description) -> None:
-    """Raises `UnverifiedLayoutError`, with the command of the check, unless all of the model was compared on a layout.
+    """Raises `UnverifiedLayoutError`, with the check command, unless a parity result covers the model on its layout.
 
-    With `allow_unverified=True` the check of the tiny twin runs here, on CPU ranks of its own, and a failure raises. A
-    base model was compared where a class with a head on top of it was. A class that is none and computes no loss of
-    labels raises `UnsupportedError`: no check of it can pass.
+    With `allow_unverified=True` the parity check of a tiny model runs here in a subprocess, on its own CPU ranks, and a
+    failure raises. A base model counts as verified where a class with a head on top of it is. A class that is neither a
+    base model nor computes a loss raises `UnsupportedError`, because it cannot be checked.
 
     Args:
-        model: planned, and not placed yet.
-        description: of the model before a pipeline took some of its modules away.
+        model: a model that is planned, but not placed on devices yet.
+        description: description of the model before the pipeline removed modules.
     """
     config, name, model_type = state.config, type(model).__name__, model.config.model_type
     if isinstance(config, ConfigUnderTest):
         return
     if config.pp_size > 1:
-        # Loads go on without: a pipeline refuses videos and sounds by name as they come.
+        # Loading proceeds without them: the pipeline rejects unverified modalities by name when a batch contains them.
         state.modalities = compared_modalities(name, model_type, "pp")
     for kind in filter(splits_weights, layout_kinds(config)):
         _warn_replicated_layers(model, config, features_on(kind, description, state))
@@ -82,10 +82,10 @@ def require_verified(model: Any, state: ParallelState, description: Description)
 
 
 def why_unverified(model: Any, config: MegatronConfig, state: ParallelState, description: Description) -> list[str]:
-    """Says of each kind of a layout what of a model was not compared on it; nothing where all was.
+    """Returns a line with the reason for each layout kind without a matching parity result; empty if all are verified.
 
     Args:
-        model, state, description: as of `require_verified`; planned on the same layout, with or without its pipeline.
+        model, state, description: as in `require_verified`; planned on the same layout, with or without its pipeline.
     """
     lines, name, model_type = [], type(model).__name__, model.config.model_type
     for kind in layout_kinds(config):
@@ -106,10 +106,10 @@ def why_unverified(model: Any, config: MegatronConfig, state: ParallelState, des
 
 
 def with_compared_scheme(model: Any, config: MegatronConfig, description: Description) -> MegatronConfig:
-    """Returns a layout that says how tokens are shared out; left open it is by a ring, if that alone was compared.
+    """Returns the config with `cp_comm_type` resolved: the ring (`"p2p"`) if unset and only the ring was verified.
 
     Raises:
-        ConfigError: heads that the ranks cannot share.
+        ConfigError: the number of heads is not divisible by the context-parallel ranks.
     """
     stated = with_scheme(config, model.config)
     if config.cp_size == 1 or config.cp_comm_type is not None:
@@ -125,17 +125,17 @@ def with_compared_scheme(model: Any, config: MegatronConfig, description: Descri
 
 
 def _base_prefix(model: Any) -> str | None:
-    """Returns the name of a base model in classes with a head on top of it, `None` for any other model."""
+    """Returns the attribute name of a base model in classes with a head on top of it; `None` for other models."""
     return model.base_model_prefix if is_base_model(model) else None
 
 
 def features_on(kind: str, description: Description, state: ParallelState) -> Features:
-    """Returns the features of a model on one kind of layout; where weights are whole those of its whole modules."""
+    """Returns the features of a model on one kind of layout: of full modules if that kind splits no weights."""
     return description.features(state.shardings if splits_weights(kind) else {})
 
 
 def check_command(model_config: Any, class_name: str, layouts: str) -> str:
-    """Returns the command that checks a twin of a config's own features."""
+    """Returns the command that checks a tiny model with the features of this config."""
     model, options = model_config.model_type, f"--class {class_name} --layouts {layouts}"
     if model not in CONFIG_MAPPING:
         return f"hf-megatron check {shlex.quote(str(model_config.name_or_path))} {options}"
@@ -155,7 +155,7 @@ def _warn_replicated_layers(model: Any, config: MegatronConfig, features: Featur
 
 
 def _layouts(config: MegatronConfig, copies: bool) -> str:
-    """Returns the smallest layout of each kind on which a twin computes as the model does."""
+    """Returns the smallest layout of each kind on which a tiny model is sharded in the same way as the model."""
     sizes = {"tp": "tp4" if copies else "tp2", "cp": "cp2", "pp": "pp2", "ep": "ep2"}
     return ",".join(
         "dp2+ep2" if kind == "ep" else "+".join(sizes.get(word, word) for word in kind.split("+"))
@@ -167,7 +167,7 @@ def _check(model: Any, layouts: str) -> tuple[int, str]:
     with tempfile.TemporaryDirectory() as directory:
         model.config.save_pretrained(directory)
         arguments = ["check", directory, "--class", type(model).__name__, "--layouts", layouts]
-        # A process of its own: forking this one would copy its process group and device context.
+        # Run in a subprocess: forking this process would copy its process group and device context.
         result = subprocess.run(
             [sys.executable, "-m", "hf_megatron.cli", *arguments], capture_output=True, text=True, check=False
         )

@@ -1,8 +1,8 @@
-"""Weights that files hold in another arrangement than memory does (`Transpose`, `Chunk`, `Concatenate`).
+"""Weights whose layout in files differs from memory (`Transpose`, `Chunk`, `Concatenate`).
 
-The loader of transformers cuts what it reads by the placements of the parameter that it becomes: another part where
-dims or rows change places in between, or where it becomes a half of that one. Such a weight is read, and rearranged,
-whole on every rank, which then keeps its part; one at a time is in memory.
+The transformers loader slices what it reads by the placements of the target parameter. That slice is wrong when dims or
+blocks are reordered in between, or when the target is only half of the stored tensor. Such weights are read and
+rearranged in full on every rank, one at a time, and each rank keeps its local shard.
 """
 
 import re
@@ -18,7 +18,7 @@ from ...parallel_state import ParallelState
 
 
 def read_full(model: Any, state: ParallelState) -> None:
-    """Has the loader take the split parameters that files hold rearranged for whole ones, until `stop_reading`."""
+    """Registers a hook with which the loader reads rearranged split parameters in full, until `stop_reading`."""
     patterns = rearranged_targets(model)
     split = [name for name, sharding in state.shardings.items() if sharding.placement.on(state.axes).is_split]
     state.rearranged = frozenset(name for name in split if any(re.search(pattern, name) for pattern in patterns))
@@ -27,7 +27,7 @@ def read_full(model: Any, state: ParallelState) -> None:
 
 
 def stop_reading(state: ParallelState) -> None:
-    """Ends what `read_full` began, once the weights are in."""
+    """Removes the hook of `read_full` once the weights are loaded."""
     if state.reading is not None:
         state.reading.remove()
         state.reading = None
@@ -35,7 +35,7 @@ def stop_reading(state: ParallelState) -> None:
 
 
 def own_part(model: Any, state: ParallelState, name: str, weight: Tensor) -> Tensor:
-    """Returns this rank's part of a weight `[...]`, of which the loader has the whole, or else has cut it already."""
+    """Returns this rank's shard of a weight `[...]`, which the loader has read in full or has sliced already."""
     parameter = model.get_parameter(name) if name in state.rearranged else None
     return shard_like(weight, parameter) if isinstance(parameter, DTensor) else weight
 
@@ -44,6 +44,7 @@ def _as_full(names: frozenset[str]) -> Any:
     def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         for name in names & state_dict.keys():
             weight = state_dict[name]
+            # A plain meta tensor has no placements, so the loader does not slice this weight.
             state_dict[name] = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
 
     return hook
