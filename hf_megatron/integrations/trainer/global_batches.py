@@ -1,8 +1,9 @@
-"""Batches that depend on the rows of all data parallel ranks: drawn at random, or padded to the widest row.
+"""Collation of global batches, for batches that depend on the samples of all data-parallel ranks.
 
-One process draws for the rows of all ranks together, and pads them to each other. A rank that makes a batch of its own
-rows alone draws what every other rank draws, for other rows, and pads to a width of its own. Where that shows, each
-rank therefore reads and collates the batch of all ranks and takes its own rows of it; every other loader is left alone.
+A single process draws random numbers for all samples together and pads them to the longest. A rank that collates its
+local samples alone draws the same numbers as every other rank, for different samples, and pads to a width of its own.
+Where that affects results, each rank reads and collates the global batch and keeps its local samples; all other loaders
+are left alone.
 """
 
 import inspect
@@ -25,32 +26,32 @@ from ...models.modalities.images import is_multimodal
 from ...parallel_state import parallel_state
 from ..accelerate.batch_shards import samples_on_all_ranks, shard_of
 
-# Libraries whose collators do, with a mask, where they have no tokenizer that says otherwise.
+# Libraries whose collators pad on the right, with a mask, unless a tokenizer specifies otherwise.
 _PAD_ON_THE_RIGHT = ("transformers", "trl")
-# Rows of other widths than each other's they refuse.
+# These collators reject samples of unequal width, so they never pad.
 _STACKS: tuple[Any, ...] = (default_collate, transformers.default_data_collator, transformers.DefaultDataCollator)
 
 
 def pad_for_training(trainer: Any, loader: Any) -> None:
-    """Has a rank train on rows that are padded as in one process, where the width of a batch is known to matter."""
+    """Collates global batches for training if the padded width is known to affect results."""
     if trainer.args.include_num_input_tokens_seen == "all" or _padding_matters(trainer) or _joins_rows(loader):
         pad_for_evaluation(trainer, loader)
 
 
 def _joins_rows(loader: Any) -> bool:
-    """Tells whether a rank's batches are no rows, as padding-free and packed ones are not."""
+    """Returns whether batches are not made of separate samples, as with padding-free and packing collators."""
     if not isinstance(loader, DataLoaderShard) or _shard_of(loader.base_dataloader) is None:
         return False
-    # Of a single row nobody could tell.
+    # A single sample cannot show the difference.
     count = min(2, len(loader.base_dataloader.dataset))  # type: ignore[arg-type]
     return count > 1 and not _has_rows(first_batch(loader.base_dataloader, count), count)
 
 
 def _padding_matters(trainer: Any) -> bool:
-    """Tells whether a model's loss may depend on how wide a batch is, unless its rows are known to be padded well.
+    """Returns whether a model's loss may depend on the padded width; False only if padding is known to be harmless.
 
-    That is on the right, with a mask that the model takes. Behind padding on the left a first token has a place and a
-    prediction, and answers are sought in padding too.
+    Padding is harmless on the right, with an attention mask that the model takes. With left padding the first token has
+    a different position and contributes a prediction, and span extraction also searches the padding.
     """
     collator, arguments = trainer.data_collator, inspect.signature(type(trainer.model).forward).parameters
     if "start_positions" in trainer.label_names or ("input_ids" in arguments and "attention_mask" not in arguments):
@@ -62,14 +63,14 @@ def _padding_matters(trainer: Any) -> bool:
 
 
 def pad_for_evaluation(trainer: Any, loader: Any) -> None:
-    """Has a rank read rows that are padded as in one process."""
+    """Collates global batches for evaluation."""
     state = parallel_state(trainer.model)
     if state is not None and state.mesh.dp_size > 1 and isinstance(loader, DataLoaderShard):
         pad_for_all_ranks(loader.base_dataloader)
 
 
 def pad_for_all_ranks(loader: DataLoader) -> None:
-    """Has a rank's loader take its batches out of those of all ranks, unless its collator only stacks rows."""
+    """Replaces a loader's local batches by slices of global batches, unless the collator only stacks samples."""
     collator: Any = loader.collate_fn
     while isinstance(collator, RemoveColumnsCollator):
         collator = collator.data_collator
@@ -79,14 +80,14 @@ def pad_for_all_ranks(loader: DataLoader) -> None:
 
 
 def draw_for_all_ranks(loader: DataLoader) -> None:
-    """Has a rank's loader take its batches out of those of all ranks, if making them draws random numbers."""
+    """Replaces a loader's local batches by slices of global batches if the collator draws random numbers."""
     shard = _shard_of(loader)
     if shard is not None and (type(shard) is _GlobalBatches or _draws(loader, shard.batch_size)):
         _take_local_samples(loader, shard)
 
 
 def read_full_stream(loader: Any) -> None:
-    """Has a rank's loader of a stream take its batches out of those of all ranks; each rank reads all rows anyway."""
+    """Replaces a stream loader's local batches by slices of global batches; every rank reads all samples anyway."""
     shard = loader.dataset
     if type(shard) not in (IterableDatasetShard, _FullStream) or shard.num_processes == 1 or loader.batch_size is None:
         return
@@ -98,7 +99,7 @@ def read_full_stream(loader: Any) -> None:
 
 
 def _shard_of(loader: DataLoader) -> BatchSamplerShard | None:
-    """Finds what deals batches of one size out to the ranks, behind samplers that skip some."""
+    """Returns the sampler that shards batches of one size over the ranks, looking through skipping samplers."""
     if isinstance(loader.dataset, IterableDataset):
         return None
     sampler: Any = shard_of(loader)
@@ -113,7 +114,7 @@ def _shard_of(loader: DataLoader) -> BatchSamplerShard | None:
 
 def _take_local_samples(loader: DataLoader, shard: Any) -> None:
     shard.__class__ = _GlobalBatches
-    # A loader that skips batches shares the sampler, and may have been made before or after.
+    # A loader that skips batches shares the sampler, and may have been created before or after.
     if not isinstance(loader.collate_fn, _OwnRows):
         size = samples_on_all_ranks(shard) // shard.num_processes
         loader.collate_fn = _OwnRows(loader.collate_fn, shard.process_index, size)
@@ -124,8 +125,8 @@ def _states() -> tuple[Any, bytes, bytes]:
 
 
 def _draws(loader: DataLoader, rows: int) -> bool:
-    """Makes one batch of the first rows, and puts the random states back."""
-    # Of a single row nobody could tell whether rows are joined.
+    """Returns whether collating the first samples changes a random state; the states are restored."""
+    # A single sample cannot show whether samples are concatenated.
     count = min(max(rows, 2), len(loader.dataset))  # type: ignore[arg-type]
     with _same_states() as before:
         batch = _collated(loader, count)
@@ -134,7 +135,7 @@ def _draws(loader: DataLoader, rows: int) -> bool:
 
 
 def first_batch(loader: DataLoader, rows: int) -> Any:
-    """Makes a batch of a dataset's first rows, or of all if it has fewer; random states are as before."""
+    """Collates the first `rows` samples of a dataset, or all if it has fewer; random states are restored."""
     with _same_states():
         return _collated(loader, min(rows, len(loader.dataset)))  # type: ignore[arg-type]
 
@@ -156,9 +157,10 @@ def _same_states() -> Iterator[tuple]:
 
 
 def _has_rows(batch: Any, count: int) -> bool:
-    """Tells whether a batch is made of rows: every tensor `(rows, ...)`, which collators that join rows do not make.
+    """Returns whether a batch is made of separate samples: every tensor is `(batch, ...)`.
 
-    What stands in places of a text comes in numbers of its own.
+    Collators that concatenate samples return other shapes. Modality inputs with a placeholder in the text have their
+    own batch dim and are ignored.
     """
     if not isinstance(batch, Mapping):
         return False
@@ -173,12 +175,15 @@ def _has_rows(batch: Any, count: int) -> bool:
 
 
 def _modalities(batch: Mapping) -> list[str]:
-    """Lists the images, videos and sounds beside a text; without one they are rows, drawn and padded as such."""
+    """Returns the names of image, video and audio inputs that accompany a text.
+
+    Without a text these inputs are the samples, collated like any other tensor.
+    """
     return [name for name in batch if is_multimodal(name)] if "input_ids" in batch else []
 
 
 class _GlobalBatches(BatchSamplerShard):
-    """Yields the rows of all ranks, without repetitions."""
+    """Yields the global batches, without repeated samples."""
 
     def __iter__(self) -> Iterator[list]:
         unsharded: list = []
@@ -193,9 +198,9 @@ class _GlobalBatches(BatchSamplerShard):
 
 
 class _OwnRows:
-    """Collates the rows of all ranks and keeps those of one; what it lacks is taken from the beginning.
+    """Collates the global batch and keeps this rank's samples; missing ones are repeated from the beginning.
 
-    Of collators that join rows it gets its own rows alone, or, where it has none, a row without targets.
+    Collators that concatenate samples get this rank's samples only or, if it has none, one sample with masked targets.
     """
 
     def __init__(self, collate: Callable[[list], Any], rank: int, size: int):
@@ -213,18 +218,18 @@ class _OwnRows:
             batch = _taken(batch, places, len(samples))
             batch.update({name: own[name] for name in modalities if name in own})
             return batch
-        # Once joined, repeated rows could not be told from others.
+        # After concatenation, repeated samples could not be told apart from others.
         own = samples[first : first + self.size]
         return self.collate(own) if own else mask_all_targets(self.collate(samples[:1]))
 
     def _collated_again(self, samples: list) -> Any:
-        """Collates rows by themselves: which images belong to which rows the collator alone knows."""
+        """Collates samples separately: only the collator knows which images belong to which samples."""
         with _same_states():
             return self.collate(samples)
 
 
 class _FullStream(IterableDatasetShard):
-    """Yields the rows of all ranks, without repetitions; its length is that of a rank's."""
+    """Yields the samples of all ranks, without repetitions; its length is the per-rank length."""
 
     def __iter__(self) -> Iterator[Any]:
         alone = IterableDatasetShard(self.dataset)
@@ -233,7 +238,7 @@ class _FullStream(IterableDatasetShard):
 
 
 class CountedBatch(NamedTuple):
-    """A batch of a rank, and how many rows that of all ranks has: at the end of a stream nothing else tells it."""
+    """A local batch with the size of the global batch, which is otherwise unknown at the end of a stream."""
 
     batch: Any
     rows: int

@@ -1,7 +1,7 @@
-"""Samplers that sort rows by their lengths batch by batch: over the batches of all data parallel ranks.
+"""Length-grouping samplers that work on global batches, across all data-parallel ranks.
 
-Stock asks how many rows a device or how many processes the job has, and takes every process for one that has rows of
-its own.
+The stock samplers are sized by devices or by all processes of the job, and assume that every process has its own
+samples.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from ...parallel_state import ParallelState, parallel_state
 
 
 def get_sampler(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns stock's sampler, made for the batches of all ranks."""
+    """Returns the stock sampler, resized to the batches of all data-parallel ranks."""
     sampler = original(self, *args, **kwargs)
     state = None if self.model is None else parallel_state(self.model)
     if state is None:
@@ -25,7 +25,7 @@ def get_sampler(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any
 
 
 class _OneOrder(LengthGroupedSampler):
-    """A sampler whose order is rank 0's: ranks that drew random numbers for other rows would draw others here."""
+    """A sampler that uses rank 0's order: ranks may have consumed different amounts of random numbers by now."""
 
     def __iter__(self) -> Iterator[int]:
         order = list(super().__iter__())
@@ -34,7 +34,7 @@ class _OneOrder(LengthGroupedSampler):
 
 
 def _grouped(stock: LengthGroupedSampler, state: ParallelState) -> LengthGroupedSampler:
-    # A generator of its own draws alike on all ranks.
+    # A sampler with its own generator draws the same order on all ranks.
     cls = _OneOrder if stock.generator is None else LengthGroupedSampler
     size = stock.batch_size * state.mesh.dp_size
     return cls(size, lengths=stock.lengths, generator=stock.generator)

@@ -1,4 +1,4 @@
-"""transformers.Trainer: the few places where a stock Trainer has to know which ranks share a batch."""
+"""Patches of `transformers.Trainer` for parallelized models: argument checks, batch sizes, norms and logged losses."""
 
 import warnings
 from collections.abc import Callable, Iterable
@@ -25,14 +25,17 @@ from .termination import TerminationCallback
 
 
 def has_mixed_dtensor(original: Callable, tensors: Iterable[Tensor]) -> bool:
-    """Tells whether parameters of any shape lie on several meshes that optimizers would see: they step on parts."""
+    """Returns whether parameters lie on several meshes, ignoring meshes of this library.
+
+    Optimizers step on local shards of its parameters, so the DTensor meshes never reach them.
+    """
     own = [parameter for parameter in tensors if not is_off_stage(parameter)]
     is_parallelized = any(isinstance(one, DTensor) and is_of_layout(one.device_mesh) for one in own)
     return False if is_parallelized else original(own)
 
 
 def init(original: Callable, self: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
-    """Refuses, before anything is built, arguments that would train differently from one process."""
+    """Rejects, before anything is built, arguments that would train differently from a single process."""
     state = None if model is None else parallel_state(model)
     if state is None and RUNTIME.models:
         state = state_around(model, type(self).__name__)
@@ -55,9 +58,9 @@ def init(original: Callable, self: Any, model: Any = None, args: Any = None, *re
         )
     reject_other_trl_trainers(self)
     if args.save_strategy != "no":
-        # Stock makes it on rank 0 alone; where that fails the other ranks would wait for it.
+        # Upstream creates the folder on rank 0 only; if that failed, the other ranks would hang.
         probe(Path(args.output_dir))
-    # Stock cannot resume models that were sharded at load time, and says so unless only weights are saved.
+    # Upstream refuses to resume models that were sharded at load time unless only weights are saved.
     weights_only, args.save_only_model = args.save_only_model, True
     if not args.average_tokens_across_devices and state.mesh.dp_size > 1:
         warnings.warn(
@@ -77,16 +80,16 @@ def init(original: Callable, self: Any, model: Any = None, args: Any = None, *re
 
 
 def _split_batches(args: Any, dp_size: int) -> None:
-    """Turns batches of all ranks, which Accelerate would split, into those of a rank, by which Trainer counts rows."""
+    """Converts global batch sizes, which Accelerate would split, to per-rank sizes, by which Trainer counts samples."""
     sizes = (args.per_device_train_batch_size, args.per_device_eval_batch_size)
-    # Of other sizes Accelerate says that it cannot split them.
+    # Accelerate itself raises for sizes that it cannot split.
     if args.accelerator_config.split_batches and all(size % dp_size == 0 for size in sizes):
         args.accelerator_config.split_batches = False
         args.per_device_train_batch_size, args.per_device_eval_batch_size = (size // dp_size for size in sizes)
 
 
 def floating_point_ops(original: Callable, self: Any, inputs: Any) -> float:
-    """Counts this rank's share of the operations of its batch; Trainer adds up all ranks'."""
+    """Returns this rank's share of the FLOPs of its batch; Trainer sums over all ranks."""
     state = parallel_state(self.model)
     if isinstance(inputs, EmptyBatch):
         return 0.0
@@ -95,7 +98,7 @@ def floating_point_ops(original: Callable, self: Any, inputs: Any) -> float:
 
 
 def call_model_init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuses a laid out model: Trainer has made its Accelerator by then, and makes the model once more in `train`."""
+    """Rejects a parallelized model: Trainer has already created its Accelerator, and recreates the model in `train`."""
     model = original(self, *args, **kwargs)
     if parallel_state(model) is not None:
         raise ConfigError(
@@ -107,7 +110,7 @@ def call_model_init(original: Callable, self: Any, *args: Any, **kwargs: Any) ->
 
 
 class _BatchSmoother:
-    """A label smoother that divides by the targets of all ranks where Trainer has not counted them."""
+    """A label smoother that divides by the targets of all ranks if Trainer has not counted them."""
 
     def __init__(self, stock: LabelSmoother, batch: BatchLoss):
         self.stock, self.batch = stock, batch
@@ -115,14 +118,14 @@ class _BatchSmoother:
     def __call__(
         self, model_output: Any, labels: Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Returns the loss, a scalar, of labels `[batch, sequence]`."""
+        """Returns the loss, a scalar, for labels `[batch, sequence]`."""
         if num_items_in_batch is None:
             num_items_in_batch = self.batch.divisor(labels[..., 1:] if shift_labels else labels)
         return self.stock(model_output, labels, shift_labels, num_items_in_batch)
 
 
 def build_accelerator_args(original: Callable, self: Any, **kwargs: Any) -> dict[str, Any]:
-    """Adds which ranks share a batch to the Accelerator's arguments."""
+    """Adds a parallelism config that marks the ranks of a model-parallel group to the Accelerator's arguments."""
     arguments = original(self, **kwargs)
     state = None if self.model is None else parallel_state(self.model)
     if state is not None:
@@ -131,29 +134,29 @@ def build_accelerator_args(original: Callable, self: Any, **kwargs: Any) -> dict
 
 
 def has_mixed_mesh_grads(original: Callable, self: Any, model: Any) -> bool:
-    """Denies it: stock's norm over several meshes knows neither data parallel shards nor who has clipped."""
+    """Returns False so that Trainer avoids the multi-mesh norm, which ignores ZeRO shards and earlier clipping."""
     return original(self, model) if parallel_state(self.model) is None else False
 
 
 def sync_replicated_trainable_parameters(original: Callable, self: Any, model: Any) -> None:
-    """Leaves out stock's average of plain parameters' gradients over the world: the model's own hooks reduce them."""
+    """Skips upstream's all-reduce of plain parameters' gradients over the world: the model's own hooks reduce them."""
     if parallel_state(self.model) is None:
         original(self, model)
 
 
 def get_tp_size(original: Callable, self: Any) -> int:
-    """Returns one: what Trainer sums over processes it sums over replicas, of which a batch has one."""
+    """Returns 1: `num_processes` counts replicas here, so Trainer must not divide it by ranks per replica."""
     return original(self) if self.model is None or parallel_state(self.model) is None else 1
 
 
 def get_total_train_batch_size(original: Callable, self: Any, args: Any) -> int:
-    """Counts the rows of a step over the replicas."""
+    """Returns the samples per optimizer step, summed over data-parallel replicas instead of all ranks."""
     state = parallel_state(self.model)
     return original(self, args) // (1 if state is None else state.config.ranks_per_replica)
 
 
 def finalize_training(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Ends a training with the mean loss of all ranks' rows, those since the last log among them."""
+    """Ends training with the loss averaged over all ranks, including the steps since the last log."""
     from transformers.trainer_pt_utils import nested_gather
 
     if parallel_state(self.model) is not None:

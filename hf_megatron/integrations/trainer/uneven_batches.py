@@ -1,4 +1,4 @@
-"""A last batch that the rows do not fill, in trainers whose loss counts the rows that are repeated to fill it."""
+"""Rejection of an incomplete last batch in trainers whose loss would count the samples repeated to fill it."""
 
 from collections.abc import Callable, Mapping, Sized
 from typing import Any, NamedTuple
@@ -16,11 +16,11 @@ from .sample_counter import require_ending, stream_of
 
 
 def prepare_for_training(original: Callable, self: Any, max_steps: int, train_dataloader: Any, *args: Any) -> Any:
-    """Trains on rows that are padded as in one process, and on none of them twice.
+    """Trains on samples padded as in a single process, and counts none of them twice.
 
     Raises:
-        UnsupportedError: where training, or an evaluation during it, would come to repeated rows, and the trainer's
-            loss may count them.
+        UnsupportedError: training, or an evaluation during training, would include repeated samples that the trainer's
+            loss may count.
     """
     count_rows(self, train_dataloader)
     _require_full_batches(self, train_dataloader, max_steps)
@@ -35,11 +35,11 @@ def prepare_for_training(original: Callable, self: Any, max_steps: int, train_da
 
 
 def evaluation_loop(original: Callable, self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-    """Evaluates and predicts on rows that are padded as in one process, and on none of them twice.
+    """Evaluates and predicts on samples padded as in a single process, and counts none of them twice.
 
     Raises:
         DataError: a stream without an end.
-        UnsupportedError: where rows are repeated, and the trainer's loss may count them.
+        UnsupportedError: samples are repeated, and the trainer's loss may count them.
     """
     stream = stream_of(dataloader)
     require_ending(stream, stream if stream is not None and stream.batch else None)
@@ -57,13 +57,13 @@ def _require_full_batches(trainer: Any, loader: Any, max_steps: int) -> None:
 
 
 def require_full_evaluation(trainer: Any, loader: Any) -> None:
-    """Raises `UnsupportedError` for rows of an evaluation that are repeated while the trainer's loss may count them."""
+    """Raises `UnsupportedError` if an evaluation repeats samples that the trainer's loss may count."""
     if (last := _last_batch(trainer, loader)) is not None and last.is_counted_twice():
         _reject(trainer, last.describe(), "evaluate", "per_device_eval_batch_size")
 
 
 class _LastBatch(NamedTuple):
-    """The last batch of a loader, which the rows do not fill."""
+    """The incomplete last batch of a loader."""
 
     number: int
     size: int
@@ -79,7 +79,7 @@ class _LastBatch(NamedTuple):
 
 
 def _last_batch(trainer: Any, loader: Any) -> _LastBatch | None:
-    """Finds the batch that Accelerate fills up with repeated rows, where it is known before and may matter."""
+    """Returns the last batch if Accelerate is known to fill it with repeated samples that may affect the loss."""
     state, shard = parallel_state(trainer.model), shard_of(loader)
     if state is None or not state.loss.has_data_parallel or takes_any_rows(trainer):
         return None
@@ -92,7 +92,7 @@ def _last_batch(trainer: Any, loader: Any) -> _LastBatch | None:
 
 
 def require_full_batch(trainer: Any, batch: Any, *, is_evaluated: bool = False) -> None:
-    """Raises `UnsupportedError` for a batch of this rank under way whose repeated rows the trainer's loss may count."""
+    """Raises `UnsupportedError` if this rank's current batch has repeated samples that the trainer's loss may count."""
     state: Any = parallel_state(trainer.model)
     if takes_any_rows(trainer) or has_targets_of_tokens(batch):
         return
@@ -102,18 +102,18 @@ def require_full_batch(trainer: Any, batch: Any, *, is_evaluated: bool = False) 
 
 
 def takes_any_rows(trainer: Any) -> bool:
-    """Tells whether a loss is known to do with batches whose sizes differ between ranks.
+    """Returns whether the trainer's loss is known to handle batch sizes that differ between ranks.
 
-    A subclass may gather a number per row, as DPOTrainer does, which ends in an error or waits for ever then. Its
-    repeated rows stay, without the targets of their tokens.
+    A subclass may gather one value per sample, as DPOTrainer does, which fails or deadlocks with unequal sizes. For
+    such trainers the repeated samples stay in the batch, with their token targets masked.
     """
     owner = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
     return "compute_loss" not in vars(trainer) and owner.__name__ in ("Trainer", "SFTTrainer")
 
 
 def has_targets_of_tokens(batch: Any) -> bool:
-    """Tells whether a batch has targets `[rows, sequence]`, which can be taken away from some of its rows."""
-    # Trainers that generate get their rows as a list.
+    """Returns whether a batch has targets `[batch, sequence]`, which can be masked for some of its samples."""
+    # Trainers that generate receive their samples as a list.
     targets = [batch.get(name) for name in LABELS] if isinstance(batch, Mapping) else []
     return any(isinstance(target, Tensor) and target.dim() > 1 for target in targets)
 

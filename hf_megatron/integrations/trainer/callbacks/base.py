@@ -1,4 +1,4 @@
-"""What Trainer's callbacks of debugging tools have in common: a tool around some steps, or one for all of training."""
+"""Base classes of Trainer callbacks that run a diagnostics tool during selected steps or throughout training."""
 
 import os
 import warnings
@@ -13,7 +13,7 @@ from ....errors import ConfigError
 
 
 class ToolCallback(TrainerCallback):
-    """A callback whose tool changes the process while training runs, and lets go of it when an error ends that."""
+    """A callback whose tool patches the process during training and is removed when training fails."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # `Trainer._inner_training_loop` has to call `abandon`, also for a model that is not parallelized.
@@ -21,12 +21,12 @@ class ToolCallback(TrainerCallback):
         return super().__new__(cls)
 
     def abandon(self) -> None:
-        """Takes the tool away; the step that it was in did not end."""
+        """Removes the tool; the current step did not finish."""
         raise NotImplementedError
 
 
 def inner_training_loop(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Has tools of callbacks let go when an error ends training, and says what it goes on from."""
+    """Removes the tools of callbacks when training fails, and records the checkpoint that training resumes from."""
     self._hf_megatron_resumed = kwargs.get("resume_from_checkpoint")
     try:
         return original(self, *args, **kwargs)
@@ -36,25 +36,25 @@ def inner_training_loop(original: Callable, self: Any, *args: Any, **kwargs: Any
                 try:
                     callback.abandon()
                 except (RuntimeError, OSError, ValueError) as error:
-                    # What ended training is what has to be seen.
+                    # Warn only: the exception that ended training must stay visible.
                     warnings.warn(f"{type(callback).__name__} was not taken away: {error}", stacklevel=2)
         raise
 
 
 class ToolOfStep:
-    """Holds a tool that is a context manager while a step runs."""
+    """Runs a context-manager tool for the duration of a step."""
 
     def __init__(self) -> None:
         self._tool: Any = None
 
     def begin(self, tool: Any) -> None:
-        """Enters a tool, and leaves one whose step did not end."""
+        """Enters a tool; a tool whose step did not finish is left first."""
         self.end(is_done=False)
         tool.__enter__()
         self._tool = tool
 
     def end(self, *, is_done: bool) -> Any:
-        """Leaves the tool, if there is one, and returns it; without `is_done` as after an error in the step."""
+        """Leaves and returns the active tool, if any; with `is_done=False` as after an error in the step."""
         tool, self._tool = self._tool, None
         if tool is not None:
             error = None if is_done else RuntimeError("the step did not end")
@@ -63,14 +63,14 @@ class ToolOfStep:
 
 
 class StepToolCallback(ToolCallback):
-    """Puts a tool that is a context manager around some optimizer steps, each with a folder `step{N}`.
+    """Wraps selected optimizer steps in a context-manager tool, each with a folder `step{N}`.
 
     Args:
-        directory (`str` or `Path`): where the folders go.
+        directory (`str` or `Path`): parent folder of the step folders.
         steps (`Iterable[int]`): optimizer steps, counted from 0.
 
     Raises:
-        ConfigError: steps that are no whole numbers of 0 or more.
+        ConfigError: a step that is not an integer of 0 or more.
     """
 
     def __init__(self, directory: str | os.PathLike[str], steps: Iterable[int]) -> None:
@@ -81,7 +81,7 @@ class StepToolCallback(ToolCallback):
         self._tool = ToolOfStep()
 
     def make_tool(self, folder: Path, model: Any, optimizer: Any) -> Any:
-        """Returns what is put around a step."""
+        """Returns the context manager for one step."""
         raise NotImplementedError
 
     def on_step_begin(
@@ -100,7 +100,7 @@ class StepToolCallback(ToolCallback):
         self._tool.end(is_done=True)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # Training may be stopped within a step.
+        # Training may stop in the middle of a step.
         self.abandon()
 
     def abandon(self) -> None:
@@ -109,13 +109,13 @@ class StepToolCallback(ToolCallback):
 
 
 class WatchCallback(ToolCallback):
-    """Has a tool look on from the beginning of training to its end.
+    """Runs a tool from the beginning of training to its end.
 
     Args:
-        arguments: of the tool.
+        arguments: keyword arguments of the tool.
 
     Raises:
-        ConfigError: when training begins, a model that was not laid out, or what the tool refuses of its arguments.
+        ConfigError: when training begins, for a model that was not parallelized or arguments that the tool rejects.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -128,7 +128,7 @@ class WatchCallback(ToolCallback):
 
     @property
     def reports(self) -> list[Any]:
-        """What was found so far, the same on every rank."""
+        """Findings so far, the same on every rank."""
         return [] if self._watch is None else list(self._watch.reports)
 
     def on_train_begin(
@@ -147,17 +147,17 @@ class WatchCallback(ToolCallback):
         self.stop()
 
     def abandon(self) -> None:
-        """Ends the tool."""
+        """Stops the tool."""
         self.stop()
 
     def stop(self) -> None:
-        """Ends the tool, whose reports stay."""
+        """Stops the tool and keeps its reports."""
         if self._watch is not None:
             self._watch.stop()
 
 
 class LoggingCallback(TrainerCallback):
-    """A callback whose numbers are in Trainer's logs, in its history and wherever it reports to."""
+    """A callback that adds metrics to Trainer's logs, to its history and to all its reporting integrations."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # `Trainer.log` has to call `numbers`, also for a model that is not parallelized.
@@ -165,12 +165,12 @@ class LoggingCallback(TrainerCallback):
         return super().__new__(cls)
 
     def numbers(self, args: Any, state: TrainerState, model: Any, logs: dict[str, Any]) -> dict[str, float]:
-        """Returns what is added to logs that are about to be told; every rank is asked."""
+        """Returns metrics to add to the logs before they are reported; called on every rank."""
         raise NotImplementedError
 
 
 def log(original: Callable, self: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-    """Adds the numbers of callbacks; stock tells logs to those it reports to before a user's callback sees them."""
+    """Adds the metrics of callbacks; upstream's reporting integrations see logs before a user's callback does."""
     for callback in self.callback_handler.callbacks:
         if isinstance(callback, LoggingCallback):
             logs.update(callback.numbers(self.args, self.state, self.model, logs))

@@ -1,4 +1,4 @@
-"""Trainer logs how tokens are shared out over experts, and warns where a rank has too many."""
+"""Trainer callback that logs the token load of experts and warns about overloaded ranks."""
 
 import os
 import warnings
@@ -18,22 +18,23 @@ _MIB = 2**20
 
 
 class ExpertLoadCallback(LoggingCallback):
-    """Adds to each log of training how the tokens since the last one were shared out over experts.
+    """Adds the expert load since the last log to each training log.
 
     | logged | |
     |---|---|
-    | `expert_load/<layer>` | the busiest expert's tokens over the layer's mean |
-    | `expert_load_of_ranks` | the busiest rank's tokens over the mean of the ranks, of the layer where that is most |
-    | `experts_idle` | the share of experts without a token |
-    | `expert_mib_sent` | MiB of rows that went to other ranks and came back in forwards, of all ranks |
+    | `expert_load/<layer>` | tokens of the busiest expert relative to the layer's mean |
+    | `expert_load_of_ranks` | tokens of the busiest rank relative to the mean of the ranks, maximum over layers |
+    | `experts_idle` | fraction of experts without a token |
+    | `expert_mib_sent` | MiB of tokens dispatched to other ranks and combined in forwards, summed over all ranks |
 
     Args:
-        limit (`float`, defaults to 2): a warning names the layer and its busiest expert where a rank has more than this
-            many times the mean of the ranks; a rank's time and memory follow its tokens.
-        directory (`str` or `Path`, *optional*): where rank 0 writes `experts-step{N}.png`, a heat map, at each log.
+        limit (`float`, defaults to 2): a warning names the layer and its busiest expert when a rank has more than this
+            many times the mean tokens of the ranks; a rank's time and memory grow with its tokens.
+        directory (`str` or `Path`, *optional*): folder in which rank 0 writes a heat map `experts-step{N}.png` at each
+            log.
 
     Raises:
-        ConfigError: a limit of 1 or less; without matplotlib, where a directory is given.
+        ConfigError: a limit of 1 or less; a directory is given and matplotlib is missing.
     """
 
     def __init__(self, limit: float = 2.0, directory: str | os.PathLike[str] | None = None) -> None:
@@ -45,8 +46,8 @@ class ExpertLoadCallback(LoggingCallback):
             require_plots()
 
     def numbers(self, args: Any, state: TrainerState, model: Any, logs: dict[str, Any]) -> dict[str, float]:
-        """Returns what was counted since the last log of training."""
-        # A script's one process has nothing to count.
+        """Returns the expert load since the last training log."""
+        # The single-process run of a script has no expert load.
         if "loss" not in logs or parallel_state(model) is None:
             return {}
         load = expert_load(model)
@@ -73,7 +74,7 @@ class ExpertLoadCallback(LoggingCallback):
 
 
 def _runs(numbers: list[int]) -> str:
-    """Writes rising numbers as `0 to 3, 8 to 11`."""
+    """Formats ascending integers as ranges, such as `0 to 3, 8 to 11`."""
     ends = [index for index, one in enumerate(numbers) if numbers[index + 1 : index + 2] != [one + 1]]
     starts = [0, *(end + 1 for end in ends[:-1])]
     return ", ".join(f"{numbers[start]} to {numbers[end]}" for start, end in zip(starts, ends, strict=True))

@@ -1,4 +1,4 @@
-"""Trainer compares what ranks repeat every so many steps."""
+"""Trainer callback that periodically compares state which ranks hold in common."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from ....parallel_state import parallel_state
 
 
 class ReplicaCallback(TrainerCallback):
-    """Ends training with a `ReplicaError` when ranks no longer agree on weights, moments, buffers or random states.
+    """Ends training with a `ReplicaError` when ranks disagree on weights, moments, buffers or random states.
 
     Args:
-        every (`int`, defaults to 100): optimizer steps between comparisons; the first is before the first step.
+        every (`int`, defaults to 100): optimizer steps between comparisons; a first comparison runs before training.
 
     Raises:
-        ConfigError: fewer than 1 step, or, when training begins, a model that was not laid out.
+        ConfigError: `every` is less than 1; when training begins, for a model that was not parallelized.
     """
 
     def __init__(self, every: int = 100) -> None:

@@ -1,4 +1,4 @@
-"""Trainer records a run for its page: its logs, how fast it is, slow ranks, a step's memory and another one's trace."""
+"""Trainer callback that records a run for its report: logs, throughput, stragglers, step memory and a step trace."""
 
 import math
 import os
@@ -35,21 +35,22 @@ _AXES = ("dp", "pp", "cp", "tp")
 
 
 class RunCallback(ThroughputCallback, ToolCallback):
-    """Records a run into a folder, of which `hf-megatron debug report` makes one HTML file.
+    """Records a run into a folder that `hf-megatron debug report` turns into one HTML file.
 
-    Adds `tokens_per_second`, `tflops_per_device` and `mfu` to the logs, as `ThroughputCallback` does, and names slow
-    ranks, as `StragglerCallback` does. A run that goes on from a checkpoint goes on in the same folder.
+    Adds `tokens_per_second`, `tflops_per_device` and `mfu` to the logs, as `ThroughputCallback` does, and reports slow
+    ranks, as `StragglerCallback` does. A run resumed from a checkpoint continues in the same folder.
 
     Args:
-        directory (`str` or `Path`): of the run, seen by all ranks.
-        peak_tflops (`float`, *optional*): as of `ThroughputCallback`.
-        memory_step (`int`, *optional*, defaults to 1): whose memory is counted, from 0; it takes several times as long.
-        trace_step (`int`, *optional*, defaults to 2): that is traced.
-        stragglers (`bool`, defaults to `True`): whether slow ranks are looked for.
+        directory (`str` or `Path`): folder of the run, visible to all ranks.
+        peak_tflops (`float`, *optional*): as in `ThroughputCallback`.
+        memory_step (`int`, *optional*, defaults to 1): step whose memory is recorded, counted from 0; it takes several
+            times as long as other steps.
+        trace_step (`int`, *optional*, defaults to 2): step that is traced, counted from 0.
+        stragglers (`bool`, defaults to `True`): whether to detect slow ranks.
 
     Raises:
-        ConfigError: a step that is none, or one for both records; when training begins, a model that was not laid out,
-            or a folder that has another run.
+        ConfigError: an invalid step, or the same step for memory and trace; when training begins, for a model that was
+            not parallelized or a folder that holds another run.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class RunCallback(ThroughputCallback, ToolCallback):
         if parallel is None:
             raise ConfigError("RunCallback records a model that was loaded with megatron_config=; leave it out.")
         facts = _facts(model, parallel)
-        # What rank 0 finds holds for all.
+        # Rank 0 checks the folder and broadcasts the result.
         answer = [""]
         if dist.get_rank() == 0:
             answer = [why_not_another(self.directory, state.global_step)]
@@ -99,7 +100,7 @@ class RunCallback(ThroughputCallback, ToolCallback):
         super().on_train_begin(args, state, control, model=model)
         if self.stragglers:
             self._watch = StragglerWatch(model, optimizer, say=self._tell)
-        # The folder is there for all.
+        # Wait until rank 0 has created the folder.
         dist.barrier()
 
     def _tell(self, report: Straggler) -> None:
@@ -117,7 +118,7 @@ class RunCallback(ThroughputCallback, ToolCallback):
     ) -> None:
         kinds = (self.memory_step, memory_folder, StepMemory), (self.trace_step, trace_folder, StepTrace)
         for wanted, folder, recorder in kinds:
-            # A run that goes on has one already, on the hosts that it ran on.
+            # A resumed run may have this record already, possibly on another host.
             if state.global_step == wanted and not _on_any_rank(folder(self.directory).exists()):
                 self._recorder.begin(recorder(folder(self.directory), model, optimizer))
 
@@ -125,7 +126,7 @@ class RunCallback(ThroughputCallback, ToolCallback):
         self._recorder.end(is_done=True)
         super().on_step_end(args, state, control)
         if self._held is not None and self._held.step_was_skipped and dist.get_rank() == 0:
-            # Trainer leaves losses that are not finite out of what it logs.
+            # Trainer leaves non-finite losses out of its logs.
             add_skipped(self.directory, state.global_step)
 
     def on_log(
@@ -145,7 +146,7 @@ class RunCallback(ThroughputCallback, ToolCallback):
             print(f"hf_megatron: hf-megatron debug report {self.directory}", flush=True)
 
     def abandon(self) -> None:
-        """Lets go of all that looks on."""
+        """Removes all tools."""
         super().abandon()
         self._recorder.end(is_done=False)
         if self._watch is not None:

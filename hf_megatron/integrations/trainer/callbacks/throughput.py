@@ -1,4 +1,4 @@
-"""Trainer logs tokens per second and the share of its devices' peak that the model's own work reaches."""
+"""Trainer callback that logs tokens per second and model FLOPs utilization (MFU)."""
 
 from typing import Any
 
@@ -10,17 +10,18 @@ from .base import LoggingCallback, ToolCallback
 
 
 class ThroughputCallback(LoggingCallback, ToolCallback):
-    """Adds to each log of training what it reached since the last one.
+    """Adds the throughput since the last log to each training log.
 
     | logged | |
     |---|---|
-    | `tokens_per_second` | of the whole job, padding included; evaluation and saving take no time |
+    | `tokens_per_second` | tokens of the job, padding included; evaluation and saving time is excluded |
     | `tokens_per_second_per_device` | |
-    | `tflops_per_device` | of the model's own work (see `diagnostics/throughput.py`); causal models of text |
-    | `mfu` | of that, the share in the device's peak |
+    | `tflops_per_device` | model FLOPs (see `diagnostics/throughput.py`); causal text models only |
+    | `mfu` | model FLOPs utilization: their fraction of the device's peak |
 
     Args:
-        peak_tflops (`float`, *optional*): of one device with the training's precision, dense: 989 of an H100 with bf16.
+        peak_tflops (`float`, *optional*): dense peak of one device in the training precision, such as 989 for an H100
+            in bf16.
 
     Raises:
         ConfigError: a peak of 0 or less.
@@ -48,7 +49,7 @@ class ThroughputCallback(LoggingCallback, ToolCallback):
     on_evaluate = on_save = on_predict = _pause
 
     def numbers(self, args: Any, state: TrainerState, model: Any, logs: dict[str, Any]) -> dict[str, float]:
-        """Returns what was reached since the last log of training."""
+        """Returns the throughput since the last training log."""
         if self._throughput is None or "loss" not in logs:
             return {}
         return {name: round(value, 6) for name, value in self._throughput.take(self.peak_tflops).items()}
@@ -57,7 +58,7 @@ class ThroughputCallback(LoggingCallback, ToolCallback):
         self.abandon()
 
     def abandon(self) -> None:
-        """Ends the counting."""
+        """Stops counting."""
         if self._throughput is not None:
             self._throughput.stop()
             self._throughput = None

@@ -1,4 +1,4 @@
-"""Trainer draws what the ranks of the pipeline did in a step."""
+"""Trainer callback that plots the pipeline schedule of a step."""
 
 import os
 from collections.abc import Iterable
@@ -19,14 +19,14 @@ from .base import ToolCallback
 
 
 class TimelineCallback(ToolCallback):
-    """Writes `timeline-step{N}.png`, `.html` and `.json` for some steps, on rank 0 of the job.
+    """Writes `timeline-step{N}.png`, `.html` and `.json` for selected steps, on rank 0 of the job.
 
-    On GPUs a recorded step waits for the device before and after everything it does, and takes longer than others.
+    On GPUs a recorded step synchronizes the device before and after every operation, and is slower than others.
 
     Args:
-        directory (`str` or `Path`): where the files go; made where it is missing.
-        steps (`Iterable[int]`, defaults to `(2,)`): optimizer steps, counted from 0. The first ones of a run are slower
-            than the rest.
+        directory (`str` or `Path`): output folder; created if missing.
+        steps (`Iterable[int]`, defaults to `(2,)`): optimizer steps, counted from 0. The first steps of a run are
+            slower than the rest.
 
     Raises:
         ConfigError: when training begins, for a model without a pipeline or, on rank 0, without matplotlib.
@@ -38,7 +38,7 @@ class TimelineCallback(ToolCallback):
         self._pipeline: Any = None
         self._group: dist.ProcessGroup | None = None
         self._recorder = SpanRecorder()
-        # The step that is being recorded: Trainer counts on before `on_step_end`.
+        # Step being recorded: Trainer increments `global_step` before `on_step_end`.
         self._step: int | None = None
         self._optimizer: Any = None
 
@@ -88,6 +88,6 @@ class TimelineCallback(ToolCallback):
         self.abandon()
 
     def abandon(self) -> None:
-        """Ends the recording."""
+        """Stops recording."""
         if self._pipeline is not None:
             self._pipeline.recorder = None

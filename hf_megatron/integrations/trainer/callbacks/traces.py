@@ -1,4 +1,4 @@
-"""Trainer traces steps: what each rank computed, communicated and waited for."""
+"""Trainer callback that traces steps: compute, communication and waiting time of each rank."""
 
 import os
 from collections.abc import Iterable
@@ -15,21 +15,21 @@ from .base import StepToolCallback
 
 
 class TraceCallback(StepToolCallback):
-    """Writes the traces of some optimizer steps into folders `step{N}`, which `hf-megatron debug trace` merges.
+    """Writes traces of selected optimizer steps into folders `step{N}`, the input of `hf-megatron debug trace`.
 
-    On rank 0 the shares of each kind of time are printed, as far as all ranks write to one file system.
+    If all ranks write to one file system, rank 0 prints the share of each kind of time.
 
     Args:
-        directory (`str` or `Path`): where the folders go.
-        steps (`Iterable[int]`, defaults to `(2,)`): optimizer steps, counted from 0. The first ones of a run are slower
-            than the rest.
+        directory (`str` or `Path`): parent folder of the step folders.
+        steps (`Iterable[int]`, defaults to `(2,)`): optimizer steps, counted from 0. The first steps of a run are
+            slower than the rest.
     """
 
     def __init__(self, directory: str | os.PathLike[str], steps: Iterable[int] = (2,)) -> None:
         super().__init__(directory, steps)
 
     def make_tool(self, folder: Path, model: Any, optimizer: Any) -> StepTrace:
-        """Returns what traces a step."""
+        """Returns the tracer of one step."""
         return StepTrace(folder, model, optimizer)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -13,49 +13,49 @@ from .base import StepToolCallback, WatchCallback
 
 
 class MemoryCallback(StepToolCallback):
-    """Writes what some optimizer steps held into folders `step{N}`, which `hf-megatron debug memory` takes.
+    """Records the memory of selected optimizer steps in folders `step{N}`, the input of `hf-megatron debug memory`.
 
     Args:
-        directory (`str` or `Path`): where the folders go.
-        steps (`Iterable[int]`, defaults to `(1,)`): optimizer steps, counted from 0. The first one of a run has no
-            moments yet when it begins.
+        directory (`str` or `Path`): parent folder of the step folders.
+        steps (`Iterable[int]`, defaults to `(1,)`): optimizer steps, counted from 0. When the first step of a run
+            begins, there are no optimizer moments yet.
     """
 
     def __init__(self, directory: str | os.PathLike[str], steps: Iterable[int] = (1,)) -> None:
         super().__init__(directory, steps)
 
     def make_tool(self, folder: Path, model: Any, optimizer: Any) -> StepMemory:
-        """Returns what counts a step."""
+        """Returns the memory recorder of one step."""
         return StepMemory(folder, model, optimizer)
 
 
 class NonFiniteCallback(WatchCallback):
-    """Runs skipped steps again, and prints on rank 0 which rank, microbatch, stage and module was not finite first.
+    """Reruns skipped steps and prints on rank 0 the first non-finite value: its rank, microbatch, stage and module.
 
-    `reports` has what was found.
+    `reports` holds the findings.
 
     Args:
-        limit (`int`, defaults to 3): reports of a run.
+        limit (`int`, defaults to 3): maximum number of reports in a run.
 
     Raises:
-        ConfigError: when training begins, a model that was not laid out.
+        ConfigError: when training begins, for a model that was not parallelized.
     """
 
     def __init__(self, limit: int = 3) -> None:
         super().__init__(limit=limit)
 
     def make_watch(self, model: Any, optimizer: Any, **arguments: Any) -> NonFiniteWatch:
-        """Returns what looks at skipped steps."""
+        """Returns the watch that inspects skipped steps."""
         return NonFiniteWatch(model, optimizer, **arguments)
 
 
 class RecordStepCallback(StepToolCallback):
-    """Writes some optimizer steps into folders `step{N}`, which `hf-megatron debug compare` takes.
+    """Records selected optimizer steps in folders `step{N}`, the input of `hf-megatron debug compare`.
 
     Args:
-        directory (`str` or `Path`): where the folders go.
+        directory (`str` or `Path`): parent folder of the step folders.
         steps (`Iterable[int]`, defaults to `(0,)`): optimizer steps, counted from 0.
-        modules (`str`, *optional*): as of `StepRecorder`.
+        modules (`str`, *optional*): regular expression on module names, see `StepRecorder`.
     """
 
     def __init__(self, directory: str | os.PathLike[str], steps: Iterable[int] = (0,), *, modules: str = "") -> None:
@@ -63,20 +63,22 @@ class RecordStepCallback(StepToolCallback):
         self.modules = modules
 
     def make_tool(self, folder: Path, model: Any, optimizer: Any) -> StepRecorder:
-        """Returns what records a step."""
+        """Returns the recorder of one step."""
         return StepRecorder(folder, model, optimizer, modules=self.modules)
 
 
 class StragglerCallback(WatchCallback):
-    """Prints on rank 0 which rank is slow, how much, and in which module and function; `reports` has what was found.
+    """Prints on rank 0 which rank is slow, by how much, and in which module and function.
+
+    `reports` holds the findings.
 
     Args:
-        arguments: of `StragglerWatch`, such as `steps` and `factor`.
+        arguments: keyword arguments of `StragglerWatch`, such as `steps` and `factor`.
 
     Raises:
-        ConfigError: when training begins, a model that was not laid out, or a number out of its range.
+        ConfigError: when training begins, for a model that was not parallelized or a value out of range.
     """
 
     def make_watch(self, model: Any, optimizer: Any, **arguments: Any) -> StragglerWatch:
-        """Returns what looks at every rank."""
+        """Returns the watch that times every rank."""
         return StragglerWatch(model, optimizer, **arguments)
