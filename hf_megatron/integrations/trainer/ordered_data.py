@@ -1,7 +1,7 @@
-"""Trainer takes the samples of an `OrderedDataset` as they come, and goes on where a checkpoint had ended.
+"""Trainer support for `OrderedDataset` and `SampleStream`: fixed sample order and resume by consumed samples.
 
-How many samples a run has seen is what it goes on from, on any layout, with any batch size. Stock counts steps of the
-batch size that a run has now, shuffles, and leaves out columns that a model's forward does not name.
+A run resumes from the number of samples it has seen, on any layout and with any batch size. Upstream counts steps of
+the current batch size instead, shuffles, and drops columns that a model's forward does not name.
 """
 
 import sys
@@ -24,15 +24,15 @@ from . import length_samplers
 from .sample_counter import PLAIN, OwnOrder, SamplesCallback, order_of, stream_of
 
 _OWN_ORDER = ("random", "sequential")
-# Columns that stock loss functions take, and no model's forward names.
+# Column that stock loss functions accept although no model's forward names it.
 _SHIFTED = "shift_labels"
 
 
 def get_dataloader(original: Callable, self: Any, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns stock's loader; all ranks read a stream for themselves.
+    """Returns the stock loader, configured so that every rank reads a stream itself.
 
-    One rank that read for all would have to cut its batches for them, which have to be of equal length then, and those
-    of a host read a set of MosaicML's together.
+    With dispatching, rank 0 would split its batches over the ranks, which requires equal lengths, and MosaicML datasets
+    are read jointly by the processes of a host.
     """
     configuration = self.accelerator.dataloader_config
     if not isinstance(dataset, SampleStream) or configuration.dispatch_batches is not None:
@@ -45,10 +45,10 @@ def get_dataloader(original: Callable, self: Any, dataset: Any, *args: Any, **kw
 
 
 def count_rows(trainer: Any, loader: Any) -> None:
-    """Has a callback count the samples that a trainer takes for its steps, where their order is their own.
+    """Installs a callback that counts the consumed samples of data with an order of its own.
 
     Raises:
-        DataError: a stream that ranks or workers would read otherwise, or steps that are no whole calls.
+        DataError: ranks or workers would read a stream differently, or a step is not an integral number of calls.
     """
     rows, args, counting = trainer.train_dataset, trainer.args, SamplesCallback()
     batch = trainer.get_total_train_batch_size(args)
@@ -59,7 +59,7 @@ def count_rows(trainer: Any, loader: Any) -> None:
         _require_countable(args, stream.ramp_up, batch)
         require_all_rows(stream, loader, args.world_size)
         stream.batch = batch
-        # Shuffled streams of `datasets` have another order in a worker than without one.
+        # Shuffled `datasets` streams have a different order inside a worker process.
         stream.order_key["workers"] = args.dataloader_num_workers
         stream.order_key["first rows"] = _first_rows(stream, isinstance(loader, DataLoaderDispatcher))
     elif order_of(loader) is None:
@@ -67,15 +67,15 @@ def count_rows(trainer: Any, loader: Any) -> None:
             return
         counting.order_key = {"kind": PLAIN, "batch": batch}
     trainer.remove_callback(SamplesCallback)
-    # Before those that save at the end of a step.
+    # Count before callbacks that save at the end of a step.
     trainer.callback_handler.callbacks.insert(0, counting)
 
 
 def require_all_rows(stream: SampleStream | None, loader: Any, ranks: int) -> None:
-    """Checks that each rank reads all rows of a stream; other data pass.
+    """Checks that each rank reads all samples of a stream; other data passes.
 
     Raises:
-        DataError: a set of MosaicML's that gives each a part.
+        DataError: a MosaicML dataset that is configured to shard its samples over the ranks.
     """
     if stream is None or not stream.is_mosaic or ranks == 1:
         return
@@ -90,7 +90,7 @@ def require_all_rows(stream: SampleStream | None, loader: Any, ranks: int) -> No
 
 
 def _first_rows(rows: SampleStream, is_dispatched: bool) -> str:
-    """Returns the hash of a stream's first rows, which all ranks that read it have to find."""
+    """Returns the hash of a stream's first samples, which must be identical on all ranks that read it."""
     if not dist.is_initialized():
         return rows.fingerprint()
     own, is_read = None, False
@@ -100,7 +100,7 @@ def _first_rows(rows: SampleStream, is_dispatched: bool) -> str:
             own = rows.fingerprint()
         is_read = True
     finally:
-        # The others wait for this rank, and have to hear of what it raises.
+        # Exchange results even on failure: the other ranks are in the same collective and must learn of the error.
         dist.all_gather_object(found, (own, is_read))
     failed = [str(rank) for rank, (_, is_read) in enumerate(found) if not is_read]
     if failed:
@@ -115,12 +115,17 @@ def _first_rows(rows: SampleStream, is_dispatched: bool) -> str:
 
 
 def skip_first_batches(original: Callable, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-    """Skips nothing of what begins where it is to go on."""
+    """Skips no batches of a loader that already starts at the resume position."""
     return dataloader if order_of(dataloader) is not None else original(dataloader, *args, **kwargs)
 
 
 def get_train_sampler(original: Callable, self: Any, train_dataset: Any = None) -> Any:
-    """Returns a sampler that keeps a dataset's own order, and has a callback count its samples."""
+    """Returns a sampler that keeps a dataset's own order; other datasets get upstream's sampler.
+
+    Raises:
+        DataError: the order or the dataset's labels would be lost: a wrapper that shuffles, a collator that drops or
+            shifts labels, another sampling strategy, or steps of an uncountable size.
+    """
     given = self.train_dataset if train_dataset is None else train_dataset
     if not has_own_order(given):
         return length_samplers.get_sampler(original, self, train_dataset)
@@ -178,7 +183,7 @@ def _require_countable(args: Any, sizes: BatchRampUp | None, batch: int) -> None
 
 
 def get_eval_sampler(original: Callable, self: Any, eval_dataset: Any) -> Any:
-    """Returns stock's sampler, of data whose labels the model does not shift again."""
+    """Returns the stock sampler, after checking that the model does not shift pre-shifted labels again."""
     if is_shifted(eval_dataset):
         _require_shifted(self)
     return length_samplers.get_sampler(original, self, eval_dataset)
@@ -211,7 +216,7 @@ def _require_shifted(trainer: Any) -> None:
 
 
 def _reported(checkpoint: Any) -> tuple[int, int | None]:
-    """Returns the steps and the samples that a checkpoint says, where it says them."""
+    """Returns the steps and the consumed samples recorded in a checkpoint; `None` samples if not recorded."""
     path = None if checkpoint is None else Path(checkpoint, TRAINER_STATE_NAME)
     if path is None or not path.is_file():
         return 0, None
@@ -222,7 +227,7 @@ def _reported(checkpoint: Any) -> tuple[int, int | None]:
 
 
 def set_signature_columns(original: Callable, self: Any) -> None:
-    """Keeps labels that are shifted already, without which a model shifts them once more."""
+    """Keeps the column of pre-shifted labels, without which a model would shift labels again."""
     original(self)
     if self.model_accepts_loss_kwargs and _SHIFTED not in self._signature_columns:
         self._signature_columns.append(_SHIFTED)

@@ -1,7 +1,7 @@
-"""The rows that fill up the last batch of data parallel ranks, which count for nothing in Trainer.
+"""Exclusion of samples that fill up the last global batch from Trainer's losses, token counts and predictions.
 
-Accelerate gives all ranks batches of one size and takes rows from the beginning where the data end. Stock Trainer drops
-them from predictions when it gathers these, but trains on them, and takes losses of evaluation over them.
+Accelerate gives all ranks batches of equal size and repeats samples from the beginning when the data ends. Stock
+Trainer drops them from gathered predictions, but trains on them and includes them in evaluation losses.
 """
 
 import functools
@@ -23,14 +23,14 @@ from .uneven_batches import require_full_batch, takes_any_rows
 
 
 class EmptyBatch(dict):
-    """Inputs of a rank that has no row of a batch of all ranks: one row without targets, which counts for nothing.
+    """Inputs of a rank without a sample in the global batch: one sample with masked targets, which counts for nothing.
 
-    The rank goes on with the others, who may wait for it.
+    The rank still runs its forward and backward, because other ranks may wait for it in collectives.
     """
 
 
 def divides_batches(trainer: Any) -> bool:
-    """Returns whether data parallel ranks of a trainer's model have samples of their own."""
+    """Returns whether a trainer's model is split over data-parallel ranks with samples of their own."""
     state = parallel_state(trainer.model)
     return state is not None and state.loss is not None and state.loss.has_data_parallel
 
@@ -38,7 +38,7 @@ def divides_batches(trainer: Any) -> bool:
 def leave_out_empty_batch(
     original: Callable, self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None
 ) -> Any:
-    """Leaves the only sample of a rank that has none of the batch out of the loss, `()`."""
+    """Excludes the placeholder sample of a rank without samples from the loss, `()`."""
     if not isinstance(inputs, EmptyBatch):
         return original(self, model, inputs, num_items_in_batch)
     state = parallel_state(self.model)
@@ -48,7 +48,7 @@ def leave_out_empty_batch(
 
 
 def get_batch_samples(original: Callable, self: Any, *args: Any, **kwargs: Any) -> tuple[list, Any]:
-    """Returns stock's batches of one step without repeated rows, and the number of their targets, `()`."""
+    """Returns the batches of one step without repeated samples, and the number of their targets, `()`."""
     with collecting(self.accelerator.gradient_state):
         batches, count = original(self, *args, **kwargs)
     state = None if self.model is None else parallel_state(self.model)
@@ -57,18 +57,18 @@ def get_batch_samples(original: Callable, self: Any, *args: Any, **kwargs: Any) 
     last = batches[-1]
     read_ahead(self.accelerator.gradient_state, is_ahead=False)
     require_full_batch(self, last)
-    # Trainers that generate get their rows as a list, of whole batches.
+    # Trainers that generate receive their samples as a list, always of full size.
     if isinstance(last, Mapping) and _counted(self, state, last, self._train_batch_size) != find_batch_size(last):
         batches[-1] = local_samples(self, state, last, self._train_batch_size)
     if last_batch_size(self.accelerator.gradient_state) is not None:
-        # The ranks count together: on each of them, or on none.
+        # Recount with a collective: either all ranks do it or none.
         count = self._get_num_items_in_batch(batches, self.args.device)
     read_ahead(self.accelerator.gradient_state, is_ahead=True)
     return batches, count
 
 
 def track_num_input_tokens(original: Callable, self: Any, inputs: Any) -> None:
-    """Counts no token of a rank that has no row of the batch."""
+    """Counts no tokens on a rank without a sample in the batch."""
     if isinstance(inputs, EmptyBatch):
         inputs = {name: _first(value, find_batch_size(inputs), 0) for name, value in inputs.items()}
     original(self, inputs)
@@ -77,20 +77,21 @@ def track_num_input_tokens(original: Callable, self: Any, inputs: Any) -> None:
 def sequence_prediction_step(
     original: Callable, self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    """Evaluates and generates for the rows that count, in a Seq2SeqTrainer."""
+    """Evaluates and generates without repeated samples in a Seq2SeqTrainer."""
     state = None if self.model is None else parallel_state(self.model)
     if state is None or not state.loss.has_data_parallel:
         return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
     if self.gather_function == self.accelerator.gather:
         self.gather_function = functools.partial(gather_evaluated, self.accelerator)
     if not self.args.predict_with_generate or prediction_loss_only:
-        # Stock goes on to Trainer's own step.
+        # Upstream continues with Trainer's own step, which is patched.
         return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
 
     def step(rows: Any) -> Any:
         loss, tokens, labels = original(self, model, rows, prediction_loss_only, *args, **kwargs)
         if tokens is not None:
-            # A rank stops generating when its own rows are done.
+            # Each rank stops generating when its own samples are done, so lengths differ between ranks: pad `[batch,
+            # tokens]` before gathering.
             tokens = self.accelerator.pad_across_processes(tokens, dim=1, pad_index=_pad_token(self))
         return loss, tokens, labels
 
@@ -98,7 +99,7 @@ def sequence_prediction_step(
 
 
 def _pad_token(trainer: Any) -> Any:
-    """Returns what `generate` writes behind rows that are done."""
+    """Returns the token that `generate` writes after finished sequences."""
     arguments = vars(trainer).get("_gen_kwargs", {})
     config = arguments.get("generation_config") or trainer.model.generation_config
     pad, end = (arguments.get(name, getattr(config, name)) for name in ("pad_token_id", "eos_token_id"))
@@ -108,7 +109,7 @@ def _pad_token(trainer: Any) -> Any:
 
 
 def local_samples(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -> Any:
-    """Cuts the repeated rows off a batch of this rank, or takes their targets away."""
+    """Removes the repeated samples from a rank's batch, or masks their targets."""
     rows, counted = find_batch_size(inputs), _counted(trainer, state, inputs, batch_size)
     if counted == rows:
         return inputs
@@ -122,12 +123,12 @@ def local_samples(trainer: Any, state: ParallelState, inputs: Any, batch_size: i
 
 
 def evaluated(trainer: Any, state: ParallelState, inputs: Any, step: Callable[[Any], Any]) -> Any:
-    """Returns the loss `()` of all ranks' rows that count, and predictions and labels in the shapes of the batch.
+    """Returns the loss `()` over all ranks' samples, with predictions and labels in the shapes of the batch.
 
-    What stands for repeated rows there is dropped by Trainer when it gathers.
+    Predictions for repeated samples are placeholders, which Trainer drops when it gathers.
 
     Args:
-        step: makes loss, predictions and labels of inputs.
+        step: function from inputs to loss, predictions and labels.
     """
     if not state.loss.has_data_parallel:
         return step(inputs)
@@ -137,7 +138,8 @@ def evaluated(trainer: Any, state: ParallelState, inputs: Any, step: Callable[[A
     with state.loss.together(counts=not isinstance(inputs, EmptyBatch)):
         loss, *predictions = step(inputs)
     if loss is not None:
-        # Where the targets were counted a rank has its share of the loss, and Trainer weighs ranks by their rows.
+        # With `num_items_in_batch` each rank returns its share of the loss, but Trainer weights ranks by batch size:
+        # average over the ranks here, so that all have the same loss.
         loss = full_tensor_of(loss) if isinstance(loss, DTensor) else loss.clone()
         state.loss.mean_over_ranks(loss)
         loss = loss.as_subclass(EvaluationLoss)
@@ -145,16 +147,19 @@ def evaluated(trainer: Any, state: ParallelState, inputs: Any, step: Callable[[A
 
 
 def _counted(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -> Any:
-    """Counts the rows of this rank's batch under way that are no repetitions; they come first."""
+    """Returns how many samples of this rank's current batch are not repeated; they come first."""
     rows, of_all_ranks = find_batch_size(inputs), last_batch_size(trainer.accelerator.gradient_state)
-    # Collators that join rows, and loaders of other sizes, leave it open which rows are repeated.
+    # With collators that concatenate samples, or other batch sizes, it is unknown which samples are repeated.
     if of_all_ranks is None or rows != batch_size:
         return rows
     return min(max(of_all_ranks - state.mesh.dp_rank * batch_size, 0), batch_size)
 
 
 def _with_targets_of(inputs: Any, count: Any) -> Any:
-    """Keeps the targets `[rows, sequence]` of the first rows only; classes of rows have no value that says so."""
+    """Masks the targets `[batch, sequence]` after the first `count` samples.
+
+    Per-sample class labels are left alone: they have no ignore value.
+    """
     nothing = mask_all_targets(inputs)
     names = [name for name in LABELS if isinstance(inputs.get(name), Tensor) and inputs[name].dim() > 1]
     if not names:

@@ -1,7 +1,8 @@
-"""Trainer steps of a pipelined model: the factor of the loss before the forward, and logits only where they are read.
+"""Trainer steps of a pipelined model: loss scale known before the forward, and logits only where they are read.
 
-A pipelined model computes its gradients while it computes the loss. Where the factor that backward will bring is known,
-they are added straight to those of earlier batches; where it is not, they need a buffer of their own until then.
+A pipelined model computes gradients together with the loss. If the factor that the backward will apply is known in
+advance, gradients accumulate directly into those of earlier batches; otherwise they need a separate buffer until the
+backward.
 """
 
 import functools
@@ -21,8 +22,8 @@ def is_pipelined(trainer: Any) -> bool:
 
 
 def training_step(original: Callable, self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-    """Announces to a pipeline what will multiply the loss, `()`, unless `compute_loss` was replaced."""
-    # A replaced compute_loss may do anything to the loss, so its factor is not known before the backward.
+    """Announces the factor of the loss, `()`, to the pipeline, unless `compute_loss` was overridden."""
+    # An overridden compute_loss may transform the loss, so the factor is unknown before the backward.
     if "compute_loss" in vars(self) or type(self).compute_loss is not transformers.Trainer.compute_loss:
         return original(self, model, inputs, num_items_in_batch)
     state = parallel_state(self.model)
@@ -33,7 +34,7 @@ def training_step(original: Callable, self: Any, model: Any, inputs: Any, num_it
 
 
 def _scale(trainer: Any, has_count: bool) -> float:
-    """Returns what stock `compute_loss`, `training_step` and `Accelerator.backward` multiply a model's loss by."""
+    """Returns the factor that stock `compute_loss`, `training_step` and `Accelerator.backward` apply to the loss."""
     accelerator, scale = trainer.accelerator, 1.0
     passes_count = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     if has_count and trainer.args.average_tokens_across_devices and passes_count:
@@ -50,12 +51,12 @@ def _scale(trainer: Any, has_count: bool) -> float:
 def prediction_step(
     original: Callable, self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    """Takes the loss `()` of all ranks' rows, and keeps logits on the last stage while nothing else is wanted."""
+    """Computes the loss `()` over the samples of all ranks; sends logits to other stages only if they are read."""
     state = None if self.model is None else parallel_state(self.model)
     if state is None or state.loss is None:
         return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
     pipeline = state.pipeline
-    # A subclass that computes the loss may read the logits of a call with labels.
+    # A subclass that computes its own loss may read the logits of a call with labels.
     own_loss = type(self).compute_loss is not transformers.Trainer.compute_loss
 
     def step(rows: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Trainer's steps that have fewer calls than `gradient_accumulation_steps`, while batches grow.
+"""Batch-size ramp-up in Trainer: steps with fewer microbatches than `gradient_accumulation_steps`.
 
-Stock counts calls to know where a step ends, and takes as many for each. Those that a step does not have come first
-and do nothing.
+Upstream counts `training_step` calls to find the end of a step and expects the same number for each step. Steps with
+fewer microbatches are filled with leading calls that do nothing.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from ...errors import DataError
 from .sample_counter import SamplesCallback
 
-# What a loss does with the number of its targets; others look at a tensor, or move it.
+# Operations through which a loss uses the number of its targets; other operations only inspect or move the tensor.
 _ARITHMETIC = frozenset(
     ("div", "div_", "divide", "true_divide", "__truediv__", "__rtruediv__", "__itruediv__", "reciprocal")
     + ("mul", "mul_", "multiply", "__mul__", "__rmul__", "item", "tolist", "__float__", "__int__")
@@ -23,7 +23,7 @@ _ARITHMETIC = frozenset(
 
 
 class NoCall(dict):
-    """Inputs of a call that a step does not have."""
+    """Inputs of a placeholder call in a step with fewer microbatches."""
 
 
 def _find_counter(trainer: Any) -> SamplesCallback | None:
@@ -31,14 +31,14 @@ def _find_counter(trainer: Any) -> SamplesCallback | None:
 
 
 def counts_samples(trainer: Any) -> bool:
-    """Returns whether a trainer's data decide how many calls each step has."""
+    """Returns whether a trainer's data determines how many microbatches each step has."""
     return _find_counter(trainer) is not None
 
 
 def take_step_batches(
     original: Callable, self: Any, epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any
 ) -> tuple[list, Any]:
-    """Returns the batches of one step, after a `NoCall` for each missing one, and the number of their targets, `()`."""
+    """Returns the batches of one step, preceded by a `NoCall` for each missing one, and the target count, `()`."""
     counter = _find_counter(self)
     calls = num_batches if counter is None else counter.calls(num_batches)
     batches, count = original(self, epoch_iterator, calls, *args, **kwargs)
@@ -46,13 +46,14 @@ def take_step_batches(
 
 
 def skip_missing_call(original: Callable, self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-    """Returns a loss of zero, `()`, for a call that the step does not have.
+    """Returns a zero loss, `()`, for a placeholder call.
 
     Raises:
-        DataError: steps have other numbers of calls than they had, and the loss is multiplied by that number.
+        DataError: the number of microbatches per step changes, and the loss does not divide by the target count.
     """
     if isinstance(inputs, NoCall):
-        # Stock takes a mean over all that it collected, where a loss is none over targets.
+        # Upstream averages over all collected batches if a loss is not divided by its targets; leave the placeholder
+        # out.
         self.current_gradient_accumulation_steps -= 1
         return torch.zeros((), device=self.args.device)
     counter = _find_counter(self)
@@ -68,7 +69,7 @@ def skip_missing_call(original: Callable, self: Any, model: Any, inputs: Any, nu
 
 
 class _Uses(TorchFunctionMode):
-    """Sees whether a number, or what is made of it, is computed with."""
+    """Records whether a tensor, or a value derived from it, is used in arithmetic."""
 
     def __init__(self, number: torch.Tensor):
         super().__init__()
@@ -84,7 +85,7 @@ class _Uses(TorchFunctionMode):
 
 
 def _require_no_router_loss(model: Any) -> None:
-    # A module of one's own has no config.
+    # A custom module has no config.
     config = getattr(model, "config", None)
     if isinstance(config, PreTrainedConfig):
         config = config.get_text_config()
@@ -97,7 +98,7 @@ def _require_no_router_loss(model: Any) -> None:
 
 def _require_use(is_used: bool, trainer: Any) -> None:
     if dist.is_initialized():
-        # Of a pipeline one stage computes the loss.
+        # Only the last pipeline stage computes the loss.
         used = torch.tensor(int(is_used), device=trainer.args.device)
         dist.all_reduce(used, dist.ReduceOp.MAX)
         is_used = bool(used)
@@ -110,11 +111,11 @@ def _require_use(is_used: bool, trainer: Any) -> None:
 
 
 def skip_missing_tokens(original: Callable, self: Any, inputs: Any) -> None:
-    """Counts no token of a call that the step does not have."""
+    """Counts no tokens for a placeholder call."""
     if not isinstance(inputs, NoCall):
         original(self, inputs)
 
 
 def skip_missing_operations(original: Callable, self: Any, inputs: Any) -> float:
-    """Counts no operation of a call that the step does not have."""
+    """Counts no FLOPs for a placeholder call."""
     return 0.0 if isinstance(inputs, NoCall) else original(self, inputs)

@@ -1,4 +1,4 @@
-"""Which checkpoint a Trainer goes on from, where one process and laid out runs have both saved into one folder."""
+"""Checkpoint selection for resuming a Trainer, in folders that may mix single-process and sharded checkpoints."""
 
 import re
 import warnings
@@ -12,18 +12,18 @@ from ...errors import CheckpointError
 
 STATE = "trainer_state.json"
 
-# Of torch's optimizers, as Trainer names them, and as its engines of other kinds do.
+# Optimizer states of a plain Trainer: native, FSDP and DeepSpeed.
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_*", "global_step*")
 
 
 def checkpoint_to_resume(asked: Any, output_dir: str, *, is_parallelized: bool) -> Any:
-    """Returns the newest save of the step that is named, or the newest checkpoint of a folder for `True`.
+    """Returns the newest save of the given step, or for `True` the newest checkpoint of the output folder.
 
     Raises:
-        CheckpointError: what is to be resumed holds an optimizer's state of one process, and the run is laid out.
+        CheckpointError: a parallelized run would resume from a single-process optimizer state.
     """
     if is_parallelized:
-        # The first rank's view of the file system counts.
+        # Use the first rank's view of the file system on all ranks.
         found = gather(_found(asked, output_dir), None, "Looking for a checkpoint to resume")[0]
     else:
         found = _found(asked, output_dir)
@@ -33,9 +33,9 @@ def checkpoint_to_resume(asked: Any, output_dir: str, *, is_parallelized: bool) 
 
 
 def get_last_checkpoint(original: Callable, folder: str) -> str | None:
-    """Returns the newest complete checkpoint of a folder, or what stock finds where there is none.
+    """Returns the newest complete checkpoint of a folder, or upstream's choice if there is none.
 
-    Called for models that are not parallelized; for others, `train` has replaced `True` by a path.
+    Only called for models that are not parallelized; for others, `train` has replaced `True` by a path.
     """
     return _newest(Path(folder)) or original(folder)
 
@@ -49,12 +49,12 @@ def _found(asked: Any, output_dir: str) -> Any:
 
 
 def _newest(folder: Path) -> str | None:
-    """Finds what has the highest step: the sharded checkpoint that `latest` names, or one of plain Trainer."""
+    """Returns the checkpoint with the highest step: the sharded one that `latest` names, or one of plain Trainer."""
     sharded = latest(folder) if committed(folder) else None
     others = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
     stock = max((path for path in others if _is_stock(path)), key=_step, default=None)
     candidates = [path for path in (stock, sharded) if path is not None]
-    # Of one step it is the sharded one.
+    # If both have the same step, prefer the sharded checkpoint.
     newest = max(reversed(candidates), key=_step, default=None)
     passed_over = [path for path in others if newest is not None and _step(path) > _step(newest)]
     if incomplete := [path for path in passed_over if not is_committed(path)]:
@@ -73,7 +73,7 @@ def _step(path: Path) -> int:
 
 
 def _is_stock(path: Path) -> bool:
-    """Tells whether plain Trainer has written a folder to its end."""
+    """Returns whether a folder is a complete checkpoint of plain Trainer."""
     return (path / STATE).is_file() and not is_committed(path) and not any(path.glob("shard-*"))
 
 

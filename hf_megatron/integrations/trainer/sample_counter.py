@@ -1,4 +1,4 @@
-"""How many samples a run has seen, and of which order: what its checkpoints say, and what it goes on from."""
+"""Count of consumed samples and the sample order, saved in checkpoints and used to resume."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,22 +15,22 @@ from ...errors import DataError
 from ..accelerate.batch_shards import sampler_of
 from .callbacks.base import ToolCallback
 
-# Streams whose steps stock counts.
+# Kind of streams whose position upstream derives from the step count.
 PLAIN = "rows that steps count"
 
 
 class OwnOrder(Sampler[int]):
-    """Yields the samples of a dataset in their order.
+    """Yields the samples of a dataset in order.
 
     Args:
-        dataset: in an order of its own.
-        batch (`int`): samples of a step.
-        updates (`int`, defaults to 0): of an epoch that is no pass over the dataset, as of a run that goes on elsewhere
-            than its steps say; 0 for an ordinary one.
+        dataset: dataset with an order of its own.
+        batch (`int`): samples per optimizer step.
+        updates (`int`, defaults to 0): optimizer steps of an epoch that is not one pass over the dataset, such as in a
+            run that resumes at a sample other than its step count implies; 0 for an ordinary epoch.
 
     Attributes:
-        sizes (`BatchRampUp`): how many samples each step has.
-        begin (`int`): the first.
+        sizes (`BatchRampUp`): samples of each step.
+        begin (`int`): index of the first sample.
     """
 
     def __init__(self, dataset: OrderedDataset, batch: int, updates: int = 0):
@@ -46,7 +46,7 @@ class OwnOrder(Sampler[int]):
 
 
 class StreamOrder:
-    """How the rows of a stream are taken, with what `OwnOrder` says of a dataset's."""
+    """Order of a stream's samples, with the interface of `OwnOrder`."""
 
     def __init__(self, dataset: SampleStream):
         self.dataset, self.batch = dataset, dataset.batch
@@ -54,7 +54,7 @@ class StreamOrder:
 
     @property
     def begin(self) -> int:
-        """The first row."""
+        """Index of the first sample."""
         return self.dataset.begin
 
     @begin.setter
@@ -63,7 +63,7 @@ class StreamOrder:
 
 
 def order_of(loader: Any) -> OwnOrder | StreamOrder | None:
-    """Returns the order of what a loader reads, where it is the data's own."""
+    """Returns the order of a loader's data, or `None` if upstream determines it."""
     if (stream := stream_of(loader)) is not None:
         return StreamOrder(stream) if stream.batch else None
     sampler = None if isinstance(loader.dataset, IterableDataset) else sampler_of(loader)
@@ -71,7 +71,7 @@ def order_of(loader: Any) -> OwnOrder | StreamOrder | None:
 
 
 def stream_of(loader: Any) -> SampleStream | None:
-    """Returns the stream that a loader reads, if it is one."""
+    """Returns the stream that a loader reads, or `None` for other data."""
     dataset = loader.dataset
     while isinstance(dataset, IterableDatasetShard):
         dataset = dataset.dataset
@@ -79,10 +79,10 @@ def stream_of(loader: Any) -> SampleStream | None:
 
 
 def require_ending(stream: Any, trained: Any) -> None:
-    """Checks that an evaluation of a stream comes to an end, and begins with its first row; other data pass.
+    """Checks that an evaluation of a stream is finite and starts with its first sample; other data passes.
 
     Raises:
-        DataError: it does not.
+        DataError: the stream has no end, or it is the training stream.
     """
     if isinstance(stream, SampleStream) and (stream.passes is None or stream is trained):
         raise DataError(
@@ -93,7 +93,7 @@ def require_ending(stream: Any, trained: Any) -> None:
 
 
 class SamplesCallback(ToolCallback, ExportableState):
-    """Counts the samples that training has seen, which its checkpoints say, with the order that they are of."""
+    """Counts the samples that training has consumed; saved in checkpoints together with the order's key."""
 
     def __init__(self) -> None:
         self.consumed = self._in_step = self.accumulation = 0
@@ -102,8 +102,8 @@ class SamplesCallback(ToolCallback, ExportableState):
         self._order: OwnOrder | StreamOrder | None = None
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint says."""
-        # Where nothing is left out: what is left out later does not move it.
+        """Returns the state saved in a checkpoint."""
+        # Save the position before filtering, so that later changes of the filter do not move it.
         place = self.consumed if self._order is None else self._order.dataset.place_of(self.consumed)
         said = {"consumed": place, "order_key": self.order_key, "accumulation": self.accumulation}
         return {"args": {}, "attributes": said}
@@ -111,11 +111,11 @@ class SamplesCallback(ToolCallback, ExportableState):
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, train_dataloader: Any = None, **kwargs: Any
     ) -> None:
-        # Trainer may have made another callback of this class, of what a checkpoint says.
+        # Trainer may have created another callback of this class from the checkpoint.
         self._order = order = order_of(train_dataloader)
         callbacks: Any = state.stateful_callbacks
         said, goes_on = callbacks.get(type(self).__name__), bool(state.global_step and not args.ignore_data_skip)
-        # Of a checkpoint that had none; Trainer looks for it when it saves.
+        # The checkpoint may lack a slot for this callback; create it, because Trainer reads it on save.
         callbacks.setdefault(type(self).__name__, {})
         if order is None:
             if goes_on:
@@ -163,7 +163,8 @@ class SamplesCallback(ToolCallback, ExportableState):
                 f"MegatronScheduler(samples_per_step={scheduler.samples_per_step}): a step has {has} samples, of all "
                 "replicas and calls."
             )
-        # Steps that were skipped are none of its. Rates of steps that are as large as others go on from anywhere.
+        # The scheduler does not count skipped steps, so it may lag behind after a resume. With a constant batch size
+        # its rates are valid at any position.
         is_of_these = scheduler.samples == self.consumed or (goes_on and scheduler.samples < self.consumed)
         if not is_of_these and (step == 0 or self._order.dataset.ramp_up is not None):
             raise DataError(
@@ -190,7 +191,7 @@ class SamplesCallback(ToolCallback, ExportableState):
             self._order.begin = self.consumed
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # The passes over it have ended; stock would begin another.
+        # The stream's passes have ended; upstream would start another epoch.
         if isinstance(self._order, StreamOrder):
             control.should_training_stop = True
 
@@ -200,7 +201,7 @@ class SamplesCallback(ToolCallback, ExportableState):
             scheduler.step_size = None
 
     def abandon(self) -> None:
-        """Has whoever reads a stream next begin with its first row."""
+        """Resets a stream, so that its next reader starts with the first sample."""
         if isinstance(self._order, StreamOrder):
             self._order.dataset.begin = self._order.dataset.batch = 0
 
@@ -213,7 +214,7 @@ class SamplesCallback(ToolCallback, ExportableState):
         self._in_step += 1
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # What is saved within a step does not have its samples.
+        # Count only at the end of a step: a checkpoint saved within a step does not include its samples.
         if self._order is not None:
             left_out = args.gradient_accumulation_steps - self.calls(args.gradient_accumulation_steps)
             self.consumed += self._order.batch // args.gradient_accumulation_steps * (self._in_step + 1 - left_out)
@@ -221,14 +222,14 @@ class SamplesCallback(ToolCallback, ExportableState):
                 self.consumed = min(self.consumed, len(self._order.dataset))
 
     def calls(self, most: int) -> int:
-        """Returns how many calls the next step has, where the largest one has `most`."""
+        """Returns the microbatches of the next step, where a full-size step has `most`."""
         if self._order is None:
             return most
         return self._order.sizes.batch_size(self.consumed) * most // self._order.batch
 
 
 def _require_same_steps(said: Any, now: Mapping[str, Any]) -> None:
-    """Checks that steps of a stream have as many rows as those of a checkpoint, by which stock counts them."""
+    """Checks that the samples per step of a stream match the checkpoint, because upstream skips by steps."""
     before = said.get("attributes", {}).get("order_key", {}) if isinstance(said, Mapping) else {}
     if now.get("kind") == before.get("kind") == PLAIN and now["batch"] != before["batch"]:
         raise DataError(
@@ -238,7 +239,7 @@ def _require_same_steps(said: Any, now: Mapping[str, Any]) -> None:
 
 
 def _changes(before: Any, now: Any, name: str = "") -> list[str]:
-    """Names what of a key is another one now."""
+    """Returns a description of each entry of a key that has changed."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         names = dict.fromkeys((*before, *now))
         return [text for one in names for text in _changes(before.get(one), now.get(one), f"{name}.{one}".strip("."))]

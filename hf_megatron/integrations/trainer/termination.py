@@ -1,4 +1,4 @@
-"""SIGTERM: the current step is finished, everything is saved and all ranks stop at the same step."""
+"""SIGTERM handling: the current step finishes, everything is saved and all ranks stop at the same step."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 
 
 class TerminationSignal:
-    """Notes SIGTERM inside its `with` block, so that a loop can stop between two steps.
+    """Records SIGTERM inside its `with` block, so that a loop can stop between two steps.
 
         with TerminationSignal() as termination:
             for batch in loader:
@@ -21,8 +21,8 @@ class TerminationSignal:
                     save()
                     break
 
-    The handler that was there before is called as well and put back at the end. A second SIGTERM terminates at once.
-    Outside the main thread Python allows no handler: such a rank still stops when another one got the signal.
+    The previous handler is called as well and restored at the end. A second SIGTERM terminates at once. Outside the
+    main thread Python allows no handler: such a rank still stops when another one got the signal.
     """
 
     def __init__(self) -> None:
@@ -38,13 +38,13 @@ class TerminationSignal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # A handler that somebody installed since then stays; one from outside Python, read as None, cannot be set.
+        # Keep a handler installed in the meantime; a handler from outside Python, read as None, cannot be restored.
         if self._installed and signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
         self._installed = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # Data loader workers are forks with the same handler; they are to end as ever.
+        # Data loader workers inherit the handler by fork, but must terminate at once.
         if self.received or os.getpid() != self._process:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -54,7 +54,7 @@ class TerminationSignal:
             self._previous(number, frame)
 
     def requested(self) -> bool:
-        """Tells whether any rank has received the signal; every rank of the job must call it, at the same step."""
+        """Returns whether any rank has received the signal; every rank of the job must call it at the same step."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self.received
         device = "cpu" if "gloo" in dist.get_backend() else torch.accelerator.current_accelerator()
@@ -64,13 +64,13 @@ class TerminationSignal:
 
 
 class TerminationCallback(TrainerCallback):
-    """Trainer saves, unless `save_strategy="no"`, and `train()` returns after the step in which SIGTERM came."""
+    """Saves (unless `save_strategy="no"`) and stops training after the step in which SIGTERM arrived."""
 
     def __init__(self) -> None:
         self.signal = TerminationSignal()
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # Entered already where an earlier training ended by an exception.
+        # Already entered if an earlier training raised.
         self.signal.__enter__()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
