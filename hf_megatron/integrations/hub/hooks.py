@@ -1,7 +1,7 @@
-"""`model.push_to_hub` and Trainer's pushes of a laid out model, and loading what a rank pulled.
+"""Collective replacements of `model.push_to_hub` and Trainer's pushes, and loading of partially pulled folders.
 
-Stock calls them on every rank, and each makes a temporary directory, a repository and a commit of its own; Trainer
-pushes from the first rank alone, so that the others never hear of an error, and pickles its arguments on the way.
+Upstream calls `push_to_hub` on every rank, each with its own temporary directory, repository and commit. Trainer pushes
+from the first rank alone, so that errors do not reach the other ranks, and pickles its arguments into the folder.
 """
 
 import os
@@ -24,17 +24,17 @@ from .pulled_folder import PART
 from .push import push_folder
 from .push_selection import CARD, INDEX
 
-# What stock leaves out of the folder it pushes.
+# Patterns that upstream leaves out of the folder it pushes.
 _IGNORED = ("_*", "checkpoint-*")
 
 
 def push_to_hub(original: Callable, self: Any, repo_id: str, **kwargs: Any) -> Any:
-    """Pushes the merged weights and a card; every rank calls it with stock's arguments and gets the same commit."""
+    """Pushes the merged weights and a card; a collective call with upstream's arguments and return value."""
     return (original if parallel_state(self) is None else _push_model)(self, repo_id, **kwargs)
 
 
 def push_saved(directory: str, token: str | bool | None, arguments: dict[str, Any]) -> None:
-    """Does what `save_pretrained(push_to_hub=True)` does behind the save, with its keyword arguments."""
+    """Implements the push of `save_pretrained(push_to_hub=True)` after the save, with its keyword arguments."""
     push_folder(
         directory,
         arguments.get("repo_id") or os.path.basename(os.path.normpath(directory)),
@@ -61,14 +61,14 @@ def _push_model(
 ) -> Any:
     first = rank_and_size(None)[0] == 0
     with propagate_errors(f"Pushing to {repo_id}"):
-        # The ranks of a host share it; on others it is an empty folder that goes at the end.
+        # The ranks of a host share the folder; on other hosts it is an empty folder, removed at the end.
         made = tempfile.mkdtemp(prefix="hf_megatron_push_") if first else None
     directory = Path(gather(made, None, f"Pushing to {repo_id}")[0])
     try:
         with propagate_errors(f"Pushing to {repo_id}"):
             if first:
                 _fetch_card(repo_id, directory, private, token)
-        # A card of somebody else is kept, ours is written anew.
+        # A card written by users is kept; a generated one is rewritten.
         model.save_pretrained(directory, max_shard_size=max_shard_size, repo_id=repo_id)
         with propagate_errors(f"Making the card of {repo_id}"):
             if first:
@@ -89,15 +89,15 @@ def _push_model(
 
 
 def _fetch_card(repo_id: str, directory: Path, private: bool | None, token: bool | str | None) -> None:
-    """Puts the card of the repository into the directory; a repository that does not exist is made."""
-    # A short name belongs to whom the token belongs to.
+    """Downloads the repository's card into the directory; creates the repository if missing."""
+    # A repository name without an owner belongs to the token's user.
     repo_id = HfApi(token=token).create_repo(repo_id, private=private, exist_ok=True).repo_id
     with suppress(EntryNotFoundError):
         ModelCard.load(repo_id, token=_text(token)).save(directory / CARD)
 
 
 def _tag_card(repo_id: str, directory: Path, tags: list[str], token: bool | str | None) -> None:
-    """Adds tags to the card; where none was written it is stock's."""
+    """Adds tags to the card, or writes upstream's card if there is none."""
     path = directory / CARD
     if not path.is_file():
         create_and_tag_model_card(repo_id, tags or None, token=_text(token)).save(path)
@@ -112,7 +112,7 @@ def _text(token: bool | str | None) -> str | None:
 
 
 def init_hf_repo(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Makes the repository; an error of the first rank reaches all, and all know the repository's name."""
+    """Creates the repository; an error of the first rank is raised on all ranks, and all learn the repository's id."""
     state = parallel_state(self.model)
     if state is None:
         return original(self, *args, **kwargs)
@@ -139,7 +139,7 @@ def trainer_push_to_hub(
     private: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Pushes the output folder and returns the commit on all ranks when all is there, `blocking=False` or not."""
+    """Pushes the output folder and returns the commit on all ranks; always blocks, even with `blocking=False`."""
     if parallel_state(self.model) is None:
         return original(self, commit_message, blocking, token, revision, private, **kwargs)
     self.callback_handler.on_push_begin(self.args, self.state, self.control)
@@ -171,7 +171,7 @@ def _push_output(
 
 
 def push_from_checkpoint(original: Callable, self: Any, checkpoint_folder: str) -> None:
-    """Pushes merged weights and, as the strategy says, the checkpoint; training waits."""
+    """Pushes merged weights and, depending on the strategy, the checkpoint; training waits."""
     if parallel_state(self.model) is None:
         return original(self, checkpoint_folder)
     args = self.args
@@ -179,7 +179,7 @@ def push_from_checkpoint(original: Callable, self: Any, checkpoint_folder: str) 
     if strategy == "end":
         return
     self.callback_handler.on_push_begin(args, self.state, self.control)
-    # The checkpoint's own weights are in shards, which `from_pretrained(repo)` does not read.
+    # The checkpoint stores sharded weights, which `from_pretrained(repo)` does not read.
     self.save_model(_internal_call=True)
     message = f"Training in progress, step {self.state.global_step}"
     _push_output(self, message, None, None, None)
@@ -195,15 +195,18 @@ def push_from_checkpoint(original: Callable, self: Any, checkpoint_folder: str) 
 
 
 def readable_part(path: Any) -> Any:
-    """Returns what transformers reads where `path` was pulled for a pipeline stage only (see `PART`); else `path`."""
+    """Returns the subfolder (see `PART`) that transformers reads for a partially pulled folder; otherwise `path`."""
     return os.path.join(path, PART) if path is not None and (Path(path) / PART / INDEX).is_file() else path
 
 
 def check_part(model: Any, info: dict[str, Any], path: Any) -> None:
-    """Raises for weights that a partial folder lacks, whatever `strict_loading` says: they exist, elsewhere."""
+    """Raises `CheckpointError` for weights missing from a partial folder, whatever `strict_loading` is.
+
+    Without this check they would be initialized at random although the repository has them.
+    """
     if path is None or not os.path.isdir(path) or not (off_stage := read_partial(Path(path))):
         return
-    # Where the weights came from, and not the folder that stood in for it.
+    # Record the folder itself as the origin of the weights, not its `PART` subfolder.
     model.config._name_or_path = model.name_or_path = os.fspath(path)
     if missing := sorted(info.get("missing_keys") or ()):
         raise CheckpointError(

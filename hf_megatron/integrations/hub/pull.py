@@ -1,7 +1,7 @@
-"""Pulling from the Hub what some ranks of a layout need, checked file by file; a pull that stopped goes on.
+"""Pull from the Hub of the files that some ranks of a layout need, with a check of every file; resumable.
 
-The manifest, or the index of Hugging Face files, is put in place last: a folder without it is no checkpoint. What was
-left out on purpose is noted in `partial.json`, and readers name it when they miss it.
+The manifest, or the index of Hugging Face files, is put in place last: a folder without it is not a checkpoint. Files
+that were left out on purpose are listed in `partial.json`, so that readers can report them by name.
 """
 
 import os
@@ -39,21 +39,26 @@ def pull_checkpoint(
     token: str | bool | None = None,
     optimizer: bool = True,
 ) -> Pulled:
-    """Fetches a checkpoint, or the files of it that some ranks need; one process calls it for a folder.
+    """Fetches a checkpoint, or the files of it that some ranks need; call it in one process per folder.
 
     A second call for other ranks of the same commit adds their files. Pickles are never fetched.
 
     Args:
-        repo_id (`str`): holds a sharded checkpoint, or Hugging Face files.
-        config (`MegatronConfig`, *optional*): the layout that is going to read; `dp_size` is 1 if it is not stated.
-        rank (`int` or `Sequence[int]`, *optional*): ranks of that layout, such as those of this host; all by default.
+        repo_id (`str`): repository with a sharded checkpoint or Hugging Face files.
+        target (`str` or `Path`): folder that is filled.
+        config (`MegatronConfig`, *optional*): layout of the job that will read the checkpoint; `dp_size` defaults to 1.
+        rank (`int` or `Sequence[int]`, *optional*): ranks of that layout, such as all ranks of this host; all ranks by
+            default.
         revision (`str`, *optional*): branch, tag or commit.
-        optimizer (`bool`, defaults to `True`): with the optimizer's state.
+        optimizer (`bool`, defaults to `True`): whether to fetch the optimizer state.
+
+    Returns:
+        `Pulled`: the files that were fetched and left out.
 
     Raises:
-        ConfigError: a rank without a layout, or one that the layout has not.
-        CheckpointError: a file that is not what the manifest says, another checkpoint in the folder, or what the Hub
-            answered.
+        ConfigError: a rank without a layout, or a rank outside the layout.
+        CheckpointError: a file that differs from the manifest, another checkpoint in the folder, or an error of the
+            Hub.
     """
     ranks = _axes_of(config, rank)
     try:
@@ -64,7 +69,7 @@ def pull_checkpoint(
         return _Pull(repo_id, Path(os.path.abspath(target)), revision, token).run(config, ranks, optimizer)
     except MegatronError:
         raise
-    except Exception as error:  # noqa: BLE001 - the client raises many kinds, those of its HTTP library among them
+    except Exception as error:  # noqa: BLE001 - the client raises many kinds, including errors of its HTTP library
         raise CheckpointError(f"Pulling {repo_id} to {target} failed: {explained(error)}") from error
 
 
@@ -80,12 +85,12 @@ def _axes_of(config: MegatronConfig | None, rank: int | Sequence[int] | None) ->
 
 
 class _Pull:
-    """One pull: lists, decides, fetches, checks, and puts the manifest in place."""
+    """State of one pull: lists, selects, fetches and checks files, and puts the manifest in place."""
 
     def __init__(self, repo_id: str, target: Path, revision: str | None, token: str | bool | None):
         self.repo_id, self.target, self.token = repo_id, target, token
         api = HfApi(token=token)
-        # One commit for everything, whatever is pushed meanwhile.
+        # Pin the commit, because others may push meanwhile.
         self.commit = str(api.model_info(repo_id, revision=revision).sha)
         listed = api.list_repo_tree(repo_id, recursive=True, revision=self.commit)
         self.remote = {entry.path: entry for entry in listed if isinstance(entry, RepoFile)}
@@ -109,14 +114,14 @@ class _Pull:
         for name in sorted(small):
             self._checked(name, digests.get(name))
         needed = self._needed(manifest, names, optimizer) | small
-        # What an earlier pull for other ranks brought stays.
+        # Keep files that an earlier pull fetched for other ranks.
         here = {name for name in names - needed if (self.target / name).is_file()}
         for name in sorted((needed | here) - small - {last}):
             self._checked(name, digests.get(name))
         return self._finish(last, names, needed | here)
 
     def _wanted(self, manifest: Manifest | None) -> set[str]:
-        """Lists everything a pull without a rank fetches."""
+        """Returns all files that a pull without a rank fetches."""
         safe = {
             name
             for name in self.remote
@@ -131,7 +136,7 @@ class _Pull:
                 f"{self.repo_id}: its {MANIFEST} lists {', '.join(unsafe)}: hidden files, and formats that can hold a "
                 "pickle, are not fetched."
             )
-        # Other text files, such as the card, go along; other weights do not belong to the checkpoint.
+        # Other text files, such as the card, are included; weights outside the manifest are not part of the checkpoint.
         text = {name for name in safe if not name.endswith(".safetensors") and "/" not in name} - {INDEX, PARTIAL}
         return {*manifest.files, *text, MANIFEST}
 
@@ -146,7 +151,7 @@ class _Pull:
 
     def _needed(self, manifest: Manifest | None, names: set[str], optimizer: bool) -> set[str]:
         if self.config is None or not self.ranks or (manifest is None and INDEX not in self.remote):
-            # Without a rank all are needed.
+            # A pull without ranks needs all files.
             return set(names)
         if manifest is None:
             index = weight_map(self.target / WAITING / INDEX)
@@ -176,14 +181,14 @@ class _Pull:
         return Path(path)
 
     def _checked(self, name: str, entry: FileDigest | None) -> None:
-        """Fetches a file unless it is here already, and compares it with the manifest, or with the Hub's own hash."""
+        """Fetches a file unless it is present, and compares it with the manifest or with the Hub's own hash."""
         path = self.target / name
         if path.is_file() and self._difference(path, name, entry) is None and (entry or self.remote[name].lfs):
             return
         path.unlink(missing_ok=True)
         self._fetch(name, self.target)
         if (said := self._difference(path, name, entry)) is not None:
-            # Not kept: a later call fetches it anew.
+            # Delete it, so that a later call fetches it again.
             path.unlink()
             raise CheckpointError(f"{path}: what {self.repo_id} sent is not what was pushed: {said}.")
 
@@ -224,9 +229,9 @@ class _Pull:
 
 
 def _without_layout(manifest: Manifest, names: set[str], ranks: Iterable[int]) -> set[str]:
-    """Lists the files that hold no part of a tensor, without the states of other ranks."""
+    """Returns the files without tensor shards, except random and data states of other ranks."""
     stored = {piece.file for entry in manifest.tensors.values() for piece in entry.pieces}
-    # Generators and data positions have a file for each rank; another layout starts from the first one's.
+    # Random and data states have one file per rank; a run on another layout starts from rank 0's.
     own = {random_file(number) for number in (0, *ranks)}
     own |= {name.replace("random-", "data-") for name in own}
     return {name for name in names - stored if not name.startswith(_OF_RANKS) or name in own}

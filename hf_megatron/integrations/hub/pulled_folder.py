@@ -1,4 +1,4 @@
-"""The folder that a pull fills: what makes it a checkpoint comes last, and what it lacks on purpose is noted."""
+"""Target folder of a pull: the file that makes it a checkpoint is placed last, and omitted files are recorded."""
 
 import hashlib
 import json
@@ -14,23 +14,23 @@ from ...core.io.checksums import BLOCK
 from ...core.io.safe_paths import sync_directory, write_durably
 from .push_selection import INDEX, weight_map
 
-# Where the file that makes a folder a checkpoint waits until the others are there.
+# Subfolder that holds the manifest or index until all other files have arrived.
 WAITING = ".pull"
-# What `from_pretrained` reads of a partial folder of Hugging Face files: links to those that are there, and an index of
-# them. The folder's own index names all, so that whoever needs one that is not there is told so.
+# Subfolder that `from_pretrained` reads for a partial folder of Hugging Face files: symlinks to the present files and
+# an index of them. The folder's own index lists all files, so that readers that need a missing one raise by name.
 PART = ".part"
 
 
 @dataclass(frozen=True)
 class Pulled:
-    """What a pull did.
+    """Result of a pull.
 
     Attributes:
-        files: names that are in the folder now.
-        absent: names that were left out.
-        bytes: of `files`.
-        total_bytes: of all files of the commit that a pull without a rank would fetch.
-        fetched_bytes: what came over the network this time.
+        files: names of the files in the folder.
+        off_stage: names of the files that were left out.
+        bytes: size of `files`.
+        total_bytes: size of all files of the commit that a pull without a rank would fetch.
+        fetched_bytes: bytes downloaded by this call.
     """
 
     path: Path
@@ -43,13 +43,13 @@ class Pulled:
 
 
 def record_off_stage(folder: Path, note: Mapping[str, Any]) -> None:
-    """Writes the note that says which files were left out, under `off_stage`."""
+    """Writes `partial.json` with the names of the files that were left out."""
     write_durably(folder / f".{PARTIAL}", json.dumps(note, indent=2) + "\n")
     os.replace(folder / f".{PARTIAL}", folder / PARTIAL)
 
 
 def link_part(folder: Path, files: Set[str]) -> None:
-    """Makes the part of a folder of Hugging Face files that one stage reads; without files there is none."""
+    """Creates the subfolder of Hugging Face files that one stage reads, or removes it if `files` is empty."""
     part = folder / PART
     if part.is_dir():
         shutil.rmtree(part)
@@ -65,14 +65,14 @@ def link_part(folder: Path, files: Set[str]) -> None:
 
 
 def put_in_place(folder: Path, last: str) -> None:
-    """Makes the folder a checkpoint: its manifest or index stops waiting."""
+    """Turns the folder into a checkpoint by moving its manifest or index into place."""
     os.replace(folder / WAITING / last, folder / last)
     sync_directory(folder)
     shutil.rmtree(folder / WAITING)
 
 
 def sha256_of(path: Path) -> str:
-    """Returns the digest that the Hub knows an LFS file by."""
+    """Returns the sha256 digest by which the Hub identifies an LFS file."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(BLOCK):

@@ -1,6 +1,6 @@
-"""Pushing a folder to the Hub from a parallel job: several ranks upload, one commit makes everything visible at once.
+"""Collective push of a folder to the Hub: several ranks upload, and one commit makes all files visible at once.
 
-Uploads are content-addressed, so a push that was interrupted sends, when it is called again, only what the Hub lacks.
+Uploads are content-addressed, so calling an interrupted push again sends only what the Hub lacks.
 """
 
 import socket
@@ -21,8 +21,8 @@ from ...errors import CheckpointError, ConfigError
 from .push_selection import CARD, Selection, check_card_metadata, explained, select
 
 UPLOADERS = ("first", "nodes", "all")
-# What an uploader sends between two agreements of the ranks, at least one file: ranks that wait for it are inside a
-# collective, which has a time limit, and an error should stop the others soon.
+# Bytes that an uploader sends between two synchronizations, at least one file: waiting ranks are inside a collective,
+# which has a time limit, and an error should stop the other ranks soon.
 ROUND = 2 << 30
 
 
@@ -41,27 +41,28 @@ def push_folder(
     group: ProcessGroup | None = None,
     uploaders: str = "first",
 ) -> CommitInfo:
-    """Pushes a folder in one commit; every rank of a job calls it, or one process without torch.distributed.
+    """Pushes a folder in one commit; a collective call of a job, or called by one process without torch.distributed.
 
-    Files of an earlier push that would be read beside this one (shards of another number of ranks, weight files of
-    another number of parts) are deleted in the same commit.
+    Files of an earlier push that would be read together with this one (shards of another number of ranks, weight files
+    of another number of shards) are deleted in the same commit.
 
     Args:
-        folder (`str` or `Path`): a sharded checkpoint, or Hugging Face files; the first rank and the uploaders see it.
-        repo_id (`str`): `name` or `owner/name`; created, `private` or not, where it does not exist.
-        revision (`str`, *optional*): branch, created where it does not exist; `main` by default.
+        folder (`str` or `Path`): a sharded checkpoint or Hugging Face files, visible to the first rank and the
+            uploaders.
+        repo_id (`str`): `name` or `owner/name`; created if missing, `private` or not.
+        revision (`str`, *optional*): branch, created if missing; `main` by default.
         create_pr (`bool`, defaults to `False`): open a pull request instead of committing to the branch.
-        ignore (`Sequence[str]`): patterns of names that stay behind, beside `pushed_files.SKIPPED`.
-        uploaders (`str`, defaults to `"first"`): who sends files: the first rank, `"nodes"` one rank of each host, or
-            `"all"` ranks. Each file is sent once.
+        ignore (`Sequence[str]`): patterns of names that are not pushed, in addition to `push_selection.SKIPPED`.
+        uploaders (`str`, defaults to `"first"`): ranks that send files: `"first"` the first rank, `"nodes"` one rank of
+            each host, or `"all"` ranks. Each file is sent once.
 
     Returns:
         `CommitInfo`: the same on every rank.
 
     Raises:
-        ConfigError: on every rank, for an argument that cannot be.
-        CheckpointError: on every rank: a file that is not pushed (see `pushed_files.select`), or what the Hub answered;
-            no commit was made.
+        ConfigError: on every rank, for an invalid argument.
+        CheckpointError: on every rank, for a file that cannot be pushed (see `push_selection.select`) or an error of
+            the Hub; no commit was made.
     """
     _check_arguments(repo_id, uploaders, path_in_repo)
     push = _Push(Path(folder), repo_id, revision, create_pr, path_in_repo, HfApi(token=token), group)
@@ -71,10 +72,10 @@ def push_folder(
 
 
 def push_checkpoint(folder: str | Path, repo_id: str, **arguments: Any) -> CommitInfo:
-    """Pushes a sharded checkpoint with the arguments of `push_folder`; every rank of a job calls it, or one process.
+    """Pushes a sharded checkpoint with the arguments of `push_folder`; a collective call, or called by one process.
 
     Raises:
-        CheckpointError: on every rank; the folder holds no complete sharded checkpoint, or as `push_folder`.
+        CheckpointError: on every rank; the folder holds no complete sharded checkpoint, or as in `push_folder`.
     """
     error = None
     if rank_and_size(arguments.get("group"))[0] == 0 and not (Path(folder) / MANIFEST).is_file():
@@ -97,7 +98,7 @@ def _check_arguments(repo_id: str, uploaders: str, path_in_repo: str) -> None:
 
 
 class _Push:
-    """One push; every method is called by all ranks and raises on all of them."""
+    """State of one push; every method is collective and raises on all ranks."""
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class _Push:
         self.operations: list[CommitOperationAdd] = []
 
     def _together(self, action: Callable[[], Any] | None) -> Any:
-        """Returns what `action` does here; an error on any rank is raised on all of them."""
+        """Returns the result of `action` on this rank; an error on any rank is raised on all of them."""
         result, error = None, None
         try:
             if action is not None:
@@ -135,7 +136,7 @@ class _Push:
         return gather(self._together(action if self.rank == 0 else None), self.group, self.doing)[0]
 
     def prepare(self, ignore: tuple[str, ...], private: bool | None) -> None:
-        """Selects the files and makes the repository and the branch."""
+        """Selects the files and creates the repository and the branch."""
         wanted = gather((str(self.folder), self.repo_id, self.revision), self.group, self.doing)
         if len(set(wanted)) > 1:
             listing = ", ".join(f"rank {rank}: {other}" for rank, other in enumerate(wanted))
@@ -161,14 +162,14 @@ class _Push:
         return list(range(self.size)) if uploaders == "all" else sorted({hosts.index(host) for host in hosts})
 
     def _shares(self, ranks: list[int]) -> list[list[str]]:
-        """Divides the names among these ranks, the next largest to the one that has least to send."""
+        """Assigns the files to these ranks, largest first, each to the rank with the fewest bytes so far."""
         shares: list[list[str]] = [[] for _ in ranks]
         bytes_of = [0] * len(ranks)
         seen: set[str] = set()
         for name, size in sorted(self.selection.sizes.items(), key=lambda item: (-item[1], item[0])):
             digest = self.selection.digests.get(name)
             if digest in seen:
-                # The same content under two names is sent once; the commit finds it on the Hub.
+                # Send identical content under several names once; the commit finds it on the Hub.
                 continue
             if digest is not None:
                 seen.add(digest)
@@ -178,7 +179,7 @@ class _Push:
         return shares
 
     def upload(self, uploaders: str) -> None:
-        """Sends what the Hub lacks; nothing of it is visible yet."""
+        """Uploads the files that the Hub lacks; they become visible with the commit."""
         ranks = self._uploading_ranks(uploaders)
         rounds = [_in_rounds(share, self.selection.sizes) for share in self._shares(ranks)]
         for names_of in zip_longest(*rounds, fillvalue=[]):
@@ -201,7 +202,7 @@ class _Push:
         self.operations += operations
 
     def commit(self, message: str, description: str | None) -> CommitInfo:
-        """Makes everything visible. The operations carry the hashes, so that the first rank hashes nothing again."""
+        """Commits all files. The gathered operations carry their hashes, so the first rank does not hash again."""
         parts = gather_on_first(self.operations, self.group, self.doing)
 
         def finish() -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Which files of a folder go to the Hub, and which are refused: weights in safetensors, complete, or nothing at all."""
+"""Selection of the files of a folder that are pushed: weights in safetensors, complete, or nothing at all."""
 
 import os
 import re
@@ -21,7 +21,7 @@ from ...errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 CARD = "README.md"
-# State that stock loops pickle beside the weights; nobody who loads a model reads it.
+# Training state that stock loops pickle next to the weights; loading a model does not need it.
 SKIPPED = (
     "training_args.bin",
     "optimizer.pt",
@@ -34,9 +34,9 @@ SKIPPED = (
     "sampler*.bin",
     "*.tmp",
 )
-# Formats that are pickles, or that can hold one.
+# Pickle formats, and formats that can contain pickles.
 REFUSED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".distcp", ".joblib", ".npy", ".npz")
-# Weights that a push of the same kind replaces: those it does not write would be read beside the new ones.
+# Weight files that a push of the same kind replaces: stale ones would be read together with the new ones.
 _MERGED = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 _SHARDED = re.compile(r"(shard|random|data)-\d{5}(-of-\d{5})?\.safetensors")
 
@@ -47,8 +47,8 @@ class Selection:
 
     Attributes:
         sizes: bytes by name, relative to the folder.
-        digests: of the files that a manifest lists, by name.
-        skipped: names of files that stay behind.
+        digests: blake3 hashes of the files that a manifest lists, by name.
+        skipped: names of files that are not pushed.
         sharded: whether the folder is a sharded checkpoint.
     """
 
@@ -58,7 +58,7 @@ class Selection:
     sharded: bool
 
     def stale(self, remote: Iterator[str]) -> list[str]:
-        """Lists names in the repository that would be read beside this push although they are of an earlier one."""
+        """Returns names in the repository that belong to an earlier push and would be read together with this one."""
         pattern = _SHARDED if self.sharded else _MERGED
         if not any(pattern.fullmatch(name) for name in self.sizes):
             return []
@@ -66,14 +66,14 @@ class Selection:
 
 
 def select(folder: Path, ignore: tuple[str, ...] = ()) -> Selection:
-    """Looks through a folder, a sharded checkpoint or Hugging Face files; nothing is sent yet.
+    """Selects the files of a folder, a sharded checkpoint or Hugging Face files; nothing is sent yet.
 
-    Hidden files and folders, names that match `SKIPPED` or, relative to the folder, `ignore`, and all below a folder
-    that matches, stay behind.
+    Not selected are hidden files and folders, names that match `SKIPPED` or, relative to the folder, `ignore`, and
+    everything below a matching folder.
 
     Raises:
-        CheckpointError: naming the file: a pickle, a link, a damaged safetensors file, a checkpoint or an index that is
-            incomplete, a path of this machine among the manifest's facts; or there is nothing to send.
+        CheckpointError: naming the file: a pickle, a link, a damaged safetensors file, an incomplete checkpoint or
+            index, a path of this machine in the manifest's metadata; or there is nothing to send.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder.")
@@ -86,7 +86,7 @@ def select(folder: Path, ignore: tuple[str, ...] = ()) -> Selection:
         sizes[name] = path.stat().st_size
     if not sizes:
         raise CheckpointError(f"{folder} holds nothing to push.")
-    # A checkpoint without one of its files would not be one.
+    # A checkpoint that lacks one of its files would be unreadable.
     if lacking := sorted(digests.keys() - sizes.keys()):
         raise CheckpointError(f"{folder}: {', '.join(lacking)} belong to the checkpoint and are not pushed as such.")
     if INDEX in sizes:
@@ -129,7 +129,7 @@ def _check_file(path: Path) -> None:
 
 
 def _is_pickle(path: Path) -> bool:
-    """Tells whether the content is one, whatever the name says: a bare pickle, or one in torch's zip archive."""
+    """Returns whether a file's content is a pickle, whatever its name: a bare one, or one in torch's zip archive."""
     with open(path, "rb") as file:
         start = file.read(4)
     if len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5:
@@ -167,7 +167,7 @@ def _texts(value: Any, where: str) -> Iterator[tuple[str, str]]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Reads weight -> file of an index; raises `CheckpointError` if unreadable or for a file outside its folder."""
+    """Reads weight -> file from an index; raises `CheckpointError` if unreadable or for a file outside its folder."""
     names = read_weight_map(index)
     for file in sorted(set(names.values())):
         if not is_plain_name(file) or not file.endswith(".safetensors"):
@@ -182,7 +182,7 @@ def _check_index(folder: Path, sizes: Mapping[str, int]) -> None:
 
 
 def explained(error: BaseException) -> str:
-    """Words an error with what caused it; the Hub's client says in the outer one which file, in the inner one why."""
+    """Formats an error with its causes: the Hub client names the file in the outer error, the reason in the inner."""
     parts = []
     seen: BaseException | None = error
     while seen is not None:
@@ -192,7 +192,7 @@ def explained(error: BaseException) -> str:
 
 
 def check_card_metadata(path: Path) -> None:
-    """Has the Hub look at a card's metadata now, not after all is uploaded; raises `CheckpointError` if it objects."""
+    """Validates a card's metadata with the Hub before anything is uploaded; raises `CheckpointError` if invalid."""
     try:
         ModelCard.load(path).validate()
     except (TypeError, ValueError, YAMLError) as error:

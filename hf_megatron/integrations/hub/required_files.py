@@ -1,4 +1,4 @@
-"""Which files of a checkpoint a rank of a layout needs, told without a process group."""
+"""Selection of the checkpoint files that a rank of a layout needs, without a process group."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,24 +15,24 @@ from ...parallelize import plan
 
 @dataclass(frozen=True)
 class Stage:
-    """What ranks of a pipeline stage have of a model: one's state, global shapes of weights and persistent buffers."""
+    """Planned model of a pipeline stage: the state of one of its ranks, and global shapes of weights and buffers."""
 
     state: ParallelState
     shapes: Mapping[str, tuple[int, ...]]
 
     def of_rank(self, axes: Axes) -> "Stage":
-        """Returns the stage as another of its ranks sees it."""
+        """Returns the stage with the state of another of its ranks."""
         return Stage(replace(self.state, axes=axes), self.shapes)
 
 
 def stage_of(model: Any, config: MegatronConfig, axes: Axes) -> Stage:
-    """Plans a model on the meta device, which changes it; raises `MegatronError` if it cannot be laid out so."""
+    """Plans a model on the meta device, modifying it; raises `MegatronError` if it does not support the layout."""
     state = plan(model, config, axes)
     return Stage(state, {name: tuple(tensor.shape) for name, tensor in named_tensors(model)})
 
 
 def files_for(manifest: Manifest, stage: Stage, *, optimizer: bool) -> set[str]:
-    """Lists the files of a sharded checkpoint that hold what a rank needs of weights and, if asked for, of moments."""
+    """Returns the files of a sharded checkpoint with this rank's weights and, optionally, its optimizer moments."""
     files: set[str] = set()
     for stored, entry in manifest.tensors.items():
         moment = stored.startswith("optimizer/")
@@ -47,7 +47,7 @@ def files_for(manifest: Manifest, stage: Stage, *, optimizer: bool) -> set[str]:
 
 
 def _holding(entry: TensorEntry, boxes: tuple[TensorChunk, ...], chosen: set[str]) -> set[str]:
-    """Lists files with the pieces that overlap the boxes; of copies one, a file that is needed anyway if possible."""
+    """Returns files with chunks that overlap `boxes`; among duplicates one file, preferably one already chosen."""
     copies: dict[tuple[TensorChunk, ...], list[ChunkEntry]] = {}
     for piece in entry.pieces:
         copies.setdefault(piece.boxes, []).append(piece)
@@ -60,8 +60,8 @@ def _holding(entry: TensorEntry, boxes: tuple[TensorChunk, ...], chosen: set[str
 
 
 def merged_files_for(index: Mapping[str, str], stage: Stage) -> set[str]:
-    """Lists the files of an index (weight -> file) with a weight that a stage has; tp ranks read a part of all."""
-    # Files of a base model lack its prefix.
+    """Returns the files of an index (weight -> file) with weights of a stage; tp ranks read a shard of each."""
+    # Weight files of a base model lack its prefix.
     prefixes = {name.partition(".")[0] for name in stage.shapes}
     return {
         file

@@ -125,7 +125,7 @@ def local_samples(trainer: Any, state: ParallelState, inputs: Any, batch_size: i
 def evaluated(trainer: Any, state: ParallelState, inputs: Any, step: Callable[[Any], Any]) -> Any:
     """Returns the loss `()` over all ranks' samples, with predictions and labels in the shapes of the batch.
 
-    Predictions for repeated samples are placeholders, which Trainer drops when it gathers.
+    The last prediction is repeated for samples that were removed; Trainer drops these when it gathers.
 
     Args:
         step: function from inputs to loss, predictions and labels.

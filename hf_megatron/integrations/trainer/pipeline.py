@@ -1,8 +1,8 @@
 """Trainer steps of a pipelined model: loss scale known before the forward, and logits only where they are read.
 
 A pipelined model computes gradients together with the loss. If the factor that the backward will apply is known in
-advance, gradients accumulate directly into those of earlier batches; otherwise they need a separate buffer until the
-backward.
+advance, gradients accumulate directly into the gradients of earlier batches; otherwise they need a separate buffer
+until the backward.
 """
 
 import functools

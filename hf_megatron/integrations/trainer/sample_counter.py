@@ -163,8 +163,8 @@ class SamplesCallback(ToolCallback, ExportableState):
                 f"MegatronScheduler(samples_per_step={scheduler.samples_per_step}): a step has {has} samples, of all "
                 "replicas and calls."
             )
-        # The scheduler does not count skipped steps, so it may lag behind after a resume. With a constant batch size
-        # its rates are valid at any position.
+        # The scheduler does not count skipped steps, so its count may be lower after a resume. With a constant batch
+        # size its rates are valid at any position.
         is_of_these = scheduler.samples == self.consumed or (goes_on and scheduler.samples < self.consumed)
         if not is_of_these and (step == 0 or self._order.dataset.ramp_up is not None):
             raise DataError(
