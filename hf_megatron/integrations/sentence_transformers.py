@@ -1,8 +1,8 @@
-"""sentence-transformers: embeddings of the ranks that see other rows are joined, all save together and evaluate alike.
+"""sentence-transformers: embeddings gathered over data-parallel ranks, collective saves and identical evaluation.
 
-Its models are modules around one of transformers; in-batch negatives of `gather_across_devices=True` are those of all
-data parallel ranks, so that a step is one process's on the batch of all.
-Imported while the library is, which imports Accelerate later, so it imports none of it.
+Its models wrap a transformers model. With `gather_across_devices=True` in-batch negatives come from all data-parallel
+ranks, so that a step matches the single-process step on the global batch.
+This module is imported before Accelerate, so it must not import Accelerate at the top.
 """
 
 from collections.abc import Callable, Sized
@@ -19,7 +19,7 @@ from ..errors import UnsupportedError
 from ..parallel_state import parallel_state
 from .accelerate.wrapped_models import parallelized_submodule
 
-# Losses of other rows of the batch that take no `gather_across_devices`.
+# Losses that compare samples of a batch and have no `gather_across_devices`.
 _COMPARE_ROWS = frozenset(
     (
         *("CoSENTLoss", "OnlineContrastiveLoss", "MegaBatchMarginLoss", "GlobalOrthogonalRegularizationLoss"),
@@ -30,7 +30,7 @@ _COMPARE_ROWS = frozenset(
 
 
 def get_rank(original: Callable) -> int:
-    """Returns this rank's number among those that see other rows: where its own stand in what was gathered."""
+    """Returns the data-parallel rank, the position of this rank's samples among gathered embeddings."""
     from .accelerate.batch_shards import batches_are_ours, data_parallel_group
 
     if not batches_are_ours():
@@ -40,10 +40,10 @@ def get_rank(original: Callable) -> int:
 
 
 def gather_embeddings(original: Callable, tensor: Tensor, with_grad: bool = False) -> Tensor:
-    """Joins the rows of the ranks that see other rows, `[rows, ...]` to `[all rows, ...]`, with gradients or without.
+    """Gathers embeddings over the data-parallel ranks, `[batch, ...]` to `[global batch, ...]`, differentiably or not.
 
     Raises:
-        UnsupportedError: the ranks have different numbers of rows, on all of them.
+        UnsupportedError: on all ranks, if their batch sizes differ.
     """
     from .accelerate.batch_shards import batches_are_ours, data_parallel_group
 
@@ -54,10 +54,11 @@ def gather_embeddings(original: Callable, tensor: Tensor, with_grad: bool = Fals
         return tensor
     rows = _samples_on_all_ranks(tensor, group)
     if with_grad:
+        # The backward sums the gradients `[global batch, ...]` of all ranks and keeps this rank's slice.
         return gather_from_ranks(tensor, 0, rows, group, sum_gradient=True)
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, tensor.detach().contiguous(), group=group)
-    # As stock: this rank's own keeps its gradient.
+    # As upstream does: only this rank's own embeddings keep a gradient.
     parts[dist.get_rank(group)] = tensor
     return torch.cat(parts)
 
@@ -77,13 +78,13 @@ def _samples_on_all_ranks(tensor: Tensor, group: Any) -> int:
 
 
 class _Called:
-    """A laid out model whose `forward` is a call of it, with the hooks that its layout lives by."""
+    """A parallelized model whose `forward` goes through `__call__`, so that its hooks run."""
 
     def __init__(self, model: Any):
         self._model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the model on its arguments, of any shape."""
+        """Calls the model with its hooks."""
         return self._model(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -91,11 +92,11 @@ class _Called:
 
 
 def forward(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls the model inside of a module, of which stock calls `forward` by name."""
+    """Calls the inner model with its hooks; upstream calls its `forward` directly."""
     model = self.model
     if parallel_state(model) is None:
         return original(self, *args, **kwargs)
-    # In front of the submodule of this name.
+    # An instance attribute takes precedence over the submodule of this name.
     vars(self)["model"] = _Called(model)
     try:
         return original(self, *args, **kwargs)
@@ -104,15 +105,15 @@ def forward(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def distributed_evaluation(original: Callable, model: Any, enabled: bool = True) -> AbstractContextManager[bool]:
-    """Has every rank evaluate the same, where stock deals sentences out to ranks that hold parts of one model."""
+    """Disables distributed evaluation: upstream would split sentences over ranks that hold shards of one model."""
     return original(model, enabled and parallel_state(model) is None)
 
 
 def build_dataloader(original: Callable, self: Any, dataset: Any, batch_size: int, dataset_kind: str) -> Any:
-    """Draws the batches of all ranks as one process does: of one dataset each, without its duplicates, by its labels.
+    """Samples global training batches as a single process does: each from one dataset, without duplicates, by labels.
 
     Raises:
-        UnsupportedError: a loss that compares rows of which every rank has some only.
+        UnsupportedError: the loss compares samples that are spread over the data-parallel ranks.
     """
     if dataset_kind == "train" and (ranks := _ranks_with_other_rows(self)) > 1:
         _require_loss_of_rows(self)
@@ -121,7 +122,7 @@ def build_dataloader(original: Callable, self: Any, dataset: Any, batch_size: in
 
 
 def get_train_dataloader(original: Callable, self: Any) -> Any:
-    """Deals the rows of each batch out to the ranks, where stock deals whole batches out."""
+    """Splits each batch over the ranks; upstream would give each rank different batches."""
     if _ranks_with_other_rows(self) == 1 or not isinstance(self.train_dataset, Sized):
         return original(self)
     dataloaders = self.accelerator.dataloader_config
@@ -150,7 +151,7 @@ def _require_loss_of_rows(trainer: Any) -> None:
 
 
 def load_trained(original: Callable, self: Any, checkpoint_path: str) -> None:
-    """Loads the weights of a sharded checkpoint, whatever layout saved it."""
+    """Loads the weights of a sharded checkpoint of any layout."""
     from .trainer.checkpoints import load_from_checkpoint
 
     def load(trainer: Any, path: str, model: Any) -> None:
@@ -160,7 +161,7 @@ def load_trained(original: Callable, self: Any, checkpoint_path: str) -> None:
 
 
 def save(original: Callable, self: Any, path: str | None, *args: Any, **kwargs: Any) -> None:
-    """Saves on the first rank, while the others hand in their parts of the laid out model."""
+    """Saves on the first rank; other ranks take part in gathering the parallelized model's weights."""
     inside = {id(inner) for inner in parallelized_submodule(self)}
     if path is None or not inside or dist.get_rank() == 0:
         return original(self, path, *args, **kwargs)

@@ -1,8 +1,8 @@
-"""Accelerate: the launch environment in, and an Accelerator that knows which ranks share a batch.
+"""Accelerate: Accelerators that know which ranks share a batch, set up from a plugin, a model or the launcher.
 
-The only file that reads or writes the environment. Stock `accelerate launch` with `distributed_type: MEGATRON_LM`
-exports its `megatron_lm_config` block as `MEGATRON_LM_*`; `Accelerator()` would then ask for the legacy Megatron
-package, so the block is read here and the switch is cleared when hf_megatron is imported.
+`accelerate launch` with `distributed_type: MEGATRON_LM` exports its `megatron_lm_config` block as `MEGATRON_LM_*`.
+`Accelerator()` would then require the legacy Megatron package, so the block is read by `environment` and the switch is
+cleared when hf_megatron is imported.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ def _state(model: Any) -> Any:
 
 
 def init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Sets an Accelerator up for the layout of its plugin, of the last model or, without either, of the launcher."""
+    """Sets up an Accelerator for the layout of its plugin, else of the last model, else of the launcher."""
     arguments = dict(inspect.signature(original).bind(self, *args, **kwargs).arguments)
     del arguments["self"]
     by_plugin = arguments.get("megatron_lm_plugin") is not None
@@ -61,10 +61,10 @@ def init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _with_data(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Adds data loading to the arguments that gives ranks of one batch the same samples and other ranks others.
+    """Adds a data loader configuration that gives the ranks of a replica the same samples and other replicas others.
 
-    Unless the loop configures it, shuffling depends on one seed and the epoch alone: stock draws from a generator whose
-    state at the start of the epoch nobody can tell later, so no order could be resumed.
+    Unless the loop configures it, shuffling depends on one seed and the epoch alone: upstream draws from a generator
+    whose state at the start of the epoch is not saved, so the order could not be resumed.
     """
     from accelerate.utils import DataLoaderConfiguration
 
@@ -82,7 +82,7 @@ def _with_data(arguments: dict[str, Any]) -> dict[str, Any]:
         configuration = dataclasses.replace(configuration, dispatch_batches=False)
     arguments = arguments | {"dataloader_config": configuration}
     if layout.dp_shard_size == 1 and arguments.get("rng_types") is None:
-        # A shuffling sampler draws its seed from torch's generator; with one dp rank stock does not align it.
+        # A shuffling sampler draws its seed from torch's generator; with one dp rank upstream does not synchronize it.
         arguments["rng_types"] = ["torch", "generator"]
     return arguments
 
@@ -105,7 +105,7 @@ def prepare_model(
     evaluation_mode: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Prepares a laid out model as it is, whose layout has to be the Accelerator's, and what is made around one."""
+    """Prepares a parallelized model without wrapping it, or a module that wraps one; checks the layout."""
     from ...parallel_state import model_inside
 
     if (inner := model_inside(model)) is not model:
@@ -113,8 +113,8 @@ def prepare_model(
     if _state(model) is not None:
         if not (evaluation_mode and _shares_batches(self, _state(model).config)):
             _require_fitting(self, model)
-        # Stock's evaluation mode applies mixed precision and leaves out DistributedDataParallel: gradients are
-        # reduced by the model's own hooks.
+        # Upstream's evaluation mode applies mixed precision and skips DistributedDataParallel: gradients are reduced by
+        # the model's own hooks.
         return original(self, model, device_placement, True, **kwargs)
     trained = any(parameter.requires_grad for parameter in model.parameters())
     if RUNTIME.models and trained and not evaluation_mode:
@@ -125,18 +125,18 @@ def prepare_model(
             return _prepare_around(original, self, model, inner, **kwargs)
     if RUNTIME.launch is not None and not evaluation_mode:
         RUNTIME.launch.require_parallelized(model)
-    # Stock takes a whole model beside tensor parallel ones for a mistake, unless it is only asked.
+    # Upstream rejects a replicated model next to tensor-parallel ones unless it is in evaluation mode.
     return original(self, model, device_placement, evaluation_mode or (is_ours(self) and not trained), **kwargs)
 
 
 def _prepare_around(original: Callable, self: Any, module: Any, model: Any, **kwargs: Any) -> Any:
-    """Prepares a module without weights of its own; what is saved, loaded and counted is the laid out model in it."""
+    """Prepares a wrapper without weights of its own; the model inside is what is saved, loaded and counted."""
     _require_fitting(self, model)
     if getattr(module, "_is_accelerate_prepared", False):
         prepared = module
     else:
         prepared = original(self, module, False, True, **kwargs)
-        # Stock marks what it finds among its models.
+        # Upstream sets this mark on the models that it finds in its list.
         prepared._is_accelerate_prepared = True
     others = [other for other in self._models if other is not prepared and other is not model]
     self._models[:] = [*others, model]
@@ -144,7 +144,7 @@ def _prepare_around(original: Callable, self: Any, module: Any, model: Any, **kw
 
 
 def _require_fitting(self: Any, model: Any) -> None:
-    """Raises if the Accelerator splits batches otherwise than a laid out model, and tells the model its factors."""
+    """Raises if the Accelerator's layout differs from the model's, and passes its loss scale to the pipeline."""
     state = _state(model)
     if not is_ours(self):
         raise ConfigError(
@@ -154,17 +154,17 @@ def _require_fitting(self: Any, model: Any) -> None:
         )
     _require_same_layout(self, state.config)
     if state.pipeline is not None and self.scaler is not None:
-        # What `backward` multiplies a loss by, unless the loop does something to it as well.
+        # Factor that `backward` applies to a loss, unless the loop scales the loss itself.
         state.pipeline.loss_scale.usual = lambda: self.scaler.get_scale() / self.gradient_accumulation_steps
 
 
 def _shares_batches(accelerator: Any, layout: MegatronConfig) -> bool:
-    """Tells whether ranks that share a batch of a model that is only asked are given the same one."""
+    """Returns whether the Accelerator gives all ranks of an inference-only model's replica the same batch."""
     return is_ours(accelerator) and accelerator.parallelism_config.tp_size % layout.ranks_per_replica == 0
 
 
 def _require_same_layout(accelerator: Any, config: MegatronConfig) -> None:
-    """Raises if the Accelerator was set up for another layout than the model has."""
+    """Raises if the Accelerator was set up for another layout than the model's."""
     ranks = accelerator.parallelism_config.tp_size
     if config.ranks_per_replica != ranks:
         raise ConfigError(
@@ -181,17 +181,17 @@ def _require_same_layout(accelerator: Any, config: MegatronConfig) -> None:
 
 
 def prepare_tp(original: Callable, self: Any, *args: Any) -> Any:
-    """Prepares nothing more: stock would put the model's DTensors back into the optimizer's groups."""
+    """Skips upstream's preparation for TP, which would put the model's DTensors back into the optimizer's groups."""
     return list(args) if is_ours(self) else original(self, *args)
 
 
 def num_processes(original: Callable, self: Any) -> int:
-    """Counts the replicas, each of which has batches of its own: loops scale schedules and losses by it."""
+    """Returns the number of replicas, each with batches of its own: loops scale schedules and losses by it."""
     return replicas(self) if is_ours(self) else original(self)
 
 
 def prepare_scheduler(original: Callable, self: Any, scheduler: Any) -> Any:
-    """Has the scheduler step once for each replica, not for each rank."""
+    """Prepares a scheduler that steps once per replica instead of once per rank."""
     prepared = original(self, scheduler)
     if not is_ours(self) or prepared is scheduler:
         return prepared
@@ -200,7 +200,7 @@ def prepare_scheduler(original: Callable, self: Any, scheduler: Any) -> Any:
 
 
 def clip_grad_norm_(original: Callable, self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-    """Clips the gradients of parameters, of any shape, by the norm of the whole model's."""
+    """Clips the gradients of parameters, of any shape, by the norm over the full model."""
     if not is_ours(self):
         return original(self, parameters, max_norm, norm_type=norm_type)
     from ...data_parallel.grad_norm import clip_grad_norm
@@ -210,7 +210,7 @@ def clip_grad_norm_(original: Callable, self: Any, parameters: Any, max_norm: fl
 
 
 def get_state_dict(original: Callable, self: Any, model: Any, unwrap: bool = True) -> Any:
-    """Returns all weights in full, of any shape, on rank 0 and nothing on the others."""
+    """Returns the full state dict on rank 0 and an empty one on other ranks."""
     if not RUNTIME.models:
         return original(self, model, unwrap)
     from .wrapped_models import full_state_dict_around
@@ -220,7 +220,7 @@ def get_state_dict(original: Callable, self: Any, model: Any, unwrap: bool = Tru
 
 
 class SchedulerOfReplicas(AcceleratedScheduler):
-    """A stock prepared scheduler that steps once for each of `replicas`, and once where batches are split."""
+    """A prepared stock scheduler that steps once per replica, and once per step where batches are split."""
 
     def __init__(self, stock: AcceleratedScheduler, replicas: int):
         super().__init__(stock.scheduler, stock.optimizers, stock.step_with_optimizer, split_batches=True)
@@ -228,7 +228,7 @@ class SchedulerOfReplicas(AcceleratedScheduler):
         self.steps = 1 if stock.split_batches or not stock.step_with_optimizer else replicas
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Steps where the optimizer has stepped."""
+        """Steps the scheduler if the optimizer has stepped."""
         for _ in range(self.steps if self.gradient_state.sync_gradients else 1):
             if isinstance(self.scheduler, OneCycleLR) and self.scheduler._step_count > self.scheduler.total_steps:
                 return

@@ -1,4 +1,4 @@
-"""What Accelerate deals out of a batch to the data parallel ranks, and how many rows of the last one count."""
+"""Sharding of batches over data-parallel ranks in Accelerate, and the number of valid samples in the last batch."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sized
@@ -13,9 +13,9 @@ _COLLECTS, _ENDED = "_hf_megatron_collects", "_hf_megatron_ended"
 
 
 def begin(original: Callable, self: Any) -> None:
-    """Begins an iteration and notes how many rows the last batch of all ranks has, without repetitions.
+    """Begins an iteration and records the size of the last global batch, without repeated samples.
 
-    Stock's `remainder` is of the dataset's length, whatever a sampler takes of it, as in one process.
+    Upstream's `remainder` is based on the dataset length, regardless of how many samples the sampler takes.
     """
     original(self)
     vars(self.gradient_state).pop(_ENDED, None)
@@ -26,16 +26,16 @@ def begin(original: Callable, self: Any) -> None:
     if shard.num_processes > 1 and isinstance(sampler, Sized):
         size = samples_on_all_ranks(shard)
         if shard.drop_last or not shard.even_batches:
-            # No row is repeated, and ranks with batches of their own stop together at the shortest.
+            # No sample is repeated, and ranks with their own batches stop together at the shortest.
             self.remainder, self._hf_megatron_last = -1, (0, 1)
         else:
             self._hf_megatron_last = len(sampler) % size or size, size // shard.num_processes
 
 
 def end(original: Callable, self: Any) -> None:
-    """Ends an iteration; where Trainer is still collecting batches for a step, they stay batches of this loader.
+    """Ends an iteration; while Trainer collects batches for a step, the ended loader stays known.
 
-    Of a stream it learns that there is none left by asking for one more.
+    For a stream, Trainer only learns that there are no more batches by requesting one.
     """
     if vars(self.gradient_state).get(_COLLECTS):
         vars(self.gradient_state)[_ENDED] = weakref.ref(self)
@@ -44,7 +44,7 @@ def end(original: Callable, self: Any) -> None:
 
 @contextmanager
 def collecting(state: Any) -> Iterator[None]:
-    """Has the loader stay known whose iteration ends while batches are collected, until another begins."""
+    """Keeps a loader that ends while batches are collected available, until another loader begins."""
     vars(state).pop(_ENDED, None)
     vars(state)[_COLLECTS] = True
     try:
@@ -54,28 +54,28 @@ def collecting(state: Any) -> Iterator[None]:
 
 
 def _loader(state: Any) -> Any:
-    """Returns the loader of the batch under way."""
+    """Returns the loader of the current batch."""
     ended = vars(state).get(_ENDED, lambda: None)()
     return state.active_dataloader if ended is None else ended
 
 
 def read_ahead(state: Any, is_ahead: bool) -> None:
-    """Says whether Trainer holds batches of the active loader that come before the one that it read last."""
+    """Sets whether Trainer holds batches of the active loader that precede the last one it has read."""
     if (loader := _loader(state)) is not None:
         vars(loader)["_hf_megatron_ahead"] = is_ahead
 
 
 def is_at_end(state: Any) -> bool:
-    """Tells whether the batch under way is its loader's last."""
+    """Returns whether the current batch is its loader's last one."""
     loader = _loader(state)
     if loader is None or not loader.end_of_dataloader:
         return False
-    # Trainer synchronizes with the last of the batches that it has read for a step.
+    # Trainer synchronizes gradients with the last of the batches that it has read for a step.
     return state.sync_gradients or not vars(loader).get("_hf_megatron_ahead", False)
 
 
 def last_batch_size(state: Any) -> int | None:
-    """Counts the rows of the batch of all ranks under way, if it is its loader's last and rows of it are repeated.
+    """Returns the size of the current global batch if it is its loader's last and has repeated samples; else `None`.
 
     Args:
         state: the Accelerator's `gradient_state`.
@@ -85,13 +85,13 @@ def last_batch_size(state: Any) -> int | None:
 
 
 def last_ranks(state: Any) -> int | None:
-    """Counts the ranks that have some of these rows: the first ones."""
+    """Returns how many ranks, from the first, have valid samples in the last batch; `None` if it is not the last."""
     rows, of_a_rank = _last(state)
     return -(-rows // of_a_rank) or None
 
 
 def is_filled_up(state: Any, replicas: int) -> bool:
-    """Tells whether the batch under way is its loader's last and has repeated rows, on so many ranks together."""
+    """Returns whether the current batch is its loader's last one and has repeated samples, over `replicas` ranks."""
     if not is_at_end(state):
         return False
     noted = _noted(state)
@@ -99,9 +99,10 @@ def is_filled_up(state: Any, replicas: int) -> bool:
 
 
 def cut_rows(state: Any) -> int | None:
-    """Returns to how many rows one process cuts what it gathers of the batch under way, if it does.
+    """Returns the size to which a single process would truncate its gathered batch, `None` if it would not.
 
-    By the dataset's length, whatever a sampler takes of it; a stream's batches it reads and cuts to what they have.
+    The size follows from the dataset length, whatever the sampler takes. For loaders without a record, such as
+    dispatched streams, it is Accelerate's own remainder.
     """
     if not is_at_end(state):
         return None
@@ -111,7 +112,7 @@ def cut_rows(state: Any) -> int | None:
 
 
 def _remainder(state: Any) -> int:
-    """Returns stock's number of rows of the last batch, which counts a dispatched one for each rank that shares it."""
+    """Returns Accelerate's remainder, converted from ranks to replicas for dispatched batches."""
     loader = _loader(state)
     found = 0 if loader is None else max(loader.remainder, 0)
     if not found or not isinstance(loader, DataLoaderDispatcher):
@@ -123,12 +124,12 @@ def _remainder(state: Any) -> int:
 def _last(state: Any) -> tuple[int, int]:
     if not is_at_end(state):
         return 0, 1
-    # Of what else deals out batches, such as streams that one rank reads, stock's own number is all that is known.
+    # For other samplers, such as dispatched streams, fall back to Accelerate's own count.
     return _noted(state) or (_remainder(state), 1)
 
 
 def _noted(state: Any) -> tuple[int, int] | None:
-    """Returns the rows of the batch of all ranks under way, and those that each of them has, where they were noted."""
+    """Returns the recorded sizes of the last global batch and of a local batch, if any."""
     active = _loader(state)
     for loader in (active, active.base_dataloader):
         if (last := vars(loader).get("_hf_megatron_last")) is not None:
@@ -137,24 +138,24 @@ def _noted(state: Any) -> tuple[int, int] | None:
 
 
 def samples_on_all_ranks(shard: Any) -> int:
-    """Counts the rows of a full batch of all ranks, of what deals whole batches out or splits them."""
+    """Returns the size of a full global batch, whether the sampler distributes batches or splits them."""
     size: int = shard.batch_size * (1 if shard.split_batches else shard.num_processes)
     return size
 
 
 def shard_of(loader: Any) -> Any:
-    """Finds what deals the batches of a loader out to the ranks, behind samplers that skip some."""
+    """Returns the sampler that shards a loader's batches over the ranks, looking through skipping samplers."""
     from accelerate.data_loader import BatchSamplerShard
 
     sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     while sampler is not None and not isinstance(sampler, BatchSamplerShard):
-        # Skipping samplers hold the one whose first batches they leave out.
+        # Samplers that skip batches wrap the original batch sampler.
         sampler = getattr(sampler, "batch_sampler", None)
     return sampler
 
 
 def sampler_of(loader: Any) -> Any:
-    """Finds what says in which order a loader takes rows, behind what makes batches of them."""
+    """Returns the sampler that determines a loader's sample order, looking through batch samplers."""
     found = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     while (inner := getattr(found, "batch_sampler", None) or getattr(found, "sampler", None)) is not None:
         found = inner
@@ -162,14 +163,14 @@ def sampler_of(loader: Any) -> Any:
 
 
 def batches_are_ours() -> bool:
-    """Tells whether this library has set the Accelerator in use up."""
+    """Returns whether this library has set up the Accelerator in use."""
     from accelerate.state import AcceleratorState
 
     return type(AcceleratorState._shared_state.get("parallelism_config")).__name__ == "MegatronParallelismConfig"
 
 
 def data_parallel_group() -> Any:
-    """Returns the dp ranks of the Accelerator in use, if it is set up for more than one by this library."""
+    """Returns the data-parallel group of the Accelerator in use, if this library set it up with more than one rank."""
     from accelerate.state import AcceleratorState
 
     state = AcceleratorState._shared_state
@@ -179,7 +180,7 @@ def data_parallel_group() -> Any:
 
 
 def mesh_of_batches() -> Any:
-    """Returns the mesh of the Accelerator in use, if this library has set it up so that ranks share batches."""
+    """Returns the mesh of the Accelerator in use, if this library set it up for ranks that share batches."""
     from accelerate.state import AcceleratorState
 
     state = AcceleratorState._shared_state

@@ -1,7 +1,7 @@
 """Prepared data loaders whose ranks may run out of data at different times: all stop together at the shortest.
 
-Only where lengths cannot be known to be equal: an IterableDataset, or batches that are not evened out. Elsewhere the
-stock loader is left alone.
+Only used where equal lengths are not guaranteed: for an IterableDataset, or batches that are not evened out. Other
+loaders are left alone.
 """
 
 import warnings
@@ -16,16 +16,16 @@ from .batch_shards import data_parallel_group, mesh_of_batches, sampler_of, shar
 
 
 def make_dispatcher(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Gives a loader that one rank reads for all the layout, which `skip_first_batches` leaves out."""
+    """Passes the layout's mesh to a dispatching loader; `skip_first_batches` omits it when it recreates a loader."""
     if kwargs.get("torch_device_mesh") is None and (mesh := mesh_of_batches()) is not None:
         kwargs["torch_device_mesh"] = mesh
     original(self, *args, **kwargs)
 
 
 def iterate(original: Callable, self: Any) -> Iterator[Any]:
-    """Iterates over a loader whose ranks agree on each batch.
+    """Iterates over a loader whose ranks agree before each batch on whether any of them has ended.
 
-    The stock iteration looks one batch ahead to flag the last one, so that every rank flags the same.
+    The stock iteration reads one batch ahead to flag the last one, so every rank flags the same batch.
     """
     group = data_parallel_group()
     base = self.base_dataloader
@@ -64,8 +64,8 @@ def _may_differ(loader: Any) -> bool:
 
 
 def _agreed_class(base: Any) -> type:
-    """Makes a data loader's class whose iteration ends on all ranks of the loader's group when it ends on one."""
-    # One base only: Python puts an instance into no class of another layout.
+    """Returns a subclass of the data loader whose iteration ends on all ranks of the group when it ends on one."""
+    # Use a single base class: Python only allows `__class__` assignment between compatible object layouts.
     return type(f"Agreed{base.__name__}", (base,), {"__iter__": lambda self: _agreed(self, iter(base.__iter__(self)))})
 
 
@@ -76,6 +76,7 @@ def _agreed(loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
     device = "cpu" if "gloo" in dist.get_backend(group) else torch.accelerator.current_accelerator()
     while True:
         batch = next(iterator, nothing)
+        # [any rank ended, any rank continues]
         ended = torch.tensor([batch is nothing, batch is not nothing], dtype=torch.int, device=device)
         dist.all_reduce(ended, dist.ReduceOp.MAX, group=group)
         some_ended, some_go_on = ended.tolist()
@@ -90,11 +91,11 @@ def _agreed(loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 def _warn(loader: Any, ended: bool, read: int, group: Any) -> None:
-    """Says on rank 0 whose data ended and what the others have left; every rank of the group calls it."""
+    """Warns on rank 0 which ranks ended first and how many batches others have left; a collective call of the group."""
     try:
         length = len(loader)
     except TypeError:
-        # Only reading on would tell; the batch that was read ahead is left in any case.
+        # Unknown without reading on; at least the batch that was read ahead is left.
         length = -1
     found: list[tuple[int, bool, int]] = [(0, False, 0)] * dist.get_world_size(group)
     dist.all_gather_object(found, (dist.get_rank(), ended, length), group=group)

@@ -1,6 +1,7 @@
 """Environment variables: the launch block of `accelerate launch`, MegatronConfig's fields and rank variables.
 
-The only file that reads or writes the environment."""
+Reads and writes of the layout's variables go through this module.
+"""
 
 import os
 from collections.abc import Mapping
@@ -22,51 +23,51 @@ SWITCH = "ACCELERATE_USE_MEGATRON_LM"
 TAKEN_OVER = "HF_MEGATRON_LAUNCH"
 
 
-# Variables with the prefix of the fields that are no fields.
+# Variables that share the prefix of the field variables without being fields.
 _INTERNAL = (TAKEN_OVER,)
 
 
 def take_over_launch() -> None:
-    """Clears the switch that would make Accelerate look for the legacy Megatron package; twice is once."""
+    """Clears the switch that would make Accelerate load the legacy Megatron package; idempotent."""
     if os.environ.get(SWITCH, "false").lower() in ("true", "1"):
         os.environ[SWITCH] = "false"
         os.environ[TAKEN_OVER] = "true"
 
 
 def give_back_launch() -> None:
-    """Sets the switch again that `take_over_launch` cleared; twice is once."""
+    """Restores the switch that `take_over_launch` cleared; idempotent."""
     if os.environ.pop(TAKEN_OVER, None) == "true":
         os.environ[SWITCH] = "true"
 
 
 def config_from_environment(environment: Mapping[str, str] | None = None) -> MegatronConfig:
-    """Reads the layout that the launcher describes.
+    """Returns the layout that the launcher describes.
 
-    `HF_MEGATRON_<FIELD>` variables (`HF_MEGATRON_TP_SIZE=2`) over the `megatron_lm_config` block of an accelerate YAML
-    (see `launch_keys`), over the defaults.
+    `HF_MEGATRON_<FIELD>` variables (`HF_MEGATRON_TP_SIZE=2`) override the `megatron_lm_config` block of an accelerate
+    YAML (see `launch_keys`), which overrides the defaults.
 
     Raises:
-        ConfigError: a value that cannot be read or a name that is no field, naming the variable.
-        UnsupportedError: a key or size this version does not support.
+        ConfigError: a value that cannot be parsed or a name that is not a field, naming the variable.
+        UnsupportedError: a key or size that this version does not support.
     """
     return _merged(os.environ if environment is None else environment, {})
 
 
 def export_layout(layout: MegatronConfig) -> None:
-    """Has this process and those that it starts read a layout from the environment."""
+    """Exports a layout to the environment of this process and its child processes."""
     for name in [name for name in os.environ if name.startswith(FIELD_PREFIX) and name not in _INTERNAL]:
         del os.environ[name]
     os.environ.update(variables_of_fields(layout.to_dict()))
 
 
 def _merged(environment: Mapping[str, str], plugin: Mapping[str, Any]) -> MegatronConfig:
-    """Merges the launcher's block, what a `MegatronLMPlugin` adds, and `HF_MEGATRON_<FIELD>` variables over both."""
+    """Merges the launcher's block, a `MegatronLMPlugin`'s fields and `HF_MEGATRON_<FIELD>` variables; the last wins."""
     block = fields_of_block(environment) if _is_launched(environment) else {}
     return MegatronConfig.from_dict(merge_fields(block, plugin, fields_of_variables(environment, _INTERNAL)))
 
 
 def _is_launched(environment: Mapping[str, str]) -> bool:
-    """Tells whether an accelerate YAML of type MEGATRON_LM started this process."""
+    """Returns whether an accelerate YAML of type MEGATRON_LM launched this process."""
     return environment.get(TAKEN_OVER) == "true" or environment.get(SWITCH, "false").lower() in ("true", "1")
 
 
@@ -80,5 +81,5 @@ def job_world_size() -> int:
 
 
 def look_for_gpus_without_using_them() -> None:
-    """Has torch ask the driver's management library whether there are GPUs, after which forks can still use them."""
+    """Configures torch to detect GPUs through NVML, after which forked processes can still use them."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

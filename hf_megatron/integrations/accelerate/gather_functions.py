@@ -1,6 +1,6 @@
-"""`accelerate.utils.gather` and `gather_object`, which loops import by name, as `Accelerator.gather` does.
+"""`accelerate.utils.gather` and `gather_object`, which loops import by name, with `Accelerator.gather`'s semantics.
 
-Imported while `accelerate.utils` itself is, so it imports none of it.
+This module is imported while `accelerate.utils` itself is, so it must not import Accelerate at the top.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def gather_by_name(original: Callable, tensor: Any) -> Any:
-    """Joins tensors `(batch, ...)` or `()` of the ranks that see different batches, to `(all batches, ...)`."""
+    """Gathers tensors `(batch, ...)` or `()` over the data-parallel ranks, to `(global batch, ...)`."""
     from .batch_shards import batches_are_ours, data_parallel_group
 
     if not batches_are_ours():
@@ -23,7 +23,7 @@ def gather_by_name(original: Callable, tensor: Any) -> Any:
 
 
 def gather_object_by_name(original: Callable, object: Any) -> list[Any]:
-    """Joins lists of objects of the ranks that see different batches."""
+    """Concatenates lists of objects over the data-parallel ranks."""
     import torch.distributed as dist
 
     from .batch_shards import batches_are_ours, data_parallel_group

@@ -1,4 +1,4 @@
-"""`Accelerator.gather`, `gather_for_metrics`, `reduce` over the ranks with different batches; triggers over all."""
+"""`Accelerator.gather`, `gather_for_metrics` and `reduce` over the data-parallel ranks; triggers over all ranks."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,25 +16,26 @@ def _data_parallel_size(accelerator: Any) -> int:
 
 
 def _data_parallel_group(accelerator: Any) -> Any:
-    """Returns the group of ranks that see different batches and hold the same part of the model, in dp order."""
+    """Returns the group of data-parallel ranks that hold the same shards of the model, in dp order."""
     return accelerator.torch_device_mesh["dp_shard"].get_group()
 
 
 def gather(original: Callable, self: Any, tensor: Any) -> Any:
-    """Joins tensors `(batch, ...)` or `()` of the ranks that see different batches, to `(all batches, ...)`."""
+    """Gathers tensors `(batch, ...)` or `()` over the data-parallel ranks, to `(global batch, ...)`."""
     if not is_ours(self):
         return original(self, tensor)
     if _data_parallel_size(self) == 1:
-        # Every rank holds the same batch: what each has is the whole already.
+        # All ranks hold the same batch, which is the global batch already.
         return tensor
     return joined_over(_data_parallel_group(self), tensor)
 
 
 def joined_over(group: Any, tensor: Any) -> Any:
-    """Joins tensors `(batch, ...)` or `()` of the ranks of a group."""
+    """Gathers tensors `(batch, ...)` or `()` over the ranks of a group, to `(ranks x batch, ...)`."""
     from accelerate.utils.operations import recursively_apply
 
     def joined(own: torch.Tensor) -> torch.Tensor:
+        # all_gather needs equal shapes and contiguous memory; scalars become `[1]` so that they can be concatenated.
         own = (own[None] if own.ndim == 0 else own).contiguous()
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, own, group=group)
@@ -44,7 +45,7 @@ def joined_over(group: Any, tensor: Any) -> Any:
 
 
 def split_between_processes(original: Callable, self: Any, inputs: Any, apply_padding: bool = False) -> Any:
-    """Splits inputs over the replicas: ranks that share a batch are given the same ones."""
+    """Splits inputs over the data-parallel replicas: all ranks of a replica get the same inputs."""
     if not is_ours(self):
         return original(self, inputs, apply_padding)
     from accelerate import PartialState
@@ -56,13 +57,13 @@ def split_between_processes(original: Callable, self: Any, inputs: Any, apply_pa
 
 
 class EvaluationLoss(torch.Tensor):
-    """A loss `()` of all ranks' rows; one per row, `(batch,)`, is what one process makes of it for a full batch."""
+    """A loss `()` over all ranks' samples; gathered as one value per sample, `(batch,)`, as in a single process."""
 
 
 def gather_for_metrics(original: Callable, self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-    """Joins tensors `(batch, ...)` or objects of ranks with different batches, without what fills up the last batch.
+    """Gathers tensors `(batch, ...)` or objects over data-parallel ranks, without samples repeated in the last batch.
 
-    Of tensors `()` it keeps those of ranks that have a row of their own.
+    For scalars `()` only values of ranks with valid samples are kept.
     """
     if not is_ours(self):
         return original(self, input_data, use_gather_object)
@@ -79,7 +80,7 @@ def gather_for_metrics(original: Callable, self: Any, input_data: Any, use_gathe
         if isinstance(own, EvaluationLoss):
             return self.gather(own.as_subclass(torch.Tensor))[:cut]
         if own.dim() == 0:
-            # In one process no value of a whole batch is dropped.
+            # A single process drops no scalar of a global batch.
             return own if _data_parallel_size(self) == 1 else self.gather(own)[: last_ranks(state)]
         return self.gather(own)[: last_batch_size(state)][:cut]
 
@@ -87,7 +88,7 @@ def gather_for_metrics(original: Callable, self: Any, input_data: Any, use_gathe
 
 
 def gather_evaluated(accelerator: Any, data: Any) -> Any:
-    """Gathers what one process has of its batch, `(batch, ...)`, without repeated rows, and a loss for each row."""
+    """Gathers tensors `(batch, ...)` without repeated samples, and keeps one evaluation loss per sample."""
 
     def kept(own: torch.Tensor) -> torch.Tensor:
         if isinstance(own, EvaluationLoss):
@@ -114,7 +115,7 @@ def _holds_other_than_tensors(data: Any) -> bool:
 
 
 def check_trigger(original: Callable, self: Any) -> bool:
-    """Tells on every rank whether any rank has called `set_trigger()` since the last check."""
+    """Returns on every rank whether any rank has called `set_trigger()` since the last check."""
     if not is_ours(self):
         return original(self)
     flag = torch.zeros((), dtype=torch.int64, device=self.device) if self.flag_tensor is None else self.flag_tensor
@@ -127,7 +128,7 @@ def check_trigger(original: Callable, self: Any) -> bool:
 
 
 def reduce(original: Callable, self: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-    """Reduces tensors of any shape over the ranks that see different batches."""
+    """Reduces tensors of any shape over the data-parallel ranks."""
     if not is_ours(self):
         return original(self, tensor, reduction, scale)
     from accelerate.utils.operations import recursively_apply
@@ -136,7 +137,7 @@ def reduce(original: Callable, self: Any, tensor: Any, reduction: str = "sum", s
     from ...data_parallel.fsdp_checks import is_sharded
     from ...errors import UnsupportedError
 
-    # Over all ranks a sum would count each batch once for every rank that works on it.
+    # A sum over all ranks would count each batch once for every rank of its replica.
     group = _data_parallel_group(self) if _data_parallel_size(self) > 1 else None
 
     def reduced(own: torch.Tensor) -> torch.Tensor:
@@ -148,7 +149,7 @@ def reduce(original: Callable, self: Any, tensor: Any, reduction: str = "sum", s
                     "ranks hold parts of one tensor. With zero_stage=2 each of them has a whole one."
                 )
             local = local_tensor(own)
-            # As in stock, "none" adds up too; only "mean" divides.
+            # As upstream: "none" sums as well, only "mean" divides.
             dist.all_reduce(local, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM, group=group)
             if reduction == "mean":
                 local /= dist.get_world_size(group)

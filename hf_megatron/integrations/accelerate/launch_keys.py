@@ -1,8 +1,9 @@
-"""Every key of accelerate's `megatron_lm_config`, what it sets here, and which values are refused by name.
+"""Keys of accelerate's `megatron_lm_config`: the `MegatronConfig` fields they set, and the values that are rejected.
 
 A key has one name and three spellings: `megatron_lm_tp_degree` in an accelerate YAML, `MEGATRON_LM_TP_DEGREE` in the
 environment of a launched rank, `tp_degree` as an attribute of accelerate's `MegatronLMPlugin`. `LAUNCH_KEYS` is the
-whole list; a key accelerate adds later is refused until it has a row. This file reads no environment.
+complete list; a key that accelerate adds later is rejected until it has an entry. This module does not read the
+environment.
 """
 
 import dataclasses
@@ -26,18 +27,18 @@ _TRUTH = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(("false
 
 @dataclass(frozen=True)
 class LaunchKey:
-    """One key of the block.
+    """One key of `megatron_lm_config`.
 
     Args:
         parse (`type`): `int`, `float`, `bool` or `str`.
-        default (`Any`): what `MegatronLMPlugin` fills in when neither its caller nor the launcher says anything; in a
-            plugin object this value therefore says nothing.
-        field (`str`, *optional*): the field of `MegatronConfig` the value goes to.
-        values (`Mapping`, *optional*): value -> the field's value; a value that is missing here is refused. `None` as
-            the field's value leaves the field at its default.
-        accepted (`tuple`): for a key without a field, and for microbatches without stages, the values under which
-            this library does what the key asks for.
-        instead (`str`): what to do instead of a refused value.
+        default (`Any`): value that `MegatronLMPlugin` fills in when neither its caller nor the launcher sets one; in a
+            plugin object this value therefore counts as unset.
+        field (`str`, *optional*): field of `MegatronConfig` that receives the value.
+        values (`Mapping`, *optional*): value -> the field's value; a missing value is rejected. `None` as the field's
+            value leaves the field at its default.
+        accepted (`tuple`): for a key without a field, and for microbatches without stages, the values under which this
+            library behaves as the key requests.
+        instead (`str`): alternative to a rejected value.
     """
 
     parse: type
@@ -52,17 +53,17 @@ _MODEL = "it belongs to the model: leave the key out and set it in the model's c
 
 
 def _only(default: Any, instead: str) -> LaunchKey:
-    """Makes the row of a key whose default is what this library does, and all it does."""
+    """Returns the entry of a key whose default is the only supported behavior."""
     return LaunchKey(type(default), default, accepted=(default,), instead=instead)
 
 
 LAUNCH_KEYS: Mapping[str, LaunchKey] = {
     "tp_degree": LaunchKey(int, 1, "tp_size"),
     "pp_degree": LaunchKey(int, 1, "pp_size"),
-    # 2 is what accelerate 1.15 fills in.
+    # 2 is the default of accelerate 1.15.
     "context_parallel_size": LaunchKey(int, 2, "cp_size"),
     "expert_model_parallel_size": LaunchKey(int, 1, "ep_size"),
-    # Without expert_model_parallel_size accepted when it is tp_degree, see `_fields`.
+    # Without expert_model_parallel_size, accepted if equal to tp_degree, see `_fields`.
     "expert_tensor_parallel_size": LaunchKey(
         int,
         1,
@@ -104,14 +105,14 @@ LAUNCH_KEYS: Mapping[str, LaunchKey] = {
     "use_rotary_position_embeddings": LaunchKey(bool, True, instead="it follows from the model: leave the key out"),
 }
 
-# Attributes of accelerate's plugin that no variable and no key stands for, and what to do instead.
+# Attributes of accelerate's plugin without a variable or key, and their alternatives.
 _PLUGIN_ONLY = {
     "num_layers_per_virtual_pipeline_stage": (
         "set the stages per rank, MegatronConfig(virtual_stages=...) or HF_MEGATRON_VIRTUAL_STAGES, and an interleaved "
         "pipeline_schedule"
     ),
 }
-# Keys that say something beside another one above 1 only.
+# Keys that only have a meaning if the other key is above 1.
 _BESIDE = {"num_micro_batches": "pp_degree", "expert_tensor_parallel_size": "expert_model_parallel_size"}
 _ENGINE = "leave it out. It configures accelerate's own Megatron engine, which hf_megatron replaces"
 
@@ -180,8 +181,8 @@ def fields_of_block(environment: Mapping[str, str]) -> dict[str, Any]:
     """Returns the fields of `MegatronConfig` that the launcher's `MEGATRON_LM_*` variables set.
 
     Raises:
-        ConfigError: a value that cannot be read, or a variable that no key stands for.
-        UnsupportedError: a value this library has no counterpart for, naming the key and what is valid.
+        ConfigError: a value that cannot be parsed, or a variable without a key.
+        UnsupportedError: a value without a counterpart here, naming the key and the valid values.
     """
     given = {}
     for variable, text in environment.items():
@@ -190,7 +191,7 @@ def fields_of_block(environment: Mapping[str, str]) -> dict[str, Any]:
         name = variable[len(PREFIX) :].lower()
         if name not in LAUNCH_KEYS:
             raise _no_such_name(variable, text, "no such key of megatron_lm_config", PREFIX, list(LAUNCH_KEYS))
-        # What a YAML leaves empty arrives as the text None.
+        # An empty YAML value arrives as the text None.
         if text != "None":
             given[name] = _parse(LAUNCH_KEYS[name].parse, text, variable), variable
     return _fields(given)
@@ -217,10 +218,10 @@ def fields_of_plugin(plugin: Any) -> dict[str, Any]:
 
 
 def fields_of_variables(environment: Mapping[str, str], internal: tuple[str, ...]) -> dict[str, Any]:
-    """Returns the fields of `MegatronConfig` that `HF_MEGATRON_<FIELD>` variables but the `internal` ones set.
+    """Returns the fields of `MegatronConfig` set by `HF_MEGATRON_<FIELD>` variables other than the `internal` ones.
 
     Raises:
-        ConfigError: a name that is no field, or a value that cannot be read as the field's type.
+        ConfigError: a name that is not a field, or a value that cannot be parsed as the field's type.
     """
     known = typing.get_type_hints(MegatronConfig)
     fields: dict[str, Any] = {}
@@ -252,8 +253,8 @@ def variables_of_fields(fields: Mapping[str, Any]) -> dict[str, str]:
 def merge_fields(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Merges the fields of all layers, later ones over earlier ones."""
     fields = {name: value for layer in layers for name, value in layer.items()}
-    # The block accelerate writes says `sequence_parallelism: true` also for tp 1, where it has no meaning. In the last
-    # layer the user wrote the field itself, and hears of it.
+    # The block that accelerate writes has `sequence_parallelism: true` even for tp 1, where it has no meaning. If the
+    # last layer has it, the user set the field explicitly, and validation must report it.
     if fields.get("tp_size", 1) == 1 and "sequence_parallel" not in layers[-1]:
         fields.pop("sequence_parallel", None)
     return fields

@@ -1,10 +1,11 @@
-"""`python -m hf_megatron`: runs a script that knows nothing of this library on the layout that the launcher describes.
+"""`python -m hf_megatron`: runs an unmodified script on the layout that the launcher describes.
 
     accelerate launch --config_file megatron.yaml -m hf_megatron train.py --its --own flags
     HF_MEGATRON_TP_SIZE=2 torchrun --nproc_per_node 2 -m hf_megatron train.py --its --own flags
 
-What the script loads with `from_pretrained`, or makes with `from_config`, is laid out, frozen references alike. A model
-that cannot be laid out is left whole, which is fine for one that is only asked; training it is refused with the reason.
+Models that the script loads with `from_pretrained`, or creates with `from_config`, are parallelized, including frozen
+reference models. A model whose layout is not supported stays replicated, which is fine for inference; training it
+raises with the reason.
 """
 
 import argparse
@@ -30,10 +31,10 @@ _BY_HAND = (
 
 
 class Launch:
-    """Lays out the models of a script, and says which.
+    """Parallelizes the models of a script and reports which ones.
 
     Args:
-        layout (`MegatronConfig`): of every model.
+        layout (`MegatronConfig`): layout of every model.
     """
 
     def __init__(self, layout: MegatronConfig):
@@ -44,17 +45,17 @@ class Launch:
     def make(
         self, cls: type, parallelized: Callable[..., Any], unsharded: Callable[..., Any], arguments: Mapping[str, Any]
     ) -> Any:
-        """Makes a model with the arguments of a script that knows of no layout.
+        """Creates a model from the arguments of a script that is unaware of the layout.
 
         Args:
-            cls: the model's class.
-            parallelized: makes it with `megatron_config` and arguments.
-            whole: makes it as stock does, with arguments.
-            arguments: the script's own keywords.
+            cls: class of the model.
+            parallelized: creates the model from `megatron_config` and the arguments.
+            unsharded: creates the model as upstream does, from the arguments.
+            arguments: keyword arguments of the script.
         """
         if _is_part_of_a_model():
             return unsharded(**arguments)
-        # Scripts name the devices of one process.
+        # A script's `device_map` refers to the devices of one process.
         given = {name: value for name, value in arguments.items() if name != "device_map"}
         try:
             made = parallelized(megatron_config=self.layout, **given)
@@ -69,7 +70,7 @@ class Launch:
         return made
 
     def require_parallelized(self, model: Any) -> None:
-        """Raises `UnsupportedError` for a whole model of transformers that is about to be trained."""
+        """Raises `UnsupportedError` for a replicated transformers model that is about to be trained."""
         from transformers import PreTrainedModel
 
         if isinstance(model, PreTrainedModel) and any(parameter.requires_grad for parameter in model.parameters()):
@@ -85,12 +86,12 @@ class Launch:
 
 
 def _model(made: Any) -> Any:
-    # With `output_loading_info` a model comes with what was loaded.
+    # With `output_loading_info` the result is a tuple of the model and the loading info.
     return made[0] if isinstance(made, tuple) else made
 
 
 def _is_part_of_a_model() -> bool:
-    """Tells whether a model is under way to being made, whose parts are its own business."""
+    """Returns whether a model's `__init__` is on the call stack: its submodels are parallelized as part of it."""
     from transformers import PreTrainedModel
 
     frame: FrameType | None = sys._getframe(1)
@@ -102,7 +103,7 @@ def _is_part_of_a_model() -> bool:
 
 
 def _set_launch(layout: MegatronConfig) -> None:
-    """Parallelizes the models that this process makes from now on; those of a job of one rank stay stock."""
+    """Parallelizes the models that this process creates from now on, if the job has several ranks."""
     if job_world_size() > 1:
         PATCH_REGISTRY.activate()
         RUNTIME.launch = Launch(layout)
@@ -111,13 +112,13 @@ def _set_launch(layout: MegatronConfig) -> None:
 
 
 def run_script(script: str, arguments: Sequence[str], layout: MegatronConfig, *, as_module: bool = False) -> None:
-    """Runs a script as its interpreter would, its models laid out.
+    """Runs a script as the interpreter would, with its models parallelized.
 
     Args:
-        script: path of a file, or the name of a module.
-        arguments: of its command line.
-        layout: of its models; in a job of one rank nothing is laid out.
-        as_module: whether `script` is a module's name.
+        script: path of a file, or name of a module.
+        arguments: command-line arguments of the script.
+        layout: layout of its models; not used in a job with one rank.
+        as_module: whether `script` is a module name.
     """
     validate_world_size(layout, job_world_size())
     _set_launch(layout)
@@ -133,14 +134,17 @@ def run_script(script: str, arguments: Sequence[str], layout: MegatronConfig, *,
 
 
 def follow_launcher() -> None:
-    """Lays out the models that this process makes from now on, as the launcher says; alone it leaves them whole."""
+    """Parallelizes the models that this process creates from now on, as the launcher describes.
+
+    In a job with one rank, models stay as upstream creates them.
+    """
     layout = config_from_environment()
     validate_world_size(layout, job_world_size())
     _set_launch(layout)
 
 
 def launch() -> None:
-    """Reads the command line of `python -m hf_megatron`."""
+    """Parses the command line of `python -m hf_megatron` and runs the script."""
     parser = argparse.ArgumentParser(prog="python -m hf_megatron", description=__doc__.partition("\n")[0])
     parser.add_argument("--config", metavar="FILE", help="YAML of MegatronConfig, instead of what the launcher says")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")

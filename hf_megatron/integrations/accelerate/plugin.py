@@ -1,4 +1,4 @@
-"""`MegatronPlugin` and the ParallelismConfig that Accelerate gets from a layout."""
+"""`MegatronPlugin`, and the `ParallelismConfig` that Accelerate gets from a layout."""
 
 import gc
 import os
@@ -12,7 +12,7 @@ from .launch_keys import fields_of_plugin
 
 
 class MegatronPlugin:
-    """Tells an `Accelerator` which ranks share a batch, before or after the model is loaded.
+    """Configures an `Accelerator` for a layout, before or after the model is loaded.
 
         plugin = MegatronPlugin(tp_size=2)
         accelerator = Accelerator(megatron_lm_plugin=plugin)
@@ -20,8 +20,8 @@ class MegatronPlugin:
 
     Args:
         config (`MegatronConfig`, `dict` or path of a YAML file, *optional*): the layout.
-        fields: fields of `MegatronConfig`, instead of `config`. With neither, what the launcher says
-            (`config_from_environment()`); otherwise exactly what is passed.
+        fields: fields of `MegatronConfig`, instead of `config`. With neither, the layout comes from the launcher
+            (`config_from_environment()`); otherwise it is exactly what is passed.
 
     Raises:
         ConfigError: both a config and fields, or a field with a value out of range.
@@ -44,9 +44,9 @@ class MegatronPlugin:
 
 
 def layout_of_models() -> MegatronConfig | None:
-    """Returns the layout of the laid out model that was loaded last, of those that still exist."""
+    """Returns the layout of the most recently loaded parallelized model that still exists."""
     if RUNTIME.models:
-        # A model that was dropped may wait for the cyclic collector.
+        # A dropped model may stay alive until the cyclic garbage collector runs.
         gc.collect()
     from ...parallel_state import parallel_state
 
@@ -56,11 +56,11 @@ def layout_of_models() -> MegatronConfig | None:
 
 
 def parallelism_config(ranks_per_batch: int) -> Any:
-    """Makes this job's `ParallelismConfig`: ranks that share a batch are tensor parallel there, the others dp shards.
+    """Returns this job's `ParallelismConfig`, with model-parallel ranks as tensor parallel and the others as dp shards.
 
-    From it Accelerate's data loaders give each dp rank its own batches. The stock class refuses MULTI_CPU, because its
-    own engines do not run there, and on GPUs counts the processes as `Accelerator.num_processes`, which here are the
-    replicas.
+    From it Accelerate's data loaders give each dp rank its own batches. The stock class rejects MULTI_CPU, because
+    Accelerate's engines do not run there, and on GPUs compares its size with `Accelerator.num_processes`, which here
+    counts replicas.
     """
     from accelerate import ParallelismConfig
 
@@ -71,7 +71,7 @@ def parallelism_config(ranks_per_batch: int) -> Any:
                     f"The layout uses {self.total_size} ranks, the job has {accelerator.state.num_processes}."
                 )
 
-    # Every size is given: those left out would be read from PARALLELISM_CONFIG_* variables.
+    # Set every size: omitted ones would be read from PARALLELISM_CONFIG_* variables.
     shards = max(1, job_world_size() // ranks_per_batch)
     return MegatronParallelismConfig(
         tp_size=ranks_per_batch, dp_shard_size=shards, dp_replicate_size=1, cp_size=1, sp_size=1
@@ -79,20 +79,20 @@ def parallelism_config(ranks_per_batch: int) -> Any:
 
 
 def is_ours(accelerator: Any) -> bool:
-    """Tells whether an Accelerator was set up for a layout of this library."""
+    """Returns whether an Accelerator was set up for a layout of this library."""
     return type(accelerator.parallelism_config).__name__ == "MegatronParallelismConfig"
 
 
 def replicas(accelerator: Any) -> int:
-    """Counts the data parallel replicas of an Accelerator that was set up for a layout of this library."""
+    """Returns the number of data-parallel replicas of an Accelerator that was set up for a layout of this library."""
     config = accelerator.parallelism_config
     return config.total_size // config.tp_size
 
 
 def config_of_plugin(plugin: Any) -> MegatronConfig | None:
-    """Returns the layout that our plugin or accelerate's describes, `None` for anything else.
+    """Returns the layout that this library's or accelerate's plugin describes, `None` for anything else.
 
-    What accelerate's class leaves at its defaults comes from the launcher.
+    Attributes of accelerate's plugin at their defaults are taken from the launcher.
     """
     from accelerate.utils import MegatronLMPlugin
 

@@ -14,27 +14,29 @@ if TYPE_CHECKING:
     import torch
 
 
-# Ranks start at different times: joining the job gets at least this long, whatever a collective may take.
+# Minimum timeout for joining the job, because ranks start at different times; independent of the collective timeout.
 _START_SECONDS = 60.0
 
 
-# Collectives that torch's flight recorder keeps, in memory of the host.
+# Number of collectives that torch's flight recorder keeps, in host memory.
 _RECORDED = "2000"
 
 
 def ensure_process_group(timeout: float, cpu: bool = False) -> "torch.device":
     """Joins the job's process group through Accelerate's `PartialState`; returns this rank's device.
 
-    A collective may take `timeout` seconds. With `cpu` the ranks are CPUs where there are accelerators too.
+    Args:
+        timeout (`float`): seconds that a collective may take.
+        cpu (`bool`, defaults to `False`): whether to use CPUs even if there are accelerators.
 
     Raises:
-        ConfigError: something created Accelerate's state before, without joining the job's ranks.
+        ConfigError: Accelerate's state was created earlier, without joining the job's ranks.
     """
     import torch
     import torch.distributed as dist
     from accelerate import PartialState
 
-    # Groups that are made from now on have the job's timeout.
+    # Groups created from now on get the job's timeout.
     PATCH_REGISTRY.activate()
     for name in ("FSDP", "DEEPSPEED"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
@@ -53,17 +55,17 @@ def ensure_process_group(timeout: float, cpu: bool = False) -> "torch.device":
     if dist.get_world_size() > 1:
         from ...core.communication.watchdog import watch_ranks
 
-        # torchrun and accelerate launch hold the store in the launcher, which outlives the ranks.
+        # torchrun and accelerate launch host the store in the launcher, which outlives the ranks.
         by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "false").lower() == "true"
         watch_ranks(timeout, store_host=None if by_launcher else 0, records=records)
-    # Accelerate says `cpu:0`, which torch takes for another device than `cpu`: every weight would be copied.
+    # Accelerate returns `cpu:0`, which torch treats as a different device than `cpu`: every weight would be copied.
     return torch.device("cpu") if state.device.type == "cpu" else state.device
 
 
 def _flight_records(*, is_nccl: bool) -> Path | None:
-    """Has torch record the last collectives of NCCL; returns where records of a job that stands still go.
+    """Enables torch's flight recorder for NCCL; returns the folder for the records of a hung job, if any.
 
-    What is set already stays. On gloo nothing is recorded unless `TORCH_FR_BUFFER_SIZE` is set.
+    Existing settings are kept. On gloo nothing is recorded unless `TORCH_FR_BUFFER_SIZE` is set.
     """
     size, older = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
     if is_nccl and size not in os.environ:
@@ -74,13 +76,13 @@ def _flight_records(*, is_nccl: bool) -> Path | None:
     if named := os.environ.get("TORCH_FR_DUMP_TEMP_FILE"):
         return Path(named).parent
     folder = Path(tempfile.gettempdir(), f"hf_megatron_flight_{os.environ.get('MASTER_PORT', 'job')}")
-    # What NCCL itself writes at its timeout, into a folder that has to be there.
+    # Prefix of NCCL's own dump at its timeout; the folder must exist, so it is next to ours and not inside.
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{folder}_nccl_rank"
     return folder
 
 
 def default_timeout(original: Callable, backend: Any = None) -> timedelta:
-    """Gives groups made without a timeout of their own (meshes, FSDP2) the job's instead of half an hour."""
+    """Returns the job's timeout for groups created without one (meshes, FSDP2), instead of half an hour."""
     from ...core.communication.watchdog import running_watch
 
     watch = running_watch()

@@ -1,4 +1,4 @@
-"""Modules around a laid out model: those without weights of their own are prepared with it, others refused."""
+"""Modules that wrap a parallelized model: prepared with it if they have no weights of their own, otherwise rejected."""
 
 from typing import Any
 
@@ -20,10 +20,10 @@ _INSTEAD = (
 
 
 def parallelized_submodule(module: nn.Module) -> list[nn.Module]:
-    """Lists the laid out models that a module contains, and is not itself; each with its adapters, if it has any."""
+    """Returns the parallelized models inside a module, excluding itself; each with its adapters, if it has any."""
     found: list[nn.Module] = []
     for inner in module.modules():
-        # A module comes before those inside of it.
+        # `modules()` yields a module before its submodules.
         if (
             inner is not module
             and parallel_state(inner) is not None
@@ -34,13 +34,13 @@ def parallelized_submodule(module: nn.Module) -> list[nn.Module]:
 
 
 def state_around(module: Any, what: str) -> ParallelState | None:
-    """Returns the layout of the model inside of one of sentence-transformers', which tells it from now on.
+    """Returns the state of the model inside a sentence-transformers model, and shares it with the wrapper.
 
     Args:
-        what (`str`): who was given it.
+        what (`str`): caller, for error messages.
 
     Raises:
-        UnsupportedError: another module that contains a laid out model, or weights of one, naming what it has inside.
+        UnsupportedError: another kind of module that contains a parallelized model, or weights of one.
     """
     if not isinstance(module, nn.Module):
         return None
@@ -56,13 +56,14 @@ def state_around(module: Any, what: str) -> ParallelState | None:
 
 
 def model_to_prepare(module: nn.Module, what: str = _PREPARE) -> nn.Module | None:
-    """Returns the laid out model that a module without weights of its own is made around, `None` where there is none.
+    """Returns the parallelized model that a module without weights of its own wraps, `None` if there is none.
 
     Args:
-        what (`str`): who was given it.
+        what (`str`): caller, for error messages.
 
     Raises:
-        UnsupportedError: it has parameters or buffers of its own, or weights of laid out models without one of these.
+        UnsupportedError: the module has parameters or buffers of its own, several parallelized models, or only some
+            weights of one.
     """
     inside = parallelized_submodule(module)
     if not inside:
@@ -88,9 +89,9 @@ def model_to_prepare(module: nn.Module, what: str = _PREPARE) -> nn.Module | Non
 
 
 def full_state_dict_around(module: nn.Module) -> dict[str, Tensor] | None:
-    """Returns all weights of a laid out model, or of a module that contains one, in full, of any shape, on rank 0.
+    """Returns the full state dict of a parallelized model, or of a module that contains one, on rank 0.
 
-    Other ranks get none, and have to call it too; `None` where there is no such model.
+    Other ranks get an empty dict, but have to call it too, because it is collective; `None` if there is no such model.
     """
     if parallel_state(module) is not None:
         return full_state_dict(module)
@@ -103,7 +104,7 @@ def full_state_dict_around(module: nn.Module) -> dict[str, Tensor] | None:
             continue
         unsharded = full_state_dict(inner)
         found |= {f"{prefix}.{name}": tensor for name, tensor in unsharded.items()}
-        # The module may name them once more.
+        # The wrapper may register the same parameters under other names.
         own = inner.named_parameters(remove_duplicate=False)
         known |= {id(tensor): unsharded[name] for name, tensor in own if name in unsharded}
     if not found:
