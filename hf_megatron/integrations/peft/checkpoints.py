@@ -1,4 +1,4 @@
-"""Checkpoints of a model with adapters: PEFT's files, and what tells the base from others in place of its weights."""
+"""Checkpoints of a model with adapters: PEFT's files, and a hash of the base model instead of its weights."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,27 +18,27 @@ _BASE = "base"
 
 
 def adapted_module(model: Any) -> Any:
-    """Returns the module that lists what is trained of an adapter as the saved state names it."""
+    """Returns the module whose parameter names match the saved optimizer state of adapters."""
     if parallel_state(model) is not None or adapter_prefix(model) is None:
         return unwrap_parallel_model(model)
-    # Prompts stand beside a model that nobody has laid out.
+    # In a model that is not parallelized, prompt encoders are outside the base model.
     return model if model.active_peft_config.is_prompt_learning else model.get_base_model()
 
 
 def is_of_adapters(checkpoint: Checkpoint) -> bool:
-    """Tells whether a checkpoint was saved of a model with adapters."""
+    """Returns whether a checkpoint was saved from a model with adapters."""
     return _BASE in checkpoint.metadata
 
 
 def checkpoint_metadata(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Returns what the manifest says beside the tensors; every rank calls it and gets the same."""
+    """Returns the manifest's metadata; a collective call with the same result on every rank."""
     inner = unwrap_parallel_model(model)
     found = training_metadata(inner, optimizers)
     return found if inner is model else found | {_BASE: base_identity(inner)}
 
 
 def saved_pieces(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[LocalChunk]:
-    """Yields all that this rank writes: of a model with adapters their moments."""
+    """Yields the chunks that this rank writes: for a model with adapters, only their optimizer moments."""
     inner = unwrap_parallel_model(model)
     if inner is model:
         yield from pieces(model, optimizers)
@@ -48,24 +48,27 @@ def saved_pieces(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> Ite
 
 
 def save_adapters(model: Any, directory: Path) -> None:
-    """Writes the files of a model's adapters, if it has any; every rank calls it."""
+    """Writes the files of a model's adapters, if it has any; a collective call."""
     if unwrap_parallel_model(model) is not model:
         model.save_pretrained(directory)
 
 
 def write_markers(directory: Path) -> None:
-    """Has a Trainer that knows nothing of shards raise: it would find PEFT's files, and start the rest anew."""
+    """Writes invalid optimizer files, so that a Trainer without hf_megatron raises.
+
+    Otherwise it would find PEFT's files and silently start with a new optimizer.
+    """
     text = "The optimizer's state lies in shards beside this file: `import hf_megatron` before the Trainer is made.\n"
     for name in ("optimizer.pt", "scheduler.pt"):
         (directory / name).write_text(text, encoding="utf-8")
 
 
 def load_weights(model: Any, checkpoint: Checkpoint) -> None:
-    """Fills a model's weights, or those of its adapters, from a checkpoint of any layout.
+    """Loads a model's weights, or the weights of its adapters, from a checkpoint of any layout.
 
     Raises:
-        CheckpointError: the checkpoint holds a model and this one has adapters, or the other way round; or it is of
-            adapters of another base.
+        CheckpointError: one of checkpoint and model has adapters and the other has none, or the adapters belong to
+            another base.
     """
     inner, saved, prefix = adapted_module(model), checkpoint.metadata.get(_BASE), adapter_prefix(model)
     if (saved is None) != (prefix is None):

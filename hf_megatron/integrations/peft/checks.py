@@ -1,11 +1,11 @@
-"""Which of PEFT's methods, settings and targets raise on a laid out model, before anything of it is changed."""
+"""Checks of PEFT methods, settings and targets on a parallelized model, before anything is changed."""
 
 import re
 from typing import Any
 
 from ...errors import UnsupportedError
 
-# Settings that nobody has compared with one process: what they are when they are off.
+# Settings without a recorded parity result, and their disabled values.
 _OFF: dict[str, tuple[Any, ...]] = {
     "trainable_token_indices": (None,),
     "layer_replication": (None,),
@@ -16,23 +16,23 @@ _OFF: dict[str, tuple[Any, ...]] = {
         (None,),
     ),
 }
-# Of initial values; others read or change the base's weights, too.
+# Supported initializations; others read or change the base weights as well.
 _INITIAL = ("True", "False", "gaussian", "pissa", r"pissa_niter_\d+", "olora")
-# What PEFT's methods put adapters on.
+# Modules adapted by each PEFT method.
 _METHODS = {"LORA": "linears", "IA3": "linears", "LN_TUNING": "norms"}
-# Those that put nothing into a model.
+# Methods that add no modules to the model.
 _PROMPTS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
 
 
 def has_codes(state: Any) -> bool:
-    """Tells whether a base is quantised."""
+    """Returns whether the base is quantized."""
     from ...tensor_parallel.quantization.scheme import NAME
 
     return NAME in state.placed
 
 
 def require_full_base_weight(state: Any) -> None:
-    """Raises `UnsupportedError` for a base that stage 3 splits."""
+    """Raises `UnsupportedError` for a base that ZeRO-3 shards."""
     if state.shards_weights:
         reject_adapter(
             "Merging a PEFT adapter with zero_stage = 3",
@@ -42,14 +42,14 @@ def require_full_base_weight(state: Any) -> None:
 
 
 def require_method(config: Any) -> None:
-    """Raises `UnsupportedError` for a method that is not laid out, some of which look at a model before they inject."""
+    """Raises `UnsupportedError` for an unsupported method; some inspect the model before they inject."""
     method = config.peft_type.value
     if method not in (*_METHODS, *_PROMPTS):
         reject_adapter(f"{method} of PEFT", f"laid out are {', '.join((*_METHODS, *_PROMPTS))}")
 
 
 def require_supported(config: Any, state: Any) -> None:
-    """Raises `UnsupportedError` for a method, a setting or a layout that nobody has compared with one process."""
+    """Raises `UnsupportedError` for a method, setting or layout without a recorded parity result."""
     method = config.peft_type.value
     require_method(config)
     if getattr(config, "megatron_config", None) is not None:
@@ -80,7 +80,7 @@ def require_supported(config: Any, state: Any) -> None:
 
 
 def require_prompts(config: Any, state: Any) -> None:
-    """Raises `UnsupportedError` for prompts that nobody has compared with one process."""
+    """Raises `UnsupportedError` for prompts without a recorded parity result."""
     method = config.peft_type.value
     require_method(config)
     if getattr(config, "encoder_reparameterization_type", None) == "LSTM":
@@ -102,7 +102,7 @@ def require_prompts(config: Any, state: Any) -> None:
 
 
 def require_targets(tuner: Any, model: Any, adapter: str, state: Any) -> None:
-    """Raises `UnsupportedError` for modules that have no rule, before any was changed."""
+    """Raises `UnsupportedError` for target modules without a rule, before any is changed."""
     import copy
 
     from peft.tuners.tuners_utils import BaseTunerLayer, _maybe_include_all_linear_layers
@@ -111,7 +111,7 @@ def require_targets(tuner: Any, model: Any, adapter: str, state: Any) -> None:
     from ...compat.transformers_models import ties_embeddings
     from .layout import require_parameter_rule, require_rules
 
-    # As PEFT does before it looks for targets: those of the model's type, or all linears.
+    # Resolve targets as PEFT does: the defaults of the model's type, or all linears.
     config: Any = copy.deepcopy(tuner.peft_config[adapter])
     config = tuner._prepare_adapter_config(config, tuner.get_model_config(model))
     config = _maybe_include_all_linear_layers(config, model)
@@ -143,7 +143,7 @@ def require_targets(tuner: Any, model: Any, adapter: str, state: Any) -> None:
 
 
 def require_saved(config: Any, model: Any, state: Any) -> None:
-    """Raises `UnsupportedError` for modules to save whose weights others read."""
+    """Raises `UnsupportedError` for `modules_to_save` whose weights are tied or read by the sharded loss."""
     from ...compat.transformers_models import ties_embeddings
 
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -160,7 +160,7 @@ def require_saved(config: Any, model: Any, state: Any) -> None:
 
 
 def reject_adapter(what: str, reason: str) -> None:
-    """Raises `UnsupportedError` with a reason, and what to do."""
+    """Raises `UnsupportedError` with a reason and the alternatives."""
     raise UnsupportedError(
         f"{what} on a model laid out by hf_megatron is not supported: {reason}. Change it, or train the adapter on a "
         "model loaded without megatron_config."

@@ -1,8 +1,9 @@
-"""DoRA on parts of a linear: the norms of its rows, some of whose entries other ranks may have.
+"""DoRA on sharded linears: row norms of a weight whose entries may lie on several ranks.
 
     output = base + (m / n - 1) base + m / n s B A x        n = ||W + s B A|| of each row, no gradient
 
-`base` is without the bias. Of a column linear a rank has whole rows; of a row linear it has some columns of each.
+`base` is without the bias. A column-parallel linear holds full rows; a row-parallel linear holds some columns of each
+row.
 """
 
 from typing import Any
@@ -18,13 +19,13 @@ from .site import Site
 
 
 class ShardedDora(nn.Module):
-    """Stands in the place of PEFT's `DoraLinearLayer`: `[..., in]` -> what is added to the base's `[..., out]`."""
+    """Replaces PEFT's `DoraLinearLayer`: `[..., in]` -> update of the base output `[..., out]`."""
 
     weight: nn.Parameter
     fan_in_fan_out: bool
-    # Of ranks that have parts of the same rows.
+    # Ranks that hold different columns of the same rows.
     norm_group: dist.ProcessGroup | None
-    # Of ranks that have parts of the gradient.
+    # Ranks over which the magnitude's gradient is summed.
     gradient_group: dist.ProcessGroup | None
 
     def forward(
@@ -40,6 +41,7 @@ class ShardedDora(nn.Module):
     ) -> Tensor:
         magnitude = local_view(self.weight, self.gradient_group)
         assert magnitude is not None
+        # The norm has no gradient, as in PEFT: only the magnitude and the two factors train.
         scale = magnitude / self._norms(lora_A, lora_B, scaling, base_layer)
         base_result = base_layer(x) if base_result is None else base_result
         bias = local_view(base_layer.bias)
@@ -48,19 +50,20 @@ class ShardedDora(nn.Module):
 
     @torch.no_grad()
     def _norms(self, first: Any, second: Any, scaling: float, base_layer: Any) -> Tensor:
-        """Returns the norms `[local out]` of the rows."""
+        """Returns the row norms `[local out]`."""
         weight, a, b = local_view(base_layer.weight), local_view(first.weight), local_view(second.weight)
         assert weight is not None and a is not None and b is not None
         rows = (weight.t() if self.fan_in_fan_out else weight) + scaling * (b @ a)
         if self.norm_group is None:
             return torch.linalg.norm(rows, dim=1)
+        # Row-parallel: each rank has some columns, so sum the squares `[out]` over tp in fp32.
         squares = rows.float().pow(2).sum(1)
         dist.all_reduce(squares, group=self.norm_group)
         return squares.sqrt().to(rows.dtype)
 
 
 def shard_dora(tuner: Any, adapter: str, factors: Factors | None, site: Site) -> None:
-    """Lays out the magnitudes of an adapter, if it has any."""
+    """Shards the magnitudes of an adapter, if it uses DoRA."""
     if adapter not in tuner.lora_magnitude_vector:
         return
     layer, inner = tuner.lora_magnitude_vector[adapter], f"lora_magnitude_vector.{adapter}.weight"

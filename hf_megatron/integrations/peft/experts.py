@@ -1,13 +1,13 @@
-"""LoRA of a parameter of experts `[experts, out, in]`, of which a rank has some, or a part of each one's width.
+"""LoRA on an expert parameter `[experts, out, in]` that is sharded by experts or within each expert.
 
-PEFT keeps `A [experts x r, in]`, one expert's rows after another's, and `B [out, r x experts]`, in whose columns
-experts take turns. What they make, `B A` of each expert, is added to the parameter while a forward reads it.
+PEFT keeps `A [experts x r, in]`, ordered by expert, and `B [out, r x experts]`, whose columns interleave the experts.
+During a forward, `B A` of each expert is added to the parameter.
 
-| the parameter is split | `A` | its gradient | `B` | its gradient |
+| parameter is split | `A` | its gradient | `B` | its gradient |
 |---|---|---|---|---|
-| by experts | its experts' rows | as the parameter's | its experts' columns | as the parameter's |
-| along `out` over tp | whole | sum over tp | its rows | as the parameter's |
-| along `in` over tp | its columns | as the parameter's | whole | sum over tp |
+| by experts | the local experts' rows | as the parameter's | the local experts' columns | as the parameter's |
+| along `out` over tp | replicated | sum over tp | local rows | as the parameter's |
+| along `in` over tp | local columns | as the parameter's | replicated | sum over tp |
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,10 +27,10 @@ from .site import Site
 
 
 def shard_parameter(wrapper: Any, site: Site) -> None:
-    """Lays out the adapters of a parameter that are new."""
+    """Shards new adapters of a parameter."""
     base, inner = wrapper.base_layer, f"{site.base_name}."
     while base is not wrapper.get_base_layer():
-        # Each parameter of a module has a wrapper of its own, around those of the others.
+        # Each adapted parameter of a module has its own wrapper, nested around the others.
         base, inner = base.base_layer, f"{inner}base_layer."
     sharding = site.state.shardings[f"{inner}{wrapper.parameter_name}"]
     for adapter, rank in wrapper.r.items():
@@ -38,6 +38,7 @@ def shard_parameter(wrapper: Any, site: Site) -> None:
             continue
         for which, dims in zip(("lora_A", "lora_B"), _dims(wrapper, len(sharding.shape), rank), strict=True):
             splits = tuple(_taken_over(sharding.placement.splits, dims))
+            # Without the parameter's split, a factor is replicated over tp and its gradient is partial: sum it.
             lacks = {split.axis for split in sharding.placement.splits} - {split.axis for split in splits}
             rule = replace(sharding.gradient, sum=AXIS, copies=None) if AXIS in lacks else sharding.gradient
             linear = getattr(wrapper, which)[adapter]
@@ -51,7 +52,7 @@ def shard_parameter(wrapper: Any, site: Site) -> None:
 
 
 def _dims(wrapper: Any, dims: int, rank: int) -> list[dict[int, tuple[int, int]]]:
-    """Maps dims of the parameter to those of `A` and of `B`, and each block of one to how many of the other."""
+    """Maps split dims of the parameter to (dim, number of blocks per block) in `A` and in `B`."""
     if dims == 2:
         return [{1: (1, 1)}, {0: (0, 1)}]
     out, width = (1, 2) if wrapper._did_swap_in_out_features else (2, 1)
@@ -66,7 +67,7 @@ def _taken_over(splits: tuple[Split, ...], dims: Mapping[int, tuple[int, int]]) 
 
 
 class ShardedLora(nn.Module):
-    """Stands in the place of PEFT's `ParamWrapper` where a rank has a part of the parameter."""
+    """Replaces PEFT's `ParamWrapper` for a parameter that is sharded over ranks."""
 
     parameter_name: str
     lora_A: Any  # noqa: N815 - PEFT's names
@@ -76,21 +77,21 @@ class ShardedLora(nn.Module):
     _did_swap_in_out_features: bool
 
     def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> Tensor:
-        """Returns what an adapter adds to the parameter, of any shape, lying as the parameter does."""
+        """Returns an adapter's update of the parameter, of any shape, with the parameter's sharding."""
         parameter = getattr(self.get_base_layer(), self.parameter_name)  # type: ignore[operator]
         delta = self._delta(adapter_name, local_tensor(parameter))
         return dtensor_from_local(delta, parameter) if isinstance(parameter, DTensor) else delta
 
     @contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
-        """Has the module inside read the parameter with what adapters add to it."""
+        """Registers the adapters' updates, which the wrapped module adds to the parameter whenever it reads it."""
         adapters = [adapter for adapter in active_adapters if adapter in self.lora_A]
         base: Any = self.get_base_layer()  # type: ignore[operator]
         before = base.changed
         made: list[Tensor] = []
 
         def changed(value: Tensor) -> Tensor:
-            # Modules that take one expert after another read it for each.
+            # Compute the sum once: modules that loop over experts read the parameter for each of them.
             if not made:
                 made.append(sum((self._delta(adapter, value) for adapter in adapters), value))
             return made[0]
@@ -108,6 +109,7 @@ class ShardedLora(nn.Module):
             made = b @ a
         else:
             experts = len(like)
+            # `A [experts x r, in]` to `[experts, r, in]` and `B [out, r x experts]` to `[out, r, experts]`, all local.
             a, b = a.view(experts, -1, a.shape[-1]), b.view(len(b), -1, experts)
             made = einsum("ore,eri->eoi" if self._did_swap_in_out_features else "ore,eri->eio", b, a)
         return (made * self.scaling[adapter]).to(like.dtype)

@@ -1,19 +1,19 @@
-"""The two factors of a low-rank adapter beside a linear, and where each of them lies over tp.
+"""Tensor-parallel sharding of the two factors of a low-rank adapter on a linear.
 
-What an adapter returns is added to what its linear returns, so both have to be in one state. `A [r, in]` and
-`B [out, r]` are PEFT's names; sums are over tp.
+The adapter's output is added to the linear's output, so both need the same layout. `A [r, in]` and `B [out, r]` are
+PEFT's names; sums are over tp.
 
 | linear | `A` | its gradient | `B` | its gradient |
 |---|---|---|---|---|
-| column, in a region | whole | sum | split dim 0 | complete |
-| column without a region, `colwise_gather_output` | whole | complete | split dim 0, its input copied | complete |
-| row | split dim 1, its output summed | complete | whole | complete |
-| row of a split sequence | split dim 1, its output summed and cut along the sequence | complete | whole | sum |
-| `rowwise_split_input` | split dim 1, its input cut | complete | whole | complete |
-| replicated | whole | the weight's rule | whole | the weight's rule |
+| colwise, in a region | replicated | sum | split dim 0 | complete |
+| colwise without a region, `colwise_gather_output` | replicated | complete | split dim 0, its input copied | complete |
+| rowwise | split dim 1, its output summed | complete | replicated | complete |
+| rowwise, sequence-sharded output | split dim 1, its output reduce-scattered | complete | replicated | sum |
+| `rowwise_split_input` | split dim 1, its input split | complete | replicated | complete |
+| replicated | replicated | the weight's rule | replicated | the weight's rule |
 
-A region copies its input once, where the block begins: every gradient inside of it is a part. `B` of a linear that
-several ranks hold a shard of is shared by the same ranks.
+A region copies its input to the ranks once, where the block begins, so every gradient inside it is partial. If several
+ranks hold copies of a shard of the linear, the same ranks hold copies of the shard of `B`.
 """
 
 from dataclasses import dataclass, replace
@@ -32,16 +32,19 @@ _SUMMED = GradientRule(sum=AXIS)
 
 
 class FullFactor(ParallelLinear):
-    """A linear that every rank has whole, whose gradient may be a part: `[..., in]` -> `[..., out]`."""
+    """A replicated linear whose gradient may be partial: `[..., in]` -> `[..., out]`."""
 
     sum_gradient: bool = False
 
     def forward(self, x: Tensor) -> Tensor:
+        # With a group, the backward sums the weight gradient over tp.
         group = self.group if self.sum_gradient else None
         weight, bias = local_view(self.weight, group), local_view(self.bias, group)
         assert weight is not None
         if self.region is None:
             return linear(x, weight, bias)
+        # If saved activations are sharded, `saving` keeps only the local shard of the region's input `[..., in]` and
+        # gathers it again in the backward.
         x, saving = self.region.column_input(x)
         with saving:
             return linear(x, weight, bias)
@@ -52,11 +55,11 @@ class Factor:
     """One factor of an adapter.
 
     Attributes:
-        kind: what computes with it.
-        weight, bias: where they lie.
-        rule: what their gradients need.
-        region (*optional*): of the linear, if the factor takes part in it.
-        switches: attributes of what computes with it.
+        kind: class that computes with it.
+        weight, bias: placements.
+        rule: reduction of their gradients.
+        region (*optional*): region of the linear, if the factor takes part in it.
+        switches: attributes to set on the module.
     """
 
     kind: type[ParallelLinear]
@@ -67,24 +70,24 @@ class Factor:
     switches: tuple[tuple[str, bool], ...] = ()
 
     def placement(self, own: str) -> Placement:
-        """Returns where its weight or its bias lies."""
+        """Returns the placement of its weight or its bias."""
         return self.weight if own == "weight" else self.bias
 
     def has(self, switch: str) -> bool:
-        """Tells whether a switch is on."""
+        """Returns whether a switch is on."""
         return dict(self.switches).get(switch, False)
 
     def along(self, dim: int) -> Placement:
-        """Returns where a tensor lies that has one of the linear's features along a dim, as the factor's weight has."""
+        """Returns the placement of a tensor with the linear's features along `dim`, as in the factor's weight."""
         if self.has("gather_output") or self.has("split_input"):
-            # Outside of the linear its features are whole.
+            # Outside the linear its features are unsharded.
             return Placement()
         return Placement(tuple(replace(split, dim=dim) for split in self.weight.splits))
 
 
 @dataclass(frozen=True)
 class Factors:
-    """Both factors, and whether every rank has their whole input."""
+    """Both factors, and whether every rank has their full input."""
 
     a: Factor
     b: Factor
@@ -92,14 +95,16 @@ class Factors:
 
 
 def factors_of(name: str, style_name: str, sharding: ParameterSharding, region: UniformRegion | None) -> Factors:
-    """Returns how an adapter beside a linear lies.
+    """Returns the sharding of an adapter on a linear.
 
     Args:
-        claim (`ParameterSharding`): of the linear's weight.
-        region (`UniformRegion`, *optional*): that the linear reads or ends.
+        name: name of the linear, for errors.
+        style_name: style of the linear.
+        sharding (`ParameterSharding`): sharding of the linear's weight.
+        region (`UniformRegion`, *optional*): region that the linear reads or ends.
 
     Raises:
-        UnsupportedError: for a style that has no row in the table.
+        UnsupportedError: a style without a row in the table.
     """
     rules = style(style_name)
     if rules.is_column or style_name == "colwise_gather_output":

@@ -1,4 +1,4 @@
-"""A base's weight in full, for what PEFT computes of it when it makes an adapter."""
+"""Full base weight for PEFT initializations that are computed from it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +16,9 @@ from ...data_parallel.engine import engine_of
 
 @contextmanager
 def full_base_weight(base: nn.Module) -> Iterator[None]:
-    """Has a linear hold its weight in full inside, on the ranks of every stage; what it is afterwards is kept.
+    """Replaces a linear's weight by the full tensor, on the ranks of every stage, and writes changes back at the end.
 
-    Every rank enters it.
+    A collective context: every rank enters it.
     """
     weight: Any = base._parameters["weight"]
     engine = engine_of(weight)
@@ -30,6 +30,7 @@ def full_base_weight(base: nn.Module) -> Iterator[None]:
     unsharded = torch.empty(weight.shape, dtype=weight.dtype, device=state.mesh.device)
     if not is_off_stage(weight):
         unsharded = full_tensor_of(weight)
+    # Off-stage ranks receive `[out, in]` from the owning stage.
     if state.cut is not None:
         dist.broadcast(unsharded, group=state.mesh.pp_group, group_src=state.cut.owner(sharding.name))
     base._parameters["weight"] = nn.Parameter(unsharded, requires_grad=False)
@@ -52,6 +53,6 @@ def _write(unsharded: Tensor, weight: Tensor) -> None:
 
 
 def agree_on(*tensors: Tensor) -> None:
-    """Gives all ranks the first one's values of tensors of any shape: of singular vectors each may choose the sign."""
+    """Broadcasts the first rank's values of tensors of any shape: the signs of singular vectors are arbitrary."""
     for tensor in tensors:
         dist.broadcast(tensor.data, 0)

@@ -1,4 +1,4 @@
-"""Where PEFT puts adapters into a model, takes them out and saves them: they are laid out as the model is."""
+"""Patches of PEFT's creation, removal and saving of adapters, which shard adapters like the model."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,14 +17,14 @@ from .checks import (
 
 
 def in_out_features(original: Callable, module: Any) -> Any:
-    """Returns the sizes `(in, out)` of the whole linear, of which a rank has a part."""
+    """Returns the feature sizes `(in, out)` of the full linear instead of this rank's shard."""
     from torch import nn
     from torch.distributed.tensor import DTensor
 
     weight = module._parameters.get("weight")
     if not isinstance(module, nn.Linear) or not isinstance(weight, DTensor):
         found = original(module)
-        # transformers' Conv1D holds its weight the other way round.
+        # transformers' Conv1D stores its weight as `[in, out]`.
         return tuple(weight.shape) if isinstance(weight, DTensor) and type(module).__name__ == "Conv1D" else found
     return module.in_features, module.out_features
 
@@ -32,7 +32,7 @@ def in_out_features(original: Callable, module: Any) -> Any:
 def linear_init(
     original: Callable, self: Any, base_layer: Any, adapter_name: str, config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Makes an adapter's layer; PEFT takes a split `Conv1D` for a linear, whose weight would lie the other way."""
+    """Creates an adapter layer; marks a split `Conv1D`, which PEFT takes for a linear, as transposed."""
     from ...tensor_parallel.linear import ParallelLinear
 
     if isinstance(base_layer, ParallelLinear) and base_layer.weight_dim_out == 1:
@@ -41,7 +41,7 @@ def linear_init(
 
 
 def dora_update_layer(original: Callable, self: Any, *, base_layer: Any, **kwargs: Any) -> None:
-    """Takes the norms of a whole weight, where ranks and stages have parts of it."""
+    """Computes DoRA's weight norms from the full weight."""
     from .full_base_weight import full_base_weight
 
     with full_base_weight(base_layer):
@@ -49,7 +49,7 @@ def dora_update_layer(original: Callable, self: Any, *, base_layer: Any, **kwarg
 
 
 def from_base(original: Callable, self: Any, adapter_name: str, *args: Any) -> None:
-    """Makes initial values of a whole weight, and leaves the rest of it in its place, alike on all ranks."""
+    """Initializes an adapter from the full weight and keeps the modified base weight, identical on all ranks."""
     from ...data_parallel.engine import engine_of
     from .full_base_weight import agree_on, full_base_weight
 
@@ -62,7 +62,7 @@ def from_base(original: Callable, self: Any, adapter_name: str, *args: Any) -> N
 
 
 def init(original: Callable, self: Any, model: Any, peft_config: Any, *args: Any, **kwargs: Any) -> None:
-    """Wraps a model; what is known of its layout is known of the wrapper."""
+    """Wraps a model and shares its parallel state with the wrapper."""
     from ...parallel_state import parallel_state, share_state
 
     state = parallel_state(model)
@@ -76,7 +76,7 @@ def init(original: Callable, self: Any, model: Any, peft_config: Any, *args: Any
 
 
 def init_mixed(original: Callable, self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuses adapters of several methods on a laid out model."""
+    """Rejects adapters of several methods on a parallelized model."""
     from ...parallel_state import parallel_state
 
     if parallel_state(model) is not None:
@@ -85,7 +85,7 @@ def init_mixed(original: Callable, self: Any, model: Any, *args: Any, **kwargs: 
 
 
 def setup_prompt_encoder(original: Callable, self: Any, adapter_name: str) -> None:
-    """Makes what makes prompts, from one random state on all ranks, and lays it out."""
+    """Creates a prompt encoder from one random state on all ranks, and places its parameters."""
     from ...parallel_state import parallel_state
 
     model = self.base_model
@@ -101,38 +101,38 @@ def setup_prompt_encoder(original: Callable, self: Any, adapter_name: str) -> No
     trained = [] if encoders is None else [p for p in encoders.parameters() if p.requires_grad]
     original(self, adapter_name)
     for parameter in trained:
-        # PEFT freezes all that the model has.
+        # PEFT freezes all parameters of the model, including earlier prompt encoders.
         parameter.requires_grad_(True)
     shard_prompts(self.prompt_encoder, model, state)
-    # Its names before those that it has in the model.
+    # List the prompt encoder before the base model, so that its parameters get the wrapper's names first.
     self._modules["base_model"] = self._modules.pop("base_model")
     vars(self)["word_embeddings"] = partial(embedded, self._modules.pop("word_embeddings"))
     note_modules(model, state)
 
 
 def get_prompt(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns what this rank's model takes of a prompt."""
+    """Returns a prompt as this rank's model takes it."""
     from ...parallel_state import parallel_state
 
     if (state := parallel_state(self.base_model)) is None:
         return original(self, *args, **kwargs)
     from .prompts import local_prompt, reading_prompts
 
-    # Prompts are made before the model is called, which does it, too.
+    # Prompts are created before the model's forward, which would otherwise sync in-place edits.
     state.data_parallel.sync_user_edits()  # type: ignore[union-attr]
     with reading_prompts(state):
         return local_prompt(original(self, *args, **kwargs), state)
 
 
 def _draw_identical(state: Any) -> None:
-    """Gives all ranks the first one's random state."""
+    """Broadcasts the first rank's random state to all ranks."""
     from ...core.communication.rng import broadcast_state
 
     broadcast_state(state.mesh.device, *(state.mesh.host_group(axis) for axis in ("tp", "cp", "pp", "dp")))
 
 
 def inject_adapter(original: Callable, self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-    """Puts an adapter into a model, from one random state on all ranks, and lays it out."""
+    """Injects an adapter from one random state on all ranks, and shards it."""
     from ...parallel_state import parallel_state
 
     if (state := parallel_state(model)) is None:
@@ -151,7 +151,7 @@ def inject_adapter(original: Callable, self: Any, model: Any, adapter_name: str,
 
 
 def forward_hooks(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Has rows of a batch choose their adapters, except where a pipeline cuts the batch."""
+    """Enables per-sample adapters, except under a pipeline, which splits the batch into microbatches."""
     from ...parallel_state import parallel_state
 
     state = parallel_state(self.model)
@@ -163,7 +163,7 @@ def forward_hooks(original: Callable, self: Any, *args: Any, **kwargs: Any) -> A
 
 
 def unload(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Takes adapters out of a model, or merges them into its weights, and has the layout follow."""
+    """Removes adapters or merges them into the base weights, and updates the parallel state."""
     from ...parallel_state import parallel_state
 
     if (state := parallel_state(self.model)) is None:
@@ -173,7 +173,7 @@ def unload(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("merge", args[0] if args else True):
         require_full_base_weight(state)
         if has_codes(state):
-            # Sums are rounded to the dtype of the model, not to codes a second time.
+            # Merge in the model's dtype: sums would be rounded a second time if quantized again.
             self.model.dequantize()
     before = insides(self.model)
     model = original(self, *args, **kwargs)
@@ -182,7 +182,7 @@ def unload(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def cast_adapter(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Casts an adapter, which PEFT does by putting other parameters in the place of those that were laid out."""
+    """Casts an adapter; PEFT replaces parameters when it does, so the engine rescans the model."""
     from ...parallel_state import parallel_state
 
     original(self, *args, **kwargs)
@@ -191,7 +191,7 @@ def cast_adapter(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
 
 
 def base_model_class(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns the class that a model was loaded as, which FSDP2 puts one of its own in front of."""
+    """Returns the class of the base model, without the FSDP2 class that is prepended to it."""
     from torch.distributed.fsdp import FSDPModule
 
     cls = original(self, *args, **kwargs)
@@ -199,7 +199,7 @@ def base_model_class(original: Callable, self: Any, *args: Any, **kwargs: Any) -
 
 
 def merge_adapter(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Merges adapters into their bases, except into one that stage 3 splits."""
+    """Merges adapters into their bases; rejects bases that ZeRO-3 shards or that are quantized."""
     from ...parallel_state import parallel_state
 
     if (state := parallel_state(self.model)) is not None:
@@ -214,7 +214,7 @@ def merge_adapter(original: Callable, self: Any, *args: Any, **kwargs: Any) -> A
 
 
 def adapter_state_dict(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns an adapter's weights of any shape in full on every rank; all of them call it."""
+    """Returns an adapter's full weights, of any shape, on every rank; a collective call."""
     from ...parallel_state import parallel_state
 
     found, state = original(model, *args, **kwargs), parallel_state(model)
@@ -224,22 +224,22 @@ def adapter_state_dict(original: Callable, model: Any, *args: Any, **kwargs: Any
 
     given = args[0] if args else kwargs.get("state_dict")
     if given is not None and is_replicated(given):
-        # `Accelerator.get_state_dict` has gathered it on the first rank.
+        # `Accelerator.get_state_dict` has already gathered it on the first rank.
         return found
     return full_adapter(found, state)
 
 
 def parts_for_load(original: Callable, model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Leaves whole tensors of any shape to the model's `load_state_dict`, which takes this rank's part of them."""
+    """Passes full tensors of any shape to the model's `load_state_dict`, which copies this rank's shard."""
     from ...parallel_state import parallel_state
 
     return original(model, state_dict) if parallel_state(model) is None else state_dict
 
 
 def push_adapter(original: Callable, self: Any, repo_id: str, **kwargs: Any) -> Any:
-    """Pushes adapters as models are; what else is pushed goes as in stock.
+    """Pushes adapters like parallelized models; other objects are pushed by upstream.
 
-    It is looked up while transformers is imported, maybe by a part of this library: nothing is imported before a call.
+    Imports are inside the function because it is looked up while transformers is being imported.
     """
     from ...parallel_state import parallel_state
 
@@ -253,7 +253,7 @@ def push_adapter(original: Callable, self: Any, repo_id: str, **kwargs: Any) -> 
 def save_adapter(
     original: Callable, self: Any, save_directory: str, *args: Any, is_main_process: bool = True, **kwargs: Any
 ) -> None:
-    """Writes the adapters' files from rank 0; every rank calls it, and returns when they are there."""
+    """Writes the adapter files from rank 0; a collective call that returns when the files exist."""
     from ...parallel_state import parallel_state
 
     if parallel_state(self) is None:

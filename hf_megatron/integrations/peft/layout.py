@@ -1,7 +1,7 @@
-"""Lays PEFT's adapters out over the ranks of the model that they were put into.
+"""Sharding of PEFT adapters over the ranks of their model.
 
-PEFT makes every adapter in full on every rank, from one random state; afterwards each rank keeps its part. What
-adapters of other pipeline stages draw keeps the random numbers those of one process.
+PEFT creates every adapter in full on every rank, from one random state; afterwards each rank keeps its shard. Adapters
+of other pipeline stages are initialized too, so that random numbers match the single-process run.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +25,7 @@ from .site import Site, linear_factors
 
 
 def shard_copies(copies: nn.ModuleDict, within: str, site: Site) -> None:
-    """Claims copies, by adapter, as the module that they were made of."""
+    """Registers the shardings of copies, by adapter, as for the copied module."""
     for adapter, copy in copies.items():
         for own, _ in copy.named_parameters():
             inner = f"{within}.{adapter}.{own}"
@@ -34,17 +34,17 @@ def shard_copies(copies: nn.ModuleDict, within: str, site: Site) -> None:
 
 
 def shard_norms(tuner: Any, site: Site) -> None:
-    """Lays out the adapters of a layer of LN tuning."""
+    """Shards the adapters of an LN-tuning layer."""
     shard_copies(tuner.ln_tuning_layers, "ln_tuning_layers", site)
 
 
 def shard_saved(wrapper: Any, site: Site) -> None:
-    """Lays out the copies of a module that is saved with an adapter."""
+    """Shards the copies of a module in `modules_to_save`."""
     shard_copies(wrapper.modules_to_save, "modules_to_save", site)
 
 
 def shard_ia3(tuner: Any, site: Site) -> None:
-    """Lays out the adapters of an (IA)3 layer that are new."""
+    """Shards new adapters of an (IA)3 layer."""
     factors, vectors = site.factors(), tuner.ia3_l
     factor = None if factors is None else factors.a if tuner.is_feedforward else factors.b
     for adapter in list(vectors.keys()):
@@ -63,11 +63,11 @@ def shard_ia3(tuner: Any, site: Site) -> None:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A class of PEFT's: the attribute that holds the module inside, and what lays out the adapters beside it."""
+    """A PEFT layer class: the attribute with the wrapped module, and the function that shards its adapters."""
 
     base: str
     shard_model: Callable[[Any, Site], None]
-    # Of the module inside, hooks and all, which are called in its place.
+    # Whether adapters are copies of the wrapped module, including its hooks, that are called instead of it.
     has_copies: bool = False
 
 
@@ -85,20 +85,20 @@ def _kind(module: nn.Module) -> _Kind | None:
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, Any, _Kind]]:
-    """Yields the modules of a model that adapters stand in, with their names and kinds."""
+    """Yields names, modules and kinds of a model's adapted modules."""
     for name, module in model.named_modules():
         if (kind := _kind(module)) is not None:
             yield name, module, kind
 
 
 def require_rules(state: ParallelState, targets: list[str]) -> None:
-    """Raises `UnsupportedError` for linears that an adapter shall be put on and that have no rule for one."""
+    """Raises `UnsupportedError` for target linears whose style has no rule for adapters."""
     for name in targets:
         linear_factors(state, name, f"{name}.weight")
 
 
 def require_parameter_rule(state: ParallelState, name: str, module: nn.Module) -> None:
-    """Raises `UnsupportedError` for a parameter of a module that knows no other way to read it than its own."""
+    """Raises `UnsupportedError` for a target parameter that its module cannot read with adapter updates."""
     sharding = state.shardings[name]
     is_split = sharding.placement.on(state.axes).is_split
     if isinstance(module, Placeholder) or not (is_split or NAME in state.placed):
@@ -116,7 +116,7 @@ def require_parameter_rule(state: ParallelState, name: str, module: nn.Module) -
 
 
 def shard_adapters(model: nn.Module, state: ParallelState) -> None:
-    """Claims and places what PEFT has put into a model since the last call."""
+    """Registers the shardings of adapters that PEFT has added since the last call, and shards them."""
     found = list(_adapted(model))
     for name, tuner, kind in found:
         parameters = dict(getattr(tuner, kind.base).named_parameters())
@@ -137,17 +137,19 @@ def shard_adapters(model: nn.Module, state: ParallelState) -> None:
 
 
 def note_modules(model: nn.Module, state: ParallelState) -> None:
-    """Takes note of modules that were laid out and added to a model."""
+    """Updates the parallel state for modules that were added to a model."""
     _follow(model, state, {})
 
 
 def forget_adapters(
     model: nn.Module, state: ParallelState, before: Mapping[str, tuple[nn.Module, dict[int, str]]]
 ) -> None:
-    """Takes note of what PEFT has put in the place of modules with adapters.
+    """Updates the parallel state after PEFT has replaced adapted modules.
 
     Args:
-        before: from `insides`.
+        model: the model without the adapters.
+        state: state of the model.
+        before: result of `insides` before the replacement.
     """
     there = {name: model.get_submodule(name) for name in before}
     for name, module in there.items():
@@ -165,7 +167,7 @@ def forget_adapters(
 
 
 def insides(model: nn.Module) -> dict[str, tuple[nn.Module, dict[int, str]]]:
-    """Returns a model's outermost modules with adapters, and what lies inside of them by identity, by their names."""
+    """Returns a model's outermost adapted modules by name, each with the names of its submodules by identity."""
     found: dict[str, tuple[nn.Module, dict[int, str]]] = {}
     for name, tuner, _ in _adapted(model):
         if not any(name.startswith(f"{outer}.") for outer in found):
@@ -174,7 +176,7 @@ def insides(model: nn.Module) -> dict[str, tuple[nn.Module, dict[int, str]]]:
 
 
 def _follow(model: nn.Module, state: ParallelState, modules: Mapping[str, nn.Module]) -> None:
-    """Has what knows a model's modules and parameters know of others that are in their place, by name."""
+    """Updates names, user-hook checks and the data-parallel engine for replaced modules, given by name."""
     if state.cut is not None:
         listed = model.state_dict()
         state.names = tuple(listed)
@@ -186,7 +188,7 @@ def _follow(model: nn.Module, state: ParallelState, modules: Mapping[str, nn.Mod
 
 
 def _rename_shardings(state: ParallelState, before: str, after: str) -> None:
-    """Has the claims of a module follow it into what was put around it, or out of it."""
+    """Renames the shardings of a module that was wrapped or unwrapped."""
     renamed = dict(_renamed(state, before, after))
     state.shardings.clear()
     state.shardings.update(renamed)
@@ -201,7 +203,7 @@ def _renamed(state: ParallelState, before: str, after: str) -> Iterator[tuple[st
 
 
 def _move_hooks(source: nn.Module, target: nn.Module) -> None:
-    """Has what is done to a linear's input, where it is a block by itself, and output be done to adapters' too."""
+    """Moves hooks on the input and output of a linear that is a block of its own to its adapter layer."""
     for hooks in (source._forward_pre_hooks, source._forward_hooks):
         for number, hook in list(hooks.items()):
             owner = getattr(hook, "__self__", None)

@@ -1,4 +1,4 @@
-"""LoRA: two linears beside a linear."""
+"""LoRA: sharding of the two factors next to a linear or an embedding."""
 
 from functools import cache
 from typing import Any
@@ -18,7 +18,7 @@ _OF_EMBEDDINGS = ("lora_embedding_A", "lora_embedding_B")
 
 
 def shard_lora(tuner: Any, site: Site) -> None:
-    """Lays out the adapters of a LoRA layer that are new."""
+    """Shards new adapters of a LoRA layer."""
     if len(tuner.lora_embedding_A):
         _shard_embedding(tuner, site)
         return
@@ -35,7 +35,7 @@ def shard_lora(tuner: Any, site: Site) -> None:
 
 
 def _shard_embedding(tuner: Any, site: Site) -> None:
-    """Leaves the factors beside an embedding whole: every rank looks up all tokens, in `rank` columns."""
+    """Replicates the factors of an embedding: every rank looks up all tokens, in `rank` columns."""
     for which in _OF_EMBEDDINGS:
         parameters = getattr(tuner, which)
         for adapter in list(parameters.keys()):
@@ -49,7 +49,7 @@ def _shard_embedding(tuner: Any, site: Site) -> None:
 
 
 class _PassedBy(nn.Module):
-    """Stands for an adapter of another stage around what a forward calls here: the embedding, which makes zeros."""
+    """Placeholder for an adapter of another stage: its forward only calls the base embedding, which returns zeros."""
 
     base_layer: nn.Module
 
@@ -63,7 +63,7 @@ def _passed_by(base: Any) -> Any:
 
 
 def _place(linear: nn.Module, inner: str, factor: Factor | None, site: Site) -> None:
-    """Turns PEFT's linear into one that computes with this rank's part of it."""
+    """Converts PEFT's linear to a parallel linear with this rank's shard."""
     for own in list(linear._parameters):
         if linear._parameters[own] is not None:
             placement = Placement() if factor is None else factor.placement(own)
@@ -74,6 +74,8 @@ def _place(linear: nn.Module, inner: str, factor: Factor | None, site: Site) -> 
     linear.mesh, linear.forwards = site.state.mesh, site.forwards  # type: ignore[assignment]
     linear.streams, linear.region = site.streams, factor.region  # type: ignore[assignment]
     linear.copies = factor.rule.copies or 1  # type: ignore[assignment]
+    # The name marks linears with sharded inputs or outputs or partial gradients: calls outside the model's forward
+    # raise.
     if factor.kind is not FullFactor or factor.rule.sum is not None:
         linear.shard_name = f"{site.name}.{inner}"  # type: ignore[assignment]
     for switch, value in factor.switches:
@@ -85,19 +87,20 @@ class _Dropout(nn.Dropout):
     is_replicated: bool
 
     def forward(self, x: Tensor) -> Tensor:
+        # A replicated input needs identical dropout masks on all tp ranks, a sharded one different masks.
         with self.streams.replicated() if self.is_replicated else self.streams.own():
             return super().forward(x)
 
 
 def draw_in_turn(dropout: nn.Module, streams: TensorParallelRng, *, is_replicated: bool) -> None:
-    """Has an adapter's dropout draw from the stream of what it is given, whichever one is live."""
+    """Configures an adapter's dropout to draw from the shared or local RNG, whichever fits its input."""
     if isinstance(dropout, nn.Dropout):
         dropout.__class__ = _Dropout
         dropout.streams, dropout.is_replicated = streams, is_replicated  # type: ignore[assignment]
 
 
 class LocalDict(nn.ParameterDict):
-    """Parameters of any shape that are local tensors in forwards, their gradients summed over a group of ranks."""
+    """Parameters of any shape that are local tensors in forwards, with gradients summed over a group of ranks."""
 
     forwards: ActiveForwards
     group: dist.ProcessGroup | None

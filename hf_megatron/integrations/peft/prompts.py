@@ -1,7 +1,7 @@
-"""Prompts that are trained: parameters in front of a model, and keys and values of tokens that are not there.
+"""Trained prompts: prefix embeddings in front of the input, and prefix keys and values.
 
-Every rank of a batch makes whole prompts from whole parameters; of a pipeline the first stage has them, and others
-make tensors of their shapes. Of keys and values a rank takes its heads'.
+Every model-parallel rank computes full prompts from replicated parameters. With a pipeline the first stage owns the
+parameters, and other stages create tensors of the same shapes. A rank keeps the keys and values of its own heads.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -19,12 +19,12 @@ from ...tensor_parallel.axis import FORWARDS
 from ...tensor_parallel.local_parameters import read_locally
 from .site import Site
 
-# Of what makes prompts, in a `PeftModel` and in a model.
+# Name of the prompt encoders in a `PeftModel` and in a model.
 PROMPTS = "prompt_encoder"
 
 
 def shard_prompts(encoders: nn.ModuleDict, model: Any, state: ParallelState) -> None:
-    """Claims and places the parameters that make prompts, by adapter, and has the model list them."""
+    """Registers the shardings of the prompt encoders' parameters, by adapter, and adds them to the model."""
     if PROMPTS not in model._modules:
         model.add_module(PROMPTS, encoders)
     is_off_stage = state.cut is not None and state.cut.owner(PROMPTS) != state.axes.rank("pp")
@@ -47,39 +47,40 @@ def shard_prompts(encoders: nn.ModuleDict, model: Any, state: ParallelState) -> 
 
 
 def embedded(embedding: Any, ids: Tensor) -> Tensor:
-    """Embeds tokens `[rows, tokens]` as `[rows, tokens, hidden]`, without a graph where the embedding is frozen.
+    """Embeds tokens `[batch, tokens]` as `[batch, tokens, hidden]`, without a graph if the embedding is frozen.
 
-    Gradient checkpoints have outputs of embeddings require a gradient, which nobody reads behind a prompt.
+    Gradient checkpointing makes embedding outputs require a gradient, which is unused in a prompt.
     """
     found = embedding(ids)
     return found if embedding.weight.requires_grad else found.detach()
 
 
 def reading_prompts(state: ParallelState) -> AbstractContextManager[None]:
-    """Has the parameters that make prompts be plain tensors inside, as in a forward."""
+    """Returns a context in which the prompt parameters are local tensors, as during a forward."""
     return state.placed[FORWARDS].of_module() if FORWARDS in state.placed else nullcontext()
 
 
 def local_prompt(prompt: Any, state: ParallelState) -> Any:
-    """Returns what a rank's model takes of a prompt: embeddings `[rows, tokens, hidden]`, or keys and values."""
+    """Returns this rank's part of a prompt: embeddings `[batch, tokens, hidden]`, or keys and values of its heads."""
     if isinstance(prompt, Tensor):
         return prompt
     ranks, rank = state.axes.size("tp"), state.axes.rank("tp")
     if ranks == 1:
         return prompt
-    # Prefixes stand before a decoder's own tokens.
+    # Prefixes only extend the decoder's self-attention cache.
     cache: Any = prompt.self_attention_cache if isinstance(prompt, EncoderDecoderCache) else prompt
     for layer in cache.layers:
-        # Layers of another shape than the prefix have none.
+        # Layers of another shape than the prefix, such as linear attention, have no cache.
         if layer.is_initialized:
             layer.keys, layer.values = (_own_heads(part, ranks, rank, state) for part in (layer.keys, layer.values))
     return prompt
 
 
 def _own_heads(unsharded: Tensor, ranks: int, rank: int, state: ParallelState) -> Tensor:
-    """Cuts this rank's heads out of `[rows, heads, tokens, head dim]`; gradients of all ranks are added up."""
+    """Slices this rank's heads from `[batch, heads, tokens, head_dim]`; the backward sums gradients over tp."""
     heads = unsharded.shape[1]
     unsharded = copy_to_ranks(unsharded, state.mesh.tp_group)
     if heads >= ranks:
         return unsharded.narrow(1, rank * heads // ranks, heads // ranks)
+    # Fewer KV heads than ranks: neighboring ranks share a head.
     return unsharded.narrow(1, rank // (ranks // heads), 1)

@@ -1,4 +1,4 @@
-"""Adapters in full, from all shards and stages: they are small, so that every rank may have them."""
+"""Full adapter tensors, gathered from all shards and stages; small enough for every rank to hold."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,15 +12,16 @@ from ...core.communication.full_tensor import full_tensor_of
 from ...core.off_stage import is_off_stage
 from ...parallel_state import ParallelState
 
-# What PEFT puts in front of a model's names.
+# Prefix that PEFT adds to the model's parameter names.
 _WRAPPED = "base_model.model."
 
 
 def full_adapter(tensors: Mapping[str, Any], state: ParallelState) -> dict[str, Any]:
-    """Returns an adapter's tensors in full on every rank; all of them call it.
+    """Returns an adapter's full tensors on every rank; a collective call.
 
     Args:
-        tensors: by PEFT's names, this rank's parts of them, or what stands for those of other stages.
+        tensors: local shards by PEFT's names, or placeholders for tensors of other stages.
+        state: state of the model.
     """
     return {
         name: _unsharded(name, tensor, state) if isinstance(tensor, Tensor) else tensor
@@ -29,7 +30,7 @@ def full_adapter(tensors: Mapping[str, Any], state: ParallelState) -> dict[str, 
 
 
 def is_replicated(tensors: Mapping[str, Any]) -> bool:
-    """Tells whether a rank has all of the values of some tensors of any shape."""
+    """Returns whether a rank holds all tensors in full."""
     return not any(isinstance(tensor, DTensor) or is_off_stage(tensor) for tensor in tensors.values())
 
 
@@ -38,6 +39,7 @@ def _unsharded(name: str, tensor: Tensor, state: ParallelState) -> Tensor:
     unsharded = (
         full_tensor_of(tensor) if is_here else torch.empty(tensor.shape, dtype=tensor.dtype, device=state.mesh.device)
     )
+    # The owning stage broadcasts the full tensor to the other stages.
     if state.cut is not None:
         owner = state.cut.owner(name.removeprefix(_WRAPPED))
         dist.broadcast(unsharded, group=state.mesh.pp_group, group_src=owner)

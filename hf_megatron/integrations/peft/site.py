@@ -1,4 +1,4 @@
-"""A module that adapters were put on: how it is laid out, and how their parameters become parts beside it."""
+"""Adapted module: its sharding, and the placement of its adapters' parameters as local shards."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,13 +17,15 @@ from .factors import Factors, factors_of
 
 @dataclass(frozen=True)
 class Site:
-    """Where adapters are.
+    """Location of adapters in a parallelized model.
 
     Attributes:
-        name: of the tuner layer in the model, which was that of its base before.
-        base: the module inside of it.
-        is_off_stage: on another pipeline stage.
+        name: name of the tuner layer in the model, which used to be the name of its base.
+        base: the wrapped module.
+        base_name: name of the wrapped module in the model.
+        state: state of the model.
         copies: the smallest number of ranks that hold copies of a shard (`copies_of_model`).
+        is_off_stage: whether the module belongs to another pipeline stage.
     """
 
     name: str
@@ -35,7 +37,7 @@ class Site:
 
     @property
     def splits(self) -> bool:
-        """Whether something is split over tp."""
+        """Whether the model is split over tp."""
         return self.state.placed.get(NAME) is not None
 
     @property
@@ -47,11 +49,11 @@ class Site:
         return self.state.placed[FORWARDS]
 
     def factors(self) -> Factors | None:
-        """Returns how a low-rank adapter on the base, a linear, lies over tp; `None` where nothing is split over it."""
+        """Returns the tp sharding of a low-rank adapter on the base, a linear; `None` without tensor parallelism."""
         return linear_factors(self.state, self.name, f"{self.base_name}.weight")
 
     def has_sharding(self, inner: str) -> bool:
-        """Tells whether a parameter inside of the tuner layer is laid out."""
+        """Returns whether a parameter inside the tuner layer has a sharding spec."""
         return f"{self.name}.{inner}" in self.state.shardings
 
     def place(
@@ -64,12 +66,15 @@ class Site:
         *,
         keeps_average: bool = False,
     ) -> None:
-        """Claims a whole parameter of any shape, and keeps this rank's part of it.
+        """Registers the sharding of a full parameter of any shape, and replaces it by this rank's shard.
 
         Args:
-            own, inner: its names in its module and in the tuner layer.
-            keeps_average (`bool`, defaults to `False`): whether the rule says which ranks average the gradient; else
-                they are those of the whole batch.
+            holder: module that owns the parameter.
+            own, inner: names of the parameter in its module and in the tuner layer.
+            placement: sharding of the parameter.
+            rule: reduction of its gradient.
+            keeps_average (`bool`, defaults to `False`): whether to keep the averaging group of `rule`; otherwise the
+                gradient is averaged over all ranks with different data.
         """
         unsharded: Any = holder._parameters[own]
         if not keeps_average:
@@ -80,11 +85,11 @@ class Site:
             holder._parameters[own] = nn.Parameter(part, requires_grad=unsharded.requires_grad)
 
     def replicate_value(self, holder: nn.Module, own: str, inner: str) -> None:
-        """Places a parameter of any shape where nothing is split."""
+        """Places a parameter of any shape as replicated."""
         self.place(holder, own, inner, Placement(), GradientRule())
 
     def add_copy(self, inner: str, sharding: ParameterSharding) -> None:
-        """Claims a parameter that is a copy of one of the base."""
+        """Registers the sharding of a parameter that is a copy of one of the base."""
         self._add_sharding(inner, sharding.shape, sharding.placement, sharding.gradient)
 
     def _add_sharding(self, inner: str, shape: tuple[int, ...], placement: Placement, rule: GradientRule) -> None:
@@ -93,25 +98,30 @@ class Site:
 
 
 def linear_factors(state: ParallelState, name: str, weight: str) -> Factors | None:
-    """Returns how a low-rank adapter on a linear lies over tp; `None` where nothing is split over it.
+    """Returns the tp sharding of a low-rank adapter on a linear; `None` without tensor parallelism.
 
     Args:
-        name: of the linear when the model was laid out.
-        weight: of its weight now.
+        state: state of the model.
+        name: name of the linear when the model was parallelized.
+        weight: current name of its weight.
+
+    Raises:
+        UnsupportedError: the linear's style has no rule for adapters.
     """
     plan = state.placed.get(NAME)
     if plan is None:
         return None
     region, sharding = state.placed[REGIONS].of_linear.get(name), state.shardings[weight]
     if any(name.startswith(f"{block}.") for block in plan.heads):
-        # With adapters inside, every rank computes all heads of such a block: gradients are complete.
+        # With adapters inside, every rank computes all heads of such a block, so gradients are complete.
         return factors_of(name, "replicated", replace(sharding, gradient=GradientRule()), region)
     return factors_of(name, plan.styles.get(name, "replicated"), sharding, region)
 
 
 def _part(unsharded: Tensor, placement: Placement, state: ParallelState, copies: int) -> DTensor:
-    """Returns this rank's part of a tensor of any shape that every rank has."""
+    """Returns this rank's shard of a tensor of any shape that every rank has in full."""
     local = unsharded
+    # An interval list per dim: a fused weight keeps several slices of one dim.
     for dim, ranges in enumerate(placement.intervals(unsharded.shape, state.axes)):
         local = torch.cat([local.narrow(dim, start, stop - start) for start, stop in ranges], dim)
     return DTensor.from_local(
