@@ -1,6 +1,6 @@
-"""Where stock code asks autograd for gradients: backward, and hooks on what is differentiated, also after a cast.
+"""Patches of autograd for parallelized models: backward, gradient hooks, `retain_grad` and `swap_tensors`.
 
-torch imports the targets itself, so nothing of it may be imported before a wrapper is called.
+torch itself imports the targets, so nothing of torch may be imported before a wrapper is called.
 """
 
 from collections.abc import Callable
@@ -10,9 +10,10 @@ from ...core.runtime import RUNTIME
 
 
 def backward(original: Callable, tensors: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuses trained tensors of any shape that get gradients which nobody would reduce, before they do.
+    """Runs backward after rejecting trained tensors, of any shape, whose gradients would never be reduced.
 
-    Of the inputs that a backward is asked for this rank has its own; without any it takes part for the others.
+    Of the requested `inputs`, this rank differentiates its own. If all of them are off-stage, it still takes part in
+    the backward, because other stages wait for its sends and receives.
     """
     if RUNTIME.models:
         from ...core.off_stage import gradients_of, is_off_stage, own_terms
@@ -35,9 +36,9 @@ def backward(original: Callable, tensors: Any, *args: Any, **kwargs: Any) -> Non
 def run_backward(
     original: Callable, outputs: Any, seeds: Any, keep: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Runs autograd's engine, which raises where a split weight that it needs was edited in place.
+    """Runs autograd's engine, after recording in-place edits of sharded weights, so that it raises for outdated values.
 
-    Refuses the gradients of inputs, of any shape, that hooks of split modules were given.
+    Rejects gradients with respect to inputs, of any shape, that user hooks of sharded modules have received as copies.
     """
     if RUNTIME.models:
         from ...data_parallel.engine import all_engines
@@ -50,7 +51,7 @@ def run_backward(
 
 
 def register_hook(original: Callable, self: Any, hook: Callable) -> Any:
-    """Refuses hooks on the gradients of activations, of any shape, that would see them with a factor."""
+    """Registers a gradient hook; rejects activations of data-parallel models, whose gradients carry a dp factor."""
     if RUNTIME.models and self.grad_fn is not None:
         from ...data_parallel.untracked_leaves import reject_activation_hook
 
@@ -62,7 +63,7 @@ _RETAIN = "retain_grad"
 
 
 class RetainedGradients:
-    """Puts a check in front of `Tensor.retain_grad`, which `Tensor` inherits, until `remove()`."""
+    """Check in front of `Tensor.retain_grad`, until `remove()`."""
 
     def __init__(self) -> None:
         import torch
@@ -84,12 +85,12 @@ class RetainedGradients:
 
 
 def watch_retained_gradients() -> RetainedGradients:
-    """Registers the check, and returns what takes it back."""
+    """Installs the check and returns its removal handle."""
     return RetainedGradients()
 
 
 def swap_tensors(original: Callable, t1: Any, t2: Any) -> None:
-    """Swaps two tensors, as casts of split weights do, and has autograd call the hooks of both again."""
+    """Swaps two tensors, as casts of sharded weights do, and restores their autograd hooks."""
     original(t1, t2)
     if RUNTIME.models:
         from ...compat.torch_autograd import restore_hooks

@@ -1,4 +1,4 @@
-"""What would train silently wrong on a split model today, refused by name before it starts."""
+"""Wrappers and trainers that would silently train a parallelized model wrong, rejected by name before they start."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,14 +7,14 @@ from ...errors import UnsupportedError
 
 
 def _rejecting(message: str) -> Callable:
-    """Makes the replacement of an `__init__` that takes a model, or a module, first."""
+    """Returns the replacement of an `__init__` whose first argument is a model or module."""
 
     def reject(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-        """Refuses a laid out model, or a module around one, by name."""
+        """Rejects a parallelized model, or a module that contains one, by name."""
         from torch import nn
 
         given = args[0] if args else kwargs.get("model", kwargs.get("module"))
-        # Read directly: this file is loaded with torch, long before the rest of the library is needed.
+        # Read the attribute directly: this module is loaded with torch, long before the rest of the library is needed.
         if isinstance(given, nn.Module) and any("_hf_megatron" in vars(module) for module in given.modules()):
             raise UnsupportedError(f"{type(self).__name__}: {message}")
         original(self, *args, **kwargs)
@@ -28,7 +28,7 @@ _TRL_TRAINERS = (
         for name in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO", "Distillation")
     ),
     *(f"trl.experimental.{name.lower()}.{name.lower()}_trainer.{name}Trainer" for name in ("ORPO", "CPO", "GKD")),
-    # Earlier names of the same.
+    # Earlier import paths of the same trainers.
     *(f"trl.experimental.{name.lower()}.{name}Trainer" for name in ("KTO", "Distillation")),
 )
 _NAMES = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in _TRL_TRAINERS))
@@ -37,7 +37,7 @@ _TRL = (
     "one of them, transformers.Trainer or an Accelerate loop."
 )
 
-# Whole-model DDP would average shards that belong to different parts of the weights.
+# DDP around the model would average shards of different weights.
 data_parallel = _rejecting(
     "a model laid out by hf_megatron reduces its own gradients and cannot be wrapped. Pass it to Trainer or "
     "Accelerator.prepare as it is."
@@ -45,7 +45,7 @@ data_parallel = _rejecting(
 
 
 def own_adapters(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuses a laid out model, whose `save_pretrained` would write a rank's part of an adapter."""
+    """Rejects a parallelized model, whose `save_pretrained` would write a local shard of the adapter."""
     if "_hf_megatron" in vars(self):
         raise UnsupportedError(
             f"{type(self).__name__}: transformers' own adapters on a model laid out by hf_megatron are not supported. "
@@ -56,7 +56,7 @@ def own_adapters(original: Callable, self: Any, *args: Any, **kwargs: Any) -> An
 
 
 def reject_other_trl_trainers(trainer: Any) -> None:
-    """Raises for a trainer whose nearest class of TRL's is none of those that were compared with one process."""
+    """Raises for a trainer whose nearest TRL base class has no recorded parity result."""
     nearest = next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
     if nearest is not None and f"{nearest.__module__}.{nearest.__qualname__}" not in _TRL_TRAINERS:
         raise UnsupportedError(f"{type(trainer).__name__}: {_TRL}")

@@ -1,7 +1,8 @@
-"""What `DTensor` inherits from `torch.Tensor` and does to its local part alone: assigning, reading, pickling, sums.
+"""`torch.Tensor` methods that `DTensor` inherits but that act on the local shard only: assigning, reading, pickling.
 
-`parameter.data = ...` keeps the old local part beside what torch assigns; Python's numbers and arrays are not made of
-DTensors; a pickled one forgets whose part it is, so that every rank would read the part of the one that wrote the file.
+`parameter.data = ...` keeps the old local shard in addition to the assigned tensor; Python numbers and numpy arrays
+cannot be made from DTensors; a pickled DTensor does not record whose shard it is, so every rank would load the shard of
+the rank that wrote the file.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from ...core.communication.full_tensor import full_tensor_of, shard_like
 from ...core.mesh import is_of_layout
 from ...errors import CheckpointError, UnsupportedError
 
-# Those of the other side are asked first where the other side is plain.
+# Include the reflected operators (`__radd__`, ...): Python calls them when the left operand is a plain tensor.
 _ARITHMETIC = tuple(f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv") for side in ("", "r"))
 _RESHAPES = ("flatten", "ravel", "reshape", "reshape_as", "view", "view_as")
 _PARTS = ("__getitem__", "chunk", "narrow", "select", "split", "unbind")
@@ -36,15 +37,16 @@ def _is_replicated(value: Any) -> bool:
 
 
 def _assign(parameter: Any, value: Any) -> None:
-    """Gives a DTensor of a laid out model the data of another one, local part included, of any shape.
+    """Assigns `data` of a parallelized model's DTensor, of any shape, including the local shard.
 
     Raises:
-        UnsupportedError: the value is no DTensor that lies like the parameter, or whole on every rank.
+        UnsupportedError: the value is not a DTensor with the parameter's placements or replicated on every rank.
     """
-    # By its mesh: a cast makes new parameters without what was written on the old ones.
+    # Check the mesh: a cast creates new parameters without attributes of the old ones.
     is_own = _is_own(parameter)
     if is_own and _is_replicated(value) and value.shape == parameter.shape:
-        # What torch 2.11 pads, as transformers does with biases of tied heads, lies whole on every rank.
+        # Padding in torch 2.11, which transformers applies to biases of tied heads, returns a replicated DTensor: shard
+        # it again.
         value = dtensor_from_local(shard_like(local_tensor(value), parameter), parameter)
     if is_own and not (isinstance(value, DTensor) and value.placements == parameter.placements):
         raise UnsupportedError(
@@ -53,12 +55,12 @@ def _assign(parameter: Any, value: Any) -> None:
         )
     Tensor.data.__set__(parameter, value)  # type: ignore[attr-defined]
     if is_own:
-        # Loops keep the memory before, to put it back.
+        # Training loops keep references to the old memory, in order to restore it.
         take_memory(parameter, value)
 
 
 def _sibling(tensor: Any, split: Any) -> Any:
-    """Returns a plain loss `[]` as a DTensor that lies whole on a split tensor's mesh; its gradient is a plain one."""
+    """Returns a plain scalar loss `[]` as a replicated DTensor on a split tensor's mesh; its gradient stays plain."""
     plain = type(tensor) is Tensor and tensor.dim() == 0 and tensor.requires_grad
     if not plain or not torch.is_grad_enabled() or not _is_own(split):
         return tensor
@@ -67,7 +69,7 @@ def _sibling(tensor: Any, split: Any) -> Any:
 
 
 def _with_plain_losses(stock: Callable[..., Any]) -> Callable[..., Any]:
-    # Torch adds a number that is no DTensor to one, and the backward of what made it is handed a DTensor.
+    # torch adds a plain loss to a DTensor, but the plain loss's backward would then receive a DTensor.
     def operator(self: Any, other: Any) -> Any:
         return stock(self, _sibling(other, self))
 
@@ -91,7 +93,7 @@ def _numpy(self: Any, *, force: bool = False) -> Any:
 
 
 class _Whole(torch.autograd.Function):
-    """A DTensor `[...]` put together; its gradient, which is the same on all ranks, is cut again."""
+    """Gathers a DTensor `[...]`; the backward shards the gradient, which is identical on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Tensor:
@@ -105,7 +107,7 @@ class _Whole(torch.autograd.Function):
 
 
 def _cuts(tensor: Any) -> list[int]:
-    """Lists the dims that axes have cut, one that two have cut twice."""
+    """Returns the split dim of each axis that shards the tensor; a dim split by two axes appears twice."""
     return [split_dim(one) for one in tensor.placements if not (one.is_replicate() or one.is_partial())]
 
 
@@ -118,7 +120,7 @@ def _is_cut_twice(tensor: Any) -> bool:
 
 
 def _on_full_model(name: str, where: Callable[[Any], bool]) -> Callable[..., Any]:
-    """Makes a method of views that are recorded: torch puts what two axes have cut together in another order."""
+    """Returns a method that gathers before a recorded view, because torch orders chunks of two axes differently."""
     stock = getattr(Tensor, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +155,7 @@ def _reduce(self: Any, protocol: Any) -> Any:
 
 
 def _set_state(self: Any, state: Any) -> None:
-    """Restores a pickled tensor, of any shape; raises `CheckpointError` for another part than this rank's."""
+    """Restores a pickled tensor, of any shape; raises `CheckpointError` for a shard of another rank."""
     restore_state(self, state)
     writer = vars(self).pop(_RANK, None)
     if writer is None or not dist.is_initialized():
@@ -169,10 +171,10 @@ def _set_state(self: Any, state: Any) -> None:
 
 
 class TensorMethods:
-    """Puts these in front of `torch.Tensor`'s for DTensors, until `remove()`."""
+    """Overrides of `torch.Tensor` methods for DTensors, until `remove()`."""
 
     def __init__(self) -> None:
-        # The one of these that DTensor has itself.
+        # The only overridden method that DTensor itself defines.
         self._full_tensor = DTensor.full_tensor
         self._methods = {
             **{name: _with_plain_losses(getattr(Tensor, name)) for name in _ARITHMETIC},
@@ -196,5 +198,5 @@ class TensorMethods:
 
 
 def replace_tensor_methods() -> TensorMethods:
-    """Registers them, and returns what takes them back."""
+    """Installs the overrides and returns their removal handle."""
     return TensorMethods()

@@ -1,9 +1,9 @@
-"""What users do to split tensors and DTensor does not: edits of entries, random numbers, sums over all parameters.
+"""Operators on sharded DTensors that DTensor lacks or gets wrong: entry edits, random numbers, sums over parameters.
 
-DTensor copies the rows of a split dim, so that edits of them are lost, takes no plain masks and indices, draws other
-numbers than one process, and makes Python's numbers of a rank's term of a sum. Here these operators work on the whole
-tensor, where it lies on a mesh of this library. It also computes on one mesh alone, while weights with copies on
-neighbouring ranks may lie on a mesh of their own.
+DTensor copies when it indexes a split dim, so that edits of the result are lost; it rejects plain masks and indices,
+draws other random numbers than a single process, and converts only the local term of a partial sum to a Python number.
+For tensors on a mesh of this library, these operators work on the full tensor. DTensor also computes on a single mesh
+only, while weights replicated over neighboring ranks may have their own mesh.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,7 +35,7 @@ from ...errors import UnsupportedError
 
 _aten = torch.ops.aten
 
-# With the place and default of their dim.
+# Operators with a dim: (position of the dim argument, its default).
 _OF_A_DIM: Mapping[Any, tuple[int, int]] = {
     _aten.slice.Tensor: (1, 0),
     _aten.select.int: (1, 0),
@@ -46,7 +46,7 @@ _OF_A_DIM: Mapping[Any, tuple[int, int]] = {
 _RESHAPES = (_aten.view.default, _aten._unsafe_view.default)
 _VIEWS = (*_OF_A_DIM, _aten.diagonal.default, *_RESHAPES)
 _FACTORIES = ("arange", "empty", "eye", "full", "linspace", "normal", "ones", "rand", "randint", "randn", "zeros")
-# What they read is not in the tensor.
+# Operators that do not read the tensor that they write to.
 _FRESH = (
     _aten.normal_.default,
     _aten.uniform_.default,
@@ -62,7 +62,7 @@ _FRESH = (
     _aten.rand_like.default,
     _aten.randint_like.default,
     _aten.randint_like.low_dtype,
-    # `torch.eye(..., out=weight)`: DTensor writes the whole into this rank's part, and makes it larger.
+    # `torch.eye(..., out=weight)`: DTensor would write the full result to the local shard and resize it.
     *(
         getattr(getattr(_aten, name), overload)
         for name in _FACTORIES
@@ -71,7 +71,7 @@ _FRESH = (
     ),
 )
 _DRAWN_FROM = (_aten.bernoulli.default, _aten.bernoulli.p, _aten.bernoulli_.Tensor)
-# Gradients of losses over all entries.
+# Backward operators of losses averaged over all entries.
 _OF_MEANS = (
     _aten.mse_loss_backward.default,
     _aten.smooth_l1_loss_backward.default,
@@ -93,7 +93,7 @@ _BY_ENTRIES = (
     _aten.scatter_add_.default,
     _aten.masked_scatter_.default,
 )
-# Torch's arithmetic on parts has no rule for them.
+# Operators without a DTensor sharding rule.
 _ON_WHOLE = (
     *(_aten.renorm.default, _aten.renorm_.default, _aten.histc.default, _aten.histogram.bin_ct),
     *filter(has_no_rule, (_aten.flip.default, _aten.roll.default)),
@@ -128,7 +128,7 @@ _POINTWISE = (
 
 def _view(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
-    # A graph that leads to a parameter: torch raises for edits of its views.
+    # Views recorded by autograd stay DTensor's: torch raises for in-place edits of views of parameters.
     if tensor.requires_grad and torch.is_grad_enabled():
         if func in _RESHAPES and _axes_that_cut(tensor) > 1:
             raise UnsupportedError(
@@ -145,6 +145,7 @@ def _view(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         result = _stock(func, args, kwargs)
         if share_memory(local_tensor(result), local_tensor(tensor)):
             return result
+    # Edits of a local result would not reach the tensor: return views of a full copy that write back to the shards.
     unsharded = Whole(tensor)
     return unsharded.views(func(unsharded.tensor, *args[1:], **kwargs))
 
@@ -154,7 +155,7 @@ def _axes_that_cut(tensor: DTensor) -> int:
 
 
 def _can_be_viewed(tensor: DTensor) -> bool:
-    # How entries lie where dims that two axes have cut are joined, no placement of torch's says.
+    # No placement describes the order of entries after joining dims that two axes split.
     if _axes_that_cut(tensor) > 1:
         return False
     ranks: dict[int, int] = {}
@@ -183,7 +184,7 @@ def _by_entries(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _of_mean(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    # DTensor divides by the entries of this rank.
+    # DTensor divides by this rank's number of entries: compute the backward of the sum and divide by all entries.
     of_sum = sums_of_mean(func, args)
     if of_sum is None:
         return _stock(func, args, kwargs)
@@ -191,11 +192,12 @@ def _of_mean(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _read(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    # DTensor reads this rank's term of a sum.
+    # DTensor would read this rank's term of a partial sum: all-reduce to the scalar `[]` first.
     return func(full_tensor_of(args[0]).reshape(()))
 
 
 def _added_up(tensor: DTensor) -> DTensor:
+    # Partial placements become replicated, by an all-reduce.
     placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
     return tensor if placements == list(tensor.placements) else tensor.redistribute(placements=placements)
 
@@ -205,7 +207,7 @@ def _of_sum(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _edit(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    # Torch raises where an edit needs what the ranks hold terms of.
+    # torch raises for edits of partial sums: all-reduce in place first.
     if any(placement.is_partial() for placement in args[0].placements):
         all_reduce_partial_(args[0])
     return _stock(func, args, kwargs)
@@ -213,7 +215,7 @@ def _edit(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _edit_list(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     result = _stock(func, args, kwargs)
-    # Autograd counts edits of one tensor by itself.
+    # Autograd tracks edits of single tensors only; bump the version counters of the list.
     torch.autograd.graph.increment_version(args[0])
     return result
 
@@ -231,7 +233,7 @@ def _empty(tensor: Tensor) -> Tensor:
 
 
 def _pointwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    # A plain tensor in a graph has to be given its gradient, which torch refuses.
+    # A recorded plain tensor would need a gradient, which torch refuses: such tensors stay plain, so that torch raises.
     recorded = torch.is_grad_enabled()
     with torch.no_grad():
         return _pointwise_placed(func, args, kwargs, recorded)
@@ -242,14 +244,17 @@ def _pointwise_placed(func: Any, args: tuple, kwargs: dict[str, Any], recorded: 
     like = next(filter(_is_split, tensors), tensors[0])
     edited = writes_to(func, args, kwargs)
     if not all(isinstance(tensor, DTensor) for tensor in edited):
-        # `total += loss.detach()`
+        # `total += loss.detach()` with a plain `total`
         return _on_full(func, args, kwargs, full_tensor_of)
     args, kwargs = tree_map_only(Tensor, partial(_placed_like, like=like, recorded=recorded), (args, kwargs))
     return _edit(func, args, kwargs) if edited else _stock(func, args, kwargs)
 
 
 def _placed_like(tensor: Tensor, like: DTensor, recorded: bool) -> Tensor:
-    """Lays a tensor as another one lies, or whole on its mesh; of those that stay as they are torch says why not."""
+    """Returns a tensor with the placements of `like`, or replicated on its mesh.
+
+    Tensors that are returned unchanged are left to torch, which raises if it cannot combine them.
+    """
     if isinstance(tensor, DTensor):
         if _is_split(tensor):
             return tensor
@@ -257,7 +262,7 @@ def _placed_like(tensor: Tensor, like: DTensor, recorded: bool) -> Tensor:
             is_replicated = all(placement.is_replicate() for placement in tensor.placements)
             if is_replicated and _axes_that_cut(like) > 1 and _is_split(like) and _spreads_to(tensor.shape, like.shape):
                 return dtensor_from_local(shard_like(local_tensor(tensor).expand(like.shape), like), like)
-            # Torch would rather have all entries of the result be terms of a sum than add up these.
+            # Otherwise torch would turn all entries of the result into partial sums instead of reducing this operand.
             return _added_up(tensor) if _is_split(like) else tensor
         unsharded = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
         return _full_on(like.device_mesh, local_tensor(unsharded))
@@ -283,9 +288,10 @@ def _spreads_to(shape: torch.Size, wanted: torch.Size) -> bool:
 
 @torch.no_grad()
 def _on_full(func: Any, args: tuple, kwargs: dict[str, Any], read: Callable[[Any], Tensor]) -> Any:
-    """Calls a function as one process does; ranks keep their parts of what it returns or writes to."""
+    """Runs an operator on full tensors, as a single process does; ranks keep local shards of results and edits."""
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, DTensor)]
     edited = writes_to(func, args, kwargs)
+    # Collective: every rank of the mesh gathers `[...]` in full, or allocates it if the operator overwrites it.
     full_tensors = {id(tensor): read(tensor) for tensor in tensors}
     plain_args, plain_kwargs = tree_map_only(DTensor, lambda tensor: full_tensors[id(tensor)], (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
@@ -311,7 +317,7 @@ def _is_own(tensor: Any) -> bool:
 
 
 def _stock(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Has DTensor itself compute."""
+    """Runs an operator with DTensor's own implementation."""
     handlers = dtensor_handlers()
     own = handlers.pop(func, None)
     try:
@@ -327,7 +333,7 @@ def _for_own(handler: Callable[..., Any], func: Any, args: tuple, kwargs: dict[s
 
 
 class SplitOperators:
-    """Puts the operators in front of DTensor's, until `remove()`."""
+    """Overrides of DTensor operators, until `remove()`."""
 
     def __init__(self) -> None:
         self._operators = {
@@ -351,5 +357,5 @@ class SplitOperators:
 
 
 def handle_split_operators() -> SplitOperators:
-    """Registers the operators, and returns what takes them back."""
+    """Installs the overrides and returns their removal handle."""
     return SplitOperators()

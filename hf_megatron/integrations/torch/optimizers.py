@@ -1,6 +1,6 @@
-"""Where stock code touches gradients and optimizers: Accelerate's preparation, loss scalers, torch's own clipping.
+"""Patches of gradient and optimizer calls: Accelerate's preparation, loss scalers and torch's clipping functions.
 
-Some of the targets are imported by torch itself, so nothing of it may be imported before a wrapper is called.
+torch itself imports some of the targets, so nothing of torch may be imported before a wrapper is called.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from ...core.runtime import RUNTIME
 
 
 def prepare_optimizer(original: Callable, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Makes the optimizer of a laid out model step on what this rank reduces, before Accelerate wraps it."""
+    """Converts a parallelized model's optimizer to a distributed one before Accelerate wraps it."""
     from accelerate.optimizer import AcceleratedOptimizer
 
     from ...data_parallel.distributed_optimizer import prepare_optimizer as take_over
@@ -21,7 +21,7 @@ def prepare_optimizer(original: Callable, self: Any, optimizer: Any, *args: Any,
 
 
 def optimizer_step(original: Callable, self: Any, closure: Any = None) -> Any:
-    """Steps, and tells schedulers, which ask the wrapper, whether all ranks skipped the step."""
+    """Steps the optimizer, and records whether all ranks skipped the step, which schedulers read from the wrapper."""
     from ...data_parallel.distributed_optimizer import sharded
 
     result = original(self, closure)
@@ -34,7 +34,7 @@ def optimizer_step(original: Callable, self: Any, closure: Any = None) -> Any:
 def unscale_grads(
     original: Callable, self: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
 ) -> Any:
-    """Unscales the reduced gradients, `inv_scale` and `found_inf` `()`; all ranks find the same infinities."""
+    """Unscales the reduced gradients, `inv_scale` and `found_inf` `()`; `found_inf` is identical on all ranks."""
     from ...data_parallel.distributed_optimizer import sharded
     from ...data_parallel.grad_scaler import unscale
 
@@ -53,7 +53,7 @@ def clip_grad_norm_(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Clips the gradients of parameters, of any shape, by the norm of the whole model's."""
+    """Clips the gradients of parameters, of any shape, by the norm over the full model."""
     from torch import Tensor
 
     from ...data_parallel.grad_norm import clip_grad_norm
@@ -73,7 +73,7 @@ def get_total_norm(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Returns the norm of the whole model's gradients, a scalar, where tensors of any shape are its gradients."""
+    """Returns the gradient norm of the full model, a scalar, if `tensors`, of any shape, are its gradients."""
     from torch import Tensor
 
     from ...data_parallel.grad_norm import check_norm, gradient_norm
@@ -89,7 +89,7 @@ def get_total_norm(
 def clip_grads_with_norm_(
     original: Callable, parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Scales the gradients of parameters, of any shape, as their norm, a scalar, says."""
+    """Scales the gradients of parameters, of any shape, by a given total norm, a scalar."""
     from torch import Tensor
 
     from ...data_parallel.engine import engine_of
@@ -103,7 +103,7 @@ def clip_grads_with_norm_(
 
 
 def _parameters_of(gradients: list[Any]) -> list[Any] | None:
-    """Finds the parameters of laid out models that these tensors are the gradients of; `None` if some are none."""
+    """Returns the parameters that these gradients belong to; `None` if one is not a parallelized model's gradient."""
     from ...compat.torch_dtensor import local_tensor
     from ...core.off_stage import OffStageTensor, local_named_parameters
     from ...data_parallel.sharded_grad import ShardedGrad
@@ -111,6 +111,7 @@ def _parameters_of(gradients: list[Any]) -> list[Any] | None:
     models = RUNTIME.models
     if not models or not gradients:
         return None
+    # Identify each gradient by its local storage and its global shape.
     known = {
         (local_tensor(parameter.grad).data_ptr(), parameter.grad.shape): parameter
         for model in models
@@ -130,7 +131,7 @@ def _parameters_of(gradients: list[Any]) -> list[Any] | None:
 
 
 def watch_unprepared_steps() -> Any:
-    """Registers what comes before steps of unprepared optimizers; returns the handle to remove it."""
+    """Registers a hook before steps of unprepared optimizers; returns its removal handle."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     from ...data_parallel.unprepared_steps import before_unprepared_step
@@ -139,7 +140,7 @@ def watch_unprepared_steps() -> Any:
 
 
 def end_unprepared_steps() -> Any:
-    """Registers what comes after them."""
+    """Registers a hook after steps of unprepared optimizers; returns its removal handle."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from ...data_parallel.unprepared_steps import after_unprepared_step

@@ -1,7 +1,7 @@
-"""TRL's trainers: per-token numbers of a laid out model, and a reference model laid out alike.
+"""TRL trainers: per-token scores of a parallelized model, and a reference model with the same layout.
 
-TRL replaces a model's forward by one that reads the head's weight and returns numbers per token instead of logits. Of a
-model that is laid out over ranks these numbers come from `token_scores`, which needs no rank to have the whole head.
+TRL replaces a model's forward by one that reads the head's weight and returns per-token values instead of logits. For a
+parallelized model these values come from `scores_of_call`, which does not gather the full head.
 """
 
 import functools
@@ -42,12 +42,12 @@ _ONLINE = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
 
 @dataclass
 class _Building:
-    """A trainer that is being built.
+    """A trainer under construction.
 
     Attributes:
-        layout: of the policy.
-        loads_policy: whether the next model that it loads itself is the policy, and none that is only asked.
-        asks: what the other one is in `MegatronConfig.frozen_models`.
+        layout: layout of the policy.
+        loads_policy: whether the next model that the trainer loads is the policy, and not an inference-only model.
+        asks: key of the inference-only model in `MegatronConfig.frozen_models`.
     """
 
     layout: MegatronConfig
@@ -59,7 +59,7 @@ _BUILDING: ContextVar[_Building | None] = ContextVar("trainer that is being buil
 
 
 def init(original: Callable, self: Any, model: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Refuses, before anything is built, what would be wrong; a reference model gets the policy's layout."""
+    """Rejects unsupported arguments before anything is built, and loads reference models with the policy's layout."""
     from transformers import TrainingArguments
 
     given: Any = next((value for value in (*args, *kwargs.values()) if isinstance(value, TrainingArguments)), None)
@@ -88,12 +88,12 @@ def init(original: Callable, self: Any, model: Any = None, *args: Any, **kwargs:
         original(self, model, *args, **kwargs)
     finally:
         _BUILDING.reset(token)
-    # `gather_for_metrics` counts each batch once, whatever ranks share it.
+    # `gather_for_metrics` counts each batch once, however many ranks share it.
     count_tokens_once(self)
 
 
 def layout_of_policy(model: Any, args: Any) -> MegatronConfig | None:
-    """Returns the layout of a model given to a trainer, or that of one which it loads by name."""
+    """Returns the layout of a trainer's model, or of a model that the trainer loads by name."""
     state = None if model is None or isinstance(model, str) else parallel_state(model)
     if state is not None:
         return state.config
@@ -104,17 +104,17 @@ def layout_of_policy(model: Any, args: Any) -> MegatronConfig | None:
 
 
 def data_parallel_size(trainer: Any) -> int:
-    """Returns how many ranks share a batch of a trainer, which may be under way to being built."""
+    """Returns the data-parallel size of a trainer, which may be under construction."""
     if (building := _BUILDING.get()) is not None:
         return validate_world_size(building.layout, job_world_size())
-    # A trainer under way has no model yet.
+    # A trainer under construction has no model yet.
     model = vars(trainer).get("model")
     state = None if model is None else parallel_state(model)
     return 1 if state is None else state.mesh.dp_size
 
 
 def create_model_from_path(original: Callable, model_id: str, *args: Any, **kwargs: Any) -> Any:
-    """Loads a reference or a teacher with the policy's layout, or its own."""
+    """Loads a reference or teacher model with the policy's layout, or with its own layout of `frozen_models`."""
     building = _BUILDING.get()
     if building is not None:
         kwargs.setdefault("device_map", None)
@@ -127,7 +127,7 @@ def create_model_from_path(original: Callable, model_id: str, *args: Any, **kwar
 
 
 def sft_prediction_step(original: Callable, self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Takes the loss `()` of an evaluation step over the tokens of all ranks' rows, none of them twice."""
+    """Computes the loss `()` of an evaluation step over the tokens of all ranks, without repeated samples."""
     state = parallel_state(self.model)
     if state is None or not state.loss.has_data_parallel:
         return original(self, model, inputs, *args, **kwargs)
@@ -136,14 +136,14 @@ def sft_prediction_step(original: Callable, self: Any, model: Any, inputs: Any, 
         loss, *predictions = original(self, model, rows, *args, **kwargs)
         labels = rows["labels"] if prepends_tokens(self.model) else next_tokens(rows["labels"])
         targets = count_targets(labels).to(loss.device)
-        # As TRL counts, where no row has a target.
+        # As TRL does for batches without a target: divide by at least 1.
         return state.loss.mean(loss * targets, targets, at_least=1), *predictions
 
     return evaluated(self, state, inputs, step)
 
 
 def hash_module(original: Callable, module: Any) -> str:
-    """Hashes every rank's part of the tensors, and joins the hashes."""
+    """Hashes each rank's local shards, and concatenates the hashes of all ranks."""
     if parallel_state(module) is None:
         return original(module)
     parts: list[Any] = [None] * dist.get_world_size()
@@ -152,13 +152,13 @@ def hash_module(original: Callable, module: Any) -> str:
 
 
 class _LocalTensors:
-    """A module as `hash_module` reads it: this rank's part of every tensor."""
+    """Interface of a module for `hash_module`, with local shards as its tensors."""
 
     def __init__(self, module: Any):
         self.module = module
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns this rank's tensors, of any shape."""
+        """Returns this rank's local tensors, of any shape."""
         return {name: local_tensor(tensor.detach()) for name, tensor in own_state_dict(self.module).items()}
 
 
@@ -169,17 +169,17 @@ def add_fused_lm_head(
     cast_lm_head_to_fp32: bool = False,
     outputs: Sequence[str] = (LOG_PROBS,),
 ) -> None:
-    """Replaces the forward by one that returns numbers per token, `(batch, sequence)`, of the split head."""
+    """Replaces the forward by one that returns per-token values, `(batch, sequence)`, from the sharded head."""
     state = parallel_state(model)
     if state is None:
         return original(model, temperature, cast_lm_head_to_fp32, outputs)
-    # As TRL's own, and in one order.
+    # Same fields as TRL's own forward, in a fixed order.
     wanted = tuple(name for name in FIELDS if name in outputs or name == LOG_PROBS)
     state.patches.replace(model, "forward", types.MethodType(_with_scores(model, wanted, Sampling(temperature)), model))
 
 
 def patch_chunked_loss(original: Callable, model: Any, chunk_size: int, is_vlm: bool = False) -> None:
-    """Replaces the forward with labels by one that returns the sums that TRL 1.14 logs, of the split head."""
+    """Replaces the forward with labels by one that returns the sums logged by TRL 1.14, from the sharded head."""
     state = parallel_state(model)
     if state is None:
         return original(model, chunk_size, is_vlm)
@@ -226,6 +226,7 @@ def _with_scores(
                     "Prefix tuning with a loss over the batch of several data parallel ranks: the prefixes are those "
                     "of all ranks' rows. Use dp_size=1, another adapter, or another loss."
                 )
+            # Inputs hold the samples of all replicas; the model call only takes this rank's.
             targets = rows.own(targets)
             kwargs |= {name: rows.own(value) for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
         values, aux_loss = scores_of_call(
@@ -233,12 +234,13 @@ def _with_scores(
         )
         fields = dict(zip(wanted, values, strict=True)) | {"label_mask": targets != IGNORE_INDEX}
         if shift_labels is None:
-            # No views: FSDP2 warns of them.
+            # Copies instead of views: FSDP2 warns about views.
             fields = {name: value[:, :-1].contiguous() for name, value in fields.items()}
         loss = _batch(self).token_mean(-fields[LOG_PROBS], fields["label_mask"], num_items_in_batch)
         if aux_loss is not None:
             loss = loss + getattr(self.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
         if rows is not None:
+            # Losses over the global batch need the values `[batch, sequence]` of all replicas, in TRL's order.
             fields = {name: rows.joined(value) for name, value in fields.items()}
         return output(loss, aux_loss, fields)
 

@@ -1,4 +1,4 @@
-"""What TRL's trainers refuse on models that are laid out, before anything is built."""
+"""Checks of TRL trainer arguments for parallelized models, before anything is built."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,20 +18,20 @@ _REFUSED = {
     "use_liger_kernel": "its kernels replace the forwards of modules that are split over ranks. Drop it.",
 }
 
-# Of DPOTrainer, a mean over tokens and sorted rows: each rank would take them over its own rows.
+# DPO losses that are means over tokens or sort samples: each rank would compute them on its local samples.
 OVER_THE_BATCH = frozenset({"sft", "aot", "aot_unpaired"})
 _DPO_LOSS = "_compute_loss"
 
 
 def reject_arguments(trainer: Any, args: Any) -> None:
-    """Raises `UnsupportedError` for arguments that know one device only."""
+    """Raises `UnsupportedError` for arguments that only work on a single device."""
     for name, reason in _REFUSED.items():
         if value := getattr(args, name, False):
             raise UnsupportedError(f"{type(trainer).__name__}, {name}={value} with megatron_config: {reason}")
 
 
 def reject_batch_wide_losses(trainer: Any, args: Any, dp_size: int) -> None:
-    """Raises `UnsupportedError` where each rank would take such a loss over its own rows."""
+    """Raises `UnsupportedError` if each rank would compute a batch-wide loss on its local samples."""
     given = getattr(args, "loss_type", None) or ()
     kinds = OVER_THE_BATCH.intersection((given,) if isinstance(given, str) else given)
     if dp_size == 1 or not kinds:
@@ -50,7 +50,10 @@ def reject_batch_wide_losses(trainer: Any, args: Any, dp_size: int) -> None:
 
 
 def reject_in_memory_datasets(args: Any, arguments: Sequence[Any]) -> None:
-    """Refuses what each rank would look for in a folder of its own: what the first one computed of a reference."""
+    """Rejects in-memory datasets with precomputed reference log-probs.
+
+    The first rank caches the results next to the dataset's file, where the other ranks read them.
+    """
     from datasets import Dataset
 
     if not getattr(args, "precompute_ref_log_probs", False) or job_world_size() == 1:

@@ -1,4 +1,4 @@
-"""TRL's trainers that distil, GKD and Distillation: divergences per token in place of the logits of two models."""
+"""TRL's distillation trainers, GKD and Distillation: per-token divergences instead of the logits of two models."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -24,12 +24,12 @@ def gkd_init(
     *rest: Any,
     **kwargs: Any,
 ) -> None:
-    """Loads a teacher that is given by name with the student's layout, or its own."""
+    """Loads a teacher given by name with the student's layout, or with the teacher layout of `frozen_models`."""
     layout = layout_of_policy(model, args)
     if layout is None or not isinstance(teacher_model, str):
         return original(self, model, teacher_model, args, *rest, **kwargs)
     given = args.teacher_model_init_kwargs
-    # TRL reads the dtype of kwargs that are there.
+    # TRL reads the dtype from these kwargs if they are set.
     args.teacher_model_init_kwargs = {"dtype": None, "megatron_config": layout.of_frozen("teacher")} | (given or {})
     try:
         original(self, model, teacher_model, args, *rest, **kwargs)
@@ -38,7 +38,7 @@ def gkd_init(
 
 
 def gkd_training_step(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Decides alike on all ranks whether the student writes the texts of a step."""
+    """Synchronizes the choice between student-generated and dataset texts of a step on all ranks."""
     state = parallel_state(self.model)
     if state is not None and dist.get_world_size() > 1:
         of_first = [random.getstate()]
@@ -54,7 +54,7 @@ def gkd_compute_loss(
     state = parallel_state(self.model)
     if state is None:
         return original(self, model, inputs, return_outputs, num_items_in_batch)
-    # TRL 1.14 asks for outputs in every evaluation, and says here whether they are read.
+    # TRL 1.14 requests outputs in every evaluation, and passes separately whether they are read.
     is_loss_enough = inputs.pop("_prediction_loss_only", False) or self.args.prediction_loss_only
     self.teacher_model.eval()
     targets = next_tokens(inputs["labels"])
@@ -62,7 +62,7 @@ def gkd_compute_loss(
     if num_items_in_batch is None:
         loss = state.loss.mean(found.sum(), (targets != IGNORE_INDEX).sum(), at_least=1)
     else:
-        # Each replica has counted all replicas' targets, and gradients are averaged.
+        # Each replica divides by the targets of all replicas, but gradients are averaged over dp: multiply by dp_size.
         loss = found.sum() / num_items_in_batch * state.mesh.dp_size
     if not return_outputs:
         return loss
@@ -73,7 +73,7 @@ def gkd_compute_loss(
 def distillation_compute_loss(
     original: Callable, self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
 ) -> Any:
-    """Returns the loss `()` of rows that the student has generated, and logs its entropy, over all replicas."""
+    """Returns the loss `()` on student-generated samples, over all replicas, and logs the student's entropy."""
     state = parallel_state(self.model)
     if state is None:
         return original(self, model, inputs, return_outputs, num_items_in_batch)
@@ -92,6 +92,7 @@ def distillation_compute_loss(
             loss = found.sum() / count
         else:
             loss = state.loss.mean(found.sum(), (targets != IGNORE_INDEX).sum(), at_least=1)
+    # Entropy is logged over the tokens of all replicas: sum `[entropy, tokens]` over dp.
     sums = torch.stack([entropy.sum(), (targets != IGNORE_INDEX).sum().float()])
     total, count = self.accelerator.reduce(sums, reduction="sum").tolist()
     self._metrics["train" if is_training else "eval"]["entropy"].append(total / count if count else 0.0)

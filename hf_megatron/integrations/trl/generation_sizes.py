@@ -1,4 +1,4 @@
-"""How many rows TRL's online trainers generate at once, counted over the ranks that have prompts of their own."""
+"""Generation batch sizes of TRL's online trainers, counted over data-parallel replicas."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +13,11 @@ _GIVEN = "_hf_megatron_given"
 
 
 def count_generations(original: Callable, self: Any) -> None:
-    """Notes the sizes that were given; stock derives the others from all ranks, of which some share their prompts."""
+    """Records the sizes that the user set; upstream derives the others from all ranks instead of replicas."""
     given = self.generation_batch_size, self.steps_per_generation
     if job_world_size() == 1 or None not in given:
         return original(self)
-    # A multiple of what stock requires: its checks count ranks, and those below count replicas.
+    # Use values that always pass upstream's checks, which count ranks; the checks below count replicas.
     self.generation_batch_size, self.steps_per_generation = None, self.num_generations
     original(self)
     vars(self)[_GIVEN] = given, None
@@ -54,7 +54,7 @@ def _sizes(args: Any) -> tuple[int, int]:
 
 
 def require_replica_batches(args: Any, replicas: int) -> None:
-    """Raises `ConfigError` for sizes that count all ranks, of arguments that were made before the library was there."""
+    """Raises `ConfigError` for sizes that count all ranks, in arguments created before hf_megatron was imported."""
     if args is None or "generation_batch_size" not in vars(args):
         return
     rows = args.per_device_train_batch_size * replicas * args.steps_per_generation
@@ -68,13 +68,13 @@ def require_replica_batches(args: Any, replicas: int) -> None:
 
 
 def settle_generation_sizes(args: Any, replicas: int) -> None:
-    """Sets what a `GRPOConfig` or `RLOOConfig` left open, once it is known how many ranks have prompts of their own.
+    """Sets the unset sizes of a `GRPOConfig` or `RLOOConfig` once the number of replicas is known.
 
     Raises:
-        ConfigError: sizes by which a group of completions, or an optimizer step's rows, would be no whole number.
+        ConfigError: sizes that do not divide into groups of completions or optimizer steps.
     """
     if args is None or _GIVEN not in vars(args) or vars(args)[_GIVEN][1] not in (None, _sizes(args)):
-        # Made in one process, before the library was there, or set by the user since.
+        # Created in a single process, created before hf_megatron was imported, or changed by the user since.
         return
     rows = _fill_in(args, replicas)
     size, group = args.generation_batch_size, args.num_generations

@@ -1,7 +1,7 @@
-"""What TRL's trainers compute of a batch beside the model, over the rows of all dp ranks.
+"""Losses and metrics that TRL's trainers compute outside the model, over the samples of all dp ranks.
 
-A mean that a trainer takes itself is that of this rank's rows. It is the batch's once averaged where every rank has as
-many terms, which holds for rows and not for tokens, for padding, and for what rows are paired within.
+A mean taken by the trainer covers the local samples only. Averaged over dp it equals the global mean if every rank has
+the same number of terms. That holds for samples, but not for tokens, padding or pairs within a batch.
 """
 
 import copy
@@ -25,7 +25,7 @@ from .preference_pairs import ROWS_OF_REPLICAS, ReplicaBatches
 def kto_prepare_dataset(
     original: Callable, self: Any, dataset: Any, processing_class: Any, args: Any, dataset_name: str
 ) -> Any:
-    """Pairs prompts with other completions for KTO's KL term within the batch of all dp ranks, as one process does."""
+    """Pairs prompts with other completions for KTO's KL term within the global batch, as a single process does."""
     dp_size = data_parallel_size(self)
     if dp_size > 1:
         args = copy.copy(args)
@@ -34,13 +34,13 @@ def kto_prepare_dataset(
 
 
 def dpo_loss(original: Callable, self: Any, model: Any, inputs: Any, return_outputs: bool) -> Any:
-    """Takes losses that sort rows or average over tokens over the rows of all dp ranks, `()`."""
+    """Computes DPO losses `()` that sort samples or average over tokens on the samples of all dp ranks."""
     state = _spread(self)
     if state is None:
         return original(self, model, inputs, return_outputs)
     if not self.model.training:
         require_full_batch(self, inputs, is_evaluated=True)
-    # Router losses of evaluations too.
+    # Evaluations need it too, for the router loss.
     with state.loss.together():
         if OVER_THE_BATCH.isdisjoint(self.loss_types):
             return original(self, model, inputs, return_outputs)
@@ -63,7 +63,7 @@ def _over_the_batch(original: Callable, trainer: Any, model: Any, inputs: Any, s
     finally:
         ROWS_OF_REPLICAS.reset(token)
         trainer.ref_model = reference
-    # TRL adds up what every rank counts.
+    # Every rank has counted the global batch, but TRL sums over the ranks: keep this rank's share.
     trainer._total_train_tokens = tokens + (trainer._total_train_tokens - tokens) // rows.ranks
     mode = "train" if trainer.model.training else "eval"
     trainer._metrics[mode]["num_tokens"] = [trainer._total_train_tokens]
@@ -71,21 +71,21 @@ def _over_the_batch(original: Callable, trainer: Any, model: Any, inputs: Any, s
 
 
 def kto_loss(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Takes the router losses of evaluations over all replicas."""
+    """Computes KTO's loss, with the router loss of evaluations over all replicas."""
     state = _spread(self)
     with nullcontext() if state is None else state.loss.together():
         return original(self, *args, **kwargs)
 
 
 def orpo_forward(original: Callable, self: Any, model: Any, batch: Any) -> tuple[Tensor, ...]:
-    """Takes ORPO's loss of the chosen texts over all ranks' tokens: of prompts and answers both."""
+    """Computes ORPO's loss on chosen texts over all ranks' tokens, prompt and answer."""
     if self.is_encoder_decoder:
         return _with_loss_of_all_ranks(original, self, model, batch, batch["chosen_labels"] != IGNORE_INDEX)
     return _with_loss_of_all_ranks(original, self, model, batch, batch["chosen_attention_mask"] == 1)
 
 
 def cpo_forward(original: Callable, self: Any, model: Any, batch: Any) -> tuple[Tensor, ...]:
-    """Takes CPO's loss of the chosen texts over all ranks' tokens: of answers alone."""
+    """Computes CPO's loss on chosen texts over all ranks' tokens, answers only."""
     if not self.cpo_alpha:
         return original(self, model, _padded_identically(self, batch))
     return _with_loss_of_all_ranks(original, self, model, batch, batch["chosen_labels"] != IGNORE_INDEX)
@@ -94,22 +94,22 @@ def cpo_forward(original: Callable, self: Any, model: Any, batch: Any) -> tuple[
 def _with_loss_of_all_ranks(
     original: Callable, trainer: Any, model: Any, batch: Any, counts: Tensor
 ) -> tuple[Tensor, ...]:
-    """Replaces the fifth output, this rank's mean `()` over the tokens that `counts` `[rows, sequence]`."""
+    """Replaces the fifth output, the local mean `()` over tokens where `counts` `[batch, sequence]` is true."""
     state = _spread(trainer)
     found = original(trainer, model, _padded_identically(trainer, batch))
     if state is None:
         return found
-    # The first token of a text is nobody's target.
+    # The first token of a text is not a target.
     count = (counts if trainer.is_encoder_decoder else counts[:, 1:]).sum().to(found[4].device)
-    # The mean of no token is no number, neither is its product with zero.
+    # The mean over zero tokens is NaN, and so is its product with zero.
     total = found[4].nan_to_num() * count
-    # Evaluations too: what is gathered for their metrics waits for every rank.
+    # Evaluations take part as well: gathering their metrics is collective.
     with state.loss.together():
         return *found[:4], state.loss.mean(total, count), *found[5:]
 
 
 def _padded_identically(trainer: Any, batch: Any) -> Any:
-    """Pads `[rows, sequence]` to the longest text of all ranks: TRL logs the mean of logits over padding too."""
+    """Pads `[batch, sequence]` to the longest text of all ranks, because TRL logs mean logits including padding."""
     state = _spread(trainer)
     if state is None or trainer.is_encoder_decoder:
         return batch
@@ -123,6 +123,6 @@ def _padded_identically(trainer: Any, batch: Any) -> Any:
 
 
 def _spread(trainer: Any) -> ParallelState | None:
-    """Returns the state of a model whose batches lie on several ranks."""
+    """Returns the state of a model with data parallelism, otherwise `None`."""
     state = parallel_state(trainer.model)
     return state if state is not None and state.loss.has_data_parallel else None

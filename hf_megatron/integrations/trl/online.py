@@ -1,9 +1,9 @@
-"""TRL's trainers that generate inside of a step, GRPO and RLOO: ranks that share prompts count as one.
+"""TRL's trainers that generate within a step, GRPO and RLOO: the ranks of a model-parallel group count as one.
 
-generate            the ranks of a replica draw the same tokens (`generation.py`)
-rewards             functions are called once for a replica, models by all of its ranks
-groups, logs        joined over the replicas
-rows of a step      shuffled over all replicas, as one process does with the same completions
+generate            the ranks of a replica sample the same tokens (`generation.py`)
+rewards             functions are called once per replica, models by all of its ranks
+groups, logs        gathered over the replicas
+samples of a step   shuffled over all replicas, as in a single process with the same completions
 """
 
 import functools
@@ -29,15 +29,15 @@ from ..accelerate.batch_shards import batches_are_ours, data_parallel_group
 from ..accelerate.gathering import EvaluationLoss
 from .routing import COMPLETIONS, PROMPTS, replaying, replays, with_routing
 
-# The trainer that makes the rows of a step, and whether it takes its own of what it has gathered.
+# Trainer that prepares the samples of a step, and whether it slices its own samples from gathered ones.
 _TRAINER: ContextVar[Any] = ContextVar("trainer that makes the rows of a step", default=None)
 _SLICES: ContextVar[bool] = ContextVar("whether rows are taken of those of all replicas", default=False)
-# Whether this rank calls a reward function for all that share its prompts.
+# Name of the reward function that this rank calls for its replica.
 _CALLS_ALONE: ContextVar[str | None] = ContextVar("reward function that one rank calls", default=None)
 
 
 def process_index(original: Callable, self: Any) -> int:
-    """Counts the replicas where a trainer takes its rows of those of all; otherwise all ranks, as stock does."""
+    """Returns the replica index while a trainer slices its samples from gathered ones; otherwise the global rank."""
     if not _SLICES.get():
         return original(self)
     group = data_parallel_group()
@@ -45,7 +45,7 @@ def process_index(original: Callable, self: Any) -> int:
 
 
 def seed_replicas(original: Callable, seed: int, device_specific: bool = False, *args: Any, **kwargs: Any) -> None:
-    """Gives ranks that share their prompts one seed, that of their replica."""
+    """Sets one seed per replica, instead of one per rank."""
     if device_specific and batches_are_ours():
         group = data_parallel_group()
         seed, device_specific = seed + (0 if group is None else dist.get_rank(group)), False
@@ -53,7 +53,7 @@ def seed_replicas(original: Callable, seed: int, device_specific: bool = False, 
 
 
 def prepare_inputs(original: Callable, self: Any, generation_batch: Any) -> Any:
-    """Makes the rows of a step of this rank."""
+    """Prepares this rank's samples of a step, with the trainer set for `shuffle`."""
     token = _TRAINER.set(self)
     try:
         return original(self, generation_batch)
@@ -73,7 +73,7 @@ def generate_and_score(original: Callable, self: Any, inputs: Any) -> Any:
 
 
 def calculate_rewards(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Returns the rewards `[rows of all replicas, functions]`; a function is called by one rank of a replica."""
+    """Returns the rewards `[global batch, functions]`; each function is called on one rank of a replica."""
     state = parallel_state(self.model)
     if state is None or state.config.ranks_per_replica == 1:
         return original(self, *args, **kwargs)
@@ -85,8 +85,8 @@ def calculate_rewards(original: Callable, self: Any, *args: Any, **kwargs: Any) 
         rewards = original(self, *args, **kwargs)
     finally:
         self.reward_funcs = functions
-    # What functions have logged was logged on the first rank, and what they have drawn was drawn there: the others
-    # shuffle the rows next, and have to do it alike.
+    # Logs and random state of the reward functions exist on the first rank only: broadcast them, because all ranks
+    # shuffle samples next and must do it identically.
     logs, failed = (self._pending_extra_logs, self._pending_metrics), repr(failures[0]) if failures else None
     found: list[Any] = [(rewards.cpu(), logs, random.getstate(), numpy.random.get_state(), failed)]
     _from_first_rank(state, found)
@@ -103,11 +103,11 @@ def calculate_rewards(original: Callable, self: Any, *args: Any, **kwargs: Any) 
 
 
 class _Alone:
-    """One rank's call of a reward function for all that share its prompts; its errors wait until they can hear of them.
+    """A reward function call on one rank of a replica; exceptions are recorded until all ranks can raise.
 
     Args:
-        function: its name.
-        failures: gets an error.
+        function: name of the function.
+        failures: list that receives an exception.
     """
 
     def __init__(self, function: str, failures: list[BaseException]):
@@ -127,7 +127,7 @@ class _Alone:
 
 
 def _called_once(function: Any, is_first: bool, failures: list[BaseException]) -> Any:
-    """Makes a reward function that is called on the first rank of a replica only; models all ranks call."""
+    """Returns a reward function that only runs on the first rank of a replica; reward models run on all ranks."""
     if isinstance(function, nn.Module):
         return function
     name = getattr(function, "__name__", type(function).__name__)
@@ -137,6 +137,7 @@ def _called_once(function: Any, is_first: bool, failures: list[BaseException]) -
         if is_first:
             with _Alone(name, failures):
                 return _require_one_each(name, function(*args, completions=completions, **kwargs), completions)
+        # Placeholder rewards `[completions]`, overwritten by the first rank's broadcast.
         return [0.0] * len(completions)
 
     @functools.wraps(function)
@@ -153,7 +154,7 @@ def _called_once(function: Any, is_first: bool, failures: list[BaseException]) -
 
 
 def _require_one_each(name: str, rewards: Any, completions: Any) -> Any:
-    """Raises, as TRL does, for rewards that are not one for each completion: all ranks hear of it."""
+    """Raises, as TRL does, unless there is one reward per completion; raised here so that all ranks learn of it."""
     if len(rewards) != len(completions):
         raise ValueError(
             f"The reward function {name!r} returned {len(rewards)} rewards for {len(completions)} completions."
@@ -162,7 +163,7 @@ def _require_one_each(name: str, rewards: Any, completions: Any) -> Any:
 
 
 def _reject_split_model(module: nn.Module, args: Any) -> None:
-    """Raises for a call of a model that is split over ranks, of which one alone is at it."""
+    """Raises if a reward function calls a parallelized model, because only one of its ranks makes the call."""
     if (function := _CALLS_ALONE.get()) is not None and parallel_state(module) is not None:
         raise UnsupportedError(
             f"{type(module).__name__} in the reward function {function}: one rank of those that share a batch calls "
@@ -184,7 +185,7 @@ def _from_first_rank(state: ParallelState, objects: list[Any]) -> None:
 
 
 def shuffle(original: Callable, seq_dict: dict[str, Any]) -> dict[str, Any]:
-    """Shuffles the rows of all replicas together, and returns those of this one: those of a step are one process's."""
+    """Shuffles the samples of all replicas together and returns this replica's, as in a single process."""
     trainer = _TRAINER.get()
     state = None if trainer is None else parallel_state(trainer.model)
     if state is None or state.mesh.dp_size == 1 or not all(map(_is_tensor, seq_dict.values())):
@@ -192,7 +193,7 @@ def shuffle(original: Callable, seq_dict: dict[str, Any]) -> dict[str, Any]:
     group = state.mesh.group("dp")
     unsharded = {name: _of_all_replicas(name, value, trainer, group) for name, value in seq_dict.items()}
     count = max(len(value) for value in unsharded.values() if value is not None and value.dim())
-    # The first replica's, whose random state has gone on as one process's would.
+    # Use the first replica's permutation: its random state matches the single-process run.
     order = torch.randperm(count).to(state.mesh.device)
     dist.broadcast(order, group=group, group_src=0)
     own = order[state.mesh.dp_rank :: state.mesh.dp_size]
@@ -208,10 +209,11 @@ def _has_rows(value: Any) -> bool:
 
 
 def _of_all_replicas(name: str, value: Any, trainer: Any, group: Any) -> Any:
-    """Joins `[rows, ...]` of all replicas, padded as TRL pads: prompts on the left, with the tokenizer's token."""
+    """Gathers `[batch, ...]` of all replicas, padded as TRL does: prompts on the left, with the pad token."""
     if not _has_rows(value):
         return value
     if value.dim() > 1:
+        # all_gather needs equal shapes: pad `[batch, tokens, ...]` to the longest sequence of all replicas.
         width = torch.tensor(value.shape[1], device=value.device)
         dist.all_reduce(width, dist.ReduceOp.MAX, group=group)
         missing = int(width) - value.shape[1]
@@ -226,9 +228,9 @@ def _of_all_replicas(name: str, value: Any, trainer: Any, group: Any) -> Any:
 
 
 def loss_of_all_replicas(original: Callable, self: Any, model: Any, inputs: Any) -> Tensor:
-    """Takes the loss `()` over the rows of all replicas, where it is no mean over rows."""
+    """Computes the loss `()` over the samples of all replicas, also for losses that are not means over samples."""
     state = parallel_state(self.model)
-    # Evaluations are over all replicas, too, for the routers' loss: each has full batches.
+    # Evaluations also span all replicas, for the router loss: every replica has full batches.
     with nullcontext() if state is None else state.loss.together(), replaying(self, inputs):
         loss = original(self, model, inputs)
     if state is None or not state.loss.has_data_parallel:
@@ -240,16 +242,17 @@ def loss_of_all_replicas(original: Callable, self: Any, model: Any, inputs: Any)
             f'loss_type="bnpo" with a router loss on {state.mesh.dp_size} data parallel ranks: set '
             "router_aux_loss_coef=0.0, or take another loss_type."
         )
+    # "bnpo" divides by the tokens of the batch: weight this rank's mean by its share of the global token count.
     mask = inputs["completion_mask"]
     own = (mask if "tool_mask" not in inputs else mask * inputs["tool_mask"]).sum().float()
     total = own.clone()
     dist.all_reduce(total, group=state.mesh.group("dp"))
-    # As TRL counts, where there are none.
+    # As TRL does: count at least one token.
     return loss * own.clamp(min=1) * state.mesh.dp_size / total.clamp(min=1)
 
 
 def load_reward_models(functions: Any, args: Any, layout: MegatronConfig) -> Any:
-    """Returns reward functions with models in the place of names, where a layout of their own is declared for them."""
+    """Replaces names of reward models by models, if `frozen_models` declares a layout for them."""
     names = functions if isinstance(functions, list) else [functions]
     if not (layout.frozen_models or {}).get("reward") or not any(isinstance(name, str) for name in names):
         return functions
@@ -261,7 +264,7 @@ def load_reward_models(functions: Any, args: Any, layout: MegatronConfig) -> Any
 
 
 def predict_over_replicas(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns the loss `()` of an evaluation step over the rows of all replicas, as one process has it."""
+    """Returns the loss `()` of an evaluation step, averaged over all replicas."""
     loss, *rest = original(self, *args, **kwargs)
     state = parallel_state(self.model)
     if state is not None and state.loss.has_data_parallel:
@@ -272,7 +275,7 @@ def predict_over_replicas(original: Callable, self: Any, *args: Any, **kwargs: A
 
 
 def online_trainer_reason(trainer: Any, args: Any, given: dict[str, Any], ranks_per_replica: int, dp_size: int) -> None:
-    """Raises `UnsupportedError` for what would be drawn, called or averaged on each rank by itself."""
+    """Raises `UnsupportedError` for options that would be called, or averaged, separately on each rank."""
     name = type(trainer).__name__
     for argument in ("tools", "environment_factory", "rollout_func"):
         if given.get(argument) and ranks_per_replica > 1:

@@ -1,4 +1,4 @@
-"""Rows of pairs of all dp ranks, for losses of preferences that are no means over rows."""
+"""Gathering of preference pairs over dp ranks, for losses that are not means over samples."""
 
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -15,26 +15,27 @@ from ...errors import UnsupportedError
 
 
 class ReplicaBatches:
-    """Joins the rows of all dp ranks, the chosen ones of all before the rejected ones, and takes this rank's again.
+    """Gathers the samples of all dp ranks, chosen before rejected, and slices this rank's samples from the result.
 
     Args:
-        group (`ProcessGroup`): the dp ranks, which have as many pairs each.
+        group (`ProcessGroup`): dp ranks, with equal numbers of pairs.
     """
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.ranks, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
 
     def joined(self, own: Tensor) -> Tensor:
-        """Returns `[2 x ranks x pairs, ...]` of this rank's `[2 x pairs, ...]`; gradients are summed over the ranks."""
+        """Gathers `[2 x pairs, ...]` of all ranks to `[2 x ranks x pairs, ...]`; the backward sums gradients."""
+        # `[ranks x 2 x pairs]` to `[2, ranks, pairs]`: the chosen samples of all ranks come first, as in TRL's batches.
         rows = gather_from_ranks(own, 0, self.ranks * len(own), self.group, sum_gradient=True)
         return rows.unflatten(0, (self.ranks, 2, -1)).transpose(0, 1).flatten(0, 2)
 
     def own(self, rows: Tensor) -> Tensor:
-        """Returns this rank's `[2 x pairs, ...]` of what `joined` made."""
+        """Returns this rank's `[2 x pairs, ...]` slice of a gathered tensor."""
         return rows.unflatten(0, (2, self.ranks, -1))[:, self.rank].flatten(0, 1)
 
     def of(self, model: Any) -> Callable[..., Any]:
-        """Returns a call of a whole model, given all ranks' rows, that reads this rank's: their `log_probs` joined."""
+        """Returns a function that calls a replicated model on this rank's slice of inputs and gathers `log_probs`."""
 
         def call(**kwargs: Any) -> Any:
             own = {name: self.own(value) if isinstance(value, Tensor) else value for name, value in kwargs.items()}
@@ -43,16 +44,18 @@ class ReplicaBatches:
         return call
 
     def joined_batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a batch of pairs with all ranks' rows, padded with zeros on the right to the longest.
+        """Gathers a batch of pairs over all ranks, right-padded with zeros to the longest sequence.
 
         Raises:
-            UnsupportedError: on all ranks alike, an input that is neither per token nor per pair, or unequal numbers of
+            UnsupportedError: on all ranks, for an input that is neither per token nor per pair, or unequal numbers of
                 pairs.
         """
         rows, length = inputs["input_ids"].shape
         pairs = rows // 2
         shapes = {name: tuple(value.shape) if isinstance(value, Tensor) else () for name, value in inputs.items()}
         others = {name: list(shape) for name, shape in shapes.items() if shape not in ((2 * pairs, length), (pairs,))}
+        # One MAX all-reduce gives the longest sequence, the largest and (negated) smallest pair count, and any odd
+        # inputs.
         found = torch.tensor([length, pairs, -pairs, len(others)], device=inputs["input_ids"].device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         longest, most, fewest, odd = found.tolist()
@@ -71,5 +74,5 @@ class ReplicaBatches:
         return joined
 
 
-# Whose rows a forward is given, where they are those of all ranks.
+# Set while a forward is given the samples of all replicas.
 ROWS_OF_REPLICAS: ContextVar[ReplicaBatches | None] = ContextVar("rows of all replicas", default=None)

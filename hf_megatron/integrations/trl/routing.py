@@ -1,7 +1,7 @@
-"""Experts of a generating pass, chosen again where TRL's online trainers compute losses of what was generated.
+"""Router replay for TRL's online trainers: losses reuse the experts that were chosen during generation.
 
-`MegatronConfig(router_replay=True)`. The recorded routing goes with the rows, through shuffling and splitting, as
-tensors `[rows, tokens, layers, choices]` beside their tokens. References route themselves.
+Enabled by `MegatronConfig(router_replay=True)`. Recorded routing is shuffled and split together with the samples, as
+tensors `[batch, tokens, layers, choices]`. Reference models compute their own routing.
 """
 
 from collections.abc import Callable
@@ -18,18 +18,18 @@ from ...parallel_state import parallel_state, unwrap_parallel_model
 
 PROMPTS, COMPLETIONS = "prompt_routing", "completion_routing"
 
-# The routing of the rows that a trainer has generated last, while it scores them.
+# Routing of the samples generated last, while a trainer scores them.
 _GENERATED: ContextVar[list[Routing] | None] = ContextVar("routing of generated rows", default=None)
 
 
 def replays(trainer: Any) -> bool:
-    """Tells whether a trainer's model is to route as it did while it generated."""
+    """Returns whether a trainer's model replays the routing of its generation."""
     state = parallel_state(trainer.model)
     return state is not None and state.config.router_replay
 
 
 def with_routing(score: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Adds the routing of the rows that `score` generates and scores to what it returns."""
+    """Adds the routing of the samples that `score` generates to its result."""
     generated: list[Routing] = []
     token = _GENERATED.set(generated)
     try:
@@ -37,13 +37,14 @@ def with_routing(score: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     finally:
         _GENERATED.reset(token)
     prompt, completion = rows["prompt_ids"].shape[1], rows["completion_ids"].shape[1]
+    # `[layers, batch, tokens, choices]` to `[batch, tokens, layers, choices]`: TRL shuffles and splits dim 0.
     routing = _fitted(generated[-1], prompt + completion).permute(1, 2, 0, 3)
     parts = routing.split([prompt, completion], 1)
     return rows | {name: part.contiguous() for name, part in zip((PROMPTS, COMPLETIONS), parts, strict=True)}
 
 
 def generate_turn(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Generates completions and notes the experts that were chosen."""
+    """Generates completions and records the chosen experts."""
     generated = _GENERATED.get()
     if generated is None:
         return original(self, *args, **kwargs)
@@ -64,7 +65,7 @@ def token_numbers(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Computes numbers `[rows, tokens]` of generated rows with the experts that generated them, if the model did."""
+    """Computes per-token values `[batch, tokens]` of generated samples with their recorded routing, if any."""
     generated = _GENERATED.get()
     context: AbstractContextManager[None] = nullcontext()
     if generated and model is self.model and not _is_reference(model):
@@ -76,21 +77,25 @@ def token_numbers(
 
 
 def replaying(trainer: Any, rows: dict[str, Any]) -> AbstractContextManager[None]:
-    """Has the model choose the experts of rows that are about to be computed, where they were recorded."""
+    """Returns a context that replays the recorded routing of samples, if there is any."""
     if PROMPTS not in rows:
         return nullcontext()
+    # Back to `[layers, batch, tokens, choices]`, the layout of a model call.
     routing = torch.cat([rows[PROMPTS], rows[COMPLETIONS]], 1).permute(2, 0, 1, 3)
     return replay_routing(unwrap_parallel_model(trainer.model), routing.contiguous())
 
 
 def _fitted(routing: Routing, tokens: int) -> Tensor:
-    """Returns `[layers, rows, tokens, choices]`: ranks wait for others' rows, and the last token was in no call."""
+    """Returns `[layers, batch, tokens, choices]`, truncated or padded to `tokens`.
+
+    Ranks that wait for other ranks' samples generate more tokens, and the last token was in no call.
+    """
     joined = routing.joined(tokens)
     return F.pad(joined, (0, 0, 0, tokens - joined.shape[2]), value=ABSENT)
 
 
 def _is_reference(model: Any) -> bool:
-    """Tells whether adapters are switched off, as they are for the reference of a model with adapters."""
+    """Returns whether adapters are disabled, as for the reference of a model with adapters."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return any(module.disable_adapters for module in model.modules() if isinstance(module, BaseTunerLayer))
