@@ -32,7 +32,7 @@ def in_out_features(original: Callable, module: Any) -> Any:
 def linear_init(
     original: Callable, self: Any, base_layer: Any, adapter_name: str, config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Creates an adapter layer; marks a split `Conv1D`, which PEFT takes for a linear, as transposed."""
+    """Creates an adapter layer; marks a split `Conv1D`, which PEFT treats as a linear, as transposed."""
     from ...tensor_parallel.linear import ParallelLinear
 
     if isinstance(base_layer, ParallelLinear) and base_layer.weight_dim_out == 1:
