@@ -1,4 +1,4 @@
-"""Which auto class of transformers a config is for: the one with a loss on tokens."""
+"""Choice of the transformers auto class of a config: the one with a loss on tokens."""
 
 from typing import Any
 
@@ -30,20 +30,20 @@ _OTHERS = (
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Returns the auto class whose model of a config is planned: it has a loss on tokens.
+    """Returns the auto class that builds a model with a loss on tokens from a config.
 
-    Of several it is that of the one class which the config names; else an encoder-decoder's or a causal one, then one
-    of masked tokens, of images, of all media.
+    If there are several, `config.architectures` decides. If that does not name exactly one of them, the first match is
+    returned: encoder-decoder or causal, then masked language model, image-text and multimodal.
 
     Raises:
-        ConfigError: the config's type has none.
+        ConfigError: transformers has no such class for the config's type.
     """
     named, usual = config.architectures or [], (_ENCODER_DECODER if config.is_encoder_decoder else _CAUSAL, *_OTHERS)
     for auto, mapping in (_CAUSAL, _ENCODER_DECODER, *_OTHERS):
         kind: Any = mapping.get(type(config), None)
         if kind is not None and named == [kind.__name__]:
             return auto
-    # The decoder of an encoder-decoder alone is another model.
+    # A causal class of an encoder-decoder type is its decoder alone, which is another model.
     found = next((auto for auto, mapping in usual if mapping.get(type(config), None) is not None), None)
     if found is None:
         raise ConfigError(

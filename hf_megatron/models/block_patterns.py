@@ -1,4 +1,4 @@
-"""Attention and MLPs, known by the names that their linears have across transformers, and by their sizes."""
+"""Recognition of attention and MLP blocks by the names and sizes of their linears in transformers models."""
 
 import ast
 import inspect
@@ -15,12 +15,12 @@ _QUERY_KEY_VALUE = (
     *(("query_proj", "key_proj", "value_proj"), ("linear_q", "linear_k", "linear_v"), ("wq", "wk", "wv")),
     *(("query_layer", "key_layer", "value_layer"), ("to_q", "to_k", "to_v")),
 )
-# One linear for all three.
+# One linear for query, key and value.
 _FUSED = ("Wqkv", "qkv_proj", "query_key_value", "c_attn", "qkv")
-# A gate for each head or for each of its entries, beside them.
+# Output gate per head entry, projected like the query.
 _GATES = ("g_proj", "gate_proj")
 _OUTPUT = ("o_proj", "out_proj", "dense", "o", "out_lin", "linear_out", "Wo", "wo", "out", "c_proj", "proj")
-# First linears of an MLP, and its last.
+# Input linears of an MLP, and its output linear.
 _MLP = (
     *((("gate_proj", "up_proj"), "down_proj"), (("up_proj",), "down_proj"), (("fc1",), "fc2"), (("lin1",), "lin2")),
     *((("wi_0", "wi_1"), "wo"), (("wi",), "wo"), (("w1", "w3"), "w2"), (("w1",), "w2"), (("c_fc",), "c_proj")),
@@ -32,40 +32,40 @@ _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "num
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_per_head")
 _WIDTHS = ("all_head_size", "inner_dim", "embed_dim", "hidden_size", "dim", "d_model", "split_size", "embed_size")
-# Of scores, made once for the heads of all layers.
+# Attention score biases with one entry per head, computed once for all layers.
 _BIASES_OF_HEADS = ("position_bias", "alibi")
-# Of modules whose keys and values are of other tokens.
+# Cross-attention: names of modules, and forward arguments, whose keys and values come from other tokens.
 _CROSS = re.compile(r"cross|enc", re.IGNORECASE)
 _OF_OTHERS = ("key_value_states", "encoder_hidden_states")
-# Vectors of distances, which the same linears read.
+# Relative position embeddings, which the query and key linears read as a second input.
 _OF_POSITIONS = "rel_embeddings"
-# Heads before the three blocks in a reshape: each head has its query, key and value side by side.
+# Reshape with heads before the three blocks: query, key and value of each head are adjacent.
 _HEADS_FIRST = re.compile(r"heads, (3\b|3 \*|self\.head_\w+ \* 3)")
 
 
 @dataclass
 class FoundBlocks:
-    """What has been recognised so far, by the names of modules."""
+    """Recognized blocks as spec entries, by module name."""
 
     plan: dict[str, str] = field(default_factory=dict)
     local_attributes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     regions: dict[str, str] = field(default_factory=dict)
     local_arguments: dict[str, tuple[str, ...]] = field(default_factory=dict)
     multi_input_blocks: list[str] = field(default_factory=list)
-    # Around those whose last linear stands beside them.
+    # Parents of cross-attention modules whose output linear is in a sibling module.
     around_several: set[str] = field(default_factory=set)
-    # Blocks and their last linears, wherever those stand.
+    # Blocks and their output linears, which may be outside the block.
     blocks: set[str] = field(default_factory=set)
 
 
 def find_blocks(model: nn.Module) -> FoundBlocks:
-    """Recognises the attention and the MLPs of a model on any device, also meta."""
+    """Recognizes the attention and MLP blocks of a model on any device, including meta."""
     found, modules = FoundBlocks(), dict(model.named_modules())
     for name, module in modules.items():
         _attention(found, name, module, modules)
     for name, module in modules.items():
         _mlp(found, name, module)
-    # Where a block of the same kind has a table of its own, what it hands on is of this rank's heads already.
+    # A class that owns a bias table passes on the bias of the local heads only, so the argument is not sliced again.
     owners = [name.rpartition(".")[0] for name, part in modules.items() if isinstance(part, nn.Embedding)]
     tables = {type(modules[name]) for name in owners}
     for name in [name for name in found.local_arguments if type(modules[name]) in tables]:
@@ -74,7 +74,7 @@ def find_blocks(model: nn.Module) -> FoundBlocks:
 
 
 def _linear(module: nn.Module, name: str) -> Any | None:
-    """Returns a plain linear in a module, if it is one."""
+    """Returns a submodule if it is a plain `nn.Linear` or `Conv1D`, else `None`."""
     try:
         found = module.get_submodule(name)
     except AttributeError:
@@ -105,7 +105,7 @@ def _attention(found: FoundBlocks, name: str, module: nn.Module, modules: Mappin
     if module._parameters or not _fits(module, known, {width} - {size}):
         return
     if not is_fused and _shapes_by_width(type(module)):
-        # Of some heads it could make no output: weights are split, heads are not.
+        # The forward derives its output width from its input, so heads cannot be sharded; shard the weights only.
         found.plan |= {f"{name}.{child}": "colwise_gather_output" for child in styles} | {
             full_row: "rowwise_split_input"
         }
@@ -126,7 +126,7 @@ def _attention(found: FoundBlocks, name: str, module: nn.Module, modules: Mappin
         if key in read
         and (key in (*_HEADS, *_KEY_VALUE_HEADS) and value in counts or key in _WIDTHS and value == width)
     ]
-    # Of its config, where it keeps no count of its own.
+    # Head counts that the forward reads from the config instead of its own attributes.
     local += [
         f"config.{key}"
         for key in sorted(_attributes_read(type(module), owner="config") & {*_HEADS, *_KEY_VALUE_HEADS})
@@ -139,7 +139,7 @@ def _attention(found: FoundBlocks, name: str, module: nn.Module, modules: Mappin
     if biases:
         found.local_arguments[name] = biases
     if _OF_POSITIONS in arguments:
-        # With what is around it this is no block that runs on a piece of the sequence.
+        # With the relative embeddings as second input, the block and its containers need the full sequence.
         found.multi_input_blocks.append(name)
         if "pos_dropout" in module._modules:
             found.plan[f"{name}.pos_dropout"] = "synced_dropout"
@@ -148,7 +148,7 @@ def _attention(found: FoundBlocks, name: str, module: nn.Module, modules: Mappin
     if row is None:
         found.regions[name] = full_row
     elif any(isinstance(child, nn.Embedding) for child in module.children()):
-        # Tables of positions are no linears that read the input.
+        # A position table does not read the block's input, so the region is listed explicitly.
         found.regions[name] = full_row
     role = name.rpartition(".")[2] if row else name.split(".")[-2]
     if _CROSS.search(role) and not arguments.keys().isdisjoint(_OF_OTHERS):
@@ -158,7 +158,7 @@ def _attention(found: FoundBlocks, name: str, module: nn.Module, modules: Mappin
 
 
 def _projections(module: nn.Module) -> tuple[list[Any], dict[str, str], bool]:
-    """Returns the first linears of an attention, their styles, and whether one is for query, key and value."""
+    """Returns the input linears of an attention, their styles, and whether one linear computes query, key and value."""
     for names in _QUERY_KEY_VALUE:
         linears = [_linear(module, name) for name in names]
         if all(linear is not None for linear in linears):
@@ -174,7 +174,7 @@ def _projections(module: nn.Module) -> tuple[list[Any], dict[str, str], bool]:
 
 
 def _sibling_row_linear(name: str, width: int, modules: Mapping[str, nn.Module]) -> str | None:
-    """Returns the last linear of an attention `self` in the module beside it, as BERT has it."""
+    """Returns the name of the output linear of a BERT-style attention `self`, which is in its sibling `output`."""
     parent, _, own = name.rpartition(".")
     row = f"{parent}.output.dense"
     is_there = own == "self" and type(modules.get(row)) is nn.Linear and _width_in(modules[row]) == width
@@ -182,7 +182,7 @@ def _sibling_row_linear(name: str, width: int, modules: Mapping[str, nn.Module])
 
 
 def _fits(module: nn.Module, known: set[str | None], wide: set[int]) -> bool:
-    """Tells whether nothing else in a block has parameters, but for norms of a head and tables of heads."""
+    """Returns whether all other children with parameters are per-head norms or embeddings."""
     for name, child in module.named_children():
         sizes = [tuple(parameter.shape) for parameter in child.parameters()]
         if name in known or not sizes:
@@ -214,7 +214,7 @@ def _mlp(found: FoundBlocks, name: str, module: nn.Module) -> None:
         if _has_norm_of(module, wide) and wide != narrow:
             continue
         found.plan |= {prefix + first: style for first in firsts} | {prefix + last: "rowwise"}
-        # Between norms, dropout and activations the linears may be children of the layer, or stand in modules apart.
+        # The linears may be children of the layer next to its norms, or be in separate modules; both need a region.
         others = [
             child
             for child_name, child in module.named_children()
@@ -222,7 +222,7 @@ def _mlp(found: FoundBlocks, name: str, module: nn.Module) -> None:
         ]
         if "." in last:
             owner = firsts[0].rpartition(".")[0]
-            # A norm inside of it reads the input before the linear does.
+            # If the module has a norm too, that reads the input first: the block is then the linear alone.
             parts = [
                 part for part in module.get_submodule(owner).children() if next(part.parameters(), None) is not None
             ]
@@ -251,7 +251,7 @@ def _count(module: nn.Module, names: tuple[str, ...]) -> int | None:
 
 
 def _shapes_by_width(cls: type) -> bool:
-    """Tells whether a forward gives its output the width that it has read off its input."""
+    """Returns whether a forward reshapes its output to the width that it unpacked from its input's shape."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls.forward)))  # type: ignore[attr-defined]
     widths: set[str] = set()
     for node in ast.walk(tree):
@@ -269,7 +269,7 @@ def _shapes_by_width(cls: type) -> bool:
 
 
 def _attributes_read(cls: type, owner: str | None = None) -> set[str]:
-    """Names the attributes of `self`, or of an attribute of it, that a class reads outside of its constructor."""
+    """Returns the attributes of `self`, or of `self.<owner>`, that a class reads outside its constructor."""
 
     def is_of_it(node: ast.expr) -> bool:
         if owner is not None:

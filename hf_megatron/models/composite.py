@@ -1,4 +1,4 @@
-"""Specs of models made of others: of images or audio around a text model, of an encoder and a decoder."""
+"""Specs of composite models: modality encoders around a language model, or an encoder and a decoder."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from ..errors import PlanError
 from .derive import derive_spec, with_head
 from .spec import ModelSpec, module_name
 
-# Fields of the sub-records that hold patterns of modules or parameters, as keys, as values, or one by one.
+# Spec fields that hold patterns of modules or parameters: as keys or values of a mapping, or as a tuple.
 _KEYS = (
     "plan",
     "local_attributes",
@@ -34,15 +34,15 @@ _EACH = (
     "sublayer_lists",
     "after_encoder",
 )
-# Names that are no patterns, and what one part alone keeps the whole from.
+# Spec fields with names that are not patterns, and fields whose reason in one submodel applies to the full model.
 _OF_ALL = ("per_token_arguments", "plain_linear_classes", "pre_layer_arguments", "mutable_layer_arguments")
 _REASONS = ("no_sequence_parallel", "no_zero_bubble", "no_pipeline", "no_context_parallel")
 
 
 def composite_spec(model: Any, builders: Mapping[str, Callable[[Any], ModelSpec]]) -> ModelSpec | None:
-    """Returns the spec of a model whose text part is of a type with a builder; `None` for all others.
+    """Returns the spec of a model whose language model has a type with a builder; `None` for all others.
 
-    What transformers' plan says of towers is kept beside what the builder says of the text.
+    transformers' plan for modality encoders is kept in addition to the builder's plan for the language model.
     """
     text = model.config.get_text_config()
     builder = None if text is model.config else builders.get(str(text.model_type))
@@ -58,10 +58,10 @@ def composite_spec(model: Any, builders: Mapping[str, Callable[[Any], ModelSpec]
 
 
 def spec_of_parts(model: Any, parts: Mapping[str, ModelSpec]) -> ModelSpec:
-    """Returns the spec of a model that calls others one after another, each as its own spec says.
+    """Returns the spec of a model that runs submodels sequentially, merged from the submodels' specs.
 
     Args:
-        parts (`Mapping[str, ModelSpec]`): name of a module in it -> the spec of that, by names from there.
+        parts (`Mapping[str, ModelSpec]`): name of a submodel -> its spec, with patterns relative to the submodel.
     """
     specs = [moved_spec(spec, f"{name}.") for name, spec in parts.items()]
     changes: dict[str, Any] = {}
@@ -79,7 +79,7 @@ def spec_of_parts(model: Any, parts: Mapping[str, ModelSpec]) -> ModelSpec:
 
 
 def _text_model(model: Any, text: Any) -> str | None:
-    """Names the whole of the text model, of whose layers alone some classes tell."""
+    """Returns the name of the outermost module with the text config: `get_decoder` may return only its layer stack."""
     decoder = model.get_decoder()
     if not isinstance(decoder, nn.Module):
         return None
@@ -89,7 +89,7 @@ def _text_model(model: Any, text: Any) -> str | None:
 
 
 def moved_spec(spec: ModelSpec, prefix: str) -> ModelSpec:
-    """Returns a spec with a prefix before each of its patterns."""
+    """Returns a spec with a prefix added to each of its patterns."""
     changes: dict[str, Any] = {}
     for name in _KEYS:
         values = spec.get_field(name)

@@ -1,4 +1,4 @@
-"""A `ModelSpec` out of the tensor parallel plan that transformers ships with an architecture."""
+"""Derivation of a `ModelSpec` from the tensor parallel plan that transformers ships with an architecture."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from ..compat.transformers_models import KNOWN_STYLES, merged_tp_plan
 from ..errors import PlanError
 from .spec import ModelSpec, generic, module_name
 
-# transformers' styles that mean the same here, for modules.
+# Module styles with the same name and meaning in transformers and here.
 SHARED_STYLES = frozenset(
     (
         "colwise",
@@ -24,7 +24,7 @@ SHARED_STYLES = frozenset(
         "all_reduce",
     )
 )
-# Other names in transformers for a style of this library.
+# Module styles that have another name in transformers.
 MODULE_ALIASES: Mapping[str, str] = {
     "colwise_rep": "colwise_gather_output",
     "rowwise_rep": "rowwise_split_input",
@@ -33,7 +33,7 @@ MODULE_ALIASES: Mapping[str, str] = {
     "local_params": "replicated",
     "replicate": "replicated",
 }
-# A parameter that is no linear's weight is sharded along a dim: its module has no forward to replace.
+# Styles of bare parameters (not a linear's weight). Only the dim to shard remains: there is no linear forward to wrap.
 PARAMETER_ALIASES: Mapping[str, str] = {
     "colwise": "shard_dim_-2",
     "rowwise": "shard_dim_-1",
@@ -45,10 +45,11 @@ _MODULE_STYLES = {**{style: style for style in SHARED_STYLES}, **MODULE_ALIASES}
 
 
 def derive_spec(model: Any) -> ModelSpec:
-    """Translates the plan of a model (on any device, also meta) into this library's styles.
+    """Translates transformers' plan of a model (on any device, including meta) into this library's styles.
 
-    The output embedding becomes a vocab-parallel head, so that logits stay split until the loss; a tied head follows
-    its embedding. Rules that match nothing in this config are dropped: upstream states one plan for all variants.
+    The output embedding becomes a vocab-parallel head, so that logits stay sharded until the loss; a tied head has the
+    sharding of its embedding. Rules that match nothing in this config are dropped: transformers has one plan for all
+    variants of a type.
 
     Raises:
         PlanError: the architecture has no plan, or uses a style this version does not know.
@@ -79,12 +80,12 @@ def derive_spec(model: Any) -> ModelSpec:
 
 
 def has_plan_of_layers(model: Any) -> bool:
-    """Tells whether transformers' plan of a model says something of its layers, and not of its head alone."""
+    """Returns whether transformers' plan of a model covers its layers, and not just its head."""
     return any("*" in pattern for pattern in merged_tp_plan(model))
 
 
 def with_head(model: Any, plan: Mapping[str, str]) -> dict[str, str]:
-    """Returns a plan whose output embedding is split over the vocabulary, where its embedding or upstream's is."""
+    """Returns the plan with a vocab-parallel head, if it shards the head or the embedding that the head is tied to."""
     head, unsharded = model.get_output_embeddings(), dict(plan)
     if isinstance(head, nn.Linear):
         name, embedding = module_name(model, head), _embedding_of(model, head)
@@ -93,13 +94,13 @@ def with_head(model: Any, plan: Mapping[str, str]) -> dict[str, str]:
         ):
             unsharded[name] = "vocab_parallel_head"
             if embedding:
-                # Upstream's plan is that of the untied head: of one weight both ends have the same rows.
+                # transformers plans the untied head only; a tied embedding must have the same vocabulary shard.
                 unsharded.setdefault(embedding, "embedding_rowwise")
     return unsharded
 
 
 def _embedding_of(model: Any, head: nn.Linear) -> str:
-    """Returns the name of the input embedding that a head is tied to; an empty one without."""
+    """Returns the name of the input embedding that a head is tied to, or an empty string."""
     embedding = model.get_input_embeddings()
     if embedding is None:
         return ""

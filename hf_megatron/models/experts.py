@@ -1,4 +1,4 @@
-"""Finds the modules of a model that hold all experts of a layer."""
+"""Lookup of the modules that hold the experts of MoE layers."""
 
 import inspect
 from collections.abc import Iterable, Mapping
@@ -13,9 +13,10 @@ _HIDDEN_STATES = "hidden_states"
 
 
 def find_experts(model: Any, spec: ModelSpec) -> dict[str, int]:
-    """Maps the modules that hold experts, each weight with those along dim 0, to how many they hold.
+    """Returns the names of the modules that hold experts, mapped to their number of experts.
 
-    They are the classes that transformers decorates with `use_experts_implementation`, and what a spec names.
+    The experts lie along dim 0 of each weight. These modules are instances of classes that transformers decorates with
+    `use_experts_implementation`, and modules that the spec lists.
     """
     found = {}
     for name, module in model.named_modules():
@@ -27,7 +28,7 @@ def find_experts(model: Any, spec: ModelSpec) -> dict[str, int]:
 
 
 def find_identity_experts(model: Any, spec: ModelSpec, experts: Iterable[str]) -> dict[str, int]:
-    """Maps those of the modules that hold experts to how many more a router can choose, which hand tokens back."""
+    """Maps modules that hold experts to their number of identity experts, which return tokens unchanged."""
     attributes = {
         name: attribute for name in experts if (attribute := lookup(name, spec.moe.identity_experts)) is not None
     }
@@ -35,7 +36,7 @@ def find_identity_experts(model: Any, spec: ModelSpec, experts: Iterable[str]) -
 
 
 def pointwise_moe_blocks(model: Any, experts: Iterable[str]) -> dict[str, list[str]]:
-    """Maps the blocks around experts to their children, if all of them take nothing but one token at a time."""
+    """Maps MoE blocks to their children if every block's forward takes only `hidden_states`; else returns `{}`."""
     blocks = {name.rpartition(".")[0] for name in experts}
     forwards = [type(model.get_submodule(block)).forward for block in blocks]
     if any(list(inspect.signature(forward).parameters) != ["self", _HIDDEN_STATES] for forward in forwards):
@@ -44,7 +45,7 @@ def pointwise_moe_blocks(model: Any, experts: Iterable[str]) -> dict[str, list[s
 
 
 def names_inside(model: nn.Module, modules: Mapping[str, Any]) -> dict[str, str]:
-    """Maps the parameters of modules, those of modules inside of them too, to the module they belong to."""
+    """Maps the names of all parameters inside the given modules to the name of that module."""
     return {
         f"{name}.{parameter}": name
         for name in modules

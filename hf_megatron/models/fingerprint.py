@@ -1,9 +1,9 @@
-"""What of a model changes the way through the code, from its modules and claims; the same for a model and its twin.
+"""Fingerprint of a model: the modules, settings and parameter shardings that select a path through the code.
 
-A model has *parts*: what stands around its layers, each kind of layer, and the linears of which several ranks hold one
-shard. They meet in nothing but hidden states, so each part is compared by itself, and as a whole: every combination of
-what is inside of one is a part of its own.
-Lines say what a part consists of; sizes are left out, since a twin has others.
+A fingerprint has *parts*: the modules around the layers, each kind of layer, and the linears whose shards are
+replicated on several ranks. Parts exchange nothing but hidden states, so each is verified independently, but only as a
+unit: every combination of what is inside a part is a part of its own.
+A part is a set of text lines, one per module. They omit sizes, so that a model and its tiny model have equal parts.
 """
 
 import functools
@@ -21,14 +21,15 @@ from transformers import PreTrainedConfig
 from ..core.placement import ParameterSharding
 from .spec import generic as generic_name
 
-# Where random numbers are drawn, by the name of the rate.
+# Index of an expert that is named `expert_3` in a module dict.
 _EXPERT = re.compile(r"(?<=\.expert_)\d+(?=\.|$)")
+# Names of the rates at which random numbers are drawn.
 _RATE = re.compile(r"drop(?!less)|jitter|noise")
-# Numbers whose being zero says nothing: tokens, positions, seeds.
+# Attributes whose zero does not switch a feature off: token ids, indices, seeds.
 _POSITION = re.compile(r"(_id|_ids|_dim|_idx|_index|_indices|_layer|_layers|_length|_seed|_eps|_epsilon|_range|_std)$")
-# A forward may be asked for these at any call, whatever the config says.
+# Config defaults that each call can override.
 _PER_CALL = re.compile(r"^(use_cache|return_dict|output_.*|gradient_checkpointing)$")
-# Words that count layers.
+# String values that contain a layer index.
 _OF_ONE_LAYER = re.compile(r"_layer_\d+$")
 ENDS = "around the layers"
 COPIES = "linears in copies"
@@ -36,11 +37,11 @@ COPIES = "linears in copies"
 
 @dataclass(frozen=True)
 class Part:
-    """One kind of layer, what stands around the layers, or the linears in copies.
+    """One kind of layer, the modules around the layers, or the linears whose shards are replicated.
 
     Attributes:
         name: the pattern of the layer's name, `ENDS` or `COPIES`.
-        lines: what it consists of, one line for each kind of module and for each parameter that is tied.
+        lines: its contents, one line for each kind of module and for each tied parameter.
     """
 
     name: str
@@ -48,19 +49,19 @@ class Part:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Names the part in a record."""
+        """Id of the part in a record."""
         text = "\n".join((self.name, *sorted(self.lines)))
         return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
 @dataclass(frozen=True)
 class Features:
-    """What a model is made of.
+    """Features of a model on a layout, which are compared with recorded parity results.
 
     Attributes:
-        parts: its kinds of layers, and what stands around them.
+        parts: kinds of layers, the modules around them, and replicated linears.
         draws: patterns of the sites that draw random numbers in training.
-        split: share of the layers' parameter entries that tensor parallelism splits.
+        split: fraction of the layers' parameter entries that tensor parallelism shards.
     """
 
     parts: frozenset[Part]
@@ -70,7 +71,7 @@ class Features:
 
 @dataclass(frozen=True)
 class _Module:
-    """One module as far as a line says it: its name inside its part, its class and what the config made of it."""
+    """Contents of one line: a module's name inside its part, its class, parameters and settings from the config."""
 
     part: str
     layer: str
@@ -82,12 +83,12 @@ class _Module:
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe_model` read of a model.
+    """Structure of a model, independent of a layout; returned by `describe_model`.
 
     Attributes:
-        modules: in their order.
+        modules: modules in their order of definition.
         draws: patterns of the sites that draw random numbers in training.
-        tied: parameter -> the one it is tied to.
+        tied: parameter -> the parameter it is tied to.
     """
 
     modules: tuple[_Module, ...]
@@ -95,7 +96,7 @@ class Description:
     tied: Mapping[str, str]
 
     def features(self, shardings: Mapping[str, ParameterSharding]) -> Features:
-        """Joins it with what tensor parallelism claims; with nothing where it leaves modules whole."""
+        """Returns the features with the given parameter shardings; pass `{}` for an unsharded model."""
         ends = {line for module in self.modules if not module.layer and (line := _line(module, shardings)) is not None}
         ends |= {f"{_generic(name)} is tied to {_generic(other)}" for name, other in self.tied.items()}
         parts = {Part(ENDS, frozenset(ends)), *self.layers(shardings).values()}
@@ -104,7 +105,7 @@ class Description:
         return Features(frozenset(parts), self.draws, _split_share(self.modules, shardings))
 
     def layers(self, shardings: Mapping[str, ParameterSharding]) -> dict[str, Part]:
-        """Maps the outermost layers to the parts they are, in their order."""
+        """Maps the names of the outermost layers, in order, to their parts."""
         found: dict[tuple[str, str], set[str]] = {}
         for module in self.modules:
             if module.layer:
@@ -114,19 +115,19 @@ class Description:
 
 
 def _generic(name: str) -> str:
-    """Turns numbers of layers and experts in a name into `*`; experts of one dict have names of their own."""
+    """Replaces layer and expert indices in a name with `*`, including the `expert_<n>` keys of a module dict."""
     return _EXPERT.sub("*", generic_name(name))
 
 
 def describe_model(model: Any) -> Description:
-    """Reads a model's modules, on any device; before a pipeline takes some of them away."""
+    """Describes a model on any device. Call it before a pipeline removes off-stage modules."""
     layers = layer_patterns(model)
     modules = tuple(_describe(name, module, layers) for name, module in model.named_modules())
     return Description(modules, random_sites(model), dict(model.all_tied_weights_keys))
 
 
 def random_sites(model: nn.Module) -> frozenset[str]:
-    """Finds where a model draws random numbers in training: dropout modules and attributes with a rate above zero."""
+    """Returns patterns of the sites that draw random numbers in training: dropout modules and nonzero rates."""
     sites = set()
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -151,12 +152,12 @@ def silence(model: nn.Module) -> None:
 
 
 def is_rate(name: str, value: Any) -> bool:
-    """Tells whether an attribute is the rate at which something is dropped or disturbed."""
+    """Returns whether an attribute is a dropout, jitter or noise rate."""
     return bool(_RATE.search(name)) and isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def layer_patterns(model: nn.Module) -> dict[str, str]:
-    """Maps the outermost layers to their patterns."""
+    """Maps the names of the outermost layers to their patterns."""
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     return {f"{name}.{index}": f"{name}.*" for name in outermost for index in model.get_submodule(name)._modules}
@@ -176,7 +177,7 @@ def _describe(name: str, module: nn.Module, layers: Mapping[str, str]) -> _Modul
 
 
 def _settings(module: nn.Module, path: list[str]) -> tuple[str, ...]:
-    """Says what a module took from its config, or reads of it in a forward, as far as it is no size."""
+    """Returns the attributes of a module and the config values its methods read, sizes excluded, as `name=value`."""
     given = _common_attributes().union(*(vars(cls).get("__constants__", ()) for cls in type(module).__mro__))
     own = {name: value for name, value in vars(module).items() if not name.startswith("_") and name not in given}
     if type(module).__module__.startswith("torch."):
@@ -190,7 +191,7 @@ def _settings(module: nn.Module, path: list[str]) -> tuple[str, ...]:
 
 
 def _setting(name: str, value: Any, path: list[str]) -> str | None:
-    """Returns what of a value holds for every size: a switch, a word, nothing or zero; `None` if nothing does."""
+    """Returns the size-independent text of a value: a bool, a string, `None` or zero; `None` for anything else."""
     if _PER_CALL.search(name) or _RATE.search(name):
         return None
     position = _POSITION.search(name) or str(value) in path
@@ -205,7 +206,7 @@ def _setting(name: str, value: Any, path: list[str]) -> str | None:
 
 
 def _config_reads(module: nn.Module) -> dict[str, Any]:
-    """Returns what methods of a module read of its config when they run."""
+    """Returns the config values that methods of a module read at run time."""
     config = vars(module).get("config")
     if not isinstance(config, PreTrainedConfig):
         return {}
@@ -228,12 +229,12 @@ def _activations() -> frozenset[str]:
 
 @functools.cache
 def _common_attributes() -> frozenset[str]:
-    """Names the attributes that every model and every module has."""
+    """Returns the names of attributes that every model or every module has."""
     # Imported here: this module is loaded while transformers' own modeling_utils is being imported.
     from transformers import PreTrainedModel
 
-    # A class of its own: transformers keeps on the class what its instances can do, where every subclass inherits
-    # it (`_can_set_experts_implementation`). On PreTrainedModel it would hold for every model made afterwards.
+    # Instantiate a subclass: transformers caches capabilities on the class (`_can_set_experts_implementation`), and
+    # subclasses inherit them, so a value set on PreTrainedModel would apply to every model created later.
     class Bare(PreTrainedModel):
         pass
 
@@ -242,7 +243,7 @@ def _common_attributes() -> frozenset[str]:
 
 @functools.cache
 def _names_read(cls: type) -> frozenset[str]:
-    """Collects the attribute names in a class's methods, but for what makes a module."""
+    """Returns the names that a class's methods read, constructor and weight initialization excluded."""
     from transformers import PreTrainedModel
 
     names: set[str] = set()
@@ -268,7 +269,7 @@ def _codes(function: Any) -> Iterator[types.CodeType]:
 
 
 def _line(module: _Module, shardings: Mapping[str, ParameterSharding]) -> str | None:
-    """Writes a module down; `None` for one without parameters that took nothing from its config."""
+    """Returns the line of a module; `None` for a module without parameters and settings."""
     held: dict[str, list[str]] = {}
     for leaf, name in module.parameters.items():
         held.setdefault(_style(shardings.get(name)), []).append(leaf)

@@ -1,6 +1,6 @@
-"""A `ModelSpec` by structure, of types that have neither a family's file nor a plan in transformers.
+"""Inference of a `ModelSpec` from the module structure, for types without a family file or a transformers plan.
 
-What is found is proposed and never trusted: a layout is refused until the check has compared it with one process.
+An inferred spec is a proposal: a layout is rejected until `hf-megatron check` has compared it with a single process.
 """
 
 import re
@@ -14,15 +14,15 @@ from .block_patterns import find_blocks
 from .derive import derive_spec, has_plan_of_layers
 from .spec import ModelSpec, generic, module_name
 
-# Why some configs have no sequence parallelism.
+# Reason why a config with chunked MLPs does not support sequence parallelism.
 CHUNKS = "chunk_size_feed_forward > 0 cuts this rank's piece of the sequence into chunks of its own."
 
 
 def stated_or_inferred_spec(model: Any, *, may_be_ends: bool = False) -> ModelSpec:
-    """Takes a spec from transformers' plan where it says something of layers, else from the structure.
+    """Returns the spec from transformers' plan if that covers the layers, else from the structure.
 
     Args:
-        may_be_ends (`bool`): a plan of embeddings and head alone will do, where nothing else is recognised.
+        may_be_ends (`bool`): accept a plan of embeddings and head alone if no block is recognized.
 
     Raises:
         PlanError: there is neither.
@@ -34,15 +34,15 @@ def stated_or_inferred_spec(model: Any, *, may_be_ends: bool = False) -> ModelSp
     except PlanError:
         if may_be_ends:
             return ModelSpec.from_fields(model.config.model_type, plan=_ends(model))
-        # A plan of the head alone is one, too; without any this says so.
+        # transformers' plan may cover the head alone, which is accepted; `derive_spec` raises if there is none.
         return derive_spec(model)
 
 
 def inferred_spec(model: Any) -> ModelSpec:
-    """Proposes a spec of a model on any device, also meta.
+    """Infers the spec of a model on any device, including meta.
 
     Raises:
-        PlanError: neither attention nor MLPs were recognised.
+        PlanError: neither attention nor MLPs are recognized.
     """
     found, modules = find_blocks(model), dict(model.named_modules())
     if not found.plan:
@@ -65,15 +65,15 @@ def inferred_spec(model: Any) -> ModelSpec:
 
 
 def _chooses_among_parts(module: nn.Module) -> bool:
-    """Tells whether a module has a dict that hands tokens to its parts, which it does not see a piece of."""
-    # Parts of a plain dict are called by the module around it.
+    """Returns whether a child is a module dict that routes tokens to its entries, which needs the full sequence."""
+    # A plain `nn.ModuleDict` has no forward: the enclosing module calls its entries.
     return any(isinstance(child, nn.ModuleDict) and type(child) is not nn.ModuleDict for child in module.children())
 
 
 def _no_sequence_parallel(model: Any, blocks: set[str]) -> str | None:
     if getattr(model.config, "chunk_size_feed_forward", 0):
         return CHUNKS
-    # Under one parent a loop goes through several lists side by side.
+    # Several lists under one parent: the loop interleaves them, so a layer is not one module.
     lists = {block[: match.start()] for block in blocks if (match := re.search(r"\.\d+(?=\.|$)", block)) is not None}
     for parent in {name.rpartition(".")[0] for name in lists}:
         if len(alongside := [name for name in sorted(lists) if name.rpartition(".")[0] == parent]) > 1:
@@ -86,18 +86,18 @@ def _generic(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parents(name: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Yields what a block stands in inside of its layer, an item of the outermost list."""
+    """Yields the names of the modules that enclose a block inside its layer, an item of the outermost list."""
     path = name.split(".")
     outer = [".".join(path[:depth]) for depth in range(1, len(path))]
     lists = [depth for depth, parent in enumerate(outer) if isinstance(modules[parent], nn.ModuleList)]
-    # Behind a list comes its item.
+    # The path after a list starts with the layer itself, which is skipped too.
     for parent in outer[lists[0] + 2 :] if lists else ():
         if not isinstance(modules[parent], nn.ModuleList):
             yield parent
 
 
 def _ends(model: Any) -> dict[str, str]:
-    """Plans embeddings and an output embedding, where both are plain and the head has a bias of its own or none."""
+    """Returns the plan of the output head and the embeddings; empty if the head is not a plain `nn.Linear`."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if type(head) is not nn.Linear:
         return {}
@@ -105,7 +105,7 @@ def _ends(model: Any) -> dict[str, str]:
     plan = {head_name: "vocab_parallel_head"}
     tied = model.all_tied_weights_keys
     rows = {head.weight.shape[0]}
-    # Everything that is one parameter with the head's weight or bias has its rows.
+    # Parameters tied to the head's weight or bias need the same vocabulary shard.
     group = _one_parameter_with({f"{head_name}.weight", f"{head_name}.bias"}, tied)
     modules = dict(model.named_modules())
     for name in sorted(group):
@@ -119,7 +119,7 @@ def _ends(model: Any) -> dict[str, str]:
     if embedding is not None and type(embedding).__mro__.count(nn.Embedding) and embedding.weight.shape[0] in rows:
         name = module_name(model, embedding)
         plan.setdefault(name, "embedding_rowwise")
-        # An encoder's and a decoder's table may be one beside a head of its own.
+        # Encoder and decoder embeddings may be tied to each other but not to the head.
         owners = {weight.rpartition(".")[0] for weight in _one_parameter_with({f"{name}.weight"}, tied)}
         for owner in sorted(owners & modules.keys()):
             if isinstance(modules[owner], nn.Embedding):
@@ -128,7 +128,7 @@ def _ends(model: Any) -> dict[str, str]:
 
 
 def _one_parameter_with(names: set[str], tied: Mapping[str, str]) -> set[str]:
-    """Names what is one parameter with one of the names, these among it."""
+    """Returns the given parameter names and all names that are tied to one of them."""
     group = set(names)
     for _ in tied:
         group |= {target for target, source in tied.items() if source in group} | {

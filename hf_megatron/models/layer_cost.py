@@ -12,13 +12,13 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts")
 
 
 def estimate_cost(module: nn.Module, config: Any = None) -> float:
-    """Counts a module's multiply-adds for one token from its weights' shapes, attention's own product left out.
+    """Estimates a module's multiply-adds for one token from its weights' shapes, without the attention scores.
 
-    Of experts only those a token is sent to count, and embeddings cost nothing. Parameters may be on the meta device.
+    Only the experts that a token is routed to count, and embeddings cost nothing. Parameters may be on the meta device.
 
     Args:
         module (`nn.Module`): a layer, or an output head.
-        config (`PretrainedConfig`, *optional*): says how many experts there are and how many see a token; without it
+        config (`PretrainedConfig`, *optional*): provides the number of experts and of experts per token; without it
             every weight counts.
     """
     experts, active = _first_number(config, EXPERTS), _first_number(config, EXPERTS_PER_TOKEN)
@@ -28,7 +28,7 @@ def estimate_cost(module: nn.Module, config: Any = None) -> float:
     total = 0.0
     for name, parameter in module.named_parameters():
         owner = module.get_submodule(name.rpartition(".")[0])
-        # Biases of experts have two dims.
+        # Expert biases are `[experts, features]`, so the name decides.
         if parameter.dim() < 2 or name.endswith("bias") or isinstance(owner, nn.Embedding):
             continue
         routed = (parameter.dim() == 3 and parameter.shape[0] == experts) or name.startswith(lists)
@@ -42,6 +42,6 @@ def estimate_costs(layers: Iterable[nn.Module], config: Any = None) -> tuple[flo
 
 
 def _first_number(config: Any, names: tuple[str, ...]) -> int | None:
-    """Returns the first of several attributes that is set to a number; families name the same differently."""
+    """Returns the first of several alternative attributes that is a positive integer, or `None`."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), None)

@@ -1,4 +1,4 @@
-"""Which of a model's module lists holds its layers."""
+"""Lookup of the module lists that hold a model's layers."""
 
 import inspect
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ _TOKENS = "input_ids"
 
 
 def find_text_model(model: Any) -> nn.Module | None:
-    """Returns the text model inside of one of images and text, whose towers have layers of their own."""
+    """Returns the language model inside a multimodal model, whose encoders have layer lists too; else `None`."""
     return model.get_decoder() if reads_modalities(model) and not model.config.is_encoder_decoder else None
 
 
 def names_in_encoder(model: Any) -> tuple[str, ...]:
-    """Names what an encoder has in it, which generation calls by itself; nothing in models without one."""
+    """Returns the names of an encoder's children, which generation calls separately; empty without an encoder."""
     encoder = model.get_encoder() if model.config.is_encoder_decoder else None
-    # Base models of one process's classes return themselves where they have none.
+    # `get_encoder` of upstream base models returns the model itself if there is no encoder.
     if not isinstance(encoder, nn.Module) or encoder is model:
         return ()
     name = module_name(model, encoder)
@@ -31,12 +31,12 @@ def names_in_encoder(model: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class LayerSequence:
-    """A model's layers in the order in which they run: those of one module list, or of an encoder's and a decoder's.
+    """Layers of a model in execution order, from one module list or from an encoder's and a decoder's list.
 
     Args:
         lists (`tuple[str, ...]`): names of the module lists.
-        lengths (`tuple[int, ...]`): layers of each.
-        parts (`tuple[str, ...]`): lists of further modules of each layer, which a loop calls before it.
+        lengths (`tuple[int, ...]`): number of layers of each list.
+        parts (`tuple[str, ...]`): names of `sublayer_lists`, whose modules run before the layer with the same index.
     """
 
     lists: tuple[str, ...]
@@ -45,32 +45,32 @@ class LayerSequence:
 
     @classmethod
     def of(cls, model: Any, spec: ModelSpec, field: str) -> "LayerSequence":
-        """Finds a model's; raises as `find_layers`."""
+        """Finds the layers of a model; raises `UnsupportedError` as `find_layers` does."""
         is_both = model.config.is_encoder_decoder
         lists = _lists_of_both(model, spec, field) if is_both else (find_layers(model, spec, field),)
         return cls(lists, tuple(len(model.get_submodule(name)) for name in lists), spec.pp.sublayer_lists)
 
     @property
     def decoder(self) -> int:
-        """Returns the first layer of a decoder behind an encoder, 0 without an encoder."""
+        """Index of the first decoder layer after an encoder, 0 without an encoder."""
         return self.lengths[0] if len(self.lists) > 1 else 0
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names the layers."""
+        """Layer names in execution order."""
         found = zip(self.lists, self.lengths, strict=True)
         return tuple(f"{name}.{index}" for name, length in found for index in range(length))
 
     def parts_of(self, layer: int) -> tuple[str, ...]:
-        """Names all modules of a layer, in their order."""
+        """Returns the names of all modules of a layer, in execution order."""
         return (*(f"{name}.{layer}" for name in self.parts), self.names[layer])
 
     def list_of(self, layer: int) -> str:
-        """Names the list of a layer."""
+        """Returns the name of the module list that contains a layer."""
         return self.lists[int(0 < self.decoder <= layer)]
 
     def layer_of(self, name: str) -> int | None:
-        """Returns which layer a module or parameter belongs to, if any."""
+        """Returns the index of the layer that a module or parameter belongs to, or `None`."""
         numbered = [*enumerate(self.lists), *((0, parts) for parts in self.parts)]
         for number, layers in numbered:
             if name.startswith(f"{layers}."):
@@ -79,7 +79,7 @@ class LayerSequence:
 
 
 def _lists_of_both(model: Any, spec: ModelSpec, field: str) -> tuple[str, ...]:
-    """Names the lists of an encoder and of a decoder, but not of what runs behind the encoder's."""
+    """Returns the names of the encoder's and the decoder's layer list, without lists that run after the encoder's."""
     found = []
     names = {module: name for name, module in model.named_modules()}
     for stack in (model.get_encoder(), model.get_decoder()):
@@ -96,7 +96,7 @@ def _lists_of_both(model: Any, spec: ModelSpec, field: str) -> tuple[str, ...]:
 
 
 def _lists_of_text(stack: Any) -> list[str]:
-    """Lists those of one stack, of a stack with towers those beside the table of tokens."""
+    """Returns the layer lists of one stack; with modality encoders inside, only those next to the token embedding."""
     lists = _uniform_lists(stack)
     if len(lists) > 1 and stack.main_input_name == _TOKENS:
         table = next(name for name, module in stack.named_modules() if module is stack.get_input_embeddings())
@@ -107,10 +107,10 @@ def _lists_of_text(stack: Any) -> list[str]:
 def find_layers(model: Any, spec: ModelSpec, field: str) -> str:
     """Returns the name of the spec's layer list, or of the only one made of the class's `_no_split_modules`.
 
-    Where there is none, the only outermost list of modules of one class is meant.
+    Without either, the only outermost module list whose modules have one class is used.
 
     Raises:
-        UnsupportedError: there are none or several; the size of `field` has to be 1 then.
+        UnsupportedError: there are none or several, so that the size of `field` has to be 1.
     """
     if spec.pp.layers is not None:
         return spec.pp.layers
@@ -134,7 +134,7 @@ def find_layers(model: Any, spec: ModelSpec, field: str) -> str:
 
 
 def _uniform_lists(model: nn.Module) -> list[str]:
-    """Lists the outermost module lists of modules of one class, with attention or other parts inside of each."""
+    """Returns the names of the outermost module lists whose modules have one class and contain further modules."""
     found: list[str] = []
     for name, module in model.named_modules():
         is_inside = any(name.startswith(f"{outer}.") for outer in found)
@@ -143,12 +143,12 @@ def _uniform_lists(model: nn.Module) -> list[str]:
     return found
 
 
-# By these a block keeps what it has seen of earlier tokens.
+# Forward arguments through which a block keeps state of earlier tokens.
 _CACHES = frozenset(("past_key_values", "past_key_value", "cache_params", "layer_past", "use_cache"))
 
 
 def find_full_sequence_blocks(model: nn.Module, spec: ModelSpec, layers: str) -> frozenset[str]:
-    """Names the blocks inside of layers that keep a cache and are no attention of transformers', and the spec's."""
+    """Returns the names of the blocks in layers that keep a cache without transformers' attention, and the spec's."""
     found: set[str] = set()
     seen: list[str] = []
     for name, module in model.named_modules():
@@ -167,7 +167,7 @@ def _keeps_cache(module: nn.Module) -> bool:
 
 
 def _is_attention(block: nn.Module) -> bool:
-    """Tells whether all that a block keeps is what transformers' attention functions are called with."""
+    """Returns whether the cache of a block only feeds transformers' attention functions."""
     attention = [part for part in block.modules() if fetches_attention_core(type(part))]
     known = {inner for part in attention for inner in block.modules() if part is inner or part in inner.modules()}
     return bool(attention) and all(part in known for part in block.modules() if _keeps_cache(part))

@@ -1,4 +1,4 @@
-"""`register_model` and the lookup by `config.model_type`."""
+"""Registry of model specs by `config.model_type`, with `register_model`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from .type_facts import load_families
 
 SpecBuilder = Callable[[Any], ModelSpec]
 
-# Module-level state: this registry, that of the pipeline schedules, and the patch registry.
+# Module-level state, as are the registries of pipeline schedules and of patches.
 REGISTRY: dict[str, SpecBuilder] = {}
 
 
@@ -34,23 +34,23 @@ def register_model(model_type: str, builder: SpecBuilder | None = None, *, repla
 
 
 def registered_types() -> list[str]:
-    """Lists the model types with a spec of their own."""
+    """Returns the sorted model types with a registered spec."""
     load_families()
     return sorted(REGISTRY)
 
 
 def registered_spec(model: nn.Module) -> ModelSpec | None:
-    """Returns the spec a family states of a model or its text part; `None` for one whose spec would be derived."""
+    """Returns the registered spec of a model or its language model; `None` if it has to be derived or inferred."""
     load_families()
     builder = REGISTRY.get(str(model.config.model_type))  # type: ignore[union-attr]
     return composite_spec(model, REGISTRY) if builder is None else builder(model)
 
 
 def spec_for(model: nn.Module) -> ModelSpec:
-    """Returns the spec of a model on the meta device: its family's, from transformers' plan, or by structure.
+    """Returns the spec of a model on the meta device: registered, from transformers' plan, or inferred.
 
     Raises:
         PlanError: none of them exists.
-        UnsupportedError: the family is refused, with the reason.
+        UnsupportedError: the family does not support this config.
     """
     return registered_spec(model) or stated_or_inferred_spec(model)

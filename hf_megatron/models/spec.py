@@ -1,4 +1,4 @@
-"""`ModelSpec`: plain frozen data that a family's file states about a model type, with one sub-record per axis."""
+"""`ModelSpec`: frozen parallelization spec of a model type, with one sub-record per parallel axis."""
 
 import re
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import PlanError
 
-# Attributes of a block whose product is the width of a part.
+# Attributes of a block whose product is the width of one segment (such as the queries) of a fused weight.
 Width = tuple[str, ...]
 
 
@@ -17,9 +17,9 @@ class HeadBlock:
 
     Args:
         counts (`tuple[str, ...]`): Attributes that hold the number of heads or groups, or a width over all of them;
-            those of the block's config are changed in a copy of it.
+            attributes of the block's config are changed in a copy of the config.
         weights (`Mapping[str, tuple[int, tuple[Width, ...]]]`): Parameter or buffer of the block -> its head dim and
-            the widths of the parts along that dim, each with entries for every head, or `()` for a single part.
+            the widths of the segments along that dim, each with entries for every head, or `()` for a single segment.
         summed (`tuple[str, ...]`): Biases that are added once to the sum over all heads.
         norms (`tuple[str, ...]`): RMS norms over all heads, whose weights are listed in `weights`.
         all_head_linears (`tuple[str, ...]`): Linears without bias inside the block that read all heads and whose output
@@ -28,10 +28,10 @@ class HeadBlock:
             single group is replicated on all tensor parallel ranks.
         norms_of_groups (`tuple[str, ...]`): Norms over the heads of one group, whose weights are listed in `weights`.
         lengths (`Mapping[str, str]`): Attribute -> the weight whose local size along the head dim it holds.
-        routers (`tuple[str, ...]`): Routers whose choices every head reads, and whose logits, the last value that they
-            return, every rank reads.
-        interleave_rounds (`int`, defaults to 1): Number of times that the parts repeat along a weight, each time with
-            an equal share of the heads, for a forward that splits its projections by a fixed number.
+        routers (`tuple[str, ...]`): Routers whose choices every head uses. Every rank also reads their logits, which
+            are the last value that they return.
+        interleave_rounds (`int`, defaults to 1): Number of times that the segments repeat along a weight, each time
+            with an equal share of the heads, for a forward that splits its projections by a fixed number.
     """
 
     counts: tuple[str, ...]
@@ -115,8 +115,8 @@ class PipelineParallelSpec:
     Args:
         layers (`str`, *optional*): Module list that is partitioned into stages, by default the one of the classes in
             `_no_split_modules`.
-        sublayer_lists (`tuple[str, ...]`): Module lists in addition to `layers`, of which the layer loop calls the
-            module with the same index before each layer.
+        sublayer_lists (`tuple[str, ...]`): Module lists in addition to `layers`; before each layer, the layer loop
+            calls their module with the same index.
         recorded_layers (`tuple[int, ...]`): Indices of the layers whose hidden states the layer loop keeps for all
             later layers.
         before_layers (`tuple[str, ...]`): Modules that run before the layers although they are defined after them, and
@@ -132,11 +132,11 @@ class PipelineParallelSpec:
             gradients, as zero-bubble schedules do.
         no_pipeline (`str`, *optional*): Reason why the model type does not support pipeline parallelism.
         image_features_argument (`str`, *optional*): Argument that takes image features instead of images, filled with
-            zeros where a stage or microbatch has no images; `a.b` is entry `b` of the mapping `a`.
+            zeros if a stage or microbatch has no images; `a.b` is entry `b` of the mapping `a`.
         prefix_modules (`tuple[str, ...]`): Modules that compute features to prepend to the embedded text, such as image
             features, from arguments of the forward, and whose output length later stages need.
-        run_on_all_stages (`tuple[str, ...]`): Modules before the layers that run on every stage, where either their
-            output does not depend on their weights or only its shape is needed.
+        run_on_all_stages (`tuple[str, ...]`): Modules before the layers that run on every stage because their output
+            does not depend on their weights, or because only its shape is needed.
     """
 
     layers: str | None = None
@@ -161,13 +161,13 @@ class ContextParallelSpec:
 
     Args:
         full_sequence_blocks (`tuple[str, ...]`): Blocks that mix tokens other than by transformers' attention functions
-            and run on the full sequence, in addition to those with a cache of their own, which are found by structure.
+            and run on the full sequence, in addition to blocks with a cache of their own, which are found by structure.
         head_sharded_blocks (`Mapping[str, HeadBlock]`): Pattern of a block that runs on the full sequence -> how its
-            heads are sharded over the ranks, which tensor parallelism reads too.
+            heads are sharded over the ranks. Tensor parallelism reads it too.
         layer_parameters (`tuple[str, ...]`): Parameters of blocks that the enclosing layer itself adds to the hidden
             states.
         sequence_dims (`Mapping[str, int]`): Layer argument with one entry per token -> its sequence dim, which is 1
-            for those of `per_token_arguments` that are not listed.
+            for every entry of `per_token_arguments` that is not listed.
         no_context_parallel (`str`, *optional*): Reason why the model type does not support context parallelism.
     """
 
@@ -184,9 +184,9 @@ class MoESpec:
 
     Args:
         experts (`Mapping[str, str]`): Module that holds all experts of a layer along dim 0 of each weight -> its
-            attribute with their number, except for classes with transformers' experts decorator, which are found.
+            attribute with their number. Classes with transformers' experts decorator are found without an entry.
         identity_experts (`Mapping[str, str]`): Module of experts -> its attribute with the number of identity experts,
-            whose ids follow those of the others and whose entries along dim 0 of the weights, if any, are not read.
+            whose ids come after all other experts and whose entries along dim 0 of the weights, if any, are not read.
     """
 
     experts: Mapping[str, str] = field(default_factory=dict)
@@ -195,10 +195,10 @@ class MoESpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Parallelization spec of one model type, which states every rule once for all layouts of the mesh.
+    """Parallelization spec of one model type, independent of the mesh layout.
 
-    Patterns are dotted module or parameter names in which `*` matches one number, as in transformers' plans. No two
-    sub-records have a field of the same name, so that fields can be stated by name alone (`from_fields`, `updated`).
+    Patterns are dotted module or parameter names in which `*` matches one number, as in transformers' plans. Field
+    names are unique across the sub-records, so that a field can be set by its name alone (`from_fields`, `updated`).
 
     Args:
         model_type (`str`): `config.model_type`.
@@ -218,11 +218,11 @@ class ModelSpec:
 
     @classmethod
     def from_fields(cls, model_type: str, **values: Any) -> "ModelSpec":
-        """Makes a spec from fields of the sub-records; raises `PlanError` for a name that no sub-record has."""
+        """Builds a spec from fields of the sub-records; raises `PlanError` for a name that no sub-record has."""
         return cls(model_type).updated(**values)
 
     def updated(self, *, model_type: str | None = None, **values: Any) -> "ModelSpec":
-        """Returns a copy with other values of some fields; raises `PlanError` for a name that no sub-record has."""
+        """Returns a copy with some fields replaced; raises `PlanError` for a name that no sub-record has."""
         by_record: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
             by_record.setdefault(_record_of(name), {})[name] = value
@@ -245,7 +245,7 @@ _RECORD_OF_FIELD = {member.name: record for record, cls in _RECORDS.items() for 
 
 
 def _record_of(name: str) -> str:
-    """Names the sub-record that has a field."""
+    """Returns the name of the sub-record that has a field; raises `PlanError` for an unknown field."""
     record = _RECORD_OF_FIELD.get(name)
     if record is None:
         raise PlanError(f"ModelSpec has no field {name!r}; its fields are {', '.join(sorted(_RECORD_OF_FIELD))}.")
@@ -253,12 +253,12 @@ def _record_of(name: str) -> str:
 
 
 def generic(name: str) -> str:
-    """Turns `model.layers.3.mlp` into `model.layers.*.mlp`."""
+    """Replaces the numbers in a dotted name: `model.layers.3.mlp` becomes `model.layers.*.mlp`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def lookup(name: str, table):
-    """Returns the entry of `table` for a concrete name, or `None`."""
+    """Returns the entry of `table` for a concrete name or for its pattern, or `None`."""
     return table.get(name) if name in table else table.get(generic(name))
 
 

@@ -1,4 +1,4 @@
-"""What the files in `families/` share: specs stated relative to the base model, whatever head is around it."""
+"""Spec builders for the files in `families/`: patterns are relative to the base model, for a class with any head."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from .spec import HeadBlock, ModelSpec, generic, module_name
 
 
 def base_prefix(model: Any) -> str:
-    """Returns what the names inside the base model start with, seen from this class."""
+    """Returns the prefix of the base model's parameter names in this class, empty for a base model."""
     return f"{model.base_model_prefix}." if model.base_model_prefix in model._modules else ""
 
 
@@ -32,15 +32,16 @@ def corrected_spec(
     replicated_modules: tuple[str, ...] = (),
     **changes: Any,
 ) -> ModelSpec:
-    """Takes the spec from transformers' plan or the structure, with corrections; others are fields of a spec.
+    """Returns the spec from transformers' plan or the module structure, with corrections.
 
     Args:
-        corrections (`Mapping[str, str]`, *optional*): pattern inside the base model -> style, added or replaced; what
-            this config does not have is left out.
+        corrections (`Mapping[str, str]`, *optional*): pattern inside the base model -> style, added or replaced;
+            patterns that match nothing in this config are dropped.
         pointwise_containers, full_sequence_blocks, before_layers, after_layers, after_encoder (`tuple[str, ...]`),
-            head_sharded_blocks, experts, identity_experts, local_arguments (`Mapping`, *optional*): patterns inside
-            the base model.
-        replicated_modules (`tuple[str, ...]`): modules inside the base model that every rank computes whole.
+            head_sharded_blocks, experts, identity_experts, local_arguments (`Mapping`, *optional*): fields of
+            `ModelSpec` with patterns inside the base model.
+        replicated_modules (`tuple[str, ...]`): modules inside the base model that are replicated on every rank.
+        changes: further fields of `ModelSpec`, with patterns from the model's root.
     """
     prefix = base_prefix(model)
     spec = _without(
@@ -69,7 +70,7 @@ def corrected_spec(
 
 
 def _without(spec: ModelSpec, unsharded: list[str]) -> ModelSpec:
-    """Leaves out of a spec what it says of modules, and of what is in them."""
+    """Removes a spec's tensor and sequence parallel entries for the given modules and everything inside them."""
 
     def is_left(pattern: str) -> bool:
         return not any(f"{pattern}.".startswith(f"{module}.") for module in unsharded)
@@ -98,10 +99,10 @@ def family_spec(
     full_sequence_blocks: tuple[str, ...] = (),
     **changes: Any,
 ) -> ModelSpec:
-    """Makes a `ModelSpec` of patterns inside the base model; its arguments are fields of a spec.
+    """Builds a `ModelSpec` from patterns inside the base model; the arguments are fields of `ModelSpec`.
 
-    An output embedding, where the class has one, becomes a vocab-parallel head. `head_plan` has names outside the base
-    model; those that the class does not have are left out.
+    The output embedding, if the class has one, becomes a vocab-parallel head. `head_plan` has names outside the base
+    model; names that the class does not have are dropped. `changes` has patterns from the model's root.
     """
     prefix = base_prefix(model)
     unsharded = {prefix + pattern: style for pattern, style in plan.items()}
@@ -127,19 +128,19 @@ def family_spec(
 def gated_decoder_plan(
     *, output: str = "o_proj", norms: tuple[str, ...] = (), mlp: tuple[str, str, str] | None = None, block: str = "mlp"
 ) -> dict[str, str]:
-    """Makes the plan of decoder layers with attention `self_attn` of four linears and a gated MLP.
+    """Returns the plan of decoder layers that consist of an attention `self_attn` and a gated MLP.
 
     Args:
-        output (`str`): the attention's last linear.
-        norms (`tuple[str, ...]`): the attention's norms of one head each.
-        mlp (`tuple[str, str, str]`, *optional*): its first two linears and its last; by default `gate_proj`, `up_proj`
-            and `down_proj`.
-        block (`str`): the MLP.
+        output (`str`): name of the attention's output linear.
+        norms (`tuple[str, ...]`): names of the attention's per-head norms.
+        mlp (`tuple[str, str, str]`, *optional*): names of the gate, up and down linears of the MLP; by default
+            `gate_proj`, `up_proj` and `down_proj`.
+        block (`str`): name of the MLP.
     """
     gate, up, down = mlp or ("gate_proj", "up_proj", "down_proj")
     columns = [f"self_attn.{name}_proj" for name in "qkv"] + [f"{block}.{gate}", f"{block}.{up}"]
     styles = dict.fromkeys(columns, "colwise") | {f"self_attn.{output}": "rowwise", f"{block}.{down}": "rowwise"}
-    # Their weights are those of one head, and each rank computes with some of the heads.
+    # Per-head norms: all heads share one weight and each rank has some of the heads, so gradients are all-reduced.
     styles |= {f"self_attn.{norm}": "replicated_with_grad_allreduce" for norm in norms}
     return {"embed_tokens": "embedding_rowwise", **{f"layers.*.{name}": style for name, style in styles.items()}}
 
@@ -152,10 +153,12 @@ def composite_family_spec(
     local_attributes: Mapping[str, tuple[str, ...]] | None = None,
     **changes: Any,
 ) -> ModelSpec:
-    """Returns the spec of a model's text part, with a plan of what stands around it; see `composite_spec`.
+    """Returns the spec of a model's language model, plus a plan of the modules around it; see `composite_spec`.
 
     Args:
-        plan, local_attributes (`Mapping`): patterns from the model's root; what this config does not have is left out.
+        builders (`Mapping`): model type of the language model -> its spec builder.
+        plan, local_attributes (`Mapping`): patterns from the model's root; patterns that match nothing in this config
+            are dropped.
     """
     spec = composite_spec(model, builders) or derive_spec(model)
     known = {generic(name) for name, _ in model.named_modules()} | {

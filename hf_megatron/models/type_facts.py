@@ -1,4 +1,4 @@
-"""Facts about single model types that are not part of a parallel plan, declared in the file of the type's family."""
+"""`TypeFacts`: metadata of a model type beyond its parallel plan, registered in the file of the type's family."""
 
 import functools
 import importlib
@@ -14,27 +14,27 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class TypeFacts:
-    """Facts about one model type; each is empty unless its family states it.
+    """Metadata of one model type; every field is empty by default.
 
     Attributes:
-        defaults: what the default config of the class lacks to build a model, or to build an interesting one. It is
-            applied before the rules that shrink a config, all of it at once, and only to a config that has the default
-            value of each of these attributes.
-        tiny: sizes of a twin where those of all types would make it large.
-        variants: changes of the default config that change the path through the code. Sizes do not, except for numbers
-            of key/value heads below the number of ranks.
-        audio: what a type has that takes sounds, and not by default.
-        no_gradient: regular expressions of the trainable parameters that get no gradient, with the reasons.
-        no_gradient_without: the same of batches without a medium (`"videos"`, `"audio"`).
-        frozen: parts that their constructors put into evaluation mode, where norms by the statistics of a batch would
-            be others' for each part of it. Twins keep them there.
-        min_row_length: the fewest tokens of a row: shorter rows have another kind of attention, for which the model
-            exchanges its modules.
-        needs_decoder_inputs: whether the model makes no decoder inputs of its labels.
-        reads_codebooks: whether the decoder alone reads tokens of several codebooks, with a table for each.
-        needs_a_label: whether the shift of labels looks for the last label of each row.
-        batch_coupling: why the rows of a batch depend on each other, so that a part of a batch gives other numbers.
-        batch_coupling_if: whether a config makes it so; `None` for every config.
+        defaults: Config values that the default config lacks to build a model, or to build a representative one. They
+            are applied together, before the config is shrunk, and only if the config has the default value of all of
+            these attributes.
+        tiny: Sizes of the tiny model that replace the generic rules of `tiny_config`.
+        variants: Changes of the default config that lead to another code path. Sizes do not, except for numbers of
+            key/value heads below the number of ranks.
+        audio: Config values that enable audio inputs, for a type that has none by default.
+        no_gradient: Regular expression of trainable parameters that get no gradient -> the reason.
+        no_gradient_without: Modality (`"videos"`, `"audio"`) -> the same, for batches without that modality.
+        frozen: Modules that the model's constructor sets to evaluation mode. Tiny models keep them in that mode,
+            because their batch norms would otherwise have other statistics for each shard of a batch.
+        min_row_length: Minimum number of tokens per sequence. For shorter ones the model replaces its attention modules
+            by another kind.
+        needs_decoder_inputs: Whether the model does not create decoder inputs from its labels.
+        reads_codebooks: Whether the model is a decoder that reads several codebooks, with an embedding for each.
+        needs_a_label: Whether the model's label shift looks for the last label of each sequence.
+        batch_coupling: Reason why the samples of a batch depend on each other, so that a sub-batch gives other results.
+        batch_coupling_if: Predicate of a config for which `batch_coupling` applies; `None` for every config.
     """
 
     defaults: Values = field(default_factory=dict)
@@ -55,10 +55,10 @@ class TypeFacts:
 _NONE = TypeFacts()
 _FACTS: dict[str, TypeFacts] = {}
 
-# Images of a twin become tokens of so many kinds.
+# Number of distinct image tokens (the codebook size) of a tiny model.
 IMAGE_CODES = 8
 
-# Reasons that several families state.
+# Reasons that several families share.
 UNREAD_LAST_NORM = {r"_tower\.post_layernorm\.": "the states of layers are read, which it does not see"}
 IMAGE_TOKENIZER = {r"\.vqmodel\.": "chooses tokens of images: no gradient comes through a choice"}
 SPARSE_INDEXER = {r"\.indexer\.": "chooses which tokens are read: no gradient comes through a choice"}
@@ -70,10 +70,10 @@ UNHEARD_AUDIO = {"audio": {r"\.?audio_tower\.": "reads sounds: compared on image
 
 
 def register_facts(*model_types: str, facts: TypeFacts) -> None:
-    """Registers the facts of model types.
+    """Registers the `TypeFacts` of model types.
 
     Raises:
-        PlanError: a type has facts already.
+        PlanError: a type is registered already.
     """
     for model_type in model_types:
         if model_type in _FACTS:
@@ -83,7 +83,7 @@ def register_facts(*model_types: str, facts: TypeFacts) -> None:
 
 @functools.cache
 def load_families() -> None:
-    """Imports every family file, which registers its specs and facts; twice is once."""
+    """Imports every family file, which registers its specs and `TypeFacts`; later calls do nothing."""
     from . import families
 
     for module in pkgutil.iter_modules(families.__path__):
@@ -91,13 +91,13 @@ def load_families() -> None:
 
 
 def facts_of(model_type: str) -> TypeFacts:
-    """Returns the facts of a model type; empty ones for a type that no family knows."""
+    """Returns the `TypeFacts` of a model type; empty ones for a type that is not registered."""
     load_families()
     return _FACTS.get(model_type, _NONE)
 
 
 def batch_coupling_reason(config: Any) -> str | None:
-    """Says why a model's rows cannot be computed apart from each other, or `None` where they can."""
+    """Returns why the samples of a model's batch depend on each other, or `None` if they do not."""
     facts = facts_of(config.model_type)
     is_coupled = facts.batch_coupling_if is None or facts.batch_coupling_if(config)
     return facts.batch_coupling if is_coupled else None

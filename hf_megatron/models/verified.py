@@ -1,4 +1,4 @@
-"""Recorded parity results: which model classes, made of which parts, passed on which kinds of layout."""
+"""Recorded parity results: the model classes and parts that passed on each kind of layout."""
 
 import json
 import os
@@ -18,12 +18,12 @@ _VERSIONS = ("torch", "transformers", "accelerate", "hf_megatron")
 
 @cache
 def records() -> tuple[dict[str, Any], ...]:
-    """Reads the rows of `verified.json`, written by `hf-megatron check --record`."""
+    """Reads the results in `verified.json`, written by `hf-megatron check --record`."""
     return read_results(resources.files(__package__).joinpath(FILE).read_text(encoding="utf-8"))
 
 
 def read_results(text: str) -> tuple[dict[str, Any], ...]:
-    """Reads rows; versions, parts and the lines that these consist of stand in the file once."""
+    """Parses a results file, in which results refer to shared tables of versions, parts and their lines."""
     file = json.loads(text)
     lines = file["lines"]
     parts = {
@@ -37,9 +37,9 @@ def read_results(text: str) -> tuple[dict[str, Any], ...]:
 
 
 def write_results(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Merges rows into a results file; a row replaces the one of the same class, config changes, layout and size.
+    """Merges results into a results file; a result replaces the one with the same class, changes, layout and sizes.
 
-    Media that the same parts were compared with by a row that passed, with the same versions, stay beside the new ones.
+    If both passed with the same parts and versions, the modalities of the replaced result are kept in the new one.
     """
     file = Path(path)
     old = read_results(file.read_text(encoding="utf-8")) if file.exists() else ()
@@ -87,10 +87,10 @@ def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def layout_kinds(config: MegatronConfig) -> list[str]:
-    """Lists the kinds that a layout is made of, each with a result of its own: `tp` or `tp+sp`, `cp`, `ep`, `pp`.
+    """Returns the kinds that a layout consists of, each with its own result: `tp` or `tp+sp`, `cp`, `ep`, `pp`.
 
-    Where heads are exchanged for tokens it is `cp+a2a`. Where tp ranks hold whole experts it is `tp+ep` or `tp+sp+ep`,
-    and `ep` beside it where experts lie on other ranks too.
+    Context parallelism with an all-to-all of heads is `cp+a2a`. If experts are unsharded on tp ranks (`etp_size=1`),
+    the kind is `tp+ep` or `tp+sp+ep`, and `ep` is added if the experts also span ranks outside the tp group.
     """
     within_layers = "tp+sp" if config.sequence_parallel else "tp"
     are_replicated = config.ep_size > 1 and (config.etp_size or 1) == 1
@@ -106,31 +106,30 @@ def layout_kinds(config: MegatronConfig) -> list[str]:
 
 
 def layout_kind_of_tokens(config: MegatronConfig) -> str:
-    """Names the kind of a layout's context parallelism."""
+    """Returns the kind of a layout's context parallelism: `cp` or `cp+a2a`."""
     return "cp+a2a" if config.cp_comm_type in ("a2a", "a2a+p2p") else "cp"
 
 
 def splits_weights(kind: str) -> bool:
-    """Tells whether ranks of a kind of layout hold parts of weights, and compute parts of each token."""
+    """Returns whether a kind of layout shards weights, so that each rank computes a share of every token."""
     return kind.startswith("tp")
 
 
 def layout_kind(config: MegatronConfig) -> str:
-    """Names the kind of a layout, such as `tp+sp` or `tp+pp`; `dp` where modules stay whole on every rank."""
+    """Returns the kind of a layout, such as `tp+sp` or `tp+pp`; `dp` if modules are replicated on every rank."""
     return "+".join(layout_kinds(config)) or "dp"
 
 
 def differences(
     class_name: str, model_type: str, kind: str, features: Features, base_prefix: str | None = None
 ) -> list[str] | None:
-    """Lists what of a model was never compared with one process on a kind of layout; `None` if its class never was.
+    """Returns the features of a model that lack a passed result on a kind of layout; `None` if its class has no result.
 
-    A part counts as compared if a row that passed has it as a whole. Sites that draw random numbers count if replicated
-    weights stayed equal over ranks while they did; where weights are whole there is none.
+    A part is covered if a passed result contains it. If the layout shards weights, a site that draws random numbers is
+    covered if replicated weights stayed equal across ranks while it drew.
 
     Args:
-        base_prefix (`str`, *optional*): of a base model, its name in classes with a head: what was compared of these
-            counts as well.
+        base_prefix (`str`, *optional*): for a base model, its name inside classes with a head, whose results count too.
     """
     of_type = [row for row in records() if (row["model_type"], row["layout"]) == (model_type, kind) and row["passed"]]
     passed = [row for row in of_type if row["class"] == class_name]
@@ -152,7 +151,7 @@ def differences(
 
 
 def _without_head(row: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Returns what a row says of the base model that its class puts a head on, by the names that the base model has."""
+    """Returns a result of a class with a head as one of its base model, with the names relative to the base model."""
     parts = [
         Part(ENDS, _inside(part.lines, prefix))
         if part.name == ENDS
@@ -169,7 +168,7 @@ def _inside(lines: frozenset[str], prefix: str) -> frozenset[str]:
 
 
 def failed(class_name: str, model_type: str, config: MegatronConfig, kind: str, features: Features) -> str | None:
-    """Returns what differed where a kind of layout was compared with just this many ranks, and is not to be used."""
+    """Returns the error of a failed result for the same class, parts, kind of layout and sizes, or `None`."""
     sizes = [name for name in ("tp_size", "cp_size", "pp_size", "ep_size") if name[:2] in kind]
     for row in records():
         is_same = (row["model_type"], row["class"], row["layout"]) == (model_type, class_name, kind)
@@ -180,7 +179,7 @@ def failed(class_name: str, model_type: str, config: MegatronConfig, kind: str, 
 
 
 def compared_modalities(class_name: str, model_type: str, kind: str) -> frozenset[str]:
-    """Returns what a class was compared with on a kind of layout beside text: `"images"`, `"videos"`, `"audio"`."""
+    """Returns the modalities besides text that a class passed with on a kind of layout: `images`, `videos`, `audio`."""
     return frozenset(
         medium
         for row in records()
@@ -190,7 +189,7 @@ def compared_modalities(class_name: str, model_type: str, kind: str) -> frozense
 
 
 def _changed(lines: frozenset[str], compared: frozenset[str]) -> list[str]:
-    """Says what lines have that compared ones have not, a module beside the module of the same name."""
+    """Returns texts for the differences to the nearest verified part, pairing modules of the same name."""
     before = {line.partition(":")[0]: line for line in sorted(compared - lines)}
     texts = []
     for line in sorted(lines - compared):
@@ -200,11 +199,11 @@ def _changed(lines: frozenset[str], compared: frozenset[str]) -> list[str]:
 
 
 def recorded_draw(model_type: str, changes: Mapping[str, Any], made_of: Mapping[str, Any]) -> int | None:
-    """Returns which draw of a tiny twin's parameters was chosen when it was checked with these versions of torch.
+    """Returns the recorded draw of a tiny model's parameters for the installed torch and transformers, or `None`.
 
     Args:
-        changes: of its config.
-        made_of: task, layers and rows of the twin.
+        changes: changes of its config.
+        made_of: task, number of layers and batch size of the tiny model.
     """
     own = tested_versions()
     for row in records():
@@ -216,5 +215,5 @@ def recorded_draw(model_type: str, changes: Mapping[str, Any], made_of: Mapping[
 
 
 def tested_versions() -> dict[str, str]:
-    """Returns the versions a result was made with."""
+    """Returns the installed versions, which are recorded with a result."""
     return {name: installed_version(name) for name in _VERSIONS}

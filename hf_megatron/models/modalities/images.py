@@ -1,4 +1,4 @@
-"""Which images of a batch belong to which rows: those whose placeholders stand in them."""
+"""Assignment of images to the samples of a batch: an image belongs to the sample with its placeholder tokens."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -10,14 +10,14 @@ from torch import Tensor
 from ...errors import ConfigError
 
 PIXELS = "pixel_values"
-# A mask of the places of images, of models without a token for them.
+# Mask of image positions, for models without a placeholder token.
 PLACES = "image_embeds_position_mask"
-# Patches of an image, each behind its row and its column.
+# Patches of an image, each preceded by its row and column index.
 _FLAT_PATCHES = "flattened_patches"
 GRID = "image_grid_thw"
-# Between the frames of each video; of images there are none.
+# Seconds between the frames of each video. Real images have no such argument; videos are passed under this name.
 SECONDS = "image_seconds"
-# Parts of names: what towers make of them belongs to rows by rules of their own.
+# Substrings of argument names whose entries do not correspond to samples one to one.
 NOT_OF_ROWS = ("video", "audio", "input_features", "input_values", "feature_attention_mask", "image_pixel_values")
 # Arguments with an entry for each image.
 _ONE_PER_IMAGE = (
@@ -25,42 +25,42 @@ _ONE_PER_IMAGE = (
     *("spatial_shapes", "target_sizes", "num_local_patches", "patches_grid", "image_grids", "image_num_crops"),
     SECONDS,
 )
-# What is asked of each image before any text is written.
+# Q-Former question for each image (InstructBLIP).
 _QUESTIONS = ("qformer_input_ids", "qformer_attention_mask")
-# Entries of other media, of lengths by which their placeholders are shared out.
+# Name under which lengths of other modalities are passed; placeholders are divided in proportion to them.
 ENTRIES = "image_num_crops"
-# Sizes that say how many patches or crops the tower is given of an image: the product of an entry's numbers.
+# Sizes whose product is the number of patches or crops of an image.
 _PATCHES = (GRID, "image_grid_hw", "target_sizes", "image_num_crops")
-# Which patches of all images a placeholder stands for, and of each image: rows and columns of placeholders, twice.
+# Patch indices (over all images) pooled into each placeholder; two grids `[rows, columns]` of placeholders per image.
 _POOLED, _POOLED_GRIDS = "image_token_pooling", "image_grids"
-# Views of parts of images, all in a row, and how many there are of each image.
+# Local views of all images, concatenated, and the number of views of each image.
 _VIEWS, _NUMBER_OF_VIEWS = "pixel_values_local", "num_local_patches"
-# Dims of pixels that layers read beside the tokens: rows, images, tiles, channels, height, width.
+# Number of dims of pixels for cross-attention layers: `[samples, images, tiles, channels, height, width]`.
 _TILES_OF_ROWS = 6
-# Numbers of images, with an entry for each row.
+# Number of images of each sample.
 _PER_ROW = ("batch_num_images",)
 VIDEO_PIXELS = "pixel_values_videos"
-# Features of clips, their samples, or tokens of them.
+# Audio inputs: features, waveform samples or tokens of clips.
 SOUNDS = ("input_features", "input_values", "audio_input_ids", "audio_input_features")
 
 
 def image_token(config: Any) -> int | None:
-    """Returns the token that stands for a part of an image, or of a video where nothing else has one.
+    """Returns the placeholder token id of images, under any of its config names; `None` if there is none.
 
-    A config may have it under another name.
+    Models that read only videos have the placeholder of videos instead.
     """
     found = (getattr(config, name, None) for name in ("image_token_id", "image_token_index", "video_token_index"))
     return next((token for token in found if token is not None), None)
 
 
 def is_of_images(name: str) -> bool:
-    """Tells whether an argument has an entry for each image, or parts of images."""
+    """Returns whether an argument has one entry per image, patch or crop."""
     is_named = name in (*_ONE_PER_IMAGE, *_QUESTIONS, *_PER_ROW) or name.startswith("image_") or _is_of_pixels(name)
     return is_named and "video" not in name and name != PLACES
 
 
 def is_multimodal(name: str) -> bool:
-    """Tells whether an argument has entries for images, videos or sounds, in whatever number, and not for rows."""
+    """Returns whether an argument has entries for images, videos or audio clips rather than for samples."""
     return is_of_images(name) or any(part in name for part in ("pixel", *NOT_OF_ROWS))
 
 
@@ -69,25 +69,25 @@ def _is_of_pixels(name: str) -> bool:
 
 
 def pixels_of(arguments: Mapping[str, Any]) -> Tensor | None:
-    """Returns the images of a call `[images, ...]`, or in another form of those that `rows_with_images` knows."""
+    """Returns the pixels of a call, in one of the shapes that `rows_with_images` lists; `None` without images."""
     found = (arguments.get(name) for name in (PIXELS, _FLAT_PATCHES))
     return next((pixels for pixels in found if isinstance(pixels, Tensor)), None)
 
 
 def has_places(arguments: Mapping[str, Any], config: Any) -> bool:
-    """Tells whether images stand in places of the text."""
+    """Returns whether images have placeholder positions in the text."""
     return image_token(config) is not None or arguments.get(PLACES) is not None
 
 
 def without_pixels(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves images, videos and sounds out of a call of stages without a tower; their places and sizes stay."""
+    """Removes pixels and audio from a call of a stage without encoders; placeholders and sizes are kept."""
     left_out = {name for name in arguments if _is_of_pixels(name) and (is_of_images(name) or name == VIDEO_PIXELS)}
     left_out |= arguments.keys() & {*SOUNDS}
     return {name: value for name, value in arguments.items() if name not in left_out}
 
 
 def placeholders(arguments: Mapping[str, Any], config: Any) -> Tensor:
-    """Returns a mask `[rows, sequence]` of the places that parts of images stand in."""
+    """Returns the mask `[batch, sequence]` of image placeholder positions."""
     places = arguments.get(PLACES)
     if isinstance(places, Tensor):
         return places != 0
@@ -96,10 +96,10 @@ def placeholders(arguments: Mapping[str, Any], config: Any) -> Tensor:
 
 
 def tokens_of_images(arguments: Mapping[str, Any], config: Any) -> list[int]:
-    """Counts the placeholders of each image of a batch.
+    """Returns the number of placeholders of each image of a batch.
 
     Raises:
-        ConfigError: as many placeholders as are there are no whole number for each image.
+        ConfigError: the placeholders do not match the images, or an image spans two samples.
     """
     is_image = placeholders(arguments, config)
     per_row = is_image.sum(1).tolist()
@@ -116,24 +116,24 @@ def tokens_of_images(arguments: Mapping[str, Any], config: Any) -> list[int]:
 
 
 def rows_with_images(arguments: Mapping[str, Any], rows: slice, config: Any) -> dict[str, Any]:
-    """Returns the images of some rows of a batch, in the arguments that they were given in, if there are any.
+    """Returns the image arguments of a range of samples, empty if these samples have no images.
 
     Args:
-        arguments (`Mapping`): `input_ids` `[rows, sequence]`; `pixel_values` in one of these forms, and others that
-            have an entry where it has one:
+        arguments (`Mapping`): `input_ids` `[batch, sequence]`; `pixel_values` in one of these shapes, and other
+            arguments with matching entries:
 
-            - `[images, ...]`, with sizes `[images, ...]` or without;
-            - `[patches, ...]` or `[1, ..., patches * width]` of all images, and a grid `[images, 2 or 3]` of each;
-            - `[crops, patches, ...]` of all images, with the numbers of crops `[images]` and the patches of each
-              placeholder, counted through all images;
-            - `[rows, images, channels, height, width]`, with as many for each row;
-            - `[rows, images, tiles, channels, height, width]`, which rows without placeholders see as well;
-            - `[rows, ...]`, of models without places for them in the text.
-        rows (`slice`): of the batch.
-        config (`PreTrainedConfig`): of the model.
+            - `[images, ...]`, with or without sizes `[images, ...]`;
+            - `[patches, ...]` or `[1, ..., patches * width]` of all images, and a grid `[images, 2 or 3]`;
+            - `[crops, patches, ...]` of all images, with the number of crops `[images]` and the patch indices of each
+              placeholder, counted over all images;
+            - `[batch, images, channels, height, width]`, padded to the same number of images per sample;
+            - `[batch, images, tiles, channels, height, width]`, which samples without placeholders keep too;
+            - `[batch, ...]`, for models without placeholders in the text.
+        rows (`slice`): range of samples of the batch.
+        config (`PreTrainedConfig`): config of the model.
 
     Raises:
-        ConfigError: an image of which placeholders stand in two rows, or of another number of them.
+        ConfigError: the placeholders of an image span two samples, or their number does not match the image.
     """
     ids = arguments["input_ids"]
     given = {name: value for name, value in arguments.items() if is_of_images(name) and _has_entries(value)}
@@ -157,7 +157,7 @@ def rows_with_images(arguments: Mapping[str, Any], rows: slice, config: Any) -> 
         elif name == _VIEWS:
             ends_of_views = [0, *itertools.accumulate(int(count) for count in arguments[_NUMBER_OF_VIEWS])]
             views = slice(*(ends_of_views[place] for place in (images.start, images.stop)))
-            # None at all are no argument of a tower.
+            # Omit the argument if no views are left: the encoder does not accept an empty tensor.
             found |= {name: part} if len(part := _entries(name, value, ends_of_views[-1], views)) else {}
         elif name != PIXELS or len(value) == len(ends) - 1:
             found[name] = _entries(name, value, len(ends) - 1, images)
@@ -171,7 +171,7 @@ def _has_entries(value: Any) -> bool:
 
 
 def _is_of_rows(arguments: Mapping[str, Any], placeholders: int) -> bool:
-    """Tells whether pixels `[rows, images, ...]` are given for each row, and not for each placeholder."""
+    """Returns whether the first dim of the pixels is the batch, `[batch, images, ...]`, and not the images."""
     pixels = pixels_of(arguments)
     assert pixels is not None
     if pixels.dim() == _TILES_OF_ROWS:
@@ -181,13 +181,13 @@ def _is_of_rows(arguments: Mapping[str, Any], placeholders: int) -> bool:
 
 
 def _count(arguments: Mapping[str, Any]) -> int:
-    """Counts the images of a batch."""
+    """Returns the number of images of a batch."""
     sizes = (arguments.get(name) for name in (*_ONE_PER_IMAGE, PIXELS, _FLAT_PATCHES))
     return next(len(size) for size in sizes if isinstance(size, Tensor))
 
 
 def _guesses(arguments: Mapping[str, Any], config: Any, is_image: Tensor, images: int) -> Iterator[list[int]]:
-    """Yields what the numbers of placeholders of the images may be, the surest ones first."""
+    """Yields candidates for the number of placeholders of each image, the most reliable first."""
     total = int(is_image.sum())
     if isinstance(arguments.get(GRID), Tensor):
         merged = getattr(config.vision_config, "spatial_merge_size", 1) ** 2
@@ -205,13 +205,13 @@ def _guesses(arguments: Mapping[str, Any], config: Any, is_image: Tensor, images
 
 
 def _runs(is_image: Tensor) -> list[int]:
-    """Lists the lengths of what stands side by side of a mask `[rows, sequence]`, row after row."""
+    """Returns the lengths of the runs of `True` in a mask `[batch, sequence]`, sample by sample."""
     groups = (itertools.groupby(row) for row in is_image.tolist())
     return [sum(1 for _ in group) for row in groups for value, group in row if value]
 
 
 def _agree(lengths: list[int], arguments: Mapping[str, Any]) -> bool:
-    """Tells whether images of the same size have as many placeholders."""
+    """Returns whether images of the same size have the same number of placeholders."""
     sizes = [arguments[name] for name in _ONE_PER_IMAGE if _has_entries(arguments.get(name))]
     keys = [
         tuple(str(size.tolist() if isinstance(size, Tensor) else size) for size in of_one)
@@ -231,7 +231,7 @@ def _entries(name: str, value: Any, count: int, part: slice) -> Any:
 
 
 def _patches_of(arguments: Mapping[str, Any], images: slice) -> Tensor:
-    """Cuts pixels of all images in a row `[patches, ...]`, or side by side `[1, ..., patches * width]`."""
+    """Returns the pixels of a range of images out of `[patches, ...]` or `[1, ..., patches * width]` of all images."""
     pixels = arguments[PIXELS]
     grid = next((arguments[name] for name in _PATCHES if isinstance(arguments.get(name), Tensor)), None)
     ends = [0] if grid is None else [0, *itertools.accumulate(_numbers_of(grid))]
@@ -247,12 +247,12 @@ def _patches_of(arguments: Mapping[str, Any], images: slice) -> Tensor:
 
 
 def _numbers_of(sizes: Tensor) -> list[int]:
-    """Counts the patches of images of sizes `[images]` or `[images, dims]`."""
+    """Returns the number of patches of each image for sizes `[images]` or `[images, dims]`."""
     return sizes.reshape(len(sizes), -1).prod(1).tolist()
 
 
 def _pooled_of(arguments: Mapping[str, Any], placeholders: slice, images: slice) -> Tensor:
-    """Cuts the patches `[placeholders, patches]` that are pooled, counted among those of some images; -1 is none."""
+    """Returns the pooled patch indices `[placeholders, patches]` relative to the first of the images; -1 is padding."""
     crops = _numbers_of(arguments[_PATCHES[-1]])
     before = sum(crops[: images.start]) * arguments[PIXELS].shape[1]
     pooled = arguments[_POOLED][placeholders]
