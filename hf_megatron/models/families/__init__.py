@@ -1,1 +1,1 @@
-"""One small file per model family that transformers has no plan for, or whose plan needs a word more."""
+"""Specs and `TypeFacts` of model families without a usable transformers plan, one small file per family."""

@@ -1,4 +1,4 @@
-"""AFMoE: a bias that chooses experts."""
+"""AFMoE: a bias for expert selection that gets no gradient."""
 
 from ..type_facts import TypeFacts, register_facts
 

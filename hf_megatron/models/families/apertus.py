@@ -1,4 +1,4 @@
-"""Apertus: the activation has two learned scalars, which see this rank's part of the intermediate features."""
+"""Apertus: two learned scalars of the activation see local features only, so their gradients are all-reduced."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Arcee: biases that its config switches on."""
+"""Arcee: optional biases."""
 
 from ..type_facts import TypeFacts, register_facts
 

@@ -1,4 +1,4 @@
-"""Audio Flamingo and Music Flamingo: encoders of sounds."""
+"""Audio Flamingo and Music Flamingo: audio encoder sizes."""
 
 from ..type_facts import TypeFacts, register_facts
 
@@ -11,7 +11,7 @@ register_facts(
 register_facts(
     "musicflamingo",
     facts=TypeFacts(
-        # Its times end at the base of its angles.
+        # The base of its rotary time embedding is also the largest time.
         tiny={
             "rope_parameters": {"rope_theta": 64.0, "partial_rotary_factor": 0.25, "rope_type": "default"},
             "max_position_embeddings": 64.0,

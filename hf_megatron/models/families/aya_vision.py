@@ -1,11 +1,11 @@
-"""Aya Vision: an image tower of SigLIP."""
+"""Aya Vision: a SigLIP image encoder."""
 
 from ..type_facts import UNREAD_LAST_NORM, TypeFacts, register_facts
 
 register_facts(
     "aya_vision",
     facts=TypeFacts(
-        # A number of heads by default that does not divide the width of the tower.
+        # The default number of heads does not divide the width of the vision encoder.
         defaults={
             "vision_config": {
                 **{

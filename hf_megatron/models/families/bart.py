@@ -1,4 +1,4 @@
-"""Relatives of BART that look for the last label of each row."""
+"""BART variants whose label shift looks for the last label of each sequence."""
 
 from ..type_facts import TypeFacts, register_facts
 

@@ -1,4 +1,4 @@
-"""Beam: layers get a factor per token beside the rotary positions, `[1, 1, sequence, 1]`."""
+"""Beam: layers get a scaling factor per token, `[1, 1, sequence, 1]`, in addition to rotary positions."""
 
 from typing import Any
 

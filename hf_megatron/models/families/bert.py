@@ -1,4 +1,4 @@
-"""BERT: the row linears stand in modules of their own, beside the residual; the head's bias is tied to its parent's."""
+"""BERT: row-parallel linears are in separate modules with the residual; the head's bias is tied to its parent's."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def bert(model: Any) -> ModelSpec:
     config = model.config
     cross = "encoder.layer.*.crossattention"
     styles = {"self.query": "colwise", "self.key": "colwise", "self.value": "colwise", "output.dense": "rowwise"}
-    # Beside a decoder's own attention.
+    # Decoders may have cross-attention in addition to self-attention.
     reads_encoder = bool(config.add_cross_attention)
     return family_spec(
         model,

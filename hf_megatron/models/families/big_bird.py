@@ -1,4 +1,4 @@
-"""BigBird: its heads draw blocks of tokens one after another, and short texts exchange the attention of a model."""
+"""BigBird: heads draw random blocks of tokens sequentially, and short inputs swap the attention modules."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ..type_facts import UNREAD_POOLER, TypeFacts, register_facts
 
 @register_model("big_bird")
 def big_bird(model: Any) -> ModelSpec:
-    # Some of the heads alone would draw what others do, and a new attention knows of no part of its heads.
+    # Ranks with local heads would all draw the first heads' blocks, and the swapped-in attention is not sharded.
     return corrected_spec(
         model,
         replicated_modules=("encoder.layer.*.attention", "encoder.layer.*.crossattention"),

@@ -1,4 +1,4 @@
-"""BigBird-Pegasus: its encoder's heads draw blocks of tokens one after another; a norm has the name of BART's."""
+"""BigBird-Pegasus: encoder heads draw random blocks of tokens sequentially; the final norm has an unusual name."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ from ..type_facts import TypeFacts, register_facts
 def bigbird_pegasus(model: Any) -> ModelSpec:
     return corrected_spec(
         model,
-        # Some of the heads alone would draw what others do, and short texts exchange the attention.
+        # Ranks with local heads would all draw the first heads' blocks, and short inputs swap the attention modules.
         replicated_modules=("encoder.layers.*.self_attn",),
-        # Behind its layers, where BART's stands before them.
+        # It runs after the layers, while the norm of this name in BART runs before them.
         after_layers=("decoder.layernorm_embedding",),
     )
 

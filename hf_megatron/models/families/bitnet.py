@@ -1,4 +1,4 @@
-"""BitNet: norms over the features of all heads, and over those of the MLP, before the last linears."""
+"""BitNet: norms over all attention features and all MLP features before the output linears."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""BLIP: a text decoder with BERT's layers, each of which attends to a tower of images."""
+"""BLIP: a text decoder with BERT layers and cross-attention to an image encoder."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def blip_text_model(model: Any) -> ModelSpec:
         },
         head_plan={"cls.predictions.bias": "shard_dim_-2"},
         local_attributes={f"{block}.self": ("num_attention_heads", "all_head_size") for block in attentions},
-        # Cross attention reads two tensors: with a split sequence it is computed on all of it.
+        # No region for cross-attention: it reads two tensors, so it runs on the full sequence.
         regions={
             f"{_LAYER}.attention.self": f"{_LAYER}.attention.output.dense",
             f"{_LAYER}.intermediate": f"{_LAYER}.output.dense",

@@ -1,4 +1,4 @@
-"""BLIP-2 and InstructBLIP: a tower of images, a Q-Former that reads it, and a text model of any type."""
+"""BLIP-2 and InstructBLIP: an image encoder, a Q-Former and a language model of any type."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from ..spec import ModelSpec
 from ..spec_helpers import composite_family_spec
 from ..type_facts import TypeFacts, register_facts
 
-# The tower cuts its fused projection by the width of its input: every rank computes all of its heads.
+# The encoder splits its fused projection by its input width, so every rank needs all heads; shard the weights only.
 TOWER = {
     "self_attn.qkv": "colwise_gather_output",
     "self_attn.projection": "rowwise_split_input",
@@ -54,14 +54,14 @@ register_facts(
     "blip-2",
     "instructblip",
     facts=TypeFacts(
-        # No placeholder by default.
+        # The default has no placeholder token.
         defaults={"image_token_index": 50265},
     ),
 )
 register_facts(
     "instructblipvideo",
     facts=TypeFacts(
-        # No placeholder by default.
+        # The default has no placeholder token.
         defaults={"video_token_index": 50265},
     ),
 )

@@ -1,4 +1,4 @@
-"""BLOOM: each head's query, key and value lie together in one linear; alibi comes from the model, for all heads."""
+"""BLOOM: one fused linear, grouped by head; the model computes ALiBi for all heads."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""BLT: bytes are cut into patches between stacks of layers, and patches and bytes read each other there."""
+"""BLT: bytes are grouped into patches between layer stacks, with cross-attention between patches and bytes."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ..type_facts import TypeFacts, register_facts
 
 @register_model("blt")
 def blt(model: Any) -> ModelSpec:
-    # Those of bytes stay whole: between their layers patches read them.
+    # Only the global stack is sequence-sharded: patches attend to the bytes between the layers of the local stacks.
     return corrected_spec(model, layer_stacks=(f"{base_prefix(model)}global_transformer.layers",))
 
 
@@ -25,7 +25,7 @@ register_facts(
     "blt_local_encoder",
     "blt_local_decoder",
     facts=TypeFacts(
-        # As wide as the bytes that a patch is made of are together.
+        # Width of a patch: the concatenated widths of its bytes.
         tiny={"hidden_size_global": 128},
     ),
 )

@@ -1,4 +1,4 @@
-"""CodeGen: its projection has queries, values and keys of a fourth of the heads, then of the next one, and so on."""
+"""CodeGen: the fused projection holds query, value and key blocks for each quarter of the heads in turn."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _HEADS = ("num_attention_heads", "head_dim")
 ATTENTION = HeadBlock(
     ("num_attention_heads",),
     {"qkv_proj.weight": (0, (_HEADS,) * 3), "out_proj.weight": (1, (_HEADS,))},
-    # Written into its forward.
+    # Hard-coded in the forward.
     interleave_rounds=4,
 )
 
@@ -28,7 +28,7 @@ def codegen(model: Any) -> ModelSpec:
 register_facts(
     "codegen",
     facts=TypeFacts(
-        # Heads of two ranks in four parts.
+        # Two heads in each of the four blocks, so that two ranks can share them.
         tiny={"n_head": 8},
     ),
 )

@@ -1,11 +1,11 @@
-"""Cohere's text models, and image towers around them."""
+"""Cohere language models, alone and with an image encoder."""
 
 from ..type_facts import TypeFacts, register_facts
 
 register_facts(
     "cohere2_vision",
     facts=TypeFacts(
-        # A head by default that nobody reads.
+        # The default has a pooling head that is not used.
         defaults={
             "vision_config": {
                 **{"model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 3072},
@@ -17,7 +17,7 @@ register_facts(
 register_facts(
     "cohere_compass_text",
     facts=TypeFacts(
-        # No rotary parameters by default, which the model reads for every layer type.
+        # The default has no rotary parameters, but the model reads them for every layer type.
         defaults={
             "layer_types": ["sliding_attention", "full_attention"] * 20,
             "rope_parameters": {

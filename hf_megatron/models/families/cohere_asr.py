@@ -1,4 +1,4 @@
-"""Cohere's speech recognition: its decoder defines behind its layers what it runs before them."""
+"""Cohere speech recognition: the decoder defines modules after its layers that run before them."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def cohere_asr(model: Any) -> ModelSpec:
 register_facts(
     "cohere_asr",
     facts=TypeFacts(
-        # Set by every checkpoint, and needed to shift the labels.
+        # Every checkpoint sets it; the label shift needs it.
         defaults={"decoder_start_token_id": 0},
     ),
 )

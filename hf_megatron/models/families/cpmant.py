@@ -1,4 +1,4 @@
-"""CPM-Ant: a prompt before every row, and biases of positions that are made once for all layers."""
+"""CPM-Ant: a prompt before every sequence, and position biases that are computed once for all layers."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def cpmant(model: Any) -> ModelSpec:
         before_layers=tuple(base_prefix(model) + name for name in (*_EMBEDDINGS, _BIAS)),
         run_on_all_stages=(base_prefix(model) + _BIAS,),
         pre_layer_arguments=(_BIAS,),
-        # Attentions beside hidden states.
+        # Hidden states and attention weights.
         layer_num_outputs=2,
         no_context_parallel="its prompt stands before each row.",
     )

@@ -1,4 +1,4 @@
-"""CTRL: the linears of its MLPs have numbers for names."""
+"""CTRL: MLP linears have numeric names, which patterns cannot distinguish from layer indices."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""DBRX: fewer heads of keys and values in one projection, and experts with their weights one below the other."""
+"""DBRX: a fused projection with grouped key/value heads, and expert weights that are concatenated along dim 0."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def dbrx(model: Any) -> ModelSpec:
 register_facts(
     "dbrx",
     facts=TypeFacts(
-        # No base of its rotary embedding by default, which the attention reads.
+        # The default has no RoPE base, but the attention reads it.
         defaults={
             "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},

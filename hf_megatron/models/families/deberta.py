@@ -1,4 +1,4 @@
-"""DeBERTa: every layer reads vectors of distances, made once of a table and a norm beside the layers."""
+"""DeBERTa: all layers read relative position embeddings, computed once from a table and a norm outside the layers."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def deberta(model: Any) -> ModelSpec:
 register_facts(
     "deberta-v2",
     facts=TypeFacts(
-        # Version 3, as all of its checkpoints are.
+        # DeBERTa v3, as in all of its checkpoints.
         variants=[
             {
                 **{"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 256},

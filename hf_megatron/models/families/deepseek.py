@@ -1,4 +1,4 @@
-"""DeepSeek V4: hyper-connections weigh the residual streams of each token by itself, so they run on split sequences."""
+"""DeepSeek: V4's hyper-connections are pointwise over tokens, so they run on sequence shards."""
 
 from typing import Any
 
@@ -18,9 +18,9 @@ def deepseek_v4(model: Any) -> ModelSpec:
 register_facts(
     "deepseek_v2",
     facts=TypeFacts(
-        # No number of experts per token by default.
+        # The default has no number of experts per token.
         defaults={"num_experts_per_tok": 2},
-        # Lite; the large one.
+        # V2-Lite; V2, with its group-limited router and with a greedy one.
         variants=[
             {"q_lora_rank": None, "first_k_dense_replace": 1, "num_experts_per_tok": 6},
             {
@@ -37,7 +37,7 @@ register_facts(
 register_facts(
     "deepseek_ocr2_text",
     facts=TypeFacts(
-        # No kinds of MLPs by default, and no number of experts per token.
+        # The default has no MLP layer types and no number of experts per token.
         defaults={"mlp_layer_types": ["dense"] + ["sparse"] * 31, "num_experts_per_tok": 6},
     ),
 )

@@ -1,4 +1,4 @@
-"""DeepSeek VL: image towers that are read before they are pooled."""
+"""DeepSeek VL: image encoders whose pooling head is not used."""
 
 from ..type_facts import TypeFacts, register_facts
 

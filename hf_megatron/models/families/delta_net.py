@@ -1,4 +1,4 @@
-"""Gated delta nets (Qwen3-Next, 3.5 and 4, OLMo hybrid): a head of keys has its values, gates and states to itself."""
+"""Gated delta nets (Qwen3-Next, 3.5 and 4, OLMo hybrid): values, gates and states are independent per key head."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ OF_QWEN3_5 = HeadBlock(
 
 @register_model("qwen3_next")
 def qwen3_next(model: Any) -> ModelSpec:
-    # Both projections have the parts of one head of keys side by side.
+    # Both fused projections are grouped by key head, so a plain split along dim 0 shards heads.
     weights = COMMON | {"in_proj_qkvz.weight": ROWS, "in_proj_ba.weight": ROWS, "out_proj.weight": (1, ())}
     return corrected_spec(model, head_sharded_blocks={BLOCK: HeadBlock(COUNTS, weights)})
 

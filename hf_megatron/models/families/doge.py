@@ -1,4 +1,4 @@
-"""Doge: attention stays whole on every rank, because its dynamic mask mixes the values of all heads (`dt_proj`)."""
+"""Doge: attention is replicated, because its dynamic mask mixes the values of all heads (`dt_proj`)."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def doge(model: Any) -> ModelSpec:
     return corrected_spec(
         model,
         {f"layers.*.self_attn.{name}": "replicated" for name in linears},
-        # Its mask is made of the values of all tokens.
+        # The dynamic mask depends on the values of all tokens.
         full_sequence_blocks=("layers.*.self_attn",),
     )
 

@@ -1,11 +1,11 @@
-"""dots: experts, sparse attention, and sounds around them."""
+"""dots: experts, sparse attention and audio inputs."""
 
 from ..type_facts import SPARSE_INDEXER, UNHEARD_AUDIO, TypeFacts, register_facts
 
 register_facts(
     "dots1",
     facts=TypeFacts(
-        # No experts by default, but layers of them.
+        # The default has MoE layers but no experts.
         defaults={"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     ),
 )

@@ -1,4 +1,4 @@
-"""Models of any encoder and any decoder: each of the two has the spec of its own type."""
+"""Encoder-decoder composites: encoder and decoder each use the spec of their own type."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def encoder_decoder(model: Any) -> ModelSpec:
 register_facts(
     "encoder-decoder",
     facts=TypeFacts(
-        # Set by every checkpoint, and needed to shift the labels.
+        # Every checkpoint sets it; the label shift needs it.
         defaults={"decoder_start_token_id": 0, "pad_token_id": 0},
         no_gradient={r"^encoder\.pooler\.": "makes one state of an encoder's, whose states are all read"},
     ),

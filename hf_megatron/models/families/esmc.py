@@ -1,4 +1,4 @@
-"""ESM C: norms over all heads' queries and keys stand between its projections."""
+"""ESM C: query and key norms over all heads between the projections."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from ..spec_helpers import corrected_spec
 
 @register_model("esmc")
 def esmc(model: Any) -> ModelSpec:
-    # As transformers plans OLMo 2, whose norms are the same: weights and their gradients are split, heads are not.
+    # As in transformers' plan of OLMo 2, which has the same norms: weights and gradients are sharded, heads are not.
     attention = "layers.*.self_attn"
     joined = {f"{attention}.{name}_proj": "colwise_gather_output" for name in "qkv"}
     return corrected_spec(model, {**joined, f"{attention}.o_proj": "rowwise_split_input"})

@@ -1,4 +1,4 @@
-"""EXAONE 4: attention with and without a window."""
+"""EXAONE 4: attention with and without a sliding window."""
 
 from ..type_facts import TypeFacts, register_facts
 

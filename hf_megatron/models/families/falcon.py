@@ -1,9 +1,9 @@
 """Falcon: three layouts of the fused query/key/value, with rotary positions or alibi.
 
-New architecture: one group after the other, each with its queries, its key and its value. Old without multi-query: one
-head after the other. Both are split between groups or heads. Old with multi-query (falcon-7b): all queries, then the
-one key and value that all of them share. A split of that would be no split of the tensor, and falcon-7b has 71 heads,
-which no tp size divides, so attention is computed whole on every rank; the MLP, the embedding and the head are split.
+The new architecture stores groups, each with its queries, its key and its value; the old one without multi-query stores
+heads. Both are sharded by group or head. The old one with multi-query (falcon-7b) stores all queries, then the one
+shared key and value: this is not a split along one dim, and falcon-7b has 71 heads, which no tp size divides. Its
+attention is therefore replicated; the MLP, the embedding and the head are sharded.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ def falcon(model: Any) -> ModelSpec:
         }
         | (attention if splits else {}),
         local_attributes={"h.*.self_attention": ("num_heads", "num_kv_heads")} if splits else {},
-        # With alibi the mask carries it.
+        # With ALiBi the attention mask contains the per-head bias.
         local_arguments={"h.*.self_attention": ("alibi", "attention_mask")} if splits and config.alibi else {},
         plain_linear_classes=("FalconLinear",),
         no_sequence_parallel=(

@@ -1,4 +1,4 @@
-"""FNet: a pooler that no language model head reads."""
+"""FNet: a pooler that the language model head does not use."""
 
 from ..type_facts import UNREAD_POOLER, TypeFacts, register_facts
 

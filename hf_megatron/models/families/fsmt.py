@@ -1,4 +1,7 @@
-"""FSMT: rows are in the second dim of its layers, the one that is split; a table of tokens passes for a head."""
+"""FSMT: the decoder embedding doubles as the output head.
+
+Layers run on `[sequence, batch, hidden]`, so sequence parallelism splits the batch in dim 1.
+"""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Fun-ASR-Nano: an adaptor between sounds and text."""
+"""Fun-ASR-Nano: an adaptor between audio encoder and language model."""
 
 from ..type_facts import TypeFacts, register_facts
 

@@ -1,4 +1,4 @@
-"""Funnel: its encoder makes sequences shorter between layers, and its decoder reads states of both lengths."""
+"""Funnel: the encoder shortens the sequence between layers, and the decoder reads states of several lengths."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Gemma 3n and 4: every layer gets an input per token of its own; Gemma 3n's sparse MLPs look at all gate features."""
+"""Gemma: per-layer token inputs in Gemma 3n and 4; sparse MLPs of Gemma 3n that need all gate features."""
 
 from typing import Any
 
@@ -30,14 +30,14 @@ def gemma4(model: Any) -> ModelSpec | None:
     spec = composite_spec(model, {"gemma4_text": gemma4_text})
     if spec is None or not model.config.get_text_config().hidden_size_per_layer_input:
         return spec
-    # For the inputs per layer the model reads the padding token's row of the table itself: every rank holds all rows.
+    # For the per-layer inputs the model indexes the embedding weight at the padding token, so it must be replicated.
     ends = {module_name(model, end) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
     return spec.updated(plan={name: style for name, style in spec.tp.plan.items() if name not in ends})
 
 
 @register_model("gemma3n_text")
 def gemma3n_text(model: Any) -> ModelSpec:
-    # The cutoff of a sparse activation is made of the mean and the deviation over all gate features of a token.
+    # The cutoff of a sparse activation is computed from mean and deviation over all gate features of a token.
     sparse = [layer for layer, share in enumerate(model.config.activation_sparsity_pattern) if share > 0]
     return corrected_spec(
         model,
@@ -51,7 +51,7 @@ def gemma3n_text(model: Any) -> ModelSpec:
             "altup_projections",
         ),
         after_layers=("altup_unembed_projections",),
-        # Of one token at a time.
+        # Pointwise over tokens.
         pointwise_containers=("layers.*.altup", "layers.*.laurel"),
         per_token_arguments=("per_layer_input",),
         streams_lead=True,
@@ -64,7 +64,7 @@ def gemma3n_text(model: Any) -> ModelSpec:
 register_facts(
     "diffusion_gemma_text",
     facts=TypeFacts(
-        # Not the sizes of its experts by default, which every layer builds.
+        # The default has no expert sizes, but every layer builds experts.
         defaults={"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 704},
     ),
 )
@@ -72,7 +72,7 @@ register_facts(
     "gemma3",
     "shieldgemma2",
     facts=TypeFacts(
-        # Images by default that are smaller than what is made of them, and a head that nobody reads.
+        # By default, images have fewer patches than the projector's output tokens, and there is an unused pooling head.
         defaults={
             "vision_config": {
                 **{"model_type": "siglip_vision_model", "image_size": 896, "patch_size": 14},
@@ -84,7 +84,7 @@ register_facts(
 register_facts(
     "gemma4",
     facts=TypeFacts(
-        # No tower by default.
+        # The default has no vision encoder.
         defaults={"vision_config": {"model_type": "gemma4_vision"}},
         audio={"audio_config": {"model_type": "gemma4_audio"}},
     ),
@@ -92,7 +92,7 @@ register_facts(
 register_facts(
     "gemma4_unified",
     facts=TypeFacts(
-        # No tower by default.
+        # The default has no vision encoder.
         defaults={"vision_config": {"model_type": "gemma4_unified_vision"}},
         audio={"audio_config": {"model_type": "gemma4_unified_audio"}},
     ),

@@ -1,4 +1,4 @@
-"""GIT: BERT's layers over a tower of images, whose features stand before the text."""
+"""GIT: BERT layers over an image encoder, whose features are prepended to the text."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""GLM: norms of single heads that transformers' plan leaves out, and sparse attention that later layers reuse."""
+"""GLM: per-head norms missing in transformers' plan, and sparse attention indices that later layers reuse."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def glm_moe_dsa(model: Any) -> ModelSpec:
     return corrected_spec(
         model,
         full_sequence_blocks=("layers.*.self_attn",),
-        # Token indices that later layers read.
+        # Hidden states and the token indices that later layers reuse.
         layer_num_outputs=2,
     )
 
@@ -25,7 +25,7 @@ def glm5_next_text(model: Any) -> ModelSpec:
     linear = [f"layers.{index}.self_attn" for index, kind in enumerate(model.config.layer_types) if kind == _LINEAR]
     return corrected_spec(
         model,
-        # transformers splits what reads the heads of a delta net, and no more of it.
+        # transformers shards only the output linear of a delta net, whose heads are not sharded.
         {f"{block}.o_proj": "replicated" for block in linear},
         pointwise_containers=("layers.*.attn_hc", "layers.*.ffn_hc"),
         full_sequence_blocks=("layers.*.self_attn",),
@@ -35,7 +35,7 @@ def glm5_next_text(model: Any) -> ModelSpec:
 
 @register_model("glm4_moe")
 def glm4_moe(model: Any) -> ModelSpec:
-    # Their weights are those of one head, and each rank computes with some of the heads.
+    # Per-head norms: all heads share one weight and each rank has some of the heads, so gradients are all-reduced.
     norms = ("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm") if model.config.use_qk_norm else ()
     return corrected_spec(model, dict.fromkeys(norms, "replicated_with_grad_allreduce"))
 
@@ -53,7 +53,7 @@ register_facts(
 register_facts(
     "glmasr_encoder",
     facts=TypeFacts(
-        # As many features as four neighbors have.
+        # Width of four concatenated neighboring frames.
         tiny={"intermediate_size": 256},
     ),
 )
@@ -66,7 +66,7 @@ register_facts(
 register_facts(
     "glm_moe_dsa",
     facts=TypeFacts(
-        # Every third layer chooses the tokens that the next two read.
+        # Every third layer selects the tokens for itself and the next two layers.
         variants=[{"indexer_types": ["full", "shared", "shared"] * 26}],
         no_gradient=SPARSE_INDEXER,
     ),

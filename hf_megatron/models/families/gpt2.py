@@ -1,4 +1,4 @@
-"""GPT-2: query, key and value are three blocks of one transposed `Conv1D`."""
+"""GPT-2: query, key and value are three blocks of one `Conv1D`, whose weight is transposed."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""GPT-NeoX: residuals in parallel or in sequence."""
+"""GPT-NeoX: parallel or sequential residuals."""
 
 from ..type_facts import TypeFacts, register_facts
 

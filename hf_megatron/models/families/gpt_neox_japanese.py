@@ -1,4 +1,4 @@
-"""GPT-NeoX Japanese: the last layer adds a bias of its attention to hidden states itself."""
+"""GPT-NeoX Japanese: the last layer itself adds its attention's bias to the hidden states."""
 
 from typing import Any
 

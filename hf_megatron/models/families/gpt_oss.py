@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks per head; experts with interleaved gate and up columns and a bias inside the sum."""
+"""gpt-oss: per-head attention sinks; experts with interleaved gate and up columns and a bias in the partial sum."""
 
 from typing import Any
 
@@ -24,6 +24,6 @@ def gpt_oss(model: Any) -> ModelSpec:
             "layers.*.mlp.experts.down_proj": "shard_dim_-2",
             "layers.*.mlp.experts.down_proj_bias": "shared_bias",
         },
-        # A pair of gate and up columns stays on one rank only if tp divides the width.
+        # Requires tp_size to divide the width: otherwise a pair of gate and up columns could be on two ranks.
         local_attributes={"layers.*.mlp.experts": ("intermediate_size",)},
     )

@@ -1,4 +1,4 @@
-"""GPT-J: attention and MLP read one norm; heads are counted by `num_attention_heads`."""
+"""GPT-J: attention and MLP share one norm; the attention reads its head count from `num_attention_heads`."""
 
 from typing import Any
 

@@ -1,11 +1,11 @@
-"""Granite: dense and hybrid text models, documents and speech."""
+"""Granite: dense, hybrid, document and speech models."""
 
 from ..type_facts import TypeFacts, register_facts
 
 register_facts(
     "granitemoehybrid",
     facts=TypeFacts(
-        # No attention layer by default.
+        # The default has no attention layers.
         defaults={"layer_types": ["linear_attention", "full_attention"] * 16},
     ),
 )

@@ -1,4 +1,4 @@
-"""Granite 4 Vision: text layers of Granite, before some of which its model adds features of images itself."""
+"""Granite 4 Vision: Granite layers; the layer loop adds image features to the hidden states before some of them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""HunYuan's dense text layers, around images too; V4, whose hyper-connections weigh each token's streams alone."""
+"""HunYuan: dense, MoE and vision-language models; V4 with hyper-connections that are pointwise over tokens."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def hy_v4(model: Any) -> ModelSpec:
         model,
         pointwise_containers=("layers.*.attn_hc", "layers.*.ffn_hc"),
         full_sequence_blocks=("layers.*.self_attn",),
-        # Token indices that later layers read.
+        # Hidden states and the token indices that later layers reuse.
         layer_num_outputs=2,
     )
 
@@ -40,14 +40,14 @@ def hunyuan_v1_dense(model: Any) -> ModelSpec:
 register_facts(
     "hunyuan_v1_moe",
     facts=TypeFacts(
-        # A single expert by default, and no size of a head.
+        # The default has a single expert and no head size.
         defaults={"num_experts": 8, "moe_topk": 2, "head_dim": 128},
     ),
 )
 register_facts(
     "hunyuan_vl_text",
     facts=TypeFacts(
-        # No size of a head by default, which the attention reads, and no sections.
+        # The default has no head size, which the attention reads, and no M-RoPE sections.
         defaults={
             "head_dim": 128,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 16, 16, 16]},
@@ -57,7 +57,7 @@ register_facts(
 register_facts(
     "hunyuan_v1_dense",
     facts=TypeFacts(
-        # No size of a head by default, which the attention reads.
+        # The default has no head size, which the attention reads.
         defaults={"head_dim": 128},
     ),
 )

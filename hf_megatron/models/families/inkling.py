@@ -1,4 +1,4 @@
-"""Inkling: the experts' fused weight is two blocks, not one as in transformers' plan; shared experts beside them."""
+"""Inkling: the experts' fused weight has two blocks, unlike transformers' plan; there are shared experts too."""
 
 import inspect
 from typing import Any
@@ -10,7 +10,7 @@ from ..type_facts import UNHEARD_AUDIO, TypeFacts, register_facts
 
 _CORRECTIONS = {
     "layers.*.mlp.experts.gate_up_proj": "packed_dim_-2",
-    # Their own parameters read the input, so that its gradient is summed as well.
+    # The shared experts' own sharded parameters read the input, so its gradient must be summed as well.
     "layers.*.mlp.shared_experts": "partial_sum",
 }
 _OTHER_INPUTS = ("key_hidden_states", "value_hidden_states")
@@ -30,7 +30,7 @@ def inkling2_text(model: Any) -> ModelSpec:
     return corrected_spec(
         model,
         corrections=_CORRECTIONS,
-        # Attention of each token to its own states of earlier layers.
+        # Each token attends to its own states in earlier layers.
         pointwise_containers=("layers.*.attention_input", "layers.*.mlp_input"),
         per_token_arguments=("block_states",),
         per_token_inputs={f"{prefix}.{index}.self_attn": _OTHER_INPUTS for index in several},
@@ -42,7 +42,7 @@ def inkling2_text(model: Any) -> ModelSpec:
 register_facts(
     "inkling_vision",
     facts=TypeFacts(
-        # The width of a layer of the tower grows with the square of it.
+        # The width of an encoder layer grows with the square of the patch size.
         tiny={"patch_size": 2},
     ),
 )

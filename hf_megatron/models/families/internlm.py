@@ -1,4 +1,4 @@
-"""InternLM 3: biases that its config switches on."""
+"""InternLM 3: optional biases."""
 
 from ..type_facts import TypeFacts, register_facts
 

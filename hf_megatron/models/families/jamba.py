@@ -1,4 +1,4 @@
-"""Jamba and Mamba: mixers whose states are apart for each channel; steps, B and C are made of all channels together."""
+"""Jamba and Mamba: states are independent per channel; time steps, B and C are computed from all channels."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Janus: reads images and makes them."""
+"""Janus: image understanding and generation; checks train understanding only."""
 
 from ..type_facts import TypeFacts, register_facts
 

@@ -1,4 +1,4 @@
-"""JetMoE: experts of queries and of outputs, which share keys and values, and experts of MLPs."""
+"""JetMoE: attention experts with their own query and output projections and shared keys and values; MLP experts."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Kimi delta attention (Kimi Linear, Bailing hybrid): gated delta nets whose gates have an entry for each channel."""
+"""Kimi delta attention (Kimi Linear, Bailing hybrid): gated delta nets with per-channel gates."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ COMMON = {f"{name}_proj.weight": ROWS for name in "qkvb"} | {
 
 @register_model("kimi_linear")
 def kimi_linear(model: Any) -> ModelSpec:
-    # All heads read the narrow layers before the two gates.
+    # The low-rank input linears of the two gates are replicated: all heads read their output.
     weights = COMMON | {"forget_gate.f_b_proj.weight": ROWS, "g_b_proj.weight": ROWS, "forget_gate.A_log": (2, ())}
     return corrected_spec(model, head_sharded_blocks={BLOCK: HeadBlock(COUNTS, weights)})
 

@@ -1,4 +1,4 @@
-"""KOSMOS-2 and 2.5: a text model of their own, behind a tower of images and a projection that attends to it."""
+"""KOSMOS-2 and 2.5: an image encoder, a projection that attends to it, and a custom language model."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from ..spec_helpers import composite_family_spec, family_spec
 
 _QKV, _MLP = ("q_proj", "k_proj", "v_proj"), {"fc1": "colwise", "fc2": "rowwise"}
 _ATTENTION = dict.fromkeys(_QKV, "colwise") | {"out_proj": "rowwise"}
-# Where a norm stands before the last linear, over all features: every rank computes all of them.
+# For blocks with a norm over all features before the output linear: shard the weights only.
 _NORMED = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
 _TOWERS = {
     **{f"vision_model.model.encoder.layers.*.self_attn.{name}": style for name, style in _ATTENTION.items()},
@@ -45,6 +45,6 @@ def kosmos(model: Any) -> ModelSpec:
         REGISTRY,
         _TOWERS,
         multi_input_blocks=("image_to_text_projection.x_attn",),
-        # Version 2.5 does without images.
+        # KOSMOS-2.5 accepts calls without images.
         image_features_argument="image_embeds" if model.config.model_type == "kosmos-2" else None,
     )

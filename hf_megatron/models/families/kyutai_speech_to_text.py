@@ -1,4 +1,4 @@
-"""Kyutai's speech to text: each linear of its attention stands in a module of its own; its codec trains nowhere."""
+"""Kyutai speech-to-text: attention linears are wrapped in modules; the audio codec gets no gradient."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def kyutai_speech_to_text(model: Any) -> ModelSpec:
         },
         regions={_ATTENTION: f"{_ATTENTION}.o_proj.linear"},
         layers=base_prefix(model) + "layers",
-        # Adds up tokens of text and of codebooks.
+        # Sums the embeddings of text and codebook tokens.
         run_on_all_stages=(base_prefix(model) + "embed_tokens",),
     )
 
@@ -31,7 +31,7 @@ def kyutai_speech_to_text(model: Any) -> ModelSpec:
 register_facts(
     "kyutai_speech_to_text",
     facts=TypeFacts(
-        # Four books of 17 tokens in addition to the text's, and a last one for padding.
+        # Vocabulary: text tokens, four codebooks of 17 tokens and a padding token.
         tiny={
             **{"num_codebooks": 4, "codebook_vocab_size": 17, "audio_bos_token_id": 16, "audio_pad_token_id": 199},
         },

@@ -1,11 +1,11 @@
-"""Laguna: numbers of heads that differ between layers."""
+"""Laguna: per-layer numbers of heads."""
 
 from ..type_facts import EXPERT_CHOICE, TypeFacts, register_facts
 
 register_facts(
     "laguna",
     facts=TypeFacts(
-        # No sliding layer by default, hence one kind of rotary embedding only.
+        # The default has no sliding-window layers, hence only one kind of rotary embedding.
         defaults={
             "layer_types": ["full_attention", "sliding_attention"] * 20,
             "num_attention_heads_per_layer": [48, 64] * 20,

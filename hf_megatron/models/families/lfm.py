@@ -1,4 +1,4 @@
-"""LFM2 and LFM3: attention and MLPs of layers are split, short convolutions are whole."""
+"""LFM2 and LFM3: attention and MLPs are sharded, short convolutions are replicated."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def lfm3(model: Any) -> ModelSpec:
 register_facts(
     "lfm2_vl",
     facts=TypeFacts(
-        # A head by default that nobody reads.
+        # The default has a pooling head that is not used.
         defaults={"vision_config": {"model_type": "siglip2_vision_model", "vision_use_head": False}},
     ),
 )
@@ -32,7 +32,7 @@ register_facts(
     "lfm2",
     "lfm2_moe",
     facts=TypeFacts(
-        # No layer types by default.
+        # The default has no layer types.
         defaults={"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     ),
 )

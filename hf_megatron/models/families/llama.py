@@ -1,4 +1,4 @@
-"""Llama: biases and numbers of key/value heads of popular checkpoints."""
+"""Llama: biases and key/value head counts of popular checkpoints."""
 
 from ..type_facts import TypeFacts, register_facts
 

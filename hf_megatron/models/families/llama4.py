@@ -1,4 +1,4 @@
-"""Llama 4: layers without rotary positions count tokens inside of attention; each expert is given all tokens."""
+"""Llama 4: attention without RoPE counts token positions itself; every expert is called with all tokens."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ..type_facts import TypeFacts, register_facts
 
 @register_model("llama4_text")
 def llama4_text(model: Any) -> ModelSpec:
-    # Seen from the class with a head the base model is no prefix.
+    # The class with a head contains the base model as `model`, but its `base_model_prefix` does not say so.
     layers = "model.layers.*" if "model" in model._modules else "layers.*"
     return corrected_spec(
         model,
@@ -22,7 +22,7 @@ def llama4_text(model: Any) -> ModelSpec:
 register_facts(
     "llama4_vision_model",
     facts=TypeFacts(
-        # Sizes by default that do not follow from each other as those of checkpoints do.
+        # The default sizes are inconsistent with each other.
         defaults={"hidden_size": 1408, "vision_output_dim": 4096, "image_size": 336},
     ),
 )

@@ -1,4 +1,4 @@
-"""LLaVA and its relatives: image towers of which an earlier layer is read."""
+"""LLaVA and its variants: image encoders whose features come from a layer before the last."""
 
 from ..type_facts import UNREAD_LAST_NORM, TypeFacts, register_facts
 

@@ -1,4 +1,4 @@
-"""LongCat-Flash: behind its experts there are some that hand tokens back as they are."""
+"""LongCat-Flash: identity experts, which return tokens unchanged, follow the routed experts."""
 
 from typing import Any
 

@@ -1,11 +1,11 @@
-"""Longformer and LED: windows, and tokens that see all others."""
+"""Longformer and LED: windowed attention with global tokens."""
 
 from ..type_facts import UNSEEN_GLOBAL_TOKENS, TypeFacts, register_facts
 
 register_facts(
     "led",
     facts=TypeFacts(
-        # A text of 13 tokens has several windows, and none of 512 to pad it to.
+        # 13 tokens span several windows of this size and are not padded to a window of 512.
         tiny={"attention_window": 8},
         no_gradient=UNSEEN_GLOBAL_TOKENS,
     ),

@@ -1,4 +1,4 @@
-"""LUKE: its layers compute entities beside words, and hand both on."""
+"""LUKE: layers compute and return the states of words and of entities."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def luke(model: Any) -> ModelSpec:
 register_facts(
     "luke",
     facts=TypeFacts(
-        # Tables with a row for each of all entities, or of rows and columns of spreadsheets.
+        # Size of the entity embedding table.
         tiny={"entity_vocab_size": 37, "entity_emb_size": 40},
         no_gradient={
             r"entity_predictions\.": "predicts entities: compared without labels of them",

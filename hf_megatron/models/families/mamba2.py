@@ -1,4 +1,4 @@
-"""Mamba 2 mixers: each group of heads has its B, C, norm and states to itself."""
+"""Mamba 2 mixers: B, C, norm and states are independent per group of heads."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,14 +30,14 @@ HEADS = HeadBlock(
     norms_of_groups=("norm",),
     lengths={"conv_dim": "conv1d.weight"},
 )
-# With a norm or without, and a multiplier for each output of the first projection.
+# Mixers with an optional norm, and a multiplier for each output of the input projection.
 HEADS_WITH_MULTIPLIERS = replace(
     HEADS, weights={**HEADS.weights, "mup_vector": (2, HEADS.weights["in_proj.weight"][1])}
 )
 
 
 def of_mixers(mixer: str) -> Callable[[Any], ModelSpec]:
-    """Returns a function that makes the spec of a model with such mixers in its layers, by their name."""
+    """Returns a spec builder for models whose layers contain a Mamba 2 mixer under the given name."""
     return lambda model: corrected_spec(model, head_sharded_blocks={f"layers.*.{mixer}": HEADS})
 
 
@@ -49,7 +49,7 @@ for _model_type in ("bamba", "granitemoehybrid"):
 
 @register_model("falcon_h1")
 def falcon_h1(model: Any) -> ModelSpec:
-    # The norm counts groups itself; only those of several groups are compared one by one.
+    # The norm has its own group count. With one group it is a norm over all heads, which has no count to divide.
     counts = ("norm.n_groups",) if model.config.mamba_rms_norm and model.config.mamba_n_groups > 1 else ()
     heads = replace(HEADS_WITH_MULTIPLIERS, counts=(*HEADS.counts, *counts))
     return corrected_spec(model, head_sharded_blocks={"layers.*.mamba": heads})
@@ -58,7 +58,7 @@ def falcon_h1(model: Any) -> ModelSpec:
 register_facts(
     "falcon_h1",
     facts=TypeFacts(
-        # Multipliers of one by default, which checkpoints have otherwise.
+        # The default multipliers are 1, unlike in checkpoints.
         defaults={
             **{"ssm_multipliers": [0.5, 1.5, 0.75, 1.25, 0.9], "mlp_multipliers": [0.75, 1.5], "key_multiplier": 0.75},
             **{"ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.75, "attention_in_multiplier": 0.9},
@@ -70,14 +70,14 @@ register_facts(
 register_facts(
     "mamba2",
     facts=TypeFacts(
-        # Heads as wide as the layer expands.
+        # Number of heads times head size is the expanded width.
         tiny={"num_heads": 8},
     ),
 )
 register_facts(
     "bamba",
     facts=TypeFacts(
-        # With attention, as every checkpoint has it.
+        # Every checkpoint has attention layers.
         variants=[{"attn_layer_indices": [9, 18, 27]}],
         batch_coupling="its z-loss counts padding, and so the longest row",
         batch_coupling_if=lambda config: bool(config.z_loss_coefficient),

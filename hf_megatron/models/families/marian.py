@@ -1,4 +1,4 @@
-"""Marian: positions without gradients."""
+"""Marian: fixed position embeddings."""
 
 from ..type_facts import FIXED_POSITIONS, TypeFacts, register_facts
 

@@ -1,11 +1,11 @@
-"""Mimi: a codec of sounds."""
+"""Mimi: an audio codec."""
 
 from ..type_facts import TypeFacts, register_facts
 
 register_facts(
     "mimi",
     facts=TypeFacts(
-        # A group of channels for each of the narrow states.
+        # One group of channels per feature of the tiny hidden size.
         tiny={"upsample_groups": 64},
     ),
 )

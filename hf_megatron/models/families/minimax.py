@@ -1,4 +1,4 @@
-"""MiniMax: lightning attention decays by constants of each head, and one norm goes over all heads together."""
+"""MiniMax: lightning attention with per-head decay constants and one norm over all heads."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _SECOND = 1, ()
 LIGHTNING = HeadBlock(
     ("num_attention_heads",),
     {
-        # Queries, keys and values of a head are side by side.
+        # The fused projection is grouped by head.
         "qkv_proj.weight": _FIRST,
         "slope_rate": _FIRST,
         "query_decay": _FIRST,
@@ -34,7 +34,7 @@ def minimax(model: Any) -> ModelSpec:
 register_facts(
     "minimax_m3_vl_text",
     facts=TypeFacts(
-        # No sparse attention by default, and no dense MLP.
+        # The default has no sparse attention and no dense MLP.
         defaults={
             "layer_types": ["full_attention", "minimax_m3_sparse"] * 30,
             "mlp_layer_types": ["dense"] + ["sparse"] * 59,

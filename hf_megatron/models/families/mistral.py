@@ -1,4 +1,4 @@
-"""Mistral Large 4: sparse attention that later layers reuse, and layers that read the keys and values of others."""
+"""Mistral: Large 4 reuses sparse attention indices and the keys and values of earlier layers."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def mistral_large4_text(model: Any) -> ModelSpec:
     return corrected_spec(
         model,
         full_sequence_blocks=("layers.*.self_attn",),
-        # Token indices that later layers read.
+        # Hidden states and the token indices that later layers reuse.
         layer_num_outputs=2,
         mutable_layer_arguments=("shared_kv_states",) if sources != list(range(len(sources))) else (),
     )
@@ -23,7 +23,7 @@ def mistral_large4_text(model: Any) -> ModelSpec:
 register_facts(
     "ministral",
     facts=TypeFacts(
-        # No size of a head by default, which the attention reads.
+        # The default has no head size, which the attention reads.
         defaults={"head_dim": 128},
     ),
 )

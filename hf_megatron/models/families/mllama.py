@@ -1,4 +1,4 @@
-"""Mllama (Llama 3.2 Vision): some layers read images in place of tokens, so that these cross to later stages."""
+"""Mllama (Llama 3.2 Vision): some layers cross-attend to image states, which are sent to all pipeline stages."""
 
 from typing import Any
 
@@ -16,13 +16,13 @@ _COUNTS = ("num_heads", "num_key_value_heads")
 @register_model("mllama_text_model")
 def mllama_text_model(model: Any) -> ModelSpec:
     if _TEXT in model._modules:
-        # The class with a head goes by the name that it has in one of images.
+        # The class with a head, as it is contained in the vision-language model.
         spec = moved_spec(mllama_text_model(model.get_submodule(_TEXT)), f"{_TEXT}.")
         return spec.updated(
             plan={**spec.tp.plan, module_name(model, model.get_output_embeddings()): "vocab_parallel_head"}
         )
     cross = {f"{_CROSS}.{name}_proj": "colwise" for name in "qkv"} | {f"{_CROSS}.o_proj": "rowwise"}
-    # Their weights are those of one head, and each rank computes with some of the heads.
+    # Per-head norms: all heads share one weight and each rank has some of the heads, so gradients are all-reduced.
     cross |= {f"{_CROSS}.{name}_norm": "replicated_with_grad_allreduce" for name in "qk"}
     return family_spec(
         model,
@@ -46,7 +46,7 @@ def mllama(model: Any) -> ModelSpec | None:
 register_facts(
     "mllama_text_model",
     facts=TypeFacts(
-        # Layers that read images at no end of a stage, where text alone would leave them out.
+        # Cross-attention layers are skipped in calls without images, so they must not be a stage's first or last layer.
         tiny={"num_hidden_layers": 6, "cross_attention_layers": [1, 4]},
     ),
 )

@@ -1,4 +1,4 @@
-"""MobileBERT: its head reads the table of tokens and a second one as one matrix; attention reads several tensors."""
+"""MobileBERT: the head concatenates the token embedding and a second matrix; attention has several inputs."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def mobilebert(model: Any) -> ModelSpec:
         per_token_inputs={attention: ("key_tensor", "value_tensor", "layer_input")},
         pointwise_containers=tuple(f"encoder.layer.*.{name}" for name in _BOTTLENECKS if name in modules),
     )
-    # Neither half of the joined matrix is called, and its rows are the vocabulary's in one half alone.
+    # Replicate both matrices: neither module is called, and the vocabulary is dim 0 of only one of them.
     ends = ("vocab_parallel_head", "embedding_rowwise", "shard_dim_-2")
     return spec.updated(
         plan={name: style for name, style in spec.tp.plan.items() if style not in ends},

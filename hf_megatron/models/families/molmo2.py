@@ -1,4 +1,4 @@
-"""Molmo 2: text layers of Qwen3, or of OLMo, whose norms look at all heads together."""
+"""Molmo 2: language model layers of Qwen3 with per-head norms, or of OLMo with norms over all heads."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def molmo2_text(model: Any) -> ModelSpec:
 register_facts(
     "molmo2_adapter",
     facts=TypeFacts(
-        # Counted from the end, as a tower of any number of layers has them.
+        # Negative indices are valid for an encoder with any number of layers.
         defaults={"vision_feature_layer": [-1, -2]},
     ),
 )

@@ -1,11 +1,11 @@
-"""Moonshine: speech recognition on samples."""
+"""Moonshine: speech recognition on raw waveforms."""
 
 from ..type_facts import TypeFacts, register_facts
 
 register_facts(
     "moonshine",
     facts=TypeFacts(
-        # No token of padding by default.
+        # The default has no padding token.
         defaults={"pad_token_id": 2},
     ),
 )

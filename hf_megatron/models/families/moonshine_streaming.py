@@ -1,4 +1,4 @@
-"""Moonshine Streaming: masks of its encoder's layers come of the convolutions before them."""
+"""Moonshine Streaming: the convolutions before the encoder layers compute the layers' attention mask."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def moonshine_streaming(model: Any) -> ModelSpec:
 register_facts(
     "moonshine_streaming",
     facts=TypeFacts(
-        # No number of key/value heads by default, which the attention reads.
+        # The default has no number of key/value heads, which the attention reads.
         defaults={"decoder_start_token_id": 0, "num_key_value_heads": 8},
     ),
 )

@@ -1,4 +1,4 @@
-"""MPNet: biases of scores by distance are made once, of a table behind the layers."""
+"""MPNet: relative position biases are computed once, from a table that is defined after the layers."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""MRA: its attention has a kernel of its own, and is nothing but zeros where that is not there."""
+"""MRA: attention uses a custom kernel, and returns zeros if the kernel is not available."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ..type_facts import TypeFacts, register_facts
 
 @register_model("mra")
 def mra(model: Any) -> ModelSpec:
-    # Zeros compare nothing: what splits heads would be believed.
+    # Without the kernel the output is zero for any sharding, so a check of sharded heads would pass vacuously.
     return corrected_spec(model, replicated_modules=("encoder.layer.*.attention",))
 
 

@@ -1,4 +1,4 @@
-"""Muse Spark: transformers' plan lacks attention and experts, whose products a norm adds up before they are weighed."""
+"""Muse Spark: attention and experts missing in transformers' plan; a norm needs summed expert outputs."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ _EXPERTS = {
     "layers.*.mlp.experts": "moe_inner_sum",
     "layers.*.mlp.experts.post_expert_norm": "norm_after_all_reduce",
 }
-# They weigh what a block adds to the residual stream, token by token.
+# Gates that scale a block's output per token before it is added to the residual stream.
 _GATES = ("layers.*.post_attention_residual_gate", "layers.*.post_feedforward_residual_gate")
 
 
@@ -32,7 +32,7 @@ def muse_spark_text(model: Any) -> ModelSpec:
 register_facts(
     "muse_spark_audio",
     facts=TypeFacts(
-        # Sizes by default that do not follow from each other as those of checkpoints do.
+        # The default sizes are inconsistent with each other.
         defaults={"hidden_sizes": [8, 12, 16, 20], "depths": [1, 1, 1, 1]},
     ),
 )

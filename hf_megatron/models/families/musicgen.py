@@ -1,4 +1,4 @@
-"""MusicGen's decoder: its cross attention reads a prompt that is no part of a row."""
+"""MusicGen decoder: cross-attention reads a separate prompt."""
 
 from typing import Any
 

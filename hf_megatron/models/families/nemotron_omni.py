@@ -1,4 +1,4 @@
-"""Nemotron 3 Omni: a RADIO tower, as large as the text model's first layers, is split beside it."""
+"""Nemotron 3 Omni: the RADIO vision encoder is large, so it is tensor-parallel too."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def nemotron_h_omni(model: Any) -> ModelSpec | None:
 register_facts(
     "nemotron_h_omni",
     facts=TypeFacts(
-        # No placeholder by default.
+        # The default has no placeholder tokens.
         defaults={"image_token_id": 100, "video_token_id": 101, "audio_token_id": 102},
         audio={
             "audio_config": {"model_type": "parakeet_encoder", "projection_hidden_size": 4096, "projection_bias": False}

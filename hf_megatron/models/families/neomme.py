@@ -1,4 +1,4 @@
-"""NeoMME: a second table gives two layers values of all heads, and each head takes a share of its own out of them."""
+"""NeoMME: a value embedding for two layers, and a per-head coefficient of the exclusive self-attention."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def neomme(model: Any) -> ModelSpec:
     return corrected_spec(
         model,
         corrections,
-        # No block by itself: what it reads beside the input are heads of this rank.
+        # Not a uniform block: in addition to the block's input it reads the attention output of the local heads.
         multi_input_blocks=(f"{prefix}{attention}.output_projection",),
         regions={f"{prefix}{attention}": f"{prefix}{attention}.output_projection.o_proj"},
         per_token_arguments=("initial_hidden_states",),

@@ -1,4 +1,4 @@
-"""NLLB-MoE: experts that take a limited number of tokens of a batch."""
+"""NLLB-MoE: experts with a capacity limit per batch."""
 
 from ..type_facts import TypeFacts, register_facts
 

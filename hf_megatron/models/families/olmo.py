@@ -1,4 +1,4 @@
-"""OLMo and OLMoE: clipped projections and numbers of key/value heads."""
+"""OLMo and OLMoE: clipped projections and key/value head counts."""
 
 from ..type_facts import TypeFacts, register_facts
 

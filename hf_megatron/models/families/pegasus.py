@@ -1,4 +1,4 @@
-"""Pegasus: positions without gradients."""
+"""Pegasus: fixed position embeddings."""
 
 from ..type_facts import FIXED_POSITIONS, TypeFacts, register_facts
 

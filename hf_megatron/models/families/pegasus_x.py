@@ -1,4 +1,4 @@
-"""Pegasus-X: its encoder's layers compute global tokens beside those of the text, with the same weights."""
+"""Pegasus-X: encoder layers process global tokens and text tokens with the same weights."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ _ATTENTION = "encoder.layers.*.self_attn"
 def pegasus_x(model: Any) -> ModelSpec:
     base = base_prefix(model)
     columns = {f"{_ATTENTION}.{name}_proj": "colwise_gather_output" for name in "qkv"}
-    # Of some heads its attention could make no output: that has the width which it reads off its input.
+    # The attention derives its output width from its input, so heads cannot be sharded; shard the weights only.
     spec = corrected_spec(
         model,
         {**columns, f"{_ATTENTION}.out_proj": "rowwise_split_input"},
-        # Its encoder's layers have more than one sequence.
+        # Encoder layers have two sequences (global and text tokens), so they are not sequence-sharded.
         layer_stacks=(f"{base}decoder.layers",),
     )
     attention = f"{base}{_ATTENTION}"

@@ -1,4 +1,4 @@
-"""Perceiver: attention with norms of its own inside, whose head reads the table of tokens."""
+"""Perceiver: norms inside the attention modules; the head uses the token embedding."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def perceiver(model: Any) -> ModelSpec:
     attention = "encoder.self_attends.*.attention"
     return family_spec(
         model,
-        # Read before the projections, whose heads lie on several ranks.
+        # The norm feeds the column-parallel projections inside the attention, so its gradient is summed over ranks.
         {**columns, **rows, **mlps, f"{attention}.self.layernorm1": "replicated_with_grad_allreduce"},
         local_attributes={f"{layer}.attention.self": ("num_heads",) for layer in layers},
         regions={f"{attention}.self": f"{attention}.output.dense"},

@@ -1,4 +1,4 @@
-"""Persimmon, the text model of Fuyu: query, key and value of a head side by side; each head is normed by itself."""
+"""Persimmon, the language model of Fuyu: a fused projection grouped by head, and per-head norms."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Phi: with `qk_layernorm` one norm sees the heads of this rank only."""
+"""Phi: the per-head norms of `qk_layernorm` see the local heads only."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Phi-4 multimodal: what embeds images and audio takes the embedded tokens, and hands them on without either."""
+"""Phi-4 multimodal: the image and audio embedding module passes the token embeddings through if there are neither."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def phi4_multimodal(model: Any) -> ModelSpec:
 register_facts(
     "phi4_multimodal_audio",
     facts=TypeFacts(
-        # What is left of 16 after three convolutions.
+        # The 16 input features after three strided convolutions.
         tiny={"nemo_final_size": 2, "depthwise_separable_out_channel": 64},
     ),
 )

@@ -1,4 +1,4 @@
-"""ProphetNet: its decoder computes streams of several future tokens beside each other."""
+"""ProphetNet: the decoder computes parallel streams for several future tokens."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ..type_facts import TypeFacts, register_facts
 _PLAN = {
     **{f"{stack}.layers.*.feed_forward.intermediate": "colwise" for stack in ("encoder", "decoder")},
     **{f"{stack}.layers.*.feed_forward.output": "rowwise" for stack in ("encoder", "decoder")},
-    # Of some heads it could make no output: that has the width which it reads off its input.
+    # The forward derives its output width from its input, so heads cannot be sharded; shard the weights only.
     **{f"decoder.layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in ("query", "key", "value")},
     "decoder.layers.*.self_attn.relative_pos_embeddings": "colwise_gather_output",
     "decoder.layers.*.self_attn.out_proj": "rowwise_split_input",
@@ -20,7 +20,7 @@ _PLAN = {
 @register_model("prophetnet")
 def prophetnet(model: Any) -> ModelSpec:
     names = [name for name, _ in model.named_modules() if name.endswith("position_embeddings")]
-    # They tell which positions they have embedded, and are asked for others.
+    # Every stage needs them: they return the position ids too, and the decoder embeds further positions afterwards.
     return corrected_spec(model, _PLAN, run_on_all_stages=tuple(names))
 
 

@@ -1,4 +1,4 @@
-"""Qwen 4 (experimental): gated residual connections work on each token by itself, so they run on split sequences."""
+"""Qwen: Qwen 4 (experimental) has gated residual connections, which are pointwise over tokens."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ CONNECTIONS = ("layers.*.attn_hyper_connection", "layers.*.mlp_hyper_connection"
 
 @register_model("qwen4_exp_text")
 def qwen4_exp_text(model: Any) -> ModelSpec:
-    # transformers splits the first of two small projections, which would sum over ranks that hold different tokens.
+    # transformers shards the first of two small projections; its sum would mix ranks that hold different tokens.
     unsharded = {f"{connection}.input_mix_weight_down": "replicated" for connection in CONNECTIONS}
     return corrected_spec(model, unsharded, pointwise_containers=CONNECTIONS, head_sharded_blocks={BLOCK: OF_QWEN3_5})
 
@@ -21,7 +21,7 @@ def qwen4_exp_text(model: Any) -> ModelSpec:
 register_facts(
     "qwen4_exp_text",
     facts=TypeFacts(
-        # No indexer by default, which every indexed attention layer builds.
+        # The default has no indexer sizes, but every indexed attention layer builds one.
         defaults={
             "indexer_n_heads": 4,
             "indexer_kv_heads": 1,
@@ -36,8 +36,8 @@ register_facts(
     "qwen2_5_omni_thinker",
     "qwen3_omni_moe_thinker",
     facts=TypeFacts(
-        # No token by default that begins an image, which the positions ask for; and tokens 8 apart, which are one in a
-        # tiny vocabulary.
+        # The default has no image start token, which position ids need. The default token ids also differ by 8, so they
+        # would become one id in a tiny vocabulary.
         defaults={"vision_start_token_id": 151652, "audio_start_token_id": 151649},
         no_gradient_without=UNHEARD_AUDIO,
     ),
@@ -47,7 +47,7 @@ register_facts(
     "qwen2_5_vl_text",
     "qwen2_5_omni_text",
     facts=TypeFacts(
-        # No sections by default, where the model takes those of a wide head.
+        # The default has no M-RoPE sections; the model then assumes the sections of a wide head.
         defaults={"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}},
     ),
 )

@@ -1,4 +1,4 @@
-"""Qwen3-VL and Qwen3-Omni: text layers of Qwen3, of which transformers' plans lack all, or the norms of heads."""
+"""Qwen3-VL and Qwen3-Omni: Qwen3 layers, for which transformers has no plan or one without the per-head norms."""
 
 from typing import Any
 

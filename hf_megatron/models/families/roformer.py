@@ -1,4 +1,4 @@
-"""RoFormer: a table beside the layers gives all of them the angles that their heads are rotated by."""
+"""RoFormer: a table outside the layers provides the rotary angles for all layers."""
 
 from typing import Any
 

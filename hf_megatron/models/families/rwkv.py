@@ -1,4 +1,4 @@
-"""RWKV: channels whose states decay apart from each other, and MLPs behind a gate of all channels."""
+"""RWKV: states are independent per channel, and MLPs have a gate over all channels."""
 
 from typing import Any
 
@@ -24,10 +24,10 @@ def rwkv(model: Any) -> ModelSpec:
         model,
         {"embeddings": "embedding_rowwise"},
         head_sharded_blocks={f"{prefix}blocks.*.attention": CHANNELS, f"{prefix}blocks.*.feed_forward": MLP},
-        # Each token is mixed with the one before it, in both.
+        # Both mix each token with its predecessor.
         full_sequence_blocks=("blocks.*.attention", "blocks.*.feed_forward"),
         no_cache="its model makes them as wide as hidden states, and a rank has its own channels.",
-        # States and attentions beside hidden states.
+        # Hidden states, recurrent states and attention weights.
         layer_num_outputs=3,
     )
 
@@ -35,7 +35,7 @@ def rwkv(model: Any) -> ModelSpec:
 register_facts(
     "rwkv",
     facts=TypeFacts(
-        # Other channels than hidden states have.
+        # Differs from the hidden size.
         tiny={"attention_hidden_size": 48},
     ),
 )

@@ -1,4 +1,4 @@
-"""Seamless M4T: an adapter of layers of its own shortens what the layers of its speech encoder made."""
+"""Seamless M4T: an adapter with layers of its own shortens the output of the speech encoder layers."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Seed-OSS: biases that its config switches on."""
+"""Seed-OSS: optional biases."""
 
 from ..type_facts import TypeFacts, register_facts
 

@@ -1,4 +1,4 @@
-"""SmolLM3: biases that its config switches on."""
+"""SmolLM3: optional biases."""
 
 from ..type_facts import TypeFacts, register_facts
 

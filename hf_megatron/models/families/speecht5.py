@@ -1,4 +1,4 @@
-"""SpeechT5: all heads of its encoder read one table of distances, whose vectors are as wide as a head."""
+"""SpeechT5: all encoder heads share one relative position table, with vectors of the head size."""
 
 from typing import Any
 
@@ -15,21 +15,21 @@ _DISTANCES = f"{_ENCODER}.embed_positions"
 def speecht5(model: Any) -> ModelSpec:
     spec = corrected_spec(
         model,
-        # Each rank's heads give it a part of its gradient.
+        # The local heads compute a partial gradient of the table.
         {f"{_DISTANCES}.pe_k": "replicated_with_grad_allreduce"},
-        # Makes the mask that its encoder's layers on all stages read, of the clips. The decoder's hands on its own.
+        # The encoder's prenet computes the encoder mask from the clips; the decoder's prenet passes on its own mask.
         run_on_all_stages=tuple(f"{base_prefix(model)}{stack}.prenet" for stack in ("encoder", "decoder")),
         before_layers=(_DISTANCES,),
         pre_layer_arguments=("position_bias",),
     )
-    # No tables with an entry for each head are among the arguments of its blocks.
+    # The `position_bias` argument has no head dim, so the entry that is inferred from its name is dropped.
     return spec.updated(local_arguments={})
 
 
 register_facts(
     "speecht5",
     facts=TypeFacts(
-        # Frames that NumPy draws anew for every microbatch are hidden from it while it trains.
+        # SpecAugment draws masked frames with NumPy for each microbatch, so runs would not be comparable.
         tiny={"apply_spec_augment": False, "conv_dim": [32] * 7},
         no_gradient={r"\.masked_spec_embed$": "stands for frames hidden at random: compared without such"},
     ),

@@ -1,11 +1,11 @@
-"""SqueezeBERT: linears divided into groups."""
+"""SqueezeBERT: grouped linears (convolutions)."""
 
 from ..type_facts import TypeFacts, register_facts
 
 register_facts(
     "squeezebert",
     facts=TypeFacts(
-        # Divided into groups.
+        # Must be divisible by the number of groups.
         tiny={"intermediate_size": 96},
     ),
 )

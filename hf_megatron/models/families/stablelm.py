@@ -1,4 +1,4 @@
-"""StableLM: heads are counted by attributes; with `qk_layernorm` every head has a norm of its own."""
+"""StableLM: head counts are attributes; with `qk_layernorm` each head has its own norm weights."""
 
 from typing import Any
 

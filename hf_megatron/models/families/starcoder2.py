@@ -1,4 +1,4 @@
-"""StarCoder 2: windows and biases of its checkpoints."""
+"""StarCoder 2: sliding windows and optional biases."""
 
 from ..type_facts import TypeFacts, register_facts
 

@@ -1,4 +1,4 @@
-"""Step 3.7: attention with a gate for each head, of which transformers' plan computes all on every rank."""
+"""Step 3.7: gated attention, which transformers' plan replicates."""
 
 from typing import Any
 
@@ -20,8 +20,8 @@ def step3p5(model: Any) -> ModelSpec:
 register_facts(
     "step3p5",
     facts=TypeFacts(
-        # No window by default, which the model asks for; and what checkpoints have in addition: more heads in layers
-        # with one, all of whose dimensions rotate, and limits in the last layers.
+        # The default has no window size, which the model needs. The other values are from checkpoints: more heads and
+        # fully rotated dims in sliding-window layers, and activation limits in the last layers.
         defaults={
             "sliding_window": 512,
             "layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 11 + ["full_attention"],

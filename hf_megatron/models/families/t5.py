@@ -1,4 +1,4 @@
-"""T5: relative positions are an embedding with one column per head; cross attention reads decoder and encoder."""
+"""T5: relative positions are an embedding with one column per head; cross-attention reads two inputs."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def t5(model: Any) -> ModelSpec:
         regions=regions,
         multi_input_blocks=tuple(name for name in local_attributes if name.endswith("EncDecAttention")),
         pointwise_containers=tuple(containers),
-        # ModalityEncoders of images around it have stacks too.
+        # Listed explicitly, because image encoders around a T5 have layer stacks too.
         layer_stacks=tuple(f"{base_prefix(model)}{pattern.partition('.*')[0]}" for pattern in containers),
     )
 
@@ -42,9 +42,9 @@ def t5(model: Any) -> ModelSpec:
 register_facts(
     "t5",
     facts=TypeFacts(
-        # Set by every checkpoint, and needed to shift the labels.
+        # Every checkpoint sets it; the label shift needs it.
         defaults={"decoder_start_token_id": 0},
-        # 1.1 and its kin.
+        # T5 v1.1 and similar checkpoints.
         variants=[
             {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
             {"feed_forward_proj": "gated-gelu"},
@@ -55,14 +55,14 @@ register_facts(
     "longt5",
     "switch_transformers",
     facts=TypeFacts(
-        # Set by every checkpoint, and needed to shift the labels.
+        # Every checkpoint sets it; the label shift needs it.
         defaults={"decoder_start_token_id": 0},
     ),
 )
 register_facts(
     "pop2piano",
     facts=TypeFacts(
-        # Set by every checkpoint, and needed to shift the labels.
+        # Every checkpoint sets it; the label shift needs it.
         defaults={"decoder_start_token_id": 0},
         no_gradient={r"^mel_conditioner\.": "read by generate() alone"},
     ),

@@ -1,4 +1,4 @@
-"""T5Gemma 2: attention of its decoder reads its own hidden states and the encoder's output in one block."""
+"""T5Gemma 2: decoder attention reads decoder and encoder states in one block."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def t5gemma2(model: Any) -> ModelSpec:
 register_facts(
     "t5gemma2_encoder",
     facts=TypeFacts(
-        # A head by default that nobody reads.
+        # The default has a pooling head that is not used.
         defaults={
             "vision_config": {
                 **{"model_type": "siglip_vision_model", "image_size": 896, "patch_size": 14},

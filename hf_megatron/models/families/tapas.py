@@ -1,4 +1,4 @@
-"""TAPAS: tables, whose rows and columns have embeddings."""
+"""TAPAS: embeddings of table rows and columns."""
 
 from ..type_facts import TypeFacts, register_facts
 

@@ -1,4 +1,4 @@
-"""Chameleon and Emu3: images become tokens of the vocabulary; decoder layers of which transformers has no plan."""
+"""Chameleon and Emu3: images are tokenized into the vocabulary; transformers has no plan for the decoder layers."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def emu3_text(model: Any) -> ModelSpec:
 
 @register_model("chameleon")
 def chameleon(model: Any) -> ModelSpec:
-    # Each head has weights of its own.
+    # Per-head norm weights, sharded by head.
     prefix = base_prefix(model)
     norms = {f"layers.*.self_attn.{name}_norm.{part}": "shard_dim_-2" for name in "qk" for part in ("weight", "bias")}
     return family_spec(
@@ -30,7 +30,7 @@ def chameleon(model: Any) -> ModelSpec:
 register_facts(
     "chameleon",
     facts=TypeFacts(
-        # No names of tokens by default, of which some are images'.
+        # The default has no vocabulary map, which lists the image tokens.
         defaults={
             "image_token_id": 100,
             "vocabulary_map": {
@@ -44,7 +44,7 @@ register_facts(
 register_facts(
     "emu3",
     facts=TypeFacts(
-        # No names of tokens by default, of which some are images'.
+        # The default has no vocabulary map, which lists the image tokens.
         defaults={
             "image_token_id": 100,
             "vocabulary_map": {

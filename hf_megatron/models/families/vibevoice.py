@@ -1,4 +1,4 @@
-"""VibeVoice: tokenizers of sounds."""
+"""VibeVoice: audio tokenizers."""
 
 from ..type_facts import TypeFacts, register_facts
 
@@ -6,7 +6,7 @@ register_facts(
     "vibevoice_acoustic_tokenizer_encoder",
     "vibevoice_acoustic_tokenizer",
     facts=TypeFacts(
-        # Few samples of a token, and no noise on what is made of them: it is drawn for every microbatch.
+        # Few waveform samples per token, and no latent noise, which would be drawn anew for each microbatch.
         tiny={"downsampling_ratios": [2, 2], "depths": [1, 1, 1], "num_filters": 8, "vae_std": 0.0},
     ),
 )

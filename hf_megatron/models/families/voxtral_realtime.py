@@ -1,4 +1,4 @@
-"""Voxtral Realtime: features of a clip are added to the tokens of its row, which all stages read the length of."""
+"""Voxtral Realtime: audio features are added to the tokens of the sample; all stages need their length."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Whisper and relatives: encoders with a limited number of frames."""
+"""Whisper and variants: encoders with a maximum number of frames."""
 
 from ..type_facts import FIXED_POSITIONS, TypeFacts, register_facts
 

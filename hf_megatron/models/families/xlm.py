@@ -1,4 +1,4 @@
-"""XLM and FlauBERT: the parts of a layer lie in lists beside each other, and their loop adds them up."""
+"""XLM and FlauBERT: sublayers are in parallel module lists, and the layer loop adds their outputs to the residual."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from ..spec_helpers import base_prefix, corrected_spec
 @register_model("flaubert")
 def xlm(model: Any) -> ModelSpec:
     prefix = base_prefix(model)
-    # With norms first the loop adds what a layer's last part makes to what its second one did.
+    # With `pre_norm` the loop adds the output of a layer's last sublayer to an intermediate value of that layer.
     adds_last = bool(getattr(model.config, "pre_norm", False))
     return corrected_spec(
         model,

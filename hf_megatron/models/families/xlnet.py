@@ -1,4 +1,4 @@
-"""XLNet: its MLPs are split; attention adds its input before it norms, and is whole."""
+"""XLNet: MLPs are sharded; attention, which contains its residual and norm, is replicated."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def xlnet(model: Any) -> ModelSpec:
         {"word_embedding": "embedding_rowwise", "layer.*.ff.layer_1": "colwise", "layer.*.ff.layer_2": "rowwise"},
         regions={"layer.*.ff.layer_1": "layer.*.ff.layer_2"},
         before_layers=(f"{base_prefix(model)}mask_emb",),
-        # Those of tokens that are predicted in an order.
+        # The content stream and the query stream (permutation language modeling).
         layer_num_outputs=2,
         pointwise_containers=("layer.*.ff",),
         sequence_dim=0,

@@ -1,4 +1,4 @@
-"""xLSTM: matrix memories of heads, whose gates are beside queries, keys and values."""
+"""xLSTM: per-head matrix memories with gates computed alongside queries, keys and values."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def xlstm(model: Any) -> ModelSpec:
         {"embeddings": "embedding_rowwise", **{f"blocks.*.ffn.{name}": style for name, style in mlp.items()}},
         head_sharded_blocks={f"{base_prefix(model)}blocks.*.mlstm_layer": MEMORY},
         full_sequence_blocks=("blocks.*.mlstm_layer",),
-        # The memory's state beside hidden states.
+        # Hidden states and the memory state.
         layer_num_outputs=2,
     )
 
@@ -39,7 +39,7 @@ def xlstm(model: Any) -> ModelSpec:
 register_facts(
     "xlstm",
     facts=TypeFacts(
-        # Kernels in full precision.
+        # Run the kernels in full precision.
         tiny={"embedding_dim": 64, "autocast_kernel_dtype": "float32"},
     ),
 )

@@ -1,4 +1,4 @@
-"""X-MOD: adapters of languages, which work on one token at a time, chosen for each row."""
+"""X-MOD: per-language adapters, pointwise over tokens and selected per sample."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def xmod(model: Any) -> ModelSpec:
 register_facts(
     "xmod",
     facts=TypeFacts(
-        # No language by default, whose adapters the layers take.
+        # The default has no language, which selects the adapters.
         defaults={"default_language": "en_XX"},
     ),
 )

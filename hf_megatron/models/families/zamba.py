@@ -1,4 +1,4 @@
-"""Zamba: attention and MLP that several layers share, which read the embedded tokens too, before Mamba mixers."""
+"""Zamba: Mamba mixers after attention and MLP blocks that layers share and that also read the token embeddings."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from ..type_facts import TypeFacts, register_facts
 from .mamba2 import HEADS
 
 _ROWS = 0, ()
-# Each head has its states, steps, B and C to itself; its channels lie beside those of its gates.
+# States, time steps, B and C are independent per head; weights are grouped by head, channels and gates together.
 OF_ZAMBA = HeadBlock(
     ("n_mamba_heads", "intermediate_size"),
     dict.fromkeys([f"{name}.{kind}" for name in ("in_proj", "conv1d") for kind in ("weight", "bias")], _ROWS)
@@ -23,8 +23,9 @@ def with_shared_blocks(model: Any, block: str, plan: dict[str, str], mixer: Head
     """Returns the spec of a model whose layers share attention and MLP.
 
     Args:
-        block (`str`): what holds both.
-        plan (`dict[str, str]`): what else is split, and the first linears of the MLP.
+        block (`str`): name of the module that contains both.
+        plan (`dict[str, str]`): styles of the MLP's input linears and of other sharded modules.
+        mixer (`HeadBlock`): the Mamba mixers of the layers.
     """
     shared, mixers = f"layers.*.{block}", (f"layers.*.{place}mamba" for place in ("", "mamba_decoder."))
     styles = dict.fromkeys((f"self_attn.{name}_proj" for name in "qkv"), "colwise")
@@ -33,7 +34,7 @@ def with_shared_blocks(model: Any, block: str, plan: dict[str, str], mixer: Head
     return family_spec(
         model,
         {"embed_tokens": "embedding_rowwise", **{f"{shared}.{name}": style for name, style in styles.items()}} | plan,
-        # Beside their linears they may have adapters.
+        # Explicit regions, because attention and MLP may contain adapters in addition to their linears.
         regions={f"{shared}.{name}": f"{shared}.{row}" for name, row in rows.items()},
         pointwise_containers=(shared, "layers.*.mamba_decoder"),
         per_token_arguments=("original_hidden_states",),
@@ -50,7 +51,7 @@ def zamba(model: Any) -> ModelSpec:
 
 @register_model("zamba2")
 def zamba2(model: Any) -> ModelSpec:
-    # Pairs of linears, whose names are numbers as the layers' are.
+    # Adapters are pairs of linears with numeric names, which patterns cannot distinguish from layer indices.
     kinds = {"q": "colwise", "k": "colwise", "v": "colwise", "gate_up_proj": "packed_colwise"}
     plan = {"layers.*.shared_transformer.feed_forward.gate_up_proj": "packed_colwise"}
     for name, _ in model.named_modules():
@@ -64,7 +65,7 @@ def zamba2(model: Any) -> ModelSpec:
 register_facts(
     "zamba2",
     facts=TypeFacts(
-        # Neither adapters nor positions by default, which some checkpoints have.
+        # The default has neither adapters nor RoPE, which some checkpoints have.
         defaults={"use_shared_attention_adapter": True, "use_mem_rope": True},
         tiny={
             **{
@@ -79,7 +80,7 @@ register_facts(
 register_facts(
     "zamba",
     facts=TypeFacts(
-        # Two layers with one shared block.
+        # Two layers that share one block.
         tiny={
             **{"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
             **{"attention_hidden_size": 128, "attention_head_dim": 32},

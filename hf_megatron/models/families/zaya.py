@@ -1,6 +1,7 @@
-"""ZAYA: queries and keys of neighbouring tokens meet in convolutions, values in a delayed half, inside of attention.
+"""ZAYA: convolutions over queries and keys, and values from the current and the previous token, inside attention.
 
-Half of the values are the heads before the others: of two heads no rank can have its own, and attention is whole.
+One linear projects the first half of the values and another one the second half, so that heads cannot be sharded in the
+usual way; attention is replicated.
 """
 
 from typing import Any
@@ -20,10 +21,10 @@ def zaya(model: Any) -> ModelSpec:
             "layers.*.mlp.experts.gate_up_proj": "packed_dim_-2",
             "layers.*.mlp.experts.down_proj": "shard_dim_-1",
         },
-        # They add two tensors per token.
+        # Each adds two tensors per token.
         pointwise_containers=tuple(f"layers.*.post_{block}_residual_scale" for block in ("attention", "mlp")),
         full_sequence_blocks=("layers.*.self_attn",),
         before_layers=tuple(f"{base_prefix(model)}input_hidden_states_{name}" for name in ("scale", "bias")),
-        # What routers of later layers read.
+        # Hidden states and router states for later layers.
         layer_num_outputs=2,
     )
