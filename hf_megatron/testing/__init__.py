@@ -1,4 +1,4 @@
-"""Parity check of a model type: forked ranks, tiny models, tolerances and recorded results."""
+"""Parity check of a model type: tiny models, forked ranks, tolerances and recorded results."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""`hf-megatron check`: any architecture, by model type, folder or hub name."""
+"""`hf-megatron check`: parity check of any architecture, by model type, folder or hub name."""
 
 import concurrent.futures
 import contextlib
@@ -73,13 +73,13 @@ def parse_layouts(text: str) -> list[MegatronConfig]:
     return configs
 
 
-# Less of the layers' parameters that is split is said.
+# The sharded share of the layers' parameters is printed if it is smaller.
 _LARGE_SHARE = 0.5
-# See `tiny_config`.
+# Attention heads of a tiny model, see `tiny_config`.
 _TWIN_HEADS = 4
-# Of a twin's batch.
+# Batch size of a tiny model.
 _ROWS = 3
-# Of a twin that adds features of images behind its first layers, at most two of them.
+# Minimum layers of a tiny model that adds image features after its first layers (at most two of these).
 _LAYERS_WITH_FEATURES = 4
 
 
@@ -98,20 +98,23 @@ def check_models(
     workers: int = 1,
     echo: Callable[[str], Any] = print,
 ) -> list[dict[str, Any]]:
-    """Checks the tiny twin of each model on each layout; returns the rows that `--record` writes.
+    """Checks the tiny model of each model on each layout; returns the results that `--record` writes.
 
     Args:
-        models (`list[str]`): types, folders, hub names; `"all"` as in `cases_of`, each type's rows written as soon as
-            they are there.
-        changes (`Mapping`, *optional*): what to change in the models' configs.
-        variants (`bool`): check what is listed in `variants.py`, too.
-        adapter (`str`, *optional*): a key of `adapters.METHODS`, trained in the place of the model's own weights.
-        device (`str`): of the ranks: `"cpu"` or `"cuda"`; the numbers they are compared with are a CPU's.
-        record (`Path`, *optional*): a results file that takes up the rows of each model as soon as it is checked.
-        workers (`int`, defaults to 1): models that are checked beside each other, each with ranks of its own.
+        models (`list[str]`): model types, folders or hub names; `"all"` as in `cases_of`.
+        layouts (`list[MegatronConfig]`): layouts to check, see `parse_layouts`.
+        class_name (`str`, *optional*): a transformers class instead of the task's Auto class.
+        task (`str`, defaults to `"causal"`): a key of `TASKS`.
+        changes (`Mapping`, *optional*): values to change in the models' configs.
+        variants (`bool`): also check the config variants of each type, see `variants_of`.
+        adapter (`str`, *optional*): a key of `adapters.METHODS`; the adapter is trained instead of the model's weights.
+        timeout (`float`, defaults to 120.0): seconds for one model on one layout.
+        device (`str`): device of the ranks, `"cpu"` or `"cuda"`; the reference is always measured on the CPU.
+        record (`Path`, *optional*): a results file, to which the results of each model are written once it is checked.
+        workers (`int`, defaults to 1): number of models that are checked concurrently, each with its own ranks.
 
     Raises:
-        ConfigError: an unknown task or model, or changes that a config does not take.
+        ConfigError: an unknown task or model, or invalid config changes.
     """
     if task not in TASKS:
         raise ConfigError(f"task {task!r}: valid are {', '.join(TASKS)}.")
@@ -123,7 +126,7 @@ def check_models(
         )
     check = functools.partial(
         _check_case,
-        # Every pipeline stage needs a layer.
+        # Every pipeline stage needs at least one layer.
         layers=max(layout.pp_size * (layout.virtual_stages or 1) for layout in layouts),
         layouts=layouts,
         class_name=class_name,
@@ -141,7 +144,7 @@ def check_models(
         except ConfigError as error:
             if "all" not in models:
                 raise
-            # One type without a valid default config ends no check of the others.
+            # A type without a valid default config must not end the checks of the others.
             found, said = [], [f"{model:24} {error}"]
         for line in said:
             echo(line)
@@ -161,7 +164,7 @@ def _check_case(
     variants: bool,
     **how: Any,
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns the rows of one model, with those of its variants, and what is said of them."""
+    """Returns the results of one model and its variants, and the lines to print."""
     said: list[str] = []
     check = functools.partial(_check_changed, model, task=task, layouts=layouts, class_name=class_name, **how)
     rows = check(changes=changes, echo=said.append)
@@ -185,16 +188,16 @@ def _check_changed(
     device: str,
     echo: Callable[[str], Any],
 ) -> list[dict[str, Any]]:
-    """Returns the rows of one model with changes in its config."""
+    """Returns the results of one model with changes in its config, one per layout."""
     if task == "audio":
         changes = {**facts_of(model).audio, **changes}
     config = resolve_config(model, changes)
     config, task, class_name = case_of(config, task, class_name)
     if layers_with_features(config):
-        # Those behind which features of images are added lie on the first stage, with one more.
+        # The first stage needs all layers after which image features are added, and one more.
         layers = max(layers, _LAYERS_WITH_FEATURES)
     tiny_model: TinyModel | None = None
-    # Every dp rank needs one, and some have more.
+    # At least one sample per dp rank, and one more so that local batch sizes differ.
     rows = max(_ROWS, max(layout.dp_size or 1 for layout in layouts) + 1)
     reason, results = "", []
     made_of = {"task": task, "layers": layers, "rows": rows}
@@ -218,7 +221,7 @@ def _check_changed(
             if everything:
                 continue
             with contextlib.suppress(UnsupportedError):
-                # Wrong usage, unless it has some that are refused by name, which makes a row.
+                # Planning raises for a model without experts; an `UnsupportedError` becomes a result below.
                 plan(tiny_model.model_on_meta(), layout, Axes.of(layout, 0))
         row = _check_layout(config, tiny_model, layout, timeout, device, reason, adapter) | {"changes": changes}
         if tiny_model is not None and tiny_model.draw:
@@ -246,7 +249,7 @@ def _check_layout(
     reason: str,
     adapter: str | None,
 ) -> dict[str, Any]:
-    """Returns the row of one twin on one layout; with an adapter all axes of the layout are named."""
+    """Returns the result of a tiny model on a layout; with an adapter, the layout's name has all axes."""
     row: dict[str, Any] = {
         "model_type": config.model_type,
         "class": "-" if tiny_model is None else tiny_model.class_name,
@@ -292,7 +295,7 @@ def _check_layout(
 
 
 def _modalities(tiny_model: TinyModel | None) -> dict[str, Any]:
-    """Says what a twin's batches have beside text."""
+    """Returns the modalities of a tiny model's batches besides text, as a field of its result."""
     if tiny_model is None:
         return {}
     return {"modalities": list(tiny_model.modalities)} if tiny_model.modalities else {}
@@ -311,7 +314,7 @@ def _has_experts(tiny_model: TinyModel) -> bool:
 
 
 def _full_sequence_blocks(tiny_model: TinyModel, layout: MegatronConfig) -> dict[str, Any]:
-    """Says which share of the layers cp computes on whole rows, and what mixes tokens that it does not know."""
+    """Returns the share of the layers that cp computes on full sequences, and modules that mix tokens unknown to it."""
     state = plan(tiny_model.model_on_meta(), layout, Axes.of(layout, 0))
     assert tiny_model.build_full is not None
     with torch.device("meta"):
@@ -325,20 +328,20 @@ def _full_sequence_blocks(tiny_model: TinyModel, layout: MegatronConfig) -> dict
 
 
 def _split_share(tiny_model: TinyModel, layout: MegatronConfig) -> float:
-    """Returns which share of the layers' parameters is split, of the full model: a twin's tower is a larger part."""
+    """Returns the sharded share of the full model's layers: a tiny model's encoders have a larger share of its size."""
     assert tiny_model.build_full is not None
     with torch.device("meta"):
         full = tiny_model.build_full()
     try:
         features = features_on_layout(full, layout)
     except MegatronError:
-        # Sizes of a default config that tp_size does not divide.
+        # tp_size may not divide the sizes of a default config.
         features = features_on_layout(tiny_model.model_on_meta(), layout)
     return round(features.split, 3)
 
 
 def features_on_layout(model: Any, layout: MegatronConfig) -> Features:
-    """Returns what a model on the meta device is made of on a layout."""
+    """Returns the features of a model on the meta device on a layout."""
     description = describe_model(model)
     return description.features(plan(model, layout, Axes.of(layout, 0)).shardings if layout.tp_size > 1 else {})
 
@@ -346,15 +349,15 @@ def features_on_layout(model: Any, layout: MegatronConfig) -> Features:
 def in_forks(
     function: Callable[..., Any], cases: Iterable[tuple[Any, ...]], workers: int
 ) -> Iterator[tuple[tuple[Any, ...], Callable[[], Any]]]:
-    """Calls a function for each case, several at a time.
+    """Calls a function for each case in a pool of forked workers.
 
     Args:
-        function (`Callable`): takes the case's values; what it takes, returns and raises must be picklable.
-        cases (`Iterable`): values of each call.
-        workers (`int`): forks of this process; one calls the function in this process.
+        function (`Callable`): called with the values of a case; arguments, results and exceptions must be picklable.
+        cases (`Iterable`): arguments of each call.
+        workers (`int`): number of forks; with one, the function is called in this process.
 
     Yields:
-        each case, as soon as it has ended, with a callable that returns what the function did, or raises it.
+        each case as soon as it is complete, with a callable that returns the function's result or raises its exception.
     """
     if workers == 1:
         yield from ((case, lambda case=case: function(*case)) for case in cases)
@@ -366,5 +369,5 @@ def in_forks(
             for done in concurrent.futures.as_completed(pending):
                 yield pending[done], done.result
         finally:
-            # The caller may have stopped at one that failed.
+            # The caller may have stopped iterating at a failed case.
             pool.shutdown(cancel_futures=True)

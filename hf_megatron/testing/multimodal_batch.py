@@ -1,4 +1,4 @@
-"""Batches of media and text for a tiny model: rows with one, two and no images, videos or sounds, of several sizes."""
+"""Multimodal batches for a tiny model: samples with one, two and no images, videos or audio clips of several sizes."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,29 +15,29 @@ from .audio_inputs import audio_inputs
 from .image_inputs import Canvas, image_forms, tiles_of_rows, video_form
 from .tiny_model import plain_tokens
 
-# Images of the rows of a batch, over and over.
+# Number of images per sample, repeated cyclically.
 _IMAGES = (1, 2, 0)
-# Videos, or sounds, of them.
+# Number of videos or audio clips per sample, repeated cyclically.
 _VIDEOS = (1, 0, 2)
-# Tokens of a clip, at most.
+# Maximum number of tokens of an audio clip.
 _TOKENS_OF_SOUND = 64
-# Tokens of a row of text and sound at once, beside those of every row.
+# Additional text tokens per sample, for models that add audio features to text tokens.
 _TOKENS_BETWEEN = 6
 _KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
-# Methods that make features of images, or of videos where nothing else has them.
+# Methods that compute features of images, or of videos in video-only models.
 _FEATURES = ("get_image_features", "get_video_features")
-# What models raise for images of another form than theirs.
+# Exceptions that models raise for images in an unsupported format.
 _UNFIT = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NameError)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """What stands in a row between texts: an image, or a video, whose frames may stand apart.
+    """Item of a sample between texts: an image, an audio clip or a video, whose frames may be separated by text.
 
     Attributes:
-        kind: of the tokens: 0 for text, 1 for images, 2 for videos, 3 for sounds.
-        token: the placeholder, if there is one.
-        sizes: numbers of tokens side by side.
+        kind: token type: 0 for text, 1 for images, 2 for videos, 3 for audio.
+        token: placeholder token, or `None` for random text tokens.
+        sizes: number of tokens of each contiguous run.
     """
 
     kind: int
@@ -48,21 +48,23 @@ class _Piece:
 def make_multimodal_batch(
     model: Any, *, batch_size: int = 3, seed: int = 0, videos: bool = False, audio_clips: bool = False
 ) -> dict[str, Tensor]:
-    """Makes a batch with padding behind all rows but the longest.
+    """Returns a batch of samples of unequal length, right-padded to the longest.
 
-    The placeholders of an image are as many as the model makes features of it.
+    An image has as many placeholders as the model computes features for it.
 
     Args:
-        model (`PreTrainedModel`): of a type with places for images in its text, or with an image for each row.
-        videos (`bool`): videos beside the images, or alone where the model takes either.
-        sounds (`bool`): sounds beside the images, or alone where the model takes no images.
+        model (`PreTrainedModel`): a model with image placeholders in its text, or with one image per sample.
+        batch_size (`int`, defaults to 3): number of samples.
+        seed (`int`, defaults to 0): seed of tokens and pixels.
+        videos (`bool`): include videos in addition to images, or alone if the model takes either.
+        audio_clips (`bool`): include audio in addition to images, or alone if the model takes no images.
 
     Returns:
-        `dict[str, Tensor]`: `input_ids`, `attention_mask`, `labels` and what the model asks for of the kinds of tokens,
-        `[batch, sequence]`; images in the form that the model takes, see `media.rows_with_images`.
+        `dict[str, Tensor]`: `input_ids`, `attention_mask`, `labels` and the token types that the model accepts, all
+        `[batch, sequence]`; images in the format of the model, see `modalities.images.rows_with_images`.
 
     Raises:
-        ValueError: with `videos` or `audio_clips`, a model that takes none in a known form.
+        ValueError: with `videos` or `audio_clips`, the model does not accept any known format of them.
     """
     generator = torch.Generator().manual_seed(seed)
     asked = inspect.signature(model.forward).parameters
@@ -91,13 +93,13 @@ def make_multimodal_batch(
 def _written(
     model: Any, pieces: Sequence[Sequence[_Piece]], modalities: Mapping[str, Tensor], generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Returns a batch of rows of text with pieces in between."""
+    """Returns a batch of text samples with the given items in between."""
     asked, tokens = inspect.signature(model.forward).parameters, plain_tokens(model.config)
 
     def text(length: int) -> list[int]:
         return tokens[torch.randint(len(tokens), (length,), generator=generator)].tolist()
 
-    # Positions begin anew behind it, in models that have one.
+    # Start token of an item, after which position ids restart in models that have one.
     names = ("vision_start_token_id",) * 2 + ("audio_start_token_id",)
     starts = [[token for token in [getattr(model.config, name, None)] if token is not None] for name in names]
     rows, places = [], []
@@ -129,7 +131,7 @@ def _written(
 def _with_videos(
     model: Any, pieces: Sequence[Sequence[_Piece]], images: Mapping[str, Tensor], generator: torch.Generator
 ) -> Iterator[tuple[dict[str, Tensor], list[list[_Piece]]]]:
-    """Yields images with videos beside them, then videos alone, each written in one piece, then frame by frame."""
+    """Yields batches with images and videos, then with videos alone; each with contiguous videos, then by frame."""
     token, parts = video_token(model.config), (model, model.base_model)
     named = [part for part in parts if "get_video_features" in dir(type(part))]
     if VIDEO_PIXELS not in inspect.signature(model.forward).parameters or not named:
@@ -137,7 +139,7 @@ def _with_videos(
     counts = [_VIDEOS[row % len(_VIDEOS)] for row in range(len(pieces))]
     asked = {*inspect.signature(model.forward).parameters}
     videos = video_form(Canvas(model.config, generator), asked, sum(counts), images)
-    # Some classes pass on what only the base model's method names.
+    # Some classes pass on keyword arguments that only the base model's method declares.
     taken = {name for part in named for name in inspect.signature(part.get_video_features).parameters}
     of_features = {name: value for name, value in videos.items() if name in taken}
     sizes = _features(named[0].get_video_features, of_features, sum(counts))
@@ -162,10 +164,10 @@ def _with_videos(
 def _with_audio_clips(
     model: Any, pieces: Sequence[Sequence[_Piece]], images: Mapping[str, Tensor], generator: torch.Generator
 ) -> Iterator[tuple[dict[str, Tensor], list[list[_Piece]]]]:
-    """Yields images with sounds behind them, in every form in which the model takes single clips."""
+    """Yields batches with images followed by audio clips, in every format of `audio_inputs`."""
     asked, token = {*inspect.signature(model.forward).parameters}, audio_token(model.config)
     if token is None and (frames := getattr(model.config, FRAMES_OF_TOKEN, None)) is not None:
-        # A clip for each row, as long as that is.
+        # One clip per sample, as long as its text.
         texts = [[_Piece(0, None, (_TOKENS_BETWEEN,))] for _ in pieces]
         length = _written(model, texts, {}, generator)["input_ids"].shape[1]
         for audio_clips in audio_inputs(model.config, asked, len(pieces), generator, frames=frames * length):
@@ -174,7 +176,7 @@ def _with_audio_clips(
     counts = [_VIDEOS[row % len(_VIDEOS)] for row in range(len(pieces))]
     for audio_clips in audio_inputs(model.config, asked, sum(counts), generator):
         clips = [{name: value[clip : clip + 1] for name, value in audio_clips.items()} for clip in range(sum(counts))]
-        # Every other one is shorter.
+        # Every other clip is shorter.
         of_length = [_tokens_of_clip(model, clip, token, generator) for clip in clips[:2]]
         sizes = [of_length[clip % 2] for clip in range(len(clips))]
         left = iter(_Piece(3, token, (size,)) for size in sizes)
@@ -185,12 +187,12 @@ def _with_audio_clips(
 
 
 def _tokens_of_clip(model: Any, clip: Mapping[str, Tensor], token: int | None, generator: torch.Generator) -> int:
-    """Counts the placeholders with which the model takes a clip; one, where there is no such number.
+    """Returns the number of placeholders with which the model accepts a clip, or 1 if there is none.
 
-    A batch with a clip that the model does not take is refused by it.
+    In the latter case the model will reject the batch.
     """
     asked = {*inspect.signature(model.forward).parameters}
-    # Some take more features than there are places for them.
+    # Try the largest number first: some models accept more features than placeholders.
     for size in range(_TOKENS_OF_SOUND, 0, -1):
         try:
             with torch.no_grad():
@@ -206,7 +208,7 @@ def _lengths(asked: set[str], sizes: Sequence[int]) -> dict[str, Tensor]:
 
 
 def _depends_on(model: Any, batch: Mapping[str, Tensor], name: str) -> bool:
-    """Tells whether the loss depends on pixels of videos, or on sounds."""
+    """Returns whether the loss depends on an argument, such as video pixels or audio."""
     others = {**batch, name: torch.zeros_like(batch[name])}
     with torch.no_grad():
         losses = [model.eval()(**given).loss.item() for given in (batch, others)]
@@ -215,14 +217,14 @@ def _depends_on(model: Any, batch: Mapping[str, Tensor], name: str) -> bool:
 
 
 def _images(model: Any, counts: Sequence[int], generator: torch.Generator) -> tuple[dict[str, Tensor], list[int]]:
-    """Returns the images of rows in the first form that the model takes, and the features it makes of each of them."""
+    """Returns the images in the first format that the model accepts, and the number of features of each image."""
     canvas, asked = Canvas(model.config, generator), {*inspect.signature(model.forward).parameters}
     if "aspect_ratio_ids" in asked:
-        # Layers read images beside the tokens, of which one stands for each.
+        # Cross-attention layers read the images; each image has one token in the text.
         return tiles_of_rows(canvas, counts), [1] * sum(counts)
     named = [(part, name) for part in (model, model.base_model) for name in _FEATURES if name in dir(type(part))]
     if not named:
-        # As many as the config says, or none in the text.
+        # The config may have the number of features; else there are none in the text.
         form = next(image_forms(canvas, asked, counts))
         return form(), [getattr(model.config, "latent_query_num", 0)] * sum(counts)
     features = getattr(*named[0])
@@ -238,13 +240,13 @@ def _images(model: Any, counts: Sequence[int], generator: torch.Generator) -> tu
 
 
 def _seen_tiles(is_image: Tensor, tiles: Tensor) -> Tensor:
-    """Returns which tiles tokens see, `[rows, sequence, images, tiles]`: those of the images that begin before them."""
+    """Returns the mask `[batch, sequence, images, tiles]` of visible tiles: a token sees the images that start before it."""
     begun = is_image.cumsum(1)[..., None] > torch.arange(tiles.shape[1])
     return begun[..., None].long() * tiles[:, None]
 
 
 def _features(features: Callable[..., Any], images: Mapping[str, Tensor], total: int) -> list[int]:
-    """Counts what the model makes of each image."""
+    """Returns the number of features that the model computes for each image."""
     with torch.no_grad():
         output = features(**images)
         found = output.last_hidden_state if output.pooler_output is None else output.pooler_output

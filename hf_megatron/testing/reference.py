@@ -1,4 +1,4 @@
-"""A twin's numbers in one process, and how sure they are."""
+"""Single-process reference measurement of a tiny model, and its round-off error."""
 
 import copy
 import math
@@ -14,32 +14,33 @@ from .unread_parameters import without_gradient
 
 
 def take_reference(tiny_model: Any, *, norms_are_frozen: bool = False, best: float = math.inf) -> Measurement:
-    """Measures a twin in this process, and how far round-off takes its numbers.
+    """Measures a tiny model in this process and estimates the round-off error of the results.
 
     Args:
-        twin (`TinyModel`): saved to disk.
+        tiny_model (`TinyModel`): saved to disk.
         norms_are_frozen (`bool`): see `measure`.
-        best (`float`): round-off of another draw; what is known to be no smaller is told no closer.
+        best (`float`): smallest round-off of the other draws. Once this draw is known not to be better, its round-off
+            is not estimated more precisely.
 
     Raises:
-        ValueError: transformers does not read all of the twin back.
+        ValueError: transformers does not load all weights that it saved.
     """
-    # Other draws of the same parameters are read alike.
+    # Check the first draw only: all draws have the same parameters.
     if best == math.inf and (unread := _unread_weights(tiny_model)):
         raise ValueError(f"transformers does not read back what it wrote of a {tiny_model.class_name}: {unread}")
     model = tiny_model.load()
-    # Buffers and what a forward caches change as it is measured.
+    # Copy before measuring, which changes buffers and cached values.
     another = copy.deepcopy(model)
     reference = measure(model, tiny_model.batches, norms_are_frozen=norms_are_frozen)
     reference.without = tuple(without_gradient(tiny_model.config, tiny_model.modalities))
     if "quantization_config" in tiny_model.arguments:
-        # What codes stand for has one precision.
+        # Quantized weights cannot be measured in fp64.
         return reference
     try:
         in_double = tiny_model.load(experts_implementation="eager").double()
         precise = measure(in_double, list(map(_in_double, tiny_model.batches)), norms_are_frozen=norms_are_frozen)
     except RuntimeError:
-        # Parts of the model compute in fp32 by name and refuse weights of another type.
+        # Some modules are hard-coded to fp32 and fail with fp64 weights.
         known = 0.0
     else:
         precise.without = reference.without
@@ -54,26 +55,26 @@ def take_reference(tiny_model: Any, *, norms_are_frozen: bool = False, best: flo
 
 
 def _unread_weights(tiny_model: Any) -> str:
-    """Names a weight that transformers draws anew instead of reading it: no two models would be alike."""
+    """Returns a weight that `from_pretrained` initializes randomly instead of loading it, or an empty string."""
     cls = getattr(transformers, tiny_model.class_name)
     _, found = cls.from_pretrained(tiny_model.directory, **tiny_model.arguments, output_loading_info=True)
     return min(found["missing_keys"], default="")
 
 
 def _in_double(batch: dict[str, Any]) -> dict[str, Any]:
-    """Returns a batch for a model in fp64: not every tower takes pixels of another type than its weights."""
+    """Returns a batch in fp64: some encoders require pixels to have the dtype of their weights."""
     return {
-        # Some forms of images are said by lists of numbers.
+        # Some image arguments are lists.
         name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in batch.items()
     }
 
 
 def _shaken(model: Any, batches: list[dict[str, Any]], norms_are_frozen: bool) -> Measurement:
-    """Measures a model with parameters that are off by a rounding, and leaves them so.
+    """Measures a model after perturbing its parameters in place by at most one fp32 rounding step.
 
-    Where that changes more than other orders of sums may, a kink or a tie between experts is near, and an order may
-    fall on its other side.
+    If this changes the results by more than another summation order may, a kink or a tie between experts is near, and
+    another summation order may end up on its other side.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Batches of speech for a tiny encoder-decoder: a clip and the tokens of what is said for each row."""
+"""Speech batches for a tiny model: one clip and its transcript tokens per sample."""
 
 import inspect
 from typing import Any
@@ -10,23 +10,26 @@ from .audio_inputs import audio_inputs
 from .tiny_model import labels_of_decoder, plain_tokens
 
 _MASK = "attention_mask"
-# What models raise for clips of another form than theirs.
+# Exceptions that models raise for clips in an unsupported format.
 _UNFIT = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
 
 
 def make_speech_batch(
     model: Any, *, batch_size: int = 3, sequence_length: int = 13, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Makes a batch of clips, of unequal lengths where the model takes a mask, without any label in its second row.
+    """Returns a batch of clips, of unequal lengths if the model takes a mask; the second sample has no labels.
 
     Args:
-        model (`PreTrainedModel`): of the class that users load.
+        model (`PreTrainedModel`): an instance of the class that users load.
+        batch_size (`int`, defaults to 3): number of samples.
+        sequence_length (`int`, defaults to 13): number of labels per sample plus 2.
+        seed (`int`, defaults to 0): seed of clips and labels.
 
     Returns:
-        `dict[str, Tensor]`: the clips in the form that the model takes; `labels` of `[batch, sequence - 2]`.
+        `dict[str, Tensor]`: the clips in the format of the model, and `labels` of `[batch, sequence - 2]`.
 
     Raises:
-        ValueError: a model that takes no clips in a known form.
+        ValueError: the model does not accept any known format of clips.
     """
     generator = torch.Generator().manual_seed(seed)
     asked = {*inspect.signature(model.forward).parameters}
@@ -48,7 +51,7 @@ def make_speech_batch(
 
 
 def _in_codebooks(config: Any, books: int, labels: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-    """Makes clips that are tokens of several codebooks beside each token of text `[batch, sequence, 1 + books]`."""
+    """Returns a batch of text and codebook tokens per position, `input_ids` of `[batch, sequence, 1 + books]`."""
     text = labels.where(labels >= 0, config.pad_token_id)
     audio_clips = torch.randint(config.codebook_vocab_size, (*labels.shape, books), generator=generator)
     return {"input_ids": torch.cat([text[..., None], audio_clips], dim=-1), "labels": labels}
@@ -56,7 +59,10 @@ def _in_codebooks(config: Any, books: int, labels: Tensor, generator: torch.Gene
 
 @torch.no_grad()
 def _require_read(model: Any, batch: dict[str, Tensor], name: str) -> None:
-    """Compares the first row's logits with those of a quieter clip: a gradient here would end this process's forks."""
+    """Raises `ValueError` if the first sample's logits ignore the clip's volume.
+
+    Compares two forwards because a backward in this process would break later forks.
+    """
     model.eval()
     loud, quiet = (model(**{**batch, name: batch[name] * volume}).logits[0] for volume in (1.0, 0.5))
     if torch.equal(loud, quiet):

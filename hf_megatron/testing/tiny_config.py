@@ -1,4 +1,4 @@
-"""Tiny configs: every numeric feature of a config class scaled down, with the feature still on."""
+"""Tiny configs: numeric values are scaled down so that every feature of the original stays enabled."""
 
 import copy
 import math
@@ -22,12 +22,12 @@ _SPECIAL_TOKENS = ("_token_id", "_token_index", "image_patch_id")
 MOE_SIZE = 48
 
 
-# Of embeddings that are not as wide as the layers.
+# Width of embeddings that differs from the width of the layers.
 _EMBEDDED = 40
 
 
 def _by_name(*rows: tuple[float, str]) -> dict[str, Any]:
-    """Spells out a table of values and of the names of the attributes that take them."""
+    """Expands a table of values and space-separated attribute names into a mapping by name."""
     return {name: value for value, names in rows for name in names.split()}
 
 
@@ -35,10 +35,10 @@ EXPERT_COUNTS = "num_experts num_local_experts n_routed_experts moe_num_experts"
 
 
 # Upper bounds: a value is only ever lowered, so that a feature which is off (0 shared experts) or degenerate (1 KV
-# head, top-1 routing) stays as it is. The numbers are unalike on purpose: swapped dimensions then fail on shapes.
+# head, top-1 routing) stays as it is. The sizes differ on purpose, so that swapped dimensions fail on shapes.
 SIZES: Mapping[str, int] = _by_name(
     (VOCAB_SIZE, "vocab_size decoder_vocab_size vocab_size_per_layer_input"),
-    # A padded head stays padded.
+    # A padded vocabulary stays padded.
     (VOCAB_SIZE - 2, "unpadded_vocab_size"),
     (8, "additional_vocab_size"),
     (64, "hidden_size n_embd d_model embed_dim dim emb_dim out_hidden_size text_hidden_size projection_dim"),
@@ -49,7 +49,7 @@ SIZES: Mapping[str, int] = _by_name(
     (94, "intermediate_size_mlp dense_intermediate_size"),
     (38, "shared_expert_intermediate_size shared_experts_intermediate_size shared_intermediate_size share_expert_dim"),
     (38, "moe_shared_expert_intermediate_size"),
-    # A quarter of it still is a multiple of 16 bytes, which the grouped matrix product of the experts asks for.
+    # A quarter of it is still a multiple of 16 bytes, which the grouped GEMM of the experts requires.
     (MOE_SIZE, "moe_intermediate_size expert_ffn_hidden_size"),
     (4, "num_attention_heads n_head n_heads num_heads attention_heads"),
     (4, "swa_num_attention_heads index_n_heads indexer_n_heads"),
@@ -71,22 +71,22 @@ SIZES: Mapping[str, int] = _by_name(
     (12, "linear_value_head_dim"),
     (16, "mamba_head_dim mamba_d_head ssm_state_size mamba_d_state"),
     (6, "mamba_dt_rank"),
-    # Several chunks, blocks and windows per sequence, else their boundaries are never crossed.
+    # Several chunks, blocks and windows per sequence, so that their boundaries are crossed.
     (4, "sliding_window sliding_window_size attention_chunk_size keep_window_size chunk_size mamba_chunk_size"),
     (4, "sliding_windows block_size index_block_size index_topk floor_scale log_scaling_n_floor rel_extent"),
     (4, "heavily_compressed_attention"),
     (2, "index_topk_blocks index_kpool compressed_sparse_attention"),
-    # Periods of a layer pattern, to show in a few layers. Jamba's first three layers then are Mamba with an MLP, Mamba
-    # with experts, and attention with an MLP.
+    # Periods of layer patterns, short enough for few layers. Jamba's first three layers then are Mamba with an MLP,
+    # Mamba with experts, and attention with an MLP.
     (2, "decoder_sparse_step encoder_sparse_step moe_layer_interval expert_layer_period attn_layer_offset"),
     (4, "attn_layer_period"),
     (2, "num_layers_per_stack num_global_layers"),
     (0, "insert_layer_id"),
     (64, "max_position_embeddings n_positions model_max_length"),
     (8, "original_max_position_embeddings"),
-    # Projections of images: wide ones would leave each weight a gradient next to nothing.
+    # Image projections: with wide ones the gradient of each weight would be close to zero.
     (92, "alignment_intermediate_size projector_hidden_size projector_intermediate_size merger_intermediate_size"),
-    # What the experts read, between projections.
+    # Input width of the experts, between projections.
     (72, "moe_hidden_size"),
     # Each of the three is the input of the next.
     (68, "projector_input_dim projector_output_dim vision_output_dim"),
@@ -101,17 +101,17 @@ SIZES: Mapping[str, int] = _by_name(
     (8, "make_ngram_vocab_size_divisible_by"),
     (4, "split_ngram_parts"),
     (2, "heads_per_ngram"),
-    # The image and audio towers of a model whose text part is tested.
+    # Image and audio encoders of a model whose language model is tested.
     (28, "image_size crop_size max_image_size"),
     (4, "mm_tokens_per_image resampler_n_latents"),
     (7, "patch_size"),
-    # Of tokenizers of images: a norm has 32 groups of channels, and some tokens of the vocabulary are images'.
+    # Image tokenizers: a norm has 32 groups of channels, and some tokens of the vocabulary are image codes.
     (32, "base_channels"),
     (16, "latent_channels"),
     (IMAGE_CODES, "codebook_size num_embeddings"),
     (16, "input_size num_mel_bins nemo_conv_channels depthwise_separable_out_channel"),
     (64, "ext_pw_out_channel"),
-    # ModalityEncoders of sounds.
+    # Audio encoders.
     (64, "output_dim"),
     # Encoders and decoders.
     (4, "encoder_attention_heads decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads"),
@@ -123,8 +123,8 @@ SIZES: Mapping[str, int] = _by_name(
 )
 
 
-# Multipliers and caps. Tuned for large models, they would be invisible here (a cap of 50) or would drown the rest of
-# the model (an embedding scale of 50), and a neutral one would hide a parallel layer that applies it once per rank.
+# Multipliers and caps. Values tuned for large models would have no effect here (a cap of 50) or dominate the model (an
+# embedding scale of 50), and a neutral value would hide a parallel layer that applies it once per rank.
 SCALES: Mapping[str, float] = _by_name(
     (1, "attn_logit_softcapping swiglu_limit mlp_gate_softcap mlp_up_softcap clip_qkv"),
     (1, "swiglu_limits swiglu_limits_shared"),
@@ -134,7 +134,7 @@ SCALES: Mapping[str, float] = _by_name(
     (2, "routed_scaling_factor moe_routed_scaling_factor router_scaling_factor route_scale"),
     (2, "full_attn_alpha_factor linear_attn_alpha_factor mlp_alpha_factor"),
     (9, "query_pre_attn_scalar"),
-    # Seen, and enough to keep the norm of a state that is nearly zero from turning round-off into direction.
+    # Large enough to matter, and to keep a norm from amplifying the round-off of a nearly zero state.
     (
         1e-2,
         "rms_norm_eps post_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps norm_epsilon ln_eps",
@@ -142,7 +142,7 @@ SCALES: Mapping[str, float] = _by_name(
 )
 
 
-# Query heads and their key/value heads: grouped stays grouped, with fewer key/value heads than four ranks.
+# Key/value heads and their query heads: grouped attention stays grouped, with fewer key/value heads than four ranks.
 HEAD_PAIRS: Mapping[str, str] = {
     "num_key_value_heads": "num_attention_heads",
     "swa_num_key_value_heads": "swa_num_attention_heads",
@@ -159,7 +159,7 @@ LAYER_COUNTS = (
 )
 
 
-# The number of the first layer in each of these lists of layers.
+# Attributes that list layers -> the index that they use for the first layer.
 LAYER_INDICES: Mapping[str, int] = {
     **{"mlp_only_layers": 0, "attn_layer_indices": 0, "moe_layers": 0, "local_layer_ids": 0, "ple_layer_ids": 1},
     **{"cross_attention_layers": 0, "intermediate_layers_indices": 0},
@@ -174,21 +174,21 @@ LEADING_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_
 TRAILING_LAYERS = ("num_kv_shared_layers",)
 
 
-# The number of the layer whose keys and values each layer reads: its own, or that of an earlier one.
+# Per-layer index of the layer whose keys and values are read: the layer itself or an earlier one.
 SOURCES = ("kv_source_layers",)
 
 
-# Layers of a block, whose first layers are of a kind, and the model's first of another.
+# Layers per block. The first layer of a block is a kind of its own, and the model's first layer another.
 BLOCKS_OF_LAYERS = ("n_layers_per_attn_res_block",)
 
 
 def full_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns the config with what the default ones of its class and of its parts lack, where it is that one."""
+    """Returns the config with the `defaults` of its type, and of its sub-configs' types, in place of default values."""
     values, default = config.to_dict(), type(config)().to_dict()
     parts = {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
     new = {name: full_config(part).to_dict() for name, part in parts.items()}
     new = {name: part for name, part in new.items() if part != parts[name].to_dict()}
-    # A config may write into what it is made of, and several types share these values.
+    # Copied because a config may modify its values in place, and several types share them.
     overrides = copy.deepcopy(facts_of(config.model_type).defaults)
     if all(values.get(name) == default.get(name) for name in overrides):
         new |= overrides
@@ -196,18 +196,18 @@ def full_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def tiny_config(config: PreTrainedConfig, min_layers: int = 2, keep: frozenset[int] = frozenset()) -> PreTrainedConfig:
-    """Shrinks a config to one whose model trains in milliseconds and still runs every kind of layer of the original.
+    """Returns a config of a model that trains in milliseconds and has every kind of layer of the original.
 
     Args:
-        config (`PreTrainedConfig`): with sub-configs if it has any; not changed.
-        min_layers (`int`, defaults to 2): layers at the end that are kept beside the first one of each kind.
-        keep (`frozenset[int]`): further layers that are kept.
+        config (`PreTrainedConfig`): original config, not modified; its sub-configs are shrunk too.
+        min_layers (`int`, defaults to 2): last layers that are kept in addition to the first one of each kind.
+        keep (`frozenset[int]`): indices of further layers to keep.
     """
     config = full_config(config)
     values = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
     parts = {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
     read = values.get("vision_feature_layer")
-    # As many layers of a tower as are read, and one that is not.
+    # The vision encoder keeps all layers that are read, and one that is not.
     encoder_layers = {"vision_config": len(read) + 1} if isinstance(read, (list, tuple)) else {}
     at_least = {name: max(min_layers, encoder_layers.get(name, 0)) for name in parts}
     values |= {name: tiny_config(part, at_least[name], keep).to_dict() for name, part in parts.items()}
@@ -222,26 +222,26 @@ def tiny_config(config: PreTrainedConfig, min_layers: int = 2, keep: frozenset[i
         tiny["out_hidden_size"] = _merged_width(values)
     for name in ("embedding_size", "input_embedding_size", "output_embedding_size"):
         if isinstance(values.get(name), int):
-            # Wider or narrower ones are projected.
+            # Embeddings of another width are projected to the hidden size.
             is_projected = values[name] != values.get("hidden_size")
             tiny[name] = min(values[name], _EMBEDDED) if is_projected else tiny["hidden_size"]
     if halved := values.get("downsample_channels"):
-        # As many patches behind the convolutions as other towers have.
+        # After the strided convolutions, the number of patches is the same as in other encoders.
         tiny["image_size"] = min(values["image_size"], tiny["image_size"] * 2 ** len(halved))
     if values.get("num_position_embeddings") and values["num_position_embeddings"] == _patches_of_image(values):
         tiny["num_position_embeddings"] = _patches_of_image(tiny)
     if values.get("intermediate_layers_indices") and "vision_output_dim" in values:
-        # The outputs of these layers and of the last one, side by side.
+        # Concatenated outputs of these layers and of the last one.
         tiny["vision_output_dim"] = tiny["hidden_size"] * (len(tiny["intermediate_layers_indices"]) + 1)
     if sizes := values.get("image_grid_pinpoints"):
-        # Of images in tiles, each as large as an image of the tower.
+        # Sizes of tiled images; a tile has the image size of the encoder.
         full, tile = config.vision_config.image_size, values["vision_config"]["image_size"]
         tiny["image_grid_pinpoints"] = [[side * tile // full for side in size] for size in sizes]
     return type(config).from_dict({**tiny, **copy.deepcopy(facts_of(config.model_type).tiny), "dtype": "float32"})
 
 
 def tiny_reads(read: int | Sequence[int], num_layers: int, num_tiny: int) -> int | list[int]:
-    """Returns the states of a tiny tower that are read, in the order of the full one; the last, if that one is."""
+    """Maps the indices of the encoder states that are read to a tiny encoder; keeps their order and a last state."""
     layers = [read] if isinstance(read, int) else read
     states = [layer % (num_layers + 1) for layer in layers]
     last = num_tiny - min(num_layers - max(states), 1)
@@ -251,19 +251,19 @@ def tiny_reads(read: int | Sequence[int], num_layers: int, num_tiny: int) -> int
 
 
 def _merged_width(values: Mapping[str, Any]) -> int | None:
-    """Returns the width of the patches of a tower that are merged side by side, of a config's values."""
+    """Returns the width of concatenated (merged) patches from a config's values, or `None`."""
     vision = values.get("vision_config") or {}
     return vision["hidden_size"] * vision["merge_size"] ** 2 if {"hidden_size", "merge_size"} <= vision.keys() else None
 
 
 def _patches_of_image(values: Mapping[str, Any]) -> int | None:
-    """Counts the patches of an image of two sides, of a config's values."""
+    """Returns the number of patches of a `[height, width]` image size in a config's values, or `None`."""
     size, patch = values.get("image_size"), values.get("patch_size")
     return math.prod(side // patch for side in size) if isinstance(size, list | tuple) and patch else None
 
 
 def _tiny_value(name: str, value: Any) -> Any:
-    """Returns the tiny value of one attribute, as far as its name alone decides it."""
+    """Returns the tiny value of one attribute, from its name and value alone."""
     if isinstance(value, bool) or value is None:
         return False if name == "use_cache" else value
     if isinstance(value, (list, tuple)):
@@ -278,7 +278,7 @@ def _tiny_value(name: str, value: Any) -> Any:
     if is_rate(name, value):
         return type(value)(0)
     if name.endswith("rope_theta") or name == "rope_local_base_freq":
-        # The slow frequencies of a large base would not turn within a short sequence.
+        # The low frequencies of a large base would hardly rotate within a short sequence.
         return value**0.25
     if name in SCALES and value != 0:
         return type(value)(SCALES[name]) if SCALES[name] >= 1 else SCALES[name]
@@ -286,14 +286,14 @@ def _tiny_value(name: str, value: Any) -> Any:
 
 
 def _tiny_override(tiny: Any, base: Any, value: Any) -> Any:
-    """Returns the tiny value of one layer, given those of the model, tiny and original: still larger, if it was."""
+    """Returns the tiny value of a per-layer override, given the model's tiny and base value; larger stays larger."""
     if not isinstance(base, int) or value is None:
         return value
     return 2 * tiny if value > base else min(value, tiny)
 
 
 def _tiny_heads(values: Mapping[str, Any], tiny: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the attributes that follow from the number and the size of the query heads."""
+    """Returns the attributes that depend on the number and size of the query heads, and other dependent widths."""
     new: dict[str, Any] = {}
     for kv_heads, heads in HEAD_PAIRS.items():
         heads = heads if heads in values else "num_heads"
@@ -313,20 +313,20 @@ def _tiny_heads(values: Mapping[str, Any], tiny: Mapping[str, Any]) -> dict[str,
         if values["head_dim"] is None:
             new["head_dim"] = tiny["hidden_size"] // tiny["num_attention_heads"]
         elif values["head_dim"] == values.get("qk_rope_head_dim"):
-            # Multi-head latent attention: the rotary embedding reads the size of the rotary part there.
+            # Multi-head latent attention: the rotary embedding reads the rotary head size from `head_dim`.
             new["head_dim"] = tiny["qk_rope_head_dim"]
         elif values["head_dim"] == (values.get("qk_nope_head_dim") or 0) + (values.get("qk_rope_head_dim") or 0):
-            # Or that of the whole head, of which it is a share.
+            # Or the full head size, a fraction of it being rotary.
             new["head_dim"] = tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"]
         elif values.get("qk_nope_head_dim") is not None:
-            # Or the size of the whole head, of the layers with the largest one.
+            # Or the full head size of the layers with the largest heads.
             new["head_dim"] = 2 * tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"]
     channels = values.get("base_channels"), *(values.get("channel_multiplier") or ())
     if "hidden_size" in values and channels[0] and values["hidden_size"] == channels[0] * channels[-1]:
-        # Convolutions around attention.
+        # Attention inside a convolutional network runs on its last number of channels.
         new["hidden_size"] = tiny["base_channels"] * channels[-1]
     if values.get("pixel_shuffle_ratio") is not None and "projector_input_dim" in values:
-        # The projector reads shuffled states, which it takes to be as wide as an MLP.
+        # The projector takes the width of pixel-shuffled states from the MLP's width.
         new["intermediate_size"] = int(tiny["hidden_size"] / values["pixel_shuffle_ratio"] ** 2)
     if values.get("qk_head_dim") is not None:
         new["qk_head_dim"] = tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"]
@@ -334,15 +334,15 @@ def _tiny_heads(values: Mapping[str, Any], tiny: Mapping[str, Any]) -> dict[str,
 
 
 def _tiny_experts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the attributes of the experts that depend on each other."""
+    """Returns the attributes of experts that depend on each other."""
     new: dict[str, Any] = {}
     counts = {name: values[name] for name in EXPERT_COUNTS.split() if values.get(name) is not None}
     own_size = values.get("moe_intermediate_size") or values.get("expert_ffn_hidden_size")
     if counts and not own_size and isinstance(values.get("intermediate_size"), int):
-        # The experts are as wide as the MLP of the model.
+        # The experts take their width from `intermediate_size`.
         new["intermediate_size"] = min(values["intermediate_size"], MOE_SIZE)
     if any((values.get(name) or 1) > 1 for name in ("n_group", "num_expert_group")):
-        # Two experts out of a group of two would be no choice.
+        # Choosing two experts in a group of two would not be a choice.
         new |= {name: min(count, 2 * SIZES[name]) for name, count in counts.items()}
     return new
 
@@ -350,7 +350,7 @@ def _tiny_experts(values: Mapping[str, Any]) -> dict[str, Any]:
 def _tiny_layers(
     values: Mapping[str, Any], tiny: Mapping[str, Any], min_layers: int, keep: frozenset[int]
 ) -> dict[str, Any]:
-    """Cuts the attributes that describe layers one by one down to the first layer of each kind and the last ones."""
+    """Returns the layer counts and per-layer attributes for the first layer of each kind and the last layers."""
     counts = [values[name] for name in LAYER_COUNTS if values.get(name) is not None]
     num_layers = counts[0] if counts else len(values.get("layers_block_type") or ())
     per_layer = {
@@ -361,7 +361,7 @@ def _tiny_layers(
     }
     sources = {name: per_layer.pop(name) for name in SOURCES if name in per_layer}
     overrides = {int(layer): override for layer, override in (values.get("per_layer_config") or {}).items()}
-    # Attributes that name a set of layers, by a list of them or by the number of leading or trailing ones.
+    # Attributes that define a set of layers by a list of indices or by the number of leading or trailing layers.
     indices = {name: first for name, first in LAYER_INDICES.items() if values.get(name) is not None}
     leading = [name for name in LEADING_LAYERS if values.get(name) is not None]
     trailing = [name for name in TRAILING_LAYERS if values.get(name) is not None]
@@ -391,7 +391,7 @@ def _tiny_layers(
     for name, first in indices.items():
         new[name] = [position + first for position, layer in enumerate(kept) if layer + first in values[name]]
     for name in blocks:
-        # The second block begins where it did, among the layers that are left.
+        # The second block begins at the same kept layer as before.
         new[name] = next((place for place, layer in enumerate(kept) if place and layer % values[name] == 0), len(kept))
     new |= {name: sum(layer < values[name] for layer in kept) for name in leading}
     new |= {name: sum(layer >= num_layers - values[name] for layer in kept) for name in trailing}
@@ -399,7 +399,7 @@ def _tiny_layers(
 
 
 def _tiny_rope(tiny: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the rotary attributes of a config whose head sizes are tiny already."""
+    """Returns the RoPE parameters for a config whose head sizes are already tiny."""
     head_dim: Any = tiny.get("head_dim") or tiny.get("qk_rope_head_dim")
     names = ("num_attention_heads", "n_heads", "num_heads", "decoder_num_attention_heads")
     heads = next((tiny[name] for name in names if tiny.get(name)), None)
@@ -411,16 +411,17 @@ def _tiny_rope(tiny: Mapping[str, Any]) -> dict[str, Any]:
             name: shrink(v) if isinstance(v, Mapping) else _tiny_value(name, v) for name, v in parameters.items()
         }
         factor = new.get("partial_rotary_factor") or tiny.get("partial_rotary_factor") or 1.0
-        # At least two pairs of rotated dimensions: the first one turns at the same speed whatever the base is.
+        # At least two pairs of rotated dims, because the frequency of the first pair does not depend on the base.
         rotary_dim = max(min(4, head_dim), int(head_dim * factor) // 2 * 2)
         if factor < 1:
-            # A share that says how large the rotary part of a head with latent attention is.
+            # In latent attention, the factor defines the rotary size of a head.
             rotary_dim = tiny.get("qk_rope_head_dim") or rotary_dim
         if new.get("partial_rotary_factor") is not None:
             new["partial_rotary_factor"] = rotary_dim / head_dim
         beyond = new.get("rope_type") == "longrope" or "llama_4_scaling_beta" in new
         if "original_max_position_embeddings" in new and not beyond:
-            # The fastest pair is left alone and the slow ones are rescaled. The others need a longer sequence instead.
+            # Rescales the low frequencies but not the highest one. The other types only rescale longer sequences, so
+            # their value stays below the sequence length.
             new["original_max_position_embeddings"] = 32
         for name in ("short_factor", "long_factor"):
             if name in new:

@@ -1,4 +1,4 @@
-"""The tiny twin of a model: a small config, random weights and a batch that keep every feature of the model active."""
+"""Random parameters and batches of a tiny model that keep every feature of the original model active."""
 
 import hashlib
 from typing import Any, cast
@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from ..models.type_facts import facts_of
 from .tiny_config import _SPECIAL_TOKENS
 
-# Whose batches are known, with the Auto class of each.
+# Supported tasks and the Auto class of each.
 TASKS = {
     "causal": "AutoModelForCausalLM",
     "masked": "AutoModelForMaskedLM",
@@ -19,30 +19,30 @@ TASKS = {
     "token_classification": "AutoModelForTokenClassification",
     "question_answering": "AutoModelForQuestionAnswering",
     "image": "AutoModelForImageTextToText",
-    # Beside images, or alone where a model takes either.
+    # Videos in addition to images, or alone if a model takes either.
     "video": "AutoModelForImageTextToText",
-    # Likewise.
+    # Audio in addition to images, or alone.
     "audio": "AutoModelForMultimodalLM",
-    # Of encoder-decoders, a clip for each row.
+    # Encoder-decoders with one clip per sample.
     "speech": "AutoModelForSpeechSeq2Seq",
-    # Of base models, whose loss is taken of their outputs.
+    # Base models; the loss is computed from their hidden states.
     "hidden_states": "AutoModel",
 }
 
 
-# Scales sums of residuals as a norm does, without making them smaller: they would grow from block to block, and
-# attention choose single tokens.
+# Class that replaces a norm by an affine transform. With scales around 1 the residual stream would grow from block to
+# block until attention selects single tokens.
 _NO_NORM = "NoNorm"
 
 
 def draw_parameters(model: nn.Module, seed: int = 0, *, trained_only: bool = False) -> None:
-    """Draws every parameter, and every buffer that is as good as one (such as a router's bias), at random and in place.
+    """Draws every parameter, and every buffer that acts as one (such as a router's bias), at random and in place.
 
-    The values depend on name, shape and seed only, never on the order of the parameters. The model has the initial
-    weights of its class: they tell a norm that scales by `weight` (drawn around 1) from one that scales by `1 + weight`
-    (drawn around 0).
+    The values depend on name, shape and seed only, never on the order of the parameters. The model must have the initial
+    weights of its class: they distinguish a norm that scales by `weight` (drawn around 1) from one that scales by
+    `1 + weight` (drawn around 0).
     """
-    # A tied parameter is drawn once, as its first owner: the embedding.
+    # A tied parameter is drawn once, for its first owner, the embedding.
     drawn: set[Tensor] = set()
     for prefix, module in model.named_modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
@@ -65,21 +65,23 @@ def make_batch(
     task: str = "causal",
     padding_side: str = "right",
 ) -> dict[str, Tensor]:
-    """Makes a batch with padding in its last row, and without any label in its second row.
+    """Returns a batch with padding in its last sequence and without any label in its second one.
 
-    A single row is padded and labelled.
+    A single sequence is padded and labeled.
 
     Args:
-        sequence_length (`int`, defaults to 13): tokens of a row, padding included.
-        task (`str`, defaults to `"causal"`): of the labels, a key of `TASKS`.
+        batch_size (`int`, defaults to 3): number of sequences.
+        sequence_length (`int`, defaults to 13): tokens per sequence, including padding.
+        seed (`int`, defaults to 0): seed of the tokens and labels.
+        task (`str`, defaults to `"causal"`): task of the labels, a key of `TASKS`.
         padding_side (`str`, defaults to `"right"`): `"right"` or `"left"`.
 
     Returns:
-        `dict[str, Tensor]`: `input_ids` and `attention_mask` of `[batch, sequence]`, with `token_type_ids` of
-        `[batch, sequence, kinds]` where a model has several kinds of them, and tokens `[batch, codebooks, sequence]`
-        with labels `[batch, sequence, codebooks]` where it reads several codebooks; `labels` of the first shape, of
-        `[batch, sequence - 2]` for `"seq2seq"`, of `[batch]` for `"classification"`; `start_positions` and
-        `end_positions` of `[batch]` instead for `"question_answering"`; no labels for `"hidden_states"`.
+        `dict[str, Tensor]`: `input_ids` and `attention_mask` of shape `[batch, sequence]`, and `labels` of the same
+        shape, of `[batch, sequence - 2]` for `"seq2seq"` and of `[batch]` for `"classification"`; `start_positions` and
+        `end_positions` of `[batch]` instead for `"question_answering"`; no labels for `"hidden_states"`. Models with
+        several kinds of token types get `token_type_ids` of `[batch, sequence, kinds]`. Models with several codebooks
+        get `input_ids` of `[batch, codebooks, sequence]` and `labels` of `[batch, sequence, codebooks]`.
     """
     if task not in TASKS:
         raise ValueError(f"`task` must be one of {', '.join(TASKS)}, got {task!r}.")
@@ -101,16 +103,16 @@ def make_batch(
 
     batch = {"input_ids": input_ids, "attention_mask": attention_mask}
     if sizes := getattr(config, "type_vocab_sizes", None):
-        # Several kinds of types for each token: were all alike, so would the tokens be, and attention would cancel.
+        # Several token types per token. If all had the same value, attention gradients would nearly cancel.
         kinds = [torch.randint(size, input_ids.shape, generator=generator) for size in sizes]
         batch["token_type_ids"] = torch.stack(kinds, -1)
     if entities := getattr(config, "entity_vocab_size", None):
         batch |= _draw_entities(batch_size, entities, generator)
     if facts_of(config.model_type).reads_codebooks:
-        # Rows of their own: a batch of rows times codebooks could not be cut.
+        # A codebook dim of its own: `[batch * codebooks, sequence]` could not be split into microbatches.
         books = [draw_tokens(sequence_length) for _ in range(cast(int, config.num_codebooks))]
         batch["input_ids"] = input_ids = torch.stack(books, 1)
-        # What a prompt's encoder made, without the end of the first one.
+        # Encoded prompts; the last token of the first one is masked.
         size = batch_size, 5, cast(int, config.hidden_size)
         batch["encoder_hidden_states"] = torch.randn(size, generator=generator)
         batch["encoder_attention_mask"] = (torch.arange(batch_size * 5) != 4).long().view(size[:2])
@@ -119,17 +121,17 @@ def make_batch(
     if task == "classification":
         num_labels = cast(int, config.num_labels)
         if config.is_encoder_decoder and config.eos_token_id is not None:
-            # A sentence is classified at its end.
+            # Encoder-decoders classify at the end-of-sequence token.
             last = attention_mask.cumsum(1).argmax(1)
             input_ids[torch.arange(batch_size), last] = config.eos_token_id
         first = torch.randint(num_labels, (1,), generator=generator)
         return batch | {"labels": (first + torch.arange(batch_size)) % num_labels}
     if task == "question_answering":
         starts = torch.randint(sequence_length // 2, (batch_size,), generator=generator)
-        # One beyond the row is ignored, as one cut off with its context is.
+        # An end beyond the sequence is ignored, as for a truncated context.
         ends = (starts + 2).where(torch.arange(batch_size) != 1, sequence_length)
         return batch | {"start_positions": starts, "end_positions": ends}
-    # The decoder's own length differs from the encoder's, so that a mix-up of the two fails.
+    # Decoder and encoder lengths differ, so that mixing them up fails.
     labels = draw_tokens(sequence_length - 2) if task == "seq2seq" else input_ids.clone()
     if task == "seq2seq":
         if facts_of(config.model_type).needs_decoder_inputs:
@@ -148,7 +150,7 @@ def make_batch(
 
 
 def _draw_entities(batch_size: int, vocabulary: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Draws three entities of each row, of two or three tokens, with padding behind the first of the last row."""
+    """Draws three entities per sequence, of two or three tokens each; the last sequence has one entity and padding."""
     shape = (batch_size, 3)
     starts = torch.randint(6, shape, generator=generator)[..., None]
     positions = starts + torch.arange(3)
@@ -164,7 +166,7 @@ def _draw_entities(batch_size: int, vocabulary: int, generator: torch.Generator)
 
 
 def labels_of_decoder(labels: Tensor, config: PreTrainedConfig, generator: torch.Generator, *, padding: int) -> Tensor:
-    """Ignores some of the labels `[batch, sequence]`, `padding` of the last row and all of the second one."""
+    """Masks random labels `[batch, sequence]`, the last `padding` labels of the last sequence and all of the second."""
     ignored = torch.rand(labels.shape, generator=generator) < 0.1
     ignored[-1, -padding:] = True
     if len(labels) > 1:
@@ -174,26 +176,26 @@ def labels_of_decoder(labels: Tensor, config: PreTrainedConfig, generator: torch
 
 
 def _draw(module: nn.Module, name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Draws values for one tensor, of a size that keeps the activations around 1."""
+    """Draws values for one tensor, scaled to keep activations around 1."""
     if name == "tid2eid":
-        # A table of the experts of each token: distinct ones.
+        # Table of experts per token id, which must be distinct.
         num_tokens, top_k = tensor.shape
         return torch.rand(num_tokens, cast(int, module.num_experts), generator=generator).argsort(dim=-1)[:, :top_k]
     noise = torch.randn(tensor.shape, generator=generator)
     if isinstance(module, nn.Embedding):
         return 0.3 * noise
     if name.endswith(("correction_bias", "expert_bias")):
-        # Added to scores that differ by little.
+        # Small, because it is added to scores that differ by little.
         return 0.05 * noise
     if isinstance(module, nn.modules.conv._ConvNd) and name == "weight":
-        # Before a state space the values stay small: its output is normalised, and steep where terms cancel.
+        # Small before a state space model, whose normalized output has large gradients where terms cancel.
         gain = 0.2 if module.groups > 1 else 1.0
         return gain * noise / tensor[0].numel() ** 0.5
     if name == "A_log":
-        # A state that decays slowly, so that it holds several tokens.
+        # Slow decay, so that the state covers several tokens.
         return 0.2 * noise - 1.0
     if "hc_mult" in vars(module) and tensor.dim() < 2:
-        # Hyper-connections: with even weights all streams would be alike, and the gradients of the weights round-off.
+        # Hyper-connections: with equal weights all streams would be identical and the weights' gradients round-off.
         return noise
     if tensor.dim() < 2:
         if name.endswith("bias"):
@@ -201,18 +203,18 @@ def _draw(module: nn.Module, name: str, tensor: Tensor, generator: torch.Generat
         if type(module).__name__ == _NO_NORM:
             return 0.1 * noise + 0.8
         return 0.2 * noise + (1.0 if tensor.mean() > 0.5 else 0.0)
-    # The gain makes the attention choose between tokens, as uniform attention would hide their positions.
+    # The gain makes attention prefer some tokens: uniform attention would hide position errors.
     return 1.2 * noise / tensor.shape[-1] ** 0.5
 
 
 def plain_tokens(config: PreTrainedConfig) -> Tensor:
-    """Returns the tokens `[vocabulary]` without a special meaning, such as that of a placeholder for an image."""
+    """Returns the token ids without a special meaning (such as an image placeholder), a 1-D tensor."""
     special: set[int] = set()
     for part in (config, config.get_text_config()):
         for name, value in part.to_dict().items():
             if name.endswith(_SPECIAL_TOKENS) and value is not None:
                 special |= set(value) if isinstance(value, list) else {value}
-    # Those that images become.
+    # Codes of tokenized images.
     special |= set((getattr(config, "vocabulary_map", None) or {}).values())
     text_config = config.get_text_config()
     num_tokens = getattr(text_config, "unpadded_vocab_size", None) or text_config.vocab_size
