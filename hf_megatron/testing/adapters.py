@@ -1,4 +1,4 @@
-"""PEFT's adapters on tiny twins: each method with settings that leave none of its parameters without a gradient."""
+"""PEFT adapters on tiny models: each method with settings in which all of its parameters get a gradient."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -15,23 +15,23 @@ from ..models.spec import ModelSpec
 from .parity import TinyModel, best_draw, measured, result_of_fork
 from .tiny_model import draw_parameters
 
-# PEFT takes these for the experts', of mixtures that had a module for each expert once.
+# In MoE models, PEFT maps these module names to the experts' weights, as older classes had a module per expert.
 _OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
-# Types whose mixers' last linear PEFT refuses: a fused kernel reads its weight.
+# Types whose mixers' output linear PEFT rejects, because a fused kernel reads its weight.
 _OF_FUSED_KERNELS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What adapters can be put on in a model, by name.
+    """Names of the modules and parameters of a model that adapters can target.
 
     Attributes:
-        linears: modules but the head's, as far as they are no expert's.
-        norms: modules that hold vectors alone.
-        experts: parameters that hold a matrix for each expert, from their module's name on.
+        linears: linears other than the head's and the experts'.
+        norms: modules whose parameters are all 1-D.
+        experts: parameters with one matrix per expert, as `experts.<name>`.
         ends: the embedding and the head.
-        text: the linears of the text model, as opposed to those of towers and projectors.
+        text: linears of the language model, without modality encoders and projectors.
     """
 
     linears: list[str]
@@ -42,9 +42,10 @@ class Targets:
 
 
 def find_targets(model: Any, tiny_model: TinyModel) -> Targets:
-    """Finds what adapters can be put on: modules that return a tensor and have a gradient in the reference.
+    """Finds the adapter targets of a model: modules that return a tensor and have a gradient in the reference.
 
-    Modules whose owners read their weights themselves are never called, and adapters around them are not, either.
+    Modules that are never called, because another module reads their weights directly, are excluded: their adapters
+    would not be called either.
     """
     reference, called = tiny_model.reference, _called(model, tiny_model.batches[0])
     vocabulary = model.config.get_text_config().vocab_size
@@ -59,10 +60,10 @@ def find_targets(model: Any, tiny_model: TinyModel) -> Targets:
         name
         for name, module in used.items()
         if module is not head and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
-        # Some classes do not say which one their head is.
+        # Some classes do not return their head from `get_output_embeddings`; recognize it by its size.
         if getattr(module, "out_features", None) != vocabulary
         if not (experts and name.rpartition(".")[2] in _OF_EXPERTS)
-        # PEFT 0.21 takes it for the end of a parameter's name, and does not find what it has saved.
+        # PEFT 0.21 takes "weight" in a module's name for the end of a parameter's name and cannot load what it saved.
         if "weight" not in name
         if not (model.config.model_type in _OF_FUSED_KERNELS and name.endswith(".out_proj"))
     ]
@@ -79,7 +80,7 @@ def find_targets(model: Any, tiny_model: TinyModel) -> Targets:
 
 
 def _called(model: Any, batch: dict[str, Any]) -> set[str]:
-    """Names the modules that a forward calls and that return a tensor alone: PEFT adds to nothing else."""
+    """Returns the names of the modules that a forward calls and that return a single tensor, as PEFT requires."""
     found: set[str] = set()
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -97,7 +98,7 @@ def _called(model: Any, batch: dict[str, Any]) -> set[str]:
 def _lora(targets: Targets, **settings: Any) -> Any:
     from peft import LoraConfig
 
-    # Small beside the base: a steep model makes round-off of every number.
+    # A small scale relative to the base weights, because a model with large gradients amplifies round-off.
     return LoraConfig(r=4, lora_alpha=1, target_modules=targets.linears, **settings)
 
 
@@ -119,10 +120,10 @@ def _prompts(kind: str, targets: Targets, **settings: Any) -> Any:
     return getattr(peft, kind)(num_virtual_tokens=5, task_type="CAUSAL_LM", **settings)
 
 
-# Name of a case -> what makes PEFT's config for a model.
+# Name of an adapter case -> function that creates its PEFT config.
 METHODS: Mapping[str, Callable[[Targets], Any]] = {
     "lora": _lora,
-    # Beside towers and projectors that are whole and frozen: no gradient reaches what they make of images.
+    # Modality encoders and projectors are replicated and frozen, so no gradient reaches the image features.
     "lora_text": lambda targets: _lora(replace(targets, linears=targets.text)),
     "rslora": functools.partial(_lora, use_rslora=True),
     "lora_bias": functools.partial(_lora, lora_bias=True),
@@ -147,7 +148,7 @@ METHODS: Mapping[str, Callable[[Targets], Any]] = {
 
 
 def _with_prompts(method: str, seed: int, model: Any) -> Any:
-    """Puts new prompts in front of a model."""
+    """Wraps a model with newly initialized prompts."""
     from peft import get_peft_model
 
     torch.manual_seed(seed)
@@ -155,10 +156,14 @@ def _with_prompts(method: str, seed: int, model: Any) -> Any:
 
 
 def adapted(tiny_model: TinyModel, method: str) -> TinyModel:
-    """Returns a twin with an adapter whose parameters are drawn at random, and its one-process numbers.
+    """Returns a tiny model with a randomly drawn adapter and its single-process reference.
+
+    Args:
+        tiny_model (`TinyModel`): the base model.
+        method (`str`): a key of `METHODS`.
 
     Raises:
-        ConfigError: for a method that is not in `METHODS`.
+        ConfigError: the method is not in `METHODS`.
     """
     from peft import PeftModel, get_peft_model
 
@@ -169,7 +174,7 @@ def adapted(tiny_model: TinyModel, method: str) -> TinyModel:
         return Path(tiny_model.directory, f"{method}_{seed}")
 
     def is_saved(seed: int) -> bool:
-        """Saves drawn parameters, but of prompts, which PEFT does not train once they are saved."""
+        """Saves a drawn adapter; returns `False` for prompts, which PEFT does not train after loading."""
         model = tiny_model.load()
         config = METHODS[method](find_targets(model, tiny_model))
         if config.is_prompt_learning:
@@ -180,7 +185,7 @@ def adapted(tiny_model: TinyModel, method: str) -> TinyModel:
         return True
 
     def drawn(seed: int, best: float) -> TinyModel:
-        # PEFT uses a GPU where it sees one.
+        # In a fork, because PEFT uses a GPU if there is one.
         if not result_of_fork(lambda: is_saved(seed)):
             return measured(replace(tiny_model, adapt=functools.partial(_with_prompts, method, seed)), best)
 

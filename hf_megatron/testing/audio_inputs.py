@@ -1,4 +1,4 @@
-"""The forms in which models take sounds: features of clips in two orders, samples, or tokens; of unequal lengths."""
+"""Audio input formats of models: features in two layouts, waveform samples or tokens, with clips of unequal lengths."""
 
 import itertools
 import math
@@ -11,26 +11,26 @@ from torch import Tensor
 from ..models.modalities.audio import MASKS_OF_SOUNDS
 from ..models.modalities.images import SOUNDS
 
-# What configs have of a model that takes sounds, by the names that they have for it.
+# Names of the audio encoder's sub-config.
 _PARTS = ("audio_config", "encoder_config", "acoustic_tokenizer_encoder_config", "acoustic_tokenizer_config")
-# Features of a frame, by the names that configs have for them.
+# Config names of the number of features per frame.
 _FEATURES = (
     *("input_size", "num_mel_bins", "n_mel_bins", "feature_size", "audio_embed_dim", "input_feat_per_channel"),
     "feature_projection_input_dim",
 )
-# Of towers whose configs do not say.
+# Default number of features per frame.
 _WIDTH = 128
-# Samples of a token.
+# Config names of the number of waveform samples per token.
 _SAMPLES = ("samples_per_token", "audio_samples_per_token")
-# Frames that convolutions with a stride and groups of what they return divide; fewer make features of nothing.
+# Frames of a clip: divisible by conv strides and frame groups. With fewer frames there might be no features.
 _FRAMES = 32
-# Tokens of a clip of samples.
+# Tokens of a clip, if the samples per token are known.
 _TOKENS = 6
-# Samples of a clip, where a config does not say how many a token stands for.
+# Samples of a clip, if the samples per token are not known.
 _RAW = 4096
-# Frames of a clip of samples, where a config says how many are one.
+# Frames of a waveform clip, if the duration of a frame is known.
 _FRAMES_OF_SAMPLES = 60
-# What a shorter clip lacks.
+# A shorter clip lacks this fraction (one over the value) of the longest length.
 _SHORTER = 4
 
 
@@ -42,15 +42,15 @@ def audio_inputs(
     masks: Sequence[str] = MASKS_OF_SOUNDS,
     frames: int | None = None,
 ) -> Iterator[dict[str, Tensor]]:
-    """Yields the sounds of a batch as a model may take them: of unequal lengths, of one length, and without a mask.
+    """Yields audio arguments in the formats that a model may accept: unequal lengths, equal lengths, without a mask.
 
     Args:
-        config (`PreTrainedConfig`): of the model.
-        asked (`set[str]`): the names of its arguments.
-        total (`int`): clips.
-        generator (`torch.Generator`): of the features.
-        masks (`Sequence[str]`): names of arguments that say which parts of a clip are no padding.
-        frames (`int`, *optional*): of each clip, where it has to be as long as a text.
+        config (`PreTrainedConfig`): config of the model.
+        asked (`set[str]`): argument names of the model's forward.
+        total (`int`): number of clips.
+        generator (`torch.Generator`): generator of the features.
+        masks (`Sequence[str]`): names of arguments that are padding masks of clips.
+        frames (`int`, *optional*): frames of each clip, if it has to match the length of a text.
     """
     name = next((name for name in SOUNDS if name in asked), None)
     if name is None:
@@ -58,14 +58,14 @@ def audio_inputs(
     audio = next((part for name in _PARTS if (part := getattr(config, name, None)) is not None), config)
     values = audio.to_dict()
     width = next((getattr(audio, key) for key in _FEATURES if isinstance(getattr(audio, key, None), int)), _WIDTH)
-    # Some towers take clips of one length alone, others whole windows.
+    # Some encoders only accept clips of one length, others a multiple of a window.
     longest = frames or 2 * (values.get("n_window") or values.get("max_source_positions") or _FRAMES // 2)
     samples = next((getattr(audio, key) for key in _SAMPLES if isinstance(getattr(audio, key, None), int)), None)
     if "downsampling_ratios" in values:
         samples = math.prod(values["downsampling_ratios"])
     lengths_of_clips = [longest]
     if name == "input_values":
-        # Convolutions over samples begin with wide kernels and strides.
+        # Convolutions over samples start with wide kernels and strides.
         lengths_of_clips = [_TOKENS * samples] if samples else [longest, _RAW]
         if "frame_ms" in values:
             lengths_of_clips = [_FRAMES_OF_SAMPLES * round(values["sample_rate"] * values["frame_ms"] / 1000)]
@@ -90,7 +90,7 @@ def _shapes(name: str, width: int, longest: int, values: dict[str, Any]) -> list
         return [(longest,), (1, longest)]
     if name == "audio_input_ids":
         return [(longest, values.get("n_mel_bins", width))]
-    # Some encoders are given what their layers take.
+    # Some encoders read features of the hidden size.
     embedded = [(longest, values["d_model"])] if "d_model" in values else []
     return [(width, longest), (longest, width), *embedded]
 

@@ -240,7 +240,7 @@ def _images(model: Any, counts: Sequence[int], generator: torch.Generator) -> tu
 
 
 def _seen_tiles(is_image: Tensor, tiles: Tensor) -> Tensor:
-    """Returns the mask `[batch, sequence, images, tiles]` of visible tiles: a token sees the images that start before it."""
+    """Returns the visible tiles, `[batch, sequence, images, tiles]`: a token sees the images that start up to it."""
     begun = is_image.cumsum(1)[..., None] > torch.arange(tiles.shape[1])
     return begun[..., None].long() * tiles[:, None]
 

@@ -1,4 +1,4 @@
-"""`hf-megatron timeline`: a small model of any architecture runs on a pipeline of CPU ranks, and its step is drawn."""
+"""`hf-megatron timeline`: plots a training step of a small model on a pipeline of forked ranks."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -27,9 +27,9 @@ from .tiny_model import make_batch
 def small_config(
     config: PreTrainedConfig, *, layers: int, sequence_length: int, hidden: int | None = None
 ) -> PreTrainedConfig:
-    """Returns the tiny twin's config with as many layers as asked for; kinds of layers repeat in the twin's order.
+    """Returns a tiny config with the given number of layers; the kinds of layers repeat in the tiny config's order.
 
-    Positions last for `sequence_length` tokens, and an MLP is four times as wide as `hidden` (by default the twin's).
+    Positions are sufficient for `sequence_length` tokens. With `hidden`, an MLP is four times as wide.
     """
     tiny = tiny_config(config)
     text, original = tiny.get_text_config(), config.get_text_config().to_dict()
@@ -70,19 +70,22 @@ def draw_timeline(
         model (`str`): a model type, a local folder or a hub name; its config is read, never its weights.
         config (`MegatronConfig`): the layout; one data parallel rank.
         output (`str` or `Path`): the directory of `timeline-step{N}.png`, `.html` and `.json`.
-        batch_size, sequence_length (`int`): of the batch that is split into the microbatches.
-        device (`str`): of the ranks, see `run_ranks`; a GPU's recorder waits for it before and after every span.
+        layers (`int`, defaults to 8): number of layers of the small model.
+        hidden (`int`, *optional*): hidden size of the small model; by default that size of the tiny config.
+        batch_size, sequence_length (`int`): size of the batch, which is split into microbatches.
+        steps (`int`, defaults to 3): optimizer steps; the last one is plotted.
+        device (`str`): device of the ranks, see `run_ranks`; on a GPU, every span begins and ends with a device sync.
         timeout (`float`): seconds.
-        echo (`Callable`): gets the lines of the report.
+        echo (`Callable`): called with each line of the report.
 
     Raises:
-        ConfigError: sizes that do not fit each other, an unknown model, or no matplotlib.
+        ConfigError: incompatible sizes, an unknown model, or matplotlib is not installed.
         RankError: a rank failed.
     """
     require_plots()
     if config.pp_size < 2:
         raise ConfigError(f"MegatronConfig.pp_size = {config.pp_size}: a pipeline has 2 ranks or more.")
-    # Here rather than as the error of a rank.
+    # Check here, rather than raising on a rank.
     order = schedule(config.pipeline_schedule)
     check_schedule(order.name, config.pp_size, config.virtual_stages or order.stages_per_rank)
     stages = config.pp_size * (config.virtual_stages or order.stages_per_rank)
@@ -105,7 +108,7 @@ def draw_timeline(
         for step in range(steps):
             optimizer.zero_grad()
             if step == steps - 1:
-                # Ranks start the step that counts together.
+                # All ranks start the recorded step together.
                 dist.barrier()
                 parallel.pipeline.recorder = recorder
             instance(input_ids=tokens, labels=tokens).loss.backward()

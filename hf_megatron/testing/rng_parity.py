@@ -1,4 +1,4 @@
-"""Whether ranks stay alike while a model draws random numbers: its dropout and jitter on, ranks seeded differently."""
+"""RNG parity check: replicated weights stay equal across differently seeded ranks with dropout and jitter enabled."""
 
 import contextlib
 import random
@@ -23,12 +23,12 @@ from ..parallel_state import parallel_state
 from .measure import loss_of_batch, on_device
 from .parity import UNBUILDABLE, TinyModel
 
-# Of some sites each draws one number a layer: ranks that draw apart agree half of the time.
+# A site may draw one number per layer: at this rate, ranks with different RNG states disagree half of the time.
 _RATE = 0.5
 
 
 def rates(config: PreTrainedConfig) -> frozenset[str]:
-    """Names the rates of a config and of its parts."""
+    """Returns the names of the rates in a config and its sub-configs."""
     found = {name for name, value in vars(config).items() if is_rate(name, value)}
     return frozenset(
         found.union(*(rates(part) for part in vars(config).values() if isinstance(part, PreTrainedConfig)))
@@ -36,21 +36,21 @@ def rates(config: PreTrainedConfig) -> frozenset[str]:
 
 
 def set_rates(config: PreTrainedConfig, rate: float, names: frozenset[str]) -> None:
-    """Sets the named rates of a config and of its parts."""
+    """Sets the named rates in a config and its sub-configs."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             set_rates(value, rate, names)
         elif name in names and is_rate(name, value):
-            # Some are whole numbers, by what their classes allow.
+            # Some config classes only allow integer rates.
             with contextlib.suppress(StrictDataclassError):
                 setattr(config, name, rate)
 
 
 def _take_rates(model: nn.Module, other: nn.Module) -> None:
-    """Sets the rates of all sites of a model to those of another one of the same class, of another config."""
+    """Copies the rates of all sites from another model of the same class with another config."""
     others = dict(other.named_modules())
     for name, module in model.named_modules():
-        # A rate of zero may leave the module out.
+        # A module may not exist in a model with a rate of zero.
         source = others.get(name)
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = float(getattr(source, "p", 0.0))
@@ -70,26 +70,32 @@ def _take_numbers(owner: Any, source: Any) -> None:
 def check_draws(
     tiny_model: TinyModel, layout: MegatronConfig, *, timeout: float = 120.0, device: str = "cpu"
 ) -> tuple[frozenset[str], str]:
-    """Trains the twin with each of its rates on, then with all that may be, and ranks that were seeded differently.
+    """Trains the tiny model on differently seeded ranks, with each rate enabled alone and then with all that passed.
 
-    Alone, because what one site does for all may hide what another one lacks.
+    Rates are enabled alone first, because one site that synchronizes the RNG may hide that another one does not.
+
+    Args:
+        tiny_model (`TinyModel`): model to train.
+        layout (`MegatronConfig`): parallel layout.
+        timeout (`float`, defaults to 120.0): seconds for each training run.
+        device (`str`, defaults to `"cpu"`): device of the ranks.
 
     Returns:
-        the sites that drew random numbers while all replicated weights stayed bit-equal over the ranks, and what went
-        wrong where not all of them did.
+        `tuple[frozenset[str], str]`: the sites that drew random numbers while all replicated weights stayed bit-equal
+        across the ranks, and a description of the failures, empty if there are none.
     """
     together = sorted(rates(tiny_model.model_on_meta().config))
     if not together:
         return frozenset(), ""
     alone = [[name] for name in together if _is_read(tiny_model, name)]
     if len(alone) < 2:
-        # Then it is alone with those that nothing reads.
+        # The run with all rates has one active rate at most, so separate runs are redundant.
         alone = []
     last: _Outcome | None
     try:
         *outcomes, last = _train(tiny_model, layout, [*alone, together], timeout, device)
     except RankError:
-        # One of them failed, and ended what others would have shown.
+        # One failed run ends all that come after it: repeat them in separate jobs.
         outcomes = [_train_alone(tiny_model, layout, trial, timeout, device) for trial in alone]
         last = None
     apart = {name for [name], outcome in zip(alone, outcomes, strict=True) if outcome.problem}
@@ -103,7 +109,7 @@ def check_draws(
 
 
 def _is_read(tiny_model: TinyModel, name: str) -> bool:
-    """Tells whether one rate alone has the twin draw anything, or refuse it."""
+    """Returns whether one rate alone makes the tiny model draw random numbers, or fail to be built."""
     config = tiny_model.model_on_meta().config
     set_rates(config, 0.0, rates(config))
     set_rates(config, _RATE, frozenset([name]))
@@ -112,7 +118,7 @@ def _is_read(tiny_model: TinyModel, name: str) -> bool:
 
 
 def _on_meta(tiny_model: TinyModel, config: PreTrainedConfig) -> Any:
-    """Makes the twin's model of another config, without weights; `None` where its class refuses that."""
+    """Builds the tiny model with another config on the meta device; returns `None` if its class rejects the config."""
     try:
         with torch.device("meta"):
             return type(tiny_model.model_on_meta())(config)
@@ -122,7 +128,7 @@ def _on_meta(tiny_model: TinyModel, config: PreTrainedConfig) -> Any:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a trial showed: where the twin drew random numbers, and what went wrong."""
+    """Result of a training run: the sites that drew random numbers, and a description of the failure, if any."""
 
     sites: frozenset[str]
     problem: str
@@ -141,7 +147,7 @@ def _train_alone(
 def _train(
     tiny_model: TinyModel, layout: MegatronConfig, trials: list[list[str]], timeout: float, device: str
 ) -> list[_Outcome]:
-    """Trains the twin once for each list of rates, of which the last has all others."""
+    """Trains the tiny model once for each list of rates; the last list includes all others."""
     under_test = ConfigUnderTest(**layout.to_dict())
     configs = []
     for trial in trials:
@@ -157,7 +163,7 @@ def _train(
             if other is not None:
                 _take_rates(model, other)
             if other is None or random_sites(model) != random_sites(other):
-                # A class that is made otherwise where a rate is zero, or not at all.
+                # The class builds other modules, or fails, with a rate of zero: load it with its own config.
                 loaded = tiny_model.load(config=config, megatron_config=under_test)
                 found.append(_trained(loaded, tiny_model.batches))
                 continue
@@ -173,7 +179,7 @@ def _train(
 
 
 def _trained(model: Any, batches: list[dict[str, Any]]) -> tuple[frozenset[str], dict[str, torch.Tensor]]:
-    """Returns where a model drew random numbers, and its replicated weights after a step."""
+    """Returns the sites where a model draws random numbers, and its replicated weights after one step."""
     for seed in (torch.manual_seed, random.seed, numpy.random.seed):
         seed(dist.get_rank())
     model.train()

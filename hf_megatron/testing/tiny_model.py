@@ -38,9 +38,9 @@ _NO_NORM = "NoNorm"
 def draw_parameters(model: nn.Module, seed: int = 0, *, trained_only: bool = False) -> None:
     """Draws every parameter, and every buffer that acts as one (such as a router's bias), at random and in place.
 
-    The values depend on name, shape and seed only, never on the order of the parameters. The model must have the initial
-    weights of its class: they distinguish a norm that scales by `weight` (drawn around 1) from one that scales by
-    `1 + weight` (drawn around 0).
+    The values depend on name, shape and seed only, never on the order of the parameters. The model must have the
+    initial weights of its class: they distinguish a norm that scales by `weight` (drawn around 1) from one that scales
+    by `1 + weight` (drawn around 0).
     """
     # A tied parameter is drawn once, for its first owner, the embedding.
     drawn: set[Tensor] = set()

@@ -1,8 +1,8 @@
-"""Where tokens of a row meet otherwise than in transformers' attention functions: found by changing one of them.
+"""Detection of modules that mix tokens outside transformers' attention functions, by changing one token.
 
-Attention is replaced by a function that hands each token its own value. Then one token is changed: a module whose
-outputs at other tokens change, though its inputs there do not, mixes tokens by itself. Context parallelism computes
-such modules on whole rows, so each has to be one that it knows (`ModelSpec.cp.full_sequence_blocks`).
+Attention is replaced by a function in which each token sees only its own value. Then one token is changed: a module
+whose outputs at other tokens change, although its inputs there do not, mixes tokens. Context parallelism must run such
+modules on the full sequence, so each has to be known to it (`ModelSpec.cp.full_sequence_blocks`).
 """
 
 from collections.abc import Mapping
@@ -17,21 +17,21 @@ from ..models.layers import find_full_sequence_blocks, find_layers
 from ..models.spec import ModelSpec
 from ..parallel_state import ParallelState
 
-# Products of several tokens round otherwise when one of them changes.
+# Relative. A matrix product over several tokens may round differently when one of them changes.
 _TOLERANCE = 1e-4
 
 
 def _own_value(
     module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attention of `[batch, heads, tokens, width]` in which each token sees itself."""
+    """Attention of `[batch, heads, tokens, width]` in which each token sees only itself."""
     groups = query.shape[1] // value.shape[1]
     seen = value[:, :, -query.shape[2] :].repeat_interleave(groups, dim=1)
     return seen.transpose(1, 2).contiguous(), None
 
 
 class _Calls:
-    """What the modules of a forward were given and returned first, by their names."""
+    """Recorder of each module's first input and output in a forward, by module name."""
 
     def __init__(self, rows: int, tokens: int):
         self.rows, self.tokens = rows, tokens
@@ -43,11 +43,11 @@ class _Calls:
         returned = output[0] if isinstance(output, tuple) and output else output
         for found, value in ((self.given, given), (self.returned, returned)):
             if (by_token := self._by_token(value)) is not None:
-                # Some layers add to what a module returned, in place.
+                # Cloned because some layers add to a module's output in place. Only the first call is kept.
                 found.setdefault(name, by_token.clone())
 
     def _by_token(self, value: Any) -> Tensor | None:
-        """Returns `[rows, tokens, numbers]`; `None` of what has no entry for each token."""
+        """Returns the value as `[batch, tokens, features]`, or `None` if it has no entry per token."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return None
         if value.dim() > 2 and value.shape[:2] == (self.rows, self.tokens):
@@ -58,13 +58,12 @@ class _Calls:
 
 
 def find_token_mixing(model: nn.Module, batch: Mapping[str, Any], layers: str) -> frozenset[str]:
-    """Names the innermost modules of a model's layers in which tokens meet outside of attention functions.
+    """Returns the names of the innermost modules in a model's layers that mix tokens outside attention functions.
 
     Args:
-        model: stock, in one process.
-        batch: with `input_ids` `[batch, sequence]` or `[batch, codebooks, sequence]`; what it has beside them is handed
-            on.
-        layers (`str`): the name of the list of layers.
+        model (`nn.Module`): an unsharded model in a single process.
+        batch (`Mapping`): `input_ids` `[batch, sequence]` or `[batch, codebooks, sequence]`, and further arguments.
+        layers (`str`): name of the module list of the layers.
     """
     ids: Tensor = batch["input_ids"]
     rows, tokens = len(ids), ids.shape[-1]
@@ -79,13 +78,13 @@ def find_token_mixing(model: nn.Module, batch: Mapping[str, Any], layers: str) -
         return lambda module, args, kwargs, output: calls.note(name, args, kwargs, output)
 
     def enter(name: str) -> Any:
-        """Lets what a layer before has mixed reach the changed token alone."""
+        """Returns a pre-hook that restores a layer's input from the first forward, except at the changed token."""
 
         def cleaned(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
             hidden = args[0] if args else kwargs["hidden_states"]
             if calls is first:
                 inputs[name] = hidden
-            # Streams of several parts may stand before the rows.
+            # Hidden states with several residual streams may lead with the stream dim.
             if calls is first or hidden.shape[:2] != (rows, tokens):
                 return None
             cleared = inputs[name].clone()
@@ -125,7 +124,7 @@ def find_token_mixing(model: nn.Module, batch: Mapping[str, Any], layers: str) -
 
 
 def unknown_mixing(model: nn.Module, spec: ModelSpec, batch: Mapping[str, Any]) -> str | None:
-    """Says which modules mix tokens that context parallelism would compute on parts of rows; `None` if none does."""
+    """Returns which modules mix tokens that context parallelism would run on sequence shards, or `None`."""
     layers = find_layers(model, spec, "cp_size")
     known = find_full_sequence_blocks(model, spec, layers)
     found = find_token_mixing(model, batch, layers)
@@ -137,10 +136,11 @@ def unknown_mixing(model: nn.Module, spec: ModelSpec, batch: Mapping[str, Any]) 
 
 
 def full_share(model: nn.Module, state: ParallelState) -> float:
-    """Returns the share of the layers' parameters whose compute context parallelism does not share out.
+    """Returns the share of the layers' parameters whose compute context parallelism does not distribute.
 
     Args:
-        state (`ParallelState`): the plan of this model, or of one with fewer layers.
+        model (`nn.Module`): the full-size model, possibly on the meta device.
+        state (`ParallelState`): plan of this model, or of one with fewer layers.
     """
     layers = find_layers(model, state.spec, "cp_size")
     blocks = find_full_sequence_blocks(model, state.spec, layers)

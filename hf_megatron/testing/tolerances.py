@@ -1,6 +1,6 @@
-"""The metric of a parity case, and its limits.
+"""Error metric of a parity case, and its limits.
 
-Limits (fp32). Calibrated on correct code over the recorded model types at tp2, tp2+sp and tp4;
+The limits are for fp32 and were calibrated on correct code over the recorded model types at tp2, tp2+sp and tp4;
 `docs/design/verification.md` has the observed errors.
 """
 
@@ -15,28 +15,28 @@ from .measure import Measurement
 LOSS = 1e-6
 NORM = 1e-6
 GRADIENT = 1e-5
-# Gradients much smaller than the model's largest are compared with this share of the largest. Those of key biases, zero
-# in exact arithmetic, are off by up to 3.2e-8 of the largest in one process: 3.2 limits with a share of 1e-3.
+# Errors of a gradient are relative to at least this share of the model's largest gradient. Gradients of key biases, zero
+# in exact arithmetic, are off by up to 3.2e-8 of the largest in a single process: 3.2 limits with a share of 1e-3.
 GRADIENT_FLOOR = 5e-3
-# Of what is zero in exact arithmetic and the round-off of many terms in fp32: up to 6.5e-7 of the largest, where a head
-# adds one number to the logits of all tokens.
+# The same for gradients that are zero in exact arithmetic, so that fp32 leaves the round-off of many terms: up to 6.5e-7
+# of the largest gradient for a head that adds one value to the logits of all tokens.
 CANCELLED_FLOOR = 0.2
-# Of the largest, in fp64.
+# Share of the largest gradient below which an fp64 gradient counts as zero.
 _CANCELLED = 1e-12
 WEIGHTS = 1e-5
-# The reference's own round-off, fp32 against fp64 in one process, in limits: of a twin with more another draw is tried.
+# Maximum round-off of a reference (fp32 against fp64 in a single process), in limits; above it, another draw is tried.
 WELL_CONDITIONED = 0.5
-# How much further than the reference itself another order of the same sums may be off: 4.7 times at most on correct
-# code (sinks of gpt-oss, on one of several processors; 3.6 times for question answering on a tiny bert, whose gradients
-# cancel over the positions of a row), and twice that where no draw of a twin is well conditioned.
+# Allowed error of another summation order, as a multiple of the reference's round-off. Correct code has up to 4.7 (sinks
+# of gpt-oss on one of several CPUs; 3.6 for question answering on a tiny BERT, whose gradients cancel over the positions
+# of a sequence). The multiple is doubled if no draw of a tiny model is well-conditioned.
 AMPLIFIED = 6
-# A reference that is off by more than two limits is none.
+# Upper bound of the slack: a reference with more round-off is not usable.
 _LARGEST_SLACK = 16
 
 
 @dataclass(frozen=True)
 class Error:
-    """One compared quantity: `value` is its error over the limit, so that more than 1 is a mismatch."""
+    """Error of one compared quantity; `value` is relative to the limit, so that more than 1 is a mismatch."""
 
     quantity: str
     value: float
@@ -47,7 +47,7 @@ class Error:
 
 @dataclass(frozen=True)
 class Judgement:
-    """All errors of one case, the worst first."""
+    """All errors of one case, sorted from worst to best."""
 
     errors: tuple[Error, ...]
 
@@ -84,17 +84,17 @@ def _tensor_error(a: Tensor, b: Tensor, scale: float) -> float:
 
 
 def judge(found: Measurement, reference: Measurement) -> Judgement:
-    """Compares a measurement with the one-process reference, to no more digits than the reference has."""
+    """Compares a measurement with the single-process reference, allowing for the round-off of the reference."""
     amplified = AMPLIFIED * reference.round_off * (1 if reference.round_off <= WELL_CONDITIONED else 2)
     slack = min(max(amplified, 1.0), _LARGEST_SLACK)
     errors = [
         Error("loss", _relative(found.loss, reference.loss, LOSS)),
         Error("eval loss", _relative(found.eval_loss, reference.eval_loss, LOSS)),
-        # Made of the gradients, it is as uncertain as they are.
+        # The norm has the same uncertainty as the gradients.
         Error("gradient norm", _relative(found.norm, reference.norm, NORM) / slack),
         *(Error(error.quantity, error.value / slack) for error in gradient_errors(found, reference)),
     ]
-    # Steps of AdamW enlarge round-off of small entries: where every draw's own weights are uncertain, so are others.
+    # AdamW amplifies round-off of small gradients: if no draw is well-conditioned, its weights need slack as well.
     uncertain = slack if reference.round_off > WELL_CONDITIONED else 1.0
     for optimizer, weights in reference.weights.items():
         for name, b in weights.items():
@@ -105,7 +105,7 @@ def judge(found: Measurement, reference: Measurement) -> Judgement:
 
 
 def frozen_errors(found: Measurement, reference: Measurement) -> list[Error]:
-    """Finds weights without a gradient that are not those of one process to the bit."""
+    """Returns errors for frozen weights that are not bit-equal to the single-process reference."""
     return [
         Error(f"{name}, which is frozen, after {optimizer}", float("inf"))
         for optimizer, weights in reference.weights.items()
@@ -115,7 +115,7 @@ def frozen_errors(found: Measurement, reference: Measurement) -> list[Error]:
 
 
 def gradient_errors(found: Measurement, reference: Measurement) -> list[Error]:
-    """Compares every gradient; one that a side has not is infinitely wrong, unless the reference is `without` it."""
+    """Compares every gradient. A missing gradient is an infinite error, unless it is missing in both and expected."""
     errors = []
     largest = max((_largest(g) for g in reference.gradients.values() if g is not None), default=0.0)
     for name in sorted(found.gradients.keys() | reference.gradients.keys()):
@@ -136,7 +136,7 @@ def gradient_errors(found: Measurement, reference: Measurement) -> list[Error]:
 
 
 def cancelled(precise: Measurement) -> frozenset[str]:
-    """Names the parameters whose gradient is zero but for the round-off of an fp64 measurement."""
+    """Returns the names of the parameters whose gradient in an fp64 measurement is zero up to round-off."""
     sizes = {name: _largest(gradient) for name, gradient in precise.gradients.items() if gradient is not None}
     largest = max(sizes.values(), default=0.0)
     return frozenset(name for name, size in sizes.items() if size <= _CANCELLED * largest)

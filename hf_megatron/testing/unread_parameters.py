@@ -1,4 +1,4 @@
-"""Trainable parameters that get no gradient in a check, and why: what a family states and what a config shows."""
+"""Trainable parameters that get no gradient in a check, from `TypeFacts` and from the config, with reasons."""
 
 from collections.abc import Collection, Mapping
 
@@ -6,15 +6,16 @@ from transformers import PreTrainedConfig
 
 from ..models.type_facts import facts_of
 
-# Layers of a decoder that read an encoder's states, where its class has no encoder.
+# Cross-attention of a decoder whose class has no encoder.
 _CROSS_ATTENTION = {r"\.(encoder_attn|crossattention|cross_attn)\w*\.": "reads an encoder: compared without one"}
 
 
 def without_gradient(config: PreTrainedConfig, modalities: Collection[str] = ()) -> Mapping[str, str]:
-    """Maps expressions of the trainable parameters that get no gradient, of a type and its parts, to the reasons.
+    """Maps regular expressions of trainable parameters that get no gradient to the reasons.
 
     Args:
-        modalities (`Collection[str]`): what the batches have in addition to text: `"images"`, `"videos"`, `"audio"`.
+        config (`PreTrainedConfig`): config of the model; its sub-configs' types are included.
+        modalities (`Collection[str]`): modalities of the batches besides text: `"images"`, `"videos"`, `"audio"`.
     """
     parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
     known = {name: why for part in (config, *parts) for name, why in facts_of(part.model_type).no_gradient.items()}
@@ -32,13 +33,13 @@ def without_gradient(config: PreTrainedConfig, modalities: Collection[str] = ())
 
 
 def _left_out(config: PreTrainedConfig) -> dict[str, str]:
-    """Finds the layers that read images in place of tokens."""
+    """Returns an expression for the layers that cross-attend to images."""
     layers = "|".join(map(str, getattr(config, "cross_attention_layers", None) or ()))
     return {rf"\blayers\.({layers})\.": "left out where there are no images"} if layers else {}
 
 
 def _unread_layers(config: PreTrainedConfig) -> dict[str, str]:
-    """Finds the layers of an image tower after the last one whose output the model reads."""
+    """Returns an expression for the layers of an image encoder after the last one whose output is read."""
     read = getattr(config, "vision_feature_layer", None)
     layers = getattr(getattr(config, "vision_config", None), "num_hidden_layers", None)
     if read is None or layers is None:
