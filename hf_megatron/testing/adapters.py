@@ -24,7 +24,7 @@ _OF_FUSED_KERNELS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h
 
 @dataclass(frozen=True)
 class Targets:
-    """Names of the modules and parameters of a model that adapters can target.
+    """Adapter targets of a model: names of modules and parameters.
 
     Attributes:
         linears: linears other than the head's and the experts'.

@@ -1,4 +1,4 @@
-"""Which types are checked, and on which task: what a class of transformers is trained on."""
+"""Selection of the model types to check, and of the class and task of each."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +25,7 @@ from .tiny_config import full_config
 BASE_CLASSES = frozenset(
     name for names in MODEL_MAPPING_NAMES.values() for name in ((names,) if isinstance(names, str) else names)
 )
-# Own specs that are not causal, and the tasks they are checked on.
+# Types with a registered spec that are not causal, and the tasks to check them on.
 OTHER_TASKS = {"bert": ("masked", "classification"), "t5": ("seq2seq",)}
 _CLASS_TASKS = {
     "SequenceClassification": "classification",
@@ -33,7 +33,7 @@ _CLASS_TASKS = {
     "QuestionAnswering": "question_answering",
     "MaskedLM": "masked",
 }
-# Of types without a causal class, the first that they have.
+# Tasks of types without a causal class, in order of preference.
 _OTHER_CLASSES = {
     "masked": MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "seq2seq": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -43,29 +43,29 @@ _OTHER_CLASSES = {
 
 
 def causal_types() -> list[str]:
-    """Lists the causal model types."""
+    """Returns the causal model types."""
     return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING]
 
 
 def image_types() -> list[str]:
-    """Lists the model types that read images and text."""
+    """Returns the model types that read images and text."""
     return [name for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if name in CONFIG_MAPPING]
 
 
 def takes_videos(model_type: str) -> bool:
-    """Tells whether the class for images of a type takes videos in arguments of their own."""
+    """Returns whether the image-text class of a type has separate arguments for videos."""
     forward = getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]).forward
     return VIDEO_PIXELS in inspect.signature(forward).parameters
 
 
 def audio_types() -> list[str]:
-    """Lists the model types that write text about sounds, or about sounds and images."""
+    """Returns the model types that generate text from audio, or from audio and images."""
     listed = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
     return [name for name in listed if name in CONFIG_MAPPING and _audio_class(name) is not None]
 
 
 def _audio_class(model_type: str) -> str | None:
-    """Returns the class that writes about sounds, which a type without one for all media has among encoder-decoders."""
+    """Returns the audio-text class of a type: its multimodal class, or else its sequence-to-sequence class."""
     name: str | None = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(model_type)
     found = getattr(transformers, name or MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(model_type, ""), None)
     if found is None or not _takes_audio(found.forward):
@@ -79,7 +79,7 @@ def _takes_audio(forward: Callable[..., Any]) -> bool:
 
 
 def task_of_class(class_name: str, config: PreTrainedConfig) -> str:
-    """Returns the task whose batches fit a class; `...ForConditionalGeneration` are models of images too."""
+    """Returns the task whose batches fit a class, such as `"image"` for many `...ForConditionalGeneration` classes."""
     if class_name in BASE_CLASSES and class_name != _class_of_images(config):
         return "hidden_states"
     is_of_images = _is_of_images(config) or (class_name == _class_of_images(config) and _takes_images(config))
@@ -100,23 +100,23 @@ def _class_of_images(config: PreTrainedConfig) -> str | None:
 
 
 def _takes_images(config: PreTrainedConfig) -> bool:
-    # Some name no placeholder by default.
+    # The default configs of some types have no placeholder, which `full_config` adds.
     return "vision_config" in config.to_dict() or image_token(full_config(config)) is not None
 
 
 def _is_of_images(config: PreTrainedConfig) -> bool:
-    """Tells whether a type has no class for text alone."""
+    """Returns whether a type reads images and has no separate class for text."""
     image, text = _class_of_images(config), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     return image is not None and text in (None, image) and _takes_images(config)
 
 
 def default_task(config: PreTrainedConfig) -> str:
-    """Returns the task of the class that users of a type load: causal, if it has one for text alone."""
+    """Returns the task of the class that users of a type load: causal, if it has a text-only class."""
     if _is_of_images(config):
         return "image"
     audio_clips: str | None = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
     if audio_clips == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type) and config.model_type in audio_types():
-        # Those with a head for text alone are compared on that by default.
+        # By default, types that also have a text-only head are compared on that head.
         return "causal" if audio_clips is None or audio_clips.endswith("ForCausalLM") else "audio"
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         for task, names in _OTHER_CLASSES.items():
@@ -126,7 +126,7 @@ def default_task(config: PreTrainedConfig) -> str:
 
 
 def _class_of_text(config: PreTrainedConfig) -> str | None:
-    """Returns the class of a type that transformers lists as one of images alone although it takes none."""
+    """Returns the causal class of a type if transformers lists it for images only although it takes no images."""
     name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
     if name is None or not name.endswith("ForCausalLM") or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None
@@ -135,13 +135,13 @@ def _class_of_text(config: PreTrainedConfig) -> str | None:
 
 
 def _part_with_causal_class(config: PreTrainedConfig) -> PreTrainedConfig | None:
-    """Returns the part of a config that its type's causal class is made of, where Auto classes do not find it."""
+    """Returns the sub-config that a type's causal class is built from, if Auto classes do not select it themselves."""
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     return None if name is None or "text_config" in config.sub_configs else _part_of_class(config, name)
 
 
 def _part_of_class(config: PreTrainedConfig, class_name: str) -> PreTrainedConfig | None:
-    """Returns the part of a config that a class is made of, where it does not take the whole."""
+    """Returns the sub-config that a class is built from, or `None` if it takes the full config."""
     kind = getattr(getattr(transformers, class_name, None), "config_class", None)
     if kind is None or isinstance(config, kind):
         return None
@@ -149,11 +149,12 @@ def _part_of_class(config: PreTrainedConfig, class_name: str) -> PreTrainedConfi
 
 
 def case_of(config: PreTrainedConfig, task: str, class_name: str | None) -> tuple[PreTrainedConfig, str, str | None]:
-    """Returns what is checked of a type: the config or its part, the task, and a class that no Auto class finds.
+    """Returns the config or sub-config to check, the task, and the class if no Auto class finds it.
 
     Args:
-        task (`str`): a key of `TASKS`; `"causal"` is what the type is for.
-        class_name (`str`, *optional*): a transformers class, whose task it is then.
+        config (`PreTrainedConfig`): config of the type.
+        task (`str`): a key of `TASKS`; `"causal"` selects the default task of the type.
+        class_name (`str`, *optional*): a transformers class, which determines the task.
     """
     if class_name is not None:
         config = _part_of_class(config, class_name) or config
@@ -171,12 +172,13 @@ def case_of(config: PreTrainedConfig, task: str, class_name: str | None) -> tupl
 
 
 def cases_of(models: list[str], task: str = "causal", *, given_class: bool = False) -> Iterator[tuple[str, str]]:
-    """Yields model types, or names, with the task that each is checked on.
+    """Yields pairs of a model (type, folder or hub name) and the task that it is checked on.
 
     Args:
-        models (`list[str]`): `"all"` stands for all causal types, all types of images, sounds, masked language models
-            and encoder-decoders; with another task than the default, for the types of that one.
-        given_class (`bool`): a class is named, whose task it is.
+        models (`list[str]`): model types, folders or hub names. `"all"` expands to all causal, image, audio, speech,
+            masked language model and encoder-decoder types, or only to the types of `task` if that is not the default.
+        task (`str`, defaults to `"causal"`): a key of `TASKS`.
+        given_class (`bool`): a class is given, which determines the task.
     """
     for model in models:
         if model == "all":
@@ -202,7 +204,7 @@ def cases_of(models: list[str], task: str = "causal", *, given_class: bool = Fal
 
 
 def _has_one_class(model_type: str) -> bool:
-    """Tells whether the class for images is the causal one, which is given images then."""
+    """Returns whether the image-text class of a type is its causal class, which is then checked with images."""
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return names[0].get(model_type) == names[1][model_type]
 
@@ -211,7 +213,7 @@ Changes = Mapping[str, Any]
 
 
 def variants_of(model_type: str, class_name: str) -> list[Changes]:
-    """Lists what is changed of a type's default config, the tying of its weights first, where the class can be both."""
+    """Returns the config changes to check in addition to a type's default, starting with the other weight tying."""
     return [*_tying(model_type, class_name), *facts_of(model_type).variants]
 
 

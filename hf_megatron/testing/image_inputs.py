@@ -1,4 +1,4 @@
-"""The forms in which models take images: whole, in patches, tiles or crops, of each row or of all rows together."""
+"""Image and video input formats of models: full images, patches, tiles or crops, per sample or for the full batch."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,28 +9,28 @@ from torch import Tensor
 
 from ..models.modalities.images import GRID, PIXELS, VIDEO_PIXELS
 
-# Patches along a side that one feature is made of: the product of what the configs name.
+# Config names whose product is the number of patches along a side that are merged into one feature.
 _MERGES = (
     *("spatial_merge_size", "merge_size", "merge_kernel_size", "window_kernel_size", "pooling_kernel_size"),
     *("downsample_factor", "scale_factor"),
 )
-# Of a video.
+# Frames of a video.
 _FRAMES = 2
 
 
 class Canvas:
-    """What the configs of a model say of the images it takes.
+    """Image geometry of a model, read from its configs, and random pixels.
 
     Args:
-        config (`PreTrainedConfig`): of the model.
-        generator (`torch.Generator`): of the pixels.
+        config (`PreTrainedConfig`): config of the model.
+        generator (`torch.Generator`): generator of the pixels.
     """
 
     def __init__(self, config: Any, generator: torch.Generator) -> None:
-        # An encoder that sees images has its tower to itself.
+        # A multimodal encoder (of an encoder-decoder) contains the vision config.
         owner = getattr(config, "encoder", None) or config
         vision = getattr(owner, "vision_config", None) or getattr(config, "vq_config", None) or config
-        # Of several towers in a row the first one.
+        # The first of several vision encoders in sequence.
         vision = getattr(vision, "sam_config", None) or vision
         self.values: Mapping[str, Any] = config.to_dict() | vision.to_dict()
         self.channels = next(
@@ -39,10 +39,10 @@ class Canvas:
         self.patch = _side(self.values.get("patch_size") or 1)
         self.unit = math.prod(_side(self.values[name]) for name in _MERGES if self.values.get(name))
         if merged := getattr(vision, "model_patch_size", None):
-            # Merged before the tower sees them.
+            # Patches are merged before the vision encoder.
             self.patch, self.unit = merged, 2
         if halvings := len(self.values.get("channel_multiplier") or ()):
-            # Between levels of convolutions.
+            # Convolutional encoder: each level but the last halves the resolution.
             self.patch = 2 ** (halvings - 1)
         if isinstance(self.values.get("downsample_ratio"), float):
             self.unit *= round(1 / self.values["downsample_ratio"])
@@ -51,7 +51,7 @@ class Canvas:
         self.height: int
         self.width: int
         self.height, self.width = (size, size) if isinstance(size, int) else size
-        # Patches of all images in a row, of which nothing says where one ends: one of each then.
+        # Models without a grid of the concatenated patches: every image is a single patch.
         self.is_of_patches = "patch_dim" in dir(type(config))
         self._generator = generator
 
@@ -60,11 +60,11 @@ class Canvas:
         return torch.randn(*shape, generator=self._generator)
 
     def tokens(self, part: str, like: Tensor) -> Tensor:
-        """Draws tokens of a part of the model, but for that of padding, as many as another tensor has entries."""
+        """Draws non-padding tokens of a sub-config's vocabulary, in the shape of another tensor."""
         return torch.randint(1, self.values[part]["vocab_size"], like.shape, generator=self._generator)
 
     def grids(self, count: int) -> Tensor:
-        """Returns the height and width `[images, 2]` of each image in patches, of two sizes."""
+        """Returns the height and width of each image in patches, `[images, 2]`, alternating between two sizes."""
         return torch.tensor([[self.unit * (1 + image % 2), self.unit * 2] for image in range(count)])
 
 
@@ -73,7 +73,7 @@ def _side(value: Any) -> int:
 
 
 def image_forms(canvas: Canvas, asked: set[str], counts: Sequence[int]) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Yields makers of images in the forms that the names of a model's arguments allow, the narrowest ones first."""
+    """Yields functions that draw images in the formats that a model's argument names allow, most specific first."""
     total = sum(counts)
     if asked & {"image_grid_thw", "image_grid_hw"}:
         side, merged = canvas.patch, canvas.patch * canvas.unit
@@ -100,11 +100,11 @@ def image_forms(canvas: Canvas, asked: set[str], counts: Sequence[int]) -> Itera
         yield lambda: _with_questions(canvas, total, _FRAMES)
     yield lambda: _unsharded(canvas, asked, total)
     if "num_local_patches" in asked:
-        # Or numbers for the host alone.
+        # Or as lists instead of tensors.
         yield lambda: {name: _as_list(name, value) for name, value in _unsharded(canvas, asked, total).items()}
-    # ModalityEncoders of some kinds take no sizes, of a model for several.
+    # Models that support several kinds of vision encoders may use one that accepts no sizes.
     yield lambda: _unsharded(canvas, asked - {"image_sizes"}, total)
-    # Without a tower patches are projected as they are.
+    # Models without a vision encoder project raw patches.
     if canvas.is_of_patches:
         yield lambda: {PIXELS: canvas.draw(total, canvas.channels * canvas.patch**2)}
     numbers = canvas.height // canvas.patch * (canvas.width // canvas.patch)
@@ -112,10 +112,13 @@ def image_forms(canvas: Canvas, asked: set[str], counts: Sequence[int]) -> Itera
 
 
 def video_form(canvas: Canvas, asked: set[str], total: int, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns videos of two and four frames in patches like those of the images, or of two whole frames.
+    """Returns videos of two and four frames in patches of the images' shape, or of two full frames.
 
     Args:
-        images (`Mapping`): in the form that the model takes.
+        canvas (`Canvas`): image geometry of the model.
+        asked (`set[str]`): argument names of the model's forward.
+        total (`int`): number of videos.
+        images (`Mapping`): images in the format of the model.
     """
     if "video_grid_thw" not in asked:
         found = {VIDEO_PIXELS: canvas.draw(total, _FRAMES, canvas.channels, canvas.height, canvas.width)}
@@ -135,7 +138,7 @@ def video_form(canvas: Canvas, asked: set[str], total: int, images: Mapping[str,
 
 
 def _patches(canvas: Canvas, asked: set[str], total: int, shape: tuple[int, ...], merged: int = 1) -> dict[str, Tensor]:
-    """Returns patches of all images in a row, `[patches, *shape]`, with `merged` of the tower's along their sides."""
+    """Returns the concatenated patches of all images, `[patches, *shape]`, with `merged` encoder patches per side."""
     grids = canvas.grids(total) // merged
     sizes = {"image_grid_hw": grids, "image_grid_thw": torch.cat([torch.ones(total, 1, dtype=torch.long), grids], 1)}
     found = {PIXELS: canvas.draw(int(grids.prod(1).sum()), *shape)}
@@ -146,14 +149,14 @@ def _patches(canvas: Canvas, asked: set[str], total: int, shape: tuple[int, ...]
 
 
 def _packed(canvas: Canvas, total: int) -> dict[str, Tensor]:
-    """Returns patches side by side, `[1, channels, patch, patches * patch]`."""
+    """Returns the patches of all images along the width, `[1, channels, patch, patches * patch]`."""
     grids = canvas.grids(total)
     width = int(grids.prod(1).sum()) * canvas.patch
     return {PIXELS: canvas.draw(1, canvas.channels, canvas.patch, width), "target_sizes": grids.int()}
 
 
 def _padded_patches(canvas: Canvas, asked: set[str], total: int) -> dict[str, Tensor]:
-    """Returns patches of each image with padding behind them, `[images, patches, width]`."""
+    """Returns the right-padded patches of each image, `[images, patches, width]`."""
     grids = canvas.grids(total)
     lengths = grids.prod(1)
     longest = int(lengths.max())
@@ -169,10 +172,10 @@ def _padded_patches(canvas: Canvas, asked: set[str], total: int) -> dict[str, Te
 
 
 def _tiles(canvas: Canvas, asked: set[str], counts: Sequence[int]) -> dict[str, Tensor]:
-    """Returns an image as a small one and tiles of it, `[images, tiles, channels, height, width]`, padded."""
+    """Returns a thumbnail and tiles of each image, padded: `[images, tiles, channels, height, width]`."""
     total, side = sum(counts), min(canvas.height, canvas.width)
     grids = sorted(canvas.values["image_grid_pinpoints"])[:2]
-    # A side that is not a multiple of a tile's: a part of the padding is cut off.
+    # The width is not a multiple of the tile width, so that the model removes padding.
     sizes = torch.tensor([[grids[image % len(grids)][0], grids[image % len(grids)][1] - 1] for image in range(total)])
     tiles = 1 + max(math.prod(length // side for length in grid) for grid in grids)
     found = {PIXELS: canvas.draw(total, tiles, canvas.channels, canvas.height, canvas.width), "image_sizes": sizes}
@@ -182,13 +185,13 @@ def _tiles(canvas: Canvas, asked: set[str], counts: Sequence[int]) -> dict[str, 
 
 
 def _crops(canvas: Canvas, total: int) -> dict[str, Tensor]:
-    """Returns crops of images in patches, `[crops, patches, width]`, and which of them are pooled to a feature."""
+    """Returns crops of images in patches, `[crops, patches, width]`, and the patch indices that each feature pools."""
     rows, columns = canvas.height // canvas.patch, canvas.width // canvas.patch
-    # The first one is of the whole image.
+    # The first crop is the full image.
     numbers = torch.tensor([2 + image % 2 for image in range(total)])
     places = torch.arange(int(numbers.sum()) * rows * columns).view(-1, rows // 2, 2, columns // 2, 2)
     pooled = places.transpose(2, 3).reshape(-1, 4).clone()
-    # A patch that lacks at the edge.
+    # A missing patch at the edge.
     pooled[::5, -1] = -1
     unsharded = torch.tensor([rows // 2, columns // 2]).repeat(total, 1)
     return {
@@ -200,22 +203,22 @@ def _crops(canvas: Canvas, total: int) -> dict[str, Tensor]:
 
 
 def _of_rows(canvas: Canvas, counts: Sequence[int], *, of_pixels: bool) -> dict[str, Tensor]:
-    """Returns the images of each row, `[rows, images, channels, height, width]`, those that lack being zero.
+    """Returns the images of each sample, `[batch, images, channels, height, width]`, padded with zero images.
 
-    A mask is of pixels, `[rows, images, height, width]`, or of images `[rows, images]`.
+    The mask is per pixel, `[batch, images, height, width]`, or per image, `[batch, images]`.
     """
     is_there = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
     pixels = canvas.draw(*is_there.shape, canvas.channels, canvas.height, canvas.width)
     mask = is_there[..., None, None].repeat(1, 1, canvas.height, canvas.width)
     if of_pixels:
-        # The second image of a row is lower.
+        # All images but the first of a sample have a smaller height.
         mask[:, 1:, canvas.height - canvas.patch :] = False
     pixels = pixels * mask[:, :, None]
     return {PIXELS: pixels, "pixel_attention_mask": mask if of_pixels else is_there}
 
 
 def _flat_patches(canvas: Canvas, total: int) -> dict[str, Tensor]:
-    """Returns patches of images of two sizes behind their rows and columns, from 1 on, padded with zeros."""
+    """Returns zero-padded patches of images of two sizes, each preceded by its 1-based row and column index."""
     grids = torch.tensor([[1 + image % 2, 3] for image in range(total)])
     patches = torch.zeros(total, int(grids.prod(1).max()), 2 + canvas.values["patch_embed_hidden_size"])
     for image, grid in enumerate(grids.tolist()):
@@ -225,7 +228,7 @@ def _flat_patches(canvas: Canvas, total: int) -> dict[str, Tensor]:
 
 
 def _with_questions(canvas: Canvas, total: int, *frames: int) -> dict[str, Tensor]:
-    """Returns images `[images, channels, height, width]`, or videos, and tokens of a question about each, padded."""
+    """Returns images `[images, channels, height, width]`, or videos, and padded tokens of a question about each."""
     lengths = torch.tensor([4 + image % 3 for image in range(total)])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
     return {
@@ -236,10 +239,13 @@ def _with_questions(canvas: Canvas, total: int, *frames: int) -> dict[str, Tenso
 
 
 def tiles_of_rows(canvas: Canvas, counts: Sequence[int]) -> dict[str, Tensor]:
-    """Returns the images of each row as tiles, `[rows, images, tiles, channels, height, width]`, in two shapes."""
+    """Returns the images of each sample as tiles in two aspect ratios.
+
+    The pixels are `[batch, images, tiles, channels, height, width]`.
+    """
     ratios = [math.prod(ratio) for ratio in canvas.values["supported_aspect_ratios"]]
     tiles, most = canvas.values["max_num_tiles"], max(counts)
-    # Numbered from 1 on; 0 is for what lacks, of which the first tile is seen as well.
+    # Aspect ratio ids start at 1; 0 is a padding image, whose first tile is visible too.
     kinds = torch.tensor([[1 + image % 2 if image < count else 0 for image in range(most)] for count in counts])
     mask = torch.arange(tiles) < torch.tensor([1, *ratios])[kinds][..., None]
     pixels = canvas.draw(*mask.shape, canvas.channels, canvas.height, canvas.width)
@@ -248,13 +254,13 @@ def tiles_of_rows(canvas: Canvas, counts: Sequence[int]) -> dict[str, Tensor]:
 
 
 def _unsharded(canvas: Canvas, asked: set[str], total: int) -> dict[str, Tensor]:
-    """Returns images of one size, `[images, channels, height, width]`."""
+    """Returns full images of one size, `[images, channels, height, width]`."""
     images = {PIXELS: canvas.draw(total, canvas.channels, canvas.height, canvas.width)}
     if "high_res_pixel_values" in asked:
         side = canvas.values["high_res_vision_config"]["image_size"]
         images["high_res_pixel_values"] = canvas.draw(total, canvas.channels, side, side)
     if "pixel_values_local" in asked:
-        # Columns and rows of views of parts of an image, in uneven numbers.
+        # Grids (columns, rows) of local views; the number of views differs between images.
         grids = [[1 + image % 2, 2] for image in range(total)]
         numbers = [math.prod(grid) for grid in grids]
         views = {"num_local_patches": torch.tensor(numbers), "patches_grid": torch.tensor(grids)}

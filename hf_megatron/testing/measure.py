@@ -1,4 +1,4 @@
-"""What is compared: loss, every gradient, its norm, and the weights after two optimizer steps, all in full."""
+"""Measurement of a model: loss, all gradients, their norm, and weights after two optimizer steps, as full tensors."""
 
 import contextlib
 import math
@@ -24,7 +24,7 @@ from ..models.type_facts import facts_of
 from ..parallel_state import parallel_state, unwrap_parallel_model
 
 # The default eps of AdamW turns round-off in gradients that are zero in exact arithmetic (key biases, for one) into
-# whole steps. SGD's rate follows the gradient, else two steps of a steep model amplify round-off as far as they like.
+# full-size updates. SGD's learning rate scales with 1 / norm, else two steps with large gradients amplify round-off.
 OPTIMIZERS: Mapping[str, Callable[[Iterable[nn.Parameter], float], torch.optim.Optimizer]] = {
     "sgd": lambda parameters, norm: torch.optim.SGD(parameters, lr=0.05 * _power_of_two_below(norm), momentum=0.9),
     "adamw": lambda parameters, norm: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4),
@@ -33,18 +33,23 @@ STEPS = 2
 
 
 def _power_of_two_below(norm: float) -> float:
-    """1 / norm in whole powers of two, the same for two norms that differ by round-off; at most 1."""
+    """Returns 1 / norm rounded to a power of two, at most 1, so that norms that differ by round-off give one value."""
     return 2.0 ** -max(0, round(math.log2(norm))) if math.isfinite(norm) and norm > 0 else 1.0
 
 
 @dataclass
 class Measurement:
-    """One model's numbers; gradients and weights are full tensors (on parallel models: of tp rank 0 only).
+    """Results of one model; gradients and weights are full tensors (of parallel models: on global rank 0 only).
 
     Attributes:
+        loss: mean loss of the microbatches in training mode.
+        eval_loss: loss of the first batch in evaluation mode.
+        norm: gradient norm.
+        gradients: parameter name -> full gradient, `None` without a gradient.
+        weights: optimizer -> parameter name -> full weight after `STEPS` steps.
         without: patterns of the parameters that are known to get no gradient.
         cancelled: names of the parameters whose gradient is zero in exact arithmetic.
-        round_off: of a reference, its largest error in fp32, in limits.
+        round_off: for a reference, its largest fp32 error in units of the limit.
     """
 
     loss: float
@@ -58,7 +63,7 @@ class Measurement:
 
 
 def _samples_on_this_rank(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Cuts out the rows of a batch that this data parallel rank sees, as equal in number as they come."""
+    """Returns the samples of this data-parallel rank; local batch sizes differ by at most one."""
     state = parallel_state(model)
     if state is None or state.mesh.dp_size == 1:
         return batch
@@ -78,7 +83,7 @@ def _samples_on_this_rank(model: Any, batch: dict[str, Tensor]) -> dict[str, Ten
 
 
 def on_device(batches: list[dict[str, Tensor]], model: nn.Module) -> list[dict[str, Tensor]]:
-    """Returns batches where a model's parameters are."""
+    """Returns batches on the device of a model's parameters."""
     device = next(model.parameters()).device
     return [
         {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
@@ -87,17 +92,17 @@ def on_device(batches: list[dict[str, Tensor]], model: nn.Module) -> list[dict[s
 
 
 def _parameters(model: Any) -> dict[str, nn.Parameter]:
-    """Returns a model's parameters by name, those of one in a `PeftModel` by their names in it."""
+    """Returns a model's local parameters by name, without the `base_model.` prefix of a `PeftModel`."""
     tied = getattr(unwrap_parallel_model(model), "all_tied_weights_keys", {})
-    # Of one weight the name that holds on all stages.
+    # Use the source name of a tied weight, which is the same on all pipeline stages.
     named = {tied.get(name, name): parameter for name, parameter in local_named_parameters(model)}
     return {name.removeprefix("base_model."): parameter for name, parameter in named.items()}
 
 
 def _in_order(parameter: nn.Parameter) -> Tensor | None:
-    """Returns a gradient of any shape, worth nothing where its memory has another order than the parameter's.
+    """Returns a gradient, or NaNs if its memory layout differs from the parameter's, so that the comparison fails.
 
-    Fused optimizers go through both from the first entry to the last.
+    Fused optimizers iterate over both in memory order, so different layouts would silently pair wrong entries.
     """
     gradient = parameter.grad
     if gradient is None or _strides(gradient) == _strides(parameter):
@@ -106,24 +111,25 @@ def _in_order(parameter: nn.Parameter) -> Tensor | None:
 
 
 def _strides(tensor: Tensor) -> list[int]:
-    """Lists the strides of a tensor of any shape that say where entries lie."""
+    """Returns the strides of the local tensor, without dims of size 1, whose stride has no effect."""
     local = local_tensor(tensor)
     return [stride for stride, size in zip(local.stride(), local.shape, strict=True) if size != 1]
 
 
 def _gradients(model: Any) -> dict[str, Tensor | None]:
-    """Returns the gradients of trainable parameters as the optimizer will use them, each in the local shape."""
+    """Returns the gradients of trainable parameters as the optimizer will use them, in the parameters' local shapes."""
     trained = {name: parameter for name, parameter in _parameters(model).items() if parameter.requires_grad}
     state = parallel_state(model)
     reducer = None if state is None or state.data_parallel is None else state.data_parallel.reducer
     if reducer is None:
         return {name: _in_order(parameter) for name, parameter in trained.items()}
+    # Wait for the reductions in flight; with ZeRO the reduced gradient is gathered from the data-parallel ranks.
     reducer.finish()
     return {name: reducer.full_gradient(parameter) for name, parameter in trained.items()}
 
 
 def _is_quantized(parameter: nn.Parameter) -> bool:
-    """Tells whether a weight is there as codes, of this library or of another."""
+    """Returns whether a weight is quantized, by this library or by torchao."""
     return not parameter.is_floating_point() or type(parameter).__module__.startswith("torchao.")
 
 
@@ -135,9 +141,10 @@ def _full(model: Any, values: Mapping[str, Tensor | None]) -> dict[str, Tensor |
     parameters = _parameters(model)
     for name, value in _on_all_ranks(values, parameters).items():
         gathered = None if value is None else gather_parameter(model, name, value)
-        # A replicated tensor is handed out as it is; the optimizer is about to change it.
+        # Copy: a replicated tensor is returned without a copy, and the optimizer is about to change it.
         full[name] = None if gathered is None else _on_host(gathered)
     if state.mesh.pp_size > 1:
+        # Every stage has gathered its own parameters over tp; merge the stages.
         full = _of_all_stages(full, state.mesh)
     return full if dist.get_rank() == 0 else {}
 
@@ -149,7 +156,7 @@ def _on_host(value: Tensor) -> Tensor:
 def _on_all_ranks(
     values: Mapping[str, Tensor | None], parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, Tensor | None]:
-    """Returns values that all ranks hold or none does: gathering is joint; one that some miss is worth nothing."""
+    """Returns values that are `None` on all ranks or on none, because gathering is collective; fills gaps with NaNs."""
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, {name for name, value in values.items() if value is not None})
     anywhere = set().union(*held)
@@ -160,7 +167,7 @@ def _on_all_ranks(
 
 
 def _of_all_stages(own: dict[str, Tensor | None], mesh: ParallelMesh) -> dict[str, Tensor | None]:
-    """Gathers the tensors of every stage; copies of a tied one that differ are worth nothing."""
+    """Merges the tensors of all pipeline stages; a tied tensor whose copies differ becomes NaN."""
     parts: list[dict[str, Tensor | None]] = [{}] * mesh.pp_size
     dist.all_gather_object(parts, own, group=mesh.pp_group)
     unsharded: dict[str, Tensor | None] = {}
@@ -175,30 +182,38 @@ def _of_all_stages(own: dict[str, Tensor | None], mesh: ParallelMesh) -> dict[st
 def loss_of_batch(
     model: Any, batch: dict[str, Tensor], batches: int = 1, *, shared: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns a batch's share of the loss, a scalar, as this rank differentiates it and as one process has it.
+    """Returns the scalar loss of a batch divided by `batches`, for the backward of this rank and as a global value.
 
-    That of a base model, which computes none, is made of its hidden states. With `shared` each dp rank sees all rows.
+    The loss of a base model, which computes none, is computed from its hidden states `[batch, sequence, hidden]`.
+
+    Args:
+        model: the model, possibly parallel or inside a `PeftModel`.
+        batch (`dict[str, Tensor]`): the global batch; each data-parallel rank takes its samples.
+        batches (`int`, defaults to 1): number of microbatches per optimizer step.
+        shared (`bool`, defaults to `False`): run all samples on every data-parallel rank.
     """
     rows = batch if shared else _samples_on_this_rank(model, batch)
     output = model(**rows)
     if not is_base_model(unwrap_parallel_model(model)):
         return output.loss / batches, output.loss.detach() / batches
     values = output.last_hidden_state * rows["attention_mask"][..., None]
-    # A target in the middle: gradients are of all signs.
+    # Targets around zero, so that gradients have both signs.
     loss = (values - torch.linspace(-1, 1, values.shape[-1], device=values.device)).square().sum()
     if output.get("pooler_output") is not None:
         loss = loss + output.pooler_output.square().sum()
     state = parallel_state(model)
+    # Divide by the global size: the data-parallel ranks' losses then sum to the single-process mean.
     loss = loss / (len(batch["input_ids"]) * values[0].numel() * batches)
     unsharded = loss.detach().clone()
     if state is not None and state.mesh.dp_size > 1 and not shared:
         dist.all_reduce(unsharded, group=state.mesh.dp_group)
+        # The gradient reduction averages over data-parallel ranks, so the local loss is scaled up.
         loss = loss * state.mesh.dp_size
     return loss, unsharded
 
 
 def _backward(model: nn.Module, batches: list[dict[str, Tensor]]) -> float:
-    """One optimizer step's worth of gradient: the mean of the microbatch losses, reduced with the last one."""
+    """Accumulates one step's gradients, which the last backward reduces, and returns the mean microbatch loss."""
     total = 0.0
     for index, batch in enumerate(batches):
         with contextlib.ExitStack() as stack:
@@ -218,11 +233,16 @@ def measure(
     is_silent: bool = True,
     norms_are_frozen: bool = False,
 ) -> Measurement:
-    """Measures a model on the microbatches of one step; the model's weights are as before afterwards.
+    """Measures a model on the microbatches of one step; the model's weights are restored afterwards.
 
-    With `is_silent` rates of dropout and jitter are set to zero: what split ranks draw cannot equal what one process
-    draws, unless all of them draw it alike. With `norms_are_frozen` those by the statistics of a batch are in
-    evaluation mode, as calls in which some see a part of the batch ask for.
+    Args:
+        model: the model, possibly parallel or inside a `PeftModel`.
+        batches (`list[dict[str, Tensor]]`): microbatches of one optimizer step, as global batches.
+        optimizers (`Iterable[str]`): keys of `OPTIMIZERS`, each run for `STEPS` steps from the initial weights.
+        is_silent (`bool`, defaults to `True`): set dropout and jitter rates to zero, because ranks with sharded
+            activations cannot draw the random numbers of a single process.
+        norms_are_frozen (`bool`, defaults to `False`): keep batch norms in evaluation mode, which is required if a norm
+            sees only part of the batch.
     """
     if is_silent:
         silence(model)
@@ -246,7 +266,7 @@ def measure(
         result.norm = gradient_norm(parameters.values()).item()
 
     start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    # The first step of the first optimizer takes the gradients that are there.
+    # The first step of the first optimizer uses the gradients of the backward above.
     has_gradients = True
     for optimizer_name in optimizers:
         optimizer = prepare_optimizer(OPTIMIZERS[optimizer_name](parameters.values(), result.norm))

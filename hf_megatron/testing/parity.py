@@ -1,4 +1,4 @@
-"""A parity case: a tiny twin in one process against the same twin on several ranks."""
+"""Parity case: a tiny model in a single process against the same model on several ranks."""
 
 import functools
 import math
@@ -33,25 +33,31 @@ from .tiny_config import full_config, tiny_config
 from .tiny_model import TASKS, draw_parameters, make_batch
 from .tolerances import WELL_CONDITIONED, Error, Judgement, frozen_errors, judge
 
-# What transformers raises for configs of tiny sizes.
+# Exceptions that transformers raises for configs of tiny sizes.
 UNBUILDABLE = (
     *(ValueError, RuntimeError, TypeError, KeyError, AttributeError, AssertionError, ImportError, StrictDataclassError),
 )
-# Seeds tried for a well-conditioned draw.
+# Number of seeds to try for a well-conditioned draw.
 _DRAWS = 10
 
 
 @dataclass
 class TinyModel:
-    """A tiny model saved to disk, its batches and its one-process numbers; `full` is the model it was made for.
+    """A tiny model saved to disk, with its batches and its single-process reference.
 
     Attributes:
-        build_full (`Callable`, *optional*): makes that one, on the device that is the default.
-        adapt (`Callable`, *optional*): puts an adapter into a model that was loaded, and returns the model.
-        arguments (`Mapping`, *optional*): of `from_pretrained`, beside the layout.
-        draw (`int`): which of the draws of its parameters it is.
-        frozen_norms (`Measurement`, *optional*): its numbers with norms by the statistics of a batch in evaluation
-            mode, for layouts that split batches; taken when the first of these asks.
+        class_name (`str`): name of the transformers class.
+        directory (`Path`): folder of the saved model.
+        batches (`list[dict[str, Tensor]]`): microbatches of one optimizer step.
+        reference (`Measurement`): single-process results.
+        config (`PreTrainedConfig`): the tiny config.
+        full (`Description`): description of the full-size model.
+        build_full (`Callable`, *optional*): builds the full-size model on the default device.
+        adapt (`Callable`, *optional*): adds an adapter to a loaded model and returns the model.
+        arguments (`Mapping`, *optional*): arguments of `from_pretrained` other than the layout.
+        draw (`int`): index of the draw of its parameters.
+        frozen_norms (`Measurement`, *optional*): reference with batch norms in evaluation mode, for layouts that split
+            batches; measured on first use.
     """
 
     class_name: str
@@ -67,19 +73,19 @@ class TinyModel:
     frozen_norms: Measurement | None = None
 
     def model_on_meta(self) -> Any:
-        """Makes the twin's model on the meta device, as it is before any layout."""
+        """Builds the unsharded model on the meta device."""
         cls = getattr(transformers, self.class_name)
         with torch.device("meta"):
             return cls(cls.config_class.from_pretrained(self.directory))
 
     def load(self, **kwargs: Any) -> Any:
-        """Loads the twin, with `megatron_config=` on the ranks of a job."""
+        """Loads the model; pass `megatron_config=` on the ranks of a job."""
         model = getattr(transformers, self.class_name).from_pretrained(self.directory, **self.arguments, **kwargs)
         return model if self.adapt is None else self.adapt(model)
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """Lists what some of the batches have beside text: `"images"`, `"videos"`, `"audio"`."""
+        """Modalities of the batches besides text: `"images"`, `"videos"`, `"audio"`."""
         of_kinds = {"images": is_of_images, "videos": is_of_videos, "audio": is_audio}
         names = {name for batch in self.batches for name in batch}
         return tuple(kind for kind, belongs in of_kinds.items() if any(map(belongs, names)))
@@ -101,21 +107,23 @@ def make_tiny_model(
     min_layers: int = 2,
     known_draw: int | None = None,
 ) -> TinyModel:
-    """Builds a twin and measures it in this process.
+    """Builds a tiny model and measures its reference in forks of this process.
 
-    A draw of parameters whose own one-process numbers are off by more than half the limit between fp32 and fp64 is no
-    reference for anything: a router may choose other experts after one optimizer step. The next seed is tried then. The
-    choice never looks at a parallel run.
+    A draw of parameters whose single-process results differ by more than half the limit between fp32 and fp64 is not
+    usable as a reference: a router may choose other experts after one optimizer step. The next seed is tried in that
+    case. The choice never depends on a parallel run.
 
     Args:
-        config (`PreTrainedConfig`): of any size; it is shrunk.
+        config (`PreTrainedConfig`): config of any size, which is shrunk.
         task (`str`): a key of `TASKS`.
         class_name (`str`, *optional*): a transformers class instead of the task's Auto class.
-        changes (`dict`, *optional*): attributes set on the tiny config.
+        changes (`dict`, *optional*): attributes to set on the tiny config.
         microbatches (`int`): batches per optimizer step, with unequal numbers of labels.
-        seed, sequence_length, batch_size (`int`): of the parameters and the batches.
-        min_layers (`int`): layers of the twin, as far as the config has them; more, if it has more kinds of them.
-        known_draw (`int`, *optional*): the draw that was chosen before; no other is made.
+        seed (`int`): seed of the parameters and batches.
+        sequence_length, batch_size (`int`): size of each batch.
+        min_layers (`int`): minimum number of layers, as far as the config has them; there are more if the config has
+            more kinds of layers.
+        known_draw (`int`, *optional*): index of a previously chosen draw; no other is tried.
     """
     build_full = functools.partial(build, full_config(config), task, class_name)
     with torch.device("meta"):
@@ -123,7 +131,7 @@ def make_tiny_model(
     tiny = tiny_config(config, min_layers, one_of_each_kind(full))
     text = tiny.get_text_config()
     if task == "classification" and text.pad_token_id is None:
-        # Decoders classify at the last token that is no padding, and ask which one padding is.
+        # Decoders classify at the last non-padding token, so they need a padding token.
         changes = {"pad_token_id": 0, **(changes or {})}
     for name, value in (changes or {}).items():
         setattr(text, name, value)
@@ -139,17 +147,18 @@ def make_tiny_model(
 
 
 def best_draw(draw: Callable[[int, float], TinyModel], known: int | None = None) -> tuple[TinyModel, list[TinyModel]]:
-    """Returns the first of several draws that is well-conditioned, or the best of them; and the others.
+    """Returns the first well-conditioned draw, or the best one if there is none, and the other draws.
 
     Args:
-        draw (`Callable`): (number of the draw, the smallest round-off of those before) makes a twin.
-        known (`int`, *optional*): which one it is, from before.
+        draw (`Callable`): called with the index of the draw and the smallest round-off of the previous draws; returns a
+            `TinyModel`.
+        known (`int`, *optional*): index of a previously chosen draw; no other is tried.
     """
     threads = torch.get_num_threads()
     numbers = range(_DRAWS) if known is None else [known]
     draws: list[TinyModel] = []
     try:
-        # As ranks compute; several wait for each other longer than they work on tensors of this size.
+        # One thread, as on the ranks: for tensors of this size, several threads mostly wait for each other.
         torch.set_num_threads(1)
         for number in numbers:
             best = min((tiny_model.reference.round_off for tiny_model in draws), default=math.inf)
@@ -164,13 +173,13 @@ def best_draw(draw: Callable[[int, float], TinyModel], known: int | None = None)
 
 
 def build(config: PreTrainedConfig, task: str, class_name: str | None = None) -> Any:
-    """Makes a model of a transformers class, or of the task's Auto class, with its initial weights."""
+    """Builds a model of a transformers class, or of the task's Auto class, with its initial weights."""
     builder = getattr(transformers, class_name or TASKS[task])
     return builder(config) if class_name else builder.from_config(config)
 
 
 def one_of_each_kind(full: Description) -> frozenset[int]:
-    """Finds the first layer of each kind in the full model, which no twin may lack."""
+    """Returns the index of the first layer of each kind in the full model, which the tiny model has to keep."""
     first: dict[Part, int] = {}
     for layer, part in full.layers({}).items():
         first.setdefault(part, int(layer.rpartition(".")[2]))
@@ -195,7 +204,7 @@ def _draw(
         given = {"batch_size": sizes["batch_size"], "videos": task == "video", "audio_clips": task == "audio"}
         batches = [make_multimodal_batch(model, **given, seed=seed + index) for index in range(microbatches)]
         if task == "video" and PIXELS not in batches[0]:
-            # A model that takes either images or videos: every other batch is of images.
+            # The model takes either images or videos: every other batch has images.
             given["videos"] = False
             batches[1::2] = [make_multimodal_batch(model, **given, seed=seed + n) for n in range(1, microbatches, 2)]
     elif task == "seq2seq" and image_token(model.config) is not None:
@@ -208,12 +217,12 @@ def _draw(
         batches = [make_speech_batch(model, seed=seed + index, **sizes) for index in range(microbatches)]
     else:
         batches = [make_batch(tiny, seed=seed + index, task=task, **sizes) for index in range(microbatches)]
-    # Read back, so that both sides start from the same file.
+    # The reference loads the saved file too, so that both sides start from the same weights.
     return measured(TinyModel(type(model).__name__, directory, batches, Measurement(0, 0, 0), model.config), best)
 
 
 def measured(tiny_model: TinyModel, best: float = math.inf) -> TinyModel:
-    """Returns a twin with its numbers in one process, a fork of this one; `best` as in `take_reference`."""
+    """Measures the reference of a tiny model in a fork of this process; `best` as in `take_reference`."""
     tiny_model.reference = result_of_fork(lambda: take_reference(tiny_model, best=best))
     tiny_model.frozen_norms = None
     return tiny_model
@@ -226,20 +235,20 @@ def _measured_with_frozen_norms(tiny_model: TinyModel) -> Measurement:
 
 
 def result_of_fork(function: Callable[[], Any]) -> Any:
-    """Returns what the function returns in a fork of this process, which must be picklable.
+    """Returns the result of a function that is called in a fork of this process; it must be picklable.
 
-    A backward here would have torch start a thread for each GPU, and so would a tensor on one: no later fork of this
-    process could use it.
+    A backward in this process would make torch start a thread for each GPU, and so would a CUDA tensor: no later fork
+    of this process could use the GPUs.
 
     Raises:
-        RuntimeError: the function failed as a model does that cannot be built.
+        RuntimeError: the function raised one of the `UNBUILDABLE` exceptions.
     """
 
     def outcome() -> tuple[Any, str, str]:
         try:
             return function(), "", ""
         except UNBUILDABLE as error:
-            # Some exceptions cannot be handed over.
+            # Some exceptions cannot be pickled, so pass their text.
             return None, "".join(traceback.format_exception_only(error)).strip(), traceback.format_exc()
 
     [(found, problem, trace)] = run_forks(outcome, [0], 1, lambda *_: None, timeout=1200)
@@ -259,15 +268,15 @@ def check_tiny_model(
     prepare: Callable[[Any], None] | None = None,
     device: str = "cpu",
 ) -> Judgement:
-    """Compares the twin on the ranks of `config` with its reference.
+    """Compares a tiny model on the ranks of a layout with its single-process reference.
 
     Args:
-        twin (`TinyModel`): from `make_tiny_model`.
-        config (`MegatronConfig`): the layout, whether or not a result is recorded for it.
-        sabotage (`Callable`, *optional*): called on every rank before the model is made, to seed a fault.
+        tiny_model (`TinyModel`): from `make_tiny_model`.
+        config (`MegatronConfig`): the layout, which need not have a recorded result.
+        sabotage (`Callable`, *optional*): called on every rank before the model is loaded, to inject a fault.
         timeout (`float`): seconds.
         prepare (`Callable`, *optional*): called with the model before it is measured.
-        device (`str`): of the ranks, see `run_ranks`.
+        device (`str`): device of the ranks, see `run_ranks`.
     """
 
     layout = ConfigUnderTest(**config.to_dict())

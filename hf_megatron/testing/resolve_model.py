@@ -1,4 +1,4 @@
-"""What a name on the command line stands for: a model type, a folder or a hub name; its config, and its plan."""
+"""Config and parallel plan of a model given on the command line by model type, folder or hub name."""
 
 import os
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from ..parallelize import ParallelPlan, plan
 
 
 def resolve_config(model: str, changes: Mapping[str, Any] | None = None) -> PreTrainedConfig:
-    """Returns the config of a model type, a folder or a hub name, with changes; raises `ConfigError` for bad ones."""
+    """Returns the config of a model type, folder or hub name, with changes; raises `ConfigError` for invalid ones."""
     known = not Path(model).exists() and model in CONFIG_MAPPING
     if model.startswith((".", os.sep)) and not Path(model).exists():
         raise ConfigError(f"MODEL = {model!r}: there is no such folder.")
@@ -40,17 +40,17 @@ def resolve_config(model: str, changes: Mapping[str, Any] | None = None) -> PreT
 
 
 def _folder_of(model: str) -> str | Path:
-    """Returns a folder as it is, or that of a hub name's config.json in the cache."""
+    """Returns a local folder unchanged, or the cache folder of a hub model's config.json."""
     return model if Path(model).exists() else Path(hf_hub_download(model, CONFIG)).parent
 
 
 def print_plan(model: str, layout: MegatronConfig) -> str:
-    """Returns the plan of a model's full-size config on a layout, made on the meta device, without weights and ranks.
+    """Returns the text of a full-size model's plan on a layout, made on the meta device without weights and ranks.
 
-    Of several heads it is the one that the config names, else one that writes text.
+    The model class is the one in `config.architectures`, or else the class with a loss on tokens, see `auto_class`.
 
     Raises:
-        ConfigError: a config that cannot be read, or of which no model can be made.
+        ConfigError: the config cannot be read, or no model can be built from it.
     """
     config = resolve_config(model)
     instance = _without_weights(model, config)

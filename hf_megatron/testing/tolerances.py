@@ -15,20 +15,20 @@ from .measure import Measurement
 LOSS = 1e-6
 NORM = 1e-6
 GRADIENT = 1e-5
-# Errors of a gradient are relative to at least this share of the model's largest gradient. Gradients of key biases, zero
-# in exact arithmetic, are off by up to 3.2e-8 of the largest in a single process: 3.2 limits with a share of 1e-3.
+# Errors of a gradient are relative to at least this share of the model's largest gradient. Gradients of key biases,
+# zero in exact arithmetic, are off by up to 3.2e-8 of the largest in a single process: 3.2 limits with a share of 1e-3.
 GRADIENT_FLOOR = 5e-3
-# The same for gradients that are zero in exact arithmetic, so that fp32 leaves the round-off of many terms: up to 6.5e-7
-# of the largest gradient for a head that adds one value to the logits of all tokens.
+# The same for gradients that are zero in exact arithmetic, so that fp32 leaves the round-off of many terms: up to
+# 6.5e-7 of the largest gradient for a head that adds one value to the logits of all tokens.
 CANCELLED_FLOOR = 0.2
 # Share of the largest gradient below which an fp64 gradient counts as zero.
 _CANCELLED = 1e-12
 WEIGHTS = 1e-5
 # Maximum round-off of a reference (fp32 against fp64 in a single process), in limits; above it, another draw is tried.
 WELL_CONDITIONED = 0.5
-# Allowed error of another summation order, as a multiple of the reference's round-off. Correct code has up to 4.7 (sinks
-# of gpt-oss on one of several CPUs; 3.6 for question answering on a tiny BERT, whose gradients cancel over the positions
-# of a sequence). The multiple is doubled if no draw of a tiny model is well-conditioned.
+# Allowed error of another summation order, as a multiple of the reference's round-off. Correct code has up to 4.7
+# (sinks of gpt-oss on one of several CPUs; 3.6 for question answering on a tiny BERT, whose gradients cancel over the
+# positions of a sequence). The multiple is doubled if no draw of a tiny model is well-conditioned.
 AMPLIFIED = 6
 # Upper bound of the slack: a reference with more round-off is not usable.
 _LARGEST_SLACK = 16
