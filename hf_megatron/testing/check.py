@@ -50,7 +50,7 @@ _SCHEMES = {"a2a": "a2a", "gather": "all_gather"}
 
 
 def parse_layouts(text: str) -> list[MegatronConfig]:
-    """Parses `tp2,tp2+sp,tp2+dp2+zero3` into configs; a word that is no layout raises `ConfigError`."""
+    """Parses layouts such as `tp2,tp2+sp,tp2+dp2+zero3` into configs; raises `ConfigError` for an unknown word."""
     configs = []
     for layout in text.split(","):
         fields: dict[str, Any] = {}
@@ -314,7 +314,7 @@ def _has_experts(tiny_model: TinyModel) -> bool:
 
 
 def _full_sequence_blocks(tiny_model: TinyModel, layout: MegatronConfig) -> dict[str, Any]:
-    """Returns the share of the layers that cp computes on full sequences, and modules that mix tokens unknown to it."""
+    """Returns the share of the layers that cp runs on the full sequence, and token-mixing modules unknown to cp."""
     state = plan(tiny_model.model_on_meta(), layout, Axes.of(layout, 0))
     assert tiny_model.build_full is not None
     with torch.device("meta"):

@@ -144,7 +144,7 @@ def _full(model: Any, values: Mapping[str, Tensor | None]) -> dict[str, Tensor |
         # Copy: a replicated tensor is returned without a copy, and the optimizer is about to change it.
         full[name] = None if gathered is None else _on_host(gathered)
     if state.mesh.pp_size > 1:
-        # Every stage has gathered its own parameters over tp; merge the stages.
+        # So far each stage has gathered its own parameters only.
         full = _of_all_stages(full, state.mesh)
     return full if dist.get_rank() == 0 else {}
 

@@ -45,7 +45,7 @@ def falcon(model: Any) -> ModelSpec:
 register_facts(
     "falcon",
     facts=TypeFacts(
-        # 40B; RW; 11B.
+        # New architecture as in 40B, then as in 11B; RW; old architecture without multi-query.
         variants=[
             {"new_decoder_architecture": True, "num_kv_heads": 8},
             {"new_decoder_architecture": True, "num_kv_heads": 8, "num_ln_in_parallel_attn": 1},

@@ -30,7 +30,7 @@ def opt(model: Any) -> ModelSpec:
 register_facts(
     "opt",
     facts=TypeFacts(
-        # 350M; Galactica.
+        # OPT-350M; Galactica; checkpoints without a final norm.
         variants=[
             {"do_layer_norm_before": False, "word_embed_proj_dim": 512},
             {"enable_bias": False, "layer_norm_elementwise_affine": False},

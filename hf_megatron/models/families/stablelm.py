@@ -34,7 +34,7 @@ def stablelm(model: Any) -> ModelSpec:
 register_facts(
     "stablelm",
     facts=TypeFacts(
-        # 1.6B; 12B.
+        # 1.6B; 12B; and its two options separately.
         variants=[
             {"use_qkv_bias": True},
             {"use_parallel_residual": True, "qk_layernorm": True, "num_key_value_heads": 8},
