@@ -1,8 +1,8 @@
-"""Collectives of the data parallel axis that run while backward goes on: reduce-scatter and all-gather of flat rows.
+"""Data-parallel collectives that overlap with backward: reduce-scatter and all-gather of flat buckets.
 
-A tensor `[ranks, width]` holds one row per rank. gloo sends and receives at several times the speed of its own
-collectives (two ranks on one machine, 32 MiB: gather 12 ms against 50, reduce-scatter 38 against 53 for an all-to-all),
-so there every rank exchanges rows with every other one; other backends use the collective.
+A tensor `[ranks, width]` holds one segment per rank. On gloo, point-to-point messages are several times as fast as its
+collectives (two ranks on one machine, 32 MiB: all-gather 12 ms instead of 50 ms, reduce-scatter 38 ms instead of 53 ms
+for an all-to-all), so all pairs of ranks exchange segments there; other backends use the collective.
 """
 
 from typing import Any
@@ -14,18 +14,18 @@ from ...compat.torch_distributed import all_gather_started, reduce_scatter_start
 
 
 def is_pairwise(group: dist.ProcessGroup) -> bool:
-    """Tells whether the ranks of a group send rows to each other one by one."""
+    """Returns whether a group exchanges segments by point-to-point messages."""
     return dist.get_backend(group) == "gloo"
 
 
 class ReduceScatter:
-    """A started sum of `rows` `[ranks, width]` over the group, of which this rank keeps its own row.
+    """Asynchronous reduce-scatter of `rows` `[ranks, width]`; this rank keeps its own segment of the sum.
 
-    `rows` must stay as they are until `wait()` has returned the sum `[width]`, which lies in `recv_buffer`.
+    `rows` must not change until `wait()` has returned the sum `[width]`, which is stored in `recv_buffer`.
 
     Args:
-        recv_buffer (`Tensor`): memory for what arrives: `[ranks - 1, width]` where rows are sent one by one, else
-            `[1, width]`, which may be this rank's of `rows`.
+        recv_buffer (`Tensor`): receive buffer: `[ranks - 1, width]` for point-to-point messages, otherwise `[1,
+            width]`, which may be this rank's segment of `rows`.
     """
 
     def __init__(self, rows: Tensor, recv_buffer: Tensor, group: dist.ProcessGroup):
@@ -36,14 +36,16 @@ class ReduceScatter:
         if not self.pairwise:
             self.works = [reduce_scatter_started(recv_buffer[0], rows.view(-1), group)]
             return
+        # Rank i sends segment j to rank j, and receives every other rank's copy of segment i.
         for index, other in enumerate(other for other in range(ranks) if other != self.rank):
             self.works.append(dist.isend(rows[other], group=group, group_dst=other))
             self.works.append(dist.irecv(recv_buffer[index], group=group, group_src=other))
 
     def wait(self) -> Tensor:
-        """Returns this rank's row of the sum, `[width]`."""
+        """Returns this rank's segment of the sum, `[width]`."""
         for work in self.works:
             work.wait()
+        # Point-to-point: the local sum of the received segments and this rank's own, without a further buffer.
         total = self.recv_buffer[0]
         if self.pairwise:
             total += self.rows[self.rank]
@@ -53,7 +55,7 @@ class ReduceScatter:
 
 
 class AllGather:
-    """A started exchange of each rank's row of `rows` `[ranks, width]`; `wait()` returns when all rows are there."""
+    """Asynchronous all-gather into `rows` `[ranks, width]`; each rank has filled its own segment before."""
 
     def __init__(self, rows: Tensor, group: dist.ProcessGroup):
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -74,7 +76,7 @@ class AllGather:
 
 
 def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gathers every rank's `own` `[width]` as `[ranks, width]`."""
+    """Gathers every rank's `own` `[width]` into `[ranks, width]`."""
     rows = own.new_empty((dist.get_world_size(group), own.shape[0]))
     rows[dist.get_rank(group)] = own
     AllGather(rows, group).wait()
@@ -82,7 +84,7 @@ def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Adds up a tensor of any shape over the group in place."""
+    """All-reduces a tensor of any shape in place."""
     if dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, group=group)
     return tensor

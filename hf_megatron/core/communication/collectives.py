@@ -1,17 +1,17 @@
-"""Collectives as autograd nodes of their own, apart from the matmuls that hold the weights.
+"""Collectives as standalone autograd nodes, separate from the matmuls that hold the weights.
 
-Every function takes and returns local tensors. The pairs are those of Megatron's `tensor_parallel/mappings.py`:
+All functions take and return local tensors. They correspond to Megatron's `tensor_parallel/mappings.py`:
 
 | function | forward | backward |
 |---|---|---|
 | `copy_to_ranks` | identity | all-reduce |
 | `reduce_from_ranks` | all-reduce | identity |
 | `split_over_ranks` | slice | all-gather |
-| `gather_from_ranks` | all-gather | slice, or reduce-scatter where each rank's gradient is a part of the sum |
+| `gather_from_ranks` | all-gather | slice, or reduce-scatter if each rank's gradient is one term of the sum |
 | `reduce_scatter_to_ranks` | reduce-scatter | all-gather |
 
-The split dim may have any size: the first ranks hold `ceil(size / ranks)` entries, the last may hold none. What travels
-is padded to equal shares; the padding is never seen outside this file.
+The split dim may have any size: the first ranks hold `ceil(size / ranks)` entries, the last may hold none. Messages
+are padded to equal lengths; the padding never leaves this file.
 """
 
 from typing import Any
@@ -27,12 +27,12 @@ from ...errors import UnsupportedError
 
 
 def share(size: int, ranks: int) -> int:
-    """Counts the entries of a dim that the first rank holds."""
+    """Returns the number of entries of a dim that the first rank holds."""
     return -(-size // ranks)
 
 
 def bounds(size: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Returns the `[start, stop)` of a dim's entries that `rank` holds."""
+    """Returns the `[start, stop)` range of a dim's entries that `rank` holds."""
     width = share(size, ranks)
     return min(rank * width, size), min((rank + 1) * width, size)
 
@@ -45,29 +45,31 @@ def _pad(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 
 def all_gather(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
-    """Joins the ranks' shards `[..., held, ...]` into `[..., size, ...]` along `dim`; not differentiable."""
+    """All-gathers the ranks' shards `[..., held, ...]` into `[..., size, ...]` along `dim`; not differentiable."""
     ranks = dist.get_world_size(group)
+    # The collective needs equal lengths: pad `held` to `ceil(size / ranks)`; gathered is [ranks, ..., padded, ...].
     shard = _pad(tensor, dim, share(size, ranks)).contiguous()
     gathered = all_gather_flat(shard, group).view(ranks, *shard.shape)
     held = [bounds(size, ranks, rank) for rank in range(ranks)]
-    # Trimmed before they are joined, so that the result is contiguous: models reshape it with `view`.
+    # Trim before concatenating, so that the result is contiguous: models reshape it with `view`.
     return torch.cat([gathered[rank].narrow(dim, 0, stop - start) for rank, (start, stop) in enumerate(held)], dim)
 
 
 def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Sums `[..., size, ...]` over the ranks and keeps this rank's shard of `dim`; not differentiable."""
+    """Reduce-scatters `[..., size, ...]` into this rank's shard of `dim`; not differentiable."""
     ranks, rank, size = dist.get_world_size(group), dist.get_rank(group), tensor.shape[dim]
     padded = _pad(tensor, dim, share(size, ranks) * ranks)
+    # `parts` stacks the shards along dim 0, [ranks * first dim of a shard, ...]: rank i receives the i-th of them.
     parts = torch.cat(padded.chunk(ranks, dim)) if dim else padded.contiguous()
     if dist.get_backend(group) == "gloo":
-        # Exchanging the parts and adding them here takes half to a third of the time of gloo's own reduce-scatter
-        # (two ranks on one machine, 16 KiB to 8 MiB).
+        # An all-to-all followed by a local sum takes half to a third of the time of gloo's own reduce-scatter (two
+        # ranks on one machine, 16 KiB to 8 MiB).
         received = all_to_all_flat(parts, group)
         result = received.view(ranks, received.shape[0] // ranks, *received.shape[1:]).sum(0)
     else:
         result = reduce_scatter_flat(parts, group)
     start, stop = bounds(size, ranks, rank)
-    # Never a view: models add to it in place.
+    # Never a view: models modify it in place.
     return result if stop - start == result.shape[dim] else result.narrow(dim, 0, stop - start).clone()
 
 
@@ -86,6 +88,7 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        # autograd may share the gradient with the other addend: an in-place all-reduce needs a copy.
         own = gradient.clone(memory_format=torch.contiguous_format) if ctx.is_addend else gradient.contiguous()
         return all_reduce_(own, ctx.group), None, None
 
@@ -93,8 +96,10 @@ class _Copy(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        # A dynamo graph cannot mark its input as dirty.
         if torch.compiler.is_compiling():
             return all_reduce_(tensor.contiguous(), group)
+        # Reduced in place: the partial sums are not needed again.
         if tensor.is_contiguous():
             ctx.mark_dirty(tensor)
         return all_reduce_(tensor.contiguous(), group)
@@ -126,8 +131,11 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         if ctx.sum_gradient:
+            # The next operation is computed on each rank's shard: the gradient terms [..., size, ...] are summed over
+            # the ranks, and each rank keeps the gradient of its own shard [..., held, ...].
             gradient = reduce_scatter(gradient, ctx.dim, ctx.group)
         else:
+            # The gradient is already complete on every rank: slice it.
             gradient = take_shard(gradient, ctx.dim, ctx.group).contiguous()
         return gradient, None, None, None, None
 
@@ -141,13 +149,15 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        # All ranks' addends have the same gradient [..., size, ...]: gather it from the shards [..., held, ...].
         return all_gather(gradient, ctx.dim, ctx.size, ctx.group), None, None
 
 
 def reject_second_derivatives() -> None:
-    """Raises `UnsupportedError` in a backward whose gradients shall be differentiated again.
+    """Raises `UnsupportedError` in a backward with `create_graph=True`.
 
-    Called by functions that save what they do not differentiate; `once_differentiable` looks at gradients alone.
+    Called by functions that save tensors without differentiating through them; `once_differentiable` only checks the
+    incoming gradients.
     """
     if torch.is_grad_enabled():
         raise UnsupportedError(
@@ -157,35 +167,35 @@ def reject_second_derivatives() -> None:
 
 
 def copy_to_ranks(tensor: Tensor, group: dist.ProcessGroup, *, is_addend: bool = False) -> Tensor:
-    """Returns a replicated tensor of any shape, whose gradient is summed over the group, for sharded computation.
+    """Returns a replicated tensor of any shape for sharded computation; its gradient is all-reduced.
 
-    `is_addend=True` where it may be added to another tensor as it is: autograd hands one gradient to both then, which
-    is not summed in place.
+    Set `is_addend=True` if the result may be an operand of an addition: autograd then passes the same gradient tensor
+    to both operands, so it must not be reduced in place.
     """
     return _Copy.apply(tensor, group, is_addend) if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
 
 def reduce_from_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sums a tensor of any shape over the group, in place where it can; all continue with the same value."""
+    """All-reduces a tensor of any shape, in place if it is contiguous; its gradient is passed through."""
     return _Reduce.apply(tensor, group)
 
 
 def split_over_ranks(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Keeps this rank's shard of `dim` of a replicated tensor `[..., size, ...]`."""
+    """Returns this rank's shard of `dim` of a replicated tensor `[..., size, ...]`; its gradient is all-gathered."""
     return _Split.apply(tensor, dim, group)
 
 
 def gather_from_ranks(
     tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup, *, sum_gradient: bool = False
 ) -> Tensor:
-    """Joins the ranks' shards `[..., held, ...]` of `dim` into `[..., size, ...]`.
+    """All-gathers the ranks' shards `[..., held, ...]` along `dim` into `[..., size, ...]`.
 
-    `sum_gradient=True` where what follows differs from rank to rank, so that each holds a part of the gradient;
-    `False` where every rank computes the same and holds the whole of it.
+    Use `sum_gradient=True` if the following computation differs between ranks, so that each holds one term of the
+    gradient; `False` if it is replicated and every rank holds the full gradient.
     """
     return _Gather.apply(tensor, dim, size, group, sum_gradient)
 
 
 def reduce_scatter_to_ranks(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Sums `[..., size, ...]` over the group and keeps this rank's shard of `dim`."""
+    """Reduce-scatters `[..., size, ...]` into this rank's shard of `dim`; its gradient is all-gathered."""
     return _ReduceScatter.apply(tensor, dim, group)

@@ -1,7 +1,7 @@
-"""What torch's flight recorder has of this rank's collectives, in a file of JSON that holds no code.
+"""Exports torch's flight recorder of this rank's collectives as JSON, which is safe to read.
 
-torch records them where `TORCH_FR_BUFFER_SIZE` says how many: set up for NCCL when the job starts; on gloo (torch 2.13)
-by whoever launches it. Its own dumps at NCCL's timeout are pickles, for torch's `torchfrtrace`.
+torch records collectives if `TORCH_FR_BUFFER_SIZE` is set: with NCCL hf_megatron sets it when the job starts; with
+gloo (torch 2.13) the launch command must. torch's own dumps at NCCL's timeout are pickles for `torchfrtrace`.
 """
 
 import json
@@ -12,21 +12,21 @@ import torch.distributed as dist
 from ...compat.torch_distributed import flight_record, group_members
 from ..io.safe_paths import replace_file
 
-# What its file says that it is.
+# Value of the file's `kind` field.
 FLIGHT_RECORD = "flight record"
 
 
 def record_path(directory: Path, rank: int) -> Path:
-    """Names the record of a rank."""
+    """Returns the path of a rank's record."""
     return directory / f"rank{rank:05}.json"
 
 
 def write_flight_record(directory: Path, steps: int, waits: str | None) -> Path | None:
-    """Writes what was recorded of this rank, without a collective; returns the file, `None` where nothing was.
+    """Writes this rank's flight record, without a collective; returns the path, `None` if nothing was recorded.
 
     Args:
-        steps (`int`): optimizer steps so far.
-        waits (`str`, *optional*): what the main thread waits in.
+        steps (`int`): number of optimizer steps so far.
+        waits (`str`, *optional*): the operation in which the main thread waits.
     """
     recorded = flight_record()
     if recorded is None:

@@ -1,7 +1,7 @@
-"""`DTensor`s put together, and the ranks' own parts of what was computed on them whole.
+"""Gathers full tensors from `DTensor`s, and extracts local shards from full tensors.
 
-torch's own arithmetic goes wrong for many sizes of a dim that tp and FSDP2 both split, so it is done here: FSDP2 cuts
-what the other axes have left to a rank.
+torch's own arithmetic is wrong for many sizes of a dim that is split by both TP and FSDP2, so it is reimplemented
+here: FSDP2 splits the shard that the other axes leave on a rank.
 """
 
 from collections.abc import Iterator
@@ -22,29 +22,32 @@ _Range = tuple[int, int]
 
 
 def is_split_along(tensor: DTensor, dim: int) -> bool:
-    """Tells whether ranks hold different parts of a dim of a tensor of any shape."""
+    """Returns whether ranks hold different shards of a dim of a tensor of any shape."""
     return any(not placement.is_replicate() and split_dim(placement) == dim for placement in tensor.placements)
 
 
 def placed_gradient(parameter: Tensor) -> Tensor | None:
-    """Returns a parameter's gradient, of any shape, and has one that a loop has computed lie as the parameter does.
+    """Returns a parameter's gradient, of any shape, first redistributed to the parameter's placements if they differ.
 
-    All ranks that share it call it.
+    Collective over the ranks that share the parameter.
     """
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        # The gradient was computed by the training loop and not by backward.
         parameter.grad = dtensor_from_local(shard_like(full_tensor_of(gradient), parameter), parameter)
     return parameter.grad
 
 
 @torch.no_grad()
 def full_tensor_of(tensor: Tensor) -> Tensor:
-    """Copies a tensor `[...]` in full to every rank of its mesh; all of them call it."""
+    """Returns a full copy `[...]` of a tensor on every rank of its mesh; collective."""
     if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
         return local_tensor(tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim))
     local = local_tensor(tensor).detach()
     if not isinstance(tensor, DTensor) or all(placement.is_replicate() for placement in tensor.placements):
         return local.clone()
+    # Each rank writes its blocks into zeros; summing over the split axes then fills in the other ranks' blocks. Unlike
+    # an all-gather, this works for any sizes and any nesting of the splits.
     unsharded = torch.zeros(tensor.shape, dtype=local.dtype, device=local.device)
     for here, there in _blocks(tensor):
         unsharded[there] = local[here]
@@ -56,14 +59,14 @@ def full_tensor_of(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_local_shard(unsharded: Tensor, tensor: DTensor) -> None:
-    """Copies this rank's part of a plain tensor into a DTensor, both `[...]` of one shape."""
+    """Copies this rank's shard of a full tensor into a `DTensor`, both `[...]` of the same global shape."""
     local = local_tensor(tensor)
     for here, there in _blocks(tensor):
         local[here] = unsharded[there]
 
 
 def shard_like(unsharded: Tensor, like: DTensor) -> Tensor:
-    """Copies this rank's part of a plain tensor, of the same shape as a DTensor `[...]` that lies on the ranks."""
+    """Copies this rank's shard out of a full tensor, with the sharding of `like` of the same global shape `[...]`."""
     local = unsharded.new_empty(local_tensor(like).shape)
     for here, there in _blocks(like):
         local[here] = unsharded[there]
@@ -71,10 +74,10 @@ def shard_like(unsharded: Tensor, like: DTensor) -> Tensor:
 
 
 def accept_full_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-    """Has `load_state_dict` accept whole tensors of any shape, as one process saves them; a hook before it.
+    """Converts full tensors of any shape in a state dict to local shards; a pre-hook of `load_state_dict`.
 
     Raises:
-        ConfigError: for a tensor of another shape.
+        ConfigError: a tensor has another global shape.
     """
     for name, parameter in module.named_parameters(remove_duplicate=False):
         value = state_dict.get(prefix + name)
@@ -88,7 +91,7 @@ def accept_full_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: s
 
 
 def _blocks(tensor: DTensor) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Yields where blocks of the whole tensor lie in this rank's part, and where in the whole."""
+    """Yields each contiguous block of this rank's shard: its slices in the shard and in the full tensor."""
     held = _held(tensor)
     here = []
     for ranges in held:
@@ -102,9 +105,10 @@ def _blocks(tensor: DTensor) -> Iterator[tuple[tuple[slice, ...], tuple[slice, .
 
 
 def _held(tensor: DTensor) -> list[list[_Range]]:
-    """Lists for each dim the `[start, stop)` ranges that this rank holds."""
+    """Returns for each dim the `[start, stop)` ranges of the full tensor that this rank holds."""
     mesh, held = tensor.device_mesh, [[(0, size)] for size in tensor.shape]
     names = mesh.mesh_dim_names or ()
+    # FSDP2's axis sorts last: it splits the shard that is left by the others.
     shards = sorted(
         (is_weight_axis(name), axis) for axis, name in enumerate(names) if not tensor.placements[axis].is_replicate()
     )
@@ -114,7 +118,7 @@ def _held(tensor: DTensor) -> list[list[_Range]]:
             raise UnsupportedError(
                 "A tensor whose ranks hold terms of a sum cannot be edited: redistribute() it first."
             )
-        # FSDP2 names what other axes have cut before; here it is cut already.
+        # FSDP2's strided placement describes the splits of the other axes; here these have been applied already.
         groups = 1 if by_fsdp else blocks_of_shard(placement)
         dim = split_dim(placement)
         length = sum(stop - start for start, stop in held[dim]) // groups
@@ -125,7 +129,7 @@ def _held(tensor: DTensor) -> list[list[_Range]]:
 
 
 def _cut_out(ranges: list[_Range], first: int, last: int) -> Iterator[_Range]:
-    """Yields what entries `[first, last)` of ranges, counted through, are."""
+    """Yields the subranges that cover entries `[first, last)`, counted over the concatenation of `ranges`."""
     passed = 0
     for start, stop in ranges:
         begin, end = max(first - passed, 0), min(last - passed, stop - start)

@@ -1,7 +1,8 @@
-"""Sums and means over ranks between which gradients are averaged afterwards: their backward undoes that.
+"""Differentiable sums and means over data-parallel ranks whose gradients are averaged afterwards.
 
-What ranks make of one sum counts together, also where each multiplies it by a factor of its own, as loops do that know
-losses of a rank's rows only: gradients are added up over the ranks.
+Gradient averaging would divide the result's gradient by the number of ranks; the backward all-reduces the incoming
+gradients (sum, not mean) to compensate. This also holds if each rank scales the result by its own factor, as loops do
+that only know the losses of the local samples.
 """
 
 from typing import Any
@@ -13,25 +14,26 @@ from torch.autograd.function import once_differentiable
 
 
 class _Mean(torch.autograd.Function):
-    """`[sum, terms]` of each rank -> the mean over all ranks' terms, the same number on every rank."""
+    """Mean over all ranks' terms from each rank's scalars `(sum, terms)`; identical on every rank."""
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, terms: Tensor, group: dist.ProcessGroup, at_least: int) -> Tensor:
-        # Half precision counts to 256 or 2048 only.
+        # One collective for both scalars. Counts in half precision are exact only up to 256 (bf16) or 2048 (fp16).
         both = torch.stack([total, terms.to(total.device, total.dtype)])
         dist.all_reduce(both, group=group)
-        # The mean of nothing is no number, and its gradients are zero, as torch's losses have it.
+        # A mean over zero terms is NaN unless `at_least` is set; its gradient is zero, as in torch's losses.
         ctx.terms, ctx.group = both[1].clamp(min=1), group
         return both[0] / both[1].clamp(min=at_least)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        # Gradient averaging divides by the number of ranks later, so sum the factors here.
         return _added_up(gradient, ctx.group) / ctx.terms, None, None, None
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks of a tensor of any shape, in whose backward the average of gradients is undone."""
+    """All-reduced tensor of any shape, whose backward compensates for the averaging of gradients."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -47,7 +49,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Scaled(torch.autograd.Function):
-    """Identity of a tensor of any shape whose gradient is multiplied."""
+    """Identity on a tensor of any shape that scales the gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
@@ -60,26 +62,27 @@ class _Scaled(torch.autograd.Function):
 
 
 def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
-    """Returns a tensor of any shape whose gradient is multiplied by a factor."""
+    """Returns a tensor of any shape whose gradient is scaled by `factor`."""
     return tensor if factor == 1 else _Scaled.apply(tensor, factor)
 
 
 def _added_up(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # autograd may share `gradient` with other nodes: reduce a copy.
     total = gradient.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
 def average_over_ranks(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Averages what ranks multiply a loss of all of them by, a scalar."""
+    """Averages over the ranks the scalar factor by which each of them multiplied a global loss."""
     return _added_up(gradient, group) / dist.get_world_size(group)
 
 
 def sum_over_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sums a tensor of any shape over ranks between which gradients are averaged: in its backward that is undone."""
+    """Sums a tensor of any shape over ranks; its backward compensates for the averaging of gradients."""
     return _Sum.apply(part, group)
 
 
 def mean_over_ranks(total: Tensor, terms: Tensor, group: dist.ProcessGroup, at_least: int) -> Tensor:
-    """Takes the mean over all ranks' terms, scalars all; fewer than `at_least` count as these."""
+    """Returns the mean over all ranks' terms, from scalars; the divisor is at least `at_least`."""
     return _Mean.apply(total, terms, group, at_least)

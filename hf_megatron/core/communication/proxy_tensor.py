@@ -1,4 +1,4 @@
-"""Tensors that stand for entries which lie elsewhere: what does not pass through dispatch reads a copy of these."""
+"""Proxy tensors for entries stored somewhere else; code that bypasses `__torch_dispatch__` reads a copy of them."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ...compat.torch_dtensor import ask_subclass_of_dtensor, local_tensor
 
 
 class ProxyTensor(Tensor):
-    """A tensor of any shape without entries of its own; what it is for answers to `__torch_dispatch__`."""
+    """Tensor of any shape without storage of its own; subclasses implement `__torch_dispatch__`."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -27,12 +27,12 @@ class ProxyTensor(Tensor):
         return self.clone().__reduce_ex__(protocol)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        # One rank may print alone.
+        # Do not read the entries: that is a collective, and a single rank may print.
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 class ProxyDTensor(ProxyTensor, DTensor):
-    """Stands for entries of a `DTensor`, which takes no other kind of tensor for an operand."""
+    """Proxy of a `DTensor`; `DTensor` accepts no other tensor type as an operand."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -1,4 +1,4 @@
-"""Agreement of all ranks about a save or a load: an error on one rank is the same error on all."""
+"""Error propagation across ranks in saves and loads: an error on one rank is raised on all of them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,28 +11,29 @@ from ...errors import CheckpointError, ConfigError
 
 
 class _Sent(NamedTuple):
-    """A rank's value, and what it is for: a rank that went another way answers with what it has there."""
+    """A rank's value and its operation, which reveals a rank that took part in another collective."""
 
     doing: str
     value: Any
 
 
 def rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
-    """Returns this rank and the number of ranks; `(0, 1)` without a process group."""
+    """Returns this rank and the world size; `(0, 1)` without a process group."""
     if not dist.is_initialized():
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)
 
 
 def gather(value: Any, group: ProcessGroup | None, doing: str, *, on_first: bool = False) -> list[Any]:
-    """Returns every rank's value on every rank.
+    """Gathers every rank's value on every rank.
 
     Args:
-        doing (`str`): what it is for; ranks agree on its first word, as the rest may name a rank's own paths.
-        on_first (`bool`): the first rank alone gets them, others an empty list.
+        doing (`str`): the current operation; its first word must be identical on all ranks, the rest may contain
+            rank-specific paths.
+        on_first (`bool`): whether to gather on the first rank only; the other ranks get an empty list.
 
     Raises:
-        CheckpointError: another rank is gone, or is doing something else.
+        CheckpointError: another rank is gone, or runs another operation.
     """
     rank, size = rank_and_size(group)
     if size == 1:
@@ -57,12 +58,12 @@ def gather(value: Any, group: ProcessGroup | None, doing: str, *, on_first: bool
 
 
 def gather_on_first(value: Any, group: ProcessGroup | None, doing: str) -> list[Any]:
-    """Returns every rank's value on rank 0, an empty list elsewhere; raises as `gather`."""
+    """Gathers every rank's value on rank 0; the other ranks get an empty list. Raises as `gather`."""
     return gather(value, group, doing, on_first=True)
 
 
 def raise_on_all_ranks(error: BaseException | None, group: ProcessGroup | None, doing: str) -> None:
-    """Raises one `CheckpointError` on all ranks where some report an error instead of `None`."""
+    """Raises one `CheckpointError` on all ranks if any of them passes an error instead of `None`."""
     text = None
     if error is not None:
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
@@ -76,17 +77,18 @@ def raise_on_all_ranks(error: BaseException | None, group: ProcessGroup | None, 
 
 @contextmanager
 def propagate_errors(doing: str) -> Iterator[None]:
-    """Raises an error inside, on any rank of the default group, at the end on all of them, as `raise_on_all_ranks`."""
+    """Raises an error of any rank of the default group on all of them at the end, as `raise_on_all_ranks`."""
     error: Exception | None = None
     try:
         yield
-    except Exception as caught:  # noqa: BLE001 - the other ranks have to hear of it before it is raised
+    except Exception as caught:  # noqa: BLE001 - the other ranks must receive the error before it is raised
         error = caught
     raise_on_all_ranks(error, None, doing)
 
 
 def agree(facts: dict[str, Any]) -> None:
-    """Compares `facts` over all ranks; raises `ConfigError` on each, naming the first field that differs."""
+    """Checks that `facts` are identical on all ranks; raises `ConfigError` on each with the first field that differs.
+    """
     gathered: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, facts)
     for name in sorted({key for other in gathered for key in other}):

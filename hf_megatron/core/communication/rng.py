@@ -1,14 +1,16 @@
-"""The random streams of ranks that share a batch: one replicated, one of each rank.
+"""RNG streams of a model-parallel group: one shared by all ranks, one local to each rank.
 
-Every training forward starts from one state of the default generator, that of the group's first rank, and of Python's
-and numpy's. What all ranks compute alike draws from it. While a rank computes a part of its own, the default generator
-holds a stream that is made of the replicated one's state and the rank; the replicated one moves on if that was drawn
-from. Both are functions of the default generator's state, which `torch.utils.checkpoint` restores, so both are replayed
-when something is computed again. Megatron keeps a second generator and teaches its own checkpoint function about it.
+Every training forward starts from the default generator's state on the group's first rank, and from that rank's Python
+and numpy states. Replicated computation draws from this shared stream. While a rank computes its shard, the default
+generator holds a local stream seeded with the shared state and the rank; if it was drawn from, the shared stream then
+advances by one draw. Both are functions of the default generator's state, which `torch.utils.checkpoint` restores, so
+recomputation replays both. (Megatron keeps a second generator and adapts its own checkpoint function to it.)
 
-A model that draws nothing, or on all ranks alike, leaves a script the random numbers that it has in one process.
+A model that draws no random numbers, or the same ones on all ranks, leaves the script the states that a single-process
+run has.
 
-Every state is on the host, that of a CUDA generator (its seed and offset) too: nothing here waits for a device.
+All states are on the host, including a CUDA generator's (its seed and offset): nothing here synchronizes with a
+device.
 """
 
 import hashlib
@@ -26,46 +28,47 @@ from ...compat.shared import Shared
 from ...compat.torch_autograd import in_backward
 from ...errors import UnsupportedError
 
-# Seed, position and the first of the words that a twister makes 624 of at a time, and a normal number that waits for
-# its turn behind them: enough to tell states apart.
+# Bytes that distinguish two states: of a Mersenne Twister (624 words per batch) the seed, the position and the first
+# words, and at the end a cached normal sample.
 _BYTES_READ, _LAST_BYTES_READ = 512, 40
-# Seeds of ranks' own streams end in these bits, so that they are known when somebody restores one.
+# Seeds of local streams end in these bits, so that a restored state is recognized as local.
 _OWN, _OWN_BITS = 0x6F776E, 24
-# Own streams of which the beginning is known: those of several forwards of a deep model that draws in every layer.
+# Number of local streams whose origin is remembered: enough for several forwards of a deep model that draws in each
+# layer.
 _KNOWN = 8192
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Returns the generator that random operations on a device draw from unless they are given another."""
+    """Returns the generator that random operations on a device use by default."""
     return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
 def _distinction(state: Tensor) -> bytes:
-    """Reads what tells the states `[bytes]` of a generator apart."""
+    """Returns the bytes that distinguish states `[bytes]` of a generator."""
     read = state.numpy()
     return read[:_BYTES_READ].tobytes() + read[-_LAST_BYTES_READ:].tobytes()
 
 
 def _seed(state: Tensor, *numbers: int) -> int:
-    """Makes the seed of a further stream of a generator's state `[bytes]`."""
+    """Derives the seed of another stream from a generator's state `[bytes]`."""
     digest = hashlib.blake2b(_distinction(state), digest_size=8)
     digest.update(repr(numbers).encode())
     return int.from_bytes(digest.digest(), "big")
 
 
 def _advance(device: torch.device) -> None:
-    """Moves the default generator on by the least that it can."""
+    """Advances the default generator by the smallest possible draw."""
     torch.rand((), device=device)
 
 
 @torch.compiler.disable
 def broadcast_state(device: torch.device, *groups: dist.ProcessGroup, of_host: bool = False) -> None:
-    """Gives every rank the random state of the first of its group, of one group after the other.
+    """Broadcasts the random state of each group's first rank, group by group.
 
     Args:
-        device (`torch.device`): whose generator is meant, beside the CPU's.
-        groups: that take tensors on the host (`ParallelMesh.host_group`).
-        of_host (`bool`, defaults to `False`): the states of Python and numpy too.
+        device (`torch.device`): device of the generator to broadcast, in addition to the CPU's.
+        groups: process groups that support host tensors (`ParallelMesh.host_group`).
+        of_host (`bool`, defaults to `False`): whether to include the states of Python and numpy.
     """
     groups = tuple(group for group in groups if group.size() > 1)
     if not groups:
@@ -84,29 +87,30 @@ def broadcast_state(device: torch.device, *groups: dist.ProcessGroup, of_host: b
 
 
 class TensorParallelRng(Shared):
-    """The replicated and this rank's own stream, of which the default generator holds one at a time.
+    """Shared and rank-local RNG streams; the default generator holds one of them at a time.
 
-    Compiled code stays on the replicated stream: a switch would break its graph, and Inductor draws the numbers of a
-    whole graph at its beginning.
+    Compiled code stays on the shared stream: switching would break the graph, and Inductor draws the random numbers of
+    a graph at its beginning.
 
     Args:
-        device (`torch.device`): where random numbers are drawn.
-        rank (`int`): in the group that shares the replicated stream.
+        device (`torch.device`): device on which random numbers are drawn.
+        rank (`int`): rank in the group that shares the replicated stream.
     """
 
     def __init__(self, device: torch.device, rank: int):
         self.device, self.rank = device, rank
         self._generator = default_generator(device)
-        # Seed of an own stream -> the replicated state it was made of, and what its first state is told by. Which
-        # stream is live is read from its seed: a recomputation may begin on either one, and end, by an exception.
+        # Seed of a local stream -> the shared state it was derived from, and the signature of its first state. The
+        # active stream is recognized by its seed: a recomputation may start on either stream, and may end with an
+        # exception.
         self._made_of: dict[int, tuple[Tensor, bytes]] = {}
 
     def _is_own(self) -> bool:
-        """Tells whether the default generator holds this rank's stream."""
+        """Returns whether the default generator holds this rank's local stream."""
         return self._generator.initial_seed() % (1 << _OWN_BITS) == _OWN
 
     def use_local_rng(self) -> None:
-        """Continues with this rank's stream: what follows is a part of the whole."""
+        """Switches to the local stream: the following code computes this rank's shard."""
         if torch.compiler.is_compiling() or self._is_own():
             return
         replicated = self._generator.get_state()
@@ -118,13 +122,13 @@ class TensorParallelRng(Shared):
             self._made_of[seed] = replicated, _distinction(self._generator.get_state())
 
     def use_shared_rng(self) -> None:
-        """Continues with the stream of all ranks: what follows is computed by all of them alike."""
+        """Switches to the shared stream: the following code computes the same values on all ranks."""
         if torch.compiler.is_compiling() or not self._is_own():
             return
         seed = self._generator.initial_seed()
         known = self._made_of.get(seed)
         if known is None and not in_backward():
-            # A forward of another model has failed on it.
+            # A failed forward of another model left its local stream active.
             self._generator.manual_seed(seed >> _OWN_BITS)
             return
         if known is None:
@@ -140,7 +144,7 @@ class TensorParallelRng(Shared):
 
     @contextmanager
     def replicated(self) -> Iterator[None]:
-        """Draws from the stream of all ranks inside, and goes on with the one that was live."""
+        """Draws from the shared stream inside, and then restores the stream that was active."""
         was_own = not torch.compiler.is_compiling() and self._is_own()
         self.use_shared_rng()
         yield
@@ -149,7 +153,7 @@ class TensorParallelRng(Shared):
 
     @contextmanager
     def own(self) -> Iterator[None]:
-        """Draws from this rank's stream inside, and goes on with the one that was live."""
+        """Draws from the local stream inside, and then restores the stream that was active."""
         was_own = torch.compiler.is_compiling() or self._is_own()
         self.use_local_rng()
         yield
@@ -158,13 +162,13 @@ class TensorParallelRng(Shared):
 
 
 class StreamOfPart(Shared):
-    """The stream of ranks that compute the same tokens of a row, while they do.
+    """RNG stream of one context-parallel rank's tokens, active while the rank processes them.
 
-    Ranks that split the heads or features of these tokens make their own streams of it.
+    Tensor-parallel ranks that split the heads or features of these tokens derive their local streams from it.
 
     Args:
-        device (`torch.device`): where random numbers are drawn.
-        rank (`int`): among those that share the row.
+        device (`torch.device`): device on which random numbers are drawn.
+        rank (`int`): rank in the context-parallel group that shares the sequence.
     """
 
     def __init__(self, device: torch.device, rank: int):
@@ -174,14 +178,14 @@ class StreamOfPart(Shared):
         self._start = b""
 
     def enter(self) -> None:
-        """Continues with the stream of these tokens."""
+        """Switches to the stream of this rank's tokens."""
         self.leave()
         self._replicated = self._generator.get_state()
         self._generator.manual_seed(_seed(self._replicated, self.rank) >> _OWN_BITS << _OWN_BITS)
         self._start = _distinction(self._generator.get_state())
 
     def leave(self) -> None:
-        """Goes on with the stream of all ranks, moved on if this one was drawn from; twice is once."""
+        """Restores the shared stream, advanced if this one was drawn from; calling it again has no effect."""
         if self._replicated is None:
             return
         was_used = _distinction(self._generator.get_state()) != self._start
@@ -192,11 +196,11 @@ class StreamOfPart(Shared):
 
 
 class MicrobatchStreams:
-    """The replicated streams of a pipeline: one for each stage's forward of each microbatch.
+    """Shared RNG streams of a pipeline: one for each stage's forward of each microbatch.
 
     Args:
-        device (`torch.device`): where random numbers are drawn.
-        group (`ProcessGroup`): the pipeline's ranks, for tensors on the host.
+        device (`torch.device`): device on which random numbers are drawn.
+        group (`ProcessGroup`): the pipeline's ranks, for host tensors.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup):
@@ -207,7 +211,7 @@ class MicrobatchStreams:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Starts from the state of the pipeline's first rank, and ends on one that all of its ranks have."""
+        """Starts from the state of the pipeline's first rank, and ends with one that all of its ranks share."""
         broadcast_state(self.device, self.group)
         state = self._state = self._generator.get_state()
         self._was_used.zero_()
@@ -222,7 +226,7 @@ class MicrobatchStreams:
 
     @contextmanager
     def of(self, stage: int, microbatch: int) -> Iterator[None]:
-        """Draws from the stream of one forward; outside of a `call` from the default generator as it is."""
+        """Draws from the stream of one stage's forward; outside of a `call` the default generator is left as it is."""
         if self._state is None:
             yield
             return
@@ -235,7 +239,7 @@ class MicrobatchStreams:
                 self._was_used.fill_(1)
 
 
-# Words and place of Python's twister, and the normal number that waits for its turn.
+# Words and position of Python's Mersenne Twister, and its cached normal sample.
 _PYTHON = numpy.dtype([("words", "u4", 625), ("gauss", "f8")])
 
 
@@ -246,7 +250,10 @@ _TWISTER = "MT19937"
 
 
 def host_state() -> Tensor:
-    """Packs both states into bytes `[n]`, as many on every rank; of numpy's that of its default generator alone."""
+    """Packs Python's and numpy's states into bytes `[n]` of the same length on every rank.
+
+    numpy's state is included only where its legacy global generator is a Mersenne Twister.
+    """
     _, words, gauss = random.getstate()
     python = numpy.array([(words, math.nan if gauss is None else gauss)], _PYTHON)
     state = numpy.random.get_state(legacy=False)
@@ -258,7 +265,7 @@ def host_state() -> Tensor:
 
 
 def set_host_state(packed: Tensor) -> None:
-    """Sets both states to what `host_state` packed, on this rank or another."""
+    """Restores both states from bytes that `host_state` packed on this or another rank."""
     flat = packed.numpy()
     python, own = flat[: _PYTHON.itemsize].view(_PYTHON)[0], flat[_PYTHON.itemsize :].view(_NUMPY)[0]
     gauss = float(python["gauss"])

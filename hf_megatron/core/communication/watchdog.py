@@ -1,12 +1,12 @@
-"""RankWatchdog: a rank that fails tells the others why; a rank that goes silent is named by those who waited for it.
+"""RankWatchdog: reports a failing rank's traceback on the other ranks, and identifies ranks that stopped responding.
 
-Every rank runs one daemon thread with a client of its own on the job's store. Once a second it writes a heartbeat (a
-counter, the optimizer steps so far and where the main thread is) and looks whether a rank reported a failure. It uses
-no process group, so it works while every one of them is stuck.
+Every rank runs one daemon thread with its own client of the job's store. Once a second it writes a heartbeat (a
+counter, the number of optimizer steps and the location of the main thread) and checks for failure reports of other
+ranks. It uses no process group, so it works while all of them hang.
 
-    a rank raises             writes its traceback to the store, then leaves at once
-    the others' collectives   raise (gloo) or hang (NCCL); they read the report, print it and leave
-    no report                 the rank whose heartbeat stands still is named, and the operation this rank waited in
+    a rank raises             it writes its traceback to the store and exits immediately
+    the others' collectives   raise (gloo) or hang (NCCL); these ranks read the report, print it and exit
+    no report                 prints the rank whose heartbeat stopped, and the operation in which this rank waited
 """
 
 import atexit
@@ -33,14 +33,14 @@ from .flight_recorder import record_path, write_flight_record
 
 # Seconds between heartbeats; a rank is silent after missing two.
 INTERVAL = 1.0
-# Seconds in which a reading of the store has to answer; a store on a stopped rank never does.
+# Timeout in seconds for store requests; a store on a stopped rank never replies.
 _STORE_SECONDS = 3.0
-# After another rank failed, the main thread gets this long to end on its own (NCCL would wait for its timeout); and
-# the thread to come back from the store when the process ends.
+# Seconds that the main thread has to end after another rank failed (NCCL would wait for its own timeout), and that the
+# watchdog thread has to return from the store at process exit.
 _GRACE_SECONDS = 10.0
 
 _COMMUNICATION = ("torch.distributed", "hf_megatron.core.communication", "hf_megatron.compat.torch_distributed")
-# Who waits for what another rank sends, beside those.
+# Modules that block on a message from another rank, including those that call point-to-point operations.
 _WAITING = (
     *_COMMUNICATION,
     "hf_megatron.pipeline_parallel.p2p",
@@ -63,16 +63,16 @@ def _name(frame: FrameType) -> str:
 
 
 def _frames(trace: TracebackType | None) -> list[FrameType]:
-    """Lists the frames of a traceback, innermost first."""
+    """Returns the frames of a traceback, innermost first."""
     return [frame for frame, _ in traceback.walk_tb(trace)][::-1]
 
 
 def operation(frames: list[FrameType]) -> str | None:
-    """Says what a stack, innermost frame first, waits for, `None` where it is not in a collective.
+    """Describes the collective that a stack, innermost frame first, waits in; `None` if it is in none.
 
-    Such as `all_reduce over mesh_tp in RowParallelLinear.forward (a.py:3)`.
+    Example: `all_reduce over mesh_tp in RowParallelLinear.forward (a.py:3)`.
     """
-    # Operators and context managers of torch lie between a collective and its caller.
+    # Skip torch's operator frames and context managers between a collective and its caller.
     inner = next((index for index, frame in enumerate(frames) if not _is_part_of(frame, ("torch._ops",))), 0)
     if not frames or not _is_part_of(frames[inner], _COMMUNICATION):
         return None
@@ -86,13 +86,13 @@ def operation(frames: list[FrameType]) -> str | None:
     group = next((description for description in groups if description), None)
     over = f" over {group}" if group else ""
     callers = [frame for frame in [*run, *frames[outer : outer + 1]] if _is_part_of(frame, ("hf_megatron",))]
-    # The library's own caller says more than whoever called backward.
+    # The calling function of this library is more informative than the caller of backward.
     caller = callers[-1] if callers else frames[outer] if outer < len(frames) else None
     return f"{name}{over}{f' in {_name(caller)}' if caller else ''}{_user_line(frames)}"
 
 
 def is_in_communication(frame: FrameType) -> bool:
-    """Tells whether a stack's innermost frame, but for torch's calls of operators, is in a collective."""
+    """Returns whether a stack's innermost frame, ignoring torch's operator frames, is in a collective."""
     inner: FrameType | None = frame
     while inner is not None and _is_part_of(inner, ("torch._ops",)):
         inner = inner.f_back
@@ -100,18 +100,18 @@ def is_in_communication(frame: FrameType) -> bool:
 
 
 def where(frame: FrameType) -> str:
-    """Says in which function and line a stack's innermost frame is."""
+    """Returns the function and line of a frame."""
     return f"{_name(frame)} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
 
 
 def _user_line(frames: list[FrameType]) -> str:
-    """Names the innermost line outside the libraries."""
+    """Returns the innermost line outside the libraries."""
     lines = ((frame.f_code.co_filename, frame.f_lineno) for frame in frames if not _is_part_of(frame, _LIBRARIES))
     return next((f" ({os.path.basename(file)}:{number})" for file, number in lines), "")
 
 
 def _place(frames: list[FrameType]) -> str:
-    """Says where a stack is that is in no collective."""
+    """Returns the location of a stack that is not in a collective."""
     return f"{_name(frames[0])}{_user_line(frames)}" if frames else "no Python code"
 
 
@@ -120,13 +120,13 @@ def _after(steps: int) -> str:
 
 
 class RankWatchdog(threading.Thread):
-    """Heartbeat and failure reports of this rank; `watch_ranks` starts it.
+    """Heartbeats and failure reports of this rank; started by `watch_ranks`.
 
     Args:
-        store (`dist.Store`): a client of the job's store that nobody else uses.
-        timeout (`float`): seconds a collective may take.
-        store_host (`int`, *optional*): the rank with which the store ends; by default a launcher holds it.
-        records (`Path`, *optional*): where the flight record goes of a rank that stands still.
+        store (`dist.Store`): a client of the job's store for exclusive use.
+        timeout (`float`): seconds that a collective may take.
+        store_host (`int`, *optional*): rank whose process hosts the store; by default a launcher hosts it.
+        records (`Path`, *optional*): directory for the flight records of ranks that hang.
     """
 
     def __init__(self, store: dist.Store, timeout: float, store_host: int | None, records: Path | None = None):
@@ -158,7 +158,7 @@ class RankWatchdog(threading.Thread):
         super().start()
 
     def stop(self) -> None:
-        """Ends the thread and puts back what is still this watch's hook."""
+        """Stops the thread and restores the hooks that are still the watchdog's."""
         self._stopped = True
         self._step_hook.remove()
         atexit.unregister(self._on_exit)
@@ -173,7 +173,7 @@ class RankWatchdog(threading.Thread):
     def _count_step(self, *args: Any) -> None:
         self.steps += 1
 
-    # The thread
+    # The watchdog thread
 
     def run(self) -> None:
         following = 0.0
@@ -186,7 +186,7 @@ class RankWatchdog(threading.Thread):
             except queue.Empty:
                 continue
             except dist.DistError:
-                # The store is gone, and with it whoever could read a heartbeat; `_ask` says so to a rank that fails.
+                # The store is gone, so heartbeats cannot be read either; `_ask` raises for a rank that fails later.
                 return
             try:
                 answer.set_result(request())
@@ -196,7 +196,7 @@ class RankWatchdog(threading.Thread):
 
     def _beat(self) -> None:
         if self._first is not None:
-            # The job is over, and the store may be gone.
+            # Another rank has failed; the store may be gone.
             if not self._leaving and time.monotonic() - self._first_seen_at > _GRACE_SECONDS:
                 self._leaving = True
                 self._say(self._because_of(self._first, None))
@@ -218,12 +218,12 @@ class RankWatchdog(threading.Thread):
             self._first_seen_at = time.monotonic()
             self._store.set(f"seen/{self.rank}", "")
         elif self._store_host is not None and self._store.check([f"ended/{self._store_host}"]):
-            # A store that ends under its clients makes torch print a C++ stack in each.
+            # When a store ends before its clients, torch prints a C++ stack trace in each of them.
             self._store.set(f"seen/{self.rank}", "")
             self._stopped = True
 
     def _look_for_stall(self, stack: tuple[Any, ...], waits: str | None) -> None:
-        """Says who is missing shortly before the timeout: NCCL's own watchdog kills a process without asking Python."""
+        """Prints the missing ranks shortly before the timeout: NCCL's own watchdog kills the process directly."""
         now = time.monotonic()
         if stack != self._stack:
             self._stack, self._stack_since, self._early_beats, self._warned = stack, now, None, False
@@ -240,7 +240,7 @@ class RankWatchdog(threading.Thread):
                 self._say(f"rank {self.rank} has waited {now - self._stack_since:.0f} s in {where}. {found}")
 
     def _write_record(self, waits: str | None) -> None:
-        """Writes what torch recorded of this rank's collectives, while the others' wait can still be told from it."""
+        """Writes this rank's flight record while it still shows the hanging collective."""
         if self._records is None:
             return
         try:
@@ -258,12 +258,12 @@ class RankWatchdog(threading.Thread):
         others = (rank for rank in range(self.world_size) if rank != self.rank)
         return [rank for rank in others if self._store.check([f"{kind}/{rank}"])]
 
-    # The end of a rank
+    # Exit of a rank
 
     def _ask(self, request: Callable[[], Any]) -> Any:
-        """Returns the thread's answer, or raises `ConnectionError` where the store does not answer.
+        """Returns the result of a request run by the watchdog thread; `ConnectionError` if the store does not reply.
 
-        Only the thread talks to the store: a reading of a stopped host never returns.
+        Only the watchdog thread uses the store: a request to a stopped host never returns.
         """
         answer: Future = Future()
         self._requests.put((request, answer))
@@ -287,20 +287,22 @@ class RankWatchdog(threading.Thread):
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
         mine = os.getpid() == self._process and not self._stopped and self.group is dist.group.WORLD
         show = partial(self._previous_of_threads, args)
-        # A thread that ends elsewhere does not end the rank; in a collective it leaves the others waiting.
+        # A thread that dies outside a collective does not end the rank; in a collective it would leave the other ranks
+        # waiting.
         if mine and args.exc_value is not None and operation(_frames(args.exc_traceback)) is not None:
             self._fail(args.exc_value, args.exc_traceback, show)
         else:
             show()
 
     def _fail(self, error: BaseException, trace: TracebackType | None, show: Callable[[], Any]) -> None:
-        """Reports or explains an error that ends this rank, and leaves.
+        """Reports or explains an error that ends this rank, and exits.
 
-        `show` prints it in full: only where no other rank says the same, or was the cause.
+        `show` prints the full traceback; it is skipped if another rank failed first with the same error, or caused
+        this one.
         """
         self._leaving = True
         frames = _frames(trace)
-        # A collective that raises usually does so because of another rank.
+        # A collective usually raises because another rank failed.
         waits = operation(frames) if isinstance(error, RuntimeError) else None
         report = {
             "rank": self.rank,
@@ -324,9 +326,9 @@ class RankWatchdog(threading.Thread):
         self._leave(130 if isinstance(error, KeyboardInterrupt) else 1)
 
     def _explain(self, report: dict[str, Any], waits: str, show: Callable[[], Any]) -> None:
-        """Says why a collective of this rank raised."""
+        """Prints the reason why a collective of this rank raised."""
         first, report["cause"] = self._cause()
-        # Said before it is reported: launchers end the other ranks as soon as one has failed.
+        # Print before reporting: launchers terminate the other ranks as soon as one has failed.
         if first is not None:
             self._say(self._because_of(first, waits))
         else:
@@ -335,7 +337,7 @@ class RankWatchdog(threading.Thread):
         self._ask(lambda: self._report(report))
 
     def _tell(self, report: dict[str, Any], show: Callable[[], Any]) -> None:
-        """Tells the other ranks of an error of this one."""
+        """Reports an error of this rank to the other ranks."""
         first = self._ask(lambda: self._report(report))
         if first["rank"] != self.rank and first["error"] == report["error"]:
             self._say(f"rank {self.rank} failed like rank {first['rank']}.")
@@ -346,17 +348,17 @@ class RankWatchdog(threading.Thread):
             self._say(self._because_of(first, None))
 
     def _report(self, report: dict[str, Any]) -> dict[str, Any]:
-        """Leaves the report; returns that of the rank that failed first."""
+        """Stores the report; returns the report of the rank that failed first."""
         self._store.set(f"failed/{self.rank}", "")
         return json.loads(self._store.compare_set("first", "", json.dumps(report)))
 
     def _cause(self) -> tuple[dict[str, Any] | None, str | None]:
-        """Finds why a collective of this rank raised: the first failure's report, or else who is missing."""
+        """Finds the reason why a collective raised: the first failure's report, or else the missing ranks."""
         if self._first is not None:
             return self._first, None
         early, deadline = self._ask(self._read_beats), time.monotonic() + 2.5 * INTERVAL
         while time.monotonic() < deadline:
-            # The thread may have read it before the store ended.
+            # The watchdog thread may have read it before the store ended.
             if self._first is not None:
                 return self._first, None
             if self._ask(lambda: self._store.check(["first"])):
@@ -367,7 +369,7 @@ class RankWatchdog(threading.Thread):
         return None, self._missing(self._silent, beats, ended)
 
     def _missing(self, silent: list[int], beats: dict[int, dict[str, Any]], ended: list[int]) -> str:
-        """Writes a sentence for each rank that is not where this one waits for it."""
+        """Describes each rank that has not reached the operation in which this rank waits."""
         found = [f"Rank {r} has ended: its script finished or left early, {_after(beats[r]['steps'])}." for r in ended]
         for rank in silent:
             if rank not in ended:
@@ -396,14 +398,14 @@ class RankWatchdog(threading.Thread):
         print(f"hf_megatron: {text}", file=sys.stderr, flush=True)
 
     def _leave(self, status: int) -> None:
-        """Ends the process without the destructors of process groups, which may wait for the other ranks."""
+        """Exits without running the destructors of process groups, which may block on other ranks."""
         self._wait_for_readers()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(status)
 
     def _wait_for_readers(self) -> None:
-        """Keeps a store of this process until the other ranks have read what is in it, or for two heartbeats."""
+        """Keeps a store hosted by this process alive until the other ranks have read it, or for two heartbeats."""
         if self.rank != self._store_host:
             return
         deadline = time.monotonic() + 2.5 * INTERVAL
@@ -413,7 +415,7 @@ class RankWatchdog(threading.Thread):
             return [rank for rank in range(self.world_size) if rank != self.rank and rank not in heard]
 
         while time.monotonic() < deadline:
-            # The watch itself leaves where the main thread is stuck.
+            # The watchdog thread itself exits the process if the main thread is stuck.
             try:
                 if not (left() if threading.current_thread() is self else self._ask(left)):
                     return
@@ -422,7 +424,7 @@ class RankWatchdog(threading.Thread):
             time.sleep(0.05)
 
     def _report_end(self) -> None:
-        # The last heartbeat says how many steps were taken.
+        # The last heartbeat contains the final step count.
         self._beat()
         self._store.set(f"ended/{self.rank}", "")
 
@@ -434,14 +436,14 @@ class RankWatchdog(threading.Thread):
                 self._ask(self._report_end)
                 self._wait_for_readers()
         except ConnectionError:
-            # Nobody is left to tell.
+            # No store is left to report to.
             pass
-        # A thread that comes out of a call of the store while the interpreter ends takes the process with it (SIGABRT).
+        # A thread that returns from a store call during interpreter shutdown aborts the process (SIGABRT).
         self.stop()
 
 
 def running_watch() -> RankWatchdog | None:
-    """Returns the watch of the current default process group."""
+    """Returns the watchdog of the current default process group."""
     for thread in threading.enumerate():
         if isinstance(thread, RankWatchdog) and thread.group is dist.group.WORLD:
             return thread
@@ -449,14 +451,14 @@ def running_watch() -> RankWatchdog | None:
 
 
 def watch_ranks(timeout: float, store_host: int | None, records: Path | None = None) -> None:
-    """Gives every process group `timeout` and starts this rank's watch, once per default process group.
+    """Sets the timeout of every process group and starts this rank's watchdog, once per default process group.
 
-    A fake process group has no other ranks that could fail.
+    Does nothing for a fake process group, which has no other ranks that could fail.
 
     Args:
-        timeout (`float`): seconds a collective may take.
-        store_host (`int`, *optional*): the rank in whose process the job's store lives; `None` for a launcher's.
-        records (`Path`, *optional*): where the flight record goes of a rank that stands still.
+        timeout (`float`): seconds that a collective may take.
+        store_host (`int`, *optional*): rank whose process hosts the job's store; `None` if a launcher hosts it.
+        records (`Path`, *optional*): directory for the flight records of ranks that hang.
     """
     if dist.get_backend() == "fake":
         return
@@ -469,6 +471,6 @@ def watch_ranks(timeout: float, store_host: int | None, records: Path | None = N
         if isinstance(thread, RankWatchdog):
             thread.stop()
     if records is not None:
-        # An earlier job's.
+        # Remove the record of an earlier job.
         record_path(records, dist.get_rank()).unlink(missing_ok=True)
     RankWatchdog(default_store("hf_megatron/watch"), timeout, store_host, records).start()

@@ -1,7 +1,8 @@
-"""Views of tensors whose entries lie on several ranks: copies whose edits go back to where they come from.
+"""Write-through views of sharded tensors: copies of entries that live on several ranks, written back when edited.
 
-`p.grad[:50].zero_()` edits the gradient in one process. On ranks those rows are copied from where they lie; a copy that
-knows its origin keeps the meaning of the line. All ranks that share the tensor have to run it, as with any `DTensor`.
+`p.grad[:50].zero_()` edits the gradient in a single process. With a sharded gradient, the slice is a copy gathered
+from several ranks; to keep the meaning of the line, the copy remembers its source and writes edits back. Like any
+`DTensor` operation, it must run on all ranks that share the tensor.
 """
 
 from collections.abc import Callable
@@ -20,12 +21,12 @@ from .proxy_tensor import ProxyDTensor, ProxyTensor
 
 
 class Whole:
-    """A copy of a tensor `[...]` in full, which views share.
+    """Full copy of a sharded tensor `[...]`, shared by all views of it.
 
     Args:
-        source: where the entries lie.
-        read (`Callable`): puts them together; every rank that shares the source calls it.
-        write (`Callable`): gives the ranks their parts of an edited copy.
+        source: the sharded tensor.
+        read (`Callable`): gathers the full tensor; collective over the ranks that share the source.
+        write (`Callable`): copies an edited full tensor back into the local shards.
     """
 
     def __init__(
@@ -39,15 +40,15 @@ class Whole:
         self.tensor = torch.empty(source.shape, dtype=source.dtype, device=local.device)
 
     def refresh(self) -> None:
-        """Reads the source, which may have been edited by any other way, before each use."""
+        """Re-reads the source before each use, as it may have been edited by other means."""
         self.tensor.copy_(self._read(self.source))
 
     def write(self) -> None:
-        """Hands an edited copy back."""
+        """Writes an edited copy back to the source."""
         self._write(self.tensor, self.source)
 
     def views(self, values: Any) -> Any:
-        """Wraps views of the copy, of any shapes, as what the source is."""
+        """Wraps views of the copy, of any shapes, in the tensor type of the source."""
         return tree_map_only(Tensor, self._view, values)
 
     def _view(self, value: Tensor) -> Tensor:
@@ -67,11 +68,11 @@ def _replicated(value: Tensor, like: DTensor) -> DTensor:
 
 
 class WrittenBack(ProxyTensor):
-    """A view `[...]` of a tensor that lies on several ranks.
+    """Write-through view `[...]` of a tensor that is sharded over several ranks.
 
     Attributes:
-        whole (`Whole`): what it is a view of.
-        value (`Tensor`): its entries, a view of the copy; read before each use only.
+        unsharded (`Whole`): the full copy that it is a view of.
+        value (`Tensor`): its entries, a view of the copy; only valid after `unsharded.refresh()`.
     """
 
     unsharded: Whole
@@ -80,9 +81,11 @@ class WrittenBack(ProxyTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
+        # A view of a view shares the full copy; no communication.
         if returns_view(func) and isinstance(args[0], WrittenBack):
             return args[0].unsharded.views(func(args[0].value, *args[1:], **kwargs))
         views = [value for value in tree_leaves((args, kwargs)) if isinstance(value, WrittenBack)]
+        # Collective: every rank gathers each source once, whatever the operator does with the views.
         for unsharded in {id(view.unsharded): view.unsharded for view in views}.values():
             unsharded.refresh()
         edited = writes_to(func, args, kwargs)
@@ -100,7 +103,7 @@ class WrittenBack(ProxyTensor):
 
     @staticmethod
     def write_all(views: "list[WrittenBack]") -> None:
-        """Hands edited views back, one after another: copies of one source know nothing of each other."""
+        """Writes edited views back one by one: each refreshes its own full copy, which lacks the others' edits."""
         values = [view.value.clone() for view in views] if len(views) > 1 else []
         for view, value in zip(views, values, strict=bool(values)):
             view.unsharded.refresh()
@@ -110,12 +113,12 @@ class WrittenBack(ProxyTensor):
             views[0].unsharded.write()
 
     def entries(self) -> Tensor:
-        """Returns the entries `[...]` as a tensor of the ordinary kind, which leads nowhere."""
+        """Returns the entries `[...]` as an ordinary tensor; edits of it are not written back."""
         return _replicated(self.value, self) if isinstance(self, DTensor) else self.value
 
 
 class _WrittenBackDTensor(WrittenBack, ProxyDTensor):
-    """A view of a `DTensor`."""
+    """Write-through view of a `DTensor`."""
 
 
 def _plain(tensor: Tensor) -> Tensor:

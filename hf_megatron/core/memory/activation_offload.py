@@ -1,7 +1,8 @@
-"""What recomputed layers keep, their inputs, in CPU memory until backward (Bekman et al., 2025, "ALST").
+"""CPU offload of the inputs that recomputed layers keep until backward (Bekman et al., 2025, "ALST").
 
-With `recompute="full"` a layer keeps its input alone: tokens x hidden numbers, the last part of a row's memory that
-grows with its length and the number of layers. Copies go to pinned memory, in the order of the device's own work.
+With `recompute="full"` a layer saves only its input, `[batch, sequence, hidden]`: the last activations whose memory
+grows with both sequence length and number of layers. They are copied to pinned memory in the order of the device's
+stream.
 """
 
 from typing import Any
@@ -16,20 +17,20 @@ from .saved_tensor_hooks import Version
 
 
 class _Kept:
-    """A tensor of any shape in CPU memory."""
+    """Saved tensor of any shape, stored in CPU memory."""
 
     def __init__(self, tensor: Tensor):
         self._device, self._version = tensor.device, Version(tensor)
         self._data = to_host(tensor)
 
     def unpack(self) -> Tensor:
-        """Returns it on its device; raises where it was changed in place since."""
+        """Returns the tensor on its device; raises if the original was modified in place since."""
         self._version.check()
         return from_host(self._data, self._device)
 
 
 def _pack(tensor: Tensor) -> Any:
-    # Masks, positions and rotary tables are the same for all layers.
+    # Only tensors that require grad: masks, positions and rotary tables are shared by all layers.
     return _Kept(tensor) if tensor.is_floating_point() and tensor.requires_grad else tensor
 
 
@@ -38,7 +39,7 @@ def _unpack(kept: Any) -> Tensor:
 
 
 class OffloadedInputs(nn.Module):
-    """Stands in front of a layer's class: what a call saves around the recomputed part goes to CPU memory."""
+    """Mixin for a layer: tensors that a call saves outside the recomputed region are offloaded to CPU memory."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
@@ -48,6 +49,6 @@ class OffloadedInputs(nn.Module):
 
 
 def offload_inputs(model: nn.Module, layers: str) -> None:
-    """Has the layers of a model with `recompute="full"` keep their inputs in CPU memory; `layers` names their list."""
+    """Offloads the inputs of a model's layers with `recompute="full"`; `layers` is the name of the layer list."""
     for layer in model.get_submodule(layers).children():
         mix_into(layer, OffloadedInputs)

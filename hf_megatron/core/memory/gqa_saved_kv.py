@@ -1,7 +1,7 @@
-"""Keys and values that are kept once, where attention saves them repeated for each of their query heads.
+"""Saves each key and value head once where attention would save it repeated for all of its query heads (GQA).
 
-Models repeat them where a kernel cannot (sdpa with a mask). That a saved tensor is repeated is read from autograd's
-graph: it is the copy of an expanded one.
+Models repeat heads if a kernel does not support GQA (sdpa with a mask). A repeated saved tensor is recognized from the
+autograd graph: it is a copy of an expanded tensor.
 """
 
 from functools import partial
@@ -14,14 +14,17 @@ from ...compat.torch_autograd import pack_saved
 from .saved_tensor_hooks import Kept, Packed, Version
 
 _KERNELS = "ScaledDotProduct"
-# What lies between a kernel and the linear that reads its output.
+# Nodes between a kernel's output and the linear that reads it.
 _MOVES = ("ViewBackward0", "UnsafeViewBackward0", "CloneBackward0", "TransposeBackward0")
-# The expanded tensor with one dim more, its copy, and the view that joins the two dims.
+# Backward order: the reshape that merges the two head dims, the copy, and the expand of `[batch, heads, 1, ...]`.
 _REPETITION = ("UnsafeViewBackward0", "CloneBackward0", "ExpandBackward0")
 
 
 def keep_heads_once(x: Tensor) -> None:
-    """Has the sdpa kernel that made `[..., heads * head_dim]` keep one of each key and value head; others are left."""
+    """Deduplicates the repeated key and value heads saved by the sdpa kernel that produced `[..., heads * head_dim]`.
+
+    Other tensors and kernels are left unchanged.
+    """
     node = x.grad_fn
     while node is not None and node.name() in _MOVES:
         node = node.next_functions[0][0]
@@ -34,7 +37,7 @@ def keep_heads_once(x: Tensor) -> None:
 
 
 def _repeated_sizes(node: Any) -> tuple[int, ...] | None:
-    """Returns `(batch, heads, repetitions, sequence, head_dim)` of a node that repeats heads, `None` for others."""
+    """Returns `(batch, heads, repetitions, sequence, head_dim)` of a node that repeats heads, otherwise `None`."""
     if node is not None and node.name() == "ToCopyBackward0":
         node = node.next_functions[0][0]
     nodes = []
@@ -49,15 +52,17 @@ def _repeated_sizes(node: Any) -> tuple[int, ...] | None:
 
 def _pack(sizes: tuple[int, ...], saved: Tensor) -> Packed:
     batch, heads, repetitions, *rest = sizes
+    # Other views of the repeated heads are saved as they are.
     is_joined = saved.shape == (batch, heads * repetitions, *rest) and saved.is_contiguous()
     return _Repeated(saved, sizes) if is_joined else Kept(saved)
 
 
 class _Repeated:
-    """`[batch, heads * repetitions, sequence, head_dim]`, kept as the first of each head's repetitions."""
+    """Saved `[batch, heads * repetitions, sequence, head_dim]`, stored without the repetitions."""
 
     def __init__(self, saved: Tensor, sizes: tuple[int, ...]):
         self._version, self._sizes = Version(saved), sizes
+        # [batch, heads, 1, sequence, head_dim]
         self._heads = saved.view(sizes)[:, :, :1].clone()
 
     def unpack(self) -> Tensor:

@@ -1,11 +1,13 @@
-"""Activations that backward computes again instead of keeping (Korthikanti et al., 2022).
+"""Activation recomputation (Korthikanti et al., 2022).
 
-`"full"` is transformers' own gradient checkpointing: every layer, its collectives included. `"selective"` recomputes
-the attention core alone: scores, softmax, dropout and weighted sum, which keep much for the little they compute.
+`"full"` is transformers' own gradient checkpointing: every layer is recomputed, including its collectives.
+`"selective"` recomputes only the attention core: scores, softmax, dropout and weighted sum, which save large tensors
+that are cheap to compute.
 
-Every stock model fetches its core from `AttentionInterface.get_interface`, the eager one of its own file included. The
-function it gets looks at the attention module it is called with: that of a model with selective recomputation runs its
-core inside torch's checkpoint, every other goes straight through. Projections, and so their collectives, stay outside.
+All upstream models fetch their core, including the eager one of their own file, from
+`AttentionInterface.get_interface`. The wrapped function checks the attention module passed to it: if its model uses
+selective recomputation, the core runs inside torch's checkpoint, otherwise it is called directly. Projections, and
+thus their collectives, stay outside.
 """
 
 from collections.abc import Callable
@@ -25,16 +27,15 @@ from ...errors import ConfigError, UnsupportedError
 
 
 def apply_recompute(model: Any, mode: str | None) -> None:
-    """Makes the backward of a model compute activations again; evaluation and generation stay as they are.
+    """Enables activation recomputation in a model's training; evaluation and generation are unchanged.
 
     Args:
-        model (`PreTrainedModel`): stock, or laid out over a mesh; `UnsupportedError` if the mode cannot reach it.
-        mode (`str`, *optional*): `"full"`, `"selective"`, or `None` for a model that stays as it is; `ConfigError` for
-            any other.
+        model (`PreTrainedModel`): stock or parallelized; `UnsupportedError` if the mode does not support it.
+        mode (`str`, *optional*): `"full"`, `"selective"` or `None` (no change); `ConfigError` for other values.
     """
     if mode not in CHOICES["recompute"]:
         raise ConfigError(f"recompute = {mode!r}: expected None, 'full' or 'selective'.")
-    # Attention is recomputed where transformers looks the function up, which is one of the patches.
+    # The lookup of transformers' attention functions is one of the patches.
     PATCH_REGISTRY.activate()
     if mode == "full":
         try:
@@ -66,32 +67,33 @@ def _recompute_cores(model: nn.Module) -> None:
 
 
 class RecomputedCore:
-    """The recomputed core of one attention module; kept on it as `_hf_megatron_core`."""
+    """Recomputed core of one attention module; stored on it as `_hf_megatron_core`."""
 
     def __init__(self, name: str):
         self.name = name
         self.ran = False
 
     def install(self, module: nn.Module) -> None:
-        # An attribute of the module rather than a table of modules, so that copies of the model recompute too.
+        # Stored as an attribute rather than in a table of modules, so that copies of the model recompute too.
         module._hf_megatron_core = self  # type: ignore[assignment]
         module.register_forward_hook(self._leave)
 
     def run(self, core: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Returns the core's result; in training without what autograd would keep of it."""
+        """Returns the core's result; in training, its activations are recomputed in backward instead of saved."""
         if not _is_training(module):
             return core(module, *args, **kwargs)
         self.ran = True
 
-        # Everything is handed over by position: checkpoint looks there for tensors to save and for their devices.
+        # Pass all arguments by position: checkpoint only looks there for tensors to save and for their devices.
         def recomputed(*values: Any) -> Any:
             return core(module, *values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
 
+        # The RNG state is saved because dropout inside the core must draw the same mask again.
         return checkpoint(recomputed, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=True)
 
     @shard_safe
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        # Some forwards reach the interface in some configurations only (GPT-2's `reorder_and_upcast_attn`).
+        # Some forwards call the interface only in some configurations (GPT-2's `reorder_and_upcast_attn`).
         if _is_training(module) and not self.ran:
             raise UnsupportedError(
                 f"recompute='selective': {self.name} ({type(module).__name__}) went past transformers' attention "
@@ -116,7 +118,7 @@ def _dispatch(core: Callable[..., Any], module: nn.Module, *args: Any, **kwargs:
 
 
 def recomputing(core: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function of attention: called with a module, it runs as that module's core is to be run."""
+    """Wraps an attention function so that it recomputes the core if the calling module is configured for it."""
     return partial(_dispatch, core)
 
 

@@ -1,8 +1,8 @@
-"""Elementwise results that backward computes again from what autograd saves for them anyway.
+"""Elementwise results that are recomputed in backward from tensors that autograd saves anyway.
 
-The down projection of a gated MLP saves `silu(gate) * up`, that product saves both of its factors, and silu saves
-`gate`: four tensors of the MLP's width, of which two are enough. Which operation made a tensor is read from its node in
-autograd's graph, so nothing has to be known of the model's forward.
+In a gated MLP, the down projection saves `silu(gate) * up`, the product saves both of its factors, and silu saves
+`gate`: four tensors of the MLP's width, although two are enough. The operation that produced a tensor is read from its
+autograd node, so the model's forward need not be known.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,13 +25,14 @@ _ACTIVATIONS: Mapping[str, Callable[[Any], Tensor]] = {
 
 
 def recomputed_for(x: Tensor) -> tuple[Tensor, AbstractContextManager]:
-    """Returns what a linear reads in place of `x`, of any shape, and a context in which it saves how `x` was made.
+    """Returns the input for a linear, equal to `x` of any shape, and a context in which it is saved for recomputation.
 
-    Where no known operation made `x`, or what it was made of is not saved, `x` is saved as it is.
+    If `x` was not produced by a known operation, or the operation's inputs are not saved, `x` itself is saved.
     """
     make = _computing(x.grad_fn)
     if make is None:
         return x, nullcontext()
+    # An in-place change of `x` invalidates a saved view of it, but not a saved autocast copy.
     version, own_dtype = Version(x), x.dtype
 
     def form(saved: Tensor, dtype: torch.dtype) -> Packed:
@@ -41,7 +42,7 @@ def recomputed_for(x: Tensor) -> tuple[Tensor, AbstractContextManager]:
 
 
 def _computing(node: Any) -> Callable[[], Tensor] | None:
-    """Returns what computes the result of a node again; a product keeps factors that are activations likewise."""
+    """Returns a function that recomputes a node's result, or `None`; applies to a product's factors as well."""
     if node is None:
         return None
     if node.name() != _PRODUCT:
@@ -60,7 +61,7 @@ def _computing_activation(node: Any) -> Callable[[], Tensor] | None:
 
 
 def _keep(node: Any, name: str, make: Callable[[], Tensor] | None) -> bool:
-    """Has a node save one of its tensors as it is, or as what computes it; `False` where that is not possible."""
+    """Sets how a node saves one of its tensors: as it is, or recomputed by `make`; `False` if it cannot be packed."""
 
     def pack(saved: Tensor) -> Packed:
         return Kept(saved) if make is None else Remade(saved, Version(saved), make)

@@ -1,6 +1,6 @@
-"""What autograd saves for backward, kept in another form: when that is allowed, and how edits in place are still seen.
+"""Packed forms of tensors that autograd saves: when packing is allowed, and the detection of in-place modifications.
 
-torch compares the version counters of saved tensors only where no pack hook was at work, so every form keeps them here.
+torch compares the version counters of saved tensors only if they have no pack hooks, so each form checks them itself.
 """
 
 from collections.abc import Callable
@@ -15,17 +15,17 @@ from ...compat.torch_memory import storage_id
 
 
 class Packed(Protocol):
-    """One saved tensor in another form."""
+    """Saved tensor in a packed form."""
 
     def unpack(self) -> Tensor:
-        """Returns the tensor as it was saved; `RuntimeError` where it was changed in place since."""
+        """Returns the tensor as it was saved; `RuntimeError` if it was modified in place since."""
 
 
 def may_pack() -> bool:
-    """Tells whether what is saved now may be kept in another form.
+    """Returns whether tensors that are saved now may be packed.
 
-    Somebody else's hooks (gradient checkpointing's, offloading) have the first word, and what a backward computes again
-    lives for a moment only.
+    Hooks of other code (gradient checkpointing, offloading) take precedence, and tensors saved during recomputation in
+    backward are short-lived.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
@@ -44,25 +44,25 @@ def _changed(name: str, found: int, expected: int) -> RuntimeError:
 
 
 class Version:
-    """The version counter of a tensor of any shape, without its memory."""
+    """Version counter of a tensor of any shape, without its memory."""
 
     def __init__(self, tensor: Tensor):
         self._expected, self._name = tensor._version, _name(tensor)
         self._counter = tensor.detach()
-        # Setting `.data` exchanges the memory and leaves the counter, which a detached tensor shares with its origin.
+        # Assigning `.data` replaces the memory but keeps the counter, which a detached tensor shares with its base.
         self._counter.data = tensor.new_empty(0)
 
     def is_current(self) -> bool:
         return self._counter._version == self._expected
 
     def check(self) -> None:
-        """Raises the `RuntimeError` that torch raises for a saved tensor that was changed in place."""
+        """Raises the same `RuntimeError` as torch for a saved tensor that was modified in place."""
         if not self.is_current():
             raise _changed(self._name, self._counter._version, self._expected)
 
 
 class Kept:
-    """A saved tensor that stays as it is."""
+    """Saved tensor in its original form."""
 
     def __init__(self, tensor: Tensor):
         self._tensor, self._expected = tensor.detach(), tensor._version
@@ -74,12 +74,12 @@ class Kept:
 
 
 class Remade:
-    """A saved view of a tensor that is not kept: that tensor is made again, and viewed in the same way.
+    """View of a tensor that is not saved: the tensor is recomputed and viewed in the same way.
 
     Args:
         saved (`Tensor`): the view, of any shape.
-        version (`Version`, *optional*): of the tensor that is not kept, where others may change it.
-        make (`Callable`): returns that tensor again: the same bits and strides, in memory of its own.
+        version (`Version`, *optional*): version of the discarded tensor, if other code can modify it.
+        make (`Callable`): recomputes that tensor, with identical values and strides and in new memory.
     """
 
     def __init__(self, saved: Tensor, version: Version | None, make: Callable[[], Tensor]):
@@ -94,16 +94,18 @@ class Remade:
 
 
 def saved_as(x: Tensor, form: Callable[[Tensor, torch.dtype], Packed]) -> tuple[Tensor, saved_tensors_hooks]:
-    """Returns what a product shall read in place of `x`, of any shape, and the context in which to compute it.
+    """Returns the input for a matmul, equal to `x` of any shape, and the context in which to compute the matmul.
 
-    Under autocast that is a copy in another type. `form` is called with each view of it that is saved, and its type.
+    Under autocast the input is a copy in the autocast dtype. `form` is called with each saved view of the input and
+    the input's dtype.
     """
     read = x
     if torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64:
-        # Here rather than in the product, which would save a copy that nobody knows.
+        # Cast here rather than inside the matmul, whose own copy would not be recognized by `pack`.
         read = x.to(torch.get_autocast_dtype(x.device.type))
     number, dtype = storage_id(read), read.dtype
 
+    # Views are matched by storage: a linear saves a flattened view of its input.
     def pack(saved: Tensor) -> Packed:
         return form(saved, dtype) if storage_id(saved) == number else Kept(saved)
 

@@ -1,8 +1,8 @@
-"""MLPs that compute some tokens at a time, in forward and again in backward (Bekman et al., 2025, "ALST", TiledMLP).
+"""MLPs computed in tiles of tokens, in forward and in recomputation (Bekman et al., 2025, "ALST", TiledMLP).
 
-The wide activations of one tile are all that exists at a time, whatever the length of a row. An MLP is found by its
-structure: linears, activations and dropout alone. That it treats each token by itself is seen in the first call of each
-class, on some of its tokens.
+Only one tile's wide activations exist at a time, whatever the sequence length. MLPs are detected by structure: they
+contain only linears, activations and dropout. The first call of each class checks on some tokens that the MLP is
+pointwise over tokens.
 """
 
 import inspect
@@ -18,17 +18,18 @@ from ...compat.instance_patches import mix_into
 from ...compat.transformers_models import fetches_attention_core
 from ...errors import UnsupportedError
 
+# Dim of the tokens in `[..., tokens, hidden]`.
 _TOKENS = -2
-# Of the first call of a class, computed at once and in two parts.
+# Number of tokens of the first call that are computed both at once and in two halves.
 _COMPARED = 64
 
 
 def tile_mlps(model: nn.Module, layers: str, tokens: int) -> list[str]:
-    """Has the MLPs of a model's layers compute so many tokens at a time in training; returns their names.
+    """Tiles the MLPs of a model's layers in training; returns their names.
 
     Args:
-        layers (`str`): the name of the list of layers.
-        tokens (`int`): of all rows of a batch together.
+        layers (`str`): name of the layer list.
+        tokens (`int`): tokens per tile, over all sequences of a batch.
     """
     compared: set[type] = set()
     found = list(find_mlps(model, layers))
@@ -65,12 +66,12 @@ def _is_linear(part: nn.Module) -> bool:
 
 
 class TiledMLP(nn.Module):
-    """Stands in front of an MLP's class.
+    """Mixin for an MLP that computes it in tiles of tokens.
 
     Attributes:
-        _tile (`int`): tokens.
-        _mlp_name (`str`): of the MLP.
-        _compared: classes that are known to treat tokens by themselves.
+        _tile (`int`): number of tokens per tile.
+        _mlp_name (`str`): name of the MLP.
+        _compared: classes verified to be pointwise over tokens.
     """
 
     _tile: int
@@ -78,15 +79,17 @@ class TiledMLP(nn.Module):
     _compared: set[type]
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Computes `[..., tokens, hidden]`; what is not a training step on more tokens than a tile has goes through."""
+        """Computes `[..., tokens, hidden]` in tiles; runs the plain forward outside training or for one tile."""
         rows = math.prod(hidden.shape[:_TOKENS])
+        # Tokens of each sequence per tile.
         size = max(1, self._tile // max(1, rows))
         is_trained = self.training and torch.is_grad_enabled()
         if args or kwargs or not is_trained or hidden.dim() < 2 or hidden.shape[_TOKENS] <= size:
             return super().forward(hidden, *args, **kwargs)
         self._compare(hidden)
+        # checkpoint saves only the tile's input [..., size, hidden] and recomputes its wide activations in backward.
         parts = [
-            # Some linears view what they are given.
+            # Some linears call `view` on their input, so a tile has to be contiguous.
             checkpoint(super(TiledMLP, self).forward, part.contiguous(), use_reentrant=False)
             for part in hidden.split(size, dim=_TOKENS)
         ]
@@ -99,6 +102,7 @@ class TiledMLP(nn.Module):
             return
         modes = [(part, part.training) for part in self.modules()]
         try:
+            # Dropout is disabled: it would differ between the two results.
             for part, _ in modes:
                 part.training = False
             some = hidden.narrow(_TOKENS, 0, min(_COMPARED, hidden.shape[_TOKENS]))
@@ -108,7 +112,7 @@ class TiledMLP(nn.Module):
         finally:
             for part, mode in modes:
                 part.training = mode
-        # Products of other shapes round differently; tokens that meet change each other altogether.
+        # Matmuls of other shapes round differently; mixing tokens causes far larger differences.
         limit = 0.05 * together.abs().amax()
         if not bool(((apart - together).abs() <= limit).all()):
             raise UnsupportedError(

@@ -1,7 +1,7 @@
-"""Keys and values of a training forward are kept only where the call asks for them.
+"""Training forwards return a KV cache only if the call requests one.
 
-Configs ask for a cache by default, which training never reads. With a cache transformers also takes packed documents,
-told by their positions, for one: the loss of a plain loop then depends on a flag that is about generation.
+Model configs enable the cache by default, but training never reads it. With a cache, transformers also treats packed
+documents, which are marked by their positions, as one: the loss of a plain loop would depend on a generation flag.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ _CACHES = ("past_key_values", "cache_params")
 
 
 class UnavailableCache(UnavailableOutput):
-    """Stands where one process returns keys and values."""
+    """Placeholder for the KV cache that the single-process model returns."""
 
     message = (
         "Keys and values were not kept: a training forward, and any of a pipeline or with cp_size > 1, keeps them only "
@@ -33,15 +33,15 @@ class UnavailableCache(UnavailableOutput):
 
 
 def leave_out_in_training(model: Any, hooks: ForwardHooks, *, pipelined: bool, always: bool = False) -> None:
-    """Makes forwards of a model in training behave as with `use_cache=False`, unless the call says otherwise.
+    """Disables the KV cache in a model's training forwards, as `use_cache=False`, unless the call requests it.
 
-    They raise `UnsupportedError` where that would tell documents apart which one process takes for one. Where one
-    process would have returned a cache an `UnavailableCache` stands.
+    Forwards raise `UnsupportedError` if that would separate packed documents that a single process treats as one.
+    Outputs contain an `UnavailableCache` if a single process would have returned a cache.
 
     Args:
-        hooks (`ForwardHooks`): of the model.
-        pipelined (`bool`): whether the model may return none by itself.
-        always (`bool`): in evaluation too.
+        hooks (`ForwardHooks`): the model's hooks.
+        pipelined (`bool`): whether the model runs in a pipeline, which may return no cache.
+        always (`bool`): whether to disable it in evaluation too.
     """
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     if "use_cache" in names:
@@ -50,11 +50,11 @@ def leave_out_in_training(model: Any, hooks: ForwardHooks, *, pipelined: bool, a
 
 
 def reject_cache(model: Any, hooks: ForwardHooks, why: str) -> None:
-    """Makes a model's calls go without a cache, and raise `UnsupportedError` where one is asked for or given.
+    """Disables the cache in all calls of a model; raises `UnsupportedError` if a call requests or passes one.
 
     Args:
-        hooks (`ForwardHooks`): of the model.
-        why (`str`): a sentence.
+        hooks (`ForwardHooks`): the model's hooks.
+        why (`str`): the reason, as a sentence.
     """
     names = list(inspect.signature(type(model).forward).parameters)[1:]
 
@@ -71,11 +71,11 @@ def reject_cache(model: Any, hooks: ForwardHooks, why: str) -> None:
 
 
 class _Hook(Shared):
-    """Leaves a cache out, and says so in what is returned; `names` are those of the call's arguments, in order."""
+    """Forward hooks that omit the cache and put a placeholder into the output; `names` are the forward's arguments."""
 
     def __init__(self, names: list[str], pipelined: bool, always: bool):
         self.names, self.pipelined, self.always = names, pipelined, always
-        # Whether one process would return a cache from the forward that runs.
+        # Whether the single-process model would return a cache from the current forward.
         self.expected = False
 
     def before(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -83,6 +83,7 @@ class _Hook(Shared):
         for cache in _caches(given):
             if isinstance(cache, UnavailableCache):
                 raise UnsupportedError(cache.message)
+        # In a tuple, omitting the cache would shift the values after it, so it is kept.
         by_name = given.get("return_dict")
         returns_tuple = not (model.config.return_dict if by_name is None else by_name)
         is_asked = "use_cache" in given or returns_tuple or bool(_caches(given))
@@ -99,14 +100,14 @@ class _Hook(Shared):
         is_read_by_name = isinstance(output, ModelOutput) and dataclasses.is_dataclass(output)
         if not self.expected or not is_read_by_name or torch.compiler.is_compiling():
             return None
-        # In the place that it has in a tuple.
+        # Rebuild the output, so that the cache has its usual position in the tuple form.
         values = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
         off_stage = {name: UnavailableCache() for name in _CACHES if name in values and values[name] is None}
         return type(output)(**values | off_stage) if off_stage else None
 
 
 def leave_out(model: Any, arguments: dict[str, Any]) -> None:
-    """Makes a call keep no keys and values; `UnsupportedError` where one process would take documents for one then."""
+    """Disables the cache of a call; `UnsupportedError` if a single process would treat its packed documents as one."""
     if _makes_cache(model, arguments):
         _reject_documents(model, arguments)
     arguments["use_cache"] = False
@@ -117,16 +118,16 @@ def _caches(arguments: Mapping[str, Any]) -> list[Any]:
 
 
 def _makes_cache(model: Any, arguments: Mapping[str, Any]) -> bool:
-    """Tells whether one process would make a cache in a call, and return it."""
+    """Returns whether a single process would create a cache in a call and return it."""
     wanted = arguments.get("use_cache")
     if wanted is None:
         wanted = getattr(model.config.get_text_config(), "use_cache", False)
-    # Checkpointing has transformers leave it out.
+    # With gradient checkpointing, transformers disables the cache.
     return bool(wanted) and not _caches(arguments) and not (model.training and checkpoints_activations(model))
 
 
 def _reject_documents(model: Any, arguments: Mapping[str, Any]) -> None:
-    # With a mask, transformers looks at no positions.
+    # With a mask, transformers ignores the positions.
     positions = arguments.get("position_ids")
     if arguments.get("attention_mask") is not None or not isinstance(positions, Tensor) or positions.dim() != 2:
         return
