@@ -1,17 +1,17 @@
-"""Where every rank of a layout sits, told without a process group.
+"""Rank layout: the axes and each rank's position on them, computed without a process group.
 
     world = tp x cp x pp x dp, tp innermost, dp outermost
-    dp    = dp_shard x dp_replicate                         ranks that share state, and repetitions of them
-    dp_cp = dp x cp                                         ranks that see parts of one batch of data
-    cp    = cp_inner x cp_outer                             neighbours that exchange heads, and rings of them
+    dp    = dp_shard x dp_replicate                         ranks that shard state, and replicas of them
+    dp_cp = dp x cp                                         ranks that see different parts of one batch
+    cp    = cp_inner x cp_outer                             neighbors that exchange heads, and rings of them
     tp x cp x dp of one pipeline stage = etp x ep x edp     the same ranks, as experts see them
 
-transformers' own mesh and Megatron's default put pp outermost; dp is outermost here because Trainer's and
-Accelerate's data arithmetic then holds unchanged: neighbouring ranks share a batch.
+transformers' own mesh and Megatron's default put pp outermost; here dp is outermost, so that the data arithmetic of
+Trainer and Accelerate holds unchanged: neighboring ranks share a batch.
 
-An axis is a list of digits, innermost first. A digit `(stride, size)` of a rank's number is `rank // stride % size`, so
-that axes are cut, joined and taken out of each other by arithmetic on strides: tp2 x pp2 x dp2 is the digits (1, 2),
-(2, 2), (4, 2), and ep 4 within a stage of it is (1, 2), (4, 2).
+An axis is a list of digits, innermost first. The value of a digit `(stride, size)` for a rank is `rank // stride %
+size`, so axes are split, joined and subtracted by arithmetic on strides: tp2 x pp2 x dp2 has the digits (1, 2), (2,
+2), (4, 2), and ep 4 within one of its stages has (1, 2), (4, 2).
 """
 
 import itertools
@@ -27,7 +27,7 @@ Digit = tuple[int, int]
 
 
 def _in_normal_form(digits: Iterable[Digit]) -> tuple[Digit, ...]:
-    """Digits innermost first, without those of size 1, neighbours made one."""
+    """Returns the digits innermost first, adjacent ones merged, and without digits of size 1."""
     joined: list[Digit] = []
     for stride, size in sorted(digit for digit in digits if digit[1] > 1):
         if joined and joined[-1][0] * joined[-1][1] == stride:
@@ -39,10 +39,10 @@ def _in_normal_form(digits: Iterable[Digit]) -> tuple[Digit, ...]:
 
 @dataclass(frozen=True)
 class Axis:
-    """Ranks that differ in some digits of their number and agree in all others.
+    """Set of ranks that differ in some digits and agree in all others.
 
     Args:
-        digits: `(stride, size)` pairs; their order does not matter.
+        digits: `(stride, size)` pairs in any order.
     """
 
     digits: tuple[Digit, ...] = ()
@@ -52,11 +52,11 @@ class Axis:
 
     @cached_property
     def size(self) -> int:
-        """Ranks on the axis."""
+        """Number of ranks on the axis."""
         return math.prod(size for _, size in self.digits)
 
     def rank(self, world_rank: int) -> int:
-        """Returns where a rank of the world sits on the axis."""
+        """Returns the position of a world rank on the axis."""
         place, weight = 0, 1
         for stride, size in self.digits:
             place += world_rank // stride % size * weight
@@ -64,17 +64,17 @@ class Axis:
         return place
 
     def ranks(self, world_rank: int) -> tuple[int, ...]:
-        """Returns the ranks of the world on the axis through a rank, in the axis's order."""
+        """Returns the world ranks on the axis through `world_rank`, in the axis's order."""
         origin = world_rank - sum(world_rank // stride % size * stride for stride, size in self.digits)
         steps = [[stride * index for index in range(size)] for stride, size in reversed(self.digits)]
         return tuple(origin + sum(offsets) for offsets in itertools.product(*steps))
 
     def joined(self, *others: "Axis") -> "Axis":
-        """Joins this axis and others that have no rank in common with it."""
+        """Joins this axis and others that have no digit in common with it."""
         return Axis(tuple(digit for axis in (self, *others) for digit in axis.digits))
 
     def inner(self, size: int) -> "Axis":
-        """Cuts out the innermost `size` ranks; raises `ConfigError` where `size` does not divide the axis."""
+        """Returns the innermost `size` ranks as an axis; raises `ConfigError` if `size` does not divide the axis."""
         digits, left = [], size
         for stride, unsharded in self.digits:
             taken = min(unsharded, left)
@@ -87,14 +87,14 @@ class Axis:
         return Axis(tuple(digits))
 
     def without(self, *others: "Axis") -> "Axis":
-        """Takes others, each a part of the axis, out of it."""
+        """Removes other axes, each contained in this one, from the axis."""
         digits = list(self.digits)
         for stride, size in (digit for axis in others for digit in axis.digits):
             digits = [part for digit in digits for part in _difference(digit, (stride, size))]
         return Axis(tuple(digits))
 
     def common(self, other: "Axis") -> "Axis":
-        """Returns the part of the axis that is a part of the other one too."""
+        """Returns the intersection with another axis."""
         return self.without(self.without(other))
 
 
@@ -113,7 +113,7 @@ def _difference(digit: Digit, other: Digit) -> Iterator[Digit]:
 
 
 def _filled(size: int, *axes: Axis) -> Axis:
-    """Fills an axis of `size` ranks from others, using each up before the next is begun."""
+    """Fills an axis of `size` ranks from other axes, using up each one before the next."""
     parts, left = [], size
     for axis in axes:
         taken = min(left, axis.size)
@@ -132,7 +132,7 @@ def _filled(size: int, *axes: Axis) -> Axis:
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of a layout, and one rank's place on them.
+    """Axes of a layout, and one rank's position on them.
 
     Args:
         world_rank (`int`): the rank.
@@ -144,12 +144,12 @@ class Axes:
 
     @classmethod
     def of(cls, config: MegatronConfig, world_rank: int) -> "Axes":
-        """Makes the axes of a layout, `dp_size` 1 unless stated; raises `ConfigError` for what does not fit."""
+        """Creates the axes of a layout, with `dp_size` 1 by default; raises `ConfigError` if sizes do not fit."""
         dp_size = config.dp_size or 1
         replicas = config.dp_replicate_size
         if dp_size % replicas:
             raise ConfigError(f"MegatronConfig.dp_replicate_size = {replicas}: does not divide dp_size = {dp_size}.")
-        # Stage 0 shares nothing: every rank repeats the others.
+        # ZeRO stage 0 shards no state: every rank is a replica.
         copies = None if config.zero_stage == 0 else replicas
         world_size = config.ranks_per_replica * dp_size
         if not 0 <= world_rank < world_size:
@@ -173,14 +173,14 @@ class Axes:
         dp_replicate: int | None = 1,
         cp_inner: int = 1,
     ) -> "Axes":
-        """Makes the axes of a layout of these sizes; raises `ConfigError` where they do not divide each other.
+        """Creates the axes of a layout from sizes; raises `ConfigError` if they do not divide each other.
 
         Args:
-            etp, ep (`int`, defaults to 1): of tp x cp x dp; experts split over etp x ep ranks are repeated on edp.
-                ep fills what etp leaves of tp first, then cp, then dp.
-            dp_replicate (`int`, *optional*, defaults to 1): repetitions of what the other dp ranks share; with `None`
-                nothing is shared, over cp neither.
-            cp_inner (`int`, defaults to 1): neighbours of cp that exchange heads.
+            etp, ep (`int`, defaults to 1): expert axes within tp x cp x dp; experts split over etp x ep ranks are
+                replicated over edp. ep takes the ranks of tp that etp leaves, then cp, then dp.
+            dp_replicate (`int`, *optional*, defaults to 1): number of replicas of the state that is sharded over the
+                other dp ranks; `None` shards nothing, not over cp either.
+            cp_inner (`int`, defaults to 1): number of neighboring cp ranks that exchange heads.
         """
         axes: dict[str, Axis] = {}
         stride = 1
@@ -195,7 +195,7 @@ class Axes:
         axes["etp"] = axes["tp"].inner(etp)
         axes["ep"] = _filled(ep, axes["tp"].without(axes["etp"]), axes["cp"], axes["dp"])
         axes["edp"] = stage.without(axes["etp"], axes["ep"])
-        # Ranks that see parts of one batch of data, whose targets make one denominator.
+        # Ranks that process parts of one batch: the loss denominator sums their target counts.
         axes["dp_cp"] = axes["dp"].joined(axes["cp"])
         replicas = stage if dp_replicate is None else axes["dp"].without(axes["dp"].inner(dp // dp_replicate))
         for name in ("dp", "dp_cp", "edp"):
@@ -206,11 +206,11 @@ class Axes:
         return cls(world_rank, tuple(axes.items()))
 
     def with_axis(self, name: str, axis: Axis) -> "Axes":
-        """Returns these axes and another one."""
+        """Returns these axes with one more."""
         return Axes(self.world_rank, (*self.named, (name, axis)))
 
     def of_rank(self, world_rank: int) -> "Axes":
-        """Returns the same axes as another rank sees them."""
+        """Returns the same axes for another rank."""
         return Axes(world_rank, self.named)
 
     @cached_property
@@ -223,23 +223,23 @@ class Axes:
         return self._by_name[name]
 
     def size(self, name: str) -> int:
-        """Counts the ranks on an axis."""
+        """Returns the number of ranks on an axis."""
         return self[name].size
 
     def rank(self, name: str) -> int:
-        """Returns this rank's place on an axis."""
+        """Returns this rank's position on an axis."""
         return self[name].rank(self.world_rank)
 
     def ranks(self, name: str) -> tuple[int, ...]:
-        """Returns the ranks of the world on an axis through this rank, in the axis's order."""
+        """Returns the world ranks on an axis through this rank, in the axis's order."""
         return self[name].ranks(self.world_rank)
 
     def neighbour(self, name: str, step: int = 1) -> int:
-        """Returns the rank of the world some steps along an axis, which is a ring."""
+        """Returns the world rank `step` positions along an axis, treated as a ring."""
         ranks = self.ranks(name)
         return ranks[(self.rank(name) + step) % len(ranks)]
 
     def groups(self, name: str) -> list[tuple[int, ...]]:
-        """Lists every group of ranks along an axis, in the order of their first ranks."""
+        """Returns all groups of ranks along an axis, in the order of their first ranks."""
         axis = self[name]
         return list(dict.fromkeys(axis.ranks(rank) for rank in range(self.size("world"))))

@@ -1,8 +1,8 @@
 """Runs a function on several ranks that are forked from this process.
 
-This process has imported torch and transformers already; a fork starts in milliseconds where a fresh interpreter takes
-seconds. Process groups exist only in the forks, and every call has forks of its own: what runs in them may be a closure
-and may leave anything behind.
+This process has already imported torch and transformers; a fork starts in milliseconds, a fresh interpreter takes
+seconds. Process groups exist only in the forks, and every call creates new forks: the function may be a closure and
+may leave any state in its process.
 """
 
 import contextlib
@@ -30,10 +30,11 @@ from ..compat.patch_registry import PATCH_REGISTRY
 from ..errors import RankError
 from .io.safe_paths import replace_file
 
-# After one rank failed, the others get this long to fail on their own before they are killed.
+# Seconds that the other ranks have to fail on their own after one rank failed, before they are killed.
 _GRACE_SECONDS = 10.0
 
-# Imported by torch, transformers and this library when first used: by each rank again, unless they are here already.
+# Modules that torch, transformers and this library import lazily: imported before the fork, so that no rank repeats
+# it.
 _LAZY_IMPORTS = (
     "torch._dynamo",
     "torch.distributed._composable.fsdp",
@@ -50,13 +51,13 @@ _LAZY_IMPORTS = (
     "hf_megatron.data_parallel.untracked_leaves",
     "hf_megatron.parallelize",
 )
-# Functions that cache their result: called once before the fork, so that no rank has to repeat them.
+# Cached functions: called once before the fork, so that no rank has to repeat them.
 _CACHED = (
     ("hf_megatron.models.registry", "registered_types"),
     ("hf_megatron.compat.transformers_loading", "build_weight_conversions"),
     ("hf_megatron.model_cards.card", "card_template"),
 )
-# Extras that transformers imports when it saves a model.
+# Optional packages that transformers imports when it saves a model.
 _OPTIONAL_IMPORTS = ("peft",)
 
 
@@ -68,29 +69,29 @@ def run_ranks(
     device: str = "cpu",
     **kwargs: Any,
 ) -> list[Any]:
-    """Calls `function(*args, **kwargs)` on `world_size` forked ranks of a job, one thread each.
+    """Calls `function(*args, **kwargs)` on `world_size` forked ranks of a job, with one CPU thread each.
 
     Args:
-        function (`Callable`): runs on every rank; what it returns must be picklable; its tensors are handed over in
-            the memory of the CPU.
-        world_size (`int`): ranks.
+        function (`Callable`): runs on every rank; its result must be picklable, and tensors in it are moved to the
+            CPU.
+        world_size (`int`): number of ranks.
         timeout (`float`, defaults to 120): seconds until all ranks are killed.
-        device (`str`, defaults to `"cpu"`): the ranks' own, over gloo; or `"cuda"`, over NCCL. Where there are fewer
-            GPUs than ranks, some share one. This process must not have used a GPU before: forks cannot use it then.
+        device (`str`, defaults to `"cpu"`): `"cpu"` (gloo) or `"cuda"` (NCCL). With fewer GPUs than ranks, ranks share
+            GPUs. This process must not have initialized CUDA, as forks could not use it then.
 
     Returns:
-        `list`: each rank's result, in the order of ranks.
+        `list`: each rank's result, in rank order.
 
     Raises:
-        RankError: with the traceback of every rank that failed, and the names of those that were stuck.
+        RankError: one or more ranks failed or got stuck; contains the traceback of each failed rank.
     """
 
     def on_rank() -> Any:
         result = function(*args, **kwargs)
         if device == "cuda":
-            # What a rank has only begun to send would end with it.
+            # Pending sends would be lost when the rank exits.
             torch.cuda.synchronize()
-            # On the hosts: a rank that has left a barrier of devices may be gone before another's has ended.
+            # Use a host barrier: after a device barrier, a rank may exit before another rank's barrier has completed.
             dist.barrier(dist.new_group(backend="gloo"))
         return result
 
@@ -101,10 +102,10 @@ def run_ranks(
             backend, gpus = "nccl", torch.cuda.device_count()
             torch.cuda.set_device(rank % gpus)
             set_gpu_environment(rank, world_size, gpus)
-            # Sums of products of ten bits each, by default, are compared with a CPU's.
+            # cuDNN defaults to TF32 (10-bit mantissas), but results are compared with a CPU's.
             torch.backends.cudnn.allow_tf32 = False
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-        # A rank that has nothing to do would be gone before others are connected to it.
+        # Otherwise a rank without work could exit before the others have connected to it.
         dist.barrier(device_ids=[torch.cuda.current_device()] if device == "cuda" else None)
 
     return run_forks(on_rank, range(world_size), world_size, join, timeout)
@@ -117,11 +118,11 @@ def run_forks(
     join: Callable[[int, Path], None],
     timeout: float,
 ) -> list[Any]:
-    """Calls a function on forks that each are a rank of a job; results and errors as of `run_ranks`.
+    """Calls a function on forked ranks of a job; returns results and raises errors as `run_ranks`.
 
     Args:
-        ranks: of the job, one fork for each.
-        join (`Callable`): (rank, an empty folder that all of them share) makes the process group.
+        ranks: ranks of the job to fork.
+        join (`Callable`): creates the process group; called with the rank and an empty folder that all ranks share.
     """
     make_ready_to_fork()
     directory = Path(tempfile.mkdtemp(prefix="hf_megatron_ranks_"))
@@ -144,7 +145,7 @@ def run_forks(
 
 @functools.cache
 def make_ready_to_fork() -> None:
-    """Imports and builds once what every fork of this process would by itself."""
+    """Runs the imports and cached functions once that every fork would otherwise repeat."""
     installed = [name for name in _OPTIONAL_IMPORTS if importlib.util.find_spec(name) is not None]
     for name in (*_LAZY_IMPORTS, *installed):
         importlib.import_module(name)
@@ -154,14 +155,14 @@ def make_ready_to_fork() -> None:
 
 
 def leave_parents_objects() -> None:
-    """Keeps this fork's collector off the objects of the process it came from: looking at them copies their pages."""
+    """Excludes the parent's objects from this fork's garbage collection, which would copy their memory pages."""
     gc.freeze()
 
 
 def _be_rank(
     function: Callable[[], Any], rank: int, world_size: int, directory: Path, join: Callable[[int, Path], None]
 ) -> None:
-    """Runs the function in the fork, writes what it returned, and never returns itself."""
+    """Runs the function in the fork, writes its result, and exits the process."""
     status = 1
     try:
         leave_parents_objects()
@@ -191,7 +192,7 @@ def _written(outcome: tuple[bool, Any]) -> bytes:
 
 
 def _wait(processes: dict[int, int], directory: Path, timeout: float) -> list[int]:
-    """Waits for all ranks; returns those still running when time, or patience after a failure, ran out."""
+    """Waits for all ranks; returns those still running at the timeout, or after a failure and the grace period."""
     deadline = time.monotonic() + timeout
     running = dict(processes)
     while running and time.monotonic() < deadline:
@@ -217,7 +218,7 @@ def _collect(directory: Path, ranks: Sequence[int], stuck: list[int], timeout: f
         elif not file.exists():
             failures.append(f"rank {rank} died without a result")
         else:
-            # A tensor on a GPU would have this process use it, after which no fork of it could.
+            # A tensor on a GPU would initialize CUDA in this process, after which its forks could not use it.
             ok, value = torch.load(file, map_location="cpu", weights_only=False)
             if ok:
                 results.append(value)
@@ -229,13 +230,13 @@ def _collect(directory: Path, ranks: Sequence[int], stuck: list[int], timeout: f
 
 
 def find_unsupported_reason(text: str) -> str | None:
-    """Returns the reason of this library's that is the last line of a rank of a `RankError`; `None` without one."""
+    """Returns the first error message of this library in the text of a `RankError`; `None` if there is none."""
     reasons = re.findall(r"^hf_megatron\.errors\.\w+: (.*)$", text, re.MULTILINE)
     return reasons[0] if reasons else None
 
 
 def first_reason(text: str) -> str:
-    """Returns the last line of the rank that gave a reason of this library's, else of the first, of a `RankError`."""
+    """Returns the last line of the first rank that failed with an error of this library, else of the first rank."""
     ranks = [[line for line in rank.splitlines() if line.strip().strip("^~ ")] for rank in text.split("\nrank ")]
     last = [lines[-1].strip() for lines in ranks if lines]
     named = [line for line in last if line.startswith("hf_megatron.errors.")]
@@ -247,7 +248,7 @@ if TYPE_CHECKING:
 
 
 def set_rank_environment(rank: int, world_size: int) -> None:
-    """Exports what a launcher would for this rank; used by the fork harness of `hf_megatron.testing`."""
+    """Sets the environment variables that a launcher would set for this rank; used by the fork harness."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -256,18 +257,18 @@ def set_rank_environment(rank: int, world_size: int) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="29500",
         OMP_NUM_THREADS="1",
-        # Without a name gloo asks the resolver for this host's address, which may not answer.
+        # Without an interface, gloo resolves this host's name, which may time out.
         GLOO_SOCKET_IFNAME="lo",
-        # Whether or not there are accelerators beside them.
+        # Independent of whether the host has accelerators.
         ACCELERATE_USE_CPU="true",
     )
 
 
 def set_gpu_environment(rank: int, world_size: int, gpus: int) -> None:
-    """Makes a rank of `set_rank_environment` one on a GPU.
+    """Sets the environment of a rank from `set_rank_environment` to use a GPU.
 
-    NCCL refuses two ranks of one host on one GPU. Ranks that share one are given hosts of their own, which talk through
-    sockets.
+    NCCL does not support two ranks of one host on one GPU. Ranks that share a GPU get different host ids, and
+    communicate through sockets.
     """
     os.environ["ACCELERATE_USE_CPU"] = "false"
     if gpus < world_size:

@@ -1,4 +1,4 @@
-"""Ordered table of what runs before and after a parallelized model's forward."""
+"""Ordered table of the functions that run before and after a parallelized model's forward."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-# (module, args, kwargs) -> new (args, kwargs), or `None` where they stay as they are.
+# (module, args, kwargs) -> new (args, kwargs), or `None` to keep them.
 Enter = Callable[[Any, tuple, dict[str, Any]], tuple[tuple, dict[str, Any]] | None]
-# (module, args, output) -> a new output, or `None` where it stays as it is.
+# (module, args, output) -> a new output, or `None` to keep it.
 Exit = Callable[[Any, tuple, Any], Any]
 
 
@@ -20,15 +20,15 @@ class _Row:
 
 
 class ForwardHooks:
-    """One forward pre-hook and one forward hook of a model, each of which walks a table in a declared order.
+    """One forward pre-hook and one forward hook of a model; each calls a table of functions in a declared order.
 
-    Features add their functions by name while a model is parallelized; the order of the names decides which runs first,
-    not the order in which the features are installed. `print` shows the table.
+    Features add their functions by name while a model is parallelized; the declared order of the names determines the
+    execution order, independent of the order of installation. `print` shows the table.
 
     Args:
-        enter_order (`Sequence[str]`): names in the order in which their functions run before the forward; others run
-            after these.
-        exit_order (`Sequence[str]`): the same after the forward.
+        enter_order (`Sequence[str]`): names in the order in which their functions run before the forward; other names
+            run last.
+        exit_order (`Sequence[str]`): the same for functions after the forward.
     """
 
     def __init__(self, enter_order: Sequence[str] = (), exit_order: Sequence[str] = ()):
@@ -40,7 +40,7 @@ class ForwardHooks:
         self._first_exits: frozenset[str] = frozenset()
 
     def install(self, model: nn.Module) -> None:
-        """Registers the two hooks with a model."""
+        """Registers the two hooks on a model."""
         self._model = model
         self._handles = (
             model.register_forward_pre_hook(self._enter, with_kwargs=True),
@@ -48,13 +48,13 @@ class ForwardHooks:
         )
 
     def enclose(self, first_exits: Collection[str]) -> None:
-        """Encloses the hooks that another library has registered with the model since, such as FSDP2.
+        """Moves the hooks outside the hooks that another library, such as FSDP2, has registered on the model since.
 
-        What runs before the forward runs before theirs, and what runs after it after theirs.
+        Functions before the forward then run before that library's hooks, functions after the forward run after them.
 
         Args:
-            first_exits (`Collection[str]`): names whose functions run before theirs after the forward, too; they have a
-                hook of their own.
+            first_exits (`Collection[str]`): names whose functions still run before the library's hooks after the
+                forward; they get a separate hook.
         """
         assert self._model is not None
         before, after = self._handles
@@ -71,8 +71,9 @@ class ForwardHooks:
         Args:
             name (`str`): a name of the declared orders; functions of one name run in the order of their addition.
             enter (`Callable`, *optional*): called before the forward.
-            exit (`Callable`, *optional*): called after it.
-            always_exit (`bool`, defaults to `False`): call `exit` with the output `None` after a failed forward, too.
+            exit (`Callable`, *optional*): called after the forward.
+            always_exit (`bool`, defaults to `False`): whether to call `exit` with the output `None` after a failed
+                forward.
         """
         if enter is not None:
             _insert(self._enters, _Row(name, enter), self._enter_order)
@@ -88,7 +89,7 @@ class ForwardHooks:
         *,
         always_exit: bool = False,
     ) -> None:
-        """Adds functions of a module: to the table for the model itself, as hooks of its own for one inside of it."""
+        """Adds functions of a module: to the table for the model itself, as separate hooks for its submodules."""
         if module is self._model:
             self.add(name, enter, exit, always_exit=always_exit)
             return
@@ -112,7 +113,7 @@ class ForwardHooks:
         return self._walk_exits(rows, model, args, output)
 
     def _walk_exits(self, rows: Sequence[_Row], model: nn.Module, args: tuple, output: Any) -> Any:
-        # torch calls the hook after an error, too, with the output None, which no model of transformers returns.
+        # torch also calls the hook after an error, with the output None, which no transformers model returns.
         has_failed = output is None
         for index, row in enumerate(rows):
             if has_failed and not row.always:
@@ -120,7 +121,7 @@ class ForwardHooks:
             try:
                 result = row.call(model, args, output)
             except BaseException:
-                # What has to be put back is put back, whatever this one raised; as torch does with several hooks.
+                # Cleanup functions run even if this one raised; as torch does with several hooks.
                 for other in rows[index + 1 :]:
                     if other.always:
                         other.call(model, args, None)
@@ -130,7 +131,7 @@ class ForwardHooks:
         return output
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Lists the table: `"before"` or `"after"`, the name, and the function's module and name."""
+        """Returns the table: `"before"` or `"after"`, the name, and the function's module and qualified name."""
         return [
             (when, row.name, _name_of(row.call))
             for when, rows in (("before", self._enters), ("after", self._exits))

@@ -1,4 +1,4 @@
-"""Lazy exports of a public package: a name imports its module when it is first read."""
+"""Lazy exports of a public package: a name's module is imported when the name is first accessed."""
 
 import importlib
 from collections.abc import Callable, Mapping

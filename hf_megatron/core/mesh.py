@@ -11,16 +11,16 @@ from .axes import Axes, Axis
 from .placement import Placement
 from .runtime import RUNTIME
 
-# Outermost first, as DeviceMesh wants them.
+# Outermost first, the order of DeviceMesh.
 WORLD_AXES = ("dp", "pp", "cp", "tp")
 _MARK = "_hf_megatron"
 
 
 class ParallelMesh(Shared):
-    """The device mesh of a job and the groups cut from it.
+    """Device mesh of a job, with its sub-meshes and process groups.
 
     Args:
-        axes (`Axes`): of the whole world, as this rank sees them.
+        axes (`Axes`): axes of the world, for this rank.
         device_type (`str`): `"cpu"` or `"cuda"`.
 
     Process groups cannot be copied; a deep copy of a model shares its mesh.
@@ -28,14 +28,14 @@ class ParallelMesh(Shared):
 
     @classmethod
     def of_job(cls, axes: Axes, device_type: str) -> "ParallelMesh":
-        """Returns the mesh of a layout in this job; models of one layout share it, one after another too.
+        """Returns this job's mesh for a layout; models of one layout share it, including models created sequentially.
 
-        A mesh costs descriptors and threads, and cannot end with its model: torch takes meshes of equal ranks and names
-        for the same (`DeviceMesh.__eq__`) and keeps the first of them in DTensor's caches, so that operations on a
-        later model's weights may use the groups of an earlier one.
+        A mesh holds file descriptors and threads, and cannot be freed with its model: torch considers meshes of equal
+        ranks and names equal (`DeviceMesh.__eq__`) and keeps the first one in DTensor's caches, so operations on a
+        later model's weights may use an earlier model's groups.
         """
         kept = {key: mesh for key, mesh in RUNTIME.meshes.items() if mesh.job is dist.group.WORLD}
-        # Of a job that ended, the groups are gone.
+        # Drop meshes whose process groups belong to a finished job.
         RUNTIME.meshes = kept
         key = axes, device_type
         if key not in kept:
@@ -50,14 +50,14 @@ class ParallelMesh(Shared):
         self.root = init_device_mesh(device_type, sizes, mesh_dim_names=WORLD_AXES)
         setattr(self.root, _MARK, True)
         self.tp: DeviceMesh = self.root["tp"]
-        # Read on every forward of every module, so looked up once.
+        # Read in every forward of every module, so looked up only once.
         self.tp_size, self.tp_rank = axes.size("tp"), axes.rank("tp")
         self.tp_group: dist.ProcessGroup = self.tp.get_group()
         self.pp_size, self.pp_rank = axes.size("pp"), axes.rank("pp")
         self.pp_group: dist.ProcessGroup = self.root["pp"].get_group()
         self.dp_size, self.dp_rank = axes.size("dp"), axes.rank("dp")
         self.dp_group: dist.ProcessGroup = self.root["dp"].get_group()
-        # Ranks that see parts of one batch add up the gradients of what they have in common.
+        # Ranks that process different data reduce the gradients of the parameters they share.
         repeats_experts = axes.size("ep") > 1 and axes.size("edp") > 1
         self.reduces_gradients = axes.size("dp_cp") > 1 or repeats_experts
         halves = axes.size("dp_replicate"), axes.size("dp_shard")
@@ -73,7 +73,7 @@ class ParallelMesh(Shared):
         return torch.device(self.device_type)
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """Returns the ranks along an axis; the first call for one not of the world makes groups, on every rank."""
+        """Returns the process group of an axis; the first call for an axis outside the world mesh is collective."""
         if self.axes.size("cp") == 1:
             name = name.replace("dp_cp", "dp")
         if name in ("dp_shard", "dp_replicate"):
@@ -82,9 +82,9 @@ class ParallelMesh(Shared):
         return self._mesh_of(name).get_group() if same is None else self.root.get_group(same)
 
     def host_group(self, name: str) -> dist.ProcessGroup:
-        """Returns the ranks along an axis, for tensors on the host; the first call makes groups, on every rank."""
+        """Returns the process group of an axis for host tensors; the first call is collective."""
         group, axis = self.group(name), self.axes[name]
-        # A fake group takes tensors of any device.
+        # A fake group accepts tensors of any device.
         if axis.size == 1 or "gloo" in dist.get_backend(group) or dist.get_backend(group) == "fake":
             return group
         if axis not in self._host_groups:
@@ -94,10 +94,10 @@ class ParallelMesh(Shared):
         return self._host_groups[axis]
 
     def of(self, placement: Placement, copies: int = 1) -> DeviceMesh:
-        """Returns the mesh of a DTensor that is placed so; every rank calls it for the same placements.
+        """Returns the DTensor mesh for a placement; collective, with the same placements on every rank.
 
         Args:
-            copies (`int`, defaults to 1): of the model (`placement.copies_of_model`).
+            copies (`int`, defaults to 1): number of tp ranks that hold the same shard (`placement.copies_of_model`).
         """
         names = tuple(split.axis for split in placement.splits)
         if "ep" in names:
@@ -108,7 +108,7 @@ class ParallelMesh(Shared):
         return self.tp_with_copies(copies if own in (1, self.tp_size) else own)
 
     def tp_with_copies(self, copies: int) -> DeviceMesh:
-        """Cuts tp in two: `tp_shard` x `tp_copy`, where `copies` neighbouring ranks hold the same shard."""
+        """Splits tp into `tp_shard` x `tp_copy`, where `copies` neighboring ranks hold the same shard."""
         if copies in (1, self.tp_size):
             return self.tp
         if copies not in self._with_copies:
@@ -117,11 +117,11 @@ class ParallelMesh(Shared):
         return self._with_copies[copies]
 
     def copies_group(self, copies: int) -> dist.ProcessGroup:
-        """Returns the ranks that hold the same shard as this one."""
+        """Returns the process group of the ranks that hold the same shard as this one."""
         return self.tp_group if copies == self.tp_size else self.tp_with_copies(copies).get_group("tp_copy")
 
     def weight_shards(self) -> DeviceMesh:
-        """Returns the mesh over which stage 3 splits weights, `dp_cp_shard`, with `dp_cp_replicate` around it."""
+        """Returns the mesh over which ZeRO-3 shards weights: `dp_cp_shard`, outside of it `dp_cp_replicate`."""
         if self.axes.size("dp_cp_replicate") == 1:
             return flat_mesh(self.root, ("dp", "cp")) if self.axes.size("cp") > 1 else self.root["dp"]
         if self.axes.size("cp") == 1:
@@ -132,7 +132,7 @@ class ParallelMesh(Shared):
         )
 
     def expert_shards(self, placement: Placement) -> DeviceMesh:
-        """Returns the mesh over which stage 3 splits experts that are placed so."""
+        """Returns the mesh over which ZeRO-3 shards experts with this placement."""
         if self.axes.size("edp_replicate") > 1:
             raise UnsupportedError(
                 "MegatronConfig.dp_replicate_size with zero_stage = 3 and ep_size > 1: experts are split over all "
@@ -141,7 +141,7 @@ class ParallelMesh(Shared):
         return self._mesh_of("edp", *(split.axis for split in placement.splits))["edp"]
 
     def _mesh_of(self, *names: str) -> DeviceMesh:
-        """Makes a mesh of axes that are none of the world's."""
+        """Builds a mesh from axes outside the world mesh."""
         key = tuple(self.axes[name] for name in names)
         if key not in self._meshes:
             unsharded = key[0].joined(*key[1:])
@@ -154,17 +154,17 @@ class ParallelMesh(Shared):
 
 
 def is_weight_axis(name: str) -> bool:
-    """Tells whether stage 3 splits weights along an axis of a mesh by its name."""
+    """Returns whether ZeRO-3 shards weights along the mesh axis of this name."""
     return name.startswith(("dp", "edp"))
 
 
 def is_of_layout(mesh: DeviceMesh) -> bool:
-    """Tells whether a mesh was cut from one of this library's, by FSDP2 too."""
+    """Returns whether a mesh was derived from one of this library's meshes, including FSDP2's."""
     return _MARK in vars(root_mesh(mesh))
 
 
 def _grid(axes: tuple[Axis, ...], first: int) -> list:
-    """Nests the ranks of the axes through a rank as a mesh has them."""
+    """Nests the ranks along the axes through `first`, in the layout of a mesh tensor."""
     if not axes:
         return first  # type: ignore[return-value]
     return [_grid(axes[1:], rank) for rank in axes[0].ranks(first)]

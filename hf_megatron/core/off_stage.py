@@ -1,8 +1,8 @@
-"""Weights of other pipeline stages as a model lists them: their names, shapes and dtypes without values.
+"""Off-stage tensors: parameters of other pipeline stages, listed with names, shapes and dtypes but without values.
 
-One process's model lists every weight, and loops that count, freeze, group, copy, average or load weights go through
-all of them, by name or by place. What lies on another rank takes part as a tensor on the meta device would; whoever
-needs values is told where they are.
+A single-process model lists all parameters, and training code iterates over them to count, freeze, group, copy,
+average or load them, by name or by index. Parameters of other stages take part like tensors on the meta device;
+operations that need values raise an error with their location.
 """
 
 from collections.abc import Iterator
@@ -31,37 +31,35 @@ from .off_stage_ops import (
     to_meta,
 )
 
-# What neither reads nor combines values.
+# Operations that neither read nor combine values.
 _PASSING = {"__get__", "__set__", "detach", "clone", "dim", "size", "requires_grad_", "register_hook"}
 
 
 class Owner(Protocol):
-    """Engine of the model that off-stage weights belong to.
+    """Engine that holds this rank's parameters of a model."""
 
-    Attributes:
-        pipeline_backwards (`int`): number of backwards that have added to the model's gradients.
-    """
-
-    pipeline_backwards: int
+    @property
+    def backwards(self) -> int:
+        """Number of backwards that have accumulated into the model's gradients."""
 
     def any_trained_parameter(self) -> nn.Parameter | None:
-        """Returns one of this rank's trained parameters, of any shape."""
+        """Returns any trainable parameter of this rank, of any shape."""
 
 
 class OffStageTensor(OffStage):
-    """A tensor of which this rank knows shape and dtype only, made as `OffStage`.
+    """Tensor whose shape and dtype, but not values, are known on this rank; constructed as `OffStage`.
 
-    Copies, casts and arithmetic make others of its kind, and what writes to one does nothing. In sums that are
-    differentiated every rank has its own terms. Reading values, pickling and saving raise `UnsupportedError`.
+    Copies, casts and arithmetic return off-stage tensors, and writes to one have no effect. In sums that are
+    differentiated, every rank holds its own terms. Reading values, pickling and saving raise `UnsupportedError`.
 
     Attributes:
-        owner (`Owner`, *optional*): of a model's weight: who knows the model's others.
-        weight (`OffStageTensor`, *optional*): of a gradient: what it is of.
+        owner (`Owner`, *optional*): for a model's parameter: the engine of the model.
+        weight (`OffStageTensor`, *optional*): for a gradient: its parameter.
     """
 
     owner: Owner | None = None
     weight: "OffStageTensor | None" = None
-    # Backwards before the gradient was cleared.
+    # Value of `owner.pipeline_backwards` when the gradient was last cleared.
     _cleared: int = 0
 
     @classmethod
@@ -97,7 +95,7 @@ class OffStageTensor(OffStage):
             off_stage._reject()
         device = kwargs.get("device") or off_stage.device
         if draws_numbers(func):
-            # One process draws these numbers; the next ones are its too.
+            # A single process would draw these random numbers, so draw them here too to keep the RNG states in sync.
             result = func(*tree_map(to_memory, args), **tree_map(to_memory, kwargs))
         else:
             kwargs |= {"device": torch.device("meta")} if "device" in kwargs else {}
@@ -111,14 +109,14 @@ class OffStageTensor(OffStage):
 
     @property
     def grad(self) -> "OffStageTensor | None":  # type: ignore[override]
-        """The gradient, of the tensor's shape, which another rank has from a backward until it is cleared."""
+        """Placeholder for the gradient, of the tensor's shape, from a backward until the gradient is cleared."""
         if self.owner is None:
             return super().grad  # type: ignore[return-value]
         return self.gradient() if self.requires_grad and self.owner.pipeline_backwards > self._cleared else None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        """Notes whether a weight has one, of any shape, and leaves that to the rank that has the weight."""
+        """Records whether the parameter has a gradient, of any shape; the gradient itself is on another rank."""
         if self.owner is not None:
             self._cleared = self.owner.pipeline_backwards if value is None else -1
             return
@@ -127,23 +125,23 @@ class OffStageTensor(OffStage):
 
     @grad.deleter
     def grad(self) -> None:
-        """Clears it."""
+        """Clears the gradient."""
         self.grad = None
 
     def gradient(self) -> "OffStageTensor":
-        """Returns what stands for the gradient, of the tensor's shape."""
+        """Returns a placeholder for the gradient, of the tensor's shape."""
         gradient = OffStageTensor(self.meta, self.device, self.place)
         gradient.weight = self
         return gradient
 
     @property
     def data(self) -> "OffStageTensor":  # type: ignore[override]
-        """Another of its shape, without a graph behind it."""
+        """Off-stage tensor of the same shape, detached from the graph."""
         return OffStageTensor(self.meta, self.device, self.place)
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Takes over the dtype and device of a tensor of the same shape."""
+        """Adopts the dtype and device of a tensor of the same shape."""
         if value.shape != self.shape:
             self._reject()
         self.meta, self._present = self.meta.to(value.dtype), (value.dtype, value.device)
@@ -151,7 +149,7 @@ class OffStageTensor(OffStage):
     def _reject(self, *args: Any, **kwargs: Any) -> Any:
         raise off_stage_values_error(self.place)
 
-    # What reads memory without an operator of its own.
+    # Methods that read memory without dispatching an operator.
     numpy = tolist = data_ptr = untyped_storage = storage = __array__ = __reduce_ex__ = _reject  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OffStageTensor":
@@ -165,9 +163,9 @@ class OffStageTensor(OffStage):
 
 
 class OffStageActivation(OffStageTensor):
-    """What a module of another stage makes of inputs, for the call of the model that follows.
+    """Output of an off-stage module, for use as an input of the following call of the model.
 
-    Whatever is made of it with tensors of this rank, prompts that are trained among them, is one of its kind.
+    Results that combine it with tensors of this rank, such as trained prompts, are off-stage activations too.
     """
 
     @classmethod
@@ -177,7 +175,7 @@ class OffStageActivation(OffStageTensor):
 
 
 def as_parameter(tensor: OffStageTensor, owner: Owner, requires_grad: bool) -> OffStageTensor:
-    """Makes a model's parameter of an absent tensor of any shape."""
+    """Turns an off-stage tensor of any shape into a model's parameter."""
     tensor._is_param = True  # type: ignore[attr-defined]
     tensor.owner, tensor._cleared = owner, owner.pipeline_backwards
     tensor.requires_grad_(requires_grad)
@@ -185,40 +183,41 @@ def as_parameter(tensor: OffStageTensor, owner: Owner, requires_grad: bool) -> O
 
 
 class OffStageModule:
-    """Marks a module that stands where another rank's is, with parts of that at most."""
+    """Marks a proxy for a module of another rank, which holds at most some submodules of the original."""
 
 
 def computes_here(module: nn.Module) -> bool:
-    """Tells whether a module with parameters is this rank's own, and nothing that stands for another's."""
+    """Returns whether a module has parameters and runs on this rank, rather than being an off-stage proxy."""
     return not isinstance(module, OffStageModule) and next(module.parameters(), None) is not None
 
 
 def is_off_stage(tensor: Any) -> bool:
-    """Tells whether the values of a tensor of any shape are on another rank."""
+    """Returns whether the values of a tensor of any shape are on another rank."""
     return isinstance(tensor, OffStageTensor)
 
 
 def zeros_for_off_stage(tensor: Tensor) -> Tensor:
-    """Returns zeros for what was made of weights of another rank, of any shape, and every other tensor as it is."""
+    """Returns zeros in place of an off-stage tensor of any shape, and other tensors unchanged."""
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) if is_off_stage(tensor) else tensor
 
 
 def local_named_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields the names and parameters, of any shape, whose values this rank has; arguments as `named_parameters`."""
+    """Yields names and parameters, of any shape, whose values are on this rank; arguments as `named_parameters`."""
     named = model.named_parameters(remove_duplicate=remove_duplicate)
     return ((name, parameter) for name, parameter in named if not is_off_stage(parameter))
 
 
 def own_state_dict(model: nn.Module, **kwargs: Any) -> dict[str, Tensor]:
-    """Returns the part of a state dict, tensors of any shape, whose values this rank has."""
+    """Returns the entries of a state dict, of any shapes, whose values are on this rank."""
     found = model.state_dict(**kwargs)
     return {name: tensor for name, tensor in found.items() if not is_off_stage(tensor)}
 
 
 def gradients_of(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-    """Does `torch.autograd.grad` by inputs of any shape, some on other ranks, in whose calls this one takes part.
+    """Runs `torch.autograd.grad` for inputs of any shape, some of them off-stage; gradients of these are placeholders.
 
-    Raises `UnsupportedError` on a rank that has and trains none of the inputs' model.
+    The backward runs on every stage, so a stage without any of the inputs differentiates one of its own parameters.
+    Raises `UnsupportedError` on a rank that trains no parameter of the inputs' model.
     """
     outputs, inputs = own_terms(outputs), (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     asked = [tensor for tensor in inputs if not is_off_stage(tensor)]
@@ -235,7 +234,7 @@ def gradients_of(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[
 
 
 def own_terms(outputs: Any) -> Any:
-    """Returns what this rank adds to sums that are differentiated, one or a list of scalars `[]` or edges."""
+    """Returns this rank's terms of differentiated sums: scalars `[]` or graph edges, single or in a list."""
     if isinstance(outputs, list | tuple):
         return type(outputs)(map(own_terms, outputs))
     return outputs.terms if isinstance(outputs, OffStageTensor) and outputs.terms is not None else outputs

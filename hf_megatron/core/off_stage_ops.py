@@ -1,4 +1,4 @@
-"""What operators make of tensors whose values are on other ranks: others of their kind, and sums of own terms."""
+"""Operators on off-stage tensors: shape inference, and sums whose terms are spread over ranks."""
 
 import math
 from typing import Any
@@ -15,15 +15,15 @@ FACTORS = {"mul", "mul_", "div", "div_", "neg", "neg_"}
 
 
 class OffStage(Tensor):
-    """A tensor of which this rank knows shape and dtype only.
+    """Tensor whose shape and dtype, but not values, are known on this rank.
 
     Args:
-        meta (`Tensor`): of its shape and dtype, on the meta device.
-        device (`torch.device`): where it would be.
-        place (`str`): where its values are, in words.
+        meta (`Tensor`): meta tensor of this shape and dtype.
+        device (`torch.device`): the device it reports.
+        place (`str`): description of the rank that holds its values.
 
     Attributes:
-        terms (`Tensor`, *optional*): of a sum, a scalar: what this rank adds to it.
+        terms (`Tensor`, *optional*): for a scalar sum: this rank's terms of it.
     """
 
     @staticmethod
@@ -35,25 +35,25 @@ class OffStage(Tensor):
         self._made = self._present = (meta.dtype, device)
         self.terms: Tensor | None = None
 
-    # Torch cannot change those of a tensor without memory, and casts keep a parameter the object it is.
+    # torch cannot change the dtype and device of a tensor without storage, and casts keep the identity of a parameter.
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Of the last cast."""
+        """Dtype after the last cast."""
         return self._present[0]
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Of the last move."""
+        """Device after the last move."""
         return self._present[1]
 
     def current(self) -> "OffStage":
-        """Returns a tensor of its shape whose dtype and device torch knows too."""
+        """Returns a tensor of this shape whose dtype and device are also known to torch's C++ side."""
         if self._made == self._present:
             return self
         return type(self)(self.meta, self.device, self.place).requires_grad_(self.requires_grad)  # type: ignore[return-value]
 
     def others(self, values: Any, device: torch.device) -> Any:
-        """Makes others of its kind, on a device, in the place of tensors of any shape."""
+        """Replaces tensors of any shape in nested containers by off-stage tensors on `device`."""
 
         def make(value: Any) -> Any:
             return type(self)(value.to("meta"), device, self.place) if isinstance(value, Tensor) else value
@@ -62,28 +62,31 @@ class OffStage(Tensor):
 
 
 def flat(value: Any) -> list[Any]:
-    """Lists what is in nested containers."""
+    """Returns the leaves of nested containers as a list."""
     found: list[Any] = []
     tree_map(found.append, value)
     return found
 
 
 def to_meta(value: Any) -> Any:
-    """Returns a tensor's shape and dtype, on the meta device; other things as they are."""
+    """Converts a tensor to a meta tensor of its shape and dtype; returns other values unchanged."""
     if isinstance(value, OffStage):
         return value.meta
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
 def call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Applies what writes to no tensor of another kind, which would make the absent one a part of its own."""
+    """Calls a function, with sharded tensors replaced by meta tensors unless it writes to an argument.
+
+    Otherwise the sharded tensor's subclass would handle the call and wrap the off-stage tensor as its own shard.
+    """
     if getattr(func, "__name__", "").endswith("_") or "out" in kwargs:
         return func(*args, **kwargs)
     return func(*tree_map(_to_plain, args), **tree_map(_to_plain, kwargs))
 
 
 def _to_plain(value: Any) -> Any:
-    """Returns a split tensor's shape and dtype, and a weight as its last cast left it."""
+    """Returns a meta tensor for a sharded tensor, and an off-stage tensor with its current dtype and device."""
     if isinstance(value, OffStage):
         return value.current()
     is_split = isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter)
@@ -91,12 +94,12 @@ def _to_plain(value: Any) -> Any:
 
 
 def to_memory(value: Any) -> Any:
-    """Returns memory in an absent tensor's shape and dtype; other things as they are."""
+    """Returns zeros in an off-stage tensor's shape and dtype; returns other values unchanged."""
     return torch.zeros_like(value.meta, device=value.device) if isinstance(value, OffStage) else value
 
 
 def each(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Applies an operator on lists of tensors of any shape to one item after the other."""
+    """Applies a foreach operator on lists of tensors of any shape to the list items sequentially."""
     count, edits = len(args[0]), func.__name__.endswith("_")
     results: list[Any] = []
     for index in range(count):
@@ -109,7 +112,7 @@ def each(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if edits and off_stage is not None and not _is_off_stage(args[0][index]):
             raise off_stage_values_error(off_stage.place)
         if edits and off_stage is not None:
-            # As an edit of one tensor does.
+            # As an in-place operation on a single tensor does.
             torch.autograd.graph.increment_version(args[0][index])
         if off_stage is None:
             results += func(*own, **named) or ()
@@ -119,7 +122,7 @@ def each(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def off_stage_values_error(place: str) -> UnsupportedError:
-    """Makes the error of what needs values that are at a place."""
+    """Returns the error for an operation that needs values held by another rank; `place` describes that rank."""
     return UnsupportedError(
         f"The values of this tensor are not on this rank: what it comes from {place}. Of weights, "
         "model.save_pretrained(folder) writes all and Accelerator.get_state_dict(model) gathers them on rank 0; "
@@ -129,7 +132,7 @@ def off_stage_values_error(place: str) -> UnsupportedError:
 
 
 def several_stages(name: str) -> UnsupportedError:
-    """Makes the error of an operator that would differentiate values of several ranks."""
+    """Returns the error for an operator that would differentiate values of several ranks."""
     return UnsupportedError(
         f"{name} of weights that lie on several pipeline stages, differentiated: each stage knows its own values only. "
         "Sums of terms of one weight each, also with a loss, can be scaled and differentiated, and no rank can read "
@@ -137,16 +140,16 @@ def several_stages(name: str) -> UnsupportedError:
     )
 
 
-# Sums over weights of several stages, as penalties are: each rank has its own terms, and differentiates those.
+# Sums over parameters of several stages, such as penalties: each rank holds and differentiates its own terms.
 
 
 def is_term(value: Any) -> bool:
-    """Tells whether something is a number, or a tensor that is one."""
+    """Returns whether a value is a number or a scalar tensor."""
     return not isinstance(value, Tensor) or value.dim() == 0
 
 
 def has_terms(value: Any) -> bool:
-    """Tells whether something is differentiated on this rank."""
+    """Returns whether a value is differentiated on this rank."""
     if isinstance(value, OffStage):
         return value.terms is not None
     return _is_trained(value)
@@ -163,16 +166,16 @@ def _terms(value: Any) -> Any:
 
 
 def add_terms(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Adds or subtracts scalars, some of which other ranks have; no rank can read what that makes."""
+    """Adds or subtracts scalars, some of them off-stage; the values of the result cannot be read on any rank."""
     first, edits = args[0], func.__name__.endswith("_")
     if edits and not _is_off_stage(first) and first.is_floating_point():
-        # `+=` goes on with what is returned; who calls the method and reads the tensor itself must not take it for the
-        # sum.
+        # `+=` continues with the returned tensor. Fill the original with NaN, so that code that reads it instead does
+        # not mistake it for the sum.
         result = scale_terms(_plain(func), (first.clone(), *args[1:]), kwargs)
         first.detach().fill_(math.nan)
         return result
     if any(map(has_terms, args)):
-        # With a loss, or a sum that this rank differentiates, it goes on with its own terms alone.
+        # A sum with a loss, or with terms differentiated on this rank, continues with this rank's terms only.
         return scale_terms(func, args, kwargs)
     return call(func, args, kwargs)
 
@@ -182,7 +185,7 @@ def _plain(func: Any) -> Any:
 
 
 def scale_terms(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Applies a linear operator to an absent scalar and to this rank's terms of it."""
+    """Applies a linear operator to an off-stage scalar and to this rank's terms of it."""
     in_place = func.__name__.endswith("_")
     if func.__name__ in FACTORS and any(_is_off_stage(value) or has_terms(value) for value in args[1:]):
         raise several_stages(func.__name__)

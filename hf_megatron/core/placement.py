@@ -1,7 +1,7 @@
-"""How a parameter lies over the axes of a layout, and what its gradient needs; plain frozen data.
+"""Placement of a parameter over the axes of a layout, and the reduction rule of its gradient; frozen data only.
 
-Whatever asks where entries lie (placeholders, loading, checkpoints, merging, pulls from the Hub) asks a placement and
-hands it the axes; nobody else names one.
+All code that needs the location of entries (placeholders, loading, checkpoints, merging, pulls from the Hub) derives
+it from a placement and the axes; no other code refers to axes for this.
 """
 
 import math
@@ -14,21 +14,21 @@ from torch.distributed.tensor import Replicate, Shard
 from ..compat.torch_dtensor import strided_shard
 from .axes import Axes, Axis
 
-# Style of the claims of parameters that belong to an adapter.
+# Style of adapter parameters.
 ADAPTER = "adapter"
 
 
 @dataclass(frozen=True)
 class Split:
-    """One dim of a tensor over one axis.
+    """Split of one tensor dim over one axis.
 
     Args:
-        axis (`str`): its name in `Axes`.
+        axis (`str`): name of the axis in `Axes`.
         dim (`int`): the tensor dim, counted from 0.
-        groups (`int`, defaults to 1): the dim consists of this many equal blocks and each of them is split, as in
-            packed gate/up (2) and fused query/key/value (3).
-        copies (`int`, defaults to 1): this many neighbouring ranks hold the same shard, as with fewer KV heads than
-            ranks.
+        groups (`int`, defaults to 1): number of equal blocks in the dim; each block is split, as in packed gate/up
+            (2) and fused query/key/value (3).
+        copies (`int`, defaults to 1): number of neighboring ranks that hold the same shard, as with fewer KV heads
+            than ranks.
     """
 
     axis: str
@@ -37,7 +37,7 @@ class Split:
     copies: int = 1
 
     def shards(self, axes: Axes) -> int:
-        """Counts the different shards."""
+        """Returns the number of distinct shards."""
         return axes.size(self.axis) // self.copies
 
     def intervals(self, size: int, axes: Axes) -> list[tuple[int, int]]:
@@ -62,17 +62,17 @@ class Split:
 
 @dataclass(frozen=True)
 class Placement:
-    """How one parameter lies over the axes: split along some dims, repeated on every axis that no split names.
+    """Placement of one parameter over the axes: split along some dims, replicated over all axes without a split.
 
     Args:
-        splits: one at most for each dim and each axis.
+        splits: at most one per dim and per axis.
     """
 
     splits: tuple[Split, ...] = ()
 
     @classmethod
     def split(cls, axis: str, dim: int, *, groups: int = 1, copies: int = 1) -> "Placement":
-        """Places a tensor that is split along one dim."""
+        """Returns the placement of a tensor that is split along one dim."""
         return cls((Split(axis, dim, groups, copies),))
 
     @property
@@ -80,7 +80,7 @@ class Placement:
         return bool(self.splits)
 
     def on(self, axes: Axes) -> "Placement":
-        """Returns the placement without the axes that have one rank."""
+        """Returns the placement without splits over axes of size 1."""
         return Placement(tuple(split for split in self.splits if axes.size(split.axis) > 1))
 
     def intervals(self, shape: Sequence[int], axes: Axes) -> list[list[tuple[int, int]]]:
@@ -91,24 +91,24 @@ class Placement:
         return held
 
     def local_shape(self, shape: Sequence[int], axes: Axes) -> tuple[int, ...]:
-        """Returns the shape of this rank's part of a tensor of this shape."""
+        """Returns the shape of this rank's local shard of a tensor of this shape."""
         return tuple(sum(stop - start for start, stop in ranges) for ranges in self.intervals(shape, axes))
 
     def shards(self, axes: Axes) -> int:
-        """Counts the different parts."""
+        """Returns the number of distinct shards."""
         return math.prod(split.shards(axes) for split in self.splits)
 
     def split_over(self, axes: Axes) -> Axis:
-        """Returns the ranks that hold a whole tensor together, those with copies of a part among them."""
+        """Returns the axis over which the tensor is split, including the ranks that hold copies of a shard."""
         return Axis().joined(*(axes[split.axis] for split in self.splits))
 
     def repeated_on(self, axes: Axes) -> Axis:
-        """Returns the ranks of a pipeline stage that hold the same entries."""
+        """Returns the ranks of a pipeline stage that hold the same entries as this rank."""
         splitting = [axes[split.axis].without(axes[split.axis].inner(split.copies)) for split in self.splits]
         return axes["stage"].without(*splitting)
 
     def dtensor_placements(self, axes: Axes, copies: int = 1) -> list[Any]:
-        """Returns it in DTensor's terms, on the mesh that `ParallelMesh.of` gives with these `copies` of the model."""
+        """Returns the DTensor placements on the mesh of `ParallelMesh.of` with the same `copies`."""
         if not self.splits:
             return [Replicate()] * (1 if copies == 1 else 2)
         placements: list[Any] = []
@@ -128,14 +128,15 @@ class Placement:
 
 @dataclass(frozen=True)
 class GradientRule:
-    """What has to happen to a rank's gradient of a parameter before it is the whole model's gradient.
+    """Reduction that turns a rank's gradient of a parameter into the gradient of the full model.
 
     Args:
-        sum (`str`, *optional*): the axis over which it is added up in backward, because each rank of it has a part.
-        copies (`int`, *optional*): only this many neighbouring ranks of that axis.
-        average (`str`, defaults to `"dp"`): the axis whose ranks see other data and reduce it together, as the owners
-            of its shards (`<average>_shard`) and their repetitions (`<average>_replicate`). Where a rank's gradient
-            holds terms of more ranks of the batch than that, they are scaled where the weight is read in a forward.
+        sum (`str`, *optional*): axis over which the gradient is all-reduced in backward, because each of its ranks
+            holds a partial gradient.
+        copies (`int`, *optional*): restricts the sum to groups of this many neighboring ranks of the axis.
+        average (`str`, defaults to `"dp"`): data axis over which the gradient is averaged: sharded over
+            `<average>_shard`, replicated over `<average>_replicate`. If a rank's gradient already contains terms of
+            further data ranks, it is scaled where the forward reads the weight.
     """
 
     sum: str | None = None
@@ -152,7 +153,7 @@ class GradientRule:
 
 @dataclass(frozen=True)
 class ParameterSharding:
-    """One row of the plan: a parameter, who claimed it, where it lies and what its gradient needs."""
+    """Sharding of one parameter in the plan: its style, placement and gradient rule."""
 
     name: str
     shape: tuple[int, ...]
@@ -162,10 +163,10 @@ class ParameterSharding:
 
 
 def copies_of_model(shardings: Iterable[ParameterSharding], axes: Axes) -> int:
-    """Returns how many neighbouring tp ranks share shards, if all parameters can be told so on one mesh; else 1.
+    """Returns the number of neighboring tp ranks that share shards, if one mesh can describe all parameters; else 1.
 
-    Whoever computes with parameters of several modules needs them on one mesh. DTensor cannot say in two steps how
-    packed blocks are split over tp, nor sizes that come out differently when they are cut twice.
+    Code that combines parameters of several modules needs them on one mesh. DTensor cannot express packed blocks whose
+    split over tp is done in two steps, nor sizes that change if they are split twice.
     """
     shardings = list(shardings)
     splits = [(split, sharding.shape[split.dim]) for sharding in shardings for split in sharding.placement.splits]
@@ -182,6 +183,6 @@ def copies_of_model(shardings: Iterable[ParameterSharding], axes: Axes) -> int:
 
 
 def _cut(length: int, parts: int) -> list[int]:
-    """Returns the sizes of `torch.chunk`, with zeros where it makes fewer."""
+    """Returns the chunk sizes of `torch.chunk`, padded with zeros to `parts` chunks."""
     width = -(-length // parts)
     return [max(0, min(width, length - part * width)) for part in range(parts)]

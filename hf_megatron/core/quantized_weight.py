@@ -1,7 +1,7 @@
-"""A linear's weight in few bits: a frozen parameter that linears multiply by, and nothing else reads as numbers.
+"""Quantized (4/8-bit) weight of a linear: a frozen parameter that only linears can read.
 
-It stands where the weight stood and is named as it was, so that modules, plans and PEFT find it; its storage holds
-codes, whose shape and dtype mean nothing outside of this folder.
+It replaces the original parameter under the same name, so that modules, plans and PEFT find it. Its storage holds
+codes, whose shape and dtype are meaningful only to the quantization scheme.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from ..errors import UnsupportedError
 
-# What looks at a parameter, or copies it as it is.
+# Functions that inspect a parameter, or copy it without interpreting the codes.
 _PASSING = {
     *("__get__", "__set__", "__delete__", "__reduce_ex__", "__repr__", "__hash__", "__format__", "__len__"),
     *("clone", "to", "cpu", "cuda", "contiguous", "is_contiguous", "requires_grad_", "data_ptr", "size"),
@@ -24,11 +24,11 @@ _PASSING = {
 
 
 class QuantizedWeight(nn.Parameter):
-    """A part of a weight `[local out, local in]` as codes; `F.linear` multiplies by what they stand for.
+    """Local shard `[local out, local in]` of a quantized weight; `F.linear` multiplies by the dequantized values.
 
     Attributes:
-        entries: of the whole weight.
-        entries_in_one: how many a number of the storage stands for.
+        entries: number of entries of the full weight.
+        entries_in_one: number of entries packed into one storage element.
     """
 
     entries: int = 0
@@ -42,7 +42,7 @@ class QuantizedWeight(nn.Parameter):
             return _linear(*args, **(kwargs or {}))
         name = func.__name__
         if name == "detach":
-            # It has no graph, and stays what it is in a state dict.
+            # A frozen parameter has no graph, and a state dict must keep its type.
             return args[0]
         if name not in _PASSING:
             raise UnsupportedError(
@@ -53,12 +53,12 @@ class QuantizedWeight(nn.Parameter):
 
     @property
     def codes(self) -> Tensor:
-        """The codes as a plain tensor of any shape."""
+        """Codes as a plain tensor of any shape."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.detach().as_subclass(Tensor)
 
     def numel(self) -> int:
-        """Counts the numbers that codes of the whole weight take, as parameters that are split count the whole's."""
+        """Returns the number of storage elements of the full weight, as sharded parameters count the full tensor."""
         return self.entries // self.entries_in_one
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -68,11 +68,11 @@ class QuantizedWeight(nn.Parameter):
         )
 
     def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiplies `[..., local in]` by the weight and adds a bias `[local out]`: `[..., local out]`."""
+        """Computes `x @ weight.T + bias`: `[..., local in]` -> `[..., local out]`, with a bias `[local out]`."""
         raise NotImplementedError
 
     def dequantized(self) -> Tensor:
-        """Returns the weight `[local out, local in]` that the codes stand for."""
+        """Returns the dequantized weight `[local out, local in]`."""
         raise NotImplementedError
 
 

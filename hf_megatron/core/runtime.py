@@ -1,9 +1,9 @@
-"""Runtime state of the process: parallelized models, meshes, the launched layout and the current sequence context.
+"""Process-wide runtime state: parallelized models, meshes, the launched layout and the current sequence context.
 
-models      parallelized models that still exist, in the order they were loaded
-meshes      process groups of this job's layouts, shared by models of one layout
+models      existing parallelized models, in the order in which they were loaded
+meshes      meshes of this job's layouts, shared by models of one layout
 launch      parallelizes the models of a script that does not pass `megatron_config`
-context     the module whose forward splits the sequence over cp
+context     the module whose forward shards the sequence over cp
 """
 
 import weakref
@@ -22,11 +22,11 @@ class Runtime:
 
     @property
     def models(self) -> list[Any]:
-        """The laid out models that still exist, the last one loaded last."""
+        """Existing parallelized models; the most recently loaded one is last."""
         return [model for model in (reference() for reference in self._models) if model is not None]
 
     def add_model(self, model: Any) -> None:
-        """Takes note of a laid out model, for as long as it exists."""
+        """Registers a parallelized model by weak reference."""
         self._models = [weakref.ref(other) for other in (*self.models, model)]
 
 

@@ -1,4 +1,4 @@
-"""Spans of real time per rank: what was computed or waited for, for which stage and microbatch."""
+"""Per-rank time spans of computation and communication, with pipeline stage and microbatch."""
 
 import statistics
 import time
@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from ..errors import ConfigError
 
-# Forward, full backward, and its two halves where a schedule splits it: gradient of the input and of the weights.
+# Forward, full backward, and the two halves of a split backward: input gradient and weight gradient.
 COMPUTE = ("F", "B", "I", "W")
-# Waiting for a neighbour, the data parallel reduction, and the sum over the two ends of a tied embedding.
+# Waiting for a neighboring stage, and the all-reduce between the two ends of a tied embedding.
 COMMUNICATION = ("receive_forward", "send_forward", "receive_backward", "send_backward", "tied")
-# Spans of no microbatch, such as the optimizer's.
+# Microbatch of spans outside any microbatch, such as the optimizer's.
 NO_MICROBATCH = -1
 
 _ALIGN_ROUNDS = 9
@@ -23,14 +23,14 @@ _ALIGN_ROUNDS = 9
 
 @dataclass(frozen=True)
 class Span:
-    """One thing a rank did.
+    """Time span of one operation on a rank.
 
     Args:
         kind (`str`): one of `COMPUTE`, `COMMUNICATION` or `"optimizer"`.
         stage (`int`): the pipeline stage, counted over all ranks; the chunk is `stage // ranks`.
-        microbatch (`int`): from 0; `NO_MICROBATCH` for what belongs to none.
+        microbatch (`int`): index of the microbatch; `NO_MICROBATCH` for spans outside any microbatch.
         start, stop (`float`): seconds of `time.time()`, one clock for the ranks of one host. Clocks of several hosts
-            differ by more than a span lasts; `align` makes them one.
+            differ by more than a span lasts; `align` corrects them.
     """
 
     kind: str
@@ -51,9 +51,9 @@ class SpanRecorder:
             ...
 
     Args:
-        synchronize (`Callable`, *optional*): called before either time is taken. A GPU computes after the call that
-            started it has returned, so its spans need the device's `synchronize`; the run then loses the overlap of
-            computing, communication and launching that it has unrecorded, and takes longer.
+        synchronize (`Callable`, *optional*): called before each timestamp. GPU work continues after the launching call
+            has returned, so GPU spans need the device's `synchronize`; a recorded run then loses the overlap of
+            computation, communication and kernel launches, and takes longer.
     """
 
     def __init__(self, synchronize: Callable[[], Any] | None = None) -> None:
@@ -62,15 +62,15 @@ class SpanRecorder:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """What was recorded since the last `clear`, in the order in which it ended."""
+        """Spans recorded since the last `clear`, in the order of their ends."""
         return tuple(self._spans)
 
     def record(self, kind: str, stage: int, microbatch: int = NO_MICROBATCH) -> "_Recording":
-        """Records the block of a `with` statement as a span; an exception in it leaves none."""
+        """Records the block of a `with` statement as a span; nothing is recorded if the block raises."""
         return _Recording(self, kind, stage, microbatch)
 
     def clear(self) -> None:
-        """Forgets all spans."""
+        """Removes all spans."""
         self._spans.clear()
 
     def _now(self) -> float:
@@ -80,7 +80,11 @@ class SpanRecorder:
 
 
 class _Recording:
-    """A class rather than a generator: a third of its cost, and it runs several times per microbatch."""
+    """Context manager of `SpanRecorder.record`.
+
+    It is a class rather than a generator because it runs several times per microbatch, at a third of a generator's
+    cost.
+    """
 
     __slots__ = ("kind", "microbatch", "recorder", "stage", "start")
 
@@ -99,10 +103,10 @@ class _Recording:
 
 
 def clock_offset(group: dist.ProcessGroup | None = None) -> float:
-    """Seconds by which this rank's clock is ahead of the group's first rank; every rank of the group must call it.
+    """Returns the seconds by which this rank's clock is ahead of the group's first rank; collective over the group.
 
-    All ranks read their clocks as they leave a barrier, several times, and the median counts. It is as exact as ranks
-    leave a barrier together: some tenths of a millisecond.
+    All ranks read their clocks several times after a barrier, and the median difference counts. The error is the time
+    between ranks' exits from a barrier: some tenths of a millisecond.
     """
     differences = []
     for _ in range(_ALIGN_ROUNDS):
@@ -115,18 +119,19 @@ def clock_offset(group: dist.ProcessGroup | None = None) -> float:
 
 
 def align(spans: tuple[Span, ...], offset: float) -> tuple[Span, ...]:
-    """Moves spans to the clock of the rank that `clock_offset` compared with."""
+    """Shifts spans to the clock of the rank that `clock_offset` compared with."""
     return tuple(replace(span, start=span.start - offset, stop=span.stop - offset) for span in spans)
 
 
 @dataclass
 class Timeline:
-    """The spans of one step.
+    """Spans of one step on all pipeline ranks.
 
     Args:
-        spans (`Sequence[Sequence[Span]]`): of each pipeline rank, on one clock.
-        schedule (`str`): its name.
-        ranks, stages, microbatches (`int`): pipeline ranks, stages of all ranks together, microbatches of the step.
+        spans (`Sequence[Sequence[Span]]`): the spans of each pipeline rank, on one clock.
+        schedule (`str`): name of the pipeline schedule.
+        ranks, stages, microbatches (`int`): numbers of pipeline ranks, of stages over all ranks, and of microbatches
+            per step.
     """
 
     spans: Sequence[Sequence[Span]]
@@ -141,16 +146,16 @@ class Timeline:
 
     @property
     def start(self) -> float:
-        """Returns when the first span of any rank starts."""
+        """Start time of the first span on any rank."""
         return min(span.start for spans in self.spans for span in spans)
 
     @property
     def duration(self) -> float:
-        """Returns the seconds from the first span's start to the last one's end."""
+        """Seconds from the start of the first span to the end of the last one."""
         return max(span.stop for spans in self.spans for span in spans) - self.start
 
     def title(self, formula: float) -> str:
-        """Names schedule, sizes, time of the step, and the measured bubble beside the formula's."""
+        """Returns a title with the schedule, sizes, step time, and measured and theoretical bubble."""
         chunks = f" x {self.stages // self.ranks} stages" if self.stages > self.ranks else ""
         return (
             f"{self.schedule}, pp {self.ranks}{chunks}, {self.microbatches} microbatches: step "
@@ -159,12 +164,12 @@ class Timeline:
 
 
 def bubble_share(timeline: Timeline) -> float:
-    """Returns the share of the ranks' time, from the first computation to the last, in which they did not compute.
+    """Returns the fraction of the ranks' time, between the first and the last computation, that is not computation.
 
-    Waiting for neighbours counts as bubble, and so does everything else between two computations.
+    Everything between computations counts as bubble, including waiting for neighboring stages.
 
     Raises:
-        ConfigError: nothing was computed while the recorder was on.
+        ConfigError: the recorder was off during all computations.
     """
     compute = [span for spans in timeline.spans for span in spans if span.kind in COMPUTE]
     if not compute:

@@ -1,4 +1,4 @@
-"""How messages show what files and users say: in bounded time and length, without control characters."""
+"""Safe formatting of values from files and users in messages: bounded time and length, no control characters."""
 
 from typing import Any
 
@@ -11,17 +11,17 @@ _ITEMS = 8
 
 
 def safe_repr(value: Any, most: int = _MOST) -> str:
-    """Returns a value as a message shows it: at most `most` characters, no control characters, no deep nesting.
+    """Formats a value for a message: at most `most` characters, no control characters, no deep nesting.
 
-    The text of a value from a file may take exponential time, by its nesting, or hold escape sequences of terminals.
+    The `repr` of a value from a file may take exponential time if it is nested, or contain terminal escape sequences.
     """
     return sanitize(_text(value, _DEEPEST), most)
 
 
 def error_summary(error: BaseException) -> str:
-    """Returns an error of others as part of a message: its kind and the first line of what it says.
+    """Formats a third-party exception for a message: its type and the first line of its text.
 
-    A line that ends with a colon goes on in the next.
+    If that line ends with a colon, the next line is included.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])

@@ -1,4 +1,4 @@
-"""What stands in an output where a value was not kept."""
+"""Placeholder for an output that was not computed; reading it raises."""
 
 from typing import Any, ClassVar
 
@@ -6,7 +6,7 @@ from ..errors import UnsupportedError
 
 
 class UnavailableOutput:
-    """Raises `UnsupportedError` with its `message` however it is read: attributes, operators, torch's functions."""
+    """Placeholder that raises `UnsupportedError` with `message` on any attribute, operator or torch function."""
 
     message: ClassVar[str]
 
@@ -14,7 +14,7 @@ class UnavailableOutput:
         if name.startswith("__"):
             raise AttributeError(name)
         if name in ("dtype", "to", "is_nested_tensor"):
-            # What looks for tensors in whatever a model returned asks for these.
+            # Code that searches a model's output for tensors probes these attributes with `hasattr`.
             raise _UnreadableAttribute(self.message)
         raise UnsupportedError(self.message)
 
@@ -25,7 +25,7 @@ class UnavailableOutput:
     def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(cls.message)
 
-    # Operators are looked up in the class.
+    # Python looks up operators on the class.
     __getitem__ = __setitem__ = __len__ = __iter__ = __bool__ = __float__ = __int__ = __array__ = _reject
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _reject
     __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __abs__ = _reject
@@ -33,4 +33,4 @@ class UnavailableOutput:
 
 
 class _UnreadableAttribute(UnsupportedError, AttributeError):
-    """Lets `hasattr` answer no."""
+    """Error that makes `hasattr` return False."""

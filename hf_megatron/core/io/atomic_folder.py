@@ -1,8 +1,9 @@
-"""A folder that appears under its name when everything in it was written, whatever was killed and when.
+"""Folder that appears under its name only once it is completely written, even if the writer is killed.
 
-It is written as `.tmp-<name>-<id>` beside its target and renamed at the end. A lock on `.tmp-<name>-<id>.lock` says
-that somebody is writing: what interrupted writers left has a lock that nobody holds, and the next writer removes it.
-The lock lies beside the folder, so that it is there before the folder is and as long as that has its temporary name.
+It is written as `.tmp-<name>-<id>` next to its target and renamed at the end. The writer holds a lock on
+`.tmp-<name>-<id>.lock`: a folder left by an interrupted writer has a lock file that is not locked, and the next writer
+removes both. The lock file is next to the folder rather than inside, so that it exists before the folder does and for
+as long as the folder has its temporary name.
 """
 
 import contextlib
@@ -21,14 +22,14 @@ _TEMPORARY = re.compile(r"\.tmp-(?P<name>.+)-[0-9a-f]{32}")
 
 
 class StagedFolder:
-    """The temporary folder of a target; one process opens it, and publishes or discards it.
+    """Temporary folder of a target; one process opens it, and publishes or discards it.
 
     Args:
-        target (`str` or `Path`): the folder to be; must not exist.
-        token (`str`, *optional*): 32 hexadecimal digits that ranks who write together agree on.
+        target (`str` or `Path`): the final folder; must not exist.
+        token (`str`, *optional*): 32 hexadecimal digits, shared by ranks that write the folder together.
 
     Attributes:
-        path (`Path`): where to write.
+        path (`Path`): the temporary folder to write to.
     """
 
     def __init__(self, target: str | Path, token: str | None = None):
@@ -38,7 +39,7 @@ class StagedFolder:
         self._lock: int | None = None
 
     def open(self, on_step: Callable[[str], None] = lambda step: None) -> None:
-        """Makes the folder, and removes what interrupted writers left beside it.
+        """Creates the folder, and removes leftovers of interrupted writers next to it.
 
         Args:
             on_step: called at every I/O point with its name; for fault tests.
@@ -57,20 +58,20 @@ class StagedFolder:
         on_step("directory")
 
     def require_space(self, expected: int) -> None:
-        """Compares the bytes that are going to be written with those that are free.
+        """Checks that the free disk space is sufficient for `expected` bytes.
 
         Raises:
-            CheckpointError: with both numbers.
+            CheckpointError: there is too little space.
         """
         free = shutil.disk_usage(self.parent).free
         if expected > free:
             raise CheckpointError(f"{self.parent}: {expected:,} bytes are needed and {free:,} are free.")
 
     def publish(self, on_step: Callable[[str], None] = lambda step: None) -> None:
-        """Gives the folder its name; its files are durable already.
+        """Renames the folder to its target; its files must be durable already.
 
         Raises:
-            CheckpointError: the target has come into existence.
+            CheckpointError: the target has been created in the meantime.
             OSError: from the file system.
         """
         if os.path.lexists(self.target):
@@ -82,7 +83,7 @@ class StagedFolder:
         self._unlock()
 
     def discard(self) -> None:
-        """Removes everything that was written."""
+        """Removes the temporary folder."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()
 
@@ -93,7 +94,7 @@ class StagedFolder:
 
 
 def remove_folder(path: Path) -> None:
-    """Deletes a folder so that an interruption leaves no half of it under its name."""
+    """Deletes a folder so that an interruption leaves no partial folder under its name."""
     trash = _temporary(path, uuid.uuid4().hex)
     lock = _lock(trash)
     try:
@@ -114,12 +115,12 @@ def _lock_file(folder: Path) -> Path:
 def _lock(folder: Path) -> int:
     while True:
         descriptor = os.open(_lock_file(folder), os.O_RDWR | os.O_CREAT, 0o600)
-        # Where the file system knows no locks, only writers of the same target take this folder for a leftover.
+        # On a file system without locks, only writers of the same target treat this folder as a leftover.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if _lock_file(folder).exists():
             return descriptor
-        # Another writer took the file, not locked yet, for a leftover's.
+        # Another writer removed the file before it was locked, as a leftover; retry.
         os.close(descriptor)
 
 
@@ -129,10 +130,10 @@ def _unlock(folder: Path, descriptor: int) -> None:
 
 
 def _remove_leftovers(parent: Path, name: str) -> None:
-    """Removes the temporary folders whose writers are gone.
+    """Removes the temporary folders of writers that no longer run.
 
     Args:
-        name: the target of the writer that asks.
+        name: target name of the calling writer.
     """
     for folder in {Path(entry.path.removesuffix(".lock")) for entry in os.scandir(parent)}:
         match = _TEMPORARY.fullmatch(folder.name)
@@ -140,7 +141,7 @@ def _remove_leftovers(parent: Path, name: str) -> None:
             continue
         with _locked_if_left(folder, match["name"] == name) as is_left:
             if is_left:
-                # Another writer may be at the same leftover.
+                # Another writer may be removing the same leftover.
                 shutil.rmtree(folder, ignore_errors=True)
                 _lock_file(folder).unlink(missing_ok=True)
 
@@ -153,7 +154,7 @@ def _locked_if_left(folder: Path, same_target: bool) -> Iterator[bool]:
         yield True
         return
     except PermissionError:
-        # Another user's; whether it is left is theirs to find out.
+        # Owned by another user, whose writers remove their own leftovers.
         yield False
         return
     try:

@@ -1,7 +1,7 @@
-"""Memory for tensors that live as long as it takes to write them.
+"""Reusable memory for tensors that exist only until they are written.
 
-Reading from the page cache into memory that was used before takes a fifth of the time of fresh memory, whose pages have
-to be mapped and zeroed. So a conversion hands its memory round.
+Reading from the page cache into reused memory takes a fifth of the time of fresh memory, whose pages must be mapped
+and zeroed. A conversion therefore recycles its buffers.
 """
 
 import contextlib
@@ -18,25 +18,25 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 
-# Below, torch's own allocation reuses memory.
+# Smaller tensors use torch's own allocator, which already reuses memory.
 _SMALLEST = 1 << 20
 
 
 class Memory:
-    """Where tensors are put; this one takes fresh memory for each."""
+    """Tensor allocator; this base class allocates new memory for each tensor."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns an uninitialised tensor on the CPU."""
+        """Returns an uninitialized CPU tensor."""
         return torch.empty(tuple(shape), dtype=dtype)
 
     def like(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
-        """Returns an uninitialised tensor of another shape; on the meta device where `tensor` is."""
+        """Returns an uninitialized tensor of another shape, on the meta device if `tensor` is."""
         if tensor.device.type == "meta":
             return torch.empty(tuple(shape), dtype=tensor.dtype, device="meta")
         return self.empty(shape, tensor.dtype)
 
     def joined(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """Tensors one after another along a dim, copied."""
+        """Concatenates tensors along a dim into newly allocated memory."""
         dtypes = {part.dtype for part in parts}
         if len(dtypes) > 1:
             raise CheckpointError(f"tensors of {', '.join(sorted(map(str, dtypes)))} do not become one.")
@@ -50,7 +50,7 @@ class Memory:
         return out
 
     def contiguous(self, tensor: Tensor) -> Tensor:
-        """Returns the tensor, of any shape, if its entries lie in order, else a copy in which they do."""
+        """Returns a contiguous tensor as it is, and a contiguous copy of any other; any shape."""
         if tensor.is_contiguous():
             return tensor
         return self.like(tensor, tensor.shape).copy_(tensor)
@@ -60,18 +60,18 @@ FRESH = Memory()
 
 
 class Pool(Memory):
-    """Takes memory that tensors before have let go of.
+    """Memory pool that reuses the buffers of freed tensors.
 
     Args:
-        limit: bytes that may lie free.
+        limit: maximum number of free bytes to keep.
     """
 
     def __init__(self, limit: int):
         self._free: list[mmap.mmap] = []
         self._limit = limit
         self._lock = Lock()
-        # A tensor may go at any moment, in any thread, and in the midst of `_take`: putting into this queue is all that
-        # is done then.
+        # A tensor may be freed at any time, in any thread, and inside `_take`: the finalizer only puts its buffer into
+        # this queue.
         self._returned: SimpleQueue[mmap.mmap] = SimpleQueue()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -79,7 +79,7 @@ class Pool(Memory):
         if size < _SMALLEST:
             return torch.empty(tuple(shape), dtype=dtype)
         block = self._take(size)
-        # The tensor's storage holds the array; with the last view of it the block comes back.
+        # The tensor's storage references the array; when the last view is freed, the buffer returns to the queue.
         array = numpy.frombuffer(block, dtype=numpy.uint8, count=size)
         weakref.finalize(array, self._returned.put, block).atexit = False
         return torch.frombuffer(array, dtype=dtype).view(tuple(shape))
@@ -94,12 +94,12 @@ class Pool(Memory):
                 self._free.remove(block)
                 return block
             while sum(map(len, self._free)) > self._limit:
-                # The embedding's comes once, those of layers again and again.
+                # Drop the largest buffer first: an embedding's is needed once, a layer's repeatedly.
                 self._free.remove(max(self._free, key=len))
         if sys.platform != "linux":
             return mmap.mmap(-1, size)
         block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A kernel built without huge pages answers EINVAL; the memory is as good in small ones.
+        # A kernel without huge pages returns EINVAL; small pages work as well.
         with contextlib.suppress(OSError):
             block.madvise(mmap.MADV_HUGEPAGE)
         return block

@@ -1,4 +1,4 @@
-"""Files with the digest of what they should hold: blake3, computed while they are written."""
+"""Files with blake3 digests of their intended content, computed while they are written."""
 
 import contextlib
 import os
@@ -14,30 +14,30 @@ from torch import Tensor
 from ...compat.torch_dtensor import local_tensor
 from ...errors import CheckpointError
 
-# What is copied from a device at a time, and what is hashed and written at a time, in bytes.
+# Bytes copied from a device at a time, and bytes hashed and written at a time.
 CHUNK = 32 << 20
 BLOCK = 256 << 10
 
 
 @dataclass(frozen=True)
 class FileDigest:
-    """A file's size in bytes and the digest of its content; the field's name in a manifest is the algorithm's."""
+    """Size of a file in bytes and digest of its content; in a manifest, the field's name is the hash algorithm."""
 
     size: int
     blake3: str
 
 
 class NewFile:
-    """A new file of bytes and tensors, in the order in which they come or at places that are told.
+    """New file of bytes and tensors, written sequentially or at given offsets.
 
-    Each block is hashed and then written while it is in the processor's cache. A hashing thread beside the writer would
-    read everything from memory twice and takes longer.
+    Each block is hashed and then written while it is in the CPU cache. A separate hashing thread would read all data
+    from memory twice, and is slower.
 
-    It has the methods of a binary file that `torch.save` and `zipfile` need of one that cannot seek.
+    It implements the binary file methods that `torch.save` and `zipfile` need for a non-seekable file.
 
     Args:
         path (`Path`): must not exist.
-        hashed (`bool`, defaults to `True`): keep the digest of what is handed in; it has to come in order then.
+        hashed (`bool`, defaults to `True`): whether to compute the digest; data must be written sequentially then.
     """
 
     def __init__(self, path: Path, hashed: bool = True):
@@ -47,7 +47,7 @@ class NewFile:
         self._file: IO[bytes] = open(path, "xb", buffering=0)  # noqa: SIM115
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Appends bytes and returns how many."""
+        """Appends bytes; returns their number."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), BLOCK):
             block = view[start : start + BLOCK]
@@ -57,14 +57,14 @@ class NewFile:
         return len(view)
 
     def write_tensor(self, tensor: Tensor, at: int | None = None) -> int:
-        """Writes the bytes of a tensor of any shape in row-major order; one on a device passes through chunks.
+        """Writes the bytes of a tensor of any shape in row-major order; device tensors are copied in chunks.
 
         Args:
-            tensor: what to write.
-            at (`int`, *optional*): where in the file; at its end by default.
+            tensor: the tensor to write.
+            at (`int`, *optional*): offset in the file; by default its end.
 
         Raises:
-            CheckpointError: a file with a digest has not grown up to that place.
+            CheckpointError: the file has a digest, and `at` is not its end.
         """
         if at is not None and at != self.size:
             if self._digest is not None:
@@ -81,24 +81,24 @@ class NewFile:
         return self.size
 
     def flush(self) -> None:
-        """Nothing is buffered."""
+        """Does nothing: writes are unbuffered."""
 
     def seekable(self) -> bool:
         return False
 
     @property
     def digest(self) -> FileDigest:
-        """What the file contains, if all went well."""
+        """Size and digest of the bytes written so far."""
         assert self._digest is not None
         return FileDigest(self.size, self._digest.hexdigest())
 
     def discard(self) -> None:
-        """Closes the file, which is going to be deleted."""
+        """Closes the file without making it durable; the caller deletes it."""
         with contextlib.suppress(OSError):
             self._file.close()
 
     def close(self, durable: bool = True) -> None:
-        """Closes the file, and makes it durable unless that is left out."""
+        """Closes the file, by default after an fsync."""
         if not self._file.closed:
             if durable:
                 os.fsync(self._file.fileno())
@@ -113,7 +113,7 @@ def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def hash_tensor(tensor: Tensor) -> str:
-    """Hashes what this rank holds of a tensor of any shape."""
+    """Hashes this rank's local shard of a tensor of any shape."""
     digest = blake3()
     for chunk in _bytes_of(local_tensor(tensor)):
         digest.update(chunk)
@@ -121,8 +121,8 @@ def hash_tensor(tensor: Tensor) -> str:
 
 
 def hash_file(path: Path, on_block: Callable[[int], object] = lambda size: None) -> FileDigest:
-    """Size and digest of a file as it is now; `on_block` is called with the bytes of each part."""
-    # More threads would be blake3's own pool, which a forked process waits for forever.
+    """Returns the size and digest of a file's current content; calls `on_block` with the size of each block read."""
+    # Single-threaded: blake3's thread pool would deadlock in a forked process.
     digest, size = blake3(), 0
     buffer = bytearray(BLOCK)
     with open(path, "rb", buffering=0) as file:

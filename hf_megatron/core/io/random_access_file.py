@@ -1,4 +1,4 @@
-"""Files that are read at any place: plain bytes, and boxes of tensors in them."""
+"""Random access to files: plain bytes, and rectangular chunks of tensors."""
 
 import io
 import os
@@ -12,18 +12,18 @@ from torch import Tensor
 from ...errors import CheckpointError
 from .checksums import CHUNK
 
-# What git-lfs puts in the place of a file that it did not fetch.
+# Start of the pointer file that git-lfs leaves for a file it did not fetch.
 _POINTER = b"version https://git-lfs"
 _LARGEST_POINTER = 1024
 
 
 class DataFile:
-    """A regular file opened for reading at any place."""
+    """Regular file opened for reading at any offset."""
 
     def __init__(self, path: Path):
         self.path = path
         try:
-            # Without waiting for whoever may write to a named pipe.
+            # Non-blocking: opening a named pipe would otherwise wait for its writer.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             found = os.fstat(self._descriptor)
         except OSError as error:
@@ -37,14 +37,14 @@ class DataFile:
             raise CheckpointError(f"{path} is a pointer of git-lfs, not the file itself: git lfs pull fetches it.")
 
     def read(self, offset: int, length: int) -> bytes:
-        """Bytes of the file; `CheckpointError` where it ends before."""
+        """Reads bytes of the file; `CheckpointError` if it is too short."""
         self.check(offset, length)
         buffer = bytearray(length)
         self.read_into(memoryview(buffer), offset)
         return bytes(buffer)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fills a buffer; `CheckpointError` where the file ends before."""
+        """Fills a buffer; `CheckpointError` if the file is too short."""
         while buffer:
             count = os.preadv(self._descriptor, [buffer], offset)
             if not count:
@@ -54,7 +54,7 @@ class DataFile:
             buffer, offset = buffer[count:], offset + count
 
     def check(self, offset: int, length: int) -> None:
-        """Raises `CheckpointError` unless a range, in bytes, lies inside of the file."""
+        """Raises `CheckpointError` unless the byte range lies inside the file."""
         if offset < 0 or length < 0 or offset + length > self.size:
             raise CheckpointError(f"{self.path}: bytes [{offset}, {offset + length}) of a file of {self.size} bytes.")
 
@@ -69,7 +69,7 @@ class DataFile:
 
 
 class Window(io.RawIOBase):
-    """A part of a file as a file of its own."""
+    """Byte range of a file as a separate file object."""
 
     def __init__(self, file: DataFile, offset: int, length: int):
         self._file, self._offset, self._length, self._position = file, offset, length, 0
@@ -95,15 +95,16 @@ class Window(io.RawIOBase):
 
 
 def read_strided(file: DataFile, begin: int, first: int, stride: tuple[int, ...], out: Tensor) -> None:
-    """Copies a box of a tensor in a file.
+    """Copies a rectangular chunk of a tensor from a file.
 
-    What is contiguous in both goes straight to its place; the rest passes through a few chunks of memory.
+    Ranges that are contiguous in the file and in `out` are read directly; others pass through temporary buffers of
+    bounded size.
 
     Args:
-        begin: where the tensor's bytes begin in the file.
-        first: the number of the box's first entry.
-        stride: of the tensor, in entries.
-        out: where to; it has the shape of the box.
+        begin: byte offset of the tensor in the file.
+        first: index of the chunk's first entry in the flattened tensor.
+        stride: strides of the tensor, in entries.
+        out: output tensor with the shape of the chunk.
     """
     while out.dim() and out.shape[0] == 1:
         out, stride = out[0], stride[1:]
@@ -118,7 +119,7 @@ def read_strided(file: DataFile, begin: int, first: int, stride: tuple[int, ...]
         file.read_into(bytes_of(part), place)
         out.copy_(part.as_strided(out.shape, stride))
     else:
-        # The dim that reaches furthest; at least two steps, so that each is smaller.
+        # Split along the dim with the largest extent into at least two steps, so that each span is smaller.
         dim = max(range(out.dim()), key=lambda dim: (out.shape[dim] - 1) * stride[dim])
         rows = min(CHUNK // max(stride[dim] * out.element_size(), 1), out.shape[dim] // 2)
         rows, length = max(rows, 1), out.shape[dim]
@@ -137,5 +138,5 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Returns the memory of a contiguous tensor of any shape on the CPU."""
+    """Returns the memory of a contiguous CPU tensor of any shape."""
     return tensor.view(-1).view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""Names of files that come from elsewhere, and files whose content and name survive a power failure."""
+"""Validation of untrusted file names, and writes that survive a power failure."""
 
 import os
 import uuid
@@ -9,21 +9,21 @@ from typing import Any
 from ...errors import CheckpointError
 from ..text import safe_repr
 
-# In bytes: of one folder or file, in all common file systems.
+# Maximum length of one path component in bytes, in all common file systems.
 _LONGEST_PART = 255
 
 
 def is_plain_name(name: str) -> bool:
-    """Says whether a name from elsewhere stays inside the folder it is written to."""
+    """Returns whether an untrusted name stays inside the folder it is written to."""
     parts = PurePosixPath(name).parts
     return bool(parts) and name == "/".join(parts) and ".." not in parts and not {"\\", "\0"} & set(name)
 
 
 def inside(directory: Path, name: str) -> Path:
-    """Joins a folder and the name of a file in it; in the Hub's cache, files are links into a folder of its own.
+    """Joins a folder and the name of a file in it; links of the Hub's cache into its `blobs` folder are allowed.
 
     Raises:
-        CheckpointError: the name or links lead out of the folder, or no file can have the name.
+        CheckpointError: the name or its links lead out of the folder, or no file can have the name.
     """
     if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
         raise CheckpointError(f"{directory} names the file {safe_repr(name)}, which lies outside of it.")
@@ -41,10 +41,10 @@ def inside(directory: Path, name: str) -> Path:
 
 
 def is_file(path: Path) -> bool:
-    """Says whether a file lies there; a link to one does too.
+    """Returns whether a regular file, or a link to one, exists at this path.
 
     Raises:
-        CheckpointError: something else has its name.
+        CheckpointError: the path is something else.
     """
     if path.is_file() or not os.path.lexists(path):
         return path.is_file()
@@ -53,7 +53,7 @@ def is_file(path: Path) -> bool:
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Writes a file that appears under its name when it is complete; what was there before stays until then."""
+    """Writes a file that appears under its name when it is complete; an existing file is kept until then."""
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         write(partial)
@@ -63,7 +63,7 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Writes a small file that survives a power failure; its name does after `sync_directory`."""
+    """Writes a small file that survives a power failure; its name survives after `sync_directory`."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -71,7 +71,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Makes the names in a folder durable."""
+    """Fsyncs a folder, so that the names in it survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

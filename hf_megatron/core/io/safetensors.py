@@ -1,7 +1,7 @@
-"""Safetensors files: one header, one writer that streams, and readers that map a file or read a tensor at a time.
+"""Safetensors files: header parser, streaming writer, and readers that map a file or read single tensors.
 
-The `safetensors` package writes a file from one dictionary that holds all of it, and reads what it does not check
-against the file's size first; the format is 8 bytes of length, a table in JSON, and the tensors' bytes.
+The `safetensors` package writes a file from a dictionary that holds all of its tensors, and allocates before checking
+sizes against the file. The format is an 8-byte length, a JSON table, and the tensors' bytes.
 """
 
 import json
@@ -38,15 +38,15 @@ DTYPES = {
 }
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 LARGEST_HEADER = 100_000_000
-# Of one file. The largest public models have some 140,000 in all of their files (Kimi K2, with single experts).
+# Maximum per file. The largest public models have some 140,000 in all of their files (Kimi K2, with separate experts).
 MOST_TENSORS = 200_000
 
 
 def check_count(where: object, count: int) -> None:
-    """Checks that a file does not announce more tensors than any model has.
+    """Checks that a file does not declare more tensors than any model has.
 
     Raises:
-        CheckpointError: with both numbers.
+        CheckpointError: it declares more than `MOST_TENSORS`.
     """
     if count > MOST_TENSORS:
         raise CheckpointError(f"{where}: {count} tensors in one file, more than the {MOST_TENSORS} that are read.")
@@ -54,7 +54,7 @@ def check_count(where: object, count: int) -> None:
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """The shape and the dtype of a tensor."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -78,22 +78,23 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class Location(TensorMeta):
-    """Where a tensor lies in a file, in bytes from the start of the file."""
+    """Location of a tensor in a file; `start` is in bytes from the start of the file."""
 
     start: int = 0
 
 
 def widest_first(tensors: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
-    """Orders tensors so that each is aligned to its dtype in a file."""
+    """Orders tensors by decreasing dtype size, so that each is aligned in a file."""
     return dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
 
 
 class SafetensorsWriter:
-    """Writes one file whose tensors are known beforehand; the header is written at once.
+    """Writes one file whose tensors are known in advance; the header is written first.
 
     Args:
-        file (`NewFile`): an empty one. With a digest it takes tensors in the order of the header, else in any.
-        tensors (`Mapping[str, TensorMeta]`): what will come, in the order in which it will lie.
+        file (`NewFile`): an empty file. With a digest, tensors must be written in the order of the header, otherwise
+            in any order.
+        tensors (`Mapping[str, TensorMeta]`): the tensors, in file order.
 
     Raises:
         CheckpointError: a dtype cannot be stored, or the header would be too large to be read back.
@@ -119,10 +120,10 @@ class SafetensorsWriter:
         }
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Writes a tensor to its place.
+        """Writes a tensor at its offset.
 
         Raises:
-            CheckpointError: it was not planned, came before, or is not as planned.
+            CheckpointError: the tensor is not in the header, was written before, or has another shape or dtype.
         """
         location = self._missing.pop(name, None)
         if location is None or (location.shape, location.dtype) != (tuple(tensor.shape), tensor.dtype):
@@ -132,26 +133,26 @@ class SafetensorsWriter:
         self._file.write_tensor(tensor, location.start)
 
     def finish(self) -> None:
-        """Checks that everything came.
+        """Checks that all tensors were written.
 
         Raises:
-            CheckpointError: naming tensors that never came.
+            CheckpointError: tensors of the header are missing.
         """
         if self._missing:
             raise CheckpointError(f"{self._file.path}: {list(self._missing)[:5]} were planned and never came.")
 
 
 def read_header(path: Path) -> dict[str, Location]:
-    """Reads where each tensor of a file lies; nothing larger than the file allows is read or allocated.
+    """Reads the location of each tensor of a file; nothing larger than the file is read or allocated.
 
     Raises:
-        CheckpointError: naming the file and what is wrong with its header.
+        CheckpointError: the header is invalid.
     """
     return _read_header(path)[0]
 
 
 def read_metadata(path: Path) -> Mapping[str, Any]:
-    """Reads the text that a file's header has beside its tensors.
+    """Reads the metadata of a file's header.
 
     Raises:
         CheckpointError: as `read_header`.
@@ -166,7 +167,7 @@ def _read_header(path: Path) -> tuple[dict[str, Location], Mapping[str, Any]]:
         if len(prefix) < 8 or length > min(LARGEST_HEADER, file.size - 8):
             raise CheckpointError(f"{path}: a header of {length} bytes is announced in a file of {file.size} bytes.")
         text = file.read(8, length)
-        # Before the table is made, which takes seconds for a million.
+        # Check before parsing, which takes seconds for a million tensors.
         check_count(path, text.count(b'"data_offsets"'))
         try:
             header = json.loads(text)
@@ -186,7 +187,10 @@ def _read_header(path: Path) -> tuple[dict[str, Location], Mapping[str, Any]]:
 
 
 def _check_filled(path: Path, locations: Collection[Location], origin: int, size: int) -> None:
-    """Checks that every byte is one tensor's, as the format says: a header of another length moves all of them."""
+    """Checks that the tensors cover the file without gaps or overlaps, as the format requires.
+
+    A header of a modified length would shift all of them.
+    """
     end = origin
     for location in sorted(locations, key=lambda location: (location.start, location.nbytes)):
         if location.start != end:
@@ -212,10 +216,10 @@ def _location(where: str, entry: Any, origin: int, size: int) -> Location:
 
 
 class SafetensorsFile:
-    """A file whose tensors are read one at a time; nothing stays mapped, so memory is what the caller keeps.
+    """File whose tensors are read one at a time; nothing stays mapped, so only the caller's tensors use memory.
 
     Raises:
-        CheckpointError: the file is missing, truncated or has another header than the format asks for.
+        CheckpointError: the file is missing, truncated or has an invalid header.
     """
 
     def __init__(self, path: Path):
@@ -224,7 +228,7 @@ class SafetensorsFile:
         self._file = DataFile(path)
 
     def read(self, name: str, memory: Memory = FRESH) -> Tensor:
-        """Reads a whole tensor in the shape that the header says."""
+        """Reads a tensor in the shape given by the header."""
         location = self.locations[name]
         out = memory.empty(location.shape, location.dtype)
         if out.numel():
@@ -236,17 +240,17 @@ class SafetensorsFile:
 
 
 class MappedSafetensors:
-    """A file mapped into memory: only the pages that are copied from are read."""
+    """File mapped into memory: only the pages that are accessed are read."""
 
     def __init__(self, path: Path):
         self.path = path
         self.locations = read_header(path)
         with open(path, "rb") as file:
-            # Private and never written to: torch takes no read-only memory without a warning.
+            # Mapped privately and never written to: torch warns about read-only memory.
             self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def forget(self) -> None:
-        """Gives back the memory of pages that were read; they are read again when they are needed."""
+        """Frees the memory of pages that were read; they are read again when needed."""
         self._memory.madvise(mmap.MADV_DONTNEED)
 
     def tensor(self, key: str) -> Tensor:

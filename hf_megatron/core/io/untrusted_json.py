@@ -1,4 +1,4 @@
-"""JSON files that others wrote."""
+"""Reads JSON files from untrusted sources."""
 
 import json
 import stat
@@ -12,10 +12,10 @@ LARGEST_JSON = 256 << 20
 
 
 def read_small(path: Path, most: int) -> bytes:
-    """Reads a file of at most so many bytes; a pipe would wait for whoever writes to it.
+    """Reads a file of at most `most` bytes; non-regular files are rejected, as reading a pipe would block.
 
     Raises:
-        CheckpointError: it is larger, or no regular file.
+        CheckpointError: the file is larger, or not a regular file.
         OSError: it cannot be read.
     """
     found = path.stat()
@@ -27,13 +27,13 @@ def read_small(path: Path, most: int) -> bytes:
 
 
 def read_json_table(path: Path, most: int = LARGEST_JSON) -> dict[str, Any]:
-    """Reads a JSON file that holds a table.
+    """Reads a JSON file that holds an object.
 
     Args:
-        most: how many bytes it may have.
+        most: maximum size in bytes.
 
     Raises:
-        CheckpointError: naming the file, where it cannot be read, is larger, is no JSON, or holds anything else.
+        CheckpointError: the file cannot be read, is too large, is not JSON, or holds another type.
     """
     try:
         content = json.loads(read_small(path, most))
@@ -45,10 +45,10 @@ def read_json_table(path: Path, most: int = LARGEST_JSON) -> dict[str, Any]:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Reads which file of an index has which weight.
+    """Reads the `weight_map` of an index file: weight name -> file name.
 
     Raises:
-        CheckpointError: naming the file, as `read_json_table`, and where it has no such table.
+        CheckpointError: as `read_json_table`, or the file has no such table.
     """
     weight_map = read_json_table(path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
