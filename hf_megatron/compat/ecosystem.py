@@ -11,7 +11,7 @@ from ..errors import ConfigError
 
 
 def adapter_prefix(model: Any) -> str | None:
-    """Returns what the names of an adapter's parameters begin with in a `PeftModel`; `None` for any other model."""
+    """Returns the prefix of adapter parameter names in a `PeftModel`; `None` for other models."""
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel):
         return None
@@ -19,13 +19,13 @@ def adapter_prefix(model: Any) -> str | None:
 
 
 def is_sentence_transformer(module: Any) -> bool:
-    """Tells whether a module is a model of sentence-transformers, which saves what it is made around by itself."""
+    """Returns whether a module is a sentence-transformers model, which saves the model it wraps itself."""
     library = sys.modules.get("sentence_transformers.base.model")
     return library is not None and isinstance(module, library.BaseModel)
 
 
 def forget_accelerate_state() -> None:
-    """Drops the state that every Accelerator of a process shares; a fork inherits that of the process it came from."""
+    """Resets the state shared by a process's Accelerators; a fork inherits it from its parent."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -33,14 +33,14 @@ def forget_accelerate_state() -> None:
 
 
 def trl_output(**fields: Any) -> Any:
-    """Makes what TRL's trainers read of a forward (`FusedCausalLMOutput`, not exported)."""
+    """Creates the forward output that TRL's trainers read (`FusedCausalLMOutput`, not exported)."""
     from trl.trainer.utils import FusedCausalLMOutput
 
     return FusedCausalLMOutput(**fields)
 
 
 def trl_sums(loss: torch.Tensor, aux_loss: torch.Tensor | None, fields: Mapping[str, torch.Tensor]) -> Any:
-    """Makes what TRL 1.14's `SFTTrainer` reads of a forward, of a loss `()` and fields `[batch, sequence]`."""
+    """Creates the output that TRL 1.14's `SFTTrainer` reads, from a loss `()` and fields `[batch, sequence]`."""
     from trl.trainer.sft_trainer import _ChunkedCELMHeadOutput  # type: ignore[attr-defined]
 
     return _ChunkedCELMHeadOutput(
@@ -53,18 +53,18 @@ def trl_sums(loss: torch.Tensor, aux_loss: torch.Tensor | None, fields: Mapping[
 
 
 def enlarge_word_cache(tokenizer: Any, words: int) -> None:
-    """Has a tokenizer of `tokenizers` remember the tokens of so many words, where its model does (private in 0.22)."""
+    """Enlarges the word cache of a `tokenizers` tokenizer, if its model has one (private in 0.22)."""
     resize = getattr(tokenizer.model, "_resize_cache", None)
     if resize is not None:
         resize(words)
 
 
 def require_plots() -> None:
-    """Raises `ConfigError`, with the command that installs it, where matplotlib is absent."""
+    """Raises `ConfigError` with the installation command if matplotlib is missing."""
     if find_spec("matplotlib") is None:
         raise ConfigError('PNG pictures need matplotlib: pip install "hf_megatron[plots]"')
 
 
 def strip_adapter_prefix(name: str) -> str:
-    """Returns a name in a `PeftModel` as it is inside of the model that was loaded, by which claims know it."""
+    """Returns a parameter name in a `PeftModel` as it is in the base model and in the model's shardings."""
     return name.removeprefix("base_model.model.")

@@ -1,6 +1,6 @@
 """Import hook that calls back when a watched module has been imported.
 
-`wrapt`'s import hooks cannot be removed, and run before a module that is being imported has its names.
+`wrapt`'s import hooks cannot be removed, and may run before the module's names are defined.
 """
 
 import importlib.abc
@@ -17,7 +17,7 @@ class ImportListener(Protocol):
     enabled: bool
 
     def watches(self, module_name: str) -> bool:
-        """Returns whether the listener wants to know when a module of this name has been imported."""
+        """Returns whether the listener watches imports of this module."""
 
     def apply_to(self, module_name: str) -> None:
         """Called once after the module has been executed."""
@@ -42,9 +42,9 @@ class _WatchedSpec(importlib.machinery.ModuleSpec):
 
 
 def call_when_initialized(module: ModuleType, listener: ImportListener) -> None:
-    """Calls `listener.apply_to` once a module that is being imported has been executed.
+    """Calls `listener.apply_to` after the execution of a module whose import is in progress.
 
-    Needed where an upstream script imports torch, whose backend entry point imports this library.
+    Needed if an upstream script imports torch, whose backend entry point imports this library.
     """
     spec = module.__spec__
     assert spec is not None
@@ -77,11 +77,11 @@ class ImportFinder(importlib.abc.MetaPathFinder):
         self.listener = listener
 
     def install(self) -> None:
-        """Puts the finder before all others."""
+        """Inserts the finder before all others."""
         sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
-        """Takes the finder out again."""
+        """Removes the finder."""
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None):

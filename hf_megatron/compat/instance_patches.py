@@ -1,7 +1,7 @@
-"""What is replaced on single objects, why, and how it is taken back.
+"""Attributes replaced on single objects of a parallelized model, with reasons and restoration.
 
-Upstream classes stay as they are: these replacements concern one laid out model, and go with it. `disable()` puts back
-what was there, `enable()` puts them in place again; a laid out model cannot be called in between.
+Upstream classes stay unchanged: these patches belong to one parallelized model and are freed with it. `disable()`
+restores the originals, `enable()` reapplies the patches; in between, a parallelized model cannot be called.
 """
 
 import weakref
@@ -20,11 +20,11 @@ from .transformers_models import names_of_recorder
 
 @dataclass(frozen=True)
 class InstancePatch:
-    """One attribute that is replaced on an object.
+    """Replacement of one attribute on an object.
 
     Attributes:
-        stock: what the original does.
-        until: when the replacement is no longer needed.
+        stock: behavior of the original.
+        until: condition under which the patch is no longer needed.
     """
 
     stock: str
@@ -82,7 +82,7 @@ _ABSENT = object()
 
 
 class ModelPatches(Shared):
-    """The replaced attributes of one model, its config included."""
+    """Replaced attributes of one model, including its config."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[weakref.ref, str, Any, Any]] = []
@@ -90,7 +90,7 @@ class ModelPatches(Shared):
         PATCH_REGISTRY.instances.add(self)
 
     def replace(self, owner: Any, attribute: str, value: Any) -> None:
-        """Puts a value in the place of an attribute that `INSTANCE_PATCHES` lists."""
+        """Replaces an attribute that `INSTANCE_PATCHES` lists."""
         assert attribute in INSTANCE_PATCHES, attribute
         is_property = isinstance(getattr(type(owner), attribute, None), property)
         before = getattr(owner, attribute) if is_property else vars(owner).get(attribute, _ABSENT)
@@ -98,7 +98,7 @@ class ModelPatches(Shared):
         setattr(owner, attribute, value)
 
     def apply(self) -> None:
-        """Puts the replacements in place again."""
+        """Reapplies the replacements."""
         if not self._applied:
             for reference, attribute, _, value in self._replaced:
                 if (owner := reference()) is not None:
@@ -106,7 +106,7 @@ class ModelPatches(Shared):
         self._applied = True
 
     def restore(self) -> None:
-        """Puts back what was there, the last replacement first."""
+        """Restores the original attributes, the last replacement first."""
         if self._applied:
             for reference, attribute, before, _ in reversed(self._replaced):
                 owner = reference()
@@ -125,7 +125,7 @@ def _mixed_class(mixin: Any, base: Any) -> type[nn.Module]:
 
 
 def mix_into(module: nn.Module, mixin: type, **attributes: Any) -> None:
-    """Puts a mixin in front of a module's class; what it keeps stays out of the module's own names."""
+    """Mixes a class into a module's class; attributes are set without registering them as parameters or modules."""
     module.__class__ = _mixed_class(mixin, type(module))  # type: ignore[arg-type]
     for name, value in attributes.items():
         object.__setattr__(module, name, value)

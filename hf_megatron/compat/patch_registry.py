@@ -1,16 +1,16 @@
 """Patch registry: every upstream function and object this library replaces, and how to restore it.
 
     targets     replaced upstream functions, each with the chain of its patches
-    patterns    functions of one name in every module whose name matches a pattern; each found one becomes a patch
+    patterns    functions with a given name in all modules that match a pattern; each match becomes a patch
     hooks       callbacks registered with an upstream module for the whole process
     instances   attributes replaced on single objects of parallelized models (`instance_patches.py`)
 
 Patching has two phases. `enable()`, which `import hf_megatron` calls, applies the entry points: the functions through
 which a model is parallelized, a layout is launched or a sharded checkpoint is read. `activate()` applies all others;
-the entry points call it when one of these happens, so a process that does none of them runs upstream's own functions.
+the entry points call it on first use, so a process that uses none of them runs upstream's own functions.
 
-In both phases a patch is applied at once if its module is imported, otherwise when it is imported, so that
-`import hf_megatron` neither imports optional packages nor has to come first.
+In both phases a patch is applied immediately if its module is imported, otherwise after its import, so `import
+hf_megatron` neither imports optional packages nor has to come first.
 """
 
 import fnmatch
@@ -31,19 +31,19 @@ from .import_hook import ImportFinder, call_when_initialized, is_initializing
 
 @dataclass(frozen=True)
 class Patch:
-    """One replacement of one function.
+    """Replacement of one function.
 
     Attributes:
-        target: `module:attribute.path`; the last attribute of a function is a variable of its closure, by which a
-            function is replaced under every name that it was imported by before.
-        replacement: `module:function`, a function that takes the original (of a class method the function in it) before
-            the original's own arguments. It is a name, so that declaring a patch imports nothing.
-        stock: what the original does, and why that is not enough for a parallelized model.
-        until: when the replacement is no longer needed.
-        when: `module:function`, asked with the first argument of each call (`self` of a method); the replacement is
-            skipped where it returns `False`. Empty: the replacement runs in every call.
-        is_entry_point: applied by `import hf_megatron`, not only once a model is parallelized.
-        aliases: modules that import the function by name; it is replaced there, too.
+        target: `module:attribute.path`; if the path leads into a function, the last attribute is a variable of its
+            closure; replacing that also affects references imported earlier under any name.
+        replacement: `module:function`, a function that takes the original (for a class method, the underlying
+            function) before the original's own arguments. It is a name, so that declaring a patch imports nothing.
+        stock: behavior of the original, and the reason it does not suffice for a parallelized model.
+        until: condition under which the patch is no longer needed.
+        when: `module:function`, called with the first argument of each call (`self` of a method); if it returns
+            `False`, the original runs. Empty: the replacement always runs.
+        is_entry_point: whether `import hf_megatron` applies the patch, rather than the first parallelized model.
+        aliases: modules that import the function by name, in which it is replaced too.
     """
 
     target: str
@@ -56,7 +56,7 @@ class Patch:
 
     @property
     def is_private(self) -> bool:
-        """Whether upstream promises nothing about the target."""
+        """Whether the target is a private upstream name."""
         names = re.split(r"[.:]", self.target)
         return any(name.startswith("_") and not name.endswith("__") for name in names)
 
@@ -66,7 +66,7 @@ class Patch:
 
     @property
     def feature(self) -> str:
-        """The module of the replacement without the library's own prefix, such as `trainer.ramp_up`."""
+        """Module of the replacement without the library's own prefix, such as `trainer.ramp_up`."""
         module_name = self.replacement.partition(":")[0]
         return module_name.removeprefix("hf_megatron.").removeprefix("integrations.")
 
@@ -76,10 +76,10 @@ class PatchedTarget:
     """One upstream function and the chain of its patches, the first declared one outermost.
 
     Attributes:
-        target: as of a `Patch`.
-        patches: in declared order; each one's `original` is the next one, the last one's is upstream's function.
+        target: as in `Patch`.
+        patches: in declared order; each patch's `original` is the next patch, the last patch's is upstream's function.
         original: upstream's function while a patch is applied.
-        applied: the patches that are in place.
+        applied: the patches that are applied.
     """
 
     target: str
@@ -99,7 +99,7 @@ class PatchedTarget:
         return owner, attribute
 
     def apply(self, *, entry_points_only: bool = False) -> None:
-        """Applies the patches of a phase; twice is once."""
+        """Applies the patches of a phase; idempotent."""
         wanted = tuple(patch for patch in self.patches if patch.is_entry_point or not entry_points_only)
         if wanted == self.applied:
             return
@@ -117,7 +117,7 @@ class PatchedTarget:
         self.applied = wanted
 
     def _require_other_version(self) -> None:
-        # Not at the top: torch's own targets are patched while torch is imported.
+        # Imported lazily: torch's own targets are patched while torch is being imported.
         from .versions import is_of_other_versions
 
         if not is_of_other_versions(self.target):
@@ -127,7 +127,7 @@ class PatchedTarget:
             )
 
     def restore(self) -> None:
-        """Puts upstream's own function back; twice is once."""
+        """Restores upstream's function; idempotent."""
         if self.applied:
             self._put(self.original)
             self.applied = ()
@@ -138,24 +138,24 @@ class PatchedTarget:
         _set(owner, attribute, function)
         for name in dict.fromkeys(alias for patch in self.patches for alias in patch.aliases):
             module = sys.modules.get(name)
-            # Another function may have taken the name since.
+            # Another function may have replaced the name in the meantime.
             if module is not None and vars(module).get(attribute) is before:
                 setattr(module, attribute, function)
 
 
 @dataclass(frozen=True)
 class ModulePatternPatch:
-    """A function of one name and form, replaced in every module that defines it.
+    """Replacement of a function, identified by name and parameters, in every module that defines it.
 
-    A module is searched when it is imported. It has to define the function itself; a function of the name with other
-    parameters is left as it is.
+    A module is searched when it is imported. It must define the function itself; a function of this name with other
+    parameters is left unchanged.
 
     Attributes:
-        pattern: the names of modules; `*` stands for any text without a dot.
+        pattern: pattern of module names; `*` matches any text without a dot.
         attribute: the name of the function.
-        parameters: the names of its parameters, all of them and in order.
-        replacement, stock, until: as those of a `Patch`.
-        excluded: modules whose function is left as it is.
+        parameters: the names of all of its parameters, in order.
+        replacement, stock, until: as in `Patch`.
+        excluded: modules whose function is left unchanged.
     """
 
     pattern: str
@@ -178,8 +178,8 @@ class ModulePatternPatch:
         return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
 
     def patch_of(self, module: ModuleType) -> Patch | None:
-        """Makes the patch of a module's function; `None` if the module defines no such function."""
-        # Of a package whose names are imported on demand, `getattr` would import one.
+        """Returns the patch of a module's function; `None` if the module defines no such function."""
+        # Use `vars`: in a package with lazy imports, `getattr` would trigger one.
         function = vars(module).get(self.attribute)
         if not isinstance(function, FunctionType) or function.__module__ != module.__name__:
             return None
@@ -193,7 +193,7 @@ def _cells(owner: FunctionType) -> dict[str, CellType]:
 
 
 def _attributes(owner: Any) -> Mapping[str, Any]:
-    """Returns what may be replaced on an object: its attributes, or the variables of a function's closure."""
+    """Returns the replaceable attributes of an object, or the closure variables of a function."""
     if isinstance(owner, FunctionType):
         return {name: cell.cell_contents for name, cell in _cells(owner).items()}
     return vars(owner)
@@ -216,10 +216,10 @@ def _names(function: Any) -> tuple[str, str]:
 
 
 def _replaced(original: Any, patch: Patch) -> Any:
-    """Wraps a function, static method, class method or property as the same kind of thing.
+    """Wraps a function, static method, class method or property in an object of the same type.
 
-    A stack trace shows the wrapper as `function[feature]`. A method's `__qualname__` has the feature too; a module's
-    function keeps its own, because pickle finds the function by it.
+    A stack trace shows the wrapper as `function[feature]`. A method's `__qualname__` includes the feature too; a
+    module-level function keeps its `__qualname__`, because pickle finds the function by it.
     """
     if isinstance(original, (classmethod, staticmethod)):
         return type(original)(_replaced(original.__func__, patch))
@@ -248,41 +248,41 @@ def _replaced(original: Any, patch: Patch) -> Any:
 
 @dataclass
 class Hook:
-    """Something registered with an upstream module; `make` is `module:function` and returns a handle to remove it."""
+    """Callback registered with an upstream module; `make` is `module:function` and returns a handle to remove it."""
 
     module_name: str
     make: str
     handle: Any = None
 
     def apply(self, *, entry_points_only: bool = False) -> None:
-        """Registers the hook, which is no entry point; twice is once."""
+        """Registers the hook, which is not an entry point; idempotent."""
         if self.handle is None and not entry_points_only:
             self.handle = _resolve(self.make)()
 
     def restore(self) -> None:
-        """Removes what was registered; twice is once."""
+        """Removes the registered hook; idempotent."""
         if self.handle is not None:
             self.handle.remove()
             self.handle = None
 
 
 class Instance(Protocol):
-    """What is replaced on the objects of one parallelized model."""
+    """Replacements on the objects of one parallelized model."""
 
     def apply(self) -> None:
-        """Puts the replacements in place; twice is once."""
+        """Applies the replacements; idempotent."""
 
     def restore(self) -> None:
-        """Puts back what was there."""
+        """Restores the originals."""
 
 
 @dataclass
 class PatchRegistry:
-    """Patches, hooks and patched instances of the process, in the order they were declared.
+    """Patches, hooks and patched instances of the process, in declaration order.
 
     Attributes:
         enabled: whether the entry points are applied.
-        is_active: whether the other patches and the hooks are applied, too, while `enabled`.
+        is_active: whether the other patches and the hooks are applied too, while `enabled`.
     """
 
     targets: dict[str, PatchedTarget] = field(default_factory=dict)
@@ -298,7 +298,7 @@ class PatchRegistry:
         self._entry_modules: set[str] = set()
 
     def declare(self, patch: Patch) -> None:
-        """Adds a patch to the end of its target's chain, next to upstream's function; twice is once."""
+        """Appends a patch to its target's chain, closest to upstream's function; idempotent."""
         target = self.targets.setdefault(patch.target, PatchedTarget(patch.target))
         if patch not in target.patches:
             target.patches.append(patch)
@@ -309,11 +309,11 @@ class PatchRegistry:
                 self._apply([target])
 
     def declare_pattern(self, pattern: ModulePatternPatch) -> None:
-        """Declares a patch of every module that matches; twice is once."""
+        """Declares a patch of every matching module; idempotent."""
         self.patterns.setdefault(pattern.target, pattern)
 
     def declare_hook(self, module_name: str, make: str) -> None:
-        """Declares a hook of an upstream module; twice is once."""
+        """Declares a hook of an upstream module; idempotent."""
         self.hooks.setdefault(make, Hook(module_name, make))
         self._modules.add(module_name)
 
@@ -321,14 +321,14 @@ class PatchRegistry:
         return [*self.targets.values(), *self.hooks.values()]
 
     def watches(self, module_name: str) -> bool:
-        """Returns whether something is applied when a module of this name is imported."""
-        # Called for every import of the process: one look-up, and patterns only for modules of their package.
+        """Returns whether the import of this module triggers a patch or a hook."""
+        # Called for every import of the process: one lookup, and patterns only for modules of their package.
         if not self.is_active:
             return module_name in self._entry_modules
         return module_name in self._modules or any(pattern.matches(module_name) for pattern in self.patterns.values())
 
     def _declare_matches(self, module_name: str) -> None:
-        """Declares the patches of a module that patterns find in it, unless they are declared already."""
+        """Declares the patches that patterns match in a module, unless they are already declared."""
         for pattern in self.patterns.values():
             if pattern.matches(module_name) and f"{module_name}:{pattern.attribute}" not in self.targets:
                 patch = pattern.patch_of(sys.modules[module_name])
@@ -336,7 +336,7 @@ class PatchRegistry:
                     self.targets[patch.target] = PatchedTarget(patch.target, [patch])
 
     def enable(self) -> None:
-        """Applies the entry points, and everything else if it was active before; twice is once."""
+        """Applies the entry points, and everything else if it was active before; idempotent."""
         if self.enabled:
             return
         self.enabled = True
@@ -344,7 +344,7 @@ class PatchRegistry:
         self._apply_to_imported()
 
     def activate(self) -> None:
-        """Applies all patches and hooks, now or when their modules are imported; twice is once.
+        """Applies all patches and hooks, now or when their modules are imported; idempotent.
 
         After `disable()` the call has no effect until `enable()`.
         """
@@ -367,19 +367,19 @@ class PatchRegistry:
             instance.apply()
 
     def _apply(self, entries: Sequence[PatchedTarget | Hook]) -> None:
-        """Applies entries whose modules are imported, and waits for those that are being imported."""
+        """Applies entries whose modules are imported; defers entries of modules that are being imported."""
         for entry in entries:
             module = sys.modules.get(entry.module_name)
             if module is None:
                 continue
             if is_initializing(module):
-                # As where one of TRL's own scripts imports torch, which imports this library.
+                # Happens if one of TRL's scripts imports torch, which imports this library.
                 call_when_initialized(module, self)
             else:
                 entry.apply(entry_points_only=not self.is_active)
 
     def disable(self) -> None:
-        """Restores the identical original function objects, and removes what was registered."""
+        """Restores the identical original function objects, and removes the registered hooks."""
         self._finder.remove()
         for instance in self.instances:
             instance.restore()
@@ -388,7 +388,7 @@ class PatchRegistry:
         self.enabled = False
 
     def apply_to(self, module_name: str) -> None:
-        """Applies what is declared for a module that has just been imported."""
+        """Applies the entries declared for a module that has just been imported."""
         if self.is_active:
             self._declare_matches(module_name)
         for entry in self._entries():

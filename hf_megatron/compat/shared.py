@@ -4,7 +4,7 @@ from typing import Any
 
 
 class Shared:
-    """Base of what a deep copy of a model shares with the original."""
+    """Base class whose deep copy is the object itself."""
 
     def __deepcopy__(self, memo: dict) -> Any:
         return self

@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives as functional
 
 
 def group_of_operation(args: tuple) -> str:
-    """Returns how the process group was named that an operator of `c10d` was called with (private)."""
+    """Returns the description of the process group passed to a `c10d` operator (private)."""
     for value in args:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in value._type().qualified_name():
             return dist.ProcessGroup.unbox(value).group_desc
@@ -19,9 +19,9 @@ def group_of_operation(args: tuple) -> str:
 
 
 def all_reduce_(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """Sums a tensor of any shape over the group, in place; functionally under the compiler.
+    """All-reduces a tensor of any shape in place; functionally under the compiler.
 
-    torch 2.11 compiles the in-place call away in the backward of an autograd function.
+    torch 2.11 removes the in-place call when it compiles the backward of an autograd function.
     """
     if torch.compiler.is_compiling():
         return functional.wait_tensor(functional.all_reduce(tensor, "sum", group))
@@ -30,7 +30,7 @@ def all_reduce_(tensor: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def all_gather_flat(shard: torch.Tensor, group: Any) -> torch.Tensor:
-    """Gathers `[ranks * n, ...]` from `[n, ...]` (`all_gather_into_tensor`, `all_gather_single` in torch 2.13)."""
+    """All-gathers `[n, ...]` into `[ranks * n, ...]` (`all_gather_into_tensor`, `all_gather_single` in torch 2.13)."""
     if torch.compiler.is_compiling():
         return functional.wait_tensor(functional.all_gather_tensor(shard, 0, group))
     output = shard.new_empty((dist.get_world_size(group) * shard.shape[0], *shard.shape[1:]))
@@ -40,7 +40,7 @@ def all_gather_flat(shard: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def reduce_scatter_flat(parts: torch.Tensor, group: Any) -> torch.Tensor:
-    """Sums `[ranks * n, ...]` into `[n, ...]` (`reduce_scatter_tensor`, renamed in torch 2.13)."""
+    """Reduce-scatters `[ranks * n, ...]` into `[n, ...]` (`reduce_scatter_tensor`, renamed in torch 2.13)."""
     if torch.compiler.is_compiling():
         return functional.wait_tensor(functional.reduce_scatter_tensor(parts, "sum", 0, group))
     output = parts.new_empty((parts.shape[0] // dist.get_world_size(group), *parts.shape[1:]))
@@ -50,7 +50,7 @@ def reduce_scatter_flat(parts: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def all_to_all_flat(parts: torch.Tensor, group: Any) -> torch.Tensor:
-    """Sends the i-th of `ranks` equal parts of `[ranks * n, ...]` to rank i and returns what arrived."""
+    """All-to-all of `[ranks * n, ...]`: sends the i-th chunk `[n, ...]` to rank i, and returns the received chunks."""
     if torch.compiler.is_compiling():
         return functional.wait_tensor(functional.all_to_all_single(parts, None, None, group))
     received = torch.empty_like(parts)
@@ -59,21 +59,21 @@ def all_to_all_flat(parts: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def reduce_scatter_started(output: torch.Tensor, parts: torch.Tensor, group: Any) -> Any:
-    """Starts the sum `[n]` into `output` from `[ranks * n]`; returns its work."""
+    """Starts a reduce-scatter of `[ranks * n]` into `output` `[n]`; returns its work."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(output, parts, group=group, async_op=True)
 
 
 def all_gather_started(output: torch.Tensor, shard: torch.Tensor, group: Any) -> Any:
-    """Starts the gathering of `[ranks * n]` into `output` from `[n]`; returns its work."""
+    """Starts an all-gather of `[n]` into `output` `[ranks * n]`; returns its work."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(output, shard, group=group, async_op=True)
 
 
 def default_store(prefix: str) -> dist.Store:
-    """Connects to the job's store by a client of its own (`_get_default_store`, private in torch 2.11 to 2.13).
+    """Returns a separate client of the job's store (`_get_default_store`, private in torch 2.11 to 2.13).
 
-    The store's own client is locked while a process group that is being made waits in it.
+    The store's default client is locked while the creation of a process group blocks on it.
     """
     from torch.distributed.distributed_c10d import _get_default_store
 
@@ -91,18 +91,18 @@ def set_group_timeouts(seconds: float) -> None:
 
 
 def group_description(group: Any) -> str | None:
-    """Returns how a process group was named when it was made; `None` for anything else."""
+    """Returns the description of a process group, or its name; `None` for other values."""
     return group.group_desc or group.group_name if isinstance(group, dist.ProcessGroup) else None
 
 
 def dcp_version() -> str:
-    """Returns the version that torch's distributed checkpoints note in their metadata (not exported)."""
+    """Returns the version that torch's distributed checkpoints record in their metadata (not exported)."""
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 
     return CURRENT_DCP_VERSION
 
 
-# Methods of a process group that send something; which of them there are says the version.
+# Process group methods that communicate; the available ones depend on the torch version.
 _SENDING = (
     "allreduce",
     "allreduce_coalesced",
@@ -131,15 +131,16 @@ _SENDING = (
 
 
 class _Through:
-    """What stands in the place of a class's method while it is active; others may stand above it when it ends."""
+    """Removable wrapper of a class's method; stacked wrappers may be removed in any order."""
 
     def __init__(self, owner: Any, name: str, below: Any):
-        # What a class hands out is bound to no instance, and could not be put back.
+        # `below` comes from `vars`: `getattr` on the class unwraps the descriptor, and setting its result back would
+        # not bind to instances.
         self.owner, self.name, self.below = owner, name, below
         self.is_active = True
 
     def install(self, function: Callable[..., Any]) -> None:
-        """Puts a function in the place of what is there."""
+        """Replaces the current method by a call of `function`."""
         original = getattr(self.owner, self.name)
 
         def grad_proxy(own: Any, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +152,7 @@ class _Through:
         setattr(self.owner, self.name, grad_proxy)
 
     def remove(self) -> None:
-        """Takes it away, and what has ended below it."""
+        """Removes the wrapper, and those below it that are inactive."""
         self.is_active = False
         found = vars(self.owner)[self.name]
         while (through := getattr(found, _THROUGH, None)) is not None and not through.is_active:
@@ -166,15 +167,15 @@ _THROUGH = "_hf_megatron_through"
 def communication_through(
     call: Callable[[Callable[[], Any], Any, str, tuple], Any], wait: Callable[[Callable[[], Any], Any], Any]
 ) -> Iterator[None]:
-    """Has calls of process groups and waits for their works go through functions, which call what they are given.
+    """Routes process group calls and waits on their works through functions, which run the original themselves.
 
-    Several may be under way, and end in any order.
+    Several contexts may be active, and end in any order.
 
     Args:
-        call: takes the call itself, the group, the method's name and its arguments.
-        wait: takes the waiting itself and the work.
+        call: takes the original call, the group, the method's name and its arguments.
+        wait: takes the original wait and the work.
 
-    torch's own functions call these methods, which are attributes of classes (private in torch 2.11 to 2.13).
+    torch's own functions call these methods, which are class attributes (private in torch 2.11 to 2.13).
     """
     group, work = dist.ProcessGroup, dist.Work
     throughs = [_Through(group, name, vars(group)[name]) for name in _SENDING if name in vars(group)]
@@ -190,9 +191,9 @@ def communication_through(
 
 
 def flight_record() -> str | None:
-    """Returns what torch's flight recorder has as JSON; `None` where it records nothing (private in torch 2.13).
+    """Returns torch's flight record as JSON; `None` if nothing was recorded (private in torch 2.13).
 
-    gloo's collectives are recorded from torch 2.13 on.
+    gloo's collectives are recorded from torch 2.13.
     """
     from torch._C import _distributed_c10d
 
@@ -205,7 +206,7 @@ def flight_record() -> str | None:
 
 
 def group_members() -> dict[str, list[int]]:
-    """Returns the ranks of each process group of this rank, by its name (private in torch 2.11 to 2.13)."""
+    """Returns the ranks of each process group of this rank, by group name (private in torch 2.11 to 2.13)."""
     from torch.distributed.distributed_c10d import _world
 
     own = ((group, ranks) for group, ranks in _world.pg_group_ranks.items() if group in _world.pg_names)

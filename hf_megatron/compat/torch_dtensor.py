@@ -15,34 +15,34 @@ from .versions import _minor
 
 
 def split_mesh_axis(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Makes two axes out of one (`DeviceMesh._unflatten`, private in torch 2.11 to 2.13)."""
+    """Splits the first mesh axis into several (`DeviceMesh._unflatten`, private in torch 2.11 to 2.13)."""
     return mesh._unflatten(0, sizes, names)
 
 
 def flat_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """Joins neighbouring axes of a mesh to one, which FSDP2 takes for a part of the same mesh."""
+    """Flattens neighboring axes of a mesh into one that FSDP2 recognizes as part of the same mesh."""
     return mesh[names]._flatten("_".join(names))
 
 
 def strided_shard(dim: int, groups: int) -> Any:
-    """Splits a dim made of `groups` equal blocks one by one (private in torch 2.11 to 2.13)."""
+    """Returns the placement that splits each of a dim's `groups` equal blocks (private in torch 2.11 to 2.13)."""
     return _StridedShard(dim=dim, split_factor=groups)
 
 
 def make_wrapper(cls: Any, like: torch.Tensor, device: torch.device) -> Any:
-    """Makes a tensor of a subclass, of another's shape and dtype and without memory (private in torch 2.11 to 2.13)."""
+    """Creates a tensor of a subclass without storage, shaped and typed as `like` (private in torch 2.11 to 2.13)."""
     return torch.Tensor._make_wrapper_subclass(
         cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device, requires_grad=False
     )
 
 
 def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
-    """Returns what DTensor asks first: operator -> function of it, its arguments and keywords (private)."""
+    """Returns DTensor's custom handlers, which run before its dispatch: operator -> function (private)."""
     return DTensor._op_dispatcher._custom_op_handlers
 
 
 def ask_subclass_of_dtensor(kind: Any) -> None:
-    """Has torch ask a class derived from `DTensor` for each operator, which torch 2.11 keeps from them (private)."""
+    """Registers a DTensor subclass's `__torch_dispatch__` for all operators; torch 2.11 does not (private)."""
     if _minor(torch.__version__) > (2, 11):
         return
     from torch._library.simple_registry import singleton
@@ -52,38 +52,39 @@ def ask_subclass_of_dtensor(kind: Any) -> None:
 
 
 def has_no_rule(func: Any) -> bool:
-    """Tells whether `DTensor` cannot compute an operator (private; torch 2.12 has many rules that 2.11 has not)."""
+    """Returns whether `DTensor` has no sharding rule for an operator (private; torch 2.12 added many rules)."""
     known = DTensor._op_dispatcher.sharding_propagator
     return not any(func in rules for rules in (known.op_strategy_funcs, known.op_single_dim_strategy_funcs))
 
 
 def joins_split_dims() -> bool:
-    """Tells whether a view of a `DTensor` can join a split dim to the one before it (torch 2.11 raises)."""
+    """Returns whether a view of a `DTensor` can merge a split dim into the one before it (torch 2.11 raises)."""
     return _minor(torch.__version__) > (2, 11)
 
 
 def split_dim(placement: Any) -> int:
-    """Returns the dim that a placement splits; a partial sum splits none."""
+    """Returns the dim that a placement splits; -1 for a partial sum."""
     return -1 if placement.is_partial() else placement.dim
 
 
 def blocks_of_shard(placement: Any) -> int:
-    """Counts the equal blocks that a placement splits one by one."""
+    """Returns the number of equal blocks that a placement splits individually."""
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
 
 
 def place_in_run(sharding: Any, source: Any, index: int) -> int | None:
-    """Tells transformers' loader where a slice of dim 0 lies in the one run of them that it takes for a rank's.
+    """Maps the index of a dim-0 slice to one that transformers' loader recognizes as local.
 
-    Its own arithmetic (5.21 to 5.23) knows no ranks with several, those of a dim whose blocks are split one by one.
+    The loader (5.21 to 5.23) assumes that a rank's slices form one contiguous range; a dim whose blocks are split
+    individually has several.
 
     Args:
-        sharding: its `DtensorShardOperation`.
-        source: what is read, a tensor or a slice of a safetensors file.
-        index: of the slice.
+        sharding: the loader's `DtensorShardOperation`.
+        source: the tensor, or slice of a safetensors file, to read.
+        index: index of the slice.
 
     Returns:
-        An index that it takes for this rank's, `None` for what is another rank's.
+        An index that the loader treats as this rank's, or `None` if the slice belongs to another rank.
     """
     shape = source.shape if isinstance(source, torch.Tensor) else source.get_shape()
     if len(shape) == sharding.param_ndim:
@@ -99,11 +100,11 @@ def place_in_run(sharding: Any, source: Any, index: int) -> int | None:
 
 
 def accept_full(sharding: Any, parameter: DTensor) -> None:
-    """Has transformers' loader read a parameter without dims `[]` whole, whose first dim it asks for (5.23).
+    """Configures transformers' loader to read a scalar parameter `[]`, whose first dim it would access (5.23).
 
     Args:
-        sharding: its `DtensorShardOperation`, without attributes yet.
-        parameter: what is read.
+        sharding: the loader's `DtensorShardOperation`, without attributes yet.
+        parameter: the parameter to load.
     """
     sharding.device_mesh, sharding.placements = parameter.device_mesh, tuple(parameter.placements)
     sharding.param_ndim, sharding._axis0_offset = 0, 0
@@ -111,33 +112,33 @@ def accept_full(sharding: Any, parameter: DTensor) -> None:
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the mesh that another was cut from (private in torch 2.11 to 2.13)."""
+    """Returns the mesh from which a mesh was sliced (private in torch 2.11 to 2.13)."""
     return mesh._get_root_mesh()
 
 
 def dtensor_from_local(local: torch.Tensor, like: DTensor) -> DTensor:
-    """Makes a DTensor like another around a local tensor of any shape, without communication."""
+    """Creates a DTensor with the placements of another from a local tensor of any shape, without communication."""
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
 def all_reduce_partial_(tensor: DTensor) -> None:
-    """Gives every rank the sum of a DTensor's terms, of any shape (`_spec` and `_local_tensor` are private)."""
+    """All-reduces a partial DTensor of any shape in place (`_spec` and `_local_tensor` are private)."""
     placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
     unsharded = tensor.redistribute(placements=placements)
     tensor._local_tensor, tensor._spec = unsharded._local_tensor, unsharded._spec
 
 
-# Memory that gradients of parameters were handed over in, for as long as something holds it.
+# Storages of gradients passed on as DTensors, while anything references them.
 _handed_over: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
 
 
 def _of_its_own(gradient: torch.Tensor) -> torch.Tensor:
-    """Returns a gradient of any shape that shares no memory with another parameter's.
+    """Returns a gradient of any shape, copied if it shares memory with another parameter's.
 
-    Autograd gives both addends of a sum the same tensor. It sees that where it keeps it as a gradient, to which it adds
-    in place later on, but not inside of two DTensors.
+    Autograd passes the same tensor to both operands of an addition. It detects that for plain gradients, into which it
+    later accumulates in place, but not inside of two DTensors.
     """
     if is_functional(gradient):
         return gradient
@@ -147,10 +148,11 @@ def _of_its_own(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class _LocalView(torch.autograd.Function):
-    """`DTensor.to_local` and its backward without the checks and the specification made anew on each call."""
+    """`DTensor.to_local` and its backward without its checks and without building a new spec in each call."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
+        # Returns the local shard; its gradient becomes a DTensor with the parameter's spec.
         local = parameter._local_tensor
         ctx.spec, ctx.strides = parameter._spec, local.stride()
         return local.view_as(local)
@@ -158,7 +160,8 @@ class _LocalView(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:
         if gradient.stride() != ctx.strides:
-            # Autograd looks at the specification alone; fused optimizers go through memory from end to end.
+            # Autograd only checks the DTensor's spec, but fused optimizers traverse memory linearly: match the shard's
+            # strides.
             in_order = torch.empty_strided(gradient.shape, ctx.strides, dtype=gradient.dtype, device=gradient.device)
             gradient = in_order.copy_(gradient)
         return DTensor(_of_its_own(gradient), ctx.spec, requires_grad=False)
@@ -167,23 +170,24 @@ class _LocalView(torch.autograd.Function):
 def dtensor_local_view(parameter: DTensor) -> torch.Tensor:
     """Returns the differentiable local tensor of a parameter of any shape; its gradient arrives as a DTensor.
 
-    Uses private fields and the constructor of `DTensor`, the same in torch 2.11 to 2.13; the compiler knows `to_local`.
+    Uses private fields and the constructor of `DTensor`, unchanged in torch 2.11 to 2.13; the compiler supports
+    `to_local`.
     """
     return parameter.to_local() if torch.compiler.is_compiling() else _LocalView.apply(parameter)
 
 
 def restore_state(tensor: torch.Tensor, state: Any) -> None:
-    """Gives an unpickled tensor of any shape its attributes (private)."""
+    """Restores the attributes of an unpickled tensor of any shape (private)."""
     torch._utils._set_obj_state(tensor, state)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a DTensor's storage, of any shape, without the autograd node of `to_local`; a plain tensor is its own."""
+    """Returns a DTensor's local tensor, of any shape, without the autograd node of `to_local`, or a plain tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Lists the tensors, of any shape, that a quantised weight is made of; a plain one is its own."""
+    """Returns the plain tensors, of any shape, inside a quantized weight; a plain tensor returns itself."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in plain_parts(getattr(tensor, name))]

@@ -10,23 +10,23 @@ from torch.distributed.tensor import DTensor
 
 
 def unsharded_parameters(model: Any) -> Iterator[torch.Tensor]:
-    """Yields the whole weights, of any shape, that FSDP2 computes with (private in torch 2.11 to 2.13)."""
+    """Yields the unsharded weights, of any shape, that FSDP2 computes with (private in torch 2.11 to 2.13)."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         for sharded in () if group is None else group.fsdp_params:
-            # Made by the first forward.
+            # Created by the first forward.
             if (unsharded := vars(sharded).get("_unsharded_param")) is not None:
                 yield unsharded
 
 
-# Attribute of a parameter that FSDP2 has split: what FSDP2 knows of it.
+# Attribute of a parameter sharded by FSDP2: FSDP2's state of it.
 _UNIT = "_hf_megatron_unit"
 
 
 def take_memory(parameter: DTensor, value: DTensor) -> None:
-    """Has a parameter, of any shape, live in another DTensor's memory, for FSDP2 too (private)."""
+    """Replaces the memory of a parameter, of any shape, by another DTensor's, also in FSDP2's state (private)."""
     local = value._local_tensor
     parameter._local_tensor, parameter._spec = local if local.is_contiguous() else local.contiguous(), value._spec
     sharded = vars(parameter).get(_UNIT)
@@ -37,14 +37,14 @@ def take_memory(parameter: DTensor, value: DTensor) -> None:
 def fill_missing_gradients(
     unit: Any, fill: Callable[[torch.Tensor], torch.Tensor], filled: Callable[[Any], None]
 ) -> None:
-    """Has FSDP2 reduce something for weights of a unit that a backward came by without reaching them.
+    """Fills gradients of a unit's weights that a backward did not reach before FSDP2 reduces the unit.
 
-    Without it a rank's reduction of the unit is of other weights than another rank's (private in torch 2.11 to 2.13,
-    of which 2.13 has an option for zeros).
+    Otherwise ranks would reduce different sets of weights (private in torch 2.11 to 2.13; 2.13 has an option for
+    zeros).
 
     Args:
-        fill: whole weight -> what to take for its gradient.
-        filled: told of each parameter, as this rank holds it.
+        fill: unsharded weight -> its gradient.
+        filled: called with each filled parameter, as the local shard.
     """
     group = unit._get_fsdp_state()._fsdp_param_group
     if group is None:
@@ -70,15 +70,15 @@ def fill_missing_gradients(
 
 
 def find_units(root: Any) -> None:
-    """Has FSDP2 look for the units below a root, as its first forward does."""
+    """Initializes FSDP2's units below a root, as its first forward does."""
     root._get_fsdp_state()._lazy_init()
 
 
 @contextmanager
 def finishing_itself(model: Any) -> Iterator[None]:
-    """Has FSDP2 finish each backward that is run inside another at that one's end, not at the outer one's.
+    """Finalizes FSDP2's nested backwards at their own end rather than at the end of the outer backward.
 
-    FSDP2 notes that it has queued its last work for the backward under way (private in torch 2.11 to 2.13).
+    FSDP2 records that its final callback is queued in the current backward (private in torch 2.11 to 2.13).
     """
     context = model._get_fsdp_state()._state_ctx
     before, context.post_backward_final_callback_queued = context.post_backward_final_callback_queued, False

@@ -10,39 +10,40 @@ import torch.distributed as dist
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Returns what views of the same memory have in common (`_cdata` is private; fake tensors have no `data_ptr`)."""
+    """Returns an id shared by views of the same memory (`_cdata` is private; fake tensors have no `data_ptr`)."""
     return tensor.untyped_storage()._cdata
 
 
 def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Tells whether two tensors of any shape, maybe without entries, have one storage (`_cdata` is private)."""
+    """Returns whether two tensors of any shape, possibly empty, share one storage (`_cdata` is private)."""
     return storage_key(first) == storage_key(second)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Returns what the storage of a tensor of any shape is known by while it exists, without memory too (private)."""
+    """Returns an id of a tensor's storage, unique while it exists, also for storages without memory (private)."""
     return tensor.untyped_storage()._cdata  # type: ignore[attr-defined]
 
 
 def fake_mode() -> Any:
-    """Makes a mode in which tensors have no memory, and real ones may be used (private in torch 2.11 to 2.13)."""
+    """Creates a fake tensor mode that also accepts real tensors (private in torch 2.11 to 2.13)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Tells whether a tensor of any shape has no memory (private)."""
+    """Returns whether a tensor of any shape is a fake tensor, without memory (private)."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
 
 
 def take_fakes_for_real() -> None:
-    """Lets transformers go the ways of a training step with fake tensors, not those of a trace (`is_fake_tensor`).
+    """Patches torch and transformers so that fake tensors take the code path of a training step instead of a trace.
 
-    A truncated normal distribution is drawn until all of it is within its limits, which no fake tensor can say.
-    Lists of values are made of one, as all stand for the same; torch asks for each (private).
+    transformers would treat them as traced (`is_fake_tensor`). A truncated normal distribution is redrawn until all
+    values are within its limits, which fake tensors cannot check. `tolist` reads one element and repeats it, as torch
+    would create a symbolic value for each (private).
     """
     from torch._subclasses.fake_tensor import FakeTensor
     from transformers.utils import import_utils
@@ -63,46 +64,46 @@ def take_fakes_for_real() -> None:
 
 
 def without_fakes() -> Any:
-    """Leaves the fake mode that is on, if any (private)."""
+    """Leaves the active fake tensor mode, if any (private)."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
 
 
 def fakes_are_on() -> bool:
-    """Tells whether new tensors have no memory (private)."""
+    """Returns whether a fake tensor mode is active (private)."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # type: ignore[attr-defined]
 
 
 def is_made_of_others(kind: type) -> bool:
-    """Tells whether operations on a class of tensors run on others inside of it; fake tensors are their own."""
+    """Returns whether operations on a tensor class run on inner tensors; fake tensors do not count."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return issubclass(kind, torch.Tensor) and kind not in (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
 def join_fake_job(rank: int, world_size: int) -> None:
-    """Makes a process group whose collectives answer at once (a test tool of torch 2.11 to 2.13)."""
+    """Initializes a fake process group whose collectives return immediately (a test utility of torch 2.11 to 2.13)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
 def allocated_bytes(profiler: Any) -> list[int]:
-    """Returns what a profiler saw allocated, and freed as negative numbers, in order (private in torch 2.13)."""
+    """Returns a profiler's allocations in bytes, frees as negative numbers, in order (private in torch 2.13)."""
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
 
 def is_async_device(device: torch.device) -> bool:
-    """Tells whether the host would wait for a device to read a value; torch's fake group stands for accelerators'."""
+    """Returns whether reading a value blocks the host on a device; with torch's fake group, the CPU simulates one."""
     return device.type != "cpu" or (dist.is_initialized() and dist.get_backend() == "fake")
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copies a tensor of any shape to pinned memory of the host, in the order of its device's work.
+    """Copies a tensor of any shape to pinned host memory, in the order of its device's stream.
 
-    What is there already is not copied. A fake tensor stands for a device's memory, and gets memory that nobody fills.
+    CPU tensors are not copied. A fake tensor simulates device memory; its copy is real but uninitialized.
     """
     if is_fake(tensor):
         from torch.utils._python_dispatch import _disable_current_modes
@@ -116,16 +117,16 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def from_host(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Brings what `to_host` returned back to its device."""
+    """Copies a tensor returned by `to_host` back to its device."""
     if fakes_are_on():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return tensor.to(device, non_blocking=True)
 
 
 def check_soon(condition: torch.Tensor, error: Callable[[], Exception]) -> None:
-    """Raises an error unless a scalar condition holds; on an accelerator without waiting for it.
+    """Raises an error unless a scalar condition holds; on an accelerator, without synchronizing with it.
 
-    The device fails on its own there (`_assert_async`, private in torch 2.11 to 2.13).
+    There the device itself fails (`_assert_async`, private in torch 2.11 to 2.13).
     """
     if is_async_device(condition.device):
         torch._assert_async(condition)
@@ -134,12 +135,12 @@ def check_soon(condition: torch.Tensor, error: Callable[[], Exception]) -> None:
 
 
 def rebuild_tensor() -> Callable[..., torch.Tensor]:
-    """Returns what makes tensors of any shape of storages of `torch.save` (private in torch 2.11 to 2.13)."""
+    """Returns the function that rebuilds tensors from `torch.save` storages (private in torch 2.11 to 2.13)."""
     return torch._utils._rebuild_tensor_v2
 
 
 def storage_info(relative_path: str, offset: int, length: int) -> Any:
-    """Says where a blob lies in a distributed checkpoint (`_StorageInfo`, private in torch 2.11 to 2.13)."""
+    """Returns the location of a blob in a distributed checkpoint (`_StorageInfo`, private in torch 2.11 to 2.13)."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(relative_path, offset, length)
@@ -147,7 +148,7 @@ def storage_info(relative_path: str, offset: int, length: int) -> Any:
 
 @contextmanager
 def out_of_memory_observed(path: Path) -> Iterator[None]:
-    """Has torch's allocator of CUDA write its snapshot where memory ends inside (private in torch 2.11 to 2.13)."""
+    """Writes a snapshot of torch's CUDA allocator on out-of-memory errors inside (private in torch 2.11 to 2.13)."""
     memory: Any = torch.cuda.memory
 
     def write(*args: Any) -> None:

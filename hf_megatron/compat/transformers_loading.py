@@ -14,17 +14,17 @@ from ..errors import CheckpointError
 
 
 def untied_state_dict(model: Any, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns a state dict, tensors of any shape, as stock `save_pretrained` writes it: tied weights once.
+    """Returns a state dict, with tensors of any shape, as stock `save_pretrained` writes it: tied weights once.
 
     Raises:
-        CheckpointError: weights are shared that the class does not tie; from the files they would be drawn anew.
+        CheckpointError: weights are shared that the class does not tie; after loading, one would be reinitialized.
     """
     from transformers.modeling_utils import _get_tied_weight_keys, remove_tied_weights_from_state_dict
 
     state_dict = dict(state_dict)
     for name in model._keys_to_ignore_on_save or ():
         state_dict.pop(name, None)
-    # The helper compares storages; tied DTensors share theirs through the same parameter.
+    # The helper compares storages; tied DTensors are identified by their shared parameter instead.
     by_identity: dict[int, str] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tied = set(model.all_tied_weights_keys)
@@ -46,19 +46,22 @@ def untied_state_dict(model: Any, state_dict: Mapping[str, torch.Tensor]) -> dic
 
 
 def revert_conversion(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Turns in-memory names and tensors of any shape into the checkpoint's (`revert_weight_conversion`)."""
+    """Converts in-memory names and tensors of any shape to the checkpoint format (`revert_weight_conversion`)."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, tensors)
 
 
 def forget_conversions(model: Any) -> None:
-    """Lets a model be saved in its type's format; the loader, which had nothing to read, noted that it needs none."""
+    """Drops a model's recorded conversions, so that it is saved in its type's checkpoint format.
+
+    A loader that had nothing to read has recorded that the model needs no conversions.
+    """
     del model._weight_conversions
 
 
 def conversion_groups(model: Any, names: list[str]) -> list[list[str]]:
-    """Groups names that one reverse conversion combines; all others are alone."""
+    """Groups names that are combined by one reverse conversion; all others form groups of their own."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightConverter, apply_converters
 
@@ -76,16 +79,16 @@ def conversion_groups(model: Any, names: list[str]) -> list[list[str]]:
 
 
 def rearranged_targets(model: Any) -> list[str]:
-    """Lists the target patterns of weight conversions that do not commute with slicing their target.
+    """Returns the target patterns of weight conversions that do not commute with slicing their target.
 
-    The loader slices each source by the target's placement: right for tensors of one expert each, which are stacked,
-    wrong when one is taken apart (`Chunk`), its dims change places (`Transpose`), its rows are reordered (`Interleave`)
-    or others follow it along a split dim (`Concatenate`).
+    The loader slices each source by the target's placement. That is correct for per-expert tensors that are stacked,
+    but wrong if a source is split (`Chunk`), transposed (`Transpose`), reordered (`Interleave`) or concatenated along
+    a split dim (`Concatenate`).
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-    # The loader knows that gate and up of one expert are a half each.
+    # The loader handles an expert's gate and up as one half each.
     commuting = ({MergeModulelist}, {MergeModulelist, Concatenate})
     return [
         pattern
@@ -97,7 +100,7 @@ def rearranged_targets(model: Any) -> list[str]:
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Silences transformers' progress bars."""
+    """Disables transformers' progress bars."""
     from transformers.utils import logging
 
     progress = logging.is_progress_bar_enabled()
@@ -111,7 +114,7 @@ def without_progress_bars() -> Iterator[None]:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Silences transformers' report of missing weights and its bars: there is nothing to load, or another rank says."""
+    """Silences transformers' report of missing weights and its bars: nothing is loaded, or another rank reports."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -125,7 +128,7 @@ def quiet_loading() -> Iterator[None]:
 
 @contextmanager
 def without_output() -> Iterator[None]:
-    """Silences transformers and torch, which show raw and at any length what somebody else's config says."""
+    """Silences transformers and torch, which print values of untrusted configs unescaped and at any length."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -139,14 +142,14 @@ def without_output() -> Iterator[None]:
 
 
 def build_weight_conversions() -> None:
-    """Makes transformers compile its table of renamed weights, which every process does at its first model."""
+    """Builds transformers' table of weight conversions, which every process otherwise builds for its first model."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("")
 
 
 def renamed_by_loader(model: Any, names: set[str]) -> set[str]:
-    """Returns what transformers' loader takes weights for that a model has not, as it renames any name."""
+    """Returns the names to which transformers' loader renames weights that are not in a model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 
@@ -157,11 +160,11 @@ def renamed_by_loader(model: Any, names: set[str]) -> set[str]:
 
 
 class LoadingGroup(NamedTuple):
-    """Tensors of a file that one conversion of transformers' loader turns into weights of a model.
+    """Checkpoint tensors that one conversion of transformers' loader turns into weights of a model.
 
     Attributes:
         sources: names in the file with the pattern that each matched, in the loader's order.
-        target: the weight that the loader knows the conversion by.
+        target: the weight by which the loader identifies the conversion.
     """
 
     transform: Any
@@ -170,9 +173,9 @@ class LoadingGroup(NamedTuple):
 
 
 def loading_groups(model: Any, names: Iterable[str]) -> tuple[list[LoadingGroup], list[str]]:
-    """Finds how the loader would make a model's weights of a file's tensors, and names it would not expect.
+    """Returns the conversions from a file's tensors to a model's weights, and the unexpected names.
 
-    The second list leaves out what the model's class says to ignore.
+    The second list excludes names that the model's class ignores.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -195,14 +198,14 @@ def loading_groups(model: Any, names: Iterable[str]) -> tuple[list[LoadingGroup]
         else:
             found.setdefault(target, (by_pattern[pattern], []))[1].append((name, pattern))
     groups = [LoadingGroup(transform, tuple(sources), target) for target, (transform, sources) in found.items()]
-    # Buffers of releases before that, which not every class that had them names.
+    # Buffers written by earlier releases, which not every class with them lists as ignored.
     older = (r"rotary_emb\.inv_freq$", r"\.attn\.masked_bias$")
     ignored = re.compile("|".join([*(model._keys_to_ignore_on_load_unexpected or ()), *older]))
     return groups, [name for name in surplus if not ignored.search(name)]
 
 
 def convert_loaded(model: Any, group: LoadingGroup, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Turns a file's tensors of any shape, by name, into weights of the model; works on meta tensors too."""
+    """Converts a file's tensors of any shape, by name, to weights of the model; works on meta tensors too."""
     transform = copy.deepcopy(group.transform)
     for name, pattern in group.sources:
         transform.add_tensor(group.target, name, pattern, tensors[name])

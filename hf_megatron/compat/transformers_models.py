@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-# transformers' ALL_PARALLEL_STYLES of 5.21 to 5.23 that plans of models use. A name that is not here appeared
-# later, and `registry.derive` refuses it.
+# Styles in transformers' ALL_PARALLEL_STYLES (5.21 to 5.23) that model plans use. Other names appeared later, and
+# `registry.derive` rejects them.
 KNOWN_STYLES = frozenset(
     {
         "all_reduce",
@@ -36,19 +36,19 @@ KNOWN_STYLES = frozenset(
 
 
 def is_base_model(model: Any) -> bool:
-    """Tells whether a model returns hidden states, and is what other classes put a head on."""
+    """Returns whether a model is a base model, which returns hidden states and to which other classes add a head."""
     return model.base_model is model and not has_labels(type(model))
 
 
 def has_labels(cls: type) -> bool:
-    """Tells whether a class computes a loss from labels that it is called with."""
+    """Returns whether a class computes a loss from a labels argument."""
     from transformers.utils.generic import find_labels
 
     return bool(find_labels(cls))
 
 
 def prepends_tokens(model: Any) -> bool:
-    """Tells whether PEFT puts prompts in front of a model's rows, so that their first tokens are targets, too."""
+    """Returns whether PEFT prepends virtual tokens to a model's sequences, whose first tokens are then targets too."""
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel):
         return False
@@ -56,26 +56,27 @@ def prepends_tokens(model: Any) -> bool:
 
 
 def ties_embeddings(model: Any) -> bool:
-    """Tells whether a model's config ties its head to its embedding; some configs say nothing of it."""
+    """Returns whether a model's config ties its head to its embedding; False if the config lacks the field."""
     return bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
 
 
 def merged_tp_plan(model: Any) -> dict[str, str]:
-    """Returns the plan transformers merged from config, class and children of a model (`_tp_plan`)."""
+    """Returns the TP plan that transformers merged from a model's config, class and children (`_tp_plan`)."""
     return dict(model._tp_plan or {})
 
 
 def uses_grouped_product(module: Any) -> bool:
-    """Tells whether experts multiply by torch's grouped product (names of transformers' decorator of experts)."""
+    """Returns whether an experts module uses torch's grouped matmul (attributes of transformers' decorator)."""
     if vars(module).get("is_transposed") is None or vars(module).get("has_gate") is None:
         return False
     return bool(module.config._experts_implementation == "grouped_mm")
 
 
 def grouped_rows(module: Any, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor | None:
-    """Computes `[rows, width]`, sorted by their experts `[rows]`, by products of transformers' `grouped_mm` experts.
+    """Computes expert outputs of tokens `[rows, width]`, sorted by expert ids `[rows]`, by grouped matmuls.
 
-    Its own forward would sort the rows again and put them back. `None` for a module that does not multiply so.
+    The module's own forward would sort the tokens again and restore their order. Returns `None` for modules without
+    grouped matmul.
     """
     from transformers.integrations import moe
 
@@ -97,46 +98,46 @@ def grouped_rows(module: Any, rows: torch.Tensor, experts: torch.Tensor) -> torc
 
 
 def counted_experts(module: Any) -> int | None:
-    """Counts the experts of a class that transformers' decorator of experts has made; `None` for another one."""
+    """Returns the number of experts of a class with transformers' experts decorator; `None` for other classes."""
     own = vars(module)
     return own["num_experts"] if "_is_expert_parallel" in own else None
 
 
 def token_loss_functions() -> dict[Any, bool]:
-    """Maps transformers' losses over a vocabulary to whether they shift the labels."""
+    """Maps transformers' losses over the vocabulary to whether they shift the labels."""
     from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
     return {ForCausalLMLoss: True, ForMaskedLMLoss: False}
 
 
 def adds_router_loss(model: Any) -> bool:
-    """Tells whether a model adds the load balancing loss of its routers to its loss."""
+    """Returns whether a model adds its routers' load-balancing loss to its loss."""
     asked = getattr(model.config.get_text_config(), "output_router_logits", False)
     return bool(asked) and hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
 
 
 def loss_functions() -> dict[Any, bool]:
-    """Maps transformers' losses with one kind of target, `labels`, to whether they shift them."""
+    """Maps transformers' losses whose only targets are `labels` to whether they shift them."""
     from transformers.loss.loss_utils import ForSequenceClassificationLoss, ForTokenClassification
 
     return token_loss_functions() | {ForSequenceClassificationLoss: False, ForTokenClassification: False}  # type: ignore[dict-item]
 
 
 def loss_of_type(model: Any) -> Any:
-    """Looks up the loss that transformers would choose for a model now (`PreTrainedModel.loss_function`)."""
+    """Returns the loss that transformers would select for a model now (`PreTrainedModel.loss_function`)."""
     from transformers.loss.loss_utils import LOSS_MAPPING
 
     return LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), LOSS_MAPPING["ForCausalLM"])
 
 
 def uses_loss_function(model: Any) -> bool:
-    """Tells whether a model's forward takes its loss from `model.loss_function`, and not in lines of its own."""
+    """Returns whether a model's forward calls `model.loss_function` rather than computing the loss inline."""
     return "loss_function" in _names_used(type(model))  # type: ignore[arg-type]
 
 
 @cache
 def _kinds_of_masks() -> Mapping[Any, str]:
-    """Returns the code of transformers' functions of masks, and what each of them is."""
+    """Maps the code objects of transformers' mask functions to their kinds."""
     from transformers import masking_utils as masks
 
     closures = {
@@ -149,7 +150,7 @@ def _kinds_of_masks() -> Mapping[Any, str]:
         "causal": masks.causal_mask_function,
         "full": masks.bidirectional_mask_function,
     }
-    # transformers before 5.23 counts chunks of packed rows through.
+    # transformers before 5.23 counts chunks across packed documents.
     remap = getattr(masks, "remap_positions_for_packed_sequence", None)
     if remap is not None:
         closures["positions"] = remap(masks.causal_mask_function, torch.zeros(1))
@@ -157,38 +158,38 @@ def _kinds_of_masks() -> Mapping[Any, str]:
 
 
 def rope_types() -> frozenset[str]:
-    """Names the kinds of rotary positions that transformers computes."""
+    """Returns the RoPE types that transformers implements."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     return frozenset(("default", *ROPE_INIT_FUNCTIONS))
 
 
 def mask_parts(function: Any) -> tuple[str | None, Mapping[str, Any]]:
-    """Returns what one of transformers' functions of masks is, `None` for any other, and what it was made of."""
+    """Returns the kind of a transformers mask function and its closure variables; `None` for other functions."""
     kind = _kinds_of_masks().get(getattr(function, "__code__", None))
     return kind, {} if kind is None else inspect.getclosurevars(function).nonlocals
 
 
 def fetches_attention_core(cls: type) -> bool:
-    """Tells whether a module class gets its attention function from transformers' interface, in whatever file."""
+    """Returns whether a module class fetches its attention function from transformers' interface, in any file."""
     return {"ALL_ATTENTION_FUNCTIONS", "get_interface"} <= _names_used(cls)
 
 
 def computes_own_attention(cls: type) -> bool:
-    """Tells whether an attention class computes the softmax in its own methods; linear attention has none."""
+    """Returns whether an attention class computes softmax in its own methods; linear attention does not."""
     softmax = {"softmax", "Softmax", "scaled_dot_product_attention", "multi_head_attention_forward"}
     return "attention" in cls.__name__.lower() and not softmax.isdisjoint(_names_used(cls))
 
 
 def reshapes_to_inputs(cls: type) -> bool:
-    """Tells whether a base model brings what its layers return into the shape of its inputs (GPT-2 and its kin)."""
+    """Returns whether a base model reshapes the last layer's output to the shape of its inputs (GPT-2 and similar)."""
     forward = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
     return "output_shape" in forward.__code__.co_varnames
 
 
 @cache
 def _names_used(cls: type) -> frozenset[str]:
-    """Names that the methods of a module class use, those it inherits and nested functions included."""
+    """Returns the names used in the methods of a module class, including inherited methods and nested functions."""
     values = [value for base in cls.__mro__ if base is not torch.nn.Module for value in vars(base).values()]
     functions = [inspect.unwrap(value) for value in values if inspect.isfunction(value)]
     codes = [function.__code__ for function in functions if inspect.isfunction(function)]
@@ -201,28 +202,28 @@ def _names_used(cls: type) -> frozenset[str]:
 
 
 def function_between_layers(decoder: torch.nn.Module) -> Any:
-    """Returns what adds features of images to `(hidden_states, ...)` between layers, of a text model that does."""
+    """Returns the function that adds image features to `(hidden_states, ...)` between layers, if there is one."""
     return getattr(decoder, "_deepstack_process", None)
 
 
 def recorded_outputs() -> dict[str, list[Any]]:
-    """Returns what the forward under way records, such as router logits (`_active_collector`, private)."""
+    """Returns the outputs recorded by the current forward, such as router logits (`_active_collector`, private)."""
     from transformers.utils.output_capturing import _active_collector
 
     return _active_collector.get() or {}
 
 
 def count_tokens_once(trainer: Any) -> None:
-    """Keeps a TRL trainer from dividing its count of tokens by the ranks that share a batch (`_tp_size`, private)."""
+    """Keeps a TRL trainer from dividing its token count by the model-parallel group's size (`_tp_size`, private)."""
     trainer._tp_size = 1
 
 
 def make_mtp_layer(model: Any, number: int) -> Any | None:
-    """Makes a layer of multi-token prediction under the names of its files, as `MtpModel` would for this model.
+    """Creates a multi-token-prediction layer with the checkpoint's weight names, as `MtpModel` would for this model.
 
     Returns:
         a layer of the model's own class with `enorm`, `hnorm`, `eh_proj` and `shared_head.norm`; `None` for classes
-        without such layers, and those whose files name them otherwise.
+        without such layers, or whose checkpoints use other names.
     """
     from transformers.modeling_layers import MtpLayer
 
@@ -246,17 +247,17 @@ def make_mtp_layer(model: Any, number: int) -> Any | None:
 
 
 def activation_classes() -> set[Any]:
-    """Returns the classes of transformers' activation functions, which work on single entries (`ACT2CLS`)."""
+    """Returns the classes of transformers' activation functions, which are elementwise (`ACT2CLS`)."""
     from transformers.activations import ACT2CLS
 
     return {value[0] if isinstance(value, tuple) else value for value in ACT2CLS.values()}
 
 
 def names_of_recorder(base: type) -> dict[str, str]:
-    """Returns the attributes by which a class made of another keeps recording what that one does, such as its states.
+    """Returns class attributes with which a subclass of `base` keeps recording its outputs, such as hidden states.
 
-    transformers looks up by the full name of a model's class what it records (`_CAN_RECORD_REGISTRY`, private). Other
-    classes do without: torch takes modules of its own packages for what it knows.
+    transformers looks up recorded outputs by the qualified name of a model's class (`_CAN_RECORD_REGISTRY`, private).
+    Classes without recorded outputs get none: torch would treat a class with a torch module name as its own.
     """
     records = hasattr(base, "_can_record_outputs")
     return {"__module__": base.__module__, "__qualname__": base.__qualname__} if records else {}
@@ -264,7 +265,7 @@ def names_of_recorder(base: type) -> dict[str, str]:
 
 @contextmanager
 def attention_replaced(function: Callable[..., Any]) -> Iterator[None]:
-    """Hands every attention module of the process this function, whatever implementation it asks for."""
+    """Replaces the attention function of all modules in the process, whatever implementation they request."""
     from transformers.modeling_utils import AttentionInterface
 
     stock = vars(AttentionInterface)["get_interface"]
@@ -276,7 +277,7 @@ def attention_replaced(function: Callable[..., Any]) -> Iterator[None]:
 
 
 def chosen_functions(config: Any) -> dict[str, Callable[..., Any]]:
-    """Returns what modules call because a config names it, without functions of their own files."""
+    """Returns the attention and experts functions that a config selects, except those defined in modeling files."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -287,8 +288,8 @@ def chosen_functions(config: Any) -> dict[str, Callable[..., Any]]:
 
 
 def checkpoints_activations(model: Any) -> bool:
-    """Returns whether gradient checkpointing is on in a model.
+    """Returns whether gradient checkpointing is enabled in a model.
 
-    Its property is `is_activation_checkpointing` from transformers 5.23 on, where the name before it warns.
+    The model property is named `is_activation_checkpointing` from transformers 5.23, where the previous name warns.
     """
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

@@ -1,4 +1,4 @@
-"""The package version, read by the build and by `hf-megatron --version`."""
+"""The package version, read by the build and the CLI, and the supported versions of upstream libraries."""
 
 import re
 import sys
@@ -11,21 +11,21 @@ from types import MappingProxyType
 __version__ = "0.1.0"
 
 
-# The first and the last minor version of each library that is supported; docs/versions.md says what was run on them.
+# First and last supported minor version of each library; docs/versions.md lists the tests run on them.
 CHECKED: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "torch": ("2.11", "2.13"),
         "transformers": ("5.21", "5.23"),
         "accelerate": ("1.13", "1.15"),
         "trl": ("1.14", "1.16"),
-        # transformers 5.21 to 5.23 take none before.
+        # transformers 5.21 to 5.23 require at least 0.20.
         "peft": ("0.20", "0.21"),
         "sentence_transformers": ("6.0", "6.2"),
     }
 )
 
 
-# Targets of patches that not every checked version has: the library, its first version with them and the first without.
+# Patch targets that exist only in some checked versions: library, first version with them, first version without.
 _TARGETS: Mapping[str, tuple[str, str | None, str | None]] = MappingProxyType(
     {
         **{
@@ -39,7 +39,7 @@ _TARGETS: Mapping[str, tuple[str, str | None, str | None]] = MappingProxyType(
 
 
 def _minor(version: str) -> tuple[int, ...]:
-    """Returns the two numbers that a version begins with; those of development versions too."""
+    """Returns the first two numbers of a version, including development versions."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
@@ -50,7 +50,7 @@ def installed_version(library: str) -> str:
 
 
 def is_of_other_versions(target: str) -> bool:
-    """Tells whether the installed version is one that a patch's target is known not to be in."""
+    """Returns whether a patch's target is known to be missing in the installed version."""
     if target not in _TARGETS:
         return False
     library, first, end = _TARGETS[target]
@@ -59,7 +59,7 @@ def is_of_other_versions(target: str) -> bool:
 
 
 def warn_of_unchecked_versions() -> None:
-    """Warns, once for each, of imported libraries whose version is outside of what was checked."""
+    """Warns once per imported library whose version is outside the checked range."""
     for library in CHECKED:
         if library in sys.modules:
             _warn_of_version(library, installed_version(library))
