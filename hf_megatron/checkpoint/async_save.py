@@ -1,4 +1,4 @@
-"""Saving in the background: training goes on while a copy of the state is written and committed."""
+"""Asynchronous saving: training continues while a copy of the state is written and committed."""
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,19 +12,19 @@ from .discovery import LATEST
 from .tensor_chunks import LocalChunk
 from .transaction import Transaction
 
-# Every tensor of the snapshot starts at a multiple of this, in bytes.
+# Alignment in bytes of each tensor in the snapshot.
 _ALIGNMENT = 64
 
 
 class AsyncSaver:
-    """Takes a snapshot in CPU memory and saves it in a thread; one save at a time.
+    """Copies a snapshot to CPU memory and saves it in a thread; one save at a time.
 
-    Every rank makes the same calls. Errors of the background appear at the next `save`, `wait` or `close`, on all
+    All methods are collective. Errors of the background save are raised by the next `save`, `wait` or `close`, on all
     ranks. A process that is killed discards the save in progress; one that exits normally finishes it.
 
     Args:
-        group (`ProcessGroup`, *optional*): a gloo group of all ranks for nothing but this saver, created beforehand
-            by all ranks, so that its collectives never mix with those of training; `None` in a world of one.
+        group (`ProcessGroup`, *optional*): a gloo group of all ranks, created collectively for this saver only, so
+            that its collectives never mix with training's; `None` for a single process.
     """
 
     def __init__(self, group: ProcessGroup | None = None):
@@ -43,23 +43,23 @@ class AsyncSaver:
         pointer: str | None = LATEST,
         after: Callable[[], None] | None = None,
     ) -> None:
-        """Waits for the save before this one, copies the pieces, and returns while they are being written.
+        """Waits for the previous save, copies the chunks, and returns while they are being written.
 
         Args:
-            pieces (`Iterable[LocalChunk]`): this rank's; they may change as soon as this returns.
+            pieces (`Iterable[LocalChunk]`): this rank's chunks; their data may change as soon as this returns.
             target, metadata, on_step, pointer: as for `Transaction`.
-            files (`Mapping[str, bytes]`, *optional*): further small files of this rank, by their paths in the folder.
+            files (`Mapping[str, bytes]`, *optional*): auxiliary files of this rank, by their paths in the folder.
             after (`Callable[[], None]`, *optional*): called in the background once the checkpoint is complete.
 
         Raises:
-            CheckpointError: when the save before this one failed; nothing new was started then.
+            CheckpointError: the previous save failed; no new save is started.
         """
         self.wait()
         snapshot: list[LocalChunk] = []
         failure: Exception | None = None
         try:
             snapshot = self._snapshot(list(pieces))
-        except Exception as error:  # noqa: BLE001 - the other ranks hear of it in the transaction
+        except Exception as error:  # noqa: BLE001 - the transaction propagates it to the other ranks
             failure = error
 
         def run() -> None:
@@ -78,13 +78,13 @@ class AsyncSaver:
         self._running = self._thread.submit(run)
 
     def _snapshot(self, pieces: list[LocalChunk]) -> list[LocalChunk]:
-        """Copies into memory that is kept for the next save; fresh pages would cost as much as the copying."""
+        """Copies into a buffer that is reused by the next save; mapping new pages would cost as much as the copies."""
         offsets, size = [], 0
         for piece in pieces:
             offsets.append(size)
             size += -(-piece.data.numel() * piece.data.element_size() // _ALIGNMENT) * _ALIGNMENT
         if self._memory.numel() < size:
-            # Released first: the old and the new memory are not needed at the same time.
+            # Free the old buffer first, so that both do not exist at the same time.
             self._memory = torch.empty(0, dtype=torch.uint8)
             on_device = any(piece.data.device.type == "cuda" for piece in pieces)
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=on_device)
@@ -103,13 +103,13 @@ class AsyncSaver:
         return self._running is not None and not self._running.done()
 
     def wait(self) -> None:
-        """Returns once the save in progress is complete; raises `CheckpointError` on every rank when it failed."""
+        """Waits for the save in progress; raises `CheckpointError` on every rank if it failed."""
         running, self._running = self._running, None
         if running is not None:
             running.result()
 
     def close(self) -> None:
-        """Waits, and ends the thread; afterwards the saver's memory is free."""
+        """Waits for the save in progress, ends the thread and frees the buffer."""
         try:
             self.wait()
         finally:

@@ -1,4 +1,4 @@
-"""Which frozen base adapters sit on: shapes and every weight of it in two digests, the same on every layout."""
+"""Identity of the frozen base model of adapters: digests of its shapes and weights, independent of the layout."""
 
 import hashlib
 import json
@@ -17,24 +17,24 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def base_identity(model: Any) -> dict[str, Any]:
-    """Returns the name of a base and digests of its shapes and weights; every rank calls it.
+    """Returns the name of a base model and digests of its shapes and weights; collective.
 
-    The weights are read once: nobody trains them.
+    The weights are read only once, because they are frozen.
     """
     state = parallel_state(model)
     assert state is not None
     if _NAME not in state.placed:
-        # Inside of tuner layers linears have other names than before.
+        # Use shapes without names: PEFT's tuner layers rename the linears inside of them.
         shapes = [sharding.shape for sharding in state.shardings.values() if sharding.style != ADAPTER]
         state.placed[_NAME] = _identity(model, shapes, _sum_of_weights(model, state))
     return dict(state.placed[_NAME])
 
 
 def identity_in_one_process(model: Any, prefix: str) -> dict[str, Any]:
-    """Returns the same for a base that nobody has laid out.
+    """Returns the identity of a base model that is not parallelized.
 
     Args:
-        prefix: of the names of adapters' parameters.
+        prefix: prefix of the adapter's parameter names.
     """
 
     def is_of_base(name: str) -> bool:
@@ -55,7 +55,7 @@ def _identity(model: Any, shapes: list[tuple[int, ...]], total: int) -> dict[str
 
 
 def _sum_of_weights(model: Any, state: ParallelState) -> int:
-    """Adds up the entries of all weights as integers, which has one result in any order and on any number of ranks."""
+    """Sums the entries of all weights as integers, so the result is independent of the order and number of ranks."""
     total, trained = 0, {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for piece in model_pieces(model):
         sharding = state.shardings.get(piece.name)

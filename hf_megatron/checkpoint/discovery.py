@@ -1,4 +1,4 @@
-"""Finds sharded checkpoints in a folder: the one that `latest` names, the newest, all saves of one name."""
+"""Finds sharded checkpoints in a folder: the one in the `latest` file, the newest, or all saves of one name."""
 
 import os
 import re
@@ -10,12 +10,12 @@ from ..errors import CheckpointError
 from .manifest import MANIFEST, Manifest
 
 LATEST = "latest"
-# Names of files have no more bytes.
+# File names are shorter in all common file systems.
 _LARGEST_POINTER = 4096
 
 
 def is_committed(path: str | Path) -> bool:
-    """Tells whether a directory has a valid manifest; its files are not looked at."""
+    """Returns whether a directory has a valid manifest; does not check its files."""
     try:
         Manifest.load(Path(path))
     except CheckpointError:
@@ -24,9 +24,10 @@ def is_committed(path: str | Path) -> bool:
 
 
 def committed(parent: Path) -> list[Path]:
-    """Lists a directory's complete checkpoints, newest first: by the number their name ends in, then by time.
+    """Returns a directory's complete checkpoints, newest first: by the number at the end of the name, then by time.
 
-    `checkpoint-5.1` is a second save of step 5 (see `fresh_name`). What somebody removes meanwhile is left out.
+    `checkpoint-5.1` is a second save of step 5 (see `fresh_name`). Checkpoints that are removed concurrently are
+    omitted.
     """
     found = []
     for path in parent.iterdir() if parent.is_dir() else ():
@@ -41,14 +42,14 @@ def committed(parent: Path) -> list[Path]:
 
 
 def saves_of(path: Path) -> list[Path]:
-    """Lists the complete checkpoints saved under a name, newest first: `name` itself, `name.1` and so on."""
+    """Returns the complete checkpoints saved under a name, newest first: `name` itself, `name.1` and so on."""
     same = re.compile(re.escape(path.name) + r"(?:\.(\d+))?")
     found = [(int(match[1] or 0), other) for other in committed(path.parent) if (match := same.fullmatch(other.name))]
     return [other for _, other in sorted(found, reverse=True)]
 
 
 def fresh_name(path: Path) -> Path:
-    """Returns `path`, or where that exists already `path.1` and so on: a checkpoint is never written over."""
+    """Returns `path`, or `path.1` and so on if it exists: checkpoints are never overwritten."""
     taken, again = path, 0
     while os.path.lexists(taken):
         again += 1
@@ -57,7 +58,7 @@ def fresh_name(path: Path) -> Path:
 
 
 def pointed_at(parent: Path, pointer: str = LATEST) -> Path | None:
-    """Returns what the pointer file names; `None` when there is none, or when it holds no plain name."""
+    """Returns the path in the pointer file; `None` if the file is missing or does not hold a plain name."""
     try:
         name = read_small(parent / pointer, _LARGEST_POINTER).decode().strip()
     except (OSError, CheckpointError, UnicodeDecodeError):
@@ -66,9 +67,9 @@ def pointed_at(parent: Path, pointer: str = LATEST) -> Path | None:
 
 
 def latest(parent: str | Path, pointer: str = LATEST) -> Path | None:
-    """Returns the checkpoint to resume from: the one that `latest` names, else the newest complete one, with a warning.
+    """Returns the checkpoint to resume from: the one in the `latest` file, or, with a warning, the newest.
 
-    Where a checkpoint is itself called `latest` there is no such file, and nothing to warn of.
+    If a checkpoint itself has the name of the pointer, there is no pointer file and no warning.
     """
     root = Path(parent)
     current = pointed_at(root, pointer)
@@ -84,7 +85,7 @@ def latest(parent: str | Path, pointer: str = LATEST) -> Path | None:
 
 
 def find(parent: str | Path, name: str) -> Path:
-    """Returns exactly this checkpoint; raises `CheckpointError` when it is missing or incomplete."""
+    """Returns the checkpoint of exactly this name; raises `CheckpointError` if it is missing or incomplete."""
     if Path(name).name != name or name in ("", ".", ".."):
         raise CheckpointError(f"{name!r} is not the name of a checkpoint in {parent}.")
     path = Path(parent) / name

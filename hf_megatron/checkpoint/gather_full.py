@@ -1,6 +1,6 @@
-"""Whole tensors from any layout, one at a time, in CPU memory of one rank.
+"""Gathers full tensors from any layout, one at a time, in CPU memory of one rank.
 
-The ranks of the stage that owns a parameter send their shards to its first, this one sends the whole to rank 0.
+The ranks of a parameter's stage send their shards to the stage's first rank, which sends the full tensor to rank 0.
 """
 
 import itertools
@@ -25,16 +25,16 @@ from .stage_consistency import OwnedTensor, check_copies, in_order, join_stages,
 
 
 class Staging:
-    """Two buffers that full tensors are gathered into in turn: one fills while the other is written.
+    """Two alternating buffers for gathered tensors: one is filled while the other is written to disk.
 
-    Fresh memory for every tensor would be mapped and zeroed page by page, which takes as long as the gathering.
+    New memory for each tensor would be mapped and zeroed page by page, which takes as long as the gather.
     """
 
     def __init__(self, largest: int):
         self.buffers = [torch.empty(largest, dtype=torch.uint8) for _ in range(2)]
 
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Returns the buffer whose turn it is as a tensor of any shape that fits it."""
+        """Returns the next buffer as a tensor of any shape that fits it."""
         self.buffers.reverse()
         return self.buffers[0][: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
@@ -46,10 +46,10 @@ def gather_to_first(
     staging: Staging | None = None,
     local: Tensor | None = None,
 ) -> Tensor | None:
-    """Returns a tensor of any shape in full in CPU memory of the first of the ranks that hold it, `None` on the others.
+    """Gathers a full tensor of any shape in CPU memory of the first of its ranks; returns `None` on the others.
 
-    They call it in the same order. With `staging` the tensor is valid until the second call after this one. `local` is
-    this rank's part where it is not what the parameter holds.
+    Called by all ranks that hold the tensor, in the same order. With `staging` the result is valid until the second
+    call after this one. `local` overrides the parameter's own local shard.
     """
     axes, rank = mesh.axes, mesh.axes.world_rank
     ranks = placement.split_over(axes).ranks(rank)
@@ -57,7 +57,7 @@ def gather_to_first(
     local = local_tensor(parameter).detach() if local is None else local
     if not placement.is_split:
         return local.cpu()
-    # Of ranks with the same part the first one sends.
+    # Only the first of several ranks with the same shard sends it.
     parts: dict[str, int] = {}
     for other in ranks:
         parts.setdefault(str(placement.intervals(parameter.shape, axes.of_rank(other))), other)
@@ -92,7 +92,7 @@ def _room(shape: torch.Size, dtype: torch.dtype, staging: Staging | None) -> Ten
 
 
 def _places(held: Sequence[Sequence[tuple[int, int]]]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Yields where each box of a part lies in the whole tensor and where in the part, from its ranges of each dim."""
+    """Yields each chunk of a local shard: its slices in the full tensor and in the shard, from each dim's ranges."""
     dims: list[list[tuple[slice, slice]]] = []
     for intervals in held:
         ends = itertools.accumulate(stop - start for start, stop in intervals)
@@ -103,9 +103,9 @@ def _places(held: Sequence[Sequence[tuple[int, int]]]) -> Iterator[tuple[tuple[s
 
 
 def gather_parameter(model: Any, name: str, value: Tensor, staging: Staging | None = None) -> Tensor | None:
-    """Returns a parameter of any shape, or its gradient, in full in CPU memory of its stage's first rank, else `None`.
+    """Gathers a full parameter, or its gradient, of any shape in CPU memory of the stage's first rank; else `None`.
 
-    Every rank of the stage calls it.
+    Called by every rank of the stage.
     """
     state = parallel_state(model)
     assert state is not None
@@ -113,7 +113,7 @@ def gather_parameter(model: Any, name: str, value: Tensor, staging: Staging | No
     if state.shards(name) and isinstance(value, DTensor):
         local = full_local(value, placement.local_shape(value.shape, state.axes), state.mesh, state.average(name))
     if placement.split_over(state.axes).ranks(state.axes.world_rank)[0] != state.axes.ranks("stage")[0]:
-        # Another group of ranks has all of it.
+        # The tensor is gathered by another group of ranks.
         return None
     return gather_to_first(value, placement, state.mesh, staging, local)
 
@@ -126,10 +126,10 @@ def fetch(
     value: Tensor | None,
     staging: Staging | None = None,
 ) -> Tensor | None:
-    """Returns a tensor of any shape and stage in CPU memory of rank 0, `None` elsewhere; every rank calls it.
+    """Gathers a tensor of any shape and stage in CPU memory of rank 0; returns `None` on other ranks. Collective.
 
     Args:
-        value: this rank's part of it; not asked for on other stages.
+        value: this rank's local shard; not used on other stages.
     """
     mesh, full = state.mesh, None
     if entry.owner == mesh.pp_rank:
@@ -139,6 +139,7 @@ def fetch(
         return full
     if full is not None:
         if full.numel():
+            # Second hop: from the owning stage's first rank to rank 0, over the pipeline group.
             dist.send(full.to(mesh.device).contiguous(), group=mesh.pp_group, group_dst=0)
         return None
     return _receive(entry, mesh, staging) if mesh.pp_rank == 0 else None
@@ -154,7 +155,7 @@ def _receive(entry: OwnedTensor, mesh: ParallelMesh, staging: Staging | None) ->
 
 
 def full_state_dict(model: Any) -> dict[str, Tensor]:
-    """Returns all weights in full, of any shape, in CPU memory of rank 0 and nothing elsewhere; every rank calls it.
+    """Returns the full state dict, of any shapes, in CPU memory of rank 0 and an empty one on other ranks; collective.
 
     Raises:
         CheckpointError: pipeline stages hold different copies of a tied weight.
@@ -169,7 +170,7 @@ def full_state_dict(model: Any) -> dict[str, Tensor]:
     parameters = dict(local_named_parameters(model, remove_duplicate=False))
     names: dict[int, str] = {}
     first = {name: names.setdefault(id(parameters.get(name, tensor)), name) for name, tensor in tensors.items()}
-    # The head's stage knows under which name its tied weight comes.
+    # Only the head's stage knows the name of the weight it is tied to.
     first = join_stages(state, {name: other for name, other in first.items() if name != other})
     unsharded = tensors_of_all_stages(state, {name: tensor for name, tensor in tensors.items() if name not in first})
     fetched = ((name, fetch(model, state, name, entry, tensors.get(name))) for name, entry in unsharded.items())
@@ -181,14 +182,14 @@ def full_state_dict(model: Any) -> dict[str, Tensor]:
 
 
 def stream_weights(model: Any) -> tuple[dict[str, OwnedTensor], Callable[[str], Tensor | None]]:
-    """Returns what `save_pretrained` would write of a model, and a function that gives one of these in full on rank 0.
+    """Returns the tensors that `save_pretrained` would write, and a function that gathers one of them on rank 0.
 
-    Every rank calls it with the same names in the same order; it returns a tensor of any shape, `None` off rank 0. A
-    model that is not split over ranks gives its own tensors, on every rank.
+    The function is collective, with the same names in the same order on every rank; it returns a tensor of any shape,
+    `None` off rank 0. For a model that is not parallelized it returns the model's own tensors on every rank.
 
     Raises:
         CheckpointError: weights are shared that the class does not tie, or pipeline stages hold different copies of a
-            tied one.
+            tied weight.
     """
     state = parallel_state(model)
     with propagate_errors("Saving"):

@@ -1,9 +1,9 @@
-"""Weights that no file has, the same global values on every layout for one seed.
+"""Initializes weights that are in no file, with the same global values in every layout for one seed.
 
-`nn.init` on a DTensor draws the same local values on each rank (CPU), or depends on the mesh. Here every module is
-initialised by the model's own `_init_weights` on full tensors under a seed of its own, and each rank keeps its part; at
-most one layer, or one module outside the layers, is whole at a time. What a class adds to a checkpoint, such as a head
-for classification, is drawn as one process draws it.
+`nn.init` on a DTensor draws the same local values on each rank (CPU), or depends on the mesh. Here the model's own
+`_init_weights` initializes every module on full tensors with a per-module seed, and each rank keeps its shard; at most
+one layer, or one module outside the layers, is unsharded at a time. Modules that a class adds to a checkpoint, such as
+a classification head, get the values that a single process would draw.
 """
 
 import hashlib
@@ -22,12 +22,12 @@ from ..parallel_state import ParallelState
 
 
 def module_seed(seed: int, name: str) -> int:
-    """Returns a seed per module name that does not depend on the layout."""
+    """Returns a seed for a module name that does not depend on the layout."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest(), "big")
 
 
 def local_part(full: Tensor, placement: Placement, axes: Axes) -> Tensor:
-    """Returns this rank's shard of a full tensor of any shape, in storage of its own."""
+    """Returns this rank's shard of a full tensor of any shape, in its own storage."""
     for split in placement.splits:
         intervals = split.intervals(full.shape[split.dim], axes)
         pieces = [full.narrow(split.dim, start, stop - start) for start, stop in intervals]
@@ -36,7 +36,7 @@ def local_part(full: Tensor, placement: Placement, axes: Axes) -> Tensor:
 
 
 def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yields (name, module, with its children): the outermost layers, then all others that own parameters."""
+    """Yields (name, module, whether to include children): the outermost layers, then other modules with parameters."""
     layers = {
         f"{name}.{index}" if name else index: layer
         for name, module in model.named_modules()
@@ -55,8 +55,8 @@ def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
 
 
 def _initializer(model: Any, name: str) -> Any:
-    """Returns the innermost PreTrainedModel around a module: composite models have rules for each part."""
-    # Imported here: this module is loaded while transformers' own modeling_utils is being imported.
+    """Returns the innermost PreTrainedModel around a module, as composite models have rules for each submodel."""
+    # Imported lazily: this module is loaded while transformers' modeling_utils is being imported.
     from transformers import PreTrainedModel
 
     path = name.split(".") if name else []
@@ -73,12 +73,12 @@ def initialize(
     axes: Axes,
     device: torch.device,
 ) -> None:
-    """Fills the named placeholders of a placed model with the values `model._init_weights` draws.
+    """Initializes placeholders of a parallelized model with the values that `model._init_weights` draws.
 
     Args:
-        names (`set[str]`): parameters to fill; all others keep their values.
-        seed (`int`): the same seed gives the same global weights on every layout.
-        device (`torch.device`): where the shards go.
+        names (`set[str]`): parameters to initialize; all others keep their values.
+        seed (`int`): the same seed gives the same global weights in every layout.
+        device (`torch.device`): device of the shards.
     """
     done: dict[int, nn.Parameter] = {}
     for unit_name, unit, recurse in list(_units(model)):
@@ -93,7 +93,7 @@ def initialize(
             _set(model, name, nn.Parameter(torch.empty(original.shape, dtype=original.dtype), original.requires_grad))
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             modules = list(unit.named_modules(prefix=unit_name)) if recurse else [(unit_name, unit)]
-            # Children first: some architectures overwrite a child's weights from its parent (GPT-2's c_proj).
+            # Children first: some architectures overwrite a child's weights in the parent's rule (GPT-2's c_proj).
             for name, module in reversed(modules):
                 torch.manual_seed(module_seed(seed, name))
                 _initializer(model, name)._init_weights(module)
@@ -106,19 +106,21 @@ def initialize(
                 done[id(original)]._is_hf_initialized = True  # type: ignore[attr-defined]
             _set(model, name, done[id(original)])
     for module in model.modules():
-        # Some `_init_weights` write in place without asking whether a parameter was loaded; DTensors may refuse.
+        # Some `_init_weights` write in place without checking whether a parameter was loaded; DTensors may reject
+        # that.
         tensors = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
         if tensors and all("_is_hf_initialized" in vars(tensor) for tensor in tensors):
             module._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def initialize_missing(model: Any, state: ParallelState, names: set[str]) -> None:
-    """Fills the named placeholders of a placed model, each rank its own; every rank calls it.
+    """Initializes placeholders of a parallelized model, on each rank the local ones; collective.
 
-    From scratch `initialize` does. What a class adds to a checkpoint is what one process draws next: torch's generator,
-    which rank 0 shares, draws it in transformers' order, and stands everywhere where it stands in one process then.
+    A model without any loaded weights is initialized by `initialize`. Modules that a class adds to a checkpoint get
+    the values that a single process would draw: the generator of rank 0 is broadcast, draws in transformers' order,
+    and ends in the state that it would have in a single process.
     """
-    # The loader may take a tied weight for filled.
+    # The loader may consider a tied weight loaded.
     tied = getattr(model, "all_tied_weights_keys", {})
     unsharded = all(name in names or name in tied for name, _ in model.named_parameters(remove_duplicate=False))
     ranks: list[tuple[bool, bool]] = [(False, False)] * dist.get_world_size()
@@ -130,6 +132,7 @@ def initialize_missing(model: Any, state: ParallelState, names: set[str]) -> Non
     if drawing:
         _share_generator(0)
         _draw_next(model, state, names)
+        # Ranks without missing weights have drawn nothing; adopt the state of a rank that has.
         _share_generator(drawing[0])
 
 
@@ -159,7 +162,7 @@ def _children_first(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn
 
 
 def _share_generator(source: int) -> None:
-    """Sets torch's generator on every rank to the state that it has on one."""
+    """Broadcasts the state of torch's generator from one rank."""
     shared: list[Any] = [torch.get_rng_state()]
     dist.broadcast_object_list(shared, src=source)
     torch.set_rng_state(shared[0])

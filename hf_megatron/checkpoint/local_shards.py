@@ -1,7 +1,7 @@
-"""Which entries of which global tensor a rank holds, and which of them it writes.
+"""Local shards of global tensors, and the share of each that a rank writes.
 
 Ranks that hold the same entries (copies over tp, replicas over dp, tied weights at both ends of a pipeline) each write
-an equal share of them, so that a save takes every rank the same time and nothing is gathered.
+an equal share of them, so that a save takes the same time on every rank and nothing is gathered.
 """
 
 import math
@@ -26,11 +26,11 @@ from .tensor_chunks import LocalChunk, TensorChunk, local_boxes
 
 @dataclass(frozen=True)
 class LocalShard:
-    """The entries `[start, stop)` of a rank's flattened part of a global tensor.
+    """Entries `[start, stop)` of a rank's flattened local shard of a global tensor.
 
     Attributes:
-        axes: of the rank.
-        holders: how many ranks hold exactly these, of which this rank is number `index`.
+        axes: the axes of the rank.
+        holders: number of ranks that hold exactly these entries; this rank has number `index`.
     """
 
     shape: tuple[int, ...]
@@ -42,11 +42,11 @@ class LocalShard:
     index: int
 
     def boxes(self) -> tuple[TensorChunk, ...]:
-        """Returns the boxes of all that is held."""
+        """Returns the chunks of the global tensor that the shard covers."""
         return local_boxes(self.shape, self.placement, self.axes, self.start, self.stop)
 
     def share(self, name: str, data: Tensor) -> LocalChunk | None:
-        """Returns this rank's share of the writing; `data` holds the entries, `(entries,)` or in their local shape."""
+        """Returns the share that this rank writes; `data` holds the entries, `(entries,)` or in their local shape."""
         first, last = owned_range(self.stop - self.start, self.holders, self.index)
         if first == last:
             return None
@@ -55,11 +55,11 @@ class LocalShard:
 
 
 def holding(state: ParallelState, name: str, shape: tuple[int, ...], *, is_moment: bool = False) -> LocalShard:
-    """Returns what a rank holds of a weight or buffer, or of a moment of it; no process group is asked.
+    """Returns the local shard of a weight or buffer, or of a moment of it; needs no process group.
 
     Args:
-        shape: the global one; of a stage 3 weight too.
-        is_moment (`bool`, defaults to `False`): what an optimizer that shares its state keeps (stages 1 and 2, and of
+        shape: the global shape, also for a ZeRO-3 weight.
+        is_moment (`bool`, defaults to `False`): whether it is sharded optimizer state (ZeRO stages 1 and 2, and
             adapters in stage 3).
     """
     axes, placement = state.axes, state.placement(name)
@@ -77,14 +77,14 @@ def holding(state: ParallelState, name: str, shape: tuple[int, ...], *, is_momen
         repeated = repeated.without(axes[shard])
     holders, index = repeated.size, repeated.rank(axes.world_rank)
     if state.cut is not None and state.is_tied(name):
-        # The ranks of the first stage count before those of the last.
+        # The ranks of the first stage are numbered before those on the last.
         index += 0 if is_owned(state, name) else holders
         holders *= 2
     return LocalShard(shape, placement, axes, start, stop, holders, index)
 
 
 def parameter_holding(state: ParallelState | None, name: str, parameter: Tensor) -> LocalShard:
-    """Returns what a rank holds of a parameter of any shape, or of a buffer, which every rank has whole."""
+    """Returns the local shard of a parameter of any shape, or of a buffer, which is replicated."""
     shape = tuple(parameter.shape)
     if state is None:
         return LocalShard(shape, Placement(), Axes.of_sizes(0), 0, parameter.numel(), 1, 0)
@@ -92,14 +92,14 @@ def parameter_holding(state: ParallelState | None, name: str, parameter: Tensor)
 
 
 def leaf_holding(state: ParallelState | None, leaf: MainParam) -> LocalShard:
-    """Returns what a rank holds of an optimizer's leaf, and of moments of its shape."""
+    """Returns the local shard of an optimizer's main param, and of moments of its shape."""
     if state is None or not leaf.flat:
         return parameter_holding(state, leaf.name, leaf.parameter)
     return holding(state, leaf.name, tuple(leaf.parameter.shape), is_moment=True)
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields parameters of any shape, a tied one under its first name, and the buffers of a model's state."""
+    """Yields parameters of any shape, a tied one under its first name, and the persistent buffers of a model."""
     yield from local_named_parameters(resharded(model))
     persistent = own_state_dict(model, keep_vars=True).keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
@@ -109,11 +109,11 @@ def model_pieces(model: Any) -> Iterator[LocalChunk]:
     """Yields this rank's share of a model's weights."""
     state = parallel_state(model)
     for name, tensor in named_tensors(model):
-        # Buffers outside the layers are on every stage.
+        # Buffers outside the layers exist on every stage; only the owner writes them.
         if state is not None and not is_owned(state, name) and not state.is_tied(name):
             continue
         if state is not None and isinstance(tensor, QuantizedWeight):
-            # Codes differ with the layout, what they stand for does not.
+            # Codes depend on the layout, dequantized values do not.
             piece = holding(state, name, state.shardings[name].shape).share(name, tensor.dequantized())
         else:
             piece = parameter_holding(state, name, tensor).share(name, local_tensor(tensor).detach())

@@ -1,6 +1,6 @@
-"""The manifest of a sharded checkpoint: its files with their digests, its tensors and where their pieces lie.
+"""Manifest of a sharded checkpoint: its files with their digests, its tensors and the locations of their chunks.
 
-A manifest is untrusted input. Whatever it says is checked before any other file is opened.
+A manifest is untrusted input. All of it is checked before any other file is opened.
 """
 
 import json
@@ -28,7 +28,7 @@ MANIFEST = "manifest.json"
 
 LARGEST_MANIFEST = 1 << 30
 MOST_BOXES = 1 << 24
-# Boxes that return after so many others are written once, with the number of times they repeat.
+# Longest pattern of chunks that is written once with the number of its repetitions.
 _PERIODS = 4
 
 _DTYPE_OF_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
@@ -36,7 +36,7 @@ _DTYPE_OF_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 @dataclass(frozen=True)
 class ChunkEntry:
-    """Which boxes of a tensor a file's flat tensor `key` holds."""
+    """Chunks of a tensor that a file's flat tensor `key` holds."""
 
     file: str
     key: str
@@ -45,7 +45,7 @@ class ChunkEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A global tensor and its pieces, which may overlap where ranks held copies."""
+    """Global tensor and its chunks, which may overlap if ranks held copies."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -63,12 +63,12 @@ def library_versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything a checkpoint states about itself.
+    """Content of a checkpoint's manifest.
 
     Args:
         metadata (`Mapping[str, Any]`): the caller's own metadata, JSON values only.
-        files (`Mapping[str, FileDigest]`): every file but the manifest, by its path relative to the checkpoint.
-        versions (`Mapping[str, str]`): of the libraries that wrote it.
+        files (`Mapping[str, FileDigest]`): all files except the manifest, by path relative to the checkpoint.
+        versions (`Mapping[str, str]`): versions of the libraries that wrote it.
     """
 
     world_size: int
@@ -99,10 +99,10 @@ class Manifest:
 
     @classmethod
     def from_dict(cls, data: Any, where: str, size_of: Callable[[str], int | None] = lambda name: None) -> "Manifest":
-        """Checks every field; `CheckpointError` names the file `where`, the field and its value.
+        """Checks every field; `CheckpointError` contains the file `where`, the field and its value.
 
         Args:
-            size_of (`Callable`): a file's name -> its bytes, `None` where the file is not at hand.
+            size_of (`Callable`): returns a file's size in bytes, or `None` if the file is not present.
         """
         check = _Checker(where)
         version = check.value(check.table(data, "content"), "format_version", int)
@@ -115,7 +115,7 @@ class Manifest:
             if size < 0 or not re.fullmatch("[0-9a-f]{64}", digest):
                 raise CheckpointError(f"{where}: file {name!r} has size {size} and blake3 {digest!r}.")
             files[name] = FileDigest(size, digest)
-            # What the manifest claims of a file counts only where the file is not at hand.
+            # A size in the manifest is only trusted if the file is not present.
             present = size_of(name)
             check.sizes[name] = size if present is None else min(size, present)
         tensors = {name: check.tensor(name, entry) for name, entry in check.value(data, "tensors", dict).items()}
@@ -124,7 +124,7 @@ class Manifest:
 
     @classmethod
     def load(cls, directory: Path) -> "Manifest":
-        """Reads and checks the manifest of a checkpoint; `CheckpointError` when it is missing or wrong."""
+        """Reads and checks the manifest of a checkpoint; `CheckpointError` if it is missing or invalid."""
         path = inside(directory, MANIFEST)
         try:
             content = read_small(path, LARGEST_MANIFEST)
@@ -140,7 +140,7 @@ class Manifest:
 
 
 class _Checker:
-    """Takes values out of a manifest, with the manifest's name in every error."""
+    """Extracts values from a manifest, with the manifest's name in every error."""
 
     def __init__(self, where: str):
         self.where, self.boxes = where, 0
@@ -153,7 +153,7 @@ class _Checker:
 
     def value(self, table: Any, key: str, kind: type) -> Any:
         value = self.table(table, f"the table with {key!r}").get(key)
-        # JSON's true is an int in Python.
+        # In Python, JSON's true is an int.
         if not isinstance(value, kind) or isinstance(value, bool):
             raise CheckpointError(f"{self.where}: {key!r} is {str(value)[:100]!r}, expected a {kind.__name__}.")
         return value
@@ -188,7 +188,7 @@ class _Checker:
     def decode_boxes(
         self, runs: list[Any], name: str, file: str, is_empty: bool, entries: int
     ) -> tuple[TensorChunk, ...]:
-        """Spells out the boxes of a tensor in a file that has room for so many entries."""
+        """Expands the chunks of a tensor in a file that has room for `entries` entries."""
         boxes: list[TensorChunk] = []
         for run in runs:
             repeat = self.value(run, "repeat", int) if "repeat" in self.table(run, f"{name}: a box") else 1
@@ -202,7 +202,7 @@ class _Checker:
             self.boxes += max(repeat, 1) * len(pattern)
             if self.boxes > MOST_BOXES or not pattern or len(corners[0]) != len(corners[1]):
                 raise CheckpointError(f"{self.where}: {name} has boxes that do not pair up, none at all, or too many.")
-            # Before they are spelled out: a run of a few bytes stands for any number of boxes.
+            # Check before expanding: a run of a few bytes can encode any number of chunks.
             entries -= repeat * sum(box.numel for box in pattern)
             if entries < 0 or any(not box.numel for box in pattern) is not is_empty or (is_empty and repeat > 1):
                 raise CheckpointError(
@@ -222,7 +222,7 @@ def _size(path: Path) -> int | None:
     try:
         return path.stat().st_size if path.is_file() else None
     except FileNotFoundError:
-        # Removed in between.
+        # Removed concurrently.
         return None
 
 
@@ -231,7 +231,7 @@ def _shifted(box: TensorChunk, step: Sequence[int], times: int) -> TensorChunk:
 
 
 def _encode_boxes(boxes: Sequence[TensorChunk]) -> list[dict[str, Any]]:
-    """Groups boxes into runs; interleaved intervals, thousands of boxes, become one run that repeats."""
+    """Groups chunks into runs; thousands of interleaved intervals become one repeating run."""
     runs: list[dict[str, Any]] = []
     begin = 0
     while begin < len(boxes):

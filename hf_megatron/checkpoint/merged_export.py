@@ -1,9 +1,9 @@
-"""Merged Hugging Face files from any layout, streamed: no rank ever holds the whole model.
+"""Streams merged Hugging Face files from any layout: no rank ever holds the full model.
 
-The output is planned first, on meta tensors: transformers' own `revert_weight_conversion` says which file names and
-shapes come out (fused experts become per-expert weights again, for example). Then, parameter by parameter, the tp ranks
-of the stage that owns it send their shards to its first, this one sends the whole to rank 0, and rank 0 writes each
-tensor to its place in the safetensors file and forgets it.
+The output is planned first, on meta tensors: transformers' own `revert_weight_conversion` determines the names and
+shapes in the files (for example, fused experts become per-expert weights again). Then, parameter by parameter, the tp
+ranks of the stage that owns it send their shards to its first rank, which sends the full tensor to rank 0; rank 0
+writes it to its offset in the safetensors file and frees it.
 """
 
 import os
@@ -31,7 +31,7 @@ def _converted(
     unsharded: Mapping[str, OwnedTensor],
     keep_names: bool,
 ) -> Iterator[dict[str, Tensor]]:
-    """Yields full tensors under their file names, a group that is converted together at a time; empty off rank 0."""
+    """Yields full tensors under their file names, one group that is converted together at a time; empty off rank 0."""
     groups = [[name] for name in unsharded] if keep_names else conversion_groups(model, list(unsharded))
     mesh, first = state.mesh, dist.get_rank() == 0
     gathers = mesh.axes.rank("stage") == 0
@@ -46,21 +46,21 @@ def _converted(
 
 
 def _untied(state_dict: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
-    """Leaves out what is there under one of the names too: a tied weight is written once."""
+    """Drops tensors that are also present under one of the names: a tied weight is written once."""
     kept = {id(tensor) for name, tensor in state_dict.items() if name in names}
     return {name: tensor for name, tensor in state_dict.items() if name in names or id(tensor) not in kept}
 
 
 def _given(model: Any, tensors: Mapping[str, Tensor], keep_names: bool) -> Iterator[dict[str, Tensor]]:
-    """Yields whole tensors of a caller's under their file names."""
+    """Yields a caller's full tensors under their file names."""
     for group in [[name] for name in tensors] if keep_names else conversion_groups(model, list(tensors)):
         full = {name: tensors[name] for name in group}
         yield full if keep_names else revert_conversion(model, full)
 
 
 def _is_replicated(state_dict: Mapping[str, Any]) -> bool:
-    """Tells on every rank whether rank 0 was given whole tensors."""
-    # An empty one would be a model without weights.
+    """Returns on every rank whether rank 0 was passed full tensors."""
+    # An empty state dict would mean a model without weights.
     judgment = [bool(state_dict) and all(type(value) in (Tensor, torch.nn.Parameter) for value in state_dict.values())]
     dist.broadcast_object_list(judgment, src=0)
     return judgment[0]
@@ -84,17 +84,17 @@ def save_merged(
     push: Callable[[str, str | bool | None, dict[str, Any]], None],
     **kwargs: Any,
 ) -> None:
-    """Does what `PreTrainedModel.save_pretrained` does, with its arguments; every rank calls it, rank 0 writes.
+    """Implements `PreTrainedModel.save_pretrained` for a parallelized model; collective, rank 0 writes.
 
     Args:
-        before_push: called with the directory, where the weights are complete, on the rank that wrote them. What it
-            adds is pushed too. It must not raise: the other ranks go on.
-        push: called on every rank with the directory, the token and what keyword arguments are left.
+        before_push: called with the directory after the weights are complete, on the rank that wrote them. Files that
+            it adds are pushed too. It must not raise, as the other ranks continue.
+        push: called on every rank with the directory, the token and the remaining keyword arguments.
 
     Raises:
-        UnsupportedError: `distributed_checkpoint`, or a state dict that is not whole on rank 0.
-        CheckpointError: weights are shared that the class does not tie, pipeline stages hold different copies of a tied
-            one, or the push failed.
+        UnsupportedError: `distributed_checkpoint` is set, or the state dict on rank 0 does not hold full tensors.
+        CheckpointError: weights are shared that the class does not tie, pipeline stages hold different copies of a
+            tied weight, or the push failed.
     """
     state = parallel_state(model)
     assert state is not None
@@ -111,7 +111,7 @@ def save_merged(
     directory = os.fspath(save_directory)
     with propagate_errors(f"Saving {directory}"):
         tensors = untied_state_dict(model, own_state_dict(model))
-    # Stock writes config, generation config and custom code; an empty state dict leaves the weights to us.
+    # Stock code writes config, generation config and custom code; an empty state dict skips its weights.
     with without_progress_bars():
         original(model, directory, is_main_process=is_main_process, state_dict={}, variant=variant)
 

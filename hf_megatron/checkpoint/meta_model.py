@@ -1,4 +1,4 @@
-"""The model of a checkpoint without its weights: what its config.json says, on the meta device."""
+"""Instantiates the model of a checkpoint's config.json on the meta device, without weights."""
 
 import copy
 import os
@@ -20,14 +20,14 @@ from .untrusted_config import CONFIG, read_config, reason
 
 
 def meta_model(model_class: Any, config: Any) -> Any:
-    """Makes an instance of a class of transformers on the meta device."""
+    """Instantiates a transformers class on the meta device."""
     with torch.device("meta"), without_output(), _few_modules():
         return model_class._from_config(copy.deepcopy(config))
 
 
 @contextmanager
 def _few_modules() -> Iterator[None]:
-    """Refuses a model of more modules than any has tensors, while it is made: each takes a tenth of a millisecond."""
+    """Raises if a model creates more than `MOST_TENSORS` modules; each of them takes a tenth of a millisecond."""
     counted = count(1)
 
     def check(*registered: object) -> None:
@@ -42,7 +42,7 @@ def _few_modules() -> Iterator[None]:
 
 
 def meta_model_of(path: str | os.PathLike[str]) -> Any:
-    """Makes the model of a folder; `CheckpointError` where its config.json is missing or names no class."""
+    """Instantiates the model of a folder; `CheckpointError` if its config.json is missing or specifies no class."""
     import transformers
 
     file = Path(path) / CONFIG
@@ -59,5 +59,5 @@ def meta_model_of(path: str | os.PathLike[str]) -> Any:
         raise CheckpointError(f"{file} names the architectures {safe_repr(names)}: expected one class of transformers.")
     try:
         return meta_model(model_class, config)
-    except Exception as error:  # noqa: BLE001 - a model class, of sizes that it was not made for
+    except Exception as error:  # noqa: BLE001 - model classes raise arbitrary errors for unusual sizes
         raise CheckpointError(f"{file} makes no {names[0]}: {reason(config.to_dict(), error)}") from error

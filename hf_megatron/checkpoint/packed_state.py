@@ -1,7 +1,7 @@
-"""Nested Python state in one safetensors file: tensors as tensors, everything around them as JSON in its header.
+"""Nested Python state in one safetensors file: tensors as tensors, the structure as JSON in its header.
 
-What schedulers, scalers, samplers and random generators call their state is built of a handful of types. These are
-written as they are; anything else is refused by its place in the state, because only pickle could hold it.
+The states of schedulers, scalers, samplers and RNGs consist of a few types, which are written directly. Other types
+would need pickle, and raise an error with their location in the state.
 """
 
 import collections
@@ -22,10 +22,11 @@ _PLAIN = (bool, int, float, str)
 
 
 def pack(value: Any, tensors: dict[str, Tensor], place: str = "state") -> Any:
-    """Returns a JSON value for `value`; its tensors, of any shape, go into `tensors`.
+    """Returns a JSON value for `value`; its tensors, of any shape, are added to `tensors`.
 
     Raises:
-        CheckpointError: names the place of what is no number, text, list, tuple, mapping, tensor or array.
+        CheckpointError: the value contains something other than numbers, text, lists, tuples, mappings, tensors and
+            arrays.
     """
     if value is None or type(value) in _PLAIN:
         return value
@@ -37,7 +38,7 @@ def pack(value: Any, tensors: dict[str, Tensor], place: str = "state") -> Any:
     if isinstance(value, numpy.generic):
         return value.item()
     if isinstance(value, numpy.ndarray):
-        # safetensors' torch side has no 32-bit unsigned integers, which numpy's generator state is made of.
+        # safetensors' torch API does not support uint32, which numpy's generator state uses.
         wide = value.astype(numpy.int64) if value.dtype.kind in "iu" else value
         tensors[place] = torch.from_numpy(numpy.ascontiguousarray(wide))
         return {"array": place, "dtype": str(value.dtype)}
@@ -50,7 +51,7 @@ def pack(value: Any, tensors: dict[str, Tensor], place: str = "state") -> Any:
             raise CheckpointError(f"{place} has a key that is no number or text; it cannot be stored without pickle.")
         return {kind: [[key, pack(item, tensors, f"{place}.{key}")] for key, item in value.items()]}
     if isinstance(value, _PLAIN):
-        # Subclasses such as enums of text compare equal to their plain value.
+        # Subclasses such as string enums compare equal to their plain value.
         return next(base(value) for base in _PLAIN if isinstance(value, base))
     raise CheckpointError(
         f"{place} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored without pickle. Let "
@@ -59,7 +60,7 @@ def pack(value: Any, tensors: dict[str, Tensor], place: str = "state") -> Any:
 
 
 def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Returns what `pack` made the JSON value and the tensors, of any shape, from."""
+    """Restores the value that `pack` converted to a JSON value and tensors of any shape."""
     if isinstance(packed, list):
         return [unpack(item, tensors) for item in packed]
     if not isinstance(packed, dict):
@@ -85,11 +86,11 @@ def write_packed(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def read_packed(path: str | os.PathLike[str]) -> Any:
-    """Reads what `write_packed` wrote; raises `CheckpointError` for a file that is missing or holds something else."""
+    """Reads a file of `write_packed`; raises `CheckpointError` if it is missing or holds something else."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            # Copied, so that nothing depends on the file any more.
+            # Copied, so that the tensors no longer depend on the file.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no iterator
         return unpack(json.loads(metadata["state"]), tensors)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Reading sharded checkpoints in any layout; everything is checked before the first entry is copied."""
+"""Reads sharded checkpoints in any layout; everything is checked before the first entry is copied."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,22 +18,22 @@ from ..errors import CheckpointError
 from .manifest import ChunkEntry, Manifest, TensorEntry
 from .tensor_chunks import TensorChunk, check_boxes, copy_overlap, overlaps, uncovered
 
-# Names the files that `pull` left out on purpose, because no rank it pulled for needs them.
+# Lists the files that `pull` omitted because no rank it pulled for needs them.
 PARTIAL = "partial.json"
 
 
 class Checkpoint:
-    """A complete checkpoint, opened for reading by one rank; files are mapped when they are first needed.
+    """Complete checkpoint, opened for reading by one rank; files are mapped when first needed.
 
-    One that was pulled for some ranks of a layout is complete for them: entries that only its absent files hold raise
-    when they are checked or read.
+    A checkpoint pulled for some ranks of a layout is complete for these: entries that are only in omitted files raise
+    an error when checked or read.
 
     Attributes:
-        absent (`frozenset[str]`): files that were left out on purpose.
+        off_stage (`frozenset[str]`): files that were omitted deliberately.
 
     Raises:
-        CheckpointError: for a manifest that is missing or wrong, listing all files that are missing, or for a file
-            whose size is not the one in the manifest.
+        CheckpointError: the manifest is missing or invalid, files are missing, or a file's size differs from the
+            manifest.
     """
 
     def __init__(self, path: str | Path):
@@ -53,7 +53,7 @@ class Checkpoint:
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the caller of the save noted."""
+        """Metadata that the caller of the save passed."""
         return self.manifest.metadata
 
     def names(self) -> list[str]:
@@ -72,16 +72,16 @@ class Checkpoint:
         return entry
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
-        """Compares the digests of this rank's share of the files; all those that are here of a partial checkpoint.
+        """Checks the digests of this rank's share of the files; for a partial checkpoint, of all present files.
 
         Raises:
-            CheckpointError: naming the files that differ.
+            CheckpointError: digests differ; lists the files.
         """
         present = [item for item in self.manifest.files.items() if item[0] not in self.off_stage]
         if self.off_stage:
-            # Other ranks may have other files of it, in a folder of their own.
+            # Other ranks may have different files, in a folder of their own.
             rank, ranks = 0, 1
-        # Largest first, so that the shares are of like size.
+        # Largest first, so that the shares have similar sizes.
         ordered = sorted(present, key=lambda item: (-item[1].size, item[0]))
         wrong = [name for name, entry in ordered[rank::ranks] if hash_file(self.path / name) != entry]
         if wrong:
@@ -90,10 +90,10 @@ class Checkpoint:
     def compare(
         self, expected: Mapping[str, Sequence[int]] | Iterable[str], strict: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Compares names, with or without global shapes, with those there; returns what is lacking and what is surplus.
+        """Compares tensor names, and shapes if given, with the expected ones; returns missing and unexpected names.
 
         Raises:
-            CheckpointError: listing the names, unless `strict` is off, or for a shape that differs, strict or not.
+            CheckpointError: names differ and `strict` is set, or a shape differs, strict or not.
         """
         wanted = dict.fromkeys(expected)
         missing = sorted(wanted.keys() - self.manifest.tensors.keys())
@@ -111,7 +111,7 @@ class Checkpoint:
         return missing, unexpected
 
     def check(self, name: str, shape: Sequence[int], dtype: torch.dtype, boxes: Sequence[TensorChunk]) -> None:
-        """Raises `CheckpointError` unless `read` will succeed with a tensor of this global shape and dtype."""
+        """Raises `CheckpointError` unless `read` will succeed for a tensor of this global shape and dtype."""
         entry, where = self._tensor(name), f"{self.path}: {name}"
         if entry.shape != tuple(shape):
             raise CheckpointError(f"{where} is {list(entry.shape)}, expected {list(shape)}.")
@@ -125,7 +125,7 @@ class Checkpoint:
         return [piece for piece in entry.pieces if piece.file not in self.off_stage]
 
     def _where(self, entry: TensorEntry) -> str:
-        """Says, for an error, which files that were left out hold a tensor."""
+        """Returns a note for errors that lists the omitted files with chunks of a tensor."""
         files = sorted({piece.file for piece in entry.pieces} & self.off_stage)
         if not files:
             return ""
@@ -135,14 +135,15 @@ class Checkpoint:
         )
 
     def read(self, name: str, boxes: Sequence[TensorChunk], out: Tensor, cast: bool = False) -> None:
-        """Fills `out`, `(entries of the boxes,)`, with the row-major contents of the boxes one after another.
+        """Fills `out`, `(entries of the boxes,)`, with the concatenated row-major contents of chunks of a tensor.
 
         Args:
-            cast (`bool`, defaults to `False`): convert when the dtypes differ.
+            boxes: chunks of the global tensor.
+            cast (`bool`, defaults to `False`): whether to convert other dtypes.
 
         Raises:
-            CheckpointError: naming the tensor, for another dtype, boxes outside it, or entries that no file has; `out`
-                is untouched then.
+            CheckpointError: the dtype differs, chunks are outside the tensor, or entries are in no file; `out` is
+                unchanged.
         """
         entry = self._tensor(name)
         where = f"{self.path}: {name}"
@@ -151,7 +152,7 @@ class Checkpoint:
             raise CheckpointError(f"{where}: {sum(box.numel for box in boxes)} entries do not fit {tuple(out.shape)}.")
         if out.dtype != entry.dtype and not cast:
             raise CheckpointError(f"{where} is {entry.dtype} and {out.dtype} was asked for; pass cast=True to convert.")
-        # Copies on several ranks are the same boxes; any one of them is read.
+        # Copies from several ranks cover the same chunks; read any one of them.
         distinct = list({piece.boxes: piece for piece in self._present(entry)}.values())
         needed = [piece for piece in distinct if overlaps(piece.boxes, boxes)]
         lacking = uncovered([piece.boxes for piece in needed], boxes)
@@ -159,13 +160,13 @@ class Checkpoint:
             raise CheckpointError(
                 f"{where}: {lacking} of {out.numel()} entries are in no file of the checkpoint{self._where(entry)}."
             )
-        # All are checked before the first is copied.
+        # Open and check all files before copying from the first.
         sources = [(piece.boxes, self._contents(name, entry, piece)) for piece in needed]
         for source_boxes, data in sources:
             copy_overlap(source_boxes, data, boxes, out)
 
     def forget(self) -> None:
-        """Gives back the memory of what was read so far, for a reader that needs each tensor once."""
+        """Frees the memory of everything read so far, for a reader that needs each tensor only once."""
         for shard in self._shards.values():
             shard.forget()
 
@@ -183,7 +184,7 @@ class Checkpoint:
 
 
 def read_partial(folder: Path) -> frozenset[str]:
-    """Reads which files `pull` left out of a folder, none of a whole one; an unreadable note is a `CheckpointError`."""
+    """Returns the files that `pull` omitted from a folder; raises `CheckpointError` if the list is unreadable."""
     path = folder / PARTIAL
     try:
         off_stage = json.loads(read_small(path, LARGEST_JSON))["absent"]
@@ -197,7 +198,7 @@ def read_partial(folder: Path) -> frozenset[str]:
 
 
 def open_checkpoint(path: str | Path, group: ProcessGroup | None = None, verify: bool = True) -> Checkpoint:
-    """Opens a checkpoint on all ranks and checks its files, each rank its share; errors are the same on every rank."""
+    """Opens a checkpoint and checks its files, divided among the ranks; errors are raised on all ranks. Collective."""
     checkpoint, error = None, None
     try:
         checkpoint = Checkpoint(path)

@@ -1,4 +1,4 @@
-"""The random generators of a rank: Python's, numpy's, torch's on CPU and on its device."""
+"""Saves and restores a rank's RNG states: Python, numpy, and torch on the CPU and its device."""
 
 import hashlib
 import random
@@ -16,7 +16,7 @@ def file_name(rank: int) -> str:
 
 
 def save(directory: Path, rank: int) -> None:
-    """Writes the state of every generator of this rank."""
+    """Writes the states of all generators of this rank."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),
@@ -28,14 +28,15 @@ def save(directory: Path, rank: int) -> None:
 
 
 def load(directory: Path, counterpart: int | None, *, stream: int, step: int) -> None:
-    """Continues every generator where the save left it.
+    """Restores the generator states of a save.
 
-    With other batch streams no rank has a counterpart, and two ranks that continued the same generator would drop the
-    same entries of different batches: the generators start anew from the step and the number of the batch stream.
+    With a different number of dp ranks, no rank has a counterpart. Two ranks that restored the same state would apply
+    the same dropout mask to different batches, so generators are reseeded from the step and the dp rank.
 
     Args:
-        counterpart (`int`, *optional*): the rank that saved what this one continues.
-        stream (`int`): the dp rank; ranks that share a batch share a stream.
+        counterpart (`int`, *optional*): rank of the save whose states are restored.
+        stream (`int`): the dp rank; model-parallel ranks share it.
+        step (`int`): the optimizer step.
     """
     if counterpart is not None:
         state = read_packed(directory / file_name(counterpart))

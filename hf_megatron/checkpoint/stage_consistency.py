@@ -1,4 +1,4 @@
-"""What pipeline stages agree on when they save: who writes a tensor, what all of them hold, that copies are equal."""
+"""Coordination of pipeline stages in a save: tensor owners, the list of all tensors, and equality of tied copies."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from ..parallel_state import ParallelState, parallel_state
 
 
 def is_owned(state: ParallelState, name: str) -> bool:
-    """Tells whether a weight or buffer belongs to this rank's stages."""
+    """Returns whether a weight or buffer belongs to this rank's stages."""
     return state.cut is None or state.cut.owner(name) == state.axes.rank("pp")
 
 
 @dataclass(frozen=True)
 class OwnedTensor:
-    """A tensor of the whole model.
+    """Tensor of the full model.
 
     Attributes:
         owner: the pipeline rank it belongs to.
@@ -39,7 +39,7 @@ class OwnedTensor:
 
 
 def tensors_of_all_stages(state: ParallelState, tensors: Mapping[str, Tensor]) -> dict[str, OwnedTensor]:
-    """Lists all stages' tensors in the whole model's order, from each rank's of any shape; every rank calls it."""
+    """Returns all stages' tensors in the full model's order, from each rank's tensors of any shape; collective."""
     own = {
         name: OwnedTensor(state.mesh.pp_rank, tuple(tensor.shape), tensor.dtype)
         for name, tensor in tensors.items()
@@ -49,7 +49,7 @@ def tensors_of_all_stages(state: ParallelState, tensors: Mapping[str, Tensor]) -
 
 
 def join_stages(state: ParallelState, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Joins what all stages say by name, in the order of the whole model; every rank calls it."""
+    """Merges the stages' dictionaries, keyed by tensor name, in the full model's order; collective."""
     if state.cut is None:
         return dict(own)
     unsharded = {name: value for part in of_all_stages(state, own) for name, value in part.items()}
@@ -57,18 +57,18 @@ def join_stages(state: ParallelState, own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_all_stages(state: ParallelState, value: Any) -> list[Any]:
-    """Returns the value of each rank of this pipeline."""
+    """Gathers a value from each rank of this pipeline."""
     return gather(value, state.mesh.pp_group, "Saving")
 
 
 def in_order(state: ParallelState, names: Iterable[str]) -> list[str]:
-    """Sorts names as the whole model has them, those it had not when it was loaded behind them."""
+    """Sorts names in the full model's order; names added after loading come last."""
     position = {name: index for index, name in enumerate(state.names)}
     return sorted(dict.fromkeys(names), key=lambda name: position.get(name, len(position)))
 
 
 def resharded(model: nn.Module) -> nn.Module:
-    """Returns the model with its weights in shards again: stage 3 leaves some whole behind a forward alone."""
+    """Reshards the model's weights and returns it: after a forward alone, ZeRO-3 leaves some unsharded."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -76,7 +76,7 @@ def resharded(model: nn.Module) -> nn.Module:
 
 
 def tied_weights(model: Any) -> dict[str, Tensor]:
-    """Returns this rank's parameters, of any shape, that the other end of the pipeline holds too."""
+    """Returns this rank's parameters, of any shape, that are tied to parameters on the other end of the pipeline."""
     state = parallel_state(model)
     assert state is not None
     if state.cut is None:
@@ -86,9 +86,9 @@ def tied_weights(model: Any) -> dict[str, Tensor]:
 
 
 def check_copies(state: ParallelState, tensors: Mapping[str, Tensor]) -> None:
-    """Compares tensors of any shape, by the name they are saved under, that two ranks of a pipeline hold.
+    """Checks that tied tensors of any shape, keyed by the names they are saved under, are equal on both stages.
 
-    Every rank calls it with its shards, and gets a `CheckpointError` that names the tensors that differ.
+    Collective; every rank passes its local shards, and gets a `CheckpointError` with the tensors that differ.
     """
     if state.cut is None or not state.cut.tied:
         return

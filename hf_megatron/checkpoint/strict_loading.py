@@ -1,4 +1,4 @@
-"""What stock loading leaves open: weights that do not match, indexes outside their folder, views into a file."""
+"""Checks that stock loading lacks: mismatched weights, index files with outside paths, mapped storages."""
 
 import contextlib
 import mmap
@@ -14,7 +14,7 @@ from ..errors import CheckpointError
 
 
 def check_weight_index(path: str | os.PathLike[str]) -> None:
-    """Raises `CheckpointError`, naming the entry, for an index file whose shards lie outside its directory."""
+    """Raises `CheckpointError` for an index file with shards outside of its directory."""
     if not os.path.isdir(path):
         return
     for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
@@ -31,12 +31,12 @@ def check_weight_index(path: str | os.PathLike[str]) -> None:
 
 
 def check_loaded(model: Any, info: dict[str, Any], *, strict: bool) -> None:
-    """Raises `CheckpointError` for missing, surplus or mis-shaped weights, naming them and the way round.
+    """Raises `CheckpointError` for missing, surplus or mis-shaped weights, with the option that disables the check.
 
-    What a class puts on top of the base model, such as a head for classification, may be missing as a whole, and a
-    pooler with it: the checkpoint is of another class then, and the heads of that one may be surplus, as they may for a
-    base model. The head of a language model may not be missing. A pooler that the class has not, and further heads
-    beside one that it has (BERT's `cls.seq_relationship`), may be surplus.
+    The head that a class adds to the base model, such as for classification, may be missing completely, together with
+    a pooler: the checkpoint then belongs to another class, whose heads may be surplus. Heads may also be surplus for a
+    base model. A language model's head must be present. A pooler that the class does not have, and heads in addition
+    to the class's own (BERT's `cls.seq_relationship`), may be surplus.
     """
     problems = []
     mismatched = info.get("mismatched_keys") or ()
@@ -66,20 +66,20 @@ def check_loaded(model: Any, info: dict[str, Any], *, strict: bool) -> None:
 
 
 def _heads(model: Any) -> set[str] | None:
-    """Names what a class puts on top of its base model; `None` for that itself and for models of language."""
+    """Returns the names of the parameters outside the base model; `None` for base models and language models."""
     if model.get_output_embeddings() is not None or model.base_model is model:
         return None
     return {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
 
 
 def _pooler(model: Any) -> set[str]:
-    """Names what base models make for some classes only."""
+    """Returns the names of pooler parameters, which base models create for some classes only."""
     prefix = f"{model.base_model_prefix}.pooler."
     return {name for name, _ in model.named_parameters() if name.startswith(prefix)}
 
 
 def _belongs_to_other_head(model: Any, name: str) -> bool:
-    """Tells whether a weight is of a whole module that the class has not: a pooler, or a head beside others."""
+    """Returns whether a weight belongs to a module that the class does not have: a pooler, or an additional head."""
     first, _, rest = name.partition(".")
     owner = model._modules.get(first)
     second = rest.partition(".")[0]
@@ -94,10 +94,10 @@ def _is_of_base(model: Any, name: str) -> bool:
 
 
 def own_memory(shard: torch.Tensor) -> torch.Tensor:
-    """Copies a shard, of any shape, that lies in a mapped weight file (memory without an allocator) into its own.
+    """Copies a shard of any shape out of a mapped weight file (storage without an allocator).
 
-    Copying once is faster than the page faults of a private mapping when training writes to every weight, the file
-    may be overwritten by the next save, and a shard starts at the beginning of its storage (up to torch 2.12
+    One copy is faster than the page faults of a private mapping when training writes to every weight; the file may be
+    overwritten by the next save; and the copied shard starts at the beginning of its storage (up to torch 2.12,
     `copy.deepcopy` fails on a DTensor around a view with an offset).
     """
     if shard.device.type != "cpu" or shard.untyped_storage().resizable():
@@ -106,12 +106,12 @@ def own_memory(shard: torch.Tensor) -> torch.Tensor:
 
 
 def empty_in_huge_pages(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Returns an uninitialised CPU tensor of any shape, in 2 MiB pages, which fill four times as fast, if granted."""
+    """Returns an uninitialized CPU tensor of any shape in 2 MiB pages, if available, which fill four times as fast."""
     size = shape.numel() * dtype.itemsize
     if sys.platform != "linux" or size < 2**21:
         return torch.empty(shape, dtype=dtype)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A kernel built without huge pages answers EINVAL; the memory is as good in small ones.
+    # A kernel without huge pages returns EINVAL; small pages work as well.
     with contextlib.suppress(OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -1,8 +1,8 @@
-"""Boxes of global tensors: what one rank holds of a tensor, and what two layouts have in common.
+"""Rectangular chunks of global tensors: a rank's local shard as chunks, and the overlap of two layouts.
 
-A piece of a tensor is a flat run of entries plus the boxes they fill, one after another. Every way of splitting a
-tensor (over tp, or as a range of the flattened shard of an optimizer) comes out as boxes, so two layouts meet without
-knowing of each other.
+A `LocalChunk` is a flat run of entries plus the chunks (`boxes`) of the global tensor that they fill in sequence.
+Every split of a tensor (over tp, or as a range of an optimizer's flattened shard) is expressed in chunks, so two
+layouts can be matched without knowledge of each other.
 """
 
 import itertools
@@ -18,13 +18,13 @@ from ..core.axes import Axes
 from ..core.placement import Placement
 from ..errors import CheckpointError
 
-# Boxes that are compared with all others at once.
+# Number of source chunks that are compared with all targets at once.
 _BATCH = 256
 
 
 @dataclass(frozen=True)
 class TensorChunk:
-    """A box of a global tensor: where it starts and how far it reaches, one number per dim."""
+    """Rectangular chunk of a global tensor: offset and shape, one entry per dim."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -36,16 +36,16 @@ class TensorChunk:
 
 @dataclass
 class LocalChunk:
-    """Some entries of a global tensor.
+    """Entries of a global tensor that one rank holds.
 
     Args:
-        name (`str`): the tensor.
+        name (`str`): name of the tensor.
         shape (`tuple[int, ...]`): the global shape.
-        boxes (`tuple[Box, ...]`): the boxes that the entries fill; a tensor without dims has the one box `((), ())`.
-        data (`Tensor`): `(entries,)`, the row-major contents of the boxes one after another.
+        boxes (`tuple[TensorChunk, ...]`): the chunks that the entries fill; a scalar has the single chunk `((), ())`.
+        data (`Tensor`): `(entries,)`, the concatenated row-major contents of the chunks.
 
     Raises:
-        CheckpointError: when boxes leave the tensor, or do not have as many entries as the data.
+        CheckpointError: chunks are outside the tensor, or have another number of entries than the data.
     """
 
     name: str
@@ -61,7 +61,7 @@ class LocalChunk:
 
 
 def check_boxes(name: str, shape: Sequence[int], boxes: Sequence[TensorChunk]) -> None:
-    """Raises `CheckpointError`, naming tensor and box, unless every box lies inside a tensor of this shape."""
+    """Raises `CheckpointError` unless every chunk lies inside a tensor of this shape."""
     for box in boxes:
         inside = len(box.offset) == len(box.shape) == len(shape) and all(
             min(start, length) >= 0 and start + length <= size
@@ -82,10 +82,10 @@ def _check_length(name: str, boxes: Sequence[TensorChunk], data: Tensor) -> None
 def local_boxes(
     shape: Sequence[int], placement: Placement, axes: Axes, start: int = 0, stop: int | None = None
 ) -> tuple[TensorChunk, ...]:
-    """Returns the boxes that the entries `[start, stop)` of a rank's flattened shard fill in the global tensor.
+    """Returns the chunks that the entries `[start, stop)` of a rank's flattened shard fill in the global tensor.
 
-    They come in the order of the entries. The shard is the placement's intervals joined along each split dim; a range
-    that leaves it raises `CheckpointError`.
+    The chunks are in the order of the entries. The shard is the concatenation of the placement's intervals along each
+    split dim; a range outside of it raises `CheckpointError`.
     """
     held = [_merged(intervals) for intervals in placement.intervals(shape, axes)]
     local = tuple(sum(last - first for first, last in intervals) for intervals in held)
@@ -94,14 +94,15 @@ def local_boxes(
     if not 0 <= start <= stop <= size:
         raise CheckpointError(f"Entries [{start}, {stop}) of a shard of shape {list(local)}, which has {size} entries.")
     boxes = list(_flat_range(local, start, stop))
-    # Innermost dims first: what is cut along a dim has one entry in those before it, or all in one interval.
+    # Innermost dims first: a chunk that is split along a dim has a single entry in the dims before it, or lies in one
+    # interval.
     for dim in sorted({split.dim for split in placement.splits}, reverse=True):
         boxes = [part for box in boxes for part in _to_global(box, dim, held[dim])]
     return tuple(boxes)
 
 
 def _merged(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Joins intervals that meet, without the empty ones."""
+    """Merges adjacent intervals and drops empty ones."""
     merged: list[tuple[int, int]] = []
     for first, last in intervals:
         if merged and merged[-1][1] == first:
@@ -112,7 +113,7 @@ def _merged(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _flat_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[TensorChunk]:
-    """Cuts a range of flattened entries into boxes: a row's end, whole rows, a row's start, and so on inside."""
+    """Decomposes a range of flattened entries into chunks, recursively: a row's end, full rows, a row's start."""
     if start >= stop:
         return
     if not shape:
@@ -136,7 +137,7 @@ def _inside_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> It
 
 
 def _to_global(box: TensorChunk, dim: int, intervals: Sequence[tuple[int, int]]) -> Iterator[TensorChunk]:
-    """Cuts a box of the shard at the borders of its intervals, and moves it to where they lie in the whole tensor."""
+    """Splits a chunk of the shard at the borders of its intervals, and moves it to its offset in the full tensor."""
     parts, position = [], 0
     begin, end = box.offset[dim], box.offset[dim] + box.shape[dim]
     for first, last in intervals:
@@ -161,7 +162,7 @@ def _corners(boxes: Sequence[TensorChunk]) -> tuple[numpy.ndarray, numpy.ndarray
 
 
 def overlaps(source: Sequence[TensorChunk], target: Sequence[TensorChunk]) -> list[tuple[int, int]]:
-    """Returns the pairs `(index in source, index in target)` of boxes that have entries in common."""
+    """Returns the pairs `(index in source, index in target)` of chunks that overlap."""
     if not source or not target:
         return []
     source_low, source_high = _corners(source)
@@ -169,7 +170,7 @@ def overlaps(source: Sequence[TensorChunk], target: Sequence[TensorChunk]) -> li
     pairs: list[tuple[int, int]] = []
     for begin in range(0, len(source), _BATCH):
         low, high = source_low[begin : begin + _BATCH], source_high[begin : begin + _BATCH]
-        # Boxes come in the order of their entries: few targets are near a batch of sources.
+        # Chunks are ordered by their entries, so only a few targets are near a batch of sources.
         near = numpy.nonzero(((target_low < high.max(0)) & (low.min(0) < target_high)).all(1))[0]
         common = numpy.ones((len(low), len(near)), dtype=bool)
         for dim in range(low.shape[1]):
@@ -181,7 +182,7 @@ def overlaps(source: Sequence[TensorChunk], target: Sequence[TensorChunk]) -> li
 
 
 def _common(box: TensorChunk, other: TensorChunk) -> tuple[slice, ...]:
-    """Returns where inside `box` the entries lie that it shares with `other`."""
+    """Returns the slices of `box` that overlap with `other`."""
     return tuple(
         slice(max(start, other_start) - start, min(start + length, other_start + other_length) - start)
         for start, length, other_start, other_length in zip(
@@ -198,7 +199,7 @@ def _views(boxes: Sequence[TensorChunk], data: Tensor) -> list[Tensor]:
 def copy_overlap(
     source_boxes: Sequence[TensorChunk], source_data: Tensor, target_boxes: Sequence[TensorChunk], target_data: Tensor
 ) -> int:
-    """Copies every entry that both sides have and returns how many; the data are `(entries of the boxes,)`."""
+    """Copies all common entries and returns their number; both data are `(entries of the boxes,)`."""
     _check_length("source", source_boxes, source_data)
     _check_length("target", target_boxes, target_data)
     pairs = overlaps(source_boxes, target_boxes)
@@ -214,7 +215,7 @@ def copy_overlap(
 
 
 def uncovered(sources: Sequence[Sequence[TensorChunk]], target_boxes: Sequence[TensorChunk]) -> int:
-    """Counts the entries of the target that no source has; sources may overlap."""
+    """Returns the number of target entries that no source holds; sources may overlap."""
     size = sum(box.numel for box in target_boxes)
     boxes = [box for source in sources for box in source]
     pairs = overlaps(boxes, target_boxes)
@@ -222,7 +223,7 @@ def uncovered(sources: Sequence[Sequence[TensorChunk]], target_boxes: Sequence[T
     if len(overlaps(used, used)) == len(used):
         shared = (_common(boxes[source], target_boxes[target]) for source, target in pairs)
         return size - sum(math.prod(part.stop - part.start for part in slices) for slices in shared)
-    # Entries that several boxes have must not count twice.
+    # Entries in several chunks must not be counted twice.
     covered = torch.zeros(size, dtype=torch.bool)
     targets = _views(target_boxes, covered)
     for source, target in pairs:

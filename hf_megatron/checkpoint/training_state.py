@@ -1,13 +1,13 @@
-"""A model and its optimizers in a sharded checkpoint: written share by share, read in any layout.
+"""Model and optimizers in a sharded checkpoint: each rank writes its share, and any layout can read it.
 
-| in the checkpoint | what |
+| in the checkpoint | content |
 |---|---|
 | tensor `<name>` | a weight or buffer under its name in the state dict |
 | tensor `optimizer/<number>/<key>/<name>` | a moment of that weight; key `main_weight` is its fp32 copy |
-| fact `optimizers` | hyperparameters of the groups, names of their parameters and moments, steps |
-| fact `converted` | made from another library's checkpoint: `groups` is null, the run that reads it has its own |
+| metadata `optimizers` | hyperparameters of the groups, names of their parameters and moments, steps |
+| metadata `converted` | made from another library's checkpoint: `groups` is null, the loading run uses its own |
 
-Every pipeline stage writes and reads its own part of both; the metadata are those of the whole model.
+Every pipeline stage writes and reads its own tensors; the metadata describe the full model.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ MAIN_WEIGHT = "main_weight"
 
 
 def _leaves(model: Any, optimizer: torch.optim.Optimizer) -> list[MainParam]:
-    """Returns the leaves of a prepared optimizer; of a stock one the parameters themselves."""
+    """Returns the main params of a prepared optimizer; for a stock optimizer, the parameters themselves."""
     prepared = sharded(optimizer)
     if prepared is not None:
         return prepared.leaves
@@ -45,7 +45,7 @@ def _leaves(model: Any, optimizer: torch.optim.Optimizer) -> list[MainParam]:
 
 
 def _own_groups(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
-    """Lists the parameters of each group, of any shape, that this rank steps on."""
+    """Returns the parameters of each group, of any shape, that this rank updates."""
     return [[p for p in group["params"] if not is_off_stage(p)] for group in optimizer.param_groups]
 
 
@@ -54,7 +54,7 @@ def _key(number: int, key: str, name: str) -> str:
 
 
 def _moments(optimizer: torch.optim.Optimizer, leaf: MainParam) -> dict[str, Tensor]:
-    """Returns the state of a leaf that has an entry for each of its own."""
+    """Returns the per-entry optimizer states of a main param."""
     state = optimizer.state.get(leaf.tensor, {})
     size = local_tensor(leaf.tensor).numel()
     return {
@@ -70,7 +70,7 @@ def _scalars(optimizer: torch.optim.Optimizer, leaf: MainParam) -> dict[str, Any
 
 
 def _stored(optimizer: torch.optim.Optimizer, leaf: MainParam) -> dict[str, Tensor]:
-    """Returns the moments of a leaf, and its entries where they are more precise than the parameter's."""
+    """Returns the moments of a main param, and its values if they are more precise than the parameter's."""
     is_more_precise = leaf.separate and leaf.tensor.dtype != leaf.parameter.dtype
     return _moments(optimizer, leaf) | ({MAIN_WEIGHT: leaf.tensor} if is_more_precise else {})
 
@@ -87,7 +87,7 @@ def optimizer_pieces(model: Any, optimizer: torch.optim.Optimizer, number: int) 
 
 
 def pieces(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[LocalChunk]:
-    """Yields all that this rank writes."""
+    """Yields all chunks that this rank writes."""
     yield from model_pieces(model)
     for number, optimizer in enumerate(optimizers):
         yield from optimizer_pieces(model, optimizer, number)
@@ -102,7 +102,7 @@ def write_config(model: Any, directory: Path) -> None:
 
 
 def training_metadata(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Returns what the manifest says beside the tensors; every rank calls it and gets the same.
+    """Returns the manifest's metadata, identical on all ranks; collective.
 
     Raises:
         CheckpointError: pipeline stages hold different copies of a tied weight or of its moments, or have different
@@ -125,7 +125,7 @@ def training_metadata(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -
 
 
 def _tied_tensors(model: Any, state: ParallelState, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """Returns what is saved of weights that this rank and the other end of the pipeline hold."""
+    """Returns the saved tensors of weights that are tied across the ends of the pipeline."""
     tensors = tied_weights(model)
     for number, optimizer in enumerate(optimizers):
         for leaf in _leaves(model, optimizer):
@@ -155,7 +155,7 @@ def _describe(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _from_full_model(state: ParallelState, described: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Describes optimizers as one process would, from the descriptions of all stages."""
+    """Merges the optimizer descriptions of all stages into single-process descriptions."""
     parts = of_all_stages(state, described)
     _check_same_optimizers(parts)
     unsharded = []
@@ -171,7 +171,7 @@ def _from_full_model(state: ParallelState, described: list[dict[str, Any]]) -> l
 
 
 def _check_same_optimizers(parts: list[list[dict[str, Any]]]) -> None:
-    """Raises unless the stages' optimizers differ in nothing but the parameters they hold."""
+    """Raises unless the stages' optimizers differ only in the parameters they hold."""
     outlines = [
         [(optimizer["class"], [group["hyperparameters"] for group in optimizer["groups"]]) for optimizer in part]
         for part in parts
@@ -193,7 +193,7 @@ def _check_same_optimizers(parts: list[list[dict[str, Any]]]) -> None:
 def _read(
     checkpoint: Checkpoint, name: str, holding: LocalShard, shape: torch.Size, old: Tensor | None = None
 ) -> Tensor:
-    """Reads the entries a rank holds into CPU memory: that of `old` where they fit it, else their own."""
+    """Reads this rank's local shard into CPU memory, reusing the memory of `old` if it fits."""
     dtype, size = checkpoint.dtype(name), holding.stop - holding.start
     if old is None or (old.device.type, old.dtype, old.numel()) != ("cpu", dtype, size) or not old.is_contiguous():
         old = empty_in_huge_pages(torch.Size([size]), dtype)
@@ -204,13 +204,13 @@ def _read(
 
 @torch.no_grad()
 def load_model(model: Any, checkpoint: Checkpoint, *, strict: bool = True) -> tuple[list[str], list[str]]:
-    """Fills a model's weights from a checkpoint of any layout; nothing is modified unless everything fits.
+    """Loads a model's weights from a checkpoint of any layout; nothing is modified unless everything matches.
 
     Returns:
-        `tuple`: names that the checkpoint lacks and names the model has not; both empty when strict.
+        `tuple`: names missing in the checkpoint and names missing in the model; both empty if strict.
 
     Raises:
-        CheckpointError: on every rank; names, shapes or dtypes that differ, or entries that no file has.
+        CheckpointError: on every rank; names, shapes or dtypes differ, or entries are in no file.
     """
     state = parallel_state(model)
     tensors = dict(named_tensors(model))
@@ -242,11 +242,11 @@ def load_model(model: Any, checkpoint: Checkpoint, *, strict: bool = True) -> tu
 
 @torch.no_grad()
 def load_optimizers(model: Any, optimizers: Sequence[torch.optim.Optimizer], checkpoint: Checkpoint) -> None:
-    """Fills the optimizers' state, hyperparameters and main weights from a checkpoint of any layout.
+    """Loads the optimizers' states, hyperparameters and main weights from a checkpoint of any layout.
 
     Raises:
-        CheckpointError: on every rank; another number or class of optimizers, other parameters in their groups, or
-            moments that no file has.
+        CheckpointError: on every rank; number or class of optimizers or their groups' parameters differ, or moments
+            are in no file.
     """
     described = checkpoint.metadata.get("optimizers", [])
     with propagate_errors(f"Loading {checkpoint.path}"):
@@ -256,7 +256,7 @@ def load_optimizers(model: Any, optimizers: Sequence[torch.optim.Optimizer], che
             )
         for number, (optimizer, description) in enumerate(zip(optimizers, described, strict=True)):
             _check_groups(model, optimizer, description, checkpoint)
-            # Checkpoints of earlier versions do not say which moments there should be.
+            # Checkpoints of earlier versions do not list the expected moments.
             moments: Mapping[str, list[str]] = description.get("moments", {})
             for leaf in _leaves(model, optimizer):
                 holding = leaf_holding(parallel_state(model), leaf)

@@ -1,8 +1,9 @@
-"""Saving in all-or-nothing fashion: a directory under its final name is complete, whatever was killed and when.
+"""Atomic saves: a directory under its final name is complete, whenever any process is killed.
 
-Everything is written into `.tmp-<name>-<id>` beside the target. When all ranks are done, rank 0 writes the manifest,
-makes it durable and renames the directory; only then the file `latest` is replaced. On file systems whose rename is
-not atomic the manifest takes its place: it is written last, and a directory without a valid one is incomplete.
+All files are written into `.tmp-<name>-<id>` next to the target. When all ranks are done, rank 0 writes the manifest,
+makes it durable and renames the directory; only then it replaces the file `latest`. On file systems without atomic
+rename the manifest marks completion instead: it is written last, and a directory without a valid manifest is
+incomplete.
 """
 
 import json
@@ -27,30 +28,30 @@ from .discovery import LATEST, committed, pointed_at
 from .manifest import MANIFEST, ChunkEntry, Manifest, TensorEntry
 from .tensor_chunks import LocalChunk
 
-# Text that people edit: a changed card is no damage.
+# Files that users edit: a changed model card is not an error.
 CARD_FILES = ("README.md", "loss.png")
 
 
 class Transaction:
     """One save, entered by every rank; as a context manager it commits at the end and aborts on an exception.
 
-    Outside a `with` statement every rank calls exactly one of `commit` and `abort`. A save removes what interrupted
-    saves and conversions left in the parent directory, and nothing that somebody still writes.
+    Outside a `with` statement every rank calls exactly one of `commit` and `abort`. A save removes leftovers of
+    interrupted saves and conversions from the parent directory, but no folders that are still being written.
 
     Args:
-        target (`str` or `Path`): the directory the checkpoint will have; must not exist.
+        target (`str` or `Path`): the final directory of the checkpoint; must not exist.
         metadata (`Mapping[str, Any]`, *optional*): JSON values for the manifest; rank 0's are stored.
-        group (`ProcessGroup`, *optional*): the ranks that save; the default group, or this process alone without one.
+        group (`ProcessGroup`, *optional*): the ranks that save; by default the default group, or this process alone.
         on_step (`Callable[[str], None]`, *optional*): called at every I/O point with its name; for fault tests.
-        pointer (`str`, *optional*, defaults to `"latest"`): file in the parent that will name the target; none is
-            written where a checkpoint has that name itself.
-        expected_bytes (`int`, defaults to 0): what this rank is going to write, for a look at the free space.
+        pointer (`str`, *optional*, defaults to `"latest"`): file in the parent that will hold the target's name; not
+            written if a checkpoint has that name itself.
+        expected_bytes (`int`, defaults to 0): bytes that this rank will write, for a check of the free space.
 
     Attributes:
-        directory (`Path`): where each rank may put further files until `commit`.
+        directory (`Path`): folder in which each rank may create further files until `commit`.
 
     Raises:
-        CheckpointError: on every rank, naming the rank and the path, when any rank could not save there.
+        CheckpointError: on every rank, with the rank and the path, if any rank cannot save there.
     """
 
     def __init__(
@@ -86,12 +87,12 @@ class Transaction:
         self._check_space(expected_bytes)
 
     def _together(self, action: Callable[[], None] | None) -> None:
-        """Runs `action` here; when it failed on any rank, every rank gives up."""
+        """Runs `action` on this rank; if it fails on any rank, all ranks abort."""
         error: Exception | None = None
         try:
             if action is not None:
                 action()
-        except Exception as caught:  # noqa: BLE001 - all ranks have to hear of it before it is raised
+        except Exception as caught:  # noqa: BLE001 - all ranks must receive the error before it is raised
             error = caught
         self._agree(error)
 
@@ -99,8 +100,8 @@ class Transaction:
         try:
             raise_on_all_ranks(error, self.group, self._doing)
         except CheckpointError:
-            # Every rank has stopped writing. Where contact was lost one may still be at it, and the next save removes
-            # what it leaves.
+            # Every rank has stopped writing. If contact was lost, one may still be writing; the next save removes its
+            # leftovers.
             self.finished = True
             if self.rank == 0:
                 self._stage.discard()
@@ -125,14 +126,14 @@ class Transaction:
         self._together(lambda: self._stage.require_space(needed))
 
     def write(self, pieces: Iterable[LocalChunk], file: str | None = None) -> None:
-        """Writes this rank's pieces to one file, from where they are: nothing is copied but what is on a device.
+        """Writes this rank's chunks to one file, without copies except from devices.
 
         Args:
-            pieces (`Iterable[LocalChunk]`): each becomes a flat tensor of the file.
-            file (`str`, *optional*): a file name of this rank's own; needed from the second call on.
+            pieces (`Iterable[LocalChunk]`): the chunks; each becomes a flat tensor of the file.
+            file (`str`, *optional*): a file name unique to this rank; required from the second call on.
 
         Raises:
-            CheckpointError: naming the rank and the path; leave the `with` block, or call `abort`.
+            CheckpointError: with the rank and the path; leave the `with` block, or call `abort`.
         """
         name = file or f"shard-{self.rank:05d}-of-{self.size:05d}.safetensors"
         if os.path.basename(name) != name or name in self._files or not name.endswith(".safetensors"):
@@ -170,10 +171,10 @@ class Transaction:
         return file.digest
 
     def commit(self) -> None:
-        """Makes the checkpoint complete and visible, when all ranks have written theirs.
+        """Completes the checkpoint and renames it to its target, when all ranks have written their files.
 
         Raises:
-            CheckpointError: the same on every rank, naming the rank that failed; nothing is left behind then.
+            CheckpointError: the same on every rank, with the rank that failed; the temporary folder is removed.
         """
         self._together(lambda: self._on_step("commit"))
         parts = gather_on_first((self._files, self._tensors), self.group, self._doing)
@@ -199,7 +200,7 @@ class Transaction:
         files |= self._other_files(files)
         manifest = Manifest(self.size, self.metadata, dict(sorted(files.items())), dict(sorted(tensors.items())))
         text = json.dumps(manifest.to_dict(), separators=(",", ":"))
-        # What cannot be read back, such as a file of a caller with an odd name, must not become a checkpoint.
+        # A checkpoint that cannot be read back, for example because of an invalid file name, must not be published.
         Manifest.from_dict(json.loads(text), str(self.target / MANIFEST))
         write_durably(self.directory / MANIFEST, text)
         self._on_step("manifest")
@@ -210,7 +211,7 @@ class Transaction:
             self._point()
 
     def _other_files(self, known: Mapping[str, FileDigest]) -> dict[str, FileDigest]:
-        """Size and digest of the files that callers put into the directory, made durable."""
+        """Fsyncs the files that callers put into the directory, and returns their sizes and digests."""
         found = {}
         for path in sorted(self.directory.rglob("*")):
             name = path.relative_to(self.directory).as_posix()
@@ -230,7 +231,7 @@ class Transaction:
         assert self.pointer is not None
         pointer = self.parent / self.pointer
         if pointer.is_dir():
-            # A checkpoint of that name, perhaps this one; the newest is found without the file.
+            # A checkpoint has this name, perhaps this one; the newest is found without the file.
             return
         try:
             write_durably(pointer.with_name(f".{self.pointer}.new"), self.target.name + "\n")
@@ -243,13 +244,13 @@ class Transaction:
             raise CheckpointError(f"{self.target} is complete, but {pointer} could not be advanced: {error}") from error
 
     def abort(self, error: BaseException | None = None) -> None:
-        """Gives up on every rank and removes what was written.
+        """Aborts on every rank and removes everything that was written.
 
         Args:
-            error (`BaseException`, *optional*): why, for the other ranks.
+            error (`BaseException`, *optional*): the reason, for the other ranks.
 
         Raises:
-            CheckpointError: on every rank, naming the first that gave up.
+            CheckpointError: on every rank, with the first rank that aborted.
         """
         self._agree(error or CheckpointError("the save was aborted"))
 
@@ -274,20 +275,20 @@ def prune(
     pointer: str = LATEST,
     protected: Iterable[Path] = (),
 ) -> list[Path]:
-    """Deletes the oldest complete checkpoints; one rank calls it, after a commit.
+    """Deletes the oldest complete checkpoints; called by one rank, after a commit.
 
     Args:
-        parent (`str` or `Path`): where the checkpoints are.
-        keep (`int`): how many stay, the newest, the protected and the one that `pointer` names among them.
-        pattern (`str`, defaults to `"checkpoint-*"`): the names that may be deleted.
-        pointer (`str`, defaults to `"latest"`): the file that names the newest.
-        protected (`Iterable[Path]`): checkpoints that stay too, such as the best one.
+        parent (`str` or `Path`): folder of the checkpoints.
+        keep (`int`): number of checkpoints to keep, including the newest, the protected ones and the one in `pointer`.
+        pattern (`str`, defaults to `"checkpoint-*"`): pattern of names that may be deleted.
+        pointer (`str`, defaults to `"latest"`): file that holds the name of the newest checkpoint.
+        protected (`Iterable[Path]`): checkpoints that are kept too, such as the best one.
 
     Returns:
-        `list[Path]`: what was deleted, oldest first.
+        `list[Path]`: the deleted checkpoints, oldest first.
 
     Raises:
-        CheckpointError: for a `keep` below 1.
+        CheckpointError: `keep` is below 1.
     """
     if keep < 1:
         raise CheckpointError(f"keep={keep}: at least one checkpoint stays.")

@@ -1,4 +1,4 @@
-"""A config.json that a stranger may have written: looked at before transformers makes anything of it, in silence."""
+"""Validation of an untrusted config.json before transformers parses it; upstream output is silenced."""
 
 import math
 import os
@@ -17,10 +17,10 @@ from ..core.text import error_summary, safe_repr
 from ..errors import CheckpointError
 
 CONFIG = "config.json"
-# The largest have a megabyte, of a name for each of 20,000 classes.
+# The largest known ones have a megabyte, with names for 20,000 classes.
 LARGEST_CONFIG = 8 << 20
 _MOST_ENTRIES: Mapping[type, int] = {list: 10_000, dict: 100_000}
-# A layer takes a millisecond to make.
+# Creating a layer takes a millisecond.
 _MOST: Mapping[re.Pattern[str], int] = {re.compile(r"layers?$|^depths?$"): 2000, re.compile(r"_experts$"): 100_000}
 _WIDTHS = frozenset(
     {"d_model", "hidden_size", "intermediate_size", "n_embd", "n_head", "num_attention_heads", "vocab_size"}
@@ -31,11 +31,11 @@ _IMPLEMENTATION = re.compile(r"(attn|experts)_implementation")
 
 
 def read_config(path: str | os.PathLike[str]) -> Any:
-    """Reads the config of a folder, and runs no code that it names.
+    """Reads the config of a folder without running code that it refers to.
 
     Raises:
-        CheckpointError: naming the file and the setting, for what is no config of transformers, names code outside of
-            it, or has sizes that no model has.
+        CheckpointError: it is not a transformers config, refers to custom code, or has implausible sizes; names the
+            file and the setting.
     """
     import transformers
 
@@ -47,22 +47,22 @@ def read_config(path: str | os.PathLike[str]) -> Any:
         with without_output():
             config = transformers.AutoConfig.from_pretrained(os.fspath(path), trust_remote_code=False)
             said = config.to_dict()
-    except Exception as error:  # noqa: BLE001 - what a config class makes of a file that is none of its own
+    except Exception as error:  # noqa: BLE001 - config classes raise arbitrary errors for invalid files
         raise CheckpointError(f"{file} cannot be read: {reason(table, error)}") from error
     if setting := next(_without_number(said), None):
         raise CheckpointError(f"{file}: {setting} is NaN: expected a number.")
-    # What is made of it by an Auto class later on would ask for it again.
+    # Auto classes would otherwise look up custom code again when they use the config.
     vars(config).pop("auto_map", None)
     return config
 
 
 def reason(table: Mapping[str, Any], error: Exception) -> str:
-    """Says what in a config led to an error: the setting, where it is one whose errors do not name it."""
+    """Returns the reason for an error: an impossible setting if there is one, as upstream errors may not name it."""
     return next(_impossible(table), error_summary(error))
 
 
 def settings(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields every setting with its full name, tables and lists before what is in them."""
+    """Yields every setting with its full name, containers before their contents."""
     pending = [(name, value)]
     while pending:
         name, value = pending.pop()
@@ -75,7 +75,7 @@ def settings(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _unsafe_settings(table: Mapping[str, Any], known: Any) -> Iterator[str]:
-    """Yields the settings for which nothing is made of a config."""
+    """Yields the settings for which a config is rejected."""
     kind = table.get("model_type")
     if table.get("auto_map") and not (isinstance(kind, str) and kind in known):
         yield (
@@ -91,7 +91,7 @@ def _unsafe_settings(table: Mapping[str, Any], known: Any) -> Iterator[str]:
         if most is not None and len(value) > most:
             yield f"{safe_repr(name)} has {len(value)} entries: no more than {most} are read"
         elif isinstance(value, str) and _IMPLEMENTATION.search(name) and "/" in value:
-            # One of the Hub's kernels would be fetched and run.
+            # A kernel of the Hub would be downloaded and run.
             yield f"{safe_repr(name)} is {safe_repr(value)}, code of the Hub, which is not run: expected a name "
             "such as 'sdpa'"
         elif type(value) is int:
@@ -103,7 +103,7 @@ def _unsafe_settings(table: Mapping[str, Any], known: Any) -> Iterator[str]:
 
 
 def _impossible(table: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the settings that no model can have and that transformers does not check."""
+    """Yields the settings that are impossible for any model and not checked by transformers."""
     for name, value in settings(table):
         key = name.rpartition(".")[2]
         if key in ("dtype", "torch_dtype") and value is not None:

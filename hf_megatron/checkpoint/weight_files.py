@@ -1,4 +1,4 @@
-"""Weights as Hugging Face writes them: one safetensors file or several with an index, streamed tensor by tensor."""
+"""Weights in Hugging Face format: one safetensors file or several with an index, streamed tensor by tensor."""
 
 import json
 import os
@@ -15,28 +15,28 @@ from ..core.io.safetensors import SafetensorsWriter, TensorMeta, widest_first
 
 
 class WeightFile:
-    """One file under its final name when it is complete; its tensors may come in any order."""
+    """Safetensors file that gets its final name when it is complete; tensors may be written in any order."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor]):
         self._path = path
         temporary = path.with_name(f"{path.name}.tmp")
-        # Of a save that was killed.
+        # Left by a save that was killed.
         temporary.unlink(missing_ok=True)
         self._file = NewFile(temporary, hashed=False)
-        # By width and name, as the safetensors package orders them.
+        # Ordered by dtype size and name, like the safetensors package.
         planned = widest_first({name: TensorMeta.of(tensors[name]) for name in sorted(tensors)})
         self._writer = SafetensorsWriter(self._file, planned)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Writes a tensor, of the planned shape."""
+        """Writes a tensor of the planned shape."""
         self._writer.write(name, tensor)
 
     def close(self, *, complete: bool) -> None:
-        """Gives the file its name, or removes it."""
+        """Renames the file to its final name, or removes it."""
         try:
             if complete:
                 self._writer.finish()
-                # As durable as stock's.
+                # No fsync, like stock `save_pretrained`.
                 self._file.close(durable=False)
                 os.replace(self._file.path, self._path)
         finally:
@@ -53,17 +53,17 @@ def write_weights(
     parameters: int,
     variant: str | None = None,
 ) -> None:
-    """Writes the planned tensors of any shape, which arrive in any order, under transformers' file names.
+    """Writes the planned tensors of any shape, which may arrive in any order, under transformers' file names.
 
-    The next tensors are made while the last ones are written, so two groups of them are in memory at a time.
+    The next group of tensors is produced while the last one is written, so two groups are in memory at a time.
 
     Args:
         planned: name -> a meta tensor of the shape and dtype to come.
         streamed: groups of tensors, each tensor once.
-        parameters: how many entries the model's parameters have, for the index.
+        parameters: number of entries in the model's parameters, for the index.
 
     Raises:
-        CheckpointError: what arrives is not what was planned; no file is left then.
+        CheckpointError: a streamed tensor is not as planned; no file gets its final name then.
     """
     base = "model" if variant is None else f"model.{variant}"
     pattern = f"{base}{{suffix}}.safetensors"
@@ -72,8 +72,8 @@ def write_weights(
         filename_pattern=pattern,
         max_shard_size=max_shard_size,
         get_storage_size=get_torch_storage_size,
-        # Weights that stock cuts from one, such as those of experts, lie in one file; the function for torch's tensors
-        # doesn't see it on the meta device.
+        # Weights that stock splits from one tensor, such as experts', are stored in one file. The default function for
+        # torch tensors does not detect shared storage on the meta device.
         get_storage_id=lambda tensor: tensor.untyped_storage()._cdata,
     )
     writers: dict[str, WeightFile] = {}
@@ -111,7 +111,7 @@ def write_weights(
 
 
 def _remove_stale(directory: str, base: str, written: set[str]) -> None:
-    """Removes weight files of an earlier save that this one does not replace: they would be read beside the new."""
+    """Removes weight files of an earlier save that this one does not replace; they would be loaded as well."""
     stale = re.compile(rf"{re.escape(base)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
     for filename in os.listdir(directory):
         if stale.fullmatch(filename) and filename not in written:
