@@ -1,7 +1,7 @@
 """Atomic saves: a directory under its final name is complete, whenever any process is killed.
 
 All files are written into `.tmp-<name>-<id>` next to the target. When all ranks are done, rank 0 writes the manifest,
-makes it durable and renames the directory; only then it replaces the file `latest`. On file systems without atomic
+makes it durable and renames the directory; only then is the file `latest` replaced. On file systems without atomic
 rename the manifest marks completion instead: it is written last, and a directory without a valid manifest is
 incomplete.
 """

@@ -1,1 +1,1 @@
-"""Autograd collectives, process-group handshake, RNG states and the rank watchdog."""
+"""Collectives with autograd, full-tensor gathers, error propagation, RNG states and the rank watchdog."""

@@ -34,6 +34,7 @@ class ReduceScatter:
         self.pairwise = is_pairwise(group)
         self.works: list[Any] = []
         if not self.pairwise:
+            # [ranks * width] -> [width]: the collective sums into its output, so one segment of memory is enough.
             self.works = [reduce_scatter_started(recv_buffer[0], rows.view(-1), group)]
             return
         # Rank i sends segment j to rank j, and receives every other rank's copy of segment i.
@@ -63,8 +64,10 @@ class AllGather:
         if ranks == 1:
             return
         if not is_pairwise(group):
+            # In place: the input [width] is a view of the output [ranks * width].
             self.works = [all_gather_started(rows.view(-1), rows[rank], group)]
             return
+        # Every rank sends its own segment to all others, and receives theirs directly into `rows`.
         for other in range(ranks):
             if other != rank:
                 self.works.append(dist.isend(rows[rank], group=group, group_dst=other))

@@ -42,6 +42,7 @@ def placed_gradient(parameter: Tensor) -> Tensor | None:
 def full_tensor_of(tensor: Tensor) -> Tensor:
     """Returns a full copy `[...]` of a tensor on every rank of its mesh; collective."""
     if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+        # Partial sums are all-reduced by torch; the block arithmetic below only applies to shards.
         return local_tensor(tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim))
     local = local_tensor(tensor).detach()
     if not isinstance(tensor, DTensor) or all(placement.is_replicate() for placement in tensor.placements):
@@ -51,6 +52,7 @@ def full_tensor_of(tensor: Tensor) -> Tensor:
     unsharded = torch.zeros(tensor.shape, dtype=local.dtype, device=local.device)
     for here, there in _blocks(tensor):
         unsharded[there] = local[here]
+    # One all-reduce per split axis; replicated axes hold the same blocks, which must not be summed.
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
             dist.all_reduce(unsharded, group=tensor.device_mesh.get_group(axis))
@@ -98,6 +100,7 @@ def _blocks(tensor: DTensor) -> Iterator[tuple[tuple[slice, ...], tuple[slice, .
         ends = [0]
         for start, stop in ranges:
             ends.append(ends[-1] + stop - start)
+        # Ranges of the full tensor are stored back to back in the local shard.
         here.append(list(zip(ends, ends[1:], strict=False)))
     places, origins = product(*here), product(*held)
     for place, origin in zip(places, origins, strict=True):
@@ -122,6 +125,7 @@ def _held(tensor: DTensor) -> list[list[_Range]]:
         groups = 1 if by_fsdp else blocks_of_shard(placement)
         dim = split_dim(placement)
         length = sum(stop - start for start, stop in held[dim]) // groups
+        # Uneven sizes follow `torch.chunk`, within each of the blocks.
         first, last = bounds(length, mesh.size(axis), mesh.get_local_rank(axis))
         wanted = [(group * length + first, group * length + last) for group in range(groups)]
         held[dim] = [part for one in wanted for part in _cut_out(held[dim], *one)]

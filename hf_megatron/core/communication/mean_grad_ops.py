@@ -38,6 +38,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
+        # The input may be needed by other operations, so reduce a copy.
         unsharded = part.clone()
         dist.all_reduce(unsharded, group=group)
         return unsharded

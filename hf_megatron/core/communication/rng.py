@@ -76,6 +76,7 @@ def broadcast_state(device: torch.device, *groups: dist.ProcessGroup, of_host: b
     generators = dict.fromkeys((torch.default_generator, default_generator(device)))
     states = [generator.get_state() for generator in generators]
     further = [host_state()] if of_host else []
+    # One broadcast per group for all states, on the host.
     packed = torch.cat([*states, *further])
     for group in groups:
         dist.broadcast(packed, group=group, group_src=0)
@@ -114,9 +115,11 @@ class TensorParallelRng(Shared):
         if torch.compiler.is_compiling() or self._is_own():
             return
         replicated = self._generator.get_state()
+        # The seed depends only on shared state and rank, so a recomputation from this state replays the local stream.
         seed = _seed(replicated, self.rank) >> _OWN_BITS << _OWN_BITS | _OWN
         self._generator.manual_seed(seed)
         if seed not in self._made_of:
+            # Drop the oldest entry; only its recomputation would need it.
             if len(self._made_of) == _KNOWN:
                 del self._made_of[next(iter(self._made_of))]
             self._made_of[seed] = replicated, _distinction(self._generator.get_state())
@@ -139,6 +142,7 @@ class TensorParallelRng(Shared):
         replicated, start = known
         was_used = _distinction(self._generator.get_state()) != start
         self._generator.set_state(replicated)
+        # Otherwise the next local stream would be seeded from the same shared state and repeat its draws.
         if was_used:
             _advance(self.device)
 
@@ -217,6 +221,7 @@ class MicrobatchStreams:
         self._was_used.zero_()
         try:
             yield
+            # Stages may differ in whether they draw (embedding dropout); all ranks must advance or none.
             dist.all_reduce(self._was_used, dist.ReduceOp.MAX, group=self.group)
         finally:
             self._generator.set_state(state)

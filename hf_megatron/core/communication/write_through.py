@@ -55,6 +55,7 @@ class Whole:
         view: Any
         if isinstance(self.source, DTensor):
             like = _replicated(value, self.source)
+            # The full copy is the same on every rank, so its views are replicated.
             view = _WrittenBackDTensor(value, like._spec, requires_grad=False)  # type: ignore[attr-defined]
         else:
             view = Tensor._make_subclass(WrittenBack, value)
@@ -96,6 +97,7 @@ class WrittenBack(ProxyTensor):
             raise UnsupportedError(
                 f"{func} would edit rows of a split tensor and other tensors at once: edit them one by one."
             )
+        # The operator runs on the local copy of each rank; writing back then keeps only the local shard of the edit.
         plain_args, plain_kwargs = tree_map_only(Tensor, _plain, (args, kwargs))
         func(*plain_args, **plain_kwargs)
         WrittenBack.write_all(edited)  # type: ignore[arg-type]

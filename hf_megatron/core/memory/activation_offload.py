@@ -44,6 +44,7 @@ class OffloadedInputs(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             return super().__call__(*args, **kwargs)
+        # Inside the recomputed region checkpoint's own hooks take precedence; these see only the layer's inputs.
         with saved_tensors_hooks(_pack, _unpack):
             return super().__call__(*args, **kwargs)
 

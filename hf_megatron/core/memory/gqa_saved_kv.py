@@ -30,6 +30,7 @@ def keep_heads_once(x: Tensor) -> None:
         node = node.next_functions[0][0]
     if node is None or not node.name().startswith(_KERNELS):
         return
+    # The kernel's first three inputs are query, key and value, each [batch, heads, sequence, head_dim].
     for name, (source, _) in zip(("query", "key", "value"), node.next_functions, strict=False):
         repeated = _repeated_sizes(source)
         if repeated is not None:
@@ -68,4 +69,5 @@ class _Repeated:
     def unpack(self) -> Tensor:
         self._version.check()
         with torch.no_grad():
+            # Copies [batch, heads, repetitions, sequence, head_dim] to [batch, heads * repetitions, sequence, head_dim].
             return self._heads.expand(self._sizes).flatten(1, 2)

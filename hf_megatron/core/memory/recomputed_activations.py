@@ -49,6 +49,7 @@ def _computing(node: Any) -> Callable[[], Tensor] | None:
         return _computing_activation(node)
     makers = [_computing_activation(source) for source, _ in node.next_functions]
     if all(_keep(node, factor, make) for factor, make in zip(_FACTORS, makers, strict=True)):
+        # The factors are read from the product's node in backward, which recomputes those that are activations.
         return lambda: node._saved_self * node._saved_other
     return None
 
@@ -57,6 +58,7 @@ def _computing_activation(node: Any) -> Callable[[], Tensor] | None:
     compute = None if node is None else _ACTIVATIONS.get(node.name())
     if compute is None or not _keep(node, "self", None):
         return None
+    # The activation's own input is saved by its node in any case.
     return lambda: compute(node)
 
 

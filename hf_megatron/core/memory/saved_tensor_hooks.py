@@ -90,6 +90,7 @@ class Remade:
         if self._version is not None:
             self._version.check()
         with torch.no_grad():
+            # autograd expects the shape and strides of the saved view, such as a linear's flattened input.
             return self._make().as_strided(*self._view)
 
 
