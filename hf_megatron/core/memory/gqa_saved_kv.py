@@ -69,5 +69,5 @@ class _Repeated:
     def unpack(self) -> Tensor:
         self._version.check()
         with torch.no_grad():
-            # Copies [batch, heads, repetitions, sequence, head_dim] to [batch, heads * repetitions, sequence, head_dim].
+            # Copies the expanded heads into [batch, heads * repetitions, sequence, head_dim].
             return self._heads.expand(self._sizes).flatten(1, 2)
