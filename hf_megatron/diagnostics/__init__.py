@@ -1,4 +1,4 @@
-"""Tools that name the rank, layer and operation where a run misbehaves."""
+"""Debugging and profiling tools that locate the rank, layer, and operation of a problem."""
 
 from typing import TYPE_CHECKING
 

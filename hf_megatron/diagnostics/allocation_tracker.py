@@ -1,8 +1,8 @@
-"""What a step allocates, sends and asks a device for: a dispatch mode that sees every operation.
+"""Dispatch mode that tracks a step's allocations, collectives, and host reads of device values.
 
-It works on real tensors and in a fake world (`planner/fake_world.py`), where fake tensors stand for a device's memory
-and real ones for the host's. Storages are counted: views and operations in place add nothing. What a kernel allocates
-inside of itself is not seen.
+It works on real tensors and in a fake world (`planner/fake_world.py`), where fake tensors represent device memory and
+real ones host memory. It counts storages, so views and in-place operations add nothing. Memory that a kernel
+allocates internally is not seen.
 """
 
 import functools
@@ -31,7 +31,7 @@ from .step_stats import HostRead, StepFigures
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
-# What a host cannot go on without the values of.
+# Operations that block the host until the device has computed a value.
 _READS = {
     _aten._local_scalar_dense.default,
     _aten.equal.default,
@@ -39,14 +39,14 @@ _READS = {
     _aten.masked_select.default,
     _aten._unique2.default,
 }
-# Where what is allocated outside of a layer belongs, until somebody is found to keep it.
+# Default categories of allocations outside a layer, until a tensor is assigned to a longer-lived category.
 MOMENTS = FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
 ACTIVATIONS = "activations of layers"
 
 
 @dataclass
 class Block:
-    """A storage: its bytes, what they are for, and for activations the layer, its call in this step and the cause."""
+    """A storage: size in bytes, category, and for activations the layer, its call in this step, and the cause."""
 
     size: int
     category: str
@@ -55,10 +55,10 @@ class Block:
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Counts what happens inside of it; `figures` are those since the last `begin_step()`.
+    """Counts the allocations, collectives, and host reads inside it; `figures` covers the time since `begin_step()`.
 
     Args:
-        model: whose layers activations are counted by; the outermost entries of its module lists.
+        model: activations are counted per layer of this model: per entry of its outermost module lists.
     """
 
     def __init__(self, model: nn.Module | None = None):
@@ -76,10 +76,10 @@ class AllocationTracker(TorchDispatchMode):
         self._last_read: Any = None
         self._handles: list[Any] = []
 
-    # What is there
+    # Accounting
 
     def begin_step(self, kept: Mapping[str, Sequence[Tensor]]) -> None:
-        """Starts new figures; `kept` says what the tensors of any shape that outlive steps are for."""
+        """Starts new figures; `kept` maps categories to the tensors (any shape) that outlive steps."""
         for category, tensors in kept.items():
             for tensor in tensors:
                 self._enter(local_tensor(tensor), category)
@@ -88,12 +88,12 @@ class AllocationTracker(TorchDispatchMode):
         self.figures = StepFigures(kept=present, peak=self._total, at_peak=present)
 
     def window(self) -> tuple[int, int]:
-        """Returns the bytes that are there, and the most that were since the last time this was asked."""
+        """Returns the bytes in use, and the peak since the last call of this method."""
         most, self._most = self._most, self._total
         return self._total, most
 
     def _enter(self, tensor: Tensor, category: str) -> None:
-        """Counts a tensor's storage, or says what one is for that is counted already."""
+        """Counts a tensor's storage, or changes the category of a storage already counted."""
         block = self._blocks.get(storage_key(tensor))
         if block is None:
             self._add(tensor, Block(tensor.untyped_storage().nbytes(), category))
@@ -122,14 +122,14 @@ class AllocationTracker(TorchDispatchMode):
         self._total -= block.size
 
     def _resized(self, original: Any, storage: Any, size: int) -> Any:
-        """Stands in the place of `UntypedStorage.resize_`, by which FSDP2 frees whole weights."""
+        """Replaces `UntypedStorage.resize_`, through which FSDP2 frees unsharded weights."""
         found = original(storage, size)
         if (block := self._blocks.get(storage._cdata)) is not None:
             before, block.size = block.size, size
             self._grow(block, size - before)
         return found
 
-    # While it runs
+    # Hooks and dispatch
 
     def __enter__(self) -> "AllocationTracker":
         original = torch.UntypedStorage.resize_
@@ -175,7 +175,7 @@ class AllocationTracker(TorchDispatchMode):
             for block in self._blocks.values():
                 if block.place == self._place:
                     causes[block.cause] += block.size
-            # A layer of another stage keeps nothing.
+            # A layer of another stage keeps no activations.
             if causes:
                 self.figures.layers[self._place] = dict(causes)
             self._place = None
@@ -186,7 +186,7 @@ class AllocationTracker(TorchDispatchMode):
         if func is _DEVICE:
             return func(*args, **(kwargs or {}))
         if any(map(is_made_of_others, types)):
-            # Inside of a tensor that is made of others: they come by themselves.
+            # A wrapper subclass dispatches its inner tensors separately; count those instead.
             return NotImplemented
         kwargs = kwargs or {}
         tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
@@ -194,7 +194,7 @@ class AllocationTracker(TorchDispatchMode):
         if func.namespace == "c10d":
             self._count_collective(func, args)
         if tensors and not has_fake and fakes_are_on():
-            # On the host.
+            # Real tensors in a fake world are host tensors: run the operation for real.
             with without_fakes():
                 return func(*args, **kwargs)
         if func in _READS:
@@ -228,7 +228,8 @@ class AllocationTracker(TorchDispatchMode):
 
     def _note_read(self, func: Any, tensor: Tensor) -> None:
         frames = list(itertools.islice(_frames_of_others(sys._getframe(1)), 6))
-        # `tolist()` copies a tensor once, and reads the copy. The frame itself, as another one may get its address.
+        # `tolist()` copies a tensor once and then reads the copy: count one read. Keep the frame itself, since its
+        # address may be reused by another frame.
         read = storage_key(tensor), frames[0].f_lasti, frames[0]
         if read == self._last_read and func is _aten._local_scalar_dense.default:
             return
@@ -238,7 +239,7 @@ class AllocationTracker(TorchDispatchMode):
 
 
 def _frames_of_others(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yields what runs outside of torch and of this file, the innermost first."""
+    """Yields the frames outside torch and this file, innermost first."""
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))
         if not name.startswith(("torch.", "contextlib")) and name != "torch" and frame.f_globals is not globals():
@@ -254,7 +255,7 @@ class _Undo:
 
 
 def _answer(func: Any, tensor: Tensor) -> Any:
-    """Stands for a value that a fake tensor has not: true, one, or everything."""
+    """Returns a placeholder for a value that a fake tensor lacks: true, one, or all entries."""
     if func is _aten._local_scalar_dense.default:
         return True if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
     if func is _aten.equal.default:

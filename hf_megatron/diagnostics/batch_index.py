@@ -1,4 +1,4 @@
-"""Where what a module returns lies in the batch of a step: which rows, which tokens of them."""
+"""Position of a module's output in the batch of a step: its samples, tokens, and features."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -13,20 +13,22 @@ from ..context_parallel.load_balancing import Interval, cut_intervals
 from ..core.communication.collectives import bounds
 from ..parallel_state import ParallelState
 
-# The outermost number in a name: that of a layer.
+# Outermost number in a module name: the layer index.
 _LAYER = re.compile(r"\.(\d+)(\.|$)")
 
 
 @dataclass
 class PlaceInBatch:
-    """Where the outputs of the call under way lie in the batch of the step.
+    """Position of the current call's outputs in the batch of the step.
 
     Attributes:
-        first: of the call's rows among those of the step.
-        rows: of the call on this rank.
-        lengths: tokens of a row, of an encoder's and a decoder's.
-        done: of each module, how often it was called.
+        first: index of the call's first sample within the step.
+        rows: samples of the call on this rank.
+        before: samples of the step's earlier calls, on all ranks.
+        lengths: sequence lengths of the call's inputs, such as an encoder's and a decoder's.
+        done: module name -> number of its calls so far.
         depth: layers passed through.
+        microbatch: samples in the current microbatch; the full local batch without a pipeline.
     """
 
     first: int = 0
@@ -50,7 +52,7 @@ class PlaceInBatch:
         self.done, self.depth, self.microbatch = {}, 0, self.rows
 
     def is_trial_forward(self, state: ParallelState | None) -> bool:
-        """Tells whether a pipeline runs a module for what it shows, and not for a microbatch."""
+        """Returns whether a pipeline is running a trial forward or a padding microbatch, whose outputs do not count."""
         if state is None or state.pipeline is None:
             return False
         return state.part is None or state.part.is_repeated
@@ -58,7 +60,10 @@ class PlaceInBatch:
     def place(
         self, state: ParallelState | None, name: str, value: Tensor
     ) -> tuple[tuple[tuple[Interval, ...] | None, ...], int, int] | None:
-        """Returns which rows, tokens and features a module's output is, of which call of it, and how deep."""
+        """Returns the (sample, token, feature) intervals of a module's output, the index of its call, and the depth.
+
+        `value` is `[samples, tokens, features]` or `[samples * tokens, features]`. Returns `None` if it fits neither.
+        """
         if value.dim() == 3:
             self.microbatch = value.shape[0]
         rows = self.microbatch
@@ -73,7 +78,7 @@ class PlaceInBatch:
             self.done[name], offset = call + 1, 0
         else:
             call, offset = 0, part.first_token // part.tokens if part.tokens else 0
-        # Layers of a later stage keep their numbers; behind the last one it is as deep.
+        # Layers of a later stage keep their indices; modules after the last layer have its depth.
         if (layer := _LAYER.search(name)) is not None:
             self.depth = max(self.depth, 1 + int(layer[1]))
         start = self.first + offset
@@ -89,7 +94,7 @@ def _samples_per_rank(state: ParallelState | None, rows: int) -> list[int]:
 
 
 def _tokens(state: ParallelState | None, lengths: Sequence[int], held: int) -> tuple[Interval, ...] | None:
-    """Returns which tokens of a row are held, by how many they are; `None` where nothing has as many."""
+    """Returns the token intervals with `held` tokens in total; `None` if no sharding of the sequence has as many."""
     for length in lengths:
         for parts in _ways(state, length):
             if sum(stop - start for start, stop in parts) == held:
@@ -98,7 +103,7 @@ def _tokens(state: ParallelState | None, lengths: Sequence[int], held: int) -> t
 
 
 def _ways(state: ParallelState | None, length: int) -> Iterator[tuple[Interval, ...]]:
-    """Yields which tokens a rank may have: all, those of its place in cp, in tp, or in both."""
+    """Yields the token intervals a rank may hold: all, its context-parallel shard, or its sequence-parallel shard."""
     yield ((0, length),)
     if state is None:
         return

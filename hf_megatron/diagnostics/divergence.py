@@ -1,4 +1,4 @@
-"""Where two recordings of a step part first: in the weights they begin with, on the way forward, backward, or after."""
+"""Comparison of two recorded steps: the first weight, output, gradient, or update that differs."""
 
 import math
 import os
@@ -11,28 +11,29 @@ from torch import Tensor
 from .recorded_shards import Event, OfRank, Recording, part_of, places_of
 from .recording import AFTER, BEFORE, GRADIENT, LOSS, OUTPUT, OUTPUT_GRADIENT
 
-# Of the values' own precision, at the first layer: what other orders of the same sums may differ by.
+# In units of the dtype's epsilon, at the first layer: allows for another order of summation.
 _ROUND_OFF = 32
-# Of gradients and weights, of the largest entry; smaller gradients are compared with a share of the largest of all.
+# Limit for gradients, relative to the tensor's largest entry, and for losses. Small gradients are compared relative
+# to `_FLOOR` times the largest gradient of all.
 _LIMIT, _FLOOR = 2e-5, 5e-3
-# Of what a step adds to a weight.
+# Limit for weight updates: RMS error relative to the RMS of the update.
 _UPDATE = 0.01
-# Differences that a report lists behind the first.
+# Number of differences listed after the first.
 _SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor in which two recordings differ by more than round-off.
+    """A tensor that differs between two recordings by more than round-off.
 
     Attributes:
         kind: `"weight before the step"`, `"output"`, `"loss"`, `"gradient of the output"`, `"gradient"`,
             `"weight after the step"`.
         name: of the module or parameter.
-        ranks: of the second recording, whose part differs.
+        ranks: ranks of the second recording whose shard differs.
         error, limit: relative.
-        rows, tokens: the first and the last that differ, of hidden states.
-        like: another weight of the first recording that this one equals, where layers were swapped.
+        rows, tokens: first and last sample and token that differ, for hidden states.
+        like: another weight of the first recording with the same values, as when layers were swapped.
     """
 
     kind: str
@@ -55,12 +56,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Divergence:
-    """What two recordings differ in, in the order in which a step comes to it.
+    """The differences between two recordings, in execution order of the step.
 
     Attributes:
-        differences: the first one is where they part; the others follow from it, or have causes of their own.
-        only_first, only_second: names of what one of them alone has.
-        compared (`int`): tensors that both have.
+        differences: the first is where the recordings diverge; the others follow from it or have causes of their own.
+        only_first, only_second: names that only one recording has.
+        compared (`int`): number of tensors in both.
     """
 
     differences: tuple[Difference, ...]
@@ -70,7 +71,7 @@ class Divergence:
 
     @property
     def first(self) -> Difference | None:
-        """Where the two part."""
+        """The first difference, if any."""
         return self.differences[0] if self.differences else None
 
     def __str__(self) -> str:
@@ -85,9 +86,9 @@ class Divergence:
 
 
 def compare_recordings(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Divergence:
-    """Compares two recordings of the same batch, of any layouts, in the order of the first one's step.
+    """Compares two recordings of the same batch, with any layouts, in the execution order of the first one's step.
 
-    Limits grow with the layers that a step has passed through; those of gradients with the way back too.
+    The limits for outputs and their gradients grow with the number of layers passed, forward and backward.
 
     Raises:
         ConfigError: a folder without a recording.
@@ -113,7 +114,7 @@ def compare_recordings(first: str | os.PathLike[str], second: str | os.PathLike[
 
 
 def _in_order(recording: Recording) -> Iterator[Event]:
-    """Yields events as a step comes to them: gradients of outputs from the last stage of a pipeline to the first."""
+    """Yields events in execution order: output gradients from the last pipeline stage to the first."""
     forward = [event for event in recording.events if event[0] != OUTPUT_GRADIENT]
     by_depth = sorted(
         (event for event in recording.events if event[0] == OUTPUT_GRADIENT),
@@ -145,7 +146,7 @@ def _hidden(one: Recording, other: Recording, event: Event) -> Iterator[Differen
         if expected is None or expected.shape != values.shape:
             yield Difference(event[0], event[1], (piece.rank,), float("inf"), limit)
             continue
-        # What the first recording has no rank for.
+        # NaN marks tokens that no rank of the first recording holds.
         known = ~expected.isnan().any(-1)
         errors = _difference(values * ratio, expected).square().mean(-1).sqrt() / scale
         errors = torch.where(known, errors.nan_to_num(nan=float("inf"), posinf=float("inf")), 0.0)
@@ -161,7 +162,7 @@ def _hidden(one: Recording, other: Recording, event: Event) -> Iterator[Differen
 
 
 def _difference(values: Tensor, expected: Tensor) -> Tensor:
-    """Takes tensors from each other; entries that are finite in neither are alike."""
+    """Returns `values - expected`; 0 for entries that are non-finite in both."""
     return torch.where(values.isfinite() | expected.isfinite(), values - expected, 0.0)
 
 
@@ -189,7 +190,7 @@ def _weights(one: Recording, other: Recording, event: Event, floor: float = 0.0)
 
 
 def _updates(one: Recording, other: Recording, event: Event) -> Iterator[Difference]:
-    """Compares what a step added to a weight, on average: an entry with next to no gradient may go either way."""
+    """Compares the RMS of a weight's update: a single entry with almost no gradient may move either way."""
     before = (BEFORE, *event[1:])
     if before not in one.events or before not in other.events:
         return
@@ -214,7 +215,7 @@ def _updates(one: Recording, other: Recording, event: Event) -> Iterator[Differe
 
 
 def _same_weight(one: Recording, event: Event, values: Tensor) -> str:
-    """Names another weight of a recording with these values."""
+    """Returns the name of another weight of the recording with these values; `""` if there is none."""
     for other in one.events:
         if other[0] == BEFORE and other != event:
             unsharded = one.unsharded(other)
@@ -226,7 +227,7 @@ def _same_weight(one: Recording, event: Event, values: Tensor) -> str:
 def _losses(one: Recording, other: Recording) -> list[Difference]:
     expected = sum(one.losses.values()) / len(one.losses)
     limit = _LIMIT
-    # One that is not finite is like another such one.
+    # Losses that are non-finite in both recordings count as equal.
     losses = {rank: value for rank, value in other.losses.items() if math.isfinite(value) or math.isfinite(expected)}
     errors = {rank: abs(value - expected) / max(abs(expected), 1e-30) for rank, value in losses.items()}
     ranks = tuple(rank for rank, error in errors.items() if not error <= limit)

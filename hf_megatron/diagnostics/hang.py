@@ -1,4 +1,4 @@
-"""Who is missing in a collective: the flight records of a job's ranks, read together."""
+"""Hang analysis: compares the flight records of all ranks to find the ranks missing from a collective."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +15,10 @@ class Recorded:
     """A collective that a rank has called.
 
     Attributes:
-        number: of the group's.
+        number: sequence number in its group.
         operation: such as `"all_reduce"`.
-        sizes: of what it was given.
-        dtypes: of these.
+        sizes: shapes of the inputs.
+        dtypes: of the inputs.
     """
 
     number: int
@@ -33,13 +33,13 @@ class Recorded:
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """What one rank has called.
+    """The collectives that one rank has called.
 
     Attributes:
-        rank, ranks (`int`): of the job.
-        steps (`int`): of its optimizer.
-        waits (*optional*): what its main thread stood in.
-        calls: (name of the axis, ranks of the group) -> its collectives, by their numbers.
+        rank, ranks (`int`): this rank and the world size.
+        steps (`int`): optimizer steps so far.
+        waits (*optional*): call in which the main thread was blocked.
+        calls: (axis name, ranks of the group) -> its collectives by sequence number.
     """
 
     rank: int
@@ -51,14 +51,14 @@ class FlightRecord:
 
 @dataclass(frozen=True)
 class Discord:
-    """A collective that not all of its ranks have called, or that they called differently.
+    """A collective that some ranks of its group have not called, or called with other operations or dtypes.
 
     Attributes:
         axis, ranks: of the group.
-        number: of the collective.
-        called: rank -> what it called.
-        missing: ranks that did not.
-        last: of these, the last one that each has called.
+        number: sequence number of the collective.
+        called: rank -> its call.
+        missing: ranks that did not call it.
+        last: missing rank -> its last call.
     """
 
     axis: str
@@ -85,7 +85,7 @@ class Discord:
 
 
 def read_flight_records(directory: str | os.PathLike[str]) -> list[FlightRecord]:
-    """Reads the records of a job's ranks, which `write_flight_record` wrote.
+    """Reads the records of all ranks written by `write_flight_record`.
 
     Raises:
         ConfigError: there are none.
@@ -108,9 +108,9 @@ def _record(said: dict[str, Any]) -> FlightRecord:
 
 
 def find_discords(records: Sequence[FlightRecord]) -> list[Discord]:
-    """Returns the first collective of each group that not all of its ranks called alike; nothing where all did.
+    """Returns, per group, the first collective that not all of its ranks called identically; empty if none differ.
 
-    Of ranks without a record nothing is said.
+    Ranks without a record are ignored.
     """
     return [found for key in dict.fromkeys(key for one in records for key in one.calls) for found in _of(key, records)]
 
@@ -120,12 +120,12 @@ def _of(key: tuple[str, tuple[int, ...]], records: Sequence[FlightRecord]) -> It
     calls = {one.rank: one.calls.get(key, {}) for one in records if one.rank in ranks}
     if len(calls) < 2:
         return
-    # What is older than a ring's first entry was called by all that still have it.
+    # Calls older than the start of a ring buffer were made by every rank that still has them.
     first = max((min(made) for made in calls.values() if made), default=0)
     for number in range(first, max(max(made, default=0) for made in calls.values()) + 1):
         called = {rank: made[number] for rank, made in calls.items() if number in made}
         missing = tuple(rank for rank in calls if rank not in called)
-        # What ranks give to a gather or a scatter need not be of one size.
+        # Input sizes may differ between ranks in a gather or scatter, so compare operations and dtypes only.
         if missing or len({(call.operation, call.dtypes) for call in called.values()}) > 1:
             last = {rank: calls[rank][max(calls[rank])] for rank in missing if calls[rank]}
             yield Discord(axis, ranks, number, called, missing, last)
@@ -133,7 +133,7 @@ def _of(key: tuple[str, tuple[int, ...]], records: Sequence[FlightRecord]) -> It
 
 
 def tell_hang(records: Sequence[FlightRecord]) -> str:
-    """Returns what is wrong between ranks, and what each of them stood in."""
+    """Returns a report of the mismatched collectives, and the call in which each rank was blocked."""
     lines = [str(found) for found in find_discords(records)] or ["all ranks with a record called the same collectives"]
     if missing := sorted({*range(records[0].ranks)} - {one.rank for one in records}):
         lines.append(f"{_ranks(missing)}: no record; they had ended, or did not stand still")

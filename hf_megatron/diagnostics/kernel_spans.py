@@ -1,4 +1,4 @@
-"""What an accelerator did in a step, from torch's profiler: its kernels, those of NCCL by what the host had called."""
+"""Device kernels of a step from torch's profiler, with NCCL kernels matched to the host's calls."""
 
 import json
 import tempfile
@@ -14,18 +14,18 @@ from .rank_trace import Communication, RankTrace
 
 _NCCL = "ncclDevKernel"
 _POINT_TO_POINT = ("send", "recv")
-# What of Kineto's events starts kernels.
+# Kineto event categories that launch kernels.
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 
 def device_profiler(device: torch.device) -> Any:
-    """Makes a profiler of a device's kernels."""
+    """Returns a profiler of a device's kernels."""
     kinds = torch.profiler.ProfilerActivity
     return torch.profiler.profile(activities=[kinds.CPU, getattr(kinds, device.type.upper())])
 
 
 def kernels_of(profiler: Any, trace: RankTrace) -> RankTrace:
-    """Returns a trace with what the device did in the place of what the host saw of it."""
+    """Returns a trace with the profiled kernels in place of the times measured on the host."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "trace.json")
         profiler.export_chrome_trace(str(path))
@@ -33,15 +33,15 @@ def kernels_of(profiler: Any, trace: RankTrace) -> RankTrace:
 
 
 def with_kernels(said: Mapping[str, Any], trace: RankTrace) -> RankTrace:
-    """Returns a trace with the kernels of a Chrome trace of Kineto.
+    """Returns a trace with the kernels of a Chrome trace written by Kineto.
 
-    A kernel of NCCL begins when this rank comes to it, and ends when all have. Whose it is says the call that the host
-    was in, or had left last, when it started the kernel: Kineto names groups, of which several axes may share one, and
-    nothing of sends and receives that go together.
+    An NCCL kernel begins when this rank reaches it and ends when all ranks have. It is attributed to the last call that
+    the host had begun before the launch: Kineto records only group names, which several axes may share, and nothing
+    about batched sends and receives.
 
     Args:
-        said: the file's contents.
-        trace: of the host, whose clock Kineto's is too.
+        said: contents of the Chrome trace.
+        trace: of the host, on the same clock as Kineto.
     """
     base = said.get("baseTimeNanoseconds", 0) / 1e9
     events = [event for event in said["traceEvents"] if "ts" in event and "dur" in event]
@@ -66,7 +66,7 @@ def with_kernels(said: Mapping[str, Any], trace: RankTrace) -> RankTrace:
 
 
 def _called(kernels: Sequence[tuple[float, float, float]], calls: Sequence[Communication]) -> list[Communication]:
-    """Returns the calls that kernels `(when it was started, start, stop)` are of, with their times on the device."""
+    """Returns the calls that launched the kernels `(launch time, start, stop)`, with their times on the device."""
     waiting = deque(sorted(calls, key=lambda call: call.start))
     found: list[Communication] = []
     last: list[Communication] = []
@@ -75,7 +75,7 @@ def _called(kernels: Sequence[tuple[float, float, float]], calls: Sequence[Commu
         while waiting and waiting[0].start <= launched:
             begun.append(waiting.popleft())
         if begun:
-            # Sends and receives that go together are one kernel; what is before them had none: it went over the host.
+            # Batched sends and receives share one kernel. Earlier calls had no kernel: they went over the host.
             count = next((place for place, call in enumerate(reversed(begun)) if not _is_pair(call)), len(begun))
             last = [replace(call, start=start, waits=[]) for call in begun[-max(count, 1) :]]
             found += last
@@ -89,5 +89,5 @@ def _is_pair(call: Communication) -> bool:
 
 
 def _shortened(name: str) -> str:
-    """Returns a kernel's name without its template's arguments."""
+    """Returns a kernel's name without template arguments."""
     return name.partition("<")[0].partition("(")[0].removeprefix("void ")

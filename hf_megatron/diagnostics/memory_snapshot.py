@@ -1,4 +1,4 @@
-"""What was in memory when it ended: on which rank and in which module, by what it is for, and the largest tensors."""
+"""Out-of-memory report of a rank: the failing module, bytes by category, and the largest tensors."""
 
 import gc
 import json
@@ -23,25 +23,25 @@ from ..parallel_state import parallel_state, unwrap_parallel_model
 from .step_memory import kept_tensors
 
 _SHOWN = 20
-# What a CPU's allocator says, whose error is of no class of its own.
+# The CPU allocator raises a plain RuntimeError, which only this text identifies.
 _CPU_ALLOCATOR = "can't allocate memory"
-# Not what autograd alone holds.
+# Excludes storages that only autograd holds.
 _OTHERS = "others that Python holds"
 
 
 class MemorySnapshot:
-    """Writes what is in memory when a step ends for want of it, and says where that was; every rank makes one.
+    """Writes a memory snapshot when a step runs out of memory; create one on every rank.
 
         with MemorySnapshot("snapshots", model, optimizer):
             trainer.train()
 
-    The file `rank{N}.json` has the module that asked, bytes by what they are for, and the largest tensors. On GPUs
-    `rank{N}.pickle` is torch's own snapshot, for https://pytorch.org/memory_viz: the allocator notes where blocks come
-    from, which costs a few percent of a step.
+    The file `rank{N}.json` has the failing module, bytes by category, and the largest tensors. On GPUs `rank{N}.pickle`
+    is torch's own snapshot, for https://pytorch.org/memory_viz: the allocator then records stack traces of allocations,
+    which costs a few percent of a step.
 
     Args:
-        directory: made where it is missing, and only then.
-        model: laid out, or a model in one process.
+        directory: created when the first snapshot is written.
+        model: parallelized or single-process.
         optimizer (*optional*): of the model.
     """
 
@@ -74,7 +74,7 @@ class MemorySnapshot:
 
     def _write(self, error: BaseException) -> None:
         place = self._place(error)
-        # Frames of the error still hold what the step had made.
+        # Read tensors now: frames of the traceback still hold the step's tensors.
         found = {
             "rank": self.rank,
             "error": str(error).partition("\n")[0],
@@ -92,7 +92,7 @@ class MemorySnapshot:
         print(f"hf_megatron: rank {self.rank}: no memory left in {place}; see {self._file('json')}", flush=True)
 
     def _place(self, error: BaseException) -> str:
-        """Names the innermost module that was called, and the line."""
+        """Returns the innermost module of the traceback with the line, or else the innermost function."""
         names = {id(module): name for name, module in self.model.named_modules() if name}
         place = ""
         for frame, line in traceback.walk_tb(error.__traceback__):
@@ -117,7 +117,7 @@ class MemorySnapshot:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tells whether an error, or what it came from, says that a device or the host has no memory left."""
+    """Returns whether an error, or one of its causes, is an out-of-memory error of a device or the host."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(found):
@@ -127,11 +127,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _live() -> Iterator[tuple[int, Tensor]]:
-    """Yields the storages that Python knows of, with a tensor of each."""
+    """Yields the size of each storage reachable from Python, with one tensor of it."""
     seen: set[int] = set()
     for one in gc.get_objects():
-        # Proxies say of themselves what they stand for, and raise when that is gone. What stands for a gradient holds
-        # none, and to look at it is a collective.
+        # Check `type`, not `isinstance`: weak proxies report the class of their referent and raise once it is gone.
+        # A `ShardedGrad` holds no data, and reading it is a collective.
         if issubclass(type(one), Tensor) and not issubclass(type(one), ShardedGrad):
             tensor = local_tensor(one)
             if tensor.layout is torch.strided and tensor.device.type != "meta" and storage_key(tensor) not in seen:

@@ -1,9 +1,9 @@
-"""Where the first number that is not finite came from: the step's calls run again, and every module is looked at.
+"""Locates the first non-finite value of a skipped step by rerunning its calls with hooks on every module.
 
-A step whose gradients are not finite was skipped on all ranks alike. The watch has kept what the model was called with,
-and its random state; it calls it again with hooks on every module. The first module in the order of execution that
-returns something that is not finite, or gets such a gradient, is the smallest one, since parts return before what is
-around them. What other ranks find spreads to them later, so that the earliest of all ranks' findings names the rank.
+All ranks skip a step with non-finite gradients. The watch keeps the arguments and RNG states of the step's model calls
+and repeats the calls with hooks on every module. The first module in execution order that returns a non-finite value,
+or receives a non-finite gradient, is the innermost one, because submodules return before the modules that contain them.
+Non-finite values spread to other ranks only later, so the earliest finding of all ranks identifies the rank.
 """
 
 from collections.abc import Callable
@@ -25,12 +25,12 @@ from .nonfinite_hooks import CallCheck, Found, NonFinite, nonfinite_weights
 
 @dataclass(frozen=True)
 class NonFiniteReport:
-    """What a rerun showed.
+    """Result of a rerun.
 
     Attributes:
-        step: optimizer steps before.
-        first (*optional*): what was not finite first; `None` where the rerun was finite.
-        also: the same of the other ranks, each rank's first.
+        step: number of optimizer steps before.
+        first (*optional*): the first non-finite value; `None` if the rerun was finite.
+        also: first non-finite value of each other rank that found one.
     """
 
     step: int
@@ -39,7 +39,7 @@ class NonFiniteReport:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Who has found the same first: one, or all between which a gradient was added up before any module saw it."""
+        """Ranks with the same first finding: one, or all that reduced a gradient before any module hook saw it."""
         first = [one for one in (self.first, *self.also) if one is not None]
         same = [one for one in first if replace(one, rank=0) == replace(first[0], rank=0)]
         return tuple(one.rank for one in same)
@@ -59,7 +59,7 @@ class NonFiniteReport:
 
 @dataclass(frozen=True)
 class _Call:
-    """What a model was called with, the random states before, and the type that autocast computed in, if any."""
+    """A model call: its arguments, the RNG states before it, and the autocast dtype, if any."""
 
     args: tuple
     kwargs: dict[str, Any]
@@ -68,22 +68,22 @@ class _Call:
 
 
 class NonFiniteWatch:
-    """Runs a skipped step again and says which rank, microbatch, stage and module was not finite first.
+    """Reruns a skipped step and reports the rank, microbatch, stage, and module of the first non-finite value.
 
         watch = NonFiniteWatch(model, optimizer)
         ...  # the usual loop; a report is printed on rank 0 when a step was skipped
         watch.reports
 
-    The arguments of a step's calls are kept until the next one.
+    The arguments of a step's calls are kept until the next step.
 
     Args:
-        model: laid out, with adapters or without.
+        model: parallelized, with or without adapters.
         optimizer: of the model; prepared.
-        limit (`int`, defaults to 3): reports of a run; a rerun takes as long as a few steps.
-        say (`Callable`, *optional*): called with each report on rank 0 of the job; prints it by default.
+        limit (`int`, defaults to 3): reports per run; a rerun takes as long as a few steps.
+        say (`Callable`, *optional*): called with each report on global rank 0; prints it by default.
 
     Raises:
-        ConfigError: the model or the optimizer was not laid out.
+        ConfigError: the model was not parallelized or the optimizer was not prepared.
     """
 
     def __init__(
@@ -115,13 +115,13 @@ class NonFiniteWatch:
         ]
 
     def stop(self) -> None:
-        """Takes the hooks away and lets go of what was kept."""
+        """Removes the hooks and releases the kept arguments."""
         for hook in self._hooks:
             hook.remove()
         self._calls.clear()
 
     def _keep(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        # What is trained may be in eval mode, as models are when they are loaded.
+        # Do not check `training`: a trained model may be in eval mode, as models are after loading.
         if self._is_rerun or not torch.is_grad_enabled() or in_backward():
             return
         kind = self._state.mesh.device_type
@@ -143,7 +143,7 @@ class NonFiniteWatch:
         self._is_rerun = True
         try:
             with ExitStack() as stack:
-                # Who counts the step's memory counts it once.
+                # Disable dispatch modes, so that a memory tracker counts the step only once.
                 stack.enter_context(without_dispatch_modes())
                 stack.enter_context(self._held.engine.gradients_apart())
                 if self._state.pipeline is not None:
@@ -161,12 +161,12 @@ class NonFiniteWatch:
         return NonFiniteReport(self._steps, firsts[0][1], tuple(one for _, one in firsts[1:]))
 
     def _run_again(self, number: int, call: _Call) -> list[Found]:
-        """Calls the model as before, and returns what is not finite; gradients go nowhere."""
+        """Repeats a model call and returns its non-finite values; gradients are discarded."""
         _set_random_states(self._state.mesh.device, call.states)
         check = CallCheck(unwrap_parallel_model(self.model), self._state, number)
         with check.looking():
             check.look_at_inputs(call.args, call.kwargs)
-            # Accelerate's own autocast is inside of the model, a loop's around it.
+            # Accelerate's autocast is inside the model's forward; this restores one that the training loop entered.
             with torch.autocast(self._state.mesh.device_type, call.autocast, enabled=call.autocast is not None):
                 output = self.model(*call.args, **call.kwargs)
             loss = output.get("loss") if isinstance(output, dict) else None

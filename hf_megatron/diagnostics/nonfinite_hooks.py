@@ -1,4 +1,4 @@
-"""What of one call of a model is not finite: the outputs of its modules, the gradients of these, and its weights."""
+"""Hooks that find non-finite values in one model call: inputs, module outputs, loss, gradients, and weights."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,25 +27,26 @@ _SAID = {
     GRADIENT: "gradient of the output of",
     INPUT_GRADIENT: "gradient of the input of",
 }
-# In the order in which a step comes to them.
+# Execution order within a step.
 _PHASES = {WEIGHT: 0, INPUT: 1, OUTPUT: 1, LOSS: 2, GRADIENT: 3, INPUT_GRADIENT: 3}
 
 
 @dataclass(frozen=True)
 class NonFinite:
-    """The first number of a step that is not finite.
+    """A non-finite value in a step.
 
     Attributes:
         kind: `"weight"`, `"input"` (of the model), `"output"` (of a module), `"loss"`, `"gradient"` (of an output), or
             `"gradient of the input"` (of a layer).
-        name: of the parameter, the argument or the module; `""` is the model itself.
-        rank: of the job.
-        call: of the model, in the step.
-        microbatch: of the call, in a pipeline; 0 without.
-        stage: of the pipeline.
-        entry: of a weight, where its first such entry is in the whole model's; of experts' it begins with their number.
-        after: of a gradient, the module whose output's gradient was the last before: the backward of what is between
-            this and that made it; of several that read the same input it is one.
+        name: of the parameter, the argument, or the module; `""` is the model itself.
+        rank: global rank.
+        call: index of the model call in the step.
+        microbatch: index in the call, with a pipeline; otherwise 0.
+        stage: pipeline stage.
+        entry: for a weight, index of the first non-finite entry in the full tensor; stacked experts are indexed by
+            expert first.
+        after: for a gradient, the module whose output gradient was recorded last before it: the backward from there
+            produced the value. If several modules read the same input, it is one of them.
     """
 
     kind: str
@@ -66,22 +67,22 @@ class NonFinite:
         return f"rank {self.rank}: {_SAID[self.kind]} {name}{after}, {where}"
 
 
-# What comes first in a step sorts first.
+# Sort key in execution order, and the value.
 Found = tuple[tuple[int, ...], NonFinite]
 
 
 class CallCheck:
-    """Looks at what every module of a model returns in one call, and at the gradients of that."""
+    """Checks the outputs of all modules of a model in one call, and their gradients."""
 
     def __init__(self, model: nn.Module, state: ParallelState, call: int):
         self.model, self.state, self.call = model, state, call
-        # Kind, name, microbatch, stage, and whether all is finite.
+        # Kind, name, microbatch, stage, and a 0-dim flag on the device: whether all entries are finite.
         self._seen: list[tuple[str, str, int, int, Tensor]] = []
         self._followed: set[Any] = set()
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Looks at the call that is made inside, and at its backward."""
+        """Checks the call made inside the context, and its backward."""
         hooks = [
             module.register_forward_hook(self._hook_of(name), always_call=False)
             for name, module in self.model.named_modules()
@@ -100,12 +101,12 @@ class CallCheck:
     def _hook_of(self, name: str) -> Callable[..., None]:
         @runs_last
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            # What is computed again in backward was seen before.
+            # Recomputation in the backward repeats outputs that were already checked.
             if in_backward() or (place := self._place()) is None:
                 return
             for value in _floats(output):
                 self._look(OUTPUT, name, *place, value.detach())
-                # What a part has returned as it is was seen there.
+                # An output that a submodule returned unchanged already has a hook.
                 if value.requires_grad and value.grad_fn not in self._followed:
                     self._followed.add(value.grad_fn)
                     value.register_hook(lambda gradient: self._look(GRADIENT, name, *place, gradient))
@@ -113,7 +114,7 @@ class CallCheck:
         return hook
 
     def _hook_of_inputs(self, name: str) -> Callable[..., None]:
-        """Makes a hook of a layer: what a stage receives is no module's output there."""
+        """Returns a pre-hook for a layer: the input that a stage receives is the output of no local module."""
 
         @runs_last
         def hook(module: nn.Module, args: Any) -> None:
@@ -126,7 +127,7 @@ class CallCheck:
         return hook
 
     def _place(self) -> tuple[int, int] | None:
-        """Returns the microbatch and the stage under way; `None` where a pipeline runs no microbatch."""
+        """Returns the current microbatch and stage; `None` in a pipeline's trial forward or padding microbatch."""
         if self.state.pipeline is None:
             return 0, 0
         part, cut = self.state.part, self.state.cut
@@ -139,18 +140,18 @@ class CallCheck:
         self._seen.append((kind, name, microbatch, stage, torch.isfinite(local_tensor(value)).all()))
 
     def look_at_inputs(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Looks at what the model is called with."""
+        """Checks the model's arguments."""
         named = {str(place): value for place, value in enumerate(args)} | kwargs
         for name, value in named.items():
             for tensor in _floats(value):
                 self._look(INPUT, name, 0, 0, tensor.detach())
 
     def look_at_loss(self, value: Tensor) -> None:
-        """Looks at the loss, a scalar."""
+        """Checks the loss, a scalar."""
         self._look(LOSS, "", 0, 0, value.detach())
 
     def found(self) -> list[Found]:
-        """Returns what was not finite; a device is waited for once."""
+        """Returns the non-finite values; synchronizes with each device once."""
         if not self._seen:
             return []
         devices = {flag.device for *_, flag in self._seen}
@@ -170,14 +171,14 @@ class CallCheck:
 
 
 def _order(one: NonFinite, place: int) -> tuple[int, ...]:
-    """Sorts by when a step comes to what was found; `place` is that on its rank."""
+    """Returns a sort key in execution order; `place` is the order on its rank."""
     phase = _PHASES[one.kind]
     stage = -one.stage if phase == _PHASES[GRADIENT] else one.stage
     return int(one.kind != WEIGHT), one.call, phase, one.microbatch, stage, place, one.rank
 
 
 def _values(flags: Sequence[Tensor]) -> Iterator[tuple[Tensor, bool]]:
-    """Reads flags of one device with one wait."""
+    """Reads the flags of one device with a single synchronization."""
     return zip(flags, torch.stack([*flags]).tolist(), strict=True)
 
 
@@ -188,7 +189,7 @@ def _floats(values: Any) -> Iterator[Tensor]:
 
 
 def nonfinite_weights(model: Any, state: ParallelState) -> Iterator[Found]:
-    """Yields the weights of this rank that are not finite, with the entry of the whole weight."""
+    """Yields the local weights with non-finite values, with the index of the first one in the full tensor."""
     rank = dist.get_rank()
     for place, (outer_name, parameter) in enumerate(local_named_parameters(model)):
         name = strip_adapter_prefix(outer_name)

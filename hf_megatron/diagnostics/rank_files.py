@@ -1,4 +1,4 @@
-"""The files `rank{N}.json` that ranks write, each for itself, and what they are of."""
+"""Per-rank files `rank{N}.json`, each with a kind."""
 
 import json
 from collections.abc import Callable
@@ -13,15 +13,15 @@ _KIND = "kind"
 
 
 def rank_file(directory: Path, rank: int) -> Path:
-    """Names the file of a rank."""
+    """Returns the path of a rank's file."""
     return directory / f"rank{rank:05}.json"
 
 
 def write_rank_file(path: Path, kind: str, values: dict[str, Any]) -> None:
-    """Writes a rank's file, which appears when it is complete.
+    """Writes a rank's file atomically: it appears when it is complete.
 
     Args:
-        kind (`str`): what it is, such as `"trace"`.
+        kind (`str`): type of the contents, such as `"trace"`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({_KIND: kind, **values})
@@ -29,10 +29,10 @@ def write_rank_file(path: Path, kind: str, values: dict[str, Any]) -> None:
 
 
 def read_json(path: Path, kind: str, make: Callable[[dict[str, Any]], T]) -> T:
-    """Reads a file of a kind, and returns what is made of its values.
+    """Reads a file of the given kind, and returns `make(values)`.
 
     Raises:
-        ConfigError: it is damaged or of another kind.
+        ConfigError: the file is damaged or of another kind.
     """
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
@@ -48,7 +48,7 @@ def read_json(path: Path, kind: str, make: Callable[[dict[str, Any]], T]) -> T:
 
 
 def read_rank_files(directory: Path, kind: str, make: Callable[[dict[str, Any]], T]) -> list[T]:
-    """Reads the files of all ranks, in their order; raises `ConfigError` as `read_json`, and where there are none."""
+    """Reads the files of all ranks in rank order; raises `ConfigError` as `read_json` does, and if there are none."""
     paths = sorted(directory.glob("rank*.json"))
     if not paths:
         raise ConfigError(f"{str(directory)!r}: has no file rank*.json with a {kind}.")

@@ -1,4 +1,4 @@
-"""What a rank did in a step, as a file of its own."""
+"""Per-rank trace of a step: computation and communication, stored in one file per rank."""
 
 import os
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ class Communication:
     """One call of a process group.
 
     Attributes:
-        axis: that the group lies along, such as `"tp"`, or its name.
+        axis: mesh axis of the group, such as `"tp"`, or the group's name.
         operation: such as `"allreduce"`.
-        ranks: of the job, who take part: two for a send and its receive, sender first.
-        number: how many calls of these ranks with this group came before.
-        start: when this rank asked for it.
-        waits: `[start, stop)` of this rank's waiting for it.
+        ranks: global ranks that participate; for a send and its receive these two, sender first.
+        number: number of earlier calls by these ranks with this group.
+        start: when this rank issued the call.
+        waits: `[start, stop)` intervals in which this rank waited for it.
     """
 
     axis: str
@@ -38,14 +38,14 @@ class RankTrace:
     """A step of one rank, in seconds of its own clock.
 
     Attributes:
-        rank, ranks (`int`): of the job.
+        rank, ranks (`int`): this rank and the world size.
         layout (`str`): of the model.
-        offset: by which this clock is ahead of the first rank's.
+        offset: time by which this clock is ahead of rank 0's.
         start, stop: of the step.
-        computed: what, and `[start, stop)`.
-        communications: in the order of their calls.
-        overlaps: whether communication may run beside computing, as on accelerators.
-        queued: seconds in which the host ran others in this rank's place.
+        computed: names of operations and their `[start, stop)`.
+        communications: in call order.
+        overlaps: whether communication may overlap with computation, as on accelerators.
+        queued: seconds in which the host ran other processes instead of this rank.
     """
 
     rank: int
@@ -65,7 +65,7 @@ class RankTrace:
 
     @classmethod
     def of(cls, said: dict[str, Any]) -> "RankTrace":
-        """Makes one of what `write` wrote."""
+        """Returns the trace from the contents of a file that `write` wrote."""
         calls = [
             Communication(**{**call, "ranks": tuple(call["ranks"]), "waits": [tuple(wait) for wait in call["waits"]]})
             for call in said["communications"]
@@ -74,10 +74,10 @@ class RankTrace:
 
 
 def traces_in(directory: str | os.PathLike[str]) -> Sequence[RankTrace]:
-    """Reads the traces of all ranks of a job from a folder, in their order.
+    """Reads the traces of all ranks of a job from a folder, in rank order.
 
     Raises:
-        ConfigError: there are none, or some ranks' are missing.
+        ConfigError: there are none, or some ranks are missing.
     """
     found = read_rank_files(Path(directory), TRACE, RankTrace.of)
     if missing := sorted({*range(found[0].ranks)} - {one.rank for one in found}):

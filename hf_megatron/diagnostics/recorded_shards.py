@@ -1,4 +1,4 @@
-"""A recording of all ranks, read back: tensors put together from what ranks have of them, or told by their pieces."""
+"""Reader of a recorded step: gathers the full tensors from the chunks that all ranks wrote."""
 
 import math
 import os
@@ -15,24 +15,24 @@ from ..errors import ConfigError
 from .rank_files import read_json
 from .recording import RECORDING, RecordedPiece
 
-# What a tensor is of: kind, name, call.
+# Key of a recorded tensor: kind, name, call.
 Event = tuple[str, str, int]
 
 
-# Shares of ranks that differ by more than this, relatively, are not the same thing twice.
+# Equal-sized chunks of two ranks with a larger relative difference are shards of one tensor, not copies.
 _ALIKE = 0.1
 
 
 @dataclass(frozen=True)
 class OfRank:
-    """A piece, and whose it is."""
+    """A chunk and the rank that wrote it."""
 
     rank: int
     piece: RecordedPiece
 
 
 class Recording:
-    """What `StepRecorder` wrote.
+    """A recording that `StepRecorder` wrote.
 
     Args:
         directory: with the files of all ranks.
@@ -55,7 +55,7 @@ class Recording:
         self.losses = _losses(said)
         self.depth = max((values["depth"] for values in said.values()), default=0)
         self._files: dict[int, Any] = {}
-        # In the order in which ranks came to them: of a pipeline, those of later stages behind.
+        # In execution order; with a pipeline, later stages come last.
         self.events: dict[Event, list[OfRank]] = {}
         for rank, values in said.items():
             for piece in map(_piece, values["pieces"]):
@@ -70,11 +70,11 @@ class Recording:
         return stored
 
     def dtype(self, found: OfRank) -> torch.dtype:
-        """Returns the type that a piece was computed in."""
+        """Returns the dtype in which a chunk was computed."""
         return self._stored(found).dtype
 
     def read(self, found: OfRank) -> Tensor:
-        """Reads a piece, of any shape, in fp64; rows and tokens of hidden states are two dims."""
+        """Reads a chunk in fp64; hidden states are returned as `[samples, tokens, features]`."""
         values = self._stored(found).double()
         if len(found.piece.held) == 3 and values.dim() == 2:
             rows = sum(stop - start for start, stop in found.piece.held[0] or ())
@@ -82,9 +82,9 @@ class Recording:
         return values
 
     def unsharded(self, event: Event) -> Tensor:
-        """Puts a tensor together; what no rank has is NaN, and of pieces that overlap the first counts.
+        """Gathers a full tensor; NaN where no rank has an entry. If chunks overlap, the first one counts.
 
-        NaN that a rank has is infinite there, to be told from what nobody has.
+        NaN values that a rank recorded become infinite, to distinguish them from missing entries.
         """
         pieces = self.events[event]
         values = [self.read(one) for one in pieces]
@@ -99,10 +99,10 @@ class Recording:
 
 
 def places_of(piece: RecordedPiece, values: Tensor, width: int) -> list[Tensor]:
-    """Returns for each dim of a piece where its entries are in the whole tensor.
+    """Returns for each dim of a chunk the indices of its entries in the full tensor.
 
     Args:
-        width (`int`): entries of the whole's last dim, by which it is told whether a piece has all of them.
+        width (`int`): size of the full tensor's last dim, from which to tell a shard of that dim from a copy.
     """
     places = []
     for dim, held in enumerate(piece.held):
@@ -115,7 +115,7 @@ def places_of(piece: RecordedPiece, values: Tensor, width: int) -> list[Tensor]:
 
 
 def part_of(unsharded: Tensor, places: Sequence[Tensor]) -> Tensor | None:
-    """Returns the entries of a tensor at the crossings of places; `None` where it has no such ones."""
+    """Returns the entries of a tensor at the outer product of indices; `None` if an index is out of range."""
     if len(places) != unsharded.dim():
         return None
     if any(len(place) and int(place.max()) >= size for place, size in zip(places, unsharded.shape, strict=True)):
@@ -130,7 +130,7 @@ def _crossed(places: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _width(pieces: Sequence[OfRank], values: Sequence[Tensor]) -> int:
-    """Tells how wide the whole is: as what a rank has, unless ranks that may share it have other things."""
+    """Returns the size of the full last dim: the local size, unless ranks that may shard it recorded other values."""
     own = values[0].shape[-1] if values[0].dim() else 1
     first = pieces[0].piece
     if not first.held or first.held[-1] is not None or first.share[1] == 1:
@@ -148,7 +148,7 @@ def _piece(values: dict[str, Any]) -> RecordedPiece:
 
 
 def _losses(said: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
-    """Returns the loss of each rank, which of a share is the sum of what each replica has."""
+    """Returns the loss of each rank; shares of one loss are summed over data-parallel replicas."""
     shares = {values["share_of_loss"]: values["loss"] for values in said.values()}
     total = math.fsum(shares.values())
     return {rank: values["loss"] if values["share_of_loss"] is None else total for rank, values in said.items()}

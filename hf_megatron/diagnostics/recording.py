@@ -1,8 +1,8 @@
-"""One training step of a model in files: what every module returned, the gradients of that, and the weights.
+"""Recorder of one training step: module outputs, their gradients, and the weights.
 
-Every rank writes what it has, and for each tensor which rows, tokens and features of the whole batch it is. No rank
-hands anything to another, and nothing is put together: whoever compares two recordings does (`pieces.py`), so that they
-may be of one process and of any layout, of two versions or of two checkpoints.
+Every rank writes its local tensors with the samples, tokens, and features of the global batch that each covers. No
+collectives run and nothing is gathered: `recorded_shards.py` does that when two recordings are compared. The two may
+come from a single process and any layout, from two versions, or from two checkpoints.
 """
 
 import json
@@ -32,7 +32,7 @@ from ..errors import ConfigError, UnsupportedError
 from ..parallel_state import is_rerunning_step, parallel_state, unwrap_parallel_model
 from .batch_index import PlaceInBatch
 
-# What its files say that they are.
+# The `kind` in the JSON files.
 RECORDING = "recording"
 BEFORE, OUTPUT, LOSS, OUTPUT_GRADIENT, GRADIENT, AFTER = (
     "weight before the step",
@@ -46,16 +46,16 @@ BEFORE, OUTPUT, LOSS, OUTPUT_GRADIENT, GRADIENT, AFTER = (
 
 @dataclass(frozen=True)
 class RecordedPiece:
-    """What one rank has of one tensor.
+    """The local chunk of one tensor on one rank.
 
     Attributes:
-        kind, name: what it is of, such as `"output"` and the name of a module.
-        call: of the module in one forward of it; 0 but where a module is called several times.
-        order: how many pieces of its rank came before.
+        kind, name: of the tensor, such as `"output"` and a module name.
+        call: index of the module's call in one forward; 0 unless a module is called several times.
+        order: number of chunks that the rank recorded before.
         key: in the rank's file.
-        held: for each dim of the whole tensor, the `[start, stop)` that it is, one after the other; `None` for all, or
-            for a share of equal parts.
-        share: which of so many equal parts it is along the last dim, where `held` has `None` there.
+        held: for each dim of the full tensor, the `[start, stop)` intervals of this chunk, in order; `None` for all
+            entries or for one of several equal shards.
+        share: (index, count) of the equal shard along the last dim, if `held` has `None` there.
         depth: layers that the step had passed through.
     """
 
@@ -70,25 +70,25 @@ class RecordedPiece:
 
 
 class StepRecorder:
-    """Writes what a model computes in one optimizer step into a folder; every rank of the job makes one.
+    """Records what a model computes in one optimizer step into a folder; create one on every rank.
 
         with StepRecorder("recordings/tp2", model, optimizer):
             model(**batch).loss.backward()
             optimizer.step()
 
-    Works on a stock model in one process as well. A batch has to have the rows of all ranks in their order: those of
-    the first data parallel rank first.
+    Also works on a stock model in a single process. Its batch must have the samples of all ranks in rank order: the
+    samples of data-parallel rank 0 first.
 
     Args:
-        directory: made where it is missing; holds no recording yet.
-        model: laid out or stock.
-        optimizer (*optional*): its step is recorded too: gradients as it takes them, and weights after it.
-        modules (`str`, *optional*): a regular expression; outputs of modules whose name it finds are recorded. By
-            default all are, which takes as much room as the activations of the step, twice.
+        directory: created if missing; must hold no recording yet.
+        model: parallelized or stock.
+        optimizer (*optional*): its step is recorded too: the gradients it uses, and the weights after it.
+        modules (`str`, *optional*): a regular expression; outputs of modules whose name matches are recorded. The
+            default records all, which takes twice the memory of the step's activations.
 
     Raises:
-        ConfigError: a folder that has a recording, or a pattern that is in no module's name.
-        UnsupportedError: weights split by stage 3, which are whole for moments only.
+        ConfigError: the folder has a recording, or the pattern matches no module name.
+        UnsupportedError: weights sharded by ZeRO-3, which are unsharded only briefly.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class StepRecorder:
         self.modules = {
             name: module
             for name, module in named.items()
-            # What has no weights here is a part of what has, or stands for what another stage has.
+            # Modules without local weights are submodules of the recorded ones, or off-stage placeholders.
             if name and re.search(modules, name) and any(id(weight) in own for weight in module.parameters())
         }
         if not self.modules:
@@ -146,11 +146,11 @@ class StepRecorder:
                 self._weights(AFTER)
             self._write()
 
-    # What is seen
+    # Hooks
 
     def _begin_call(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not in_backward() and not is_rerunning_step(self.state):
-            # Of all tokens of the step, as Trainer says how many these are.
+            # With `num_items_in_batch` the loss is this rank's share of the mean over all tokens of the step.
             self._is_share = kwargs.get("num_items_in_batch") is not None
             self._calls.begin(self.state, args, kwargs)
 
@@ -163,7 +163,7 @@ class StepRecorder:
     def _hook_of(self, name: str) -> Any:
         @runs_last
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            # What is computed again in backward was seen before.
+            # Recomputation in the backward repeats outputs that were already recorded.
             if in_backward() or is_rerunning_step(self.state) or self._calls.is_trial_forward(self.state):
                 return
             value = next((value for value in tree_iter(output) if _is_hidden(value)), None)
@@ -183,7 +183,7 @@ class StepRecorder:
         return hook
 
     def _share(self, name: str, value: Tensor) -> tuple[tuple[Interval, ...] | None, Interval]:
-        """Returns which features a linear's claim says that an output has, or which of equal parts it may be."""
+        """Returns the features of an output by its linear's sharding, or the `(index, count)` of a possible shard."""
         if self.state is None:
             return None, (0, 1)
         sharding = self.state.shardings.get(f"{name}.weight")
@@ -194,9 +194,10 @@ class StepRecorder:
         return None, (self.state.axes.rank("tp"), self.state.axes.size("tp"))
 
     def _is_complete(self, name: str, held: Sequence[tuple[Interval, ...] | None]) -> bool:
-        """Tells whether the gradient of an output is there as a whole, and not a part that ranks add up later.
+        """Returns whether an output's gradient is complete, not a partial value that ranks reduce later.
 
-        Such are those of copies of heads, of factors of adapters, and of rows whose tokens ranks share from there on.
+        It is partial for copied heads, for adapter factors, and for sequences that are sharded by context parallelism
+        after this module.
         """
         if self.state is None:
             return True
@@ -228,7 +229,7 @@ class StepRecorder:
             yield strip_adapter_prefix(name), parameter
 
     def _gradients(self) -> None:
-        """Takes the gradients as the optimizer will, each in the shape of what this rank has of its parameter."""
+        """Records the gradients that the optimizer will use, each in the shape of the local parameter."""
         engine: Any = None if self.state is None else self.state.data_parallel
         reducer = None if engine is None else engine.reducer
         if reducer is not None:
@@ -262,7 +263,7 @@ class StepRecorder:
             "tied": tied,
             "pieces": [asdict(piece) for piece in self._pieces],
         }
-        # Last: a folder without it has no recording.
+        # Written last: a folder without this file has no recording.
         self._file("json").write_text(json.dumps(said), encoding="utf-8")
 
 

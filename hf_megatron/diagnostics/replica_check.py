@@ -1,7 +1,8 @@
-"""Whether what ranks repeat is still equal on all of them: its bits are added up, and who differs from most is named.
+"""Checks that replicated state is bitwise equal on all ranks, and reports the ranks that differ from the majority.
 
-What a rank holds has a key: what it is, its name, and which of its entries they are, by the placement. Ranks with equal
-keys have to have equal sums. No group is asked who repeats what: keys say it, of any layout.
+Every tensor on a rank has a key: its kind, its name, and its entries according to the placement. Ranks with equal
+keys must have equal checksums. The keys alone determine the replicas, so the check works with any layout and needs no
+process groups of its own.
 """
 
 import hashlib
@@ -23,27 +24,27 @@ from ..errors import ReplicaError
 from ..parallel_state import ParallelState, parallel_state, unwrap_parallel_model
 
 WEIGHT, MAIN_WEIGHT, MOMENT, BUFFER, RANDOM = "weight", "main weight", "moment", "buffer", "random state"
-# Integers of as many bytes, by which a tensor's bits are added up.
+# Item size -> integer dtype of that size, for checksums over the bits of a tensor.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Entries whose bits are added up at a time.
+# Number of entries per block of a checksum, which bounds the int64 copy.
 _BLOCK = 1 << 20
-# Differences that an error shows.
+# Number of differences listed in an error.
 _SHOWN = 8
 
-# What it is, its name, and which entries of it.
+# Kind, name, and entries of the full tensor.
 _Key = tuple[str, str, Hashable]
 
 
 @dataclass(frozen=True)
 class UnequalReplica:
-    """Something that ranks repeat and that differs.
+    """A replicated value that differs between ranks.
 
     Attributes:
         kind: `"weight"`, `"main weight"`, `"moment"`, `"buffer"` or `"random state"`.
-        name: the parameter's or buffer's; of a moment, behind what the optimizer calls it.
-        ranks: of the job, those that differ from most; all holders, where no value is that of most of them.
+        name: of the parameter or buffer; for a moment, the optimizer's name for it comes first.
+        ranks: global ranks that differ from the majority; all holders if no value has a majority.
         holders: all ranks that have the same entries.
-        alike: of these, those of each value.
+        identical: the holders, grouped by value.
     """
 
     kind: str
@@ -55,7 +56,7 @@ class UnequalReplica:
     def __str__(self) -> str:
         if self.ranks == self.holders:
             text = f"{self.kind} {self.name}: ranks {_listed(self.holders)} differ, none of them from most"
-            # Of values that several have.
+            # List the groups only if some ranks agree.
             return text + (
                 f": {' against '.join(map(_listed, self.identical))}" if len(self.identical) < len(self.holders) else ""
             )
@@ -64,7 +65,7 @@ class UnequalReplica:
 
 
 class ReplicaCheck:
-    """Compares what ranks repeat; every rank of the job makes one, and calls it after the same steps.
+    """Compares replicated state across ranks; create one on every rank, and call it after the same steps.
 
         check = ReplicaCheck(model, optimizer)
         for step, batch in enumerate(loader):
@@ -73,27 +74,27 @@ class ReplicaCheck:
                 check()
 
     Args:
-        model: laid out, with adapters or without.
-        optimizers: of the model, whose main weights and moments are compared too.
+        model: parallelized, with or without adapters.
+        optimizers: of the model; their main weights and moments are compared too.
 
     Raises:
-        ReplicaError: by `check()`, on all ranks: with the ranks and names of what differs.
+        ReplicaError: raised by `check()` on all ranks, with the ranks and names of what differs.
     """
 
     def __init__(self, model: Any, *optimizers: torch.optim.Optimizer):
         self.model, self.optimizers = model, tuple(map(stepping_optimizer, optimizers))
-        # What ranks hold changes when a model does; all ranks know the same.
+        # Digest of a rank's keys -> the keys. All ranks exchange them together when any digest is new.
         self._keys: dict[bytes, list[_Key]] = {}
 
     def __call__(self) -> None:
-        """Raises `ReplicaError` where something differs."""
+        """Raises `ReplicaError` if a replicated value differs."""
         if found := self.differences():
             lines = [f"  {one}" for one in found[:_SHOWN]]
             lines += [f"  and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
             raise ReplicaError("\n".join(["What ranks repeat is no longer equal:", *lines]))
 
     def differences(self) -> list[UnequalReplica]:
-        """Returns what differs, the same on every rank, in the order in which ranks hold it."""
+        """Returns the differences, identical on every rank, in the order in which ranks hold the tensors."""
         held = [*_held(self.model, self.optimizers)]
         keys = [key for key, _ in held]
         digest = hashlib.blake2b(repr(keys).encode(), digest_size=16).digest()
@@ -108,7 +109,7 @@ class ReplicaCheck:
 
 
 def _unequal(key: _Key, values: dict[int, int]) -> UnequalReplica:
-    """Names the ranks that differ from most."""
+    """Returns the difference with the ranks that differ from the majority."""
     [(usual, count)] = Counter(values.values()).most_common(1)
     apart = [rank for rank, value in values.items() if value != usual]
     is_known = 2 * count > len(values)
@@ -126,7 +127,7 @@ def _of_all_ranks(value: Any) -> list[Any]:
 
 
 def _sums(tensors: Sequence[Tensor]) -> list[int]:
-    """Sums up the bits of tensors of any shapes; a device is waited for once."""
+    """Returns checksums of tensors of any shape; synchronizes with each device once."""
     sums = [_sum_of_bits(tensor) for tensor in tensors]
     found = [0] * len(sums)
     for device in {value.device for value in sums}:
@@ -137,7 +138,7 @@ def _sums(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """Adds up the bits of a tensor of any shape, each entry's times an odd number of its own: moved ones are others."""
+    """Returns a checksum of a tensor's bits: entry `i` is weighted by `2 * i + 1`, so that moved entries change it."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     done = 0
     for part in plain_parts(tensor):
@@ -145,14 +146,14 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
         for start in range(0, len(bits), _BLOCK):
             block = bits[start : start + _BLOCK].to(torch.int64)
             factors = torch.arange(1, 2 * len(block), 2, device=block.device)
-            # Whole numbers of 64 bits go round.
+            # int64 overflow wraps around, which is deterministic.
             total = total + (block * factors).sum() + 2 * done * block.sum()
             done += len(block)
     return total
 
 
 def _held(model: Any, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[_Key, Tensor]]:
-    """Yields what this rank holds that others may hold too."""
+    """Yields the keys and tensors of this rank that others may replicate."""
     state, inner = parallel_state(model), unwrap_parallel_model(model)
     assert state is not None
     tied = getattr(inner, "all_tied_weights_keys", {})
@@ -162,7 +163,7 @@ def _held(model: Any, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[t
             continue
         name = strip_adapter_prefix(outer_name)
         places[name] = _place(state, name, parameter)
-        # Of one weight the name that holds on all stages.
+        # A tied weight is compared under one name, which is the same on all stages.
         yield (WEIGHT, tied.get(name, name), places[name]), local_tensor(parameter)
     for number, optimizer in enumerate(optimizers):
         yield from _held_by_optimizer(optimizer, number, places, tied)
@@ -172,10 +173,10 @@ def _held(model: Any, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[t
 
 
 def _place(state: ParallelState, name: str, parameter: nn.Parameter) -> Hashable:
-    """Tells which entries of a parameter this rank has."""
+    """Returns the entries of a parameter on this rank."""
     shape = state.shardings[name].shape if name in state.shardings else tuple(parameter.shape)
     intervals = tuple(map(tuple, state.placement(name).intervals(shape, state.axes)))
-    # Stage 3 cuts what other axes have left.
+    # ZeRO-3 shards what the other axes leave on this rank.
     part = state.axes.rank(f"{state.average(name)}_shard") if state.shards(name) else None
     return intervals, part
 
@@ -198,7 +199,7 @@ def _held_by_optimizer(
 
 
 def _random_states(state: ParallelState) -> Iterator[tuple[_Key, Tensor]]:
-    """Yields the states from which ranks of tp draw alike; stages and shares of a row draw for themselves."""
+    """Yields the RNG states, which only tensor-parallel ranks share; pp, dp and cp ranks have their own."""
     place = tuple(state.axes.rank(axis) for axis in ("cp", "pp", "dp"))
     device = state.mesh.device
     generators = {"torch": torch.default_generator} | (

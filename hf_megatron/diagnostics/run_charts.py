@@ -1,4 +1,4 @@
-"""Charts of a run as SVG, for a page whose style sheet has their colours."""
+"""SVG charts of a run, for a page whose style sheet defines their colors."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,12 +8,12 @@ from typing import NamedTuple
 from .rank_trace import RankTrace
 from .trace_breakdown import TraceShares, waits_of
 
-# Points of a line: more steps are drawn as their mean and the band that they lie in.
+# Maximum number of points in a line; longer series are drawn as the mean and range of groups of steps.
 _POINTS = 240
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 460, 170, 56, 22
-# From here on numbers are written with an exponent.
+# Larger numbers are written with an exponent.
 _LARGEST = 1e15
-# Rows of ranks that are drawn, and the narrowest span of a step's picture, in pixels.
+# Maximum number of ranks in a chart, and the narrowest span in the step chart, in pixels.
 _RANKS, _NARROWEST = 64, 0.4
 
 
@@ -25,7 +25,7 @@ class _Point(NamedTuple):
 
 
 def line_chart(title: str, series: Sequence[tuple[float, float]], unit: str = "") -> str:
-    """Draws a value over the steps; steps at which it was no finite number are marked.
+    """Draws a value over the steps, and marks steps with a non-finite value.
 
     Args:
         series: (step, value).
@@ -78,7 +78,7 @@ def _thinned(series: Sequence[tuple[float, float]]) -> list[_Point]:
 
 
 def _limits(points: Sequence[_Point]) -> tuple[float, float]:
-    """Returns what is drawn: all but a few values that would flatten the rest."""
+    """Returns the drawn range: excludes the few largest and smallest values, which would flatten the rest."""
     lows, highs = sorted(point.low for point in points), sorted(point.high for point in points)
     cut = len(points) // 50
     low, high = lows[cut], highs[-1 - cut]
@@ -106,7 +106,7 @@ def _short(value: float) -> str:
 
 
 class Bar(NamedTuple):
-    """A rank's row of a stacked chart: its label, (class of the style sheet, name, size) of each part, and a mark."""
+    """A rank's bar in a stacked chart: its label, (CSS class, name, size) of each segment, a mark, and a note."""
 
     label: str
     parts: Sequence[tuple[str, str, float]]
@@ -115,7 +115,7 @@ class Bar(NamedTuple):
 
 
 def stacked_bars(bars: Sequence[Bar], *, unit: str, label: str) -> str:
-    """Draws a row for each rank; of more ranks than fit the first ones, which the caption says."""
+    """Draws a bar per rank; if there are too many, draws the first ones and adds a caption."""
     listing = bars[:_RANKS]
     high = max(max(sum(size for _, _, size in bar.parts), bar.mark or 0.0) for bar in listing) or 1.0
     row = 20 if len(listing) <= 16 else 9
@@ -150,7 +150,7 @@ def stacked_bars(bars: Sequence[Bar], *, unit: str, label: str) -> str:
 
 
 def shares_chart(shares: Sequence[TraceShares]) -> str:
-    """Draws what each rank did in the traced step."""
+    """Draws the time shares of each rank in the traced step."""
     bars = []
     for one in shares:
         parts = [("compute", "computing", one.computing * 1e3)]
@@ -166,7 +166,7 @@ def shares_chart(shares: Sequence[TraceShares]) -> str:
 
 
 def step_picture(traces: Sequence[RankTrace], ranks: Sequence[int]) -> str:
-    """Draws what some ranks did when in the traced step; all of them say for whom these waited."""
+    """Draws the traced step of `ranks` over time; all traces are needed to find the ranks that these waited for."""
     listing = [trace for trace in traces if trace.rank in ranks]
     beginning = min(trace.start - trace.offset for trace in listing)
     duration = max(trace.stop - trace.offset for trace in listing) - beginning
@@ -198,7 +198,7 @@ def step_picture(traces: Sequence[RankTrace], ranks: Sequence[int]) -> str:
 
 
 def _joined(spans: Sequence[tuple[str, float, float]], gap: float) -> list[tuple[str, float, float]]:
-    """Joins spans of one kind that follow each other closely."""
+    """Merges adjacent spans of one kind with gaps too small to draw."""
     found: list[tuple[str, float, float]] = []
     for label, start, stop in spans:
         kind = _kind_of(label)
@@ -221,11 +221,11 @@ def _span(kind: str, title: str, x: float, width: float, top: float) -> str:
 
 
 def mesh_table(axes: Mapping[str, int], places: Sequence[Sequence[int]], noted: Mapping[int, str]) -> str:
-    """Draws which rank stands where: pipeline stages downwards, replicas to the right, tp and cp in a cell.
+    """Returns a table of the mesh: pipeline stages as rows, replicas as columns, tp and cp ranks in a cell.
 
     Args:
-        places: of each rank, its place on dp, pp, cp and tp.
-        noted: rank -> what is to be said of it.
+        places: for each rank, its coordinates on dp, pp, cp and tp.
+        noted: rank -> note shown with it.
     """
     cells: dict[tuple[int, int], list[int]] = {}
     for rank, (dp, pp, *_) in enumerate(places):

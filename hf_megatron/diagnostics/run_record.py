@@ -1,4 +1,4 @@
-"""What a run leaves in a folder for its page: layout, logs, slow ranks, a step's memory and another one's trace."""
+"""Files that a run writes for its report: layout, logs, slow ranks, one step's memory, and another step's trace."""
 
 import json
 import os
@@ -26,17 +26,17 @@ _KIND = "run"
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of a run when it begins.
+    """Metadata known when a run begins.
 
     Attributes:
         model: class of the model.
-        parameters: of it.
+        parameters: number of its parameters.
         layout: of the model.
-        ranks (`int`): of the job.
-        axes: axis -> its size, the outermost first.
-        places: of each rank, its place on each of these.
-        hosts: of each rank.
-        device: kind of it, and its memory in bytes where it says it.
+        ranks (`int`): world size.
+        axes: axis -> size, outermost first.
+        places: for each rank, its coordinates on these axes.
+        hosts: for each rank.
+        device, device_bytes: name of the device, and its memory in bytes if known.
         versions: package -> version.
         started: seconds of `time.time()`.
     """
@@ -54,21 +54,21 @@ class RunFacts:
     started: float
 
     def write(self, directory: Path) -> None:
-        """Writes them."""
+        """Writes the metadata into a run's folder."""
         write_rank_file(directory / _RUN, _KIND, asdict(self))
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as its folder tells it.
+    """A run as read from its folder.
 
     Attributes:
-        facts: of its beginning.
-        logs: what Trainer logged, by steps; of steps that were taken twice the later ones.
-        stragglers: reports.
-        skipped: steps that were skipped for gradients that are not finite.
-        memory, traces: of ranks, where they were recorded.
-        notes: what of these is not there or of another layout.
+        facts: metadata from the start of the run.
+        logs: values that Trainer logged, by step; for repeated steps the later values.
+        stragglers: reports of slow ranks.
+        skipped: steps that were skipped because of non-finite gradients.
+        memory, traces: of the ranks, if recorded.
+        notes: memory or traces that are missing, incomplete, or from another layout.
     """
 
     facts: RunFacts
@@ -80,40 +80,40 @@ class RunRecord:
     notes: list[str] = field(default_factory=list)
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        """Returns (step, value) of what was logged under a name."""
+        """Returns the (step, value) pairs logged under a name."""
         return [(one["step"], one[name]) for one in self.logs if isinstance(one.get(name), int | float)]
 
 
 def memory_folder(directory: Path) -> Path:
-    """Names the folder of a step's memory."""
+    """Returns the folder of a step's memory."""
     return directory / _MEMORY
 
 
 def trace_folder(directory: Path) -> Path:
-    """Names the folder of a step's trace."""
+    """Returns the folder of a step's trace."""
     return directory / _TRACE
 
 
 def add_logs(directory: Path, logs: dict[str, Any]) -> None:
-    """Adds a line to what was logged."""
+    """Appends a line to the logs."""
     _add(directory / _LOGS, logs)
 
 
 def add_straggler(directory: Path, step: int, text: str) -> None:
-    """Adds a report of a slow rank."""
+    """Appends a report of a slow rank."""
     _add(directory / _STRAGGLERS, {"step": step, "text": text})
 
 
 def add_skipped(directory: Path, step: int) -> None:
-    """Adds a step that was skipped."""
+    """Appends a skipped step."""
     _add(directory / _SKIPPED, {"step": step})
 
 
 def why_not_another(directory: Path, step: int) -> str:
-    """Returns why a run cannot be recorded into a folder, or nothing: one that goes on can, where it was.
+    """Returns why a run cannot be recorded into a folder; empty if it can, as when it resumes the folder's run.
 
     Args:
-        step (`int`): that it begins with.
+        step (`int`): first step of the run.
     """
     if step == 0 and (directory / _LOGS).exists():
         return f"{directory}: has a run already, and this one begins anew; name another folder."
@@ -133,7 +133,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         try:
             found.append(json.loads(line))
         except json.JSONDecodeError:
-            # The last one of a run that was killed while it wrote.
+            # A run killed while writing leaves an incomplete last line.
             continue
     return found
 
@@ -142,7 +142,7 @@ def read_run(directory: str | os.PathLike[str]) -> RunRecord:
     """Reads a run's folder.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the folder has no run.
     """
     folder = Path(directory)
     if not (folder / _RUN).exists():
@@ -150,7 +150,7 @@ def read_run(directory: str | os.PathLike[str]) -> RunRecord:
     facts = read_json(folder / _RUN, _KIND, lambda said: RunFacts(**said))
     by_step: dict[tuple[int, tuple[str, ...]], dict[str, Any]] = {}
     for line in _lines(folder / _LOGS):
-        # Evaluations and the summary at the end are logged beside a step.
+        # Evaluations and the final summary are logged for the same step, with other keys.
         by_step[line["step"], tuple(sorted(line))] = line
     logs = [by_step[key] for key in sorted(by_step)]
     notes: list[str] = []
@@ -164,7 +164,7 @@ def read_run(directory: str | os.PathLike[str]) -> RunRecord:
 def _there(
     folder: Path, read: Callable[[Path], Sequence[Any]], name: str, facts: RunFacts, notes: list[str]
 ) -> Sequence[Any]:
-    """Returns what ranks recorded, and notes what of it is missing: a run may have been killed meanwhile."""
+    """Returns the records of the ranks, and notes what is missing: the run may have been killed while recording."""
     if not folder.exists():
         return ()
     try:

@@ -1,4 +1,4 @@
-"""The page of a run: one HTML file that needs nothing else, for someone who has ten seconds."""
+"""HTML report of a run: one self-contained file that can be read in ten seconds."""
 
 import math
 import os
@@ -13,7 +13,7 @@ from .run_record import RunRecord
 from .trace_breakdown import TraceShares, held_up, shares_of
 
 _TEMPLATE = Path(__file__).with_name("run_report.html")
-# Logged under a name -> its title and unit.
+# Logged name -> title and unit of its chart.
 _CHARTS = {
     "loss": ("loss", ""),
     "eval_loss": ("evaluation loss", ""),
@@ -25,20 +25,20 @@ _CHARTS = {
 }
 _EXPERTS = "expert_load/"
 _MIB, _GIB = 2**20, 2**30
-# What is said: memory beyond its plan, waiting in a step, a busiest expert over the mean, a loss over its best mean,
-# and tokens per second under theirs.
+# Thresholds of findings: memory relative to the plan, share of a step spent waiting, busiest expert relative to the
+# mean, loss and tokens per second relative to their best.
 _OVER_PLAN, _WAITING, _BUSY, _RISEN, _SLOWER = 1.1, 0.3, 4.0, 1.5, 0.9
-# Reports of slow ranks, and ranks whose step is drawn.
+# Number of slow-rank reports listed, and of ranks in the step chart.
 _SHOWN, _DRAWN = 40, 16
 
 
 def write_page(run: RunRecord, path: str | os.PathLike[str], planned: Mapping[int, int] | None = None) -> None:
-    """Writes the page of a run.
+    """Writes the report of a run.
 
     Args:
         run: its record.
         path: of the HTML file.
-        planned (*optional*): pipeline rank -> bytes at its fullest that were planned for the recorded step.
+        planned (*optional*): pipeline rank -> planned peak memory of the recorded step, in bytes.
     """
     from jinja2 import Template
 
@@ -70,7 +70,7 @@ def write_page(run: RunRecord, path: str | os.PathLike[str], planned: Mapping[in
 
 
 def _looked_at(run: RunRecord) -> str:
-    """Says what was recorded, in which nothing stands out."""
+    """Returns a list of the recorded data, shown when there are no findings."""
     losses = len(run.series("loss"))
     parts = [f"{losses} logged losses"] if losses else []
     parts += [f"a step's {name}" for name, there in (("trace", run.traces), ("memory", run.memory)) if there]
@@ -78,7 +78,7 @@ def _looked_at(run: RunRecord) -> str:
 
 
 def _one_of_each_stage(places: Sequence[Sequence[int]]) -> list[int]:
-    """Returns the ranks whose step is drawn: the first of each pipeline stage, then others."""
+    """Returns the ranks in the step chart: the first rank of each pipeline stage, and others if all ranks fit."""
     firsts = {tuple(place[1:2]): rank for rank, place in reversed([*enumerate(places)])}
     stages = sorted(firsts.values())
     others = [rank for rank in range(len(places)) if rank not in stages]
@@ -111,7 +111,7 @@ def _cards(run: RunRecord, shares: Sequence[TraceShares]) -> list[tuple[str, str
     ):
         values = [value for _, value in run.series(name)]
         if values:
-            # The first of a run are slower.
+            # Use the median speed: the first steps of a run are slower.
             recent = values[-1] if name == "loss" else sorted(values)[len(values) // 2]
             found.append((title, safe_repr.format(recent)))
     if shares:
@@ -159,7 +159,7 @@ def _findings(run: RunRecord, shares: Sequence[TraceShares], planned: Mapping[in
 
 
 def _tenths(series: Sequence[tuple[float, float]]) -> list[float]:
-    """Returns the medians of the tenths of a series that has enough for that."""
+    """Returns the median of each tenth of a series; empty if the series is too short."""
     values = [value for _, value in series if math.isfinite(value)]
     size = len(values) // 10
     parts = (sorted(values[start : start + size]) for start in range(0, 10 * size, size or 1))

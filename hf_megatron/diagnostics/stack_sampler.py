@@ -1,4 +1,4 @@
-"""Where a thread spends its time, by looking at it many times a second from another one."""
+"""Sampling profiler of one thread: records its position many times a second from a second thread."""
 
 import contextlib
 import os
@@ -14,12 +14,12 @@ from torch import nn
 
 from ..core.communication.watchdog import is_in_communication, where
 
-# Modules that a sample says nothing about: torch's own call of a module.
+# Frames of torch's module call; their `self` is the called module.
 _CALLS = ("_call_impl", "_wrapped_call_impl")
 
 
 class QueuedTime:
-    """How long a thread was ready to run and the machine ran others: Linux says it, elsewhere it is nothing."""
+    """Time for which a thread was runnable while the machine ran others; 0 on systems other than Linux."""
 
     def __init__(self, native_id: int):
         self._file: int | None = None
@@ -27,21 +27,21 @@ class QueuedTime:
             self._file = os.open(f"/proc/self/task/{native_id}/schedstat", os.O_RDONLY)
 
     def seconds(self) -> float:
-        """Returns it, since the thread began."""
-        # Nanoseconds of running and of waiting for a processor, and how often it ran.
+        """Returns this time in seconds since the thread began."""
+        # Fields: nanoseconds running, nanoseconds waiting for a processor, number of time slices.
         return 0.0 if self._file is None else int(os.pread(self._file, 100, 0).split()[1]) / 1e9
 
     def close(self) -> None:
-        """Closes the file that says it."""
+        """Closes the schedstat file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
 
 class ThreadSampler(threading.Thread):
-    """Looks at the thread that made it, and adds up where it finds it, less the time in which others ran in its place.
+    """Samples the thread that created it and accumulates the time per place, less the time when other processes ran.
 
-    Processes of others on a host take time from all of its ranks, unequally and by chance.
+    Other processes on a host take time from its ranks, unequally and by chance.
     """
 
     def __init__(self, model: nn.Module, interval: float):
@@ -49,7 +49,8 @@ class ThreadSampler(threading.Thread):
         self._thread, self._interval = threading.get_ident(), interval
         self._queued = QueuedTime(threading.get_native_id())
         self._model = weakref.ref(model)
-        # Of the last call: an evaluation between steps is no part of them, whichever mode a model is trained in.
+        # True if the last call was an evaluation, which no step counts. Check gradients, not the model's mode, since
+        # models may be trained in eval mode.
         self._evaluates = False
         self._hook = model.register_forward_pre_hook(self._note_call)
         self._names: dict[int, str] = {}
@@ -58,7 +59,7 @@ class ThreadSampler(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Looks until it is stopped."""
+        """Samples until the thread is stopped."""
         before, queued_before = time.monotonic(), self._queued.seconds()
         while not self._stopped.wait(self._interval):
             frame = sys._current_frames().get(self._thread)
@@ -76,20 +77,20 @@ class ThreadSampler(threading.Thread):
         self._evaluates = not torch.is_grad_enabled()
 
     def stop(self) -> None:
-        """Ends the thread."""
+        """Stops the thread and removes the hook."""
         self._hook.remove()
         self._stopped.set()
         self.join()
         self._queued.close()
 
     def take(self) -> dict[str, float]:
-        """Returns the seconds that the thread was in each place, out of collectives, since the last time."""
+        """Returns the seconds spent in each place, outside collectives, since the last call."""
         with self._lock:
             places, self._places = self._places, defaultdict(float)
         return dict(places)
 
     def _place(self, frame: FrameType) -> str:
-        """Names the innermost module that is called, and the function."""
+        """Returns the name of the innermost module being called, and the function."""
         outer: FrameType | None = frame
         while outer is not None and outer.f_code.co_name not in _CALLS:
             outer = outer.f_back

@@ -1,4 +1,4 @@
-"""What a step of a real run holds in memory on this rank, by what it is for, in a file that a plan is compared with."""
+"""Measured memory of one step on this rank by category, in a file that can be compared with a plan."""
 
 import os
 from dataclasses import asdict, dataclass, field
@@ -24,23 +24,23 @@ MEMORY = "memory of a step"
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """What one rank held in a step, in bytes.
+    """Memory of one rank in a step, in bytes.
 
     Attributes:
-        rank, ranks (`int`): of the job.
-        pipeline_rank (`int`): of them.
+        rank, ranks (`int`): this rank and the world size.
+        pipeline_rank (`int`): its pipeline stage.
         layout: of the model, as values of `MegatronConfig`.
         config: of the model.
         attention: its implementation.
         dtype, device: of the weights.
-        rows, length (`int`): of a microbatch.
+        rows, length (`int`): batch size and sequence length of a microbatch.
         microbatches (`int`): of a call.
-        trains_all: whether nothing is frozen.
+        trains_all: whether no parameter is frozen.
         kept: category -> bytes when the step began.
-        peak: the most at a time.
-        at_peak: category -> bytes at that time.
-        layers: layer -> bytes that one call left.
-        allocator: what an accelerator's allocator says: its peak, and what it had reserved.
+        peak: peak memory.
+        at_peak: category -> bytes at the peak.
+        layers: layer -> bytes retained by its first call.
+        allocator: peak allocated and reserved memory of an accelerator's allocator.
     """
 
     rank: int
@@ -63,23 +63,22 @@ class MeasuredMemory:
 
 
 class StepMemory:
-    """Counts what this rank holds while a step runs inside of it, and writes it; every rank of the job makes one.
+    """Measures this rank's memory during a step and writes it; create one on every rank.
 
         with StepMemory("memory/step2", model, optimizer):
             model(**batch).loss.backward()
             optimizer.step()
 
-    Counted are tensors, as `AllocationTracker` does: the step takes several times as long. An optimizer has its
+    It tracks tensors with `AllocationTracker`, which makes the step take several times as long. An optimizer has its
     moments from its second step on.
 
     Args:
-        directory: made where it is missing; holds no record yet.
-        model: laid out.
+        directory: created if missing; must hold no record yet.
+        model: parallelized.
         optimizer: prepared.
 
     Raises:
-        ConfigError: a model that was not laid out, a folder that has a record, or, when it is entered, a step that is
-            counted already.
+        ConfigError: the model was not parallelized, the folder has a record, or on entry, the step is already measured.
     """
 
     def __init__(self, directory: str | os.PathLike[str], model: Any, optimizer: torch.optim.Optimizer):
@@ -154,19 +153,19 @@ class StepMemory:
 
 
 def memory_in(directory: str | os.PathLike[str]) -> list[MeasuredMemory]:
-    """Reads what the ranks of a job wrote, in their order.
+    """Reads the records of all ranks of a job, in rank order.
 
     Raises:
-        ConfigError: there is nothing, or something else.
+        ConfigError: the folder has no records, or files of another kind.
     """
     return read_rank_files(Path(directory), MEMORY, lambda said: MeasuredMemory(**said))
 
 
 def kept_tensors(model: Any, optimizer: torch.optim.Optimizer | None = None) -> dict[str, list[Tensor]]:
-    """Lists what is kept from step to step on this rank, of any shape, by what it is for.
+    """Returns the tensors that this rank keeps between steps, of any shape, by category.
 
     Args:
-        model: laid out by this library.
+        model: parallelized.
         optimizer (*optional*): prepared.
     """
     kept: dict[str, list[Tensor]] = {"weights": [*(p for _, p in local_named_parameters(model)), *model.buffers()]}

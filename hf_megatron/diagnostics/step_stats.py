@@ -1,16 +1,16 @@
-"""What one training step does on one rank, in bytes, calls and waits."""
+"""Statistics of one training step on one rank: bytes, collectives, and host reads."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class HostRead:
-    """A place where the host waits for a device.
+    """A point where the host waits for a device.
 
     Attributes:
-        operation: of torch.
+        operation: name of the torch operation.
         moment: `"forward"`, `"backward"` or `"optimizer step"`.
-        where: functions on the stack, innermost first, with their lines.
+        where: functions on the stack, innermost first, with line numbers.
     """
 
     operation: str
@@ -20,17 +20,17 @@ class HostRead:
 
 @dataclass
 class StepFigures:
-    """What one step did on one rank, in bytes.
+    """Statistics of one step on one rank, in bytes.
 
     Attributes:
-        parameters: entries of the model that are this rank's by tensor and pipeline parallelism, where known. Data
-            parallel ranks split what is kept of them: the optimizer's state, with stage 3 the weights as well.
+        parameters: number of local parameter entries after tensor and pipeline parallelism, if known. Data-parallel
+            ranks shard the state kept for them: the optimizer states, with ZeRO-3 the weights as well.
         kept: category -> bytes when the step began.
-        peak: the most that was there at a time, `kept` included.
-        at_peak: category -> bytes at that time.
-        collectives: (group, operation) -> number of calls and bytes of their largest tensors.
-        reads: places where the host waited for the device.
-        layers: (layer, its call in the step) -> cause -> bytes that it had left when it returned.
+        peak: peak memory, `kept` included.
+        at_peak: category -> bytes at the peak.
+        collectives: (group, operation) -> number of calls, and total bytes of the largest tensor argument of each.
+        reads: points where the host waited for the device.
+        layers: (layer, its call in the step) -> cause -> bytes retained when the call returned.
     """
 
     parameters: int = 0
@@ -43,14 +43,14 @@ class StepFigures:
 
     @property
     def dynamic_peak(self) -> int:
-        """The most bytes at a time beside what was there when the step began."""
+        """Peak memory in excess of the memory in use when the step began, in bytes."""
         return self.peak - sum(self.kept.values())
 
     @property
     def per_parameter(self) -> dict[str, float]:
-        """Category -> bytes that are kept from step to step, per one of `parameters`."""
+        """Category -> bytes kept between steps, divided by `parameters`."""
         return {category: size / self.parameters for category, size in self.kept.items()}
 
     def reads_of(self, package: str) -> list[HostRead]:
-        """Lists where functions of a package asked for a value, such as `"hf_megatron"`."""
+        """Returns the reads requested by functions of a package, such as `"hf_megatron"`."""
         return [read for read in self.reads if read.where and read.where[0].startswith(f"{package}.")]

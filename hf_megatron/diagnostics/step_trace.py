@@ -1,7 +1,8 @@
-"""Traces a step: what a rank computed, and for every communication when it asked, when it waited, and with whom.
+"""Tracer of a step: a rank's computation, and for each communication its ranks, issue time, and waits.
 
-Every rank writes a file of its own; `trace_shares.py` puts those of a job together. On CPU ranks all of it is seen from
-Python, where waiting is waiting. On accelerators the host runs ahead, so that kernels say it (`kernel_spans.py`).
+Every rank writes its own file; `trace_breakdown.py` merges the files of a job. On CPU ranks everything is measured from
+Python, where a wait blocks the thread. On accelerators the host runs ahead, so times come from kernels
+(`kernel_spans.py`).
 """
 
 import os
@@ -33,10 +34,10 @@ from .rank_files import rank_file
 from .rank_trace import Communication, RankTrace
 from .stack_sampler import QueuedTime
 
-# What a rank does beside the layers, and in no forward, backward or step of an optimizer.
+# Labels of time outside the layers; `AROUND` is time outside forward, backward, and optimizer step.
 FORWARD, BACKWARD, STEP, AROUND = "forward", "backward", "optimizer", "around the step"
 _POINT_TO_POINT = ("send", "recv")
-# Whose groups may have the same ranks: who asks says which axis it is.
+# Package -> axis. Several axes may have groups with the same ranks: the calling package then tells them apart.
 _ROOMS = {
     "tensor_parallel": "tp",
     "context_parallel": "cp",
@@ -47,16 +48,16 @@ _ROOMS = {
 
 
 class StepTrace:
-    """Writes what this rank does inside of it, a step as a rule, into a folder; every rank of the job makes one.
+    """Traces this rank's work inside the context, usually one step, into a folder; create one on every rank.
 
         with StepTrace("traces/step2", model, optimizer):
             model(**batch).loss.backward()
             optimizer.step()
 
     Args:
-        directory: made where it is missing; holds no trace yet.
-        model: laid out, or a model in one process.
-        optimizer (*optional*): its step is told from what is around.
+        directory: created if missing; must hold no trace yet.
+        model: parallelized or single-process.
+        optimizer (*optional*): its step gets a label of its own.
 
     Raises:
         ConfigError: the folder has a trace.
@@ -81,7 +82,7 @@ class StepTrace:
         self._state, self._axes = state, None if state is None else state.axes
         layers = {id(layer) for layer in outermost_layers(self.model)}
         self.layers = {name: module for name, module in self.model.named_modules() if id(module) in layers}
-        # Those of a laid out model know it; what another stage has lies nowhere.
+        # Ask the mesh of a parallelized model: its first parameter may be off-stage and have no device.
         device = next(self.model.parameters()).device if state is None else state.mesh.device
         self._profiler = None if device.type == "cpu" else device_profiler(device)
         self._computed: list[tuple[str, float, float]] = []
@@ -141,14 +142,14 @@ class StepTrace:
             found = kernels_of(self._profiler, found)
         found.write(self.directory)
 
-    # Computing
+    # Computation
 
     def _turn_to(self, label: str) -> None:
         if not is_rerunning_step(self._state):
             self._close(label)
 
     def _close(self, label: str) -> float:
-        """Closes the span of what was computed, opens one, and returns when that was."""
+        """Closes the current span of computation, opens one with `label`, and returns the time of the switch."""
         with self._lock:
             now = time.time()
             if now > self._since:
@@ -164,7 +165,8 @@ class StepTrace:
     @runs_last
     def _leave_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not in_backward():
-            # Whoever called may still make a loss of it.
+            # The caller may still compute a loss from the output; the backward begins when the output's gradient
+            # arrives.
             self._watch(BACKWARD, output)
             self._turn_to(AROUND)
 
@@ -186,7 +188,7 @@ class StepTrace:
         return leave
 
     def _watch(self, label: str, output: Any) -> None:
-        """Turns to what is named when the gradient of an output is there."""
+        """Registers a hook that switches to `label` when the gradient of an output arrives."""
         for value in tree_iter(output):
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(lambda gradient: self._turn_to(label))
@@ -209,12 +211,12 @@ class StepTrace:
             self._calls.append(made)
         work = self._timed(call, made)
         if isinstance(work, dist.Work):
-            # Held, so that no other one has its address.
+            # Hold a reference, so that no other object gets the same id.
             self._open[id(work)] = work, made
         return work
 
     def _axis_of(self, group: Any) -> str:
-        """Names the axis of a group; torch has one group of the whole job stand for all axes that are as large."""
+        """Returns the axis of a group; torch reuses the world group for every axis of the size of the job."""
         named, ranks = (
             (group_description(group) or "").removeprefix("mesh_"),
             tuple(dist.get_process_group_ranks(group)),
@@ -238,7 +240,7 @@ class StepTrace:
         return wait() if made is None else self._timed(wait, made)
 
     def _timed(self, function: Callable[[], Any], made: Communication) -> Any:
-        # One moment for both, so that nothing counts twice.
+        # Use one timestamp for both spans, so that no time counts twice.
         label = self._label
         start = self._close(AROUND)
         result = function()
@@ -250,7 +252,7 @@ class StepTrace:
 
 
 def _offset() -> float:
-    """Returns by how much this clock is ahead of the first rank's: nothing where all ranks are of one host."""
+    """Returns the time by which this clock is ahead of rank 0's; 0 if all ranks are on one host."""
     if not dist.is_initialized():
         return 0.0
     hosts: list[Any] = [None] * dist.get_world_size()

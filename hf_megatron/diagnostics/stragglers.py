@@ -1,9 +1,9 @@
-"""Which rank is slow, and where: told by what each does itself, never by how long it waits.
+"""Detects slow ranks by the time of their own work, not by the time they wait.
 
-A slow rank makes the others wait, so that collectives take long everywhere else. On hosts a thread looks at the main
-thread many times a second: whether it is in a collective, and if not, in which module and function. On accelerators a
-short piece of fixed work is timed by the device's own events. What a rank took in a window of steps is compared with
-the other ranks of its pipeline stage; who takes longer in several windows one after the other is named.
+A slow rank makes the others wait, so collectives take long on every rank except the slow one. On CPU ranks a sampling
+thread records many times a second whether the main thread is in a collective, and if not, in which module and function.
+On accelerators a short fixed workload is timed with device events. The times in a window of steps are compared with
+those times on the other ranks of the pipeline stage; a rank that is slower in several consecutive windows is reported.
 """
 
 import statistics
@@ -21,25 +21,25 @@ from ..errors import ConfigError
 from ..parallel_state import parallel_state, unwrap_parallel_model
 from .stack_sampler import ThreadSampler
 
-# Windows of a rank that is alone in its stage, with which later ones are compared.
+# Windows kept for a rank that is alone in its stage, to compare later windows with.
 _REMEMBERED = 50
-# Share of a step that a rank has to be longer by.
+# Minimum slowdown, as a share of a step.
 _NOTICEABLE = 0.1
-# Multiplications of a device's piece of work, and their size; some milliseconds on the accelerators of today.
+# Number and size of the matrix products of the probe; a few milliseconds on current accelerators.
 _PROBE_PRODUCTS, _PROBE_SIZE = 20, 4096
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that takes longer than it should.
+    """A rank that is slower than expected.
 
     Attributes:
-        rank: of the job.
-        stage: of the pipeline, with whose other ranks it is compared.
-        seconds: of its own in a step; on an accelerator, of the piece of work.
-        usual: what the others take; where it is alone in its stage, what it took in earlier windows.
-        place: where most of the difference is: module, function and line; `""` on an accelerator.
-        step: optimizer steps until then.
+        rank: global rank.
+        stage: pipeline stage, whose other ranks it is compared with.
+        seconds: its own work per step; on an accelerator, the time of the probe.
+        usual: median of the other ranks; if it is alone in its stage, of its earlier windows.
+        place: module, function, and line with the largest difference; `""` on an accelerator.
+        step: optimizer steps so far.
     """
 
     rank: int
@@ -60,7 +60,7 @@ class Straggler:
 
 @dataclass(frozen=True)
 class StepWindow:
-    """What a rank did in a window of steps: seconds of its own in one, of these in each place, and of a step in all."""
+    """Times of a rank in a window, per step: seconds of its own work, in total and by place, and of the full step."""
 
     stage: int
     seconds: float
@@ -69,25 +69,25 @@ class StepWindow:
 
 
 class StragglerWatch:
-    """Names ranks that take longer than the others of their stage; every rank of the job makes one.
+    """Reports ranks that are slower than the others of their stage; create one on every rank.
 
         watch = StragglerWatch(model, optimizer)
-        ...  # the usual loop; what is found is printed on rank 0
+        ...  # the usual loop; reports are printed on rank 0
         watch.reports
 
-    Ranks exchange a few numbers at the end of each window.
+    Ranks exchange a few values at the end of each window.
 
     Args:
-        model: laid out.
+        model: parallelized.
         optimizer: of the model; prepared. Its steps are counted.
         steps (`int`, defaults to 20): of a window.
-        windows (`int`, defaults to 3): one after the other in which a rank has to be slow.
-        factor (`float`, defaults to 1.25): times what is usual, from which on a rank is slow.
-        interval (`float`, defaults to 0.02): seconds between two looks at the main thread.
-        say (`Callable`, *optional*): called with each report on rank 0 of the job; prints it by default.
+        windows (`int`, defaults to 3): consecutive windows in which a rank must be slow to be reported.
+        factor (`float`, defaults to 1.25): slowdown relative to the usual time from which a rank counts as slow.
+        interval (`float`, defaults to 0.02): seconds between two samples of the main thread.
+        say (`Callable`, *optional*): called with each report on global rank 0; prints it by default.
 
     Raises:
-        ConfigError: the model or the optimizer was not laid out, or a number is out of its range.
+        ConfigError: the model was not parallelized, the optimizer not prepared, or a value is out of range.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class StragglerWatch:
         self._hook = optimizer.register_step_post_hook(self._after_step)
 
     def stop(self) -> None:
-        """Ends the thread and takes the hook away."""
+        """Stops the sampling thread and removes the hook."""
         self._hook.remove()
         if self._sampler is not None:
             self._sampler.stop()
@@ -151,15 +151,15 @@ class StragglerWatch:
             self._say(report)
         self._since = time.monotonic()
         if self._sampler is not None:
-            # What happened while ranks told each other is no step's.
+            # Discard the samples taken while ranks exchanged their windows.
             self._sampler.take()
 
 
 class SlowRanks:
-    """Judges windows of steps one after the other.
+    """Judges consecutive windows of steps.
 
     Args:
-        windows, factor: as of `StragglerWatch`.
+        windows, factor: as in `StragglerWatch`.
     """
 
     def __init__(self, windows: int, factor: float):
@@ -168,11 +168,11 @@ class SlowRanks:
         self._earlier: dict[int, deque[StepWindow]] = {}
 
     def judge(self, found: Sequence[StepWindow], step: int) -> list[Straggler]:
-        """Returns who has been slow in as many windows as it takes, with this one.
+        """Returns the ranks that have now been slow in `windows` consecutive windows.
 
         Args:
-            found: of every rank of the job.
-            step (`int`): optimizer steps until then.
+            found: this window of every rank of the job.
+            step (`int`): optimizer steps so far.
         """
         reports = []
         for rank, window in enumerate(found):
@@ -194,7 +194,7 @@ class SlowRanks:
 
 
 def _largest_difference(window: StepWindow, others: Iterable[StepWindow]) -> str:
-    """Names the place in which a rank was longer than others were, or than it was itself."""
+    """Returns the place where a rank is slowest relative to the other ranks, or to its earlier windows."""
 
     compared = list(others)
 
@@ -206,10 +206,10 @@ def _largest_difference(window: StepWindow, others: Iterable[StepWindow]) -> str
 
 
 def _probe(device: torch.device) -> float:
-    """Times a piece of work that is the same on all ranks, in seconds, by a device's events."""
+    """Returns the seconds that a fixed workload, the same on all ranks, takes by device events."""
     one = torch.ones(_PROBE_SIZE, _PROBE_SIZE, dtype=torch.bfloat16, device=device)
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # What was launched before is not of it.
+    # Exclude work launched before.
     torch.cuda.synchronize(device)
     start.record()
     for _ in range(_PROBE_PRODUCTS):

@@ -1,8 +1,8 @@
-"""Tokens and model FLOPs of training steps: what a model has to compute for its tokens, however it is computed.
+"""Throughput of training steps: tokens and model FLOPs, independent of how the model is executed.
 
-Counted as in PaLM (Chowdhery et al., 2022, appendix B) and as Megatron-LM does: products of weights and attention's
-two, half of it where it is causal, three times for forward and backward; nothing that is computed again, and of
-experts those that see a token.
+FLOPs are counted as in PaLM (Chowdhery et al., 2022, appendix B) and Megatron-LM: products with weights and the two of
+attention, halved if causal, times three for forward and backward. Recomputation does not count, and only the experts
+that process a token count.
 """
 
 import copy
@@ -26,12 +26,12 @@ _NO_ATTENTION = ("linear_attention", "mamba", "recurrent", "conv")
 
 @dataclass(frozen=True)
 class ModelWork:
-    """What forward computes, in multiply-adds.
+    """Work of a forward, in multiply-adds.
 
     Attributes:
-        per_token: in products of weights.
-        per_pair: in attention's products, of all layers that see a whole row, for each query and key.
-        windows: (tokens that a layer looks back at, the same of the layers that do).
+        per_token: products with weights.
+        per_pair: attention products per query-key pair, summed over the layers with full attention.
+        windows: (sliding window in tokens, attention products per pair summed over the layers with that window).
     """
 
     per_token: float
@@ -39,7 +39,7 @@ class ModelWork:
     windows: tuple[tuple[int, float], ...] = ()
 
     def flops(self, rows: int, length: int) -> float:
-        """Returns the FLOPs of a forward of rows of so many tokens, with causal attention."""
+        """Returns the FLOPs of a forward of `rows` sequences of `length` tokens, with causal attention."""
         tokens = rows * length
         pairs = tokens * length / 2
         found = self.per_token * tokens + self.per_pair * pairs
@@ -49,10 +49,10 @@ class ModelWork:
 
 
 def work_of_model(config: Any) -> ModelWork | None:
-    """Returns what a causal model of text computes for a token; `None` for others, whose inputs are more than that.
+    """Returns the work of a causal language model; `None` for other models, whose inputs are not only text tokens.
 
     Args:
-        config: of the model; it is made once more without weights, and without codes in their place.
+        config: of the model, which is instantiated on the meta device without quantization.
     """
     if config.is_encoder_decoder:
         return None
@@ -68,7 +68,7 @@ def work_of_model(config: Any) -> ModelWork | None:
     own = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
     keys = own
     if getattr(text, "qk_nope_head_dim", None):
-        # Attention of latents: keys have a part of their own for positions.
+        # Multi-head latent attention: keys have an additional part for positions.
         keys = text.qk_nope_head_dim + text.qk_rope_head_dim
     values = getattr(text, "v_head_dim", None) or own
     kinds = list(getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers)
@@ -82,18 +82,18 @@ def work_of_model(config: Any) -> ModelWork | None:
 
 
 class Throughput:
-    """Counts the tokens that a model is trained on, what they compute, and the time that steps take.
+    """Measures the tokens that a model is trained on, their FLOPs, and the time of steps.
 
-    Tokens are those of the batches that the model is called with, padding included, times its data parallel ranks.
+    Tokens are counted from the batches of the model's calls, padding included, times the number of data-parallel ranks.
 
     Args:
-        model: laid out, or a model in one process.
+        model: parallelized or single-process.
     """
 
     def __init__(self, model: Any):
         inner, state = unwrap_parallel_model(model), parallel_state(model)
         self.work = work_of_model(inner.config)
-        # Of a stock model every process has rows of its own.
+        # With a stock model every process is a replica with its own samples.
         self.devices = dist.get_world_size() if dist.is_initialized() else 1
         self._replicas = self.devices if state is None else state.mesh.dp_size
         self._model, self._state = model, state
@@ -102,15 +102,15 @@ class Throughput:
         self._hook = inner.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def stop(self) -> None:
-        """Takes the hook away."""
+        """Removes the hook."""
         self._hook.remove()
 
     def begin_pause(self) -> None:
-        """Has what follows count for no step, as an evaluation."""
+        """Excludes the time since the last step, such as an evaluation, from the next step."""
         self._since = time.monotonic()
 
     def end_step(self) -> None:
-        """Counts the time since the last step or pause."""
+        """Adds the time since the last step or pause."""
         now = time.monotonic()
         self._seconds, self._since = self._seconds + now - self._since, now
 
@@ -119,7 +119,7 @@ class Throughput:
         if not torch.is_grad_enabled() or in_backward() or not isinstance(ids, Tensor) or ids.dim() != 2:
             return
         if is_rerunning_step(self._state):
-            # The same calls, which look for what was not finite.
+            # A rerun that locates non-finite values repeats calls that were already counted.
             return
         rows, length = ids.shape
         self._tokens += rows * length
@@ -127,16 +127,16 @@ class Throughput:
             self._flops += self.work.flops(rows, length) * self._passes()
 
     def _passes(self) -> float:
-        """Counts backward as two passes, of which weights that are not trained need one."""
+        """Returns FLOPs of forward and backward in units of a forward: 3, or less as frozen weights get no gradient."""
         sizes = [(parameter.numel(), parameter.requires_grad) for _, parameter in local_named_parameters(self._model)]
         total = sum(size for size, _ in sizes)
         return 2 + sum(size for size, trains in sizes if trains) / total if total else 3
 
     def take(self, peak_tflops: float | None = None) -> dict[str, float]:
-        """Returns tokens per second, and FLOPs, since the last time.
+        """Returns tokens per second, and FLOP/s per device, since the last call.
 
         Args:
-            peak_tflops (`float`, *optional*): of one device, which their share is said of.
+            peak_tflops (`float`, *optional*): peak of one device, for the MFU.
         """
         seconds, tokens, flops = self._seconds, self._tokens * self._replicas, self._flops * self._replicas
         self._seconds = self._tokens = self._flops = 0.0

@@ -1,4 +1,4 @@
-"""One pipeline step as a picture: PNG, HTML and a trace for Perfetto, with the bubble measured beside its formula."""
+"""Plots of one pipeline step: PNG, HTML, and a Perfetto trace, with the measured and the theoretical bubble."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ from ..core.spans import (
     clock_offset,
 )
 
-# Name and colours of every kind of span; computing is darker from chunk to chunk.
+# Name and colors of each span kind; computation gets darker from chunk to chunk.
 _KINDS = {
     "F": ("forward", "#a8cdf0", "#6fa8dc", "#3d7fbf", "#235a91", "#143a61"),
     "B": ("backward", "#a9d8a4", "#76b971", "#4c964a", "#2f7031", "#1b4a1e"),
@@ -52,15 +52,15 @@ def gather_timeline(
     stages_per_rank: int,
     microbatches: int,
 ) -> Timeline:
-    """Gathers the timeline of all ranks of a pipeline on each of them; every rank of the group must call it.
+    """Gathers the timeline of all ranks of a pipeline on every rank; all ranks of the group must call it.
 
-    Ranks of several hosts, told by their names, have their clocks aligned first (`spans.clock_offset`).
+    If the ranks are on several hosts (by hostname), their clocks are aligned first (`spans.clock_offset`).
 
     Args:
-        recorder (`SpanRecorder`): what this rank recorded.
+        recorder (`SpanRecorder`): spans of this rank.
         group (`ProcessGroup`): the ranks of the pipeline, in its order.
-        schedule, ranks, stages_per_rank, microbatches: what the pipeline's `describe()` says. A batch with few rows is
-            cut into fewer microbatches: those that were recorded count.
+        schedule, ranks, stages_per_rank, microbatches: as in the pipeline's `describe()`. A small batch is split into
+            fewer microbatches: the number of recorded ones counts.
 
     Raises:
         ConfigError: the group has another number of ranks than the pipeline.
@@ -77,7 +77,7 @@ def gather_timeline(
 
 
 class _Bar(NamedTuple):
-    """A span as the pictures show it."""
+    """A span as drawn in the plots."""
 
     span: Span
     rank: int
@@ -108,7 +108,7 @@ def _name_and_colour(kind: str, chunk: int) -> tuple[str, str]:
 
 
 def _legend(timeline: Timeline) -> list[tuple[str, str]]:
-    """Returns name and colour of everything that occurs, computing first and a line per chunk."""
+    """Returns name and color of every kind of span that occurs, computation first, with one entry per chunk."""
     found = dict.fromkeys((span.kind, span.stage // timeline.ranks) for row in timeline.spans for span in row)
     kinds = list(dict.fromkeys((*_KINDS, *(kind for kind, _ in found))))
     legend: dict[tuple[str, str], str] = {}
@@ -120,7 +120,7 @@ def _legend(timeline: Timeline) -> list[tuple[str, str]]:
 
 
 def to_perfetto(timeline: Timeline, path: str | os.PathLike[str]) -> None:
-    """Writes a Chrome trace for ui.perfetto.dev: a process per rank, computing and communication as its threads."""
+    """Writes a Chrome trace for ui.perfetto.dev: a process per rank with threads for computation and communication."""
     events: list[dict[str, Any]] = []
     for rank in range(timeline.ranks):
         about = [("process_name", 0, {"name": f"rank {rank}"}), ("process_sort_index", 0, {"sort_index": rank})]
@@ -146,9 +146,9 @@ def to_perfetto(timeline: Timeline, path: str | os.PathLike[str]) -> None:
 
 
 def to_html(timeline: Timeline, path: str | os.PathLike[str], formula: float) -> None:
-    """Writes one HTML file that needs nothing else: the picture, what each span was under the mouse, and the bubbles.
+    """Writes a self-contained HTML file: the plot, a tooltip for each span, and the bubbles.
 
-    `formula` is the bubble share that the schedule has with equal stages and free communication.
+    `formula` is the bubble share of the schedule with equal stages and free communication.
     """
     from jinja2 import Template
 
@@ -169,17 +169,17 @@ def to_html(timeline: Timeline, path: str | os.PathLike[str], formula: float) ->
 
 
 def to_png(timeline: Timeline, path: str | os.PathLike[str], formula: float) -> None:
-    """Draws the timeline with matplotlib; `formula` is as for `to_html`.
+    """Draws the timeline with matplotlib; `formula` is as in `to_html`.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
     require_plots()
-    # The figure only: pyplot keeps global state and may look for a display.
+    # Create only the figure: pyplot keeps global state and may look for a display.
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    # Inches; 7 points of digits in the shorter computations.
+    # Width in inches, such that 7-point digits fit into the shorter computations.
     width = min(max(14.0, 0.18 * _length(timeline)), 48.0)
     figure = Figure(figsize=(width, 1.9 + 0.62 * timeline.ranks), dpi=130, layout="constrained")
     axes = figure.add_subplot()
@@ -191,13 +191,13 @@ def to_png(timeline: Timeline, path: str | os.PathLike[str], formula: float) -> 
 
 
 def draw_bars(axes: Any, timeline: Timeline, width: float) -> None:
-    """Draws what each rank does, one row for each, into matplotlib's `axes`, of `width` inches."""
-    # What a digit takes of the axis, with the figure's margins estimated.
+    """Draws a row per rank into matplotlib's `axes`, which are `width` inches wide."""
+    # Width of a digit on the time axis, with the figure's margins estimated.
     digit = timeline.duration * 1e3 * 0.07 / (width - 1)
     for bar in _bars(timeline):
         start, duration = bar.start * 1e3, bar.span.duration * 1e3
         low, high = (bar.rank + 0.22, 0.2) if bar.thin else (bar.rank - 0.4, 0.62)
-        # An edge would hide a communication that is thinner than it.
+        # A white edge would hide communication thinner than the edge.
         edge = "none" if bar.thin else "white"
         axes.broken_barh([(start, duration)], (low, high), facecolor=bar.colour, edgecolor=edge, linewidth=0.3)
         if bar.number and duration >= digit * len(bar.number):
@@ -214,7 +214,7 @@ def draw_bars(axes: Any, timeline: Timeline, width: float) -> None:
 
 
 def write_pictures(timeline: Timeline, directory: str | os.PathLike[str], name: str, formula: float) -> list[Path]:
-    """Writes `name.png`, `name.html` and `name.json` into a directory, which is made where it is missing.
+    """Writes `name.png`, `name.html` and `name.json` into a directory, which is created if missing.
 
     Returns:
         `list[Path]`: the three files.
@@ -233,13 +233,13 @@ def write_pictures(timeline: Timeline, directory: str | os.PathLike[str], name: 
 
 
 def _length(timeline: Timeline) -> float:
-    """Returns the step's length in computations of the shorter kind: what a picture needs to show their numbers."""
+    """Returns the step's length in units of a short computation, to size a plot so that microbatch numbers fit."""
     durations = sorted(span.duration for spans in timeline.spans for span in spans if span.kind in COMPUTE)
     return timeline.duration / max(durations[len(durations) // 4], 1e-9)
 
 
 def _ticks(duration: float, most: int) -> list[float]:
-    """Returns round numbers from 0 on, in at most so many steps."""
+    """Returns round tick values from 0 on, with at most `most` intervals."""
     steps = (factor * 10.0**power for power in itertools.count(-9) for factor in (1, 2, 5))
     step = next(step for step in steps if duration / step <= most)
     return [index * step for index in range(int(duration / step) + 1)]

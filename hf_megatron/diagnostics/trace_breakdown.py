@@ -1,4 +1,4 @@
-"""The traces of all ranks of a job put together: what each computed, communicated by axis, and waited for."""
+"""Merges the traces of all ranks of a job: time per rank in computation, in communication by axis, and in waits."""
 
 import json
 import os
@@ -18,17 +18,17 @@ _COMPUTE, _COMMUNICATION = 0, 1
 
 @dataclass
 class TraceShares:
-    """What one rank did in a step, in seconds.
+    """Breakdown of one rank's step, in seconds.
 
     Attributes:
-        rank: of the job.
-        step: in all.
-        computing: with nothing else or beside communication.
-        communicating: axis -> while nothing was computed, all ranks being there.
-        waiting: axis -> for ranks that were not there yet, while nothing was computed.
-        hidden: axis -> of communication beside computing.
-        waited_for: rank -> how long this one waited for it.
-        queued: in which the host ran others in this rank's place.
+        rank: global rank.
+        step: total.
+        computing: computation, overlapped with communication or not.
+        communicating: axis -> exposed communication after all its ranks have arrived.
+        waiting: axis -> exposed waiting for ranks that have not arrived.
+        hidden: axis -> communication overlapped with computation.
+        waited_for: rank -> time this rank waited for it.
+        queued: time in which the host ran other processes instead of this rank.
     """
 
     rank: int
@@ -42,19 +42,19 @@ class TraceShares:
 
     @property
     def rest(self) -> float:
-        """Seconds in which nothing of this was seen."""
+        """Seconds in neither computation nor communication."""
         return max(0.0, self.step - self.computing - sum((*self.communicating.values(), *self.waiting.values())))
 
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank's waiting in one communication, on the clock of the first rank.
+    """One rank's wait in one communication, on the clock of rank 0.
 
     Attributes:
         call: the communication.
-        start, stop: of the waiting.
-        complete: when the last of its ranks had come.
-        last: who that was.
+        start, stop: of the wait.
+        complete: when the last of its ranks arrived.
+        last: that rank.
     """
 
     call: Communication
@@ -65,7 +65,7 @@ class Wait:
 
 
 def waits_of(traces: Sequence[RankTrace]) -> dict[int, list[Wait]]:
-    """Returns what each rank waited for: calls of the same ranks with the same number are one."""
+    """Returns the waits of each rank; calls with the same axis, ranks, and number are one communication."""
     arrivals: dict[tuple, list[tuple[float, int]]] = defaultdict(list)
     for trace in traces:
         for call in trace.communications:
@@ -83,13 +83,13 @@ def waits_of(traces: Sequence[RankTrace]) -> dict[int, list[Wait]]:
 
 
 def shares_of(traces: Sequence[RankTrace]) -> list[TraceShares]:
-    """Adds up the traces of all ranks of a job."""
+    """Returns the breakdown of each rank's step."""
     waits, found = waits_of(traces), []
     for trace in traces:
         shares = TraceShares(trace.rank, trace.stop - trace.start, queued=trace.queued)
         busy = _union((start - trace.offset, stop - trace.offset) for _, start, stop in trace.computed)
         shares.computing = sum(stop - start for start, stop in busy)
-        # Of two communications at a time the first counts.
+        # If two communications overlap, the first one counts.
         done = float("-inf")
         for wait in waits[trace.rank]:
             start = max(wait.start, done)
@@ -109,9 +109,9 @@ def shares_of(traces: Sequence[RankTrace]) -> list[TraceShares]:
 
 
 def held_up(shares: Sequence[TraceShares]) -> tuple[int, float] | None:
-    """Returns whom the others waited for most, and the share of a step: `None` where nobody did.
+    """Returns the rank that delayed the others most, and the delay as a share of a step; `None` if no rank did.
 
-    Not its own are the time in which it waited itself, and that in which the host ran others in its place.
+    A rank's own waits, and the time in which the host ran other processes, do not count as its delay.
     """
     found = []
     for one in shares:
@@ -132,7 +132,7 @@ def _union(spans: Iterable[Span]) -> list[Span]:
 
 
 def _overlap(span: Span, others: Sequence[Span]) -> float:
-    """Returns how much of a span lies in others, which are in order and apart."""
+    """Returns how much of a span lies in others, which are sorted and disjoint."""
     place, total = max(bisect_left(others, (span[0], span[0])) - 1, 0), 0.0
     while place < len(others) and others[place][0] < span[1]:
         total += max(0.0, min(span[1], others[place][1]) - max(span[0], others[place][0]))
@@ -141,7 +141,7 @@ def _overlap(span: Span, others: Sequence[Span]) -> float:
 
 
 def as_table(shares: Sequence[TraceShares]) -> str:
-    """Returns a line for each rank: milliseconds of the step, and the share of each kind of time in it."""
+    """Returns a table with a line per rank: milliseconds of the step, and the share of each kind of time."""
     axes = sorted({axis for one in shares for axis in (*one.communicating, *one.waiting)})
     titles = ["computing", *(name for axis in axes for name in (f"{axis}", f"{axis} waits")), "rest"]
     lines = [f"{'rank':>5} {'ms':>10} " + " ".join(f"{title:>10}" for title in titles) + "  waited most for"]
@@ -159,7 +159,7 @@ def as_table(shares: Sequence[TraceShares]) -> str:
 
 
 def write_merged(traces: Sequence[RankTrace], path: str | os.PathLike[str]) -> None:
-    """Writes one Chrome trace of all ranks for ui.perfetto.dev, with a process for each."""
+    """Writes one Chrome trace of all ranks for ui.perfetto.dev, with a process per rank."""
     beginning = min(trace.start - trace.offset for trace in traces)
     waits = waits_of(traces)
     events: list[dict[str, Any]] = []
