@@ -1,4 +1,4 @@
-"""What each action of a pipeline schedule allocates and sends, measured once and played over whole schedules."""
+"""Memory and traffic of pipeline actions: measured once per kind of action and replayed over full schedules."""
 
 import functools
 from collections import Counter, deque
@@ -14,20 +14,21 @@ from ..pipeline_parallel.schedules import Action, Kind, Plan, Schedule, rank_of_
 Collectives = Mapping[tuple[str, str], tuple[int, int]]
 _SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 _HALVES = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-# The first gradients of a stage make what later ones are added to, and the last ones are reduced.
+# Position of a backward in its stage: the first allocates gradients that later ones accumulate into, and the last
+# reduces them.
 _FIRST, _BETWEEN, _LAST = "first", "between", "last"
 _Key = tuple[Kind, int, str]
-# The microbatch whose backward is measured as a whole, where others are in halves.
+# Index of the microbatch whose backward is measured unsplit, in schedules that also split backwards.
 _WHOLE = 2
 
 
 @dataclass(frozen=True)
 class ActionFigures:
-    """What one action does to a rank's memory, in bytes, and what it communicates.
+    """Memory change of one action on a rank, in bytes, and its communication.
 
     Attributes:
-        peak: the most that was there while it ran, above what was there when it began.
-        left: what was there when it ended, above that; negative where it frees.
+        peak: peak memory while it ran, relative to its start.
+        left: memory at its end, relative to its start; negative if it frees memory.
         collectives: (group, operation) -> number of calls and bytes of their largest tensors.
     """
 
@@ -38,7 +39,7 @@ class ActionFigures:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes of a step, and when: an action of the schedule, or `None` for before or after it."""
+    """Peak memory of a step in bytes, and the action at the peak; `None` for a peak before or after the actions."""
 
     size: int
     action: Action | None
@@ -46,14 +47,14 @@ class Peak:
 
 @dataclass
 class StepOfActions:
-    """A step as it was measured: its actions, and what was there around them.
+    """A measured step: figures of its actions and of the time around them.
 
     Attributes:
-        figures: of each kind of action of this rank's stages.
-        microbatches: how many were measured.
-        before: bytes when the first action began.
-        around: the most bytes before the first and after the last action.
-        collectives_around: as of `ActionFigures`, before the first and after the last action.
+        figures: for each kind of action of this rank's stages.
+        microbatches: number of measured microbatches.
+        before: bytes in use when the first action began.
+        around: peak before the first and after the last action.
+        collectives_around: as in `ActionFigures`, before the first and after the last action.
     """
 
     figures: dict[_Key, ActionFigures] = field(default_factory=dict)
@@ -63,10 +64,11 @@ class StepOfActions:
     collectives_around: Collectives = field(default_factory=dict)
 
     def of(self, kind: Kind, stage: int, place: str) -> ActionFigures:
-        """Returns the figures of an action like those that were measured."""
+        """Returns the figures of a kind of action, derived from other kinds if it was not measured itself."""
         if (kind, stage, place) in self.figures:
             return self.figures[kind, stage, place]
-        # A whole backward, where the first and the last that were measured were in halves.
+        # An unsplit first or last backward, measured only in halves: start from an unsplit one in between, and add the
+        # difference between the halves at the two positions.
         usual = self.figures[kind, stage, _BETWEEN]
         more, less = ([self.figures[half, stage, where] for half in _HALVES] for where in (place, _BETWEEN))
         left = sum(half.left for half in more) - sum(half.left for half in less)
@@ -75,14 +77,14 @@ class StepOfActions:
         return ActionFigures(peak, usual.left + left, collectives)
 
     def moved_to(self, stages: Sequence[int]) -> "StepOfActions":
-        """Returns the same figures for a rank of the same kind that holds other stages, in the same order."""
+        """Returns the figures for a rank of the same kind that holds other stages, in the same order."""
         own = sorted({stage for _, stage, _ in self.figures})
         other = dict(zip(own, stages, strict=True))
         figures = {(kind, other[stage], first): found for (kind, stage, first), found in self.figures.items()}
         return replace(self, figures=figures)
 
     def peak_of(self, actions: Sequence[Action]) -> Peak:
-        """Plays the actions of a rank, in order, on what each kind of them was measured to allocate."""
+        """Returns the peak of a rank's actions, replayed in order with the measured figures."""
         total, peak = self.before, Peak(self.around, None)
         sends: deque[int] = deque()
         for action, place in _placed(actions):
@@ -90,7 +92,7 @@ class StepOfActions:
             if total + found.peak > peak.size:
                 peak = Peak(total + found.peak, action)
             if action.kind in _SENDS:
-                # What is sent is let go of a little later.
+                # A sent tensor is freed only after `IN_FLIGHT` further sends.
                 sends.append(found.left)
                 total += sends.popleft() if len(sends) > p2p.IN_FLIGHT else 0
             else:
@@ -98,7 +100,7 @@ class StepOfActions:
         return peak
 
     def collectives_of(self, actions: Sequence[Action]) -> dict[tuple[str, str], tuple[int, int]]:
-        """Adds up what the actions of a rank communicate, and what is communicated around them."""
+        """Sums the collectives of a rank's actions and those around them."""
         calls, sizes = _counted(self.collectives_around)
         for action, place in _placed(actions):
             own = _counted(self.of(action.kind, action.stage, place).collectives)
@@ -108,7 +110,7 @@ class StepOfActions:
 
 
 def _placed(actions: Sequence[Action]) -> Iterator[tuple[Action, str]]:
-    """Yields actions and whether they are the first or the last of their kind and stage; two halves are one kind."""
+    """Yields each action and whether it is the first or last of its kind and stage; both halves count as one kind."""
     kinds = [(_HALVES[1] if action.kind is Kind.BACKWARD else action.kind, action.stage) for action in actions]
     first = {kind: index for index, kind in reversed([*enumerate(kinds)])}
     last = {kind: index for index, kind in enumerate(kinds)}
@@ -124,9 +126,9 @@ def _counted(collectives: Collectives) -> tuple[Counter[tuple[str, str]], Counte
 
 
 def one_at_a_time(schedule: Schedule) -> Schedule:
-    """Returns a schedule of the same stages in which each microbatch goes forward and backward before the next.
+    """Returns a schedule with the same stages in which each microbatch runs forward and backward before the next.
 
-    It asks for no number of microbatches, and no more of them than are measured are ever there.
+    It accepts any number of microbatches, and only one is in flight at a time.
     """
 
     def orders(ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
@@ -135,7 +137,7 @@ def one_at_a_time(schedule: Schedule) -> Schedule:
         for microbatch in range(microbatches):
             for stage, rank in enumerate(rank_of):
                 found[rank].append(Action(Kind.FORWARD, stage, microbatch))
-            # There are schedules that do some in halves and some as a whole, but the first and the last.
+            # Some schedules mix split and unsplit backwards, but split the first and the last: measure one unsplit.
             kinds = _HALVES if schedule.splits_backward and microbatch != _WHOLE else (Kind.BACKWARD,)
             for stage, rank in reversed([*enumerate(rank_of)]):
                 found[rank] += [Action(kind, stage, microbatch) for kind in kinds]
@@ -145,15 +147,15 @@ def one_at_a_time(schedule: Schedule) -> Schedule:
 
 
 def microbatches_to_measure(schedule: Schedule) -> int:
-    """Returns how many show all that `StepOfActions` knows: the first, the last, and one for each kind of others."""
+    """Returns the number of microbatches that `StepOfActions` needs: first, last, and one of each kind in between."""
     return 4 if schedule.splits_backward else 3
 
 
 @contextmanager
 def measured_actions(step: StepOfActions, tracker: AllocationTracker) -> Iterator[None]:
-    """Measures the actions of one step, which runs inside, by a ledger that counts them."""
+    """Measures the actions of the step inside the context with a tracker that counts its allocations."""
     original, in_flight = Execution.do, p2p.IN_FLIGHT
-    # What an action frees is not to hang on how many others have run.
+    # Free each sent tensor at once, so that an action's figures do not depend on earlier sends.
     p2p.IN_FLIGHT = 0
     done: list[tuple[Action, ActionFigures]] = []
     sent: list[Collectives] = []

@@ -1,4 +1,4 @@
-"""The layouts that a job may have: all sizes that divide its devices, less what rules leave out, with reasons."""
+"""Candidate layouts of a job: all axis sizes that divide its devices, except those ruled out, with reasons."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -12,19 +12,19 @@ from .unit_cost_cache import UnitBook
 
 _ROWS = (1, 2, 4, 8, 16)
 _VIRTUAL = (2, 3, 4, 5, 6, 8, 10)
-# Numbers of stages on a rank that are tried where none shares the layers out evenly.
+# Stages per rank that are tried if no number splits the layers evenly.
 _UNEVEN = (2, 4)
-# Tokens of a rank below which sharing a row out further is not tried.
+# Tokens per rank below which sequences are not split further.
 _LEAST_TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a search may choose.
+    """Bounds of a search.
 
     Attributes:
-        zero_stages, recomputes, schedules: those that are tried.
-        offload_optimizer (`bool`): whether optimizer state is in the hosts' memory.
+        zero_stages, recomputes, schedules: values to try.
+        offload_optimizer (`bool`): whether optimizer states are in host memory.
         fixed: field of `MegatronConfig` -> its value, such as `{"tp_size": 8}`.
     """
 
@@ -37,7 +37,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout, the rows of its microbatches, and how many of these a step has on each data parallel rank."""
+    """A layout, its microbatch size, and the number of microbatches of a step on each data-parallel rank."""
 
     layout: MegatronConfig
     rows: int
@@ -45,14 +45,14 @@ class Candidate:
 
 
 class Candidates:
-    """Lists layouts of a job.
+    """Lists the layouts of a job.
 
     Args:
-        book: of the model's units.
+        book: costs of the model's units.
         bounds: of the search.
 
     Attributes:
-        reasons: what was left out -> how many sizes of tp, cp, pp and ep.
+        reasons: reason for an exclusion -> number of excluded combinations of tp, cp, pp and ep.
     """
 
     def __init__(self, book: UnitBook, bounds: Bounds):
@@ -61,7 +61,7 @@ class Candidates:
         self._not_cut: dict[tuple[bool, bool, str], str] = {}
 
     def leave_out(self, reason: str) -> None:
-        """Notes what is not tried."""
+        """Records an exclusion."""
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
     def require_possible(self) -> None:
@@ -81,7 +81,7 @@ class Candidates:
         return [size for size in sizes if fixed in (None, size)]
 
     def zero_stages(self) -> tuple[int, ...]:
-        """Returns the stages of ZeRO that the model's weights can be loaded with."""
+        """Returns the ZeRO stages that the model's weights can be loaded with."""
         quantized = self.job.training.quantized
         if quantized is None or 3 not in self.bounds.zero_stages:
             return self.bounds.zero_stages
@@ -89,7 +89,7 @@ class Candidates:
         return tuple(stage for stage in self.bounds.zero_stages if stage != 3)
 
     def tensor_sizes(self) -> list[int]:
-        """Returns the tp sizes that links connect and the model can be split over."""
+        """Returns the tp sizes that fit into one link domain and that the model supports."""
         device, found = self.job.device, []
         for size in self._allowed("tp_size", _divisors(self.job.devices)):
             if size > device.devices_per_link:
@@ -105,7 +105,7 @@ class Candidates:
         return found
 
     def context_sizes(self) -> list[int]:
-        """Returns the cp sizes that leave a rank enough tokens and that the model takes."""
+        """Returns the cp sizes that leave enough tokens per rank and that the model supports."""
         found = []
         for size in self._allowed("cp_size", _divisors(self.job.devices)):
             if size > 1 and self.job.sequence_length < size * _LEAST_TOKENS and "cp_size" not in self.bounds.fixed:
@@ -119,7 +119,7 @@ class Candidates:
         return found
 
     def expert_sizes(self, tp: int, cp: int, dp: int) -> list[int]:
-        """Returns the ep sizes that the ranks of a stage can have and that divide the experts."""
+        """Returns the ep sizes that the mesh supports and that divide the experts."""
         experts = self.experts
         if not experts:
             return [1]
@@ -134,13 +134,13 @@ class Candidates:
 
     @property
     def experts(self) -> int:
-        """How many experts a layer has; 0 without any."""
+        """Number of experts of a layer; 0 without any."""
         text = self.book.short.config.get_text_config()
         names = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
         return next((value for name in names if isinstance(value := getattr(text, name, None), int) and value > 1), 0)
 
     def meshes(self) -> Iterator[MegatronConfig]:
-        """Yields the sizes of all axes that fit the devices, without schedules, rows and stages of ZeRO."""
+        """Yields the axis sizes that fit the devices, without schedule, microbatch size, and ZeRO stage."""
         layers = len(self.book.short.layers)
         tensor, context = self.tensor_sizes(), self.context_sizes()
         for tp in tensor:
@@ -175,7 +175,7 @@ class Candidates:
             return ""
         if self.book.short.config.is_encoder_decoder:
             return "what travels from an encoder to its decoder is not priced"
-        # No more ranks of tp or pp change what is said.
+        # The reason does not depend on how many tp or pp ranks there are, beyond two.
         key = self.book.shares_sequences(tp), tp > 1, schedule
         if key not in self._not_cut:
             layout = MegatronConfig(tp_size=min(tp, 2), sequence_parallel=key[0], pp_size=2, pipeline_schedule=schedule)
@@ -183,9 +183,9 @@ class Candidates:
         return self._not_cut[key]
 
     def steps(self, mesh: MegatronConfig) -> Iterator[Candidate]:
-        """Yields the schedules and microbatches of a mesh whose stage of ZeRO and recomputation are set.
+        """Yields the schedules and microbatch sizes of a mesh whose ZeRO stage and recomputation are set.
 
-        Fewer rows come first; layouts do not say their number of microbatches yet.
+        Smaller microbatches come first; `num_microbatches` of the layouts is not set yet.
         """
         samples_on_rank = self.job.global_batch // (mesh.dp_size or 1)
         splits = [(rows, samples_on_rank // rows) for rows in _ROWS if samples_on_rank % rows == 0]
@@ -213,7 +213,7 @@ class Candidates:
 
 
 def _exist(layout: MegatronConfig) -> bool:
-    """Tells whether a layout's ranks can be laid out."""
+    """Returns whether the ranks of a layout form a valid mesh."""
     try:
         Axes.of(layout, 0)
     except ConfigError:

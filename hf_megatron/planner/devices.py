@@ -1,4 +1,4 @@
-"""What a device can do: rows from data sheets, and those of a user's YAML file."""
+"""Device properties: built-in devices from data sheets, and a user's YAML files."""
 
 import dataclasses
 import json
@@ -15,30 +15,30 @@ from ..errors import ConfigError
 
 PRECISIONS = ("bf16", "fp8", "fp16", "fp32")
 _FILE = "devices.json"
-# On all devices here as fast as the other.
+# Precision -> one with the same peak on all of these devices.
 _ALIKE = {"fp16": "bf16"}
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator of a cluster whose devices are all alike.
+    """One accelerator of a cluster of identical devices.
 
     Args:
         name (`str`): shown in reports.
-        memory_gib (`float`): its memory, GiB.
+        memory_gib (`float`): memory in GiB.
         peak_tflops: precision (of `PRECISIONS`) -> dense peak of matrix products, TFLOP/s.
-        memory_tb_s (`float`): peak rate of its memory, TB/s, read and written together.
-        link_gb_s (`float`): GB/s that it sends to devices of its node or rack (NVLink), which it receives as well.
-        devices_per_link (`int`): devices that such links connect.
-        network_gb_s (`float`): GB/s that it sends to all others, which it receives as well.
-        host_gb_s (`float`): GB/s to or from the host's memory.
-        matmul_share: precision -> the share of its peak that large products reach; 1 where a precision is not there.
-        memory_share (`float`, defaults to 0.8): the share of its memory's peak rate that large copies reach.
-        launch_us (`float`, defaults to 5): microseconds from one small kernel to the next one.
-        note (`str`, *optional*): where the values come from.
+        memory_tb_s (`float`): peak memory bandwidth, TB/s, reads and writes together.
+        link_gb_s (`float`): bandwidth to devices of its node or rack (NVLink) in each direction, GB/s.
+        devices_per_link (`int`): number of devices that such links connect.
+        network_gb_s (`float`): bandwidth to all other devices in each direction, GB/s.
+        host_gb_s (`float`): bandwidth to or from host memory, GB/s.
+        matmul_share: precision -> share of the peak that large products reach; 1 for precisions not listed.
+        memory_share (`float`, defaults to 0.8): share of the peak memory bandwidth that large copies reach.
+        launch_us (`float`, defaults to 5): microseconds between the launches of two small kernels.
+        note (`str`, *optional*): source of the values.
 
     Raises:
-        ConfigError: a value that no device has.
+        ConfigError: a value out of range.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Device:
         return ConfigError(f"Device.{name} = {value!r}: expected {valid}.")
 
     def peak(self, precision: str) -> float:
-        """Returns the dense peak in operations per second, of fp16 bf16's where it has none of its own.
+        """Returns the dense peak in operations per second; fp16 defaults to the peak of bf16.
 
         Raises:
             ConfigError: the device lacks the precision.
@@ -87,14 +87,14 @@ class Device:
         return self.peak_tflops[precision] * 1e12
 
     def reached(self, precision: str) -> float:
-        """Returns operations per second that large products reach; raises `ConfigError` as `peak`."""
+        """Returns operations per second that large products reach; raises `ConfigError` as `peak` does."""
         return self.peak(precision) * self.matmul_share.get(self._own(precision), 1.0)
 
     def _own(self, precision: str) -> str:
         return precision if precision in self.peak_tflops else _ALIKE.get(precision, precision)
 
     def connection(self, devices: int) -> str:
-        """Tells how so many neighbouring devices reach each other: `"link"` or, beyond its domain, `"network"`."""
+        """Returns how `devices` neighboring devices are connected: `"link"`, or `"network"` beyond the link domain."""
         return "link" if devices <= self.devices_per_link else "network"
 
 
@@ -109,15 +109,15 @@ def _is_by_precision(value: object) -> bool:
 
 
 def device_names() -> tuple[str, ...]:
-    """Returns the names of the devices that are built in."""
+    """Returns the names of the built-in devices."""
     return tuple(_built_in())
 
 
 def device(name_or_path: str | os.PathLike[str]) -> Device:
-    """Returns a device that is built in, by its name in any case, or of a YAML file.
+    """Returns a built-in device by its case-insensitive name, or the device of a YAML file.
 
     Args:
-        name_or_path: what ends in `.yaml` or `.yml`, or has a folder, is a file; its fields are those of `Device`.
+        name_or_path: a file if it ends in `.yaml` or `.yml` or has a folder; it has the fields of `Device`.
 
     Raises:
         ConfigError: no such device or file; a field that is missing, unknown or wrong.
@@ -133,7 +133,7 @@ def device(name_or_path: str | os.PathLike[str]) -> Device:
 
 
 def read_device(path: str | os.PathLike[str]) -> Device:
-    """Reads a YAML file with the fields of one `Device`; raises `ConfigError` as `device`."""
+    """Reads a YAML file with the fields of one `Device`; raises `ConfigError` as `device` does."""
     import yaml
 
     try:
@@ -146,7 +146,7 @@ def read_device(path: str | os.PathLike[str]) -> Device:
 
 
 def write_device(written: Device, path: str | os.PathLike[str]) -> None:
-    """Writes a device as YAML, for `device`."""
+    """Writes a device as a YAML file that `device` reads."""
     import yaml
 
     values = {name: dict(v) if isinstance(v, Mapping) else v for name, v in vars(written).items()}

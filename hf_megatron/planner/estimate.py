@@ -1,4 +1,4 @@
-"""What a layout costs a job: bytes of each pipeline rank, seconds of a step, and what its ranks send."""
+"""Cost of a layout: memory of each pipeline rank, time of a step, and communication volume."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -13,32 +13,32 @@ from .unit_cost_cache import UnitBook
 from .unit_costs import Runs
 from .unit_work import Work
 
-# Bytes that a step of AdamW reads and writes for each number: main weight and moments twice, gradient, weight.
+# Bytes per entry that an AdamW step reads and writes: main weight and two moments twice, gradient, weight.
 _STEP_BYTES = 2 * 12 + 4 + 2
 _GRADIENT = 4
-# What AdamW is taken to reach of a host's memory for each device; it was not measured.
+# Assumed bandwidth of AdamW in host memory, per device; not measured.
 _HOST_MEMORY_GB_S = 50
-# Share of the computing from which on launching kernels is said to be slow.
+# Share of the compute time above which kernel launches are reported as slow.
 _NOTICED = 0.1
 _EXPERTS_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a layout costs.
+    """Cost of a layout.
 
     Attributes:
-        layout: with its numbers of data parallel ranks and of microbatches.
-        rows (`int`): of a microbatch.
-        microbatches (`int`): of a step, on each data parallel rank.
-        memory: of each pipeline rank, category -> bytes at its fullest.
+        layout: with its numbers of data-parallel ranks and microbatches.
+        rows (`int`): samples of a microbatch.
+        microbatches (`int`): of a step, on each data-parallel rank.
+        memory: for each pipeline rank, category -> bytes at its peak.
         seconds (`float`): of a step.
-        compute, exposed, bubble: of these, on the rank that computes the longest: computing, waiting for each axis, and
-            waiting for the pipeline.
+        compute, exposed, bubble: parts of `seconds` on the rank with the most work: computation, waits per axis, and
+            the pipeline bubble.
         traffic: axis -> bytes that this rank sends in a step.
-        stages: seconds of each stage's microbatch.
+        stages: seconds of a microbatch on each stage.
         send (`float`): seconds from one stage to the next.
-        is_small (`bool`): whether launching kernels takes a noticeable part of the computing.
+        is_small (`bool`): whether kernel launches are a noticeable share of the computation.
     """
 
     layout: MegatronConfig
@@ -56,13 +56,13 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """Bytes of the fullest rank."""
+        """Peak memory of the fullest rank, in bytes."""
         return max(sum(rank.values()) for rank in self.memory)
 
 
 @dataclass(frozen=True)
 class _StageTimes:
-    """Seconds of each stage's microbatch, and of each rank's microbatch."""
+    """Seconds of a microbatch on each stage, and on each rank."""
 
     stages: tuple[StageCosts, ...]
     ranks: tuple[Times, ...]
@@ -76,7 +76,7 @@ class Estimator:
     """Estimates layouts of one job.
 
     Args:
-        book: of the model's units.
+        book: costs of the model's units.
     """
 
     def __init__(self, book: UnitBook):
@@ -86,7 +86,7 @@ class Estimator:
         self._stages: dict[tuple, tuple[StageCosts, Times]] = {}
 
     def quick_seconds(self, layout: MegatronConfig, rows: int, microbatches: int) -> float:
-        """Returns the seconds of a step by its schedule's usual bubble, with equal stages."""
+        """Returns the seconds of a step by the closed-form bubble of its schedule, assuming equal stages."""
         times = self._stage_times(layout, rows)
         most = times.ranks[times.slowest].total
         splits = schedule(layout.pipeline_schedule).splits_backward
@@ -94,12 +94,12 @@ class Estimator:
         return self._with_step(layout, microbatches, most * microbatches + bubble)[0]
 
     def estimate(self, layout: MegatronConfig, rows: int, microbatches: int) -> Estimate:
-        """Estimates a step by the schedule's own order.
+        """Estimates a step by simulating its schedule.
 
         Args:
             layout: with its `dp_size`.
-            rows (`int`): of a microbatch.
-            microbatches (`int`): of a step on each data parallel rank.
+            rows (`int`): samples of a microbatch.
+            microbatches (`int`): of a step on each data-parallel rank.
         """
         times, job = self._stage_times(layout, rows), self.job
         slowest = times.slowest
@@ -133,7 +133,7 @@ class Estimator:
         )
 
     def _with_step(self, layout: MegatronConfig, microbatches: int, duration: float) -> tuple[float, float, float]:
-        """Returns seconds of all, of waiting for data parallel ranks, and of the optimizer's step."""
+        """Returns the seconds of the step, of waiting for data-parallel ranks, and of the optimizer step."""
         device, waiting = self.job.device, 0.0
         if reduced := self._reduced_bytes(layout, microbatches):
             links, efficiency = self._links(layout), self.job.efficiency
@@ -142,7 +142,7 @@ class Estimator:
         owned = max(self.memory.table(layout).owned)
         step = owned * _STEP_BYTES / (device.memory_tb_s * 1e12 * device.memory_share)
         if layout.offload_optimizer:
-            # Gradients go to the host and weights come back; between, its own memory is read and written.
+            # Gradients move to the host and weights back; in between, the step reads and writes host memory.
             step = owned * (_GRADIENT + self.job.itemsize) / (device.host_gb_s * 1e9)
             step += owned * _STEP_BYTES / (_HOST_MEMORY_GB_S * 1e9)
         return duration + waiting + step, waiting, step
@@ -150,14 +150,14 @@ class Estimator:
     def _stage_times(self, layout: MegatronConfig, rows: int) -> _StageTimes:
         shape = schedule(layout.pipeline_schedule).v_shaped, self.memory.per_rank(layout)
         sizes = layout.tp_size, layout.cp_size, layout.ep_size, layout.pp_size
-        # Who is beyond a link hangs on ep's and dp's places.
+        # Whether an expert-parallel group stays in a link domain depends on the mesh, so its link is part of the key.
         key = *sizes, *shape, layout.recompute, rows, self._links(layout)["ep"]
         if key not in self._times:
             rank_of, links = self.memory.table(layout).rank_of, self._links(layout)
             stages = self.book.runs(len(rank_of))
             of_runs = {runs: self._stage(layout, rows, runs, links) for runs in dict.fromkeys(stages)}
             costs = tuple(of_runs[runs][0] for runs in stages)
-            # Ranks between the first and the last hold the same.
+            # Most ranks between the first and the last hold the same units: compute each kind once.
             times: dict[tuple, Times] = {}
             held_by = self.book.runs_of_ranks(rank_of)
             for held in dict.fromkeys(held_by):
@@ -168,7 +168,7 @@ class Estimator:
     def _stage(
         self, layout: MegatronConfig, rows: int, runs: Runs, links: Mapping[str, str]
     ) -> tuple[StageCosts, Times]:
-        """Returns the seconds of a stage's microbatch, and both directions of it together."""
+        """Returns the costs of a microbatch on a stage, and the times of its forward and backward together."""
         key = layout.tp_size, layout.cp_size, layout.ep_size, layout.recompute, rows, runs, *links.values()
         if key not in self._stages:
             forward = backward = Times()
@@ -184,7 +184,7 @@ class Estimator:
 
     def _unit_work(self, layout: MegatronConfig, rows: int, unit: int) -> tuple[Work, Work]:
         figures, share = self.book.costs(layout).unit(unit), rows / layout.cp_size
-        # What data parallel ranks exchange once a step is counted apart.
+        # Data-parallel traffic occurs once per step and is counted separately.
         works = [_within_replica(work.scaled(share)) for work in (figures.forward, figures.backward)]
         if self.job.attended != 1:
             works = [replace(work, attention=work.attention * self.job.attended) for work in works]
@@ -194,18 +194,19 @@ class Estimator:
             ring, others = self.book.ring(layout).unit(unit), layout.cp_size - 1
             for place, work in enumerate((ring.forward, ring.backward)):
                 calls, size = work.traffic.get("cp", (0, 0.0))
-                # Two ranks exchange half of what each has; more of them, all but their own part.
+                # Measured with two ranks, each exchanging half of the sequence; `cp_size` ranks exchange all but their
+                # own shard.
                 works[place] += Work(traffic={"cp": (calls * others, size * 2 * rows * others / layout.cp_size)})
         if layout.ep_size > 1 and unit in self.book.parameters(layout).experts:
             text = self.book.short.config.get_text_config()
             chosen = next((n for name in _EXPERTS_CHOSEN if isinstance(n := getattr(text, name, None), int)), 1)
-            # To the experts and back, if all get as many tokens.
+            # Token dispatch and combine, assuming equal load of the experts.
             sent = 2 * self._hidden_bytes(layout, rows) * chosen * (layout.ep_size - 1) / layout.ep_size
             works = [work + Work(traffic={"ep": (2, sent)}) for work in works]
         return works[0], works[1]
 
     def _decoding(self, layout: MegatronConfig, unit: int) -> Work | None:
-        """Returns what it takes to make numbers of a unit's weights that are kept in few bits; none has any outside."""
+        """Returns the work of dequantizing a unit's weights, if any; only layers have quantized weights."""
         held = () if unit < 0 else self.book.parameters(layout).layers[unit]
         coded = [one for one in held if one.codes is not None]
         if not coded:
@@ -220,18 +221,18 @@ class Estimator:
 
     def _links(self, layout: MegatronConfig) -> dict[str, str]:
         device, inner = self.job.device, layout.tp_size * layout.cp_size
-        # Over tp first, then cp, then dp, which is outermost.
+        # Rank order, innermost first: tp, cp, pp, dp. Expert-parallel groups use tp first, then cp, then dp.
         experts = layout.ep_size if layout.ep_size <= inner else layout.ep_size * layout.pp_size
         reach = {"tp": layout.tp_size, "cp": inner, "ep": experts, "pp": 2 * inner, "dp": self.job.devices}
         return {axis: device.connection(devices) for axis, devices in reach.items()}
 
     def _reduced_bytes(self, layout: MegatronConfig, microbatches: int) -> float:
-        """Returns what the rank with most weights sends of gradients and weights in a step."""
+        """Returns the bytes of gradients and weights that the rank with the most weights sends in a step."""
         sharing = (layout.dp_size or 1) * layout.cp_size
         table, weights = self.memory.table(layout), self.job.itemsize
         sent = max(table.trained) * (_GRADIENT * (microbatches if layout.zero_stage == 2 else 1) + weights)
         if layout.zero_stage == 3:
-            # Weights come twice for each microbatch.
+            # ZeRO-3 gathers weights twice per microbatch, for forward and backward.
             each = zip(table.trained, table.entries, strict=True)
             sent = microbatches * max(_GRADIENT * trained + 2 * weights * entries for trained, entries in each)
         return sent * (sharing - 1) / sharing

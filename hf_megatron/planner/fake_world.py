@@ -1,24 +1,23 @@
-"""A fake world: one rank of a job of any size, in which nothing is sent and no tensor has memory.
+"""Fake world: runs one rank of a job of any size without communication and without memory for tensors.
 
     def steps(world: FakeWorld) -> StepFigures:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, megatron_config=layout)
         optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters()))
-        with world.running(model) as ledger:
+        with world.running(model) as tracker:
             ids = torch.zeros(1, 8192, dtype=torch.int64)
             for _ in range(2):
-                ledger.begin_step(kept_tensors(model, optimizer))
+                tracker.begin_step(kept_tensors(model, optimizer))
                 model(input_ids=ids, labels=ids).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            return ledger.figures
+            return tracker.figures
 
     [figures] = run_fake_ranks(steps, [64], world_size=2048)
 
-Everything is the library's own: planning, loading, schedules, reduction and optimizer. torch's process group `fake`
-answers at once, weights are drawn as fake tensors, and `AllocationTracker` counts. Fake tensors stand for a device's
-memory,
-real ones for the host's. Not here is what NCCL and cuBLAS allocate for themselves, and what the allocator loses between
-blocks.
+The library's own code runs: planning, loading, schedules, gradient reduction, and optimizer. Collectives of torch's
+process group `fake` return at once, weights are initialized as fake tensors, and `AllocationTracker` counts. Fake
+tensors represent device memory, real ones host memory. The internal allocations of NCCL and cuBLAS and the
+fragmentation of the allocator are not included.
 """
 
 import functools
@@ -47,22 +46,22 @@ from ..pipeline_parallel.p2p import Shapes
 
 
 class FakeWorld:
-    """What a function that runs as one rank of a fake job is given; `run_fake_ranks` makes it."""
+    """Context passed to a function that runs as one rank of a fake job; created by `run_fake_ranks`."""
 
     def __init__(self) -> None:
-        # Buffers and what a loop makes before the step are real.
+        # Buffers, and tensors that a training loop creates before the step, are real.
         self.mode = fake_mode()
 
     @contextmanager
     def running(self, model: Any, tracker: AllocationTracker | None = None) -> Iterator[AllocationTracker]:
-        """Makes what is computed inside fake, and counts it; every rank of a pipeline runs by itself.
+        """Runs the code inside with fake tensors and counts it; pipeline ranks run without their peers.
 
         Args:
-            model: loaded in this world, its weights fake already.
-            ledger (`AllocationTracker`, *optional*): counts, in the place of one of its own.
+            model: loaded in this world, with fake weights.
+            tracker (`AllocationTracker`, *optional*): used instead of a new one.
 
         Raises:
-            PlanError: a stage sends other shapes than it was taken to receive.
+            PlanError: a stage sends other shapes than it was assumed to receive.
         """
         for module in model.modules():
             for name, buffer in module._buffers.items():
@@ -72,7 +71,7 @@ class FakeWorld:
         transport = getattr(None if state is None else state.pipeline, "transport", None)
         if transport is not None:
             transport.learn = functools.partial(_shapes_received, model)
-        # Losses of next tokens are taken by this library's own function.
+        # Next-token losses are computed by this library's own function and need no patch.
         losses = nullcontext() if state is None or state.loss.shifts else MeansOfBatch(state.loss)
         with self.mode, losses, tracker or AllocationTracker(model) as counting:
             yield counting
@@ -90,21 +89,21 @@ def run_fake_ranks(
     as_gloo: bool = False,
     timeout: float = 600.0,
 ) -> list[Any]:
-    """Calls `function(world, *args)` as some ranks of a job that has no other ones, each in a fork of its own.
+    """Calls `function(world, *args)` as some ranks of a job whose other ranks do not exist, each in its own fork.
 
     Args:
-        function (`Callable`): takes a `FakeWorld`; what it returns must be picklable.
-        ranks: to be, such as one of each kind of stage.
+        function (`Callable`): takes a `FakeWorld`; its result must be picklable.
+        ranks: to run, such as one of each kind of stage.
         world_size (`int`): ranks of the job.
-        as_gloo (`bool`, defaults to `False`): the library takes its groups for gloo's, to be compared with CPU ranks;
-            else for those of an accelerator.
+        as_gloo (`bool`, defaults to `False`): whether the groups appear as gloo groups, for a comparison with CPU
+            ranks, instead of groups of an accelerator.
         timeout (`float`): seconds until all forks are killed.
 
     Returns:
         `list`: the results, in the order of `ranks`.
 
     Raises:
-        RankError: with the tracebacks of those that failed.
+        RankError: with the tracebacks of the ranks that failed.
     """
     places = [(rank, world_size) for rank in ranks]
     return run_fake_places(lambda world, number: function(world, *args), places, as_gloo=as_gloo, timeout=timeout)
@@ -117,26 +116,26 @@ def run_fake_places(
     as_gloo: bool = False,
     timeout: float = 600.0,
 ) -> list[Any]:
-    """Calls `function(world, number)` for ranks of several jobs, as `run_fake_ranks` does for those of one.
+    """Calls `function(world, number)` for ranks of several jobs, as `run_fake_ranks` does for one job.
 
     Args:
-        places: rank and ranks of its job; `number` counts them.
+        places: (rank, world size) of each call; `number` is the index in this list.
     """
 
     def join(number: int, directory: Path) -> None:
         set_rank_environment(*places[number])
         join_fake_job(*places[number])
         take_fakes_for_real()
-        # Of no fake; where they are compared all are zero, which says that nothing was moved.
+        # Fake tensors have data pointer 0. Code that compares pointers then correctly sees that nothing was moved.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         joined.append(number)
 
     def be_rank() -> Any:
-        # A fork of its own: nothing of this is undone. What all ranks are asked, this one answers.
+        # Runs in its own fork, so no patch is undone. Object collectives return this rank's value for all ranks.
         world = FakeWorld()
         dist.all_gather_object = _all_say_the_same  # type: ignore[assignment]
         dist.broadcast_object_list = lambda objects, *args, **kwargs: None  # type: ignore[assignment]
-        # Random states are bytes of the host, which another rank would have.
+        # RNG states are real host tensors, which the fake broadcast from another rank would not fill.
         rng.broadcast_state = lambda *args: None  # type: ignore[assignment]
         nn.Module._apply = _replaced  # type: ignore[assignment, method-assign]
         norm_checks.ListOfRanks.judge = lambda self, added: self.is_replicated  # type: ignore[method-assign]
@@ -155,20 +154,20 @@ def run_fake_places(
         initialize.initialize = draw_nothing
         return function(world, joined[0])
 
-    # What a fork is: each has a list of its own.
+    # Each fork has its own copy of this list.
     joined: list[int] = []
     return run_forks(be_rank, range(len(places)), len(places), join, timeout)
 
 
 def _replaced(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Stands in the place of `Module._apply`, which cannot exchange what is in a fake parameter that others know."""
+    """Replaces `Module._apply`, which cannot swap the data of a fake parameter that has other references."""
     for child in module.children() if recurse else ():
         child._apply(function)
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue
         values = parameter.detach()
-        # What stays as it is stays the same parameter, which others may be tied to.
+        # An unchanged tensor keeps its parameter, which may be tied.
         if (changed := function(values)) is not values:
             module._parameters[name] = nn.Parameter(changed, parameter.requires_grad)
     for name, buffer in module._buffers.items():
@@ -177,7 +176,7 @@ def _replaced(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: 
     return module
 
 
-# What CUDA has flash kernels for, which know heads that share keys.
+# Dtypes for which CUDA has flash kernels, which support grouped-query attention.
 _FLASH = (torch.float16, torch.bfloat16)
 
 
@@ -191,10 +190,11 @@ def _attended(
     is_causal: bool = False,
     **settings: Any,
 ) -> Tensor:
-    """Stands in the place of torch's attention where either a CPU or an accelerator writes scores `[queries, keys]`.
+    """Replaces torch's attention by the kernel that CUDA uses, where a fake tensor would take the CPU's choice.
 
-    CPUs do with heads of other widths in values than in keys (DeepSeek), which they have no fused kernel for; CUDA
-    does in fp32 where several heads share one of keys, which its kernel of that precision does not know.
+    With other head dims in values than in keys (DeepSeek), CPUs have no fused kernel and materialize the scores
+    `[queries, keys]`, while CUDA does not. With grouped-query attention in fp32, CUDA materializes them, because its
+    fused kernel for fp32 does not support it.
     """
     if is_fake(query) and settings.get("enable_gqa") and query.dtype not in _FLASH and query.shape[1] != key.shape[1]:
         written: Any = torch.ops.aten._scaled_dot_product_attention_math.default
@@ -211,7 +211,7 @@ def _all_say_the_same(gathered: list[Any], value: Any, group: Any = None) -> Non
 
 
 def _shapes_received(model: nn.Module, peer: int, tag: int, kind: Hashable) -> tuple[Shapes, str]:
-    """Returns what a stage receives of a microbatch: hidden states `[rows, sequence, hidden]`, its share under sp."""
+    """Returns the shape of a stage's input: `[microbatch, sequence, hidden]`, with the local shard under sp."""
     state: Any = parallel_state(model)
     config: Any = model.config
     if config.is_encoder_decoder:
@@ -221,7 +221,7 @@ def _shapes_received(model: nn.Module, peer: int, tag: int, kind: Hashable) -> t
         )
     if getattr(config.get_text_config(), "output_router_logits", False):
         raise UnsupportedError("output_router_logits with a pipeline: what travels beside hidden states is not known.")
-    # (stage, (flags, what decides the shapes)): see `Execution` and `microbatches.describe`.
+    # `kind` is (stage, (flags, shape description)): see `Execution` and `microbatches.describe`.
     described: Any = kind[1][1]  # type: ignore[index]
     rows, length = next(value[1] for value in described if isinstance(value, tuple) and len(value) == 3)[:2]
     if state.config.sequence_parallel:

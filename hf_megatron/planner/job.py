@@ -1,4 +1,4 @@
-"""What is to be trained, on what, and in what steps."""
+"""Training job: model training settings, devices, and batch shape."""
 
 from dataclasses import dataclass
 
@@ -17,19 +17,19 @@ class Job:
     """A training job.
 
     Args:
-        devices (`int`): how many there are.
-        device (`Device`): what each is.
-        sequence_length (`int`): tokens of a row.
-        global_batch (`int`): rows of an optimizer step.
+        devices (`int`): number of devices.
+        device (`Device`): type of the devices.
+        sequence_length (`int`): tokens of a sequence.
+        global_batch (`int`): sequences of an optimizer step.
         precision (`str`, defaults to bf16): of products: bf16, fp16, fp32, or fp8 with weights in bf16.
-        efficiency (`Efficiency`): of the stack; by default that of stock modules.
-        training (`Training`, *optional*): what of the model is trained; all of it by default.
-        document_length (`float`, *optional*): tokens of a document on average, where rows are packed and documents do
-            not attend to each other; by default a row is one.
-        target_length (`int`, *optional*): tokens of a row of labels, which an encoder-decoder's decoder reads; by
-            default as many as its encoder reads, of `sequence_length`.
-        memory_share (`float`, defaults to 0.9): of a device's memory that may be planned for; the rest is what NCCL,
-            cuBLAS and the allocator take.
+        efficiency (`Efficiency`): of the software stack; stock modules by default.
+        training (`Training`, *optional*): trained parts of the model; all by default.
+        document_length (`float`, *optional*): average tokens of a document, if sequences are packed and documents do
+            not attend to each other; by default a sequence is one document.
+        target_length (`int`, *optional*): tokens of a label sequence, which the decoder of an encoder-decoder reads; by
+            default `sequence_length`, as for its encoder.
+        memory_share (`float`, defaults to 0.9): share of a device's memory to plan for; NCCL, cuBLAS and the allocator
+            take the rest.
 
     Raises:
         ConfigError: a value out of its range.
@@ -62,7 +62,7 @@ class Job:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Dtype of the weights."""
         return _DTYPES[self.precision]
 
     @property
@@ -72,15 +72,15 @@ class Job:
 
     @property
     def memory(self) -> float:
-        """Bytes of a device that may be planned for."""
+        """Bytes of a device's memory to plan for."""
         return self.device.memory_gib * 2**30 * self.memory_share
 
     @property
     def attended(self) -> float:
-        """Share of a row's pairs of tokens that attend to each other, of those in a row that is one document."""
+        """Number of token pairs that attend to each other, relative to sequences with a single document."""
         return 1.0 if self.document_length is None else self.document_length / self.sequence_length
 
     @property
     def tokens(self) -> int:
-        """Tokens of an optimizer step; those that an encoder reads, where there is one."""
+        """Tokens of an optimizer step; with an encoder-decoder, tokens of the encoder."""
         return self.sequence_length * self.global_batch

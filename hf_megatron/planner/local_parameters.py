@@ -1,4 +1,4 @@
-"""What a rank holds of each unit's parameters on a layout: from the claims that the layout itself is planned by."""
+"""Local parameters of each unit under a layout, derived from the same shardings as the layout itself."""
 
 import copy
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from .truncated_model import ShortModel
 
 @dataclass(frozen=True)
 class UnitParameters:
-    """What a rank holds of a short model.
+    """Local parameters of a short model.
 
     Attributes:
-        before, after: around the layers; what is tied is in both.
-        layers: those of the short model.
-        tied: what `after` repeats of `before`.
-        experts: layers of which experts are split over ranks of their own.
-        buffers (`int`): bytes of tables, as of rotary positions.
+        before, after: outside the layers; tied parameters are in both.
+        layers: for each layer of the short model.
+        tied: parameters of `after` that are tied to `before`.
+        experts: indices of layers whose experts are sharded over expert-parallel ranks.
+        buffers (`int`): bytes of buffers, such as rotary tables.
     """
 
     before: tuple[LocalParameter, ...]
@@ -35,21 +35,21 @@ class UnitParameters:
 def parameters_of_units(
     short: ShortModel, layout: MegatronConfig, itemsize: int, training: Training = WHOLE
 ) -> UnitParameters:
-    """Plans a short model on a layout without its pipeline, and returns what the first rank holds.
+    """Plans a short model on a layout without its pipeline, and returns the local parameters of rank 0.
 
     Args:
         layout: with its `dp_size`, and one stage.
         itemsize (`int`): bytes of a weight's entry.
-        training (`Training`, *optional*): what of the model is trained; its adapters are not counted here.
+        training (`Training`, *optional*): trained parts of the model; adapters are not counted here.
 
     Raises:
-        MegatronError: the layout does not fit the model; it says why.
+        MegatronError: the layout does not fit the model, with the reason.
     """
     axes = Axes.of(layout, 0)
     model = copy.deepcopy(short.model)
     state = plan(model, layout, axes)
     units = short.unit_of_module
-    # Some are defined behind the layers of the text model that they come before.
+    # Modality encoders run before the language model's layers, but some are defined after them.
     modality_encoders = tuple(f"{encoder}." for encoder in find_modality_encoders(short.model))
     before: list[LocalParameter] = []
     after: list[LocalParameter] = []

@@ -1,4 +1,4 @@
-"""The machine at hand as a device of the planner: what its products, copies and launches take."""
+"""Benchmark of the current machine as a planner device: matrix products, copies, and kernel launches."""
 
 import math
 import os
@@ -16,7 +16,7 @@ from .devices import Device
 from .time_model import PUBLISHED
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# Sides of the largest product, and bytes of the largest copy: enough to hide what a start costs.
+# Sides of the product, and bytes of the copy: large enough to hide launch costs.
 _SIDES = {"cuda": 8192, "cpu": 1024}
 _COPIES = {"cuda": 2**30, "cpu": 2**27}
 _LAUNCHES = 500
@@ -26,17 +26,17 @@ _TINY = 256
 def measure_device(
     device_type: str | None = None, *, like: Device | None = None, seconds: float = 0.5, is_tiny: bool = False
 ) -> Device:
-    """Measures matrix products, copies and kernel launches of the machine at hand.
+    """Measures matrix products, copies and kernel launches on the current machine.
 
-    Links and networks take several machines to measure: they are those of `like` or, without it, as fast as copies
-    from and to the host, which the device's note says.
+    Links and networks take several machines to measure: they are taken from `like`, or else set to the speed of
+    copies to and from the host, which the device's note states.
 
     Args:
-        device_type (`str`, *optional*): `"cuda"` or `"cpu"`; by default the first that is there.
-        like (`Device`, *optional*): gives memory, peaks, links and network. Without it peaks are what large products
-            reach, and memory is what the machine has.
-        seconds (`float`, defaults to 0.5): of repeating, for each of the measurements.
-        is_tiny (`bool`, defaults to `False`): small products and copies, to try it out; its values mean nothing.
+        device_type (`str`, *optional*): `"cuda"` or `"cpu"`; by default cuda if available.
+        like (`Device`, *optional*): source of memory, peaks, links and network. Without it peaks are the measured
+            rates of large products, and memory is the machine's.
+        seconds (`float`, defaults to 0.5): duration of each measurement.
+        is_tiny (`bool`, defaults to `False`): small products and copies, for tests; the values are meaningless.
 
     Raises:
         ConfigError: no such device.
@@ -50,11 +50,11 @@ def measure_device(
         name: 2.0 * side**3 / _product_seconds(side, dtype, kind, wait, seconds) for name, dtype in _DTYPES.items()
     }
     size = 2**20 if is_tiny else _COPIES[kind]
-    # A copy reads and writes.
+    # A copy reads and writes each byte.
     memory = 2.0 * size / _copy_seconds(size, kind, kind, wait, seconds)
     host = size / _copy_seconds(size, "cpu", kind, wait, seconds) if kind == "cuda" else memory / 2
     launch_us = _launch_seconds(kind, wait, seconds) * 1e6
-    # What a product without limit would reach.
+    # Extrapolated rate of an infinitely large product.
     full = {name: rate * (1 + PUBLISHED.half_width["bf16"] / side) for name, rate in rates.items()}
     if like is not None:
         share = {
@@ -108,7 +108,7 @@ def _launch_seconds(kind: str, wait: Callable[[], Any], seconds: float) -> float
 
 
 def _repeated(run: Callable[[], Any], wait: Callable[[], Any], seconds: float) -> float:
-    """Returns the median seconds of a call, after two that do not count."""
+    """Returns the median seconds of a call, after two warm-up calls."""
     for _ in range(2):
         run()
     wait()
@@ -133,5 +133,5 @@ def _memory(kind: str) -> int:
 
 
 def _digits(value: float) -> float:
-    """Rounds to three digits: no more of it would be the same again."""
+    """Rounds to three significant digits; further digits would not be reproducible."""
     return round(value, 2 - math.floor(math.log10(value)))

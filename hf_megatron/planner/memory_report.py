@@ -1,4 +1,4 @@
-"""What ranks of a real run held in memory beside what was planned for them."""
+"""Comparison of the measured memory of a run's ranks with its plan."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,12 +12,12 @@ from .rank_predictions import PredictedRank, predict_ranks
 
 _MIB = 2**20
 PEAK = "peak of the step"
-# Of a peak: what is not told, such as tables of masks.
+# Share of the peak below which a category is not listed, such as mask tables.
 _SMALL = 1e-3
 
 
 def plan_for(found: MeasuredMemory) -> list[PredictedRank]:
-    """Returns what is planned for every pipeline rank of a run's layout, batch and model.
+    """Returns the plan for every pipeline rank with a run's layout, batch and model.
 
     Raises:
         RankError: the layout does not fit the model.
@@ -41,7 +41,7 @@ def plan_for(found: MeasuredMemory) -> list[PredictedRank]:
 
 
 def memory_table(found: Sequence[MeasuredMemory], planned: Sequence[PredictedRank] | None) -> str:
-    """Returns a line for each rank and category: MiB that were there, that were planned, and the difference."""
+    """Returns a table of measured and planned MiB, and the difference, for each rank and category."""
     by_place = {} if planned is None else {one.pipeline_rank: one for one in planned}
     lines = [f"{'rank':>5}  {'MiB':32} {'measured':>12} {'planned':>12} {'difference':>11}"]
     for one in found:

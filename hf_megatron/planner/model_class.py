@@ -1,4 +1,4 @@
-"""The model that a plan is of, and how its layers follow each other."""
+"""Model that is planned, on the meta device, and the execution order of its layers."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -18,16 +18,16 @@ _TOKENS = "input_ids"
 
 
 def model_on_meta(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """Makes the model that is planned, without weights; buffers that follow its weights' dtype have it.
+    """Returns the planned model without weights; buffers that follow the weights' dtype have `dtype`.
 
     Raises:
-        ConfigError: transformers has none of the config, or it reads no tokens.
+        ConfigError: transformers has no model for the config, or it reads no tokens.
     """
     auto = auto_class(config)
     try:
         with torch.device("meta"), without_output():
             model = auto.from_config(config, dtype=dtype)
-    except Exception as error:  # noqa: BLE001 - whatever a model class says of its config
+    except Exception as error:  # noqa: BLE001 - model classes raise errors of any type for a bad config
         raise ConfigError(
             f"MODEL of type {config.model_type!r}: no model can be made of its config: {error_summary(error)}"
         ) from error
@@ -40,9 +40,10 @@ def model_on_meta(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16)
 
 
 def layers_in_order(model: Any) -> list[tuple[str, ...]]:
-    """Returns what the parts of each layer are called, in the order in which the layers run, an encoder's first.
+    """Returns the module names of each layer, in execution order, encoder layers first.
 
-    They are those that a pipeline cuts; of a model that has none of these, equal numbers of all lists are one layer.
+    These are the layers that a pipeline splits; if the model does not support one, entries with the same index in all
+    module lists form a layer.
     """
     try:
         row = LayerSequence.of(model, spec_for(model), "pp_size")

@@ -1,4 +1,4 @@
-"""A search's answer as text, as JSON, and as the files that a run is started with."""
+"""Search results as text, as JSON, and as config files for a launch."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,16 +13,16 @@ from .job import Job
 from .search import NOISE, SearchResult
 
 _GIB, _HOUR = 2**30, 3600
-# Fields that accelerate's YAML has no key for.
+# Fields without a key in accelerate's YAML, passed as environment variables.
 _BY_VARIABLE = ("pipeline_schedule", "virtual_stages")
 _LINKED = {"tp": "tensor", "cp": "context", "ep": "expert", "pp": "pipeline", "dp": "data"}
 
 
 def plan_as_dict(found: SearchResult, tokens: float | None = None) -> dict[str, Any]:
-    """Returns an answer as values that JSON has; sizes are bytes, times seconds.
+    """Returns a search result as JSON-compatible values; sizes are in bytes, times in seconds.
 
     Args:
-        tokens (`float`, *optional*): to train on, for hours.
+        tokens (`float`, *optional*): training tokens, to report hours.
     """
     return {
         "devices": found.job.devices,
@@ -66,11 +66,11 @@ def _as_dict(found: SearchResult, one: Estimate, tokens: float | None) -> dict[s
 
 
 def plan_as_text(found: SearchResult, name: str, tokens: float | None = None) -> str:
-    """Returns an answer as a table with its reasons.
+    """Returns a search result as a table with its reasons.
 
     Args:
         name (`str`): of the model.
-        tokens (`float`, *optional*): to train on, for hours.
+        tokens (`float`, *optional*): training tokens, to report days.
     """
     job = found.job
     lines = [
@@ -96,7 +96,7 @@ def _of_labels(job: Job) -> str:
 
 
 def _trained(job: Job) -> str:
-    """Says what of the model is trained, and how rows are packed, where it is not the whole of it on whole rows."""
+    """Returns a description of partial training and of packing; empty for full training on unpacked sequences."""
     said, training = "", job.training
     if training.lora_rank:
         said += f", LoRA of rank {training.lora_rank} beside a frozen base"
@@ -148,7 +148,7 @@ def _reasons(found: SearchResult) -> list[str]:
 
 
 def _difference(first: Estimate, other: Estimate) -> str:
-    """Says what costs a layout the most against the fastest one."""
+    """Returns the largest extra costs of a layout relative to the fastest one."""
     more = {"computing": other.compute - first.compute, "the pipeline's bubble": other.bubble - first.bubble}
     for axis in {*first.exposed, *other.exposed}:
         waits = other.exposed.get(axis, 0.0) - first.exposed.get(axis, 0.0)
@@ -190,7 +190,7 @@ def _table(rows: list[list[str]]) -> list[str]:
 
 
 def _stated(layout: MegatronConfig) -> dict[str, Any]:
-    """Returns the fields that are not at their defaults."""
+    """Returns the fields that differ from their defaults."""
     default = MegatronConfig().to_dict()
     return {name: value for name, value in layout.to_dict().items() if value != default[name]}
 
@@ -204,7 +204,7 @@ def layout_as_yaml(one: Estimate) -> str:
 
 
 def launch_as_yaml(found: SearchResult, one: Estimate, devices_per_machine: int = 8) -> str:
-    """Returns a YAML that `accelerate launch --config_file` reads; its first lines say what it has no key for.
+    """Returns a YAML for `accelerate launch --config_file`; leading comments have the settings without a key.
 
     Args:
         devices_per_machine (`int`, defaults to 8): processes of one machine.
@@ -220,7 +220,7 @@ def launch_as_yaml(found: SearchResult, one: Estimate, devices_per_machine: int 
         "megatron_lm_sequence_parallelism": layout.sequence_parallel,
         "megatron_lm_use_distributed_optimizer": layout.zero_stage > 0,
         "megatron_lm_num_micro_batches": layout.num_microbatches or 1,
-        # Whether to clip is the script's to say.
+        # Gradient clipping is left to the script.
         "megatron_lm_gradient_clipping": 0.0,
         "megatron_lm_recompute_activations": layout.recompute == "selective",
     }
@@ -253,7 +253,7 @@ def launch_as_yaml(found: SearchResult, one: Estimate, devices_per_machine: int 
 
 
 def launch_variables(layout: MegatronConfig) -> Mapping[str, str]:
-    """Returns the environment of a launch whose YAML cannot say all of a layout."""
+    """Returns environment variables for the parts of a layout that the YAML has no keys for."""
     default = MegatronConfig()
     found = {
         f"HF_MEGATRON_{name.upper()}": str(value)
@@ -264,7 +264,7 @@ def launch_variables(layout: MegatronConfig) -> Mapping[str, str]:
 
 
 def write_plan(found: SearchResult, path: Path, *, for_accelerate: bool = False) -> None:
-    """Writes the best layout as a YAML file; raises `ConfigError` where there is none."""
+    """Writes the best layout as a YAML file; raises `ConfigError` if no layout fits."""
     if not found.best:
         raise ConfigError(f"{path} is not written: no layout fits.")
     text = launch_as_yaml(found, found.best[0]) if for_accelerate else layout_as_yaml(found.best[0])

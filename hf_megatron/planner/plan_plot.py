@@ -1,4 +1,4 @@
-"""Pictures of a plan and of a dry run: memory of each pipeline rank against the device's, and the simulated step."""
+"""Plots of a plan and of a dry run: memory of each pipeline rank against the device's, and the simulated step."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from .rank_predictions import PredictedRank
 from .search import SearchResult
 
 _GIB = 2**30
-# Kept from step to step, from dark to light, then what a step adds.
+# Memory kept between steps from dark to light, then memory used within a step.
 _COLOURS = {
     "weights": "#1f4e79",
     "main weights": "#2e75b6",
@@ -31,7 +31,7 @@ _COLOURS = {
 }
 _OTHER = "#999999"
 _WIDTH, _ROW = 16.0, 0.4
-# Microbatches that are drawn of a step without stages.
+# Number of microbatches drawn for a step without stages.
 _SHOWN = 8
 
 
@@ -61,10 +61,10 @@ def draw_plan(found: SearchResult, path: Path) -> None:
 def draw_predicted_ranks(
     ranks: Sequence[PredictedRank], layout: MegatronConfig, path: Path, device_gib: float | None = None
 ) -> None:
-    """Draws the memory of a dry run's pipeline ranks into a PNG: what is kept, and what a step adds at its peak.
+    """Draws the memory of a dry run's pipeline ranks into a PNG: kept memory, and what a step adds at its peak.
 
     Args:
-        device_gib (`float`, *optional*): memory of a device, that is drawn beside it.
+        device_gib (`float`, *optional*): memory of a device, drawn as a limit.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -99,11 +99,11 @@ def _draw_memory(axes: Any, name: str, ranks: Sequence[Mapping[str, int]], limit
 
 
 def _draw_step(axes: Any, one: Estimate) -> None:
-    """Draws the schedule, with no more microbatches than show how it begins, goes on and ends."""
+    """Draws the schedule with enough microbatches to show warm-up, steady state, and cool-down."""
     layout = one.layout
     per_rank = stages_per_rank(layout)
     count = one.microbatches
-    # A multiple of the ranks is right for every schedule.
+    # A multiple of the pipeline size is valid for every schedule.
     listing = min(count, 2 * layout.pp_size if layout.pp_size > 1 else _SHOWN)
     played = simulate(layout.pipeline_schedule, layout.pp_size, per_rank, listing, one.stages, one.send)
     timeline = simulated_timeline(played, layout.pipeline_schedule, listing)

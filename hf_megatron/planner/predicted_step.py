@@ -1,4 +1,4 @@
-"""A training step's bytes on a rank: predicted in a fake world, and measured on CPU ranks to compare."""
+"""Memory and traffic of a rank's training step: predicted in a fake world, and measured on real ranks to compare."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -28,10 +28,10 @@ from .fake_world import FakeWorld, run_fake_ranks
 from .model_class import model_on_meta
 from .uniform_routing import balanced_experts
 
-# The second step finds what the first one has made.
+# The first step creates state, such as optimizer states, that the second one finds.
 _STEPS = 2
 _MEASURED_STEPS = 16
-# Rows that tables of positions begin with and no token uses (OPT, BioGPT).
+# Unused entries at the start of a position table (OPT, BioGPT).
 _MOST_RESERVED = 2
 _INPUTS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "attention_mask": torch.ones_like,
@@ -55,29 +55,28 @@ def dry_run(
 ) -> list[StepFigures]:
     """Predicts a training step with AdamW on some ranks of a job, without memory or other ranks.
 
-    Experts that are split over ranks get as many tokens each.
+    Tokens are routed evenly to experts that are sharded over ranks.
 
     Args:
-        config: of the model, of the class that `auto_class` says; nothing else is read.
-        layout (`MegatronConfig`): need not be verified: nothing is trained.
+        config: of the model, which `auto_class` resolves to a class; nothing else is read.
+        layout (`MegatronConfig`): need not be verified, since nothing is trained.
         ranks: to predict, such as one of each kind of pipeline stage.
         world_size (`int`): ranks of the job.
-        batch_size, sequence_length (`int`): rows, and tokens of a row, of one call on one dp rank.
+        batch_size, sequence_length (`int`): of one call on one dp rank.
         dtype (`torch.dtype`, defaults to bf16): of the weights.
-        inputs: what the model is given beside tokens and labels, of `attention_mask` and `position_ids`.
-        target_length (`int`, *optional*): tokens of a row of labels, which an encoder-decoder's decoder reads; by
-            default as many as its encoder reads.
-        as_gloo (`bool`, defaults to `False`): as CPU ranks do, in place of accelerators.
+        inputs: model inputs in addition to tokens and labels, of `attention_mask` and `position_ids`.
+        target_length (`int`, *optional*): tokens of a label sequence, which the decoder of an encoder-decoder reads; by
+            default `sequence_length`.
+        as_gloo (`bool`, defaults to `False`): predicts CPU ranks instead of accelerators.
         timeout (`float`): seconds.
 
     Returns:
         `list`: the second step's figures, in the order of `ranks`.
 
     Raises:
-        ConfigError: a number is out of its range, a row has more tokens than the model has positions (those of rotary
-            embeddings have no end), or the layout keeps its optimizer's state in CPU memory, which is not
-            told apart.
-        RankError: the layout does not fit the model or the job; it has the rank's own error.
+        ConfigError: a value is out of its range, a sequence has more tokens than the model has positions (rotary
+            embeddings have no limit), or the layout offloads optimizer states, which are not counted separately.
+        RankError: the layout does not fit the model or the job, with the rank's own error.
     """
     sizes = StepSizes(batch_size, sequence_length, dtype, tuple(inputs), target_length)
     require_possible(config, layout, ranks, world_size, sizes)
@@ -90,7 +89,7 @@ def dry_run(
 
 @dataclass(frozen=True)
 class StepSizes:
-    """What a step is given on one dp rank; see `dry_run`."""
+    """Shapes and dtype of a step on one dp rank; see `dry_run`."""
 
     batch_size: int
     sequence_length: int
@@ -111,14 +110,14 @@ def step_figures(
     tracker_of: Callable[[Any], AllocationTracker] = AllocationTracker,
     watching: Callable[[AllocationTracker], AbstractContextManager[Any]] = lambda tracker: nullcontext(),
 ) -> StepFigures:
-    """Takes steps as one rank of a fake world, and returns the figures of the last.
+    """Runs steps as one rank of a fake world, and returns the figures of the last one.
 
     Args:
-        adapt (`Callable`, *optional*): freezes parts of a model, or puts an adapter into it, and returns it.
+        adapt (`Callable`, *optional*): freezes parts of a model or adds adapters, and returns the model.
         optimizes (`bool`, defaults to `True`): whether the optimizer steps.
-        steps (`int`, defaults to 2): how many; the second finds what the first one has made.
-        tracker_of (`Callable`, *optional*): makes what counts the steps of a model.
-        watching (`Callable`, *optional*): makes a context around the last step of the ledger that counts it.
+        steps (`int`, defaults to 2): number of steps; the second one finds the state that the first one created.
+        tracker_of (`Callable`, *optional*): creates the tracker of a model's steps.
+        watching (`Callable`, *optional*): creates a context around the last step from its tracker.
     """
     model, optimizer = _model_and_optimizer(config, layout, sizes.dtype, adapt, world.mode)
     inner = unwrap_parallel_model(model)
@@ -129,7 +128,7 @@ def step_figures(
         )
         given = {name: make(ids) for name, make in _INPUTS.items() if name in sizes.inputs}
         if config.is_encoder_decoder:
-            # Configs need not say what labels are shifted by.
+            # Pass decoder inputs: a config may lack the start token for shifting labels.
             given["decoder_input_ids"] = labels
         for step in range(steps):
             tracker.begin_step(kept_tensors(inner, optimizer))
@@ -164,12 +163,13 @@ def require_possible(
 
 
 def require_lengths(config: PreTrainedConfig, sequence_length: int, target_length: int | None) -> None:
-    """Refuses rows that a model does not take, by the names of what is asked.
+    """Raises `ConfigError` for sequence lengths that the model does not support, by the name of the argument.
 
-    Tokens beyond a table of positions are refused here, since nothing is looked up in it; rotary ones have no end.
+    Lengths beyond a position table must be rejected here, since fake tensors do no lookup that would fail. Rotary
+    embeddings have no limit.
 
     Raises:
-        ConfigError: more tokens than positions, or labels of another length without a decoder behind an encoder.
+        ConfigError: more tokens than positions, or a label length for a model that is no encoder-decoder.
     """
     if target_length is not None and not (config.is_encoder_decoder and target_length >= 1):
         raise ConfigError(
@@ -186,7 +186,10 @@ def require_lengths(config: PreTrainedConfig, sequence_length: int, target_lengt
 
 
 def _table_of(model: Any, positions: int) -> str | None:
-    """Finds what has a row for each position: an embedding, which may have more, or a buffer; longer ones grow."""
+    """Returns the name of the position table: an embedding, maybe with extra entries, or a buffer of that length.
+
+    Buffers of other lengths are not limits, since they grow on demand.
+    """
     rows = range(positions, positions + _MOST_RESERVED + 1)
     for name, module in model.named_modules():
         is_other = isinstance(module, torch.nn.Embedding) and module is not model.get_input_embeddings()
@@ -207,9 +210,10 @@ def measured_run(
     device: str = "cpu",
     timeout: float = 600.0,
 ) -> list[StepFigures]:
-    """Measures the step that `dry_run` predicts on real ranks: what it keeps, its peak by torch's allocator, and calls.
+    """Measures the step that `dry_run` predicts on real ranks: kept memory, peak of torch's allocator, and collectives.
 
-    The allocator is asked, a CPU's through torch's profiler: both see what kernels allocate inside of themselves.
+    Peaks come from the allocator, on CPUs through torch's profiler, and so include memory that kernels allocate
+    internally.
     """
 
     @balanced_experts()
@@ -219,7 +223,7 @@ def measured_run(
         for _ in range(_STEPS - 1):
             _step(model, optimizer, ids, ids)
         kept = _bytes(kept_tensors(model, optimizer))
-        # gloo's threads let go of tensors a little late, in some steps more of them at once than in others.
+        # gloo's threads free tensors with a delay that varies between steps: take the smallest peak.
         peak_of = _peak if device == "cpu" else _peak_of_gpu
         peak = min(peak_of(lambda: _step(model, optimizer, ids, ids)) for _ in range(_MEASURED_STEPS))
         with AllocationTracker(model) as tracker:
@@ -278,7 +282,7 @@ def _step(
 
 
 def _parameters(model: Any) -> int:
-    """Counts what a rank has of the model by tp and pp; stage 3, which splits the weights too, is a way to keep it."""
+    """Counts a rank's parameter entries after tp and pp sharding; ZeRO-3 sharding is not subtracted."""
     state = parallel_state(model)
     assert state is not None
     return sum(
@@ -288,7 +292,7 @@ def _parameters(model: Any) -> int:
 
 
 def _bytes(kept: dict[str, list[Tensor]]) -> dict[str, int]:
-    """Adds up the storages of each category; one belongs to the last that names it, as in `AllocationTracker`."""
+    """Sums the storages of each category; a shared one counts for its last category, as in `AllocationTracker`."""
     owners: dict[int, tuple[str, int]] = {}
     for category, tensors in kept.items():
         for tensor in map(local_tensor, tensors):

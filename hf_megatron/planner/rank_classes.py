@@ -1,4 +1,4 @@
-"""Which ranks of a job do the same on other data, so that one of each kind tells all of them."""
+"""Equivalence classes of pipeline ranks: ranks of one class do the same work, so predicting one is enough."""
 
 from typing import Any
 
@@ -11,16 +11,17 @@ from ..models.fingerprint import Part, describe_model
 from ..pipeline_parallel.layers_per_stage import make_stages
 from .model_class import layers_in_order, model_on_meta
 
-# Parts leave sizes out, which layers of one model may differ in.
+# Fingerprint parts omit sizes, which may differ between layers of a model; hence the shapes.
 _Layer = tuple[tuple[Part | None, tuple[torch.Size, ...]], ...]
-# First and last stage or not, and the layers, of each stage of a rank.
+# For each stage of a rank: whether it is the first, whether it is the last, and its layers.
 _Held = tuple[tuple[bool, bool, tuple[_Layer, ...]], ...]
 
 
 def kinds_of_ranks(config: PreTrainedConfig, layout: MegatronConfig) -> list[list[int]]:
-    """Groups the pipeline ranks of a layout by the stages that they hold, the kinds in the order of their first rank.
+    """Groups the pipeline ranks of a layout by the stages that they hold; groups are ordered by their first rank.
 
-    Ranks of one stage are alike: of what does not divide the first ones have more.
+    The first rank of a stage represents all of its ranks: if a dim does not divide evenly, the first ranks have larger
+    shards.
     """
     if layout.pp_size == 1:
         return [[0]]
@@ -48,5 +49,5 @@ def _in_one(model: Any, parts: tuple[str, ...]) -> nn.Module:
 
 
 def world_rank(layout: MegatronConfig, pipeline_rank: int) -> int:
-    """Returns the first rank of a job that is this one of a pipeline."""
+    """Returns the first global rank at a pipeline rank."""
     return pipeline_rank * layout.tp_size * layout.cp_size

@@ -1,4 +1,4 @@
-"""Bytes of every pipeline rank of a layout, from what its units keep and the schedule's own order."""
+"""Memory of every pipeline rank of a layout, from the memory of its units and the schedule's order."""
 
 import functools
 import operator
@@ -17,23 +17,22 @@ from .unit_tracker import UnitFigures
 ACTIVATIONS, AT_WORK, GATHERED, DECODED = "activations", "at work", "gathered weights", "decoded weights"
 _ALL_FORWARDS_FIRST = ("gpipe", "looped_bfs")
 _GRADIENT, _IN_FLIGHT = 4, 2
-# Of `default_capacity`: what a bucket of gradients has at least, and a step of AdamW for each number: main weight and
-# moments read and written, gradient read, weight written.
+# Minimum entries of a gradient bucket, as in `default_capacity`.
 _BUCKET = 40_000_000
 
 
 @dataclass(frozen=True)
 class RankTable:
-    """What does not change with the rows and the number of microbatches.
+    """Memory that does not depend on the microbatch size and the number of microbatches.
 
     Attributes:
         rank_of: rank of each stage.
-        static: of each pipeline rank, category -> bytes without activations.
-        sums: of each rank, all of these.
-        kept: bytes of each stage that one row leaves until its backward.
-        peaks: of each rank, bytes above what is kept while one row is at work.
-        entries, trained, owned: of each rank, numbers of its weights, those that have gradients, and those that its
-            optimizer steps.
+        static: for each pipeline rank, category -> bytes without activations.
+        sums: for each rank, the sum of these.
+        kept: for each stage, activation bytes that a sample keeps until its backward.
+        peaks: for each rank, bytes in addition to kept activations while one sample is processed.
+        entries, trained, owned: for each rank, entries of its weights, of those with gradients, and of its optimizer's
+            shard.
     """
 
     rank_of: tuple[int, ...]
@@ -47,10 +46,10 @@ class RankTable:
 
 
 class RankMemory:
-    """Adds up what ranks hold.
+    """Sums the memory of ranks.
 
     Args:
-        book: of the model's units.
+        book: costs of the model's units.
     """
 
     def __init__(self, book: UnitBook):
@@ -61,14 +60,14 @@ class RankMemory:
         self._per_rank: dict[tuple[str, int | None, int], int] = {}
 
     def per_rank(self, layout: MegatronConfig) -> int:
-        """Returns the stages of each rank, as `stages_per_rank`: a search asks for a few layouts' many times."""
+        """Returns `stages_per_rank`, cached, since a search requests it many times for few layouts."""
         key = layout.pipeline_schedule, layout.virtual_stages, layout.pp_size
         if key not in self._per_rank:
             self._per_rank[key] = stages_per_rank(layout)
         return self._per_rank[key]
 
     def table(self, layout: MegatronConfig) -> RankTable:
-        """Returns what is the same for any number of rows and microbatches."""
+        """Returns the table of a layout, cached for all microbatch sizes and numbers of microbatches."""
         per_rank = self.per_rank(layout)
         shape = schedule(layout.pipeline_schedule).v_shaped, per_rank
         sizes = layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size, layout.ep_size, layout.etp_size
@@ -78,18 +77,18 @@ class RankMemory:
         return self._tables[key]
 
     def held(self, layout: MegatronConfig, microbatches: int) -> tuple[float, ...]:
-        """Returns the most bytes of activations that each rank holds at a time, with one row in a microbatch."""
+        """Returns the peak activation bytes of each rank with one sample per microbatch."""
         sizes = layout.pp_size, self.per_rank(layout), microbatches
         return _held(layout.pipeline_schedule, *sizes, self.table(layout).kept)
 
     def peak(self, layout: MegatronConfig, rows: int, microbatches: int) -> float:
-        """Returns the bytes of the fullest rank; the fullest moment is taken for one at which all is there."""
+        """Returns the peak bytes of the fullest rank; assumes that all categories peak at the same time."""
         table, share = self.table(layout), rows / layout.cp_size
         held = self.held(layout, microbatches)
         return max(own + share * (kept + peak) for own, kept, peak in zip(table.sums, held, table.peaks, strict=True))
 
     def categories(self, layout: MegatronConfig, rows: int, microbatches: int) -> tuple[Counter[str], ...]:
-        """Returns category -> bytes of each pipeline rank at its fullest."""
+        """Returns category -> bytes of each pipeline rank at its peak."""
         table, share = self.table(layout), rows / layout.cp_size
         found = []
         ranks = zip(table.static, self.held(layout, microbatches), table.peaks, strict=True)
@@ -101,7 +100,7 @@ class RankMemory:
     def _make(self, layout: MegatronConfig, per_rank: int) -> RankTable:
         rank_of = tuple(rank_of_stage(layout.pipeline_schedule, layout.pp_size, per_rank))
         stages, of_ranks = self.book.runs(len(rank_of)), self.book.runs_of_ranks(rank_of)
-        # Ranks between the first and the last hold the same.
+        # Most ranks between the first and the last hold the same units: compute each kind once.
         kinds = {held: number for number, held in enumerate(dict.fromkeys(of_ranks))}
         kept_by = [self._kept_rank(layout, held) for held in kinds]
         static_by = [self._static(layout, found) for found in kept_by]
@@ -123,7 +122,7 @@ class RankMemory:
         )
 
     def _stage(self, layout: MegatronConfig, runs: Runs) -> tuple[int, int]:
-        """Returns what a microbatch's forward leaves of a stage, and the most above that while it is at work."""
+        """Returns the bytes that a microbatch's forward keeps on a stage, and the peak above that."""
         key = layout.tp_size, layout.ep_size > 1, layout.recompute, runs
         if key not in self._stages:
             costs = self.book.costs(layout)
@@ -149,7 +148,7 @@ class RankMemory:
         if layout.zero_stage >= 2:
             found["gradients"] += kept.gradients
         if layout.zero_stage == 2:
-            # A bucket that fills, and one that travels.
+            # One bucket is being filled while another is in flight.
             ranks = (layout.dp_size or 1) * layout.cp_size
             found["gradients"] += _GRADIENT * min(kept.trained, _IN_FLIGHT * max(_BUCKET, ranks * 1_000_000))
         if layout.zero_stage == 3:
@@ -160,7 +159,7 @@ class RankMemory:
 
 
 def _peak(units: Sequence[tuple[UnitFigures, int]]) -> int:
-    """Returns the most bytes of a microbatch's forward and backward through units, above what was there before."""
+    """Returns the peak bytes of a microbatch's forward and backward through units, relative to its start."""
     total = most = 0
     for unit, count in units:
         most = max(most, total + max(0, (count - 1) * unit.left) + unit.forward_peak)
@@ -175,7 +174,7 @@ def _peak(units: Sequence[tuple[UnitFigures, int]]) -> int:
 def _held(name: str, ranks: int, per_rank: int, microbatches: int, kept: tuple[int, ...]) -> tuple[float, ...]:
     if ranks == 1:
         return (float(kept[0]),)
-    # No more of them are there at a time than a full pipeline has, but where all forwards come first.
+    # Beyond a full pipeline the number of in-flight microbatches stops growing, unless all forwards come first.
     most = 2 * ranks * per_rank + microbatches % ranks
     if name not in _ALL_FORWARDS_FIRST and most < microbatches and schedule(name).runs(ranks, per_rank, most):
         return _held(name, ranks, per_rank, most, kept)

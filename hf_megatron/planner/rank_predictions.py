@@ -1,4 +1,4 @@
-"""Every kind of rank of a job of any size: its bytes, when they are the most, what it sends, where its host waits."""
+"""Predictions for every kind of rank of a job of any size: memory, time of the peak, collectives, and host reads."""
 
 import functools
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ from .rank_classes import kinds_of_ranks, world_rank
 
 @dataclass(frozen=True)
 class PredictedRank:
-    """A pipeline rank, in bytes; ranks of the same stage do the same.
+    """A pipeline rank, in bytes; all ranks of its stage do the same.
 
     Attributes:
         pipeline_rank, kind (`int`): ranks of one kind hold the same layers.
-        parameters: entries of the model that are this rank's by tensor and pipeline parallelism.
-        kept: category -> bytes from step to step.
-        peak: the most of a step, and when; without an action where a step was run as a whole.
-        collectives: (group, operation) -> calls of a step, and bytes of their largest tensors.
-        reads: where the host waits for the device.
+        parameters: number of local parameter entries after tensor and pipeline parallelism.
+        kept: category -> bytes between steps.
+        peak: peak of a step and its action; without an action if the step ran as a whole.
+        collectives: (group, operation) -> calls in a step, and bytes of their largest tensors.
+        reads: points where the host waits for the device.
     """
 
     pipeline_rank: int
@@ -55,28 +55,27 @@ def predict_ranks(
 ) -> list[PredictedRank]:
     """Predicts a training step with AdamW on every pipeline rank of a job, without memory or other ranks.
 
-    One rank of each kind runs three microbatches (four where backward is split); the schedule's own order of all is
-    played on what each action was seen to allocate.
+    One rank of each kind runs three microbatches (four if backward is split); the schedule's full order is then
+    replayed with the memory measured for each action.
 
     Args:
-        config: of the model, of the class that `auto_class` says; nothing else is read.
-        layout (`MegatronConfig`): need not be verified; without `num_microbatches` as many as a pipeline takes by
-            default.
+        config: of the model, which `auto_class` resolves to a class; nothing else is read.
+        layout (`MegatronConfig`): need not be verified; without `num_microbatches` the pipeline's default is used.
         world_size (`int`): ranks of the job.
-        microbatch_size, sequence_length (`int`): rows of a microbatch, and tokens of a row, of one dp rank.
+        microbatch_size, sequence_length (`int`): of one dp rank.
         dtype (`torch.dtype`, defaults to bf16): of the weights.
-        inputs: what the model is given beside tokens and labels, of `attention_mask` and `position_ids`.
-        target_length (`int`, *optional*): tokens of a row of labels, which an encoder-decoder's decoder reads; by
-            default as many as its encoder reads.
-        as_gloo (`bool`, defaults to `False`): as CPU ranks do, in place of accelerators.
+        inputs: model inputs in addition to tokens and labels, of `attention_mask` and `position_ids`.
+        target_length (`int`, *optional*): tokens of a label sequence, which the decoder of an encoder-decoder reads; by
+            default `sequence_length`.
+        as_gloo (`bool`, defaults to `False`): predicts CPU ranks instead of accelerators.
         timeout (`float`): seconds.
 
     Returns:
-        `list`: one for each pipeline rank, in their order.
+        `list`: one entry for each pipeline rank, in order.
 
     Raises:
-        ConfigError: a number is out of its range.
-        RankError: the layout does not fit the model; it has the rank's own error.
+        ConfigError: a value is out of its range.
+        RankError: the layout does not fit the model, with the rank's own error.
     """
     layout = replace(layout, dp_size=validate_world_size(layout, world_size))
     sizes = StepSizes(microbatch_size, sequence_length, dtype, tuple(inputs), target_length)
@@ -86,7 +85,7 @@ def predict_ranks(
     if layout.pp_size > 1:
         count = 1 + max(action.microbatch for action in played[0])
         is_played = count > to_measure
-        # So few are run in their own order, on each rank.
+        # With few microbatches, each rank runs the schedule itself and nothing is replayed.
         count = min(count, to_measure)
         measured = replace(layout, num_microbatches=count)
         sizes = replace(sizes, batch_size=count * microbatch_size)
@@ -95,7 +94,7 @@ def predict_ranks(
     def on_rank(world: FakeWorld) -> tuple[StepFigures, StepOfActions]:
         step = StepOfActions()
         if is_played:
-            # In a fork of its own.
+            # The fork's schedule is replaced, so the original need not be restored.
             register_schedule(one_at_a_time(schedule(layout.pipeline_schedule)), replace=True)
             watching = functools.partial(measured_actions, step)
             return step_figures(world, config, measured, sizes, watching=watching), step
@@ -112,7 +111,7 @@ def predict_ranks(
 
 
 def _actions(layout: MegatronConfig) -> Sequence[Sequence[Action]]:
-    """Returns what each pipeline rank does in a step; nothing is known to be done apart where there is one."""
+    """Returns the actions of each pipeline rank in a step; empty without a pipeline, whose step is run as a whole."""
     if layout.pp_size == 1:
         return [()]
     sizes = layout.pipeline_schedule, layout.pp_size, stages_per_rank(layout)
@@ -123,8 +122,8 @@ def _actions(layout: MegatronConfig) -> Sequence[Sequence[Action]]:
 def _predicted(
     rank: int, kind: int, figures: StepFigures, step: StepOfActions, actions: Sequence[Action] | None
 ) -> PredictedRank:
-    """Makes what is said of a rank: of actions that are played, or of the step that was run."""
-    # The batch is there when a step begins.
+    """Returns the prediction for a rank, from its replayed actions or from the step that was run."""
+    # The batch exists when a step begins, but is not kept between steps.
     kept = {category: size for category, size in figures.kept.items() if category not in MOMENTS}
     peak, collectives = Peak(figures.peak, None), dict(figures.collectives)
     if actions is not None:

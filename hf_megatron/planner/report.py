@@ -22,7 +22,7 @@ _WORDS = {
 
 
 def as_rows(ranks: Iterable[PredictedRank]) -> list[dict[str, Any]]:
-    """Returns predicted ranks as values that JSON has; sizes are bytes."""
+    """Returns predicted ranks as JSON-compatible values; sizes are bytes."""
     return [
         {
             "pipeline_rank": rank.pipeline_rank,
@@ -42,10 +42,10 @@ def as_rows(ranks: Iterable[PredictedRank]) -> list[dict[str, Any]]:
 
 
 def as_text(ranks: Sequence[PredictedRank], layout: MegatronConfig, device_gib: float | None = None) -> str:
-    """Returns a table of the kinds of ranks, with what one of each communicates and waits for.
+    """Returns a table of the kinds of ranks, with the collectives and host reads of the fullest rank.
 
     Args:
-        device_gib (`float`, *optional*): memory of a device, that peaks are compared with.
+        device_gib (`float`, *optional*): memory of a device, to compare peaks with.
     """
     identical = {kind: [rank for rank in ranks if rank.kind == kind] for kind in dict.fromkeys(r.kind for r in ranks)}
     lines = [f"{layout.layout()}: {len(ranks)} pipeline ranks of {len(identical)} kinds, GiB of one rank"]
@@ -54,7 +54,7 @@ def as_text(ranks: Sequence[PredictedRank], layout: MegatronConfig, device_gib: 
     )
     lines.append(_line("pipeline ranks", ["parameters", *names, "peak", "when"]))
     for same in identical.values():
-        # The fullest: they hold the same, and have different numbers of microbatches at a time.
+        # Show the fullest: ranks of a kind hold the same layers, but differ in their in-flight microbatches.
         rank = max(same, key=lambda found: found.peak.size)
         kept = [f"{rank.kept.get(name, 0) / _GIB:.2f}" for name in names]
         own = [f"{rank.parameters / 1e9:.3f}e9", *kept, f"{rank.peak.size / _GIB:.2f}", _moment(rank.peak.action)]
@@ -76,7 +76,7 @@ def _line(first: str, others: Iterable[str]) -> str:
 
 
 def _numbers(ranks: Sequence[int]) -> str:
-    """Spells whole numbers in ascending order as ranges."""
+    """Formats ascending integers as ranges."""
     spelled, start = [], ranks[0]
     for number, following in zip(ranks, [*ranks[1:], None], strict=True):
         if following != number + 1:

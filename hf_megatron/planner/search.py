@@ -1,4 +1,4 @@
-"""The best layouts of a job: all of them are estimated, the fastest by the schedule's own order."""
+"""Layout search: estimates all layouts of a job, and simulates the schedules of the fastest."""
 
 import heapq
 import math
@@ -18,24 +18,25 @@ from .rank_memory import RankMemory
 from .truncated_model import shorten, what_was_not_compared
 from .unit_cost_cache import UnitBook
 
-# Estimates that differ by less are not told apart.
+# Layouts whose estimates differ by less than this share count as equal.
 NOISE = 0.05
 _SIMULATED, _SHOWN = 20, 3
-# Recomputation that leaves more than this share of activations is not tried: flash attention keeps no scores.
+# Selective recomputation that keeps more than this share of activations is not tried: flash attention stores no scores.
 _SELECTIVE, _FREED = "selective", 0.95
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
-        job: what was asked.
-        best: the fastest layouts that fit, each with other sizes of axes, fastest first.
-        nearest (*optional*): the layout that does not fit and is fastest, or with `best` empty the smallest.
-        fits, considered (`int`): how many layouts there were.
-        reasons: what was left out -> how often.
-        uncompared: of each of `best`, what of it was not compared with one process, for which loading asks a check.
+        job: that was searched.
+        best: fastest layouts that fit, each with other axis sizes, fastest first.
+        nearest (*optional*): a layout that does not fit but is faster than the best one; the smallest one if `best` is
+            empty.
+        fits, considered (`int`): number of layouts that fit, and of all layouts.
+        reasons: reason for an exclusion -> number of times.
+        uncompared: for each of `best`, parts without a recorded parity result, for which loading requests a check.
     """
 
     job: Job
@@ -51,9 +52,9 @@ def search_layouts(config: PreTrainedConfig, job: Job, bounds: Bounds | None = N
     """Searches the layouts of a model.
 
     Args:
-        config: of the model, of the class that `auto_class` says; nothing else is read.
-        job: what it is trained on.
-        bounds (`Bounds`, *optional*): what may be chosen.
+        config: of the model, which `auto_class` resolves to a class; nothing else is read.
+        job: training job.
+        bounds (`Bounds`, *optional*): of the search.
 
     Raises:
         ConfigError: no model can be made of the config, or no layout is left.
@@ -78,7 +79,7 @@ def search_layouts(config: PreTrainedConfig, job: Job, bounds: Bounds | None = N
     fastest = _different(heapq.nsmallest(_SIMULATED, fitting, key=lambda found: found.order(estimator)), estimator)
     limit = fastest[0].seconds * (1 - NOISE) if fastest else math.inf
     too_large = sorted((found for found in quick if found.peak > job.memory), key=lambda found: found.peak)
-    # Of most of these the seconds are not asked for.
+    # Lazily: most of these never need a time estimate.
     nearest = next((found for found in too_large if found.seconds(estimator) < limit), None)
     return SearchResult(
         job,
@@ -92,7 +93,7 @@ def search_layouts(config: PreTrainedConfig, job: Job, bounds: Bounds | None = N
 
 
 def _measure(candidates: Candidates, tensor_sizes: set[int], context_sizes: set[int], *, dispatches: bool) -> None:
-    """Runs the model's units, without a recomputation that the model refuses or that frees next to nothing."""
+    """Measures the model's units; drops selective recomputation if the model rejects it or it frees almost nothing."""
     book, bounds, reason = candidates.book, candidates.bounds, ""
     tries = [_SELECTIVE] if _SELECTIVE in bounds.recomputes else []
     try:
@@ -118,13 +119,13 @@ def _measure(candidates: Candidates, tensor_sizes: set[int], context_sizes: set[
 
 @dataclass(frozen=True)
 class _Quick:
-    """A candidate, and bytes of its fullest rank."""
+    """A candidate, and the peak bytes of its fullest rank."""
 
     candidate: Candidate
     peak: float
 
     def seconds(self, estimator: Estimator) -> float:
-        """Returns its seconds by its schedule's usual bubble."""
+        """Returns its seconds by the closed-form bubble of its schedule."""
         return estimator.quick_seconds(self.candidate.layout, self.candidate.rows, self.candidate.microbatches)
 
     def order(self, estimator: Estimator) -> tuple[float, float]:
@@ -142,10 +143,10 @@ def _quick(ranks: RankMemory, candidates: Candidates, meshes: Iterable[MegatronC
     stages = candidates.zero_stages()
     for mesh in meshes:
         for stage in stages:
-            # Computing layers again is slower: where all fits without it, it is not looked at.
+            # Recomputation is slower: skip it for sizes that fit without it.
             fits: set[tuple] = set()
             for recompute in bounds.recomputes:
-                # More rows take more, and where weights alone do not fit nothing does.
+                # Larger microbatches need more memory: once one does not fit, skip the larger ones of the schedule.
                 full: set[tuple] = set()
                 for candidate in candidates.steps(replace(mesh, zero_stage=stage, recompute=recompute)):
                     layout, sizes = candidate.layout, (candidate.rows, candidate.microbatches)
@@ -161,7 +162,7 @@ def _quick(ranks: RankMemory, candidates: Candidates, meshes: Iterable[MegatronC
 
 
 def _different(found: Iterable[_Quick], estimator: Estimator) -> list[Estimate]:
-    """Estimates layouts by their schedules, and keeps the fastest for each size of all axes."""
+    """Estimates layouts by simulation, and keeps the fastest for each combination of axis sizes."""
     best: dict[tuple, Estimate] = {}
     for one in sorted((quick.estimated(estimator) for quick in found), key=lambda one: (one.seconds, one.peak)):
         layout = one.layout

@@ -1,7 +1,7 @@
-"""Seconds that the work of a unit takes on a device, by constants that published runs were fitted with.
+"""Time model of a unit's work on a device, with constants fitted to published runs.
 
-`docs/planner.md` has the rows, what the constants leave of each, and where they fail; `benchmarks/calibrate_planner.py`
-fits them.
+`docs/planner.md` has the runs, the residuals, and the limits of the model; `benchmarks/calibrate_planner.py` fits the
+constants.
 """
 
 from collections.abc import Mapping
@@ -17,18 +17,18 @@ LINKS = ("link", "network")
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How a training stack uses a device: shares are of what the device could do at best.
+    """Efficiency of a training stack: shares of what the device can do at best.
 
     Args:
-        half_width: precision -> the smallest dim of a product at which it is half as fast as a large one; bf16's where
-            a precision is not there.
-        attention (`float`): share of the bf16 peak that attention cores reach (of fp32's in fp32).
-        moved_share (`float`): of the bytes that separate kernels move, what the stack's fused ones do.
-        kernel_share (`float`): of the kernels that stock modules launch, how many the stack does.
-        link_share, network_share (`float`): of the rates of links and network.
-        exposed: axis -> share of the communication that no computation hides.
-        hidden_after (`float`): share of a step that can hide communication of data parallel ranks.
-        call_us (`float`): microseconds that each collective takes beside its bytes.
+        half_width: precision -> smallest dim of a product at which it reaches half the rate of a large one; bf16's
+            value for precisions not listed.
+        attention (`float`): share of the bf16 peak that attention cores reach (of the fp32 peak in fp32).
+        moved_share (`float`): bytes moved by the stack's fused kernels, relative to separate kernels.
+        kernel_share (`float`): kernels launched by the stack, relative to stock modules.
+        link_share, network_share (`float`): share of the link and network bandwidth.
+        exposed: axis -> share of the communication that is not overlapped with computation.
+        hidden_after (`float`): share of a step that can overlap with data-parallel communication.
+        call_us (`float`): microseconds per collective in addition to its transfer time.
     """
 
     half_width: Mapping[str, float]
@@ -42,7 +42,7 @@ class Efficiency:
     call_us: float = 0.0
 
 
-# Of tuned stacks with fused kernels and overlapped communication.
+# Fitted to published runs of tuned stacks with fused kernels and overlapped communication.
 PUBLISHED = Efficiency(
     half_width={"bf16": 264.0, "fp8": 528.0},
     attention=0.489,
@@ -52,8 +52,8 @@ PUBLISHED = Efficiency(
     network_share=0.86,
     exposed={"tp": 0.634, "cp": 0.3, "ep": 0.612, "pp": 0.3, "dp": 0.118},
 )
-# Of stock modules as this library runs them: nothing is fused, a layer waits for its collectives, and only gradients
-# and weights of data parallel ranks travel beside computing. Not fitted: a start until there are rows of its own.
+# Stock modules as this library runs them: no fused kernels, layers wait for their collectives, and only data-parallel
+# gradients and weights overlap with computation. Not fitted yet, for lack of measured runs.
 STOCK = replace(
     PUBLISHED,
     moved_share=1.0,
@@ -68,10 +68,10 @@ class Times:
     """Seconds of some work.
 
     Attributes:
-        compute: of products, attention and other kernels.
-        exposed: axis -> of communication that nothing hides.
-        by_floor: of `compute`, what launching kernels takes beyond the kernels; above 0 where work is too small for
-            the device, and where the estimate is too low rather than too high.
+        compute: products, attention and other kernels.
+        exposed: axis -> communication that is not overlapped.
+        by_floor: share of `compute` that launching takes beyond the kernels, in seconds; above 0 if the work is too
+            small for the device, in which case the estimate is too low rather than too high.
     """
 
     compute: float = 0.0
@@ -80,7 +80,7 @@ class Times:
 
     @property
     def total(self) -> float:
-        """All of it, one after the other."""
+        """Sum of computation and exposed communication."""
         return self.compute + sum(self.exposed.values())
 
     def __add__(self, other: "Times") -> "Times":
@@ -89,21 +89,21 @@ class Times:
         return Times(self.compute + other.compute, exposed, self.by_floor + other.by_floor)
 
     def repeated(self, times: float) -> "Times":
-        """Returns the seconds of so many such pieces of work."""
+        """Returns the seconds of `times` repetitions of this work."""
         exposed = {axis: value * times for axis, value in self.exposed.items()}
         return Times(self.compute * times, exposed, self.by_floor * times)
 
 
 def seconds(work: Work, device: Device, efficiency: Efficiency, precision: str, links: Mapping[str, str]) -> Times:
-    """Returns how long a rank takes for some work.
+    """Returns the time that a rank takes for some work.
 
-    Computing is products, attention and moved bytes one after the other, or launching, whichever takes longer;
-    communication that is exposed comes after it.
+    Computation is the sum of products, attention and moved bytes, or the time of the launches if that is longer.
+    Exposed communication is added.
 
     Args:
         work: of one unit, as large as what is launched together: a layer rather than a model.
-        precision (`str`): of products, as of `Device.peak_tflops`; with fp8 attention stays in bf16.
-        links: axis -> `"link"` or `"network"`, of each axis with traffic.
+        precision (`str`): of products, as in `Device.peak_tflops`; with fp8, attention stays in bf16.
+        links: axis -> `"link"` or `"network"`, for each axis with traffic.
 
     Raises:
         ConfigError: the device lacks the precision; an axis with traffic has no such link.
@@ -125,11 +125,11 @@ def seconds(work: Work, device: Device, efficiency: Efficiency, precision: str, 
 def communication_seconds(
     axis: str, calls: float, size: float, device: Device, efficiency: Efficiency, links: Mapping[str, str]
 ) -> float:
-    """Returns how long collectives of an axis take, hidden or not.
+    """Returns the time of an axis's collectives, overlapped or not.
 
     Args:
-        calls, size: how many, and bytes that one rank sends in all of them.
-        links: as of `seconds`.
+        calls, size: number of collectives, and bytes that one rank sends in all of them.
+        links: as in `seconds`.
 
     Raises:
         ConfigError: the axis has no such link.
@@ -146,10 +146,10 @@ def communication_seconds(
 
 
 def exposed_reduction(reduction: float, step: float, efficiency: Efficiency) -> float:
-    """Returns what a step waits for gradients and weights of data parallel ranks, in seconds.
+    """Returns the seconds that a step waits for data-parallel gradients and weights.
 
     Args:
-        reduction (`float`): seconds that they travel.
-        step (`float`): seconds of the computing that they travel beside.
+        reduction (`float`): seconds of the communication.
+        step (`float`): seconds of the computation that overlaps with it.
     """
     return reduction * efficiency.exposed["dp"] + max(0.0, reduction - efficiency.hidden_after * step)

@@ -1,4 +1,4 @@
-"""What of a model is trained: all of it, what is not frozen, or adapters beside a base that may be in few bits."""
+"""Training settings: the full model, its unfrozen parts, or adapters on a frozen and maybe quantized base."""
 
 import re
 from collections.abc import Iterator
@@ -10,24 +10,24 @@ from torch import nn
 
 from ..errors import ConfigError
 
-# Bytes of an entry's code, and entries of a scale of four bytes; of eight bits, a row's.
+# Bytes per quantized entry, and entries per fp32 scale; `None`: one scale per output channel.
 _CODES = {"nf4": (0.5, 64), "int8": (1.0, None)}
 _SCALE = 4
 
 
 @dataclass(frozen=True)
 class Training:
-    """What of a model is trained.
+    """Trained parts of a model.
 
     Args:
-        lora_rank (`int`, defaults to 0): of adapters beside all linears but the head (PEFT's `all-linear`), with the
-            model itself frozen; 0: the model is trained.
+        lora_rank (`int`, defaults to 0): of adapters on all linears but the head (PEFT's `all-linear`), with the model
+            itself frozen; 0: the model is trained.
         frozen: patterns that `re.search` finds in the names of parameters that are not trained.
-        quantized (`str`, *optional*): `"nf4"` (blocks of 64, scales of fp32) or `"int8"` (a scale for each row): how
-            the weights of a frozen base's linears are kept.
+        quantized (`str`, *optional*): format of the linear weights of a frozen base: `"nf4"` (blocks of 64, fp32
+            scales) or `"int8"` (a scale per output channel).
 
     Raises:
-        ConfigError: a value out of its range, weights in few bits that are trained, or LoRA without PEFT.
+        ConfigError: a value out of its range, quantized weights without LoRA, or LoRA without PEFT.
     """
 
     lora_rank: int = 0
@@ -52,7 +52,7 @@ class Training:
                 raise ConfigError(f"Training.frozen = {pattern!r}: no regular expression: {error}.") from error
 
     def freeze(self, model: nn.Module) -> None:
-        """Freezes what is not trained of a model before it has adapters.
+        """Freezes the untrained parameters of a model that has no adapters yet.
 
         Raises:
             ConfigError: a pattern is in no parameter's name, or nothing is left to train.
@@ -69,7 +69,7 @@ class Training:
             raise ConfigError(f"Training.frozen = {list(self.frozen)}: nothing of {type(model).__name__} is trained.")
 
     def adapt(self, model: Any) -> Any:
-        """Returns a model that is to be trained so, adapters and all; quantised weights stay as they are."""
+        """Returns the model with frozen parameters and adapters; does not quantize its weights."""
         self.freeze(model)
         if not self.lora_rank:
             return model
@@ -78,7 +78,7 @@ class Training:
         return get_peft_model(model, LoraConfig(r=self.lora_rank, target_modules="all-linear"))
 
     def quantized_weights(self, model: Any) -> Iterator[str]:
-        """Yields the names of the weights that are kept in few bits."""
+        """Yields the names of the weights that are quantized."""
         if self.quantized is not None:
             head = model.get_output_embeddings()
             for name, module in model.named_modules():
@@ -86,12 +86,12 @@ class Training:
                     yield f"{name}.weight"
 
     def code_bytes(self, rows: int, columns: int) -> int:
-        """Returns the bytes of a weight's part `[rows, columns]` in few bits, scales and all."""
+        """Returns the bytes of a quantized weight shard `[rows, columns]`, with its scales."""
         assert self.quantized is not None
         size, block = _CODES[self.quantized]
         entries = rows * columns
         return int(entries * size) + _SCALE * (rows if block is None else -(-entries // block))
 
 
-# All of a model, in the type that it is loaded in.
+# Full training, in the dtype in which the model is loaded.
 WHOLE = Training()

@@ -1,4 +1,4 @@
-"""A model with fewer layers that has every kind of them, by which a long one is measured."""
+"""Truncated model: a model with fewer layers but every kind of layer, measured in place of the full one."""
 
 import copy
 import itertools
@@ -23,20 +23,20 @@ from ..pipeline_parallel.support_checks import row_to_cut
 from .model_class import layers_in_order, model_on_meta
 from .training import WHOLE, Training
 
-# What two layers agree in that cost the same.
+# Key of a layer; layers with equal keys cost the same.
 _Kind = tuple[Any, ...]
 _LAYERS = re.compile(r"^(num|n|encoder|decoder)_.*layers?$|_layers$")
 
 
 @dataclass(frozen=True, eq=False)
 class ShortModel:
-    """Layers that stand for those of a longer model.
+    """Truncated model with layers that represent all layers of the full model.
 
     Attributes:
-        config: of the short one; the model's own where none has the same layers.
-        model: the short one, on the meta device.
-        layers: for each layer of the long model, the layer of the short one that is like it.
-        names: of the short model's layers, in their order; one tuple for each, of all that its parts are called.
+        config: of the truncated model; of the full model if no shorter one has the same layers.
+        model: the truncated model, on the meta device.
+        layers: for each layer of the full model, the index of the equivalent layer of the truncated one.
+        names: for each layer of the truncated model, the names of its modules.
     """
 
     config: PreTrainedConfig
@@ -46,16 +46,16 @@ class ShortModel:
 
     @property
     def unit_of_module(self) -> dict[str, int]:
-        """Module that is a layer or a part of one -> the layer's number."""
+        """Module that is a layer or a part of one -> index of the layer."""
         return {name: number for number, names in enumerate(self.names) for name in names}
 
 
 def shorten(config: PreTrainedConfig, training: Training = WHOLE, dtype: torch.dtype = torch.bfloat16) -> ShortModel:
-    """Returns the shortest beginning of a model's layers that has every kind of them.
+    """Returns the model truncated to the shortest prefix of its layers that has every kind of layer.
 
     Args:
-        training (`Training`, *optional*): what of the model is trained: layers of which other parts are frozen are
-            other kinds, and so are those before anything that is trained, which no gradient reaches.
+        training (`Training`, *optional*): trained parts of the model. Layers with other frozen parameters are another
+            kind, and so are layers before all trained parameters, which no gradient reaches.
         dtype (`torch.dtype`, defaults to bf16): of the weights.
 
     Raises:
@@ -67,7 +67,7 @@ def shorten(config: PreTrainedConfig, training: Training = WHOLE, dtype: torch.d
     if not names:
         raise ConfigError(f"{type(model).__name__} has no list of layers to plan by.")
     stacks = _stacks(names)
-    # Some layers read what the first one has made, as a mask: two at least.
+    # At least two: some layers read what the first one has computed, such as a mask.
     least = max(2, *(1 + max(map(kinds[stack].index, kinds[stack])) for stack in stacks))
     for length in range(least, max(stack.stop - stack.start for stack in stacks)):
         short = _with_layers(config, {stack.stop - stack.start for stack in stacks}, length)
@@ -82,7 +82,7 @@ def shorten(config: PreTrainedConfig, training: Training = WHOLE, dtype: torch.d
 
 
 def _stacks(names: Sequence[tuple[str, ...]]) -> list[slice]:
-    """Returns where the layers of each list are, those of an encoder and of its decoder."""
+    """Returns the range of each layer list, for example of the encoder and of the decoder."""
     found, start = [], 0
     for _, layers in itertools.groupby(names, lambda parts: parts[-1].rpartition(".")[0]):
         found.append(slice(start, start := start + len([*layers])))
@@ -90,7 +90,7 @@ def _stacks(names: Sequence[tuple[str, ...]]) -> list[slice]:
 
 
 def _row_of(model: Any, training: Training) -> tuple[list[tuple[str, ...]], list[_Kind]]:
-    """Returns the names of each layer's parts, and what it costs by: modules, shapes, and what of it is trained."""
+    """Returns the module names of each layer, and its key: modules, shapes, and trained parameters."""
     names, described = layers_in_order(model), describe_model(model).layers({})
     embedding = model.get_input_embeddings()
     reached = any(parameter.requires_grad for parameter in embedding.parameters())
@@ -107,10 +107,10 @@ def _row_of(model: Any, training: Training) -> tuple[list[tuple[str, ...]], list
 
 
 def _with_layers(config: PreTrainedConfig, lengths: set[int], fewer: int) -> PreTrainedConfig | None:
-    """Returns the config with fewer layers, and lists of so many entries cut; `None` where it does not count them.
+    """Returns the config with fewer layers and truncated per-layer lists; `None` if it has no layer count.
 
     Args:
-        lengths: how many the stacks of the model have.
+        lengths: numbers of layers of the model's stacks.
     """
     short = copy.deepcopy(config)
     text = short if config.is_encoder_decoder else short.get_text_config()
@@ -130,7 +130,7 @@ def _with_layers(config: PreTrainedConfig, lengths: set[int], fewer: int) -> Pre
 
 
 def why_not_cut(short: ShortModel, layout: MegatronConfig) -> str:
-    """Returns why a pipeline, or its schedule, cannot have the model; nothing if it can."""
+    """Returns why a pipeline or its schedule does not support the model; empty if it does."""
     model = short.model
     try:
         row_to_cut(model, spec_for(model), layout, Axes.of(layout, 0))
@@ -140,12 +140,12 @@ def why_not_cut(short: ShortModel, layout: MegatronConfig) -> str:
 
 
 def without_pipeline(layout: MegatronConfig) -> MegatronConfig:
-    """Returns a layout with one stage, whose other axes split a layer in the same way."""
+    """Returns a layout with one stage and the same other axes."""
     return replace(layout, pp_size=1, pipeline_schedule="1f1b", virtual_stages=None, num_microbatches=None)
 
 
 def what_was_not_compared(short: ShortModel, layout: MegatronConfig) -> list[str]:
-    """Returns for what kinds of the layout loading asks for a check first, and why; nothing where all was compared."""
+    """Returns the parts of the layout without a recorded parity result, for which loading requests a check."""
     model = copy.deepcopy(short.model)
     description = describe_model(model)
     flat = without_pipeline(layout)

@@ -1,6 +1,6 @@
-"""Tokens that choose experts evenly, whatever a router says: what dispatch moves is known without values.
+"""Uniform expert routing: tokens choose experts evenly, so that dispatch sizes are known without router outputs.
 
-As Megatron's `--moe-router-force-load-balancing`. Weights of the choices stay those that the router gave.
+Same purpose as Megatron's `--moe-router-force-load-balancing`. The routing weights are still the router's.
 """
 
 import functools
@@ -18,7 +18,7 @@ from ..expert_parallel.token_dispatcher import AllToAll
 
 @contextmanager
 def balanced_experts() -> Iterator[None]:
-    """Makes all tokens that are dispatched inside choose experts evenly, the same ones on every rank."""
+    """Routes all tokens dispatched inside evenly to experts, with the same choices on every rank."""
     dispatch, exchange_sizes = AllToAll.dispatch, AllToAll.exchange_sizes
 
     def dispatch_evenly(self: AllToAll, hidden: Tensor, chosen: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -40,9 +40,10 @@ def balanced_experts() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=64)
 def even_choices(tokens: int, choices: int, experts: int) -> np.ndarray:
-    """Draws experts `[tokens, choices]`, none twice for a token, each as often as the others.
+    """Returns expert indices `[tokens, choices]`, distinct for each token and evenly distributed.
 
-    Experts are dealt like cards, which are shuffled again for each round where hands divide the deck.
+    Tokens take experts in order from shuffled permutations of all experts. If `choices` divides the number of experts,
+    each permutation is new; otherwise one is repeated, so that a token that spans two of them gets no expert twice.
     """
     rounds = -(-tokens * choices // experts)
     decks = np.random.default_rng(0).permuted(np.tile(np.arange(experts), (rounds, 1)), axis=1)
@@ -53,7 +54,7 @@ def even_choices(tokens: int, choices: int, experts: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def even_sizes(tokens: int, choices: int, experts: int, ranks: int, rank: int) -> list[list[int]]:
-    """Returns what `AllToAll.exchange_sizes` does on a rank where every rank has so many tokens.
+    """Returns what `AllToAll.exchange_sizes` returns on a rank if every rank has `tokens` tokens.
 
     Args:
         experts (`int`): of each rank.

@@ -1,4 +1,4 @@
-"""What units of a model cost on each layout of a search: measured once for each way to split them."""
+"""Cache of unit costs for the layouts of a search: measured once for each way to split the units."""
 
 import functools
 import itertools
@@ -20,22 +20,22 @@ from .unit_costs import AFTER_LAYERS, BEFORE_LAYERS, Runs, UnitCosts, measure_un
 from .unit_tracker import UnitFigures
 
 _SHARED = ("dp", "dp_cp", "edp")
-# Of how many units whole weights are there at a time under stage 3: one that computes, and the next.
+# Units with unsharded weights at the same time under ZeRO-3: the current one and the next.
 _GATHERED_UNITS = 2
 
 
 @dataclass(frozen=True)
 class KeptUnit:
-    """What a rank has of a unit from step to step.
+    """Memory of a unit on a rank between steps.
 
     Attributes:
         kept: category -> bytes.
-        gradients (`int`): bytes of those of what it owns.
-        entries (`int`): numbers of its part of the weights.
-        trained (`int`): of these, what has gradients.
-        owned (`float`): of these, what its optimizer steps.
-        largest: bytes of the weights of the units that have most, as many as are gathered at a time.
-        decoded (`int`): bytes of the largest weight that is kept in few bits, as it is multiplied by.
+        gradients (`int`): gradient bytes of the rank's optimizer shard.
+        entries (`int`): entries of its local weights.
+        trained (`int`): number of these with gradients.
+        owned (`float`): number of these in the rank's optimizer shard.
+        largest: weight bytes of the largest units, as many as are gathered at a time.
+        decoded (`int`): bytes of the largest quantized weight after dequantization.
     """
 
     kept: Counter[str]
@@ -47,7 +47,7 @@ class KeptUnit:
     decoded: int
 
     def repeated(self, times: int) -> "KeptUnit":
-        """Returns what a rank has of so many such units."""
+        """Returns the memory of `times` such units."""
         return KeptUnit(
             Counter({category: size * times for category, size in self.kept.items()}),
             self.gradients * times,
@@ -71,7 +71,7 @@ class KeptUnit:
 
 
 def _more_bytes(one: UnitFigures, other: UnitFigures, shared: int) -> tuple[int, int, int]:
-    """Returns how much more a layer leaves and has at its most, forward and backward, on one of so many ranks."""
+    """Returns the additional kept and peak bytes of a layer, forward and backward, summed over `shared` ranks."""
     names = "left", "forward_peak", "backward_peak"
     left, forward, backward = (shared * (getattr(one, name) - getattr(other, name)) for name in names)
     return left, forward, backward
@@ -92,14 +92,14 @@ class UnitBook:
     """Costs and parameters of a short model's units, by layout.
 
     Args:
-        short: the model.
-        job: what its units are measured for: one row of the job's length.
+        short: the truncated model.
+        job: its units are measured with one sequence of the job's length.
     """
 
     def __init__(self, short: ShortModel, job: Job):
         self.short, self.job = short, job
         self._costs: dict[tuple[int, int, str | None], UnitCosts] = {}
-        # Of each layer, on a rank with all tokens of a row: what more is there where rows are sent to experts.
+        # For each layer: additional bytes of token dispatch to experts, for all tokens of a sequence on one rank.
         self._dispatched: tuple[tuple[int, int, int], ...] | None = None
         self._made: dict[tuple[int, bool, str | None], UnitCosts] = {}
         self._parameters: dict[tuple, UnitParameters] = {}
@@ -117,21 +117,21 @@ class UnitBook:
         dispatches: bool = False,
         on_smallest: Iterable[str] = (),
     ) -> None:
-        """Runs the units of all these; raises `RankError` where one does not run.
+        """Measures the units under all these settings; raises `RankError` if one does not run.
 
         Args:
-            recomputes: of `MegatronConfig.recompute`; `"full"` is made of what is measured without.
-            on_smallest: further ones, on the smallest tp size alone.
-            dispatches (`bool`): whether experts may be split over ranks of their own, which rows are sent to.
+            recomputes: values of `MegatronConfig.recompute`; `"full"` is derived from the run without recomputation.
+            dispatches (`bool`): whether experts may be sharded over ranks, which adds token dispatch.
+            on_smallest: further values of `recomputes`, with the smallest tp size only.
         """
         modes = sorted({None if mode == "full" else mode for mode in recomputes} | {None}, key=str)
         wanted = [(tp, cp, mode) for tp in sorted(tp_sizes) for cp in sorted(cp_sizes) for mode in modes]
         smallest = min(tp_sizes)
         wanted += [(smallest, 1, mode) for mode in on_smallest]
-        # What travels around a ring is the same.
+        # Recomputation does not change the traffic of context parallelism.
         wanted = [key for key in wanted if key not in self._costs and (key[1] == 1 or key[2] is None)]
         layouts = [
-            # Two data parallel ranks: what is kept of gradients is there already.
+            # Two data-parallel ranks, so that persistent gradient buffers exist before the step.
             MegatronConfig(
                 tp_size=tp, sequence_parallel=self.shares_sequences(tp), cp_size=cp, dp_size=2, recompute=mode
             )
@@ -150,23 +150,23 @@ class UnitBook:
             self._dispatched = tuple(_more_bytes(one, other, shared) for one, other in more)
 
     def shares_sequences(self, tp_size: int) -> bool:
-        """Tells whether ranks of tp share sequences: wherever the model can."""
+        """Returns whether tp ranks use sequence parallelism, which is wherever the model supports it."""
         return tp_size > 1 and not self.why_not_sequence_parallel
 
     @functools.cached_property
     def why_not_sequence_parallel(self) -> str:
-        """Returns why no ranks of tp can share sequences of the model, or nothing."""
+        """Reason why the model does not support sequence parallelism; empty if it does."""
         return self.why_not(MegatronConfig(tp_size=2, sequence_parallel=True))
 
     def costs(self, layout: MegatronConfig) -> UnitCosts:
-        """Returns what units do with one row on one rank that has all of its tokens."""
+        """Returns the costs of units for one sequence on a rank that has all of its tokens."""
         measured = layout.tp_size, 1, None if layout.recompute == "full" else layout.recompute
         key = layout.tp_size, layout.ep_size > 1, layout.recompute
         if key not in self._made:
             costs = self._costs[measured]
             shared = layout.tp_size if self.shares_sequences(layout.tp_size) else 1
             if layout.ep_size > 1 and self._dispatched is not None:
-                # What is sent to experts elsewhere grows with the tokens that a rank has.
+                # The memory of token dispatch grows with the number of local tokens.
                 layers = zip(costs.layers, self._dispatched, strict=True)
                 costs = replace(costs, layers=tuple(_with_bytes(layer, more, shared) for layer, more in layers))
             if layout.recompute == "full":
@@ -176,11 +176,11 @@ class UnitBook:
         return self._made[key]
 
     def ring(self, layout: MegatronConfig) -> UnitCosts:
-        """Returns the same of two ranks that share a row: what they exchange."""
+        """Returns the costs with two context-parallel ranks, for their traffic."""
         return self._costs[layout.tp_size, 2, None]
 
     def parameters(self, layout: MegatronConfig) -> UnitParameters:
-        """Returns what a rank holds of units; raises what says why the layout does not fit the model."""
+        """Returns the local parameters of units; raises `MegatronError` if the layout does not fit the model."""
         key = layout.tp_size, layout.sequence_parallel, layout.cp_size, layout.ep_size, layout.etp_size or 1
         if key not in self._parameters:
             flat, training = without_pipeline(layout), self.job.training
@@ -188,7 +188,7 @@ class UnitBook:
         return self._parameters[key]
 
     def why_not(self, layout: MegatronConfig) -> str:
-        """Returns why a layout does not fit the model, or nothing."""
+        """Returns why a layout does not fit the model; empty if it does."""
         try:
             self.parameters(layout)
         except MegatronError as error:
@@ -196,7 +196,7 @@ class UnitBook:
         return ""
 
     def kept(self, layout: MegatronConfig) -> tuple[dict[int, KeptUnit], KeptUnit]:
-        """Returns what a rank keeps of each unit, and of what both ends have of one tied weight."""
+        """Returns the memory of each unit between steps, and of the weights that the last unit ties to the first."""
         sizes = layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size, layout.ep_size, layout.etp_size
         key = *sizes, layout.zero_stage, layout.offload_optimizer
         if key not in self._kept:
@@ -224,7 +224,7 @@ class UnitBook:
         return self._kept[key]
 
     def partition(self, stages: int) -> tuple[int, ...]:
-        """Returns the number of layers of each stage, as loading shares them out; raises `ConfigError` for too many."""
+        """Returns the number of layers of each stage, as in loading; raises `ConfigError` for too many stages."""
         if stages not in self._partitions:
             model, text = self.short.model, self.short.model.config.get_text_config()
             costs = [
@@ -234,7 +234,7 @@ class UnitBook:
         return self._partitions[stages]
 
     def runs_of_ranks(self, rank_of: tuple[int, ...]) -> tuple[tuple[tuple[Runs, int], ...], ...]:
-        """Returns what each rank holds: the stages that differ, and how many it has of each.
+        """Returns for each rank the distinct stages that it holds, and the number of each.
 
         Args:
             rank_of: rank of each stage.

@@ -1,4 +1,4 @@
-"""What the units of a model cost on a rank of some layouts, run once each in a fake world."""
+"""Unit costs: measures the units of a model in a fake world under some layouts."""
 
 import functools
 from collections.abc import Sequence
@@ -17,21 +17,21 @@ from .training import WHOLE, Training
 from .truncated_model import ShortModel
 from .unit_tracker import AFTER, BEFORE, UnitFigures, UnitTracker
 
-# Numbers of units that are no layers.
+# Indices of the units outside the layers.
 BEFORE_LAYERS, AFTER_LAYERS = -1, -2
 
-# The units of a stage in their order, and how often each follows itself: numbers of a short model's layers, or these.
+# Units of a stage in order, and the number of consecutive repetitions: indices of a short model's layers, or the above.
 Runs = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class UnitCosts:
-    """What the units of a model do with one microbatch on one rank.
+    """Costs of a model's units for one microbatch on one rank.
 
     Attributes:
-        before, after: around the layers.
-        layers: those of the short model.
-        adapters: of each of these, what its adapters hold.
+        before, after: outside the layers.
+        layers: for each layer of the short model.
+        adapters: for each of these, the local parameters of its adapters.
     """
 
     before: UnitFigures
@@ -40,11 +40,11 @@ class UnitCosts:
     adapters: tuple[tuple[LocalParameter, ...], ...]
 
     def unit(self, number: int) -> UnitFigures:
-        """Returns a layer's figures, or those of what is around the layers."""
+        """Returns the figures of a layer, or of the units outside the layers."""
         return self.before if number == BEFORE_LAYERS else self.after if number == AFTER_LAYERS else self.layers[number]
 
     def recomputed(self, hidden: int) -> "UnitCosts":
-        """Returns the costs with layers that keep their input, of so many bytes, and run again in backward."""
+        """Returns the costs with full recomputation: layers keep only their input of `hidden` bytes."""
         return replace(self, layers=tuple(_recomputed(layer, hidden) for layer in self.layers))
 
 
@@ -61,10 +61,10 @@ def measure_units(
     Args:
         layouts: with their `dp_size`.
         sizes: of one microbatch.
-        training (`Training`, *optional*): what of the model is trained; `short` was made for the same.
+        training (`Training`, *optional*): trained parts of the model, the same that `short` was made for.
 
     Raises:
-        RankError: a layout does not fit the model; it has the rank's own error.
+        RankError: a layout does not fit the model, with the rank's own error.
     """
 
     def on_rank(world: FakeWorld, number: int) -> UnitCosts:
@@ -76,7 +76,7 @@ def measure_units(
             made.append((UnitTracker(model, ranks), model))
             return made[-1][0]
 
-        # Of ranks that share a row nothing is asked but what they send.
+        # With context parallelism only the traffic is used, which one step shows.
         steps = 2 if layout.cp_size == 1 else 1
         step_figures(
             *(world, short.config, layout, sizes),
@@ -93,7 +93,7 @@ def measure_units(
 
 
 def _adapters(model: Any, short: ShortModel) -> tuple[tuple[LocalParameter, ...], ...]:
-    """Returns what a rank holds of the adapters of each layer, by what it was given; those around layers are none."""
+    """Returns the local adapter parameters of each layer, by their local shapes; there are none outside the layers."""
     own = {name for name, _ in short.model.named_parameters()}
     held: list[list[LocalParameter]] = [[] for _ in short.names]
     units, state = short.unit_of_module, parallel_state(model)
@@ -121,7 +121,8 @@ def _recomputed(layer: UnitFigures, hidden: int) -> UnitFigures:
         layer.forward,
         layer.forward + layer.backward,
         hidden,
-        # What forward holds at once when nothing is kept: no more than half, where backward needs most of it.
+        # Peak of a forward that saves nothing: taken as half of the measured peak, since most of that is saved for
+        # the backward.
         max(hidden, layer.forward_peak // 2),
         -hidden,
         max(layer.forward_peak, layer.left + layer.backward_peak) + hidden,
@@ -129,7 +130,7 @@ def _recomputed(layer: UnitFigures, hidden: int) -> UnitFigures:
 
 
 def _joined(one: UnitFigures, other: UnitFigures) -> UnitFigures:
-    """Adds up two parts of a layer, of which one runs after the other."""
+    """Combines two consecutive parts of a layer."""
     return UnitFigures(
         one.forward + other.forward,
         one.backward + other.backward,

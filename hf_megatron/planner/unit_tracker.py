@@ -1,4 +1,4 @@
-"""What each unit of a model does in a step: a ledger that tells layers, and what is around them, apart."""
+"""Allocation tracker that counts each unit of a model separately: its layers, and the parts before and after them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from ..compat.torch_memory import is_fake, storage_key
 from ..diagnostics.allocation_tracker import AllocationTracker
 from .unit_work import Work
 
-# Units that are no layers.
+# Units that are not layers.
 BEFORE, AFTER = "before the layers", "after the layers"
 _aten = torch.ops.aten
 _PRODUCTS: Mapping[Any, tuple[int, int]] = {
@@ -26,21 +26,21 @@ _PRODUCTS: Mapping[Any, tuple[int, int]] = {
     _aten.baddbmm.default: (1, 2),
     _aten._grouped_mm.default: (0, 1),
 }
-# Backward of attention is five products where forward is two, one of them computed again.
+# The attention backward takes five products where the forward takes two; one of the five is recomputed.
 _ATTENTION_BACKWARD = 2.5
-# Collectives whose largest tensor is what all ranks have together, of which a rank sends all but its own part.
+# Collectives whose largest tensor has the data of all ranks: a rank sends all but its own shard.
 _WHOLE = ("allgather", "reduce_scatter", "alltoall", "gather", "scatter")
 
 
 @dataclass
 class UnitFigures:
-    """What a unit did in one step of one microbatch.
+    """Figures of a unit in one step with one microbatch.
 
     Attributes:
         forward, backward: its work.
-        left: bytes that are there after its forward and were not before.
-        forward_peak: the most bytes while its forward ran, above those when it began.
-        backward_peak, backward_left: the same of backward, which frees what was left.
+        left: bytes allocated by its forward and still in use at the end.
+        forward_peak: peak bytes during its forward, relative to the start.
+        backward_peak, backward_left: the same for its backward, which frees the saved activations.
     """
 
     forward: Work = field(default_factory=Work)
@@ -52,13 +52,13 @@ class UnitFigures:
 
 
 class UnitTracker(AllocationTracker):
-    """Counts a step as `AllocationTracker` does, and by units: a list entry's name, `BEFORE` and `AFTER` the layers.
+    """Counts a step as `AllocationTracker` does, but by unit: module names of layers, `BEFORE` and `AFTER` the layers.
 
-    A unit's backward begins with the gradient of what its forward returned.
+    The backward of a unit begins when the gradient of its forward's output arrives.
 
     Args:
-        model: as of `AllocationTracker`.
-        sizes: axis -> its ranks.
+        model: as in `AllocationTracker`.
+        sizes: axis -> number of ranks.
     """
 
     def __init__(self, model: nn.Module, sizes: Mapping[str, int]):
@@ -69,24 +69,24 @@ class UnitTracker(AllocationTracker):
         self._present = 0
 
     def begin_step(self, kept: Mapping[str, Sequence[Tensor]]) -> None:
-        """Starts new figures of all units."""
+        """Starts new figures for all units."""
         super().begin_step(kept)
         self.units = {}
         self._unit, self._is_backward = BEFORE, False
         self._present, _ = self.window()
 
     def end_step(self) -> None:
-        """Closes the figures of what ran last."""
+        """Closes the figures of the last unit that ran."""
         self._turn_to(self._unit, self._is_backward)
 
     def _turn_to(self, unit: str, is_backward: bool) -> None:
-        """Closes the window of the present unit and opens another one's."""
+        """Closes the window of the current unit and opens one for `unit`."""
         before = self._present
         self._present, most = self.window()
         figures = self.units.setdefault(self._unit, UnitFigures())
         change = self._present - before
         if self._is_backward:
-            # What it had done before, if it was interrupted, is in the sum.
+            # A unit may run in several windows: its peak includes the bytes left by earlier ones.
             figures.backward_peak = max(figures.backward_peak, figures.backward_left + most - before)
             figures.backward_left += change
         else:
@@ -157,7 +157,7 @@ class UnitTracker(AllocationTracker):
 
 
 def _is_alias(func: Any, taken: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
-    """Tells whether nothing was computed: reshaped, or a new tensor without contents."""
+    """Returns whether nothing was computed: the output is a view, or a new tensor without values."""
     if func._schema.is_mutable:
         return False
     if not taken:
@@ -178,19 +178,19 @@ def _work_of(func: Any, args: tuple, taken: Sequence[Tensor], made: Sequence[Ten
         return Work(attention=_attention(name, func, args), kernels=1)
     moved = sum(tensor.nbytes for tensor in (*taken, *made))
     if func._schema.is_mutable:
-        # What is written is among what was taken.
+        # The output of an in-place operation is one of its inputs: do not count it twice.
         moved = sum(tensor.nbytes for tensor in taken)
     return Work(moved=moved, kernels=1)
 
 
 def _product(one: Tensor, other: Tensor, result: Tensor) -> tuple[float, int]:
-    """Counts `2 m k n` of a product `[..., m, k] x [..., k, n]`, or of one for each expert, and its smallest dim."""
+    """Returns `2 m k n` and the smallest dim of a product `[..., m, k] x [..., k, n]`, or of one product per expert."""
     inner = one.shape[-1]
     if one.dim() == 2 and other.dim() == 3:
         experts, _, columns = other.shape
         return 2.0 * one.shape[0] * inner * columns, max(1, min(one.shape[0] // experts, inner, columns))
     if one.dim() == 2 and result.dim() == 3:
-        # Gradients of the experts' weights: the inner dim is that of tokens.
+        # Weight gradients of the experts: the inner dim is the token dim.
         experts = result.shape[0]
         return 2.0 * one.shape[0] * inner * other.shape[1], max(1, min(one.shape[0], inner // experts, other.shape[1]))
     flops = 2.0 * math.prod(one.shape) * other.shape[-1]
@@ -198,7 +198,7 @@ def _product(one: Tensor, other: Tensor, result: Tensor) -> tuple[float, int]:
 
 
 def _attention(name: str, func: Any, args: tuple) -> float:
-    """Counts an attention core's two products `[queries, keys]`, half of them where it is causal."""
+    """Returns the operations of attention's two products over `[queries, keys]`, halved if causal."""
     backward = "backward" in name
     query, key, value = args[1:4] if backward else args[:3]
     heads = math.prod(query.shape[:-2])

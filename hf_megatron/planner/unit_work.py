@@ -1,4 +1,4 @@
-"""What a unit of a model computes, moves and sends, apart from any device."""
+"""Device-independent work of a unit: computation, memory traffic, and communication."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Work:
-    """What one unit (a layer, what comes before or after them) does with one microbatch on one rank, in one direction.
+    """Work of one unit (a layer, or the part before or after the layers) for a microbatch on a rank, in one direction.
 
     Attributes:
         matmuls: smallest dim of the product -> floating point operations (`2 m k n`).
         attention: floating point operations of attention cores.
-        moved: bytes that other kernels read and write, as they are run.
-        kernels: how many are launched.
+        moved: bytes that other kernels read and write.
+        kernels: number of kernel launches.
         traffic: axis (`"tp"`, `"cp"`, `"ep"`, `"pp"`, `"dp"`) -> calls, and bytes that one rank sends.
     """
 
@@ -44,7 +44,7 @@ class Work:
         )
 
     def scaled(self, factor: float) -> "Work":
-        """Returns the work of this part of the tokens: as many kernels, each of fewer entries."""
+        """Returns the work for a fraction of the tokens: as many kernels, each with fewer entries."""
         return Work(
             {width: flops * factor for width, flops in self.matmuls.items()},
             self.attention * factor,
