@@ -1,4 +1,4 @@
-"""Megatron indexed datasets, sample order, blends and streams."""
+"""Megatron indexed datasets, sample order, blends, and streams."""
 
 from typing import TYPE_CHECKING
 

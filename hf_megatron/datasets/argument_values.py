@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments, as a mapping gives them: their names and the types of their values."""
+"""Parsing of Megatron-LM arguments from a mapping: names, defaults, and value types."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,10 +7,10 @@ from ..errors import DataError
 
 
 def with_defaults(arguments: Mapping[str, Any], defaults: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Returns arguments by their names without dashes, with defaults for those that are not given.
+    """Returns arguments by their names without dashes, with defaults for missing ones.
 
     Raises:
-        DataError: an argument that has no default: it is none of this kind.
+        DataError: an argument without a default, which is not of this kind.
     """
     given = dict(defaults)
     for name, value in arguments.items():
@@ -22,7 +22,7 @@ def with_defaults(arguments: Mapping[str, Any], defaults: Mapping[str, Any], kin
 
 
 def parse_integer(given: Mapping[str, Any], name: str, least: int = 0) -> int:
-    """Returns an argument as a whole number of `least` or more."""
+    """Returns an argument as an integer of at least `least`."""
     try:
         number = int(given[name])
     except (TypeError, ValueError):
@@ -33,7 +33,7 @@ def parse_integer(given: Mapping[str, Any], name: str, least: int = 0) -> int:
 
 
 def real_number(given: Mapping[str, Any], name: str) -> float:
-    """Returns an argument as a number."""
+    """Returns an argument as a float."""
     try:
         return float(given[name])
     except (TypeError, ValueError):
@@ -41,7 +41,7 @@ def real_number(given: Mapping[str, Any], name: str) -> float:
 
 
 def truth_value(given: Mapping[str, Any], name: str) -> bool:
-    """Returns an argument as true or false."""
+    """Returns an argument as a bool."""
     text = str(given[name]).lower()
     if text not in ("true", "false"):
         raise DataError(f"{name} = {given[name]!r}: expected True or False.")

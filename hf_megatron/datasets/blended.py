@@ -1,4 +1,4 @@
-"""Samples of several datasets in turns, as their weights say."""
+"""Blend of several datasets, interleaved by weight."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -16,17 +16,17 @@ from .sample_index import BlendOrder, blend_order, exhaustive_order, samples_of_
 
 
 class BlendedDataset(OrderedDataset):
-    """Samples of several datasets in turns, as `BlendedDataset` of Megatron-Core takes them.
+    """Blend of several datasets, interleaved as in Megatron-Core's `BlendedDataset`.
 
     Args:
-        datasets: of one kind; each in an order of its own.
-        weights (*optional*): how often each comes; by default as their sizes say.
-        samples (`int`, *optional*): of the blend; by default each dataset is taken to its end, without weights.
-        cache (`str` or `Path`, *optional*): as of `PretrainingDataset`.
+        datasets: of one kind; each keeps its own order.
+        weights (*optional*): relative sampling rates; by default proportional to the sizes.
+        samples (`int`, *optional*): of the blend; by default every dataset is used up, without weights.
+        cache (`str` or `Path`, *optional*): as in `PretrainingDataset`.
 
     Raises:
-        DataError: as many weights as there are no datasets, weights that are not above 0, or a dataset that has fewer
-            samples than are taken of it.
+        DataError: numbers of weights and datasets differ, a weight is not above 0, a dataset has fewer samples than the
+            blend takes, or the datasets cannot be blended.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class BlendedDataset(OrderedDataset):
             "kind": "blend",
             "datasets": [dataset.order_key for dataset in self.datasets],
             "weights": sizes if weights is None else [float(weight) for weight in weights],
-            # A longer blend begins as a shorter one.
+            # A longer blend begins with the samples of a shorter one, so the length is not part of the key.
             "to the end": samples is None,
         }
 
-        # Weights that are given are divided by their sum before `BlendedDataset` does it, which is not the same.
+        # Megatron normalizes given weights here and again in the blend, which rounds differently from doing it once.
         shares: Sequence[float] = sizes if weights is None else (weights / np.sum(weights)).tolist()
 
         def make() -> Mapping[str, np.ndarray]:
@@ -85,7 +85,7 @@ class BlendedDataset(OrderedDataset):
     def _kept(
         self, cache: str | os.PathLike[str] | None, shares: Sequence[float], samples: int | None
     ) -> BlendOrder | None:
-        """Returns what Megatron-LM left of the same blend."""
+        """Returns the order of the same blend from Megatron-LM's cache, if there is one."""
         described = [one.described() for one in self.datasets if isinstance(one, PretrainingDataset)]
         if cache is None or len(described) != len(self.datasets):
             return None

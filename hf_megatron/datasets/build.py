@@ -1,7 +1,7 @@
-"""Builds a pair of `.bin` and `.idx` from texts, as fast as the tokenizer is, and goes on after a kill.
+"""Builder of `.bin` and `.idx` pairs from texts, as fast as the tokenizer, which resumes after a kill.
 
-What is done lies in a folder `PREFIX.building` until all is: tokens, lengths and ends of documents, and how many
-documents these are of. Megatron-LM's `tools/preprocess_data.py` writes the same bytes.
+Intermediate results are in a folder `PREFIX.building` until the build is complete: tokens, lengths, document ends, and
+the number of documents done. Megatron-LM's `tools/preprocess_data.py` writes the same bytes.
 """
 
 import copy
@@ -27,23 +27,23 @@ from .indexed import token_dtype
 from .indexed_writer import write_index
 from .text_sources import texts_of
 
-# Documents that the tokenizer is given at a time, over which it spreads its threads.
+# Documents passed to the tokenizer at a time, which it distributes over its threads.
 _BATCH = 256
-# That a tokenizer remembers the tokens of, some 100 bytes each: texts have more than its own 10,000.
+# Word cache of the tokenizer, about 100 bytes per word: texts have more words than its default of 10,000.
 _WORDS = 1_000_000
-# Seconds of work that a kill may cost.
+# Seconds between progress records: the work that a kill may lose.
 _KEPT_EVERY = 10.0
 
 
 @dataclass(frozen=True)
 class BuildProgress:
-    """How far a build is.
+    """Progress of a build.
 
     Attributes:
-        documents, tokens (`int`): written, those of an earlier try included.
-        characters (`int`): read in this try.
-        seconds (`float`): of this try.
-        new_tokens (`int`): of this try.
+        documents, tokens (`int`): written so far, including earlier runs of the build.
+        characters (`int`): read in this run.
+        seconds (`float`): duration of this run.
+        new_tokens (`int`): written in this run.
     """
 
     documents: int
@@ -71,21 +71,21 @@ def build_pair(
     special_tokens: bool = True,
     say: Callable[[BuildProgress], None] = lambda progress: None,
 ) -> BuildProgress:
-    """Writes the tokens of texts into a pair; one that was begun with the same arguments goes on.
+    """Writes the tokens of texts into a pair of files; resumes a build that was begun with the same arguments.
 
     Args:
         prefix (`str` or `Path`): path of both files without `.bin` and `.idx`.
-        sources: files, as of `texts_of`.
+        sources: files, as in `texts_of`.
         tokenizer: of transformers.
-        key (`str`, defaults to `"text"`): of a line's object, or the column.
+        key (`str`, defaults to `"text"`): key of the text in a JSON object, or its column.
         append_eod (`bool`, defaults to `False`): whether a document ends with the tokenizer's `eos_token`.
-        special_tokens (`bool`, defaults to `True`): whether documents have those that the tokenizer puts around a text,
-            as a BOS; Megatron-LM's default, `--tokenizer-hf-no-include-special-tokens` without.
+        special_tokens (`bool`, defaults to `True`): whether documents get the special tokens that the tokenizer adds,
+            such as a BOS. This is Megatron-LM's default; `False` is `--tokenizer-hf-no-include-special-tokens`.
         say (`Callable`, *optional*): called with the progress every few seconds.
 
     Raises:
-        DataError: files that are missing or there already, a line that has no text, a tokenizer without the token, a
-            build of the same name with other arguments, or another process that builds it.
+        DataError: missing sources, an existing target, a line without a text, a tokenizer without the token, a build
+            of the same name with other arguments, or another process that runs it.
     """
     paths = [Path(source) for source in sources]
     for path in paths:
@@ -105,10 +105,10 @@ def build_pair(
         "tokenizer": _facts(tokenizer),
     }
     with _folder(Path(f"{os.fspath(prefix)}.building")) as folder:
-        # Another process may have ended meanwhile.
+        # Another process may have completed the build before the lock was acquired.
         _require_new(os.fspath(prefix))
         if Path(f"{os.fspath(prefix)}.bin").exists():
-            # Its builder ended between the two files.
+            # An earlier run was killed between renaming the two files.
             return _ended(folder, said, os.fspath(prefix))
         build = _Build(folder, said, token_dtype(len(tokenizer)))
         encoder = _Encoder(tokenizer, special_tokens=special_tokens)
@@ -136,7 +136,7 @@ def _facts(tokenizer: Any) -> str:
 
 @contextmanager
 def _folder(folder: Path) -> Iterator[Path]:
-    """Holds a folder that this process alone works in."""
+    """Creates and locks a folder for this process."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         try:
@@ -147,7 +147,7 @@ def _folder(folder: Path) -> Iterator[Path]:
 
 
 def _begun(folder: Path, said: dict[str, Any]) -> dict[str, Any]:
-    """Reads how far a build is, which was begun with the same arguments."""
+    """Returns the progress of a build after checking that its arguments are the same."""
     before: dict[str, Any] = json.loads((folder / "progress.json").read_text(encoding="utf-8"))
     changed = [name for name in said if before["said"].get(name) != said[name]]
     if changed:
@@ -165,7 +165,7 @@ def _ended(folder: Path, said: dict[str, Any], prefix: str) -> BuildProgress:
 
 
 class _Build:
-    """The files of a build, and how far they are whole."""
+    """The files of a build, and the sizes up to which they are complete."""
 
     def __init__(self, folder: Path, said: dict[str, Any], dtype: np.dtype):
         self.folder, self.said, self.dtype = folder, said, dtype
@@ -183,7 +183,7 @@ class _Build:
             path.touch()
             if path.stat().st_size < size:
                 raise DataError(f"{path}: has {path.stat().st_size} bytes of {size}. Remove the folder.")
-            # What is behind was written after it was last known to be whole.
+            # Drop data written after the last progress record.
             os.truncate(path, size)
             self._files[name] = open(path, "ab")  # noqa: SIM115 - closed by close()
 
@@ -207,7 +207,7 @@ class _Build:
     def _write(self, encoded: Sequence[Sequence[int]], end: int | None) -> None:
         arrays, lengths, ends = [], [], []
         for ids in encoded:
-            # A document without a token is one of no sequence.
+            # A document without tokens has no sequence.
             if len(ids):
                 arrays.append(np.asarray(ids, dtype=self.dtype))
                 lengths.append(len(ids) + (end is not None))
@@ -222,7 +222,7 @@ class _Build:
         self.documents += len(ends)
 
     def _keep(self) -> None:
-        """Says how much is whole, once it is on the disk."""
+        """Flushes the files to disk, then records the progress."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -234,7 +234,7 @@ class _Build:
             file.close()
 
     def publish(self, prefix: str) -> None:
-        """Gives the pair its names."""
+        """Writes the index and renames the pair into place."""
         if not self.sequences:
             raise DataError(f"{prefix}: the texts have no token.")
         lengths = np.fromfile(self.folder / "lengths", dtype="<i4")
@@ -247,12 +247,12 @@ class _Build:
 
 
 class _Encoder:
-    """Encodes whole texts, whatever a tokenizer was told of lengths when it was saved."""
+    """Encodes full texts, ignoring the truncation and padding settings saved with the tokenizer."""
 
     def __init__(self, tokenizer: Any, *, special_tokens: bool):
         self._tokenizer, self._fast, self._special = tokenizer, None, special_tokens
         if tokenizer.is_fast:
-            # Without offsets, which its own call makes as well.
+            # Call the backend directly: the tokenizer's own call also computes offsets.
             self._fast = copy.deepcopy(tokenizer.backend_tokenizer)
             self._fast.no_truncation()
             self._fast.no_padding()

@@ -1,4 +1,4 @@
-"""Which data have an order of their own, behind what may be around them."""
+"""Detection of ordered datasets inside subsets, concatenations, and tables."""
 
 import sys
 from typing import Any
@@ -9,12 +9,12 @@ from ..errors import DataError
 from .ordered_dataset import OrderedDataset
 from .table_datasets import TableSamples
 
-# Rows of a table whose numbers are looked at.
+# Number of table rows whose sample indices are checked.
 _COMPARED = 64
 
 
 def ordered_of(dataset: Any) -> OrderedDataset | None:
-    """Returns the dataset itself, or the one whose rows a table has; `None` of others."""
+    """Returns the ordered dataset itself, or the one that a table reads; `None` for other datasets."""
     if isinstance(dataset, OrderedDataset):
         return dataset
     datasets = sys.modules.get("datasets")
@@ -25,10 +25,10 @@ def ordered_of(dataset: Any) -> OrderedDataset | None:
 
 
 def require_full(table: Any) -> None:
-    """Checks that the rows of a table are all of its dataset's, in their order.
+    """Checks that a table has all samples of its ordered dataset, in order.
 
     Raises:
-        DataError: some were moved, or left out.
+        DataError: samples were moved or left out.
     """
     dataset = ordered_of(table)
     if dataset is None or table is dataset:
@@ -43,7 +43,7 @@ def require_full(table: Any) -> None:
 
 
 def has_own_order(dataset: Any) -> bool:
-    """Tells whether a dataset is one with an order of its own, or a part or a chain of such."""
+    """Returns whether a dataset is ordered, or is a subset or concatenation of ordered datasets."""
     if isinstance(dataset, Subset):
         return has_own_order(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
@@ -52,7 +52,7 @@ def has_own_order(dataset: Any) -> bool:
 
 
 def is_shifted(dataset: Any) -> bool:
-    """Tells whether a dataset with an order of its own, or a part or a chain of such, has labels of the next tokens."""
+    """Returns whether an ordered dataset, or a subset or concatenation of such, has next-token labels."""
     if isinstance(dataset, Subset):
         return is_shifted(dataset.dataset)
     if isinstance(dataset, ConcatDataset):

@@ -1,7 +1,7 @@
-"""Indices of orders in files, so that whoever opens the same data again maps them instead of making them.
+"""On-disk cache of order indices, which later runs and other processes memory-map instead of building them.
 
-A folder has the name of a hash of everything that the indices are made of, which its `key.json` says too. One process
-makes what is missing while others of the host wait for it; where nothing can be written each makes its own in memory.
+A folder is named by a hash of all inputs of the indices, which its `key.json` lists as well. One process builds missing
+indices while other processes of the host wait; if the folder is not writable, each process builds its own in memory.
 """
 
 import fcntl
@@ -19,18 +19,18 @@ from typing import Any
 import numpy as np
 
 Arrays = Mapping[str, np.ndarray]
-# Of what is in the folders; files of another number are not read.
+# Version of the folder format; folders of other versions are not read.
 _FORMAT = 1
 _KEY = "key.json"
 
 
 def cached_arrays(key: Mapping[str, Any], directory: Path | None, make: Callable[[], Arrays]) -> Arrays:
-    """Returns arrays from the folder of their key, or makes them and leaves them there.
+    """Returns arrays from the folder of their key; builds and stores them if they are missing.
 
     Args:
-        key: all that the arrays depend on, as JSON holds it.
-        directory (`Path`, *optional*): of all folders; without one the arrays are made.
-        make (`Callable`): makes the arrays, by their names.
+        key: all inputs of the arrays, JSON-compatible.
+        directory (`Path`, *optional*): parent of all folders; without it nothing is cached.
+        make (`Callable`): returns the arrays by name.
     """
     if directory is None:
         return make()
@@ -42,20 +42,20 @@ def cached_arrays(key: Mapping[str, Any], directory: Path | None, make: Callable
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with _alone(folder):
-            # Whoever was before may have made it.
+            # Another process may have built it before the lock was acquired.
             found = _read(folder, said)
             return _written(folder, said, make()) if found is None else found
     except _NotWritten as error:
         warnings.warn(f"{directory}: the order of samples is kept in memory: {error.reason}", stacklevel=2)
         return error.arrays
     except OSError as error:
-        # A folder of others, or a disk that takes nothing.
+        # A read-only folder or a full disk.
         warnings.warn(f"{directory}: the order of samples is kept in memory: {error}", stacklevel=2)
         return make()
 
 
 class MappedArrays:
-    """What has arrays as attributes, of which other processes are told the files of those that are mapped."""
+    """Base class whose memory-mapped arrays are pickled as file paths, so that worker processes map them again."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: _File.of(value) for name, value in vars(self).items()}
@@ -66,26 +66,26 @@ class MappedArrays:
 
 
 class _File:
-    """A file of one array."""
+    """The file of one array."""
 
     def __init__(self, path: str):
         self.path = path
 
     @classmethod
     def of(cls, value: Any) -> Any:
-        """Returns the file of a mapped array, and any other value as it is."""
-        # A view of one says its file too, and is not all of it.
+        """Returns the file of a fully mapped array, and any other value unchanged."""
+        # A view of a memmap has `filename` as well, but is only a part of the file.
         is_replicated = isinstance(value, np.memmap) and not isinstance(value.base, np.ndarray)
         return cls(str(value.filename)) if is_replicated and value.filename is not None else value
 
     def map(self) -> np.ndarray:
-        """Maps the array."""
+        """Returns the memory-mapped array."""
         found: np.ndarray = np.load(self.path, mmap_mode="r", allow_pickle=False)
         return found
 
 
 class _NotWritten(Exception):
-    """Has the arrays of a folder that could not be written."""
+    """Raised when a folder cannot be written; carries the arrays."""
 
     def __init__(self, reason: OSError, arrays: Arrays):
         self.reason, self.arrays = reason, arrays
@@ -93,17 +93,17 @@ class _NotWritten(Exception):
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Waits until no other process of the host, or of the file system where it knows locks, makes the same folder."""
+    """Waits for the lock of a folder, which is shared by the host, or the file system if that supports locks."""
     with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _read(folder: Path, said: str) -> Arrays | None:
-    """Maps the arrays of a folder; `None` where there is none that is whole."""
+    """Returns the memory-mapped arrays of a folder; `None` if it is missing or incomplete."""
     try:
         found = json.loads((folder / _KEY).read_text(encoding="utf-8"))
-        # Another key of the same hash would be another folder's.
+        # Different keys with the same hash prefix would share a folder.
         if found["key"] != said:
             return None
         return {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in found["arrays"]}
@@ -112,7 +112,7 @@ def _read(folder: Path, said: str) -> Arrays | None:
 
 
 def _written(folder: Path, said: str, arrays: Arrays) -> Arrays:
-    """Writes a folder, which gets its name when it is whole, and maps what it holds."""
+    """Writes a folder, renames it into place when it is complete, and returns its memory-mapped arrays."""
     partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
     try:
         try:
@@ -126,11 +126,11 @@ def _written(folder: Path, said: str, arrays: Arrays) -> Arrays:
                 json.dump({"key": said, "arrays": [*arrays]}, file)
                 file.flush()
                 os.fsync(file.fileno())
-            # Another host may have made it, where locks are each host's own: who has mapped it needs its files.
+            # If locks are per host, another host may have written it; keep its files, which may be mapped there.
             found = _read(folder, said)
             if found is not None:
                 return found
-            # One that was there is damaged.
+            # Replace a damaged folder.
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
         except OSError as error:

@@ -1,8 +1,8 @@
-"""Megatron's indexed datasets: tokens of many sequences back to back in `.bin`, and where each begins in `.idx`.
+"""Megatron's indexed datasets: tokens of all sequences back to back in `.bin`, and their offsets in `.idx`.
 
-The layout is that of `megatron/core/datasets/indexed_dataset.py`: a header, lengths (int32) and byte offsets (int64) of
-all sequences, and the document array (int64), which says with which sequence each document begins and ends with their
-number; multimodal files have a mode (int8) for each sequence behind it.
+The format is defined in `megatron/core/datasets/indexed_dataset.py`: a header, lengths (int32) and byte offsets (int64)
+of all sequences, and the document array (int64) with the first sequence of each document, followed by the number of
+sequences. Multimodal files have a mode (int8) for each sequence after it.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from ..errors import DataError
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 HEADER = struct.Struct("<9sQBQQ")
-# fairseq's, which Megatron wrote years ago; and its kind without a map into memory.
+# Magic of fairseq's formats (memory-mapped and not), which old Megatron versions wrote.
 _FAIRSEQ = b"TNTIDX\x00\x00"
 DTYPES: dict[int, np.dtype] = {
     code: np.dtype(name)
@@ -33,28 +33,29 @@ DTYPES: dict[int, np.dtype] = {
     }.items()
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-# Megatron's writer takes two bytes for a token of a vocabulary below this.
+# Megatron's writer uses two bytes per token for vocabularies smaller than this.
 _SMALL_VOCABULARY = 65500
 
 
-# What is hashed of an index: so many places of so many bytes.
+# A file's fingerprint hashes this many places of this many bytes.
 _SAMPLES, _SAMPLED = 64, 4096
 
 
 def token_dtype(vocab_size: int | None) -> np.dtype:
-    """Returns the type that Megatron's writer takes for tokens of a vocabulary (`DType.optimal_dtype`)."""
+    """Returns the dtype that Megatron's writer uses for tokens of a vocabulary (`DType.optimal_dtype`)."""
     return np.dtype("uint16" if vocab_size is not None and vocab_size < _SMALL_VOCABULARY else "int32")
 
 
 class IndexedDataset:
-    """Sequences of tokens of a pair of files, mapped into memory; opening does not depend on their sizes.
+    """Token sequences of a pair of files, memory-mapped; the time to open does not depend on the file sizes.
 
     Args:
         prefix (`str` or `Path`): path of both files without `.bin` and `.idx`.
-        multimodal (`bool`, defaults to `False`): the file has a mode for each sequence, which its header does not say.
+        multimodal (`bool`, defaults to `False`): whether the file has a mode for each sequence, which its header does
+            not state.
 
     Raises:
-        DataError: a file that is missing, damaged, of another format, or whose sizes do not fit each other.
+        DataError: a file that is missing, damaged, or of another format, or sizes that do not match.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], *, multimodal: bool = False):
@@ -88,7 +89,7 @@ class IndexedDataset:
         self.modes = self._view(place, np.dtype("i1"), sequences) if self.multimodal else None
         self._check_ends(sequences)
         size = self.data_path.stat().st_size
-        # A map of nothing is refused by the system.
+        # The system cannot map an empty file.
         self._data = np.memmap(self.data_path, mode="r", dtype=self.dtype) if size else np.zeros(0, self.dtype)
 
     def _header(self) -> tuple[np.dtype, int, int]:
@@ -111,7 +112,7 @@ class IndexedDataset:
         return DTYPES[code], sequences, ends
 
     def _check_ends(self, sequences: int) -> None:
-        """Checks what damage shows in a few entries, however many there are; `verify` reads all."""
+        """Checks the first and last entries, in constant time; `verify` reads all of them."""
         first, last = int(self.documents[0]), int(self.documents[-1])
         if (first, last) != (0, sequences):
             raise DataError(
@@ -133,15 +134,15 @@ class IndexedDataset:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all sequences."""
+        """Number of tokens of all sequences."""
         return len(self._data)
 
     def __getitem__(self, number: int) -> np.ndarray:
-        """Returns the tokens `[length]` of a sequence, as they lie in the file."""
+        """Returns the tokens `[length]` of a sequence, as stored in the file."""
         return self.read(number)
 
     def read(self, number: int, start: int = 0, count: int | None = None) -> np.ndarray:
-        """Returns tokens `[count]` of a sequence, from `start` on; all of them by default."""
+        """Returns tokens `[count]` of a sequence from `start` on; all of them by default."""
         length = int(self.lengths[number])
         stop = length if count is None else start + count
         if not 0 <= start <= stop <= length:
@@ -150,21 +151,21 @@ class IndexedDataset:
         return self._data[place + start : place + stop]
 
     def tokens_between(self, first: int, stop: int) -> int:
-        """Returns the tokens of sequences `[first, stop)`."""
+        """Returns the number of tokens of sequences `[first, stop)`."""
         ends = [
             int(self.offsets[one]) if one < len(self) else self.tokens * self.dtype.itemsize for one in (first, stop)
         ]
         return (ends[1] - ends[0]) // self.dtype.itemsize
 
     def facts(self) -> dict[str, Any]:
-        """Returns what tells this dataset from another one, wherever its files lie, without reading all of them.
+        """Returns metadata that identifies the dataset independently of its path, without reading the full files.
 
-        Of either file a hash is taken of both ends and of places between.
+        Each file is hashed at evenly spaced places, including both ends.
         """
         hashes = {"index": _sampled(self.index_path), "data": _sampled(self.data_path)}
         return {"sequences": len(self), "tokens": self.tokens, **hashes}
 
-    # Workers of a loader are given paths, and map the files for themselves.
+    # Pickling: data loader workers get the paths, and map the files themselves.
 
     def __getstate__(self) -> dict[str, Any]:
         return {"prefix": self.prefix, "multimodal": self.multimodal}
@@ -173,13 +174,13 @@ class IndexedDataset:
         self.__init__(state["prefix"], multimodal=state["multimodal"])  # type: ignore[misc]
 
     def verify(self, vocab_size: int | None = None) -> dict[str, int]:
-        """Reads everything, and returns what was counted: sequences, documents, tokens, the smallest and the largest.
+        """Reads everything, and returns counts of sequences, documents and tokens, and the range of the tokens.
 
         Args:
-            vocab_size (`int`, *optional*): tokens have to be below it.
+            vocab_size (`int`, *optional*): exclusive upper bound for tokens.
 
         Raises:
-            DataError: offsets that are no running sum of the lengths, documents out of order, or tokens out of range.
+            DataError: offsets that do not match the lengths, documents out of order, or tokens out of range.
         """
         self.verify_index()
         smallest, largest = self._range()
@@ -197,10 +198,10 @@ class IndexedDataset:
         }
 
     def verify_index(self) -> None:
-        """Reads the whole index.
+        """Reads and checks the full index.
 
         Raises:
-            DataError: offsets that are no running sum of the lengths, or documents out of order.
+            DataError: offsets that do not match the lengths, or documents out of order.
         """
         if int(self.lengths.min()) < 0:
             raise DataError(f"{self.index_path}: sequence {int(self.lengths.argmin())} has a negative length.")
@@ -224,7 +225,7 @@ class IndexedDataset:
 
 
 def _sampled(path: Path) -> str:
-    """Hashes places all over a file, in a time that does not depend on its size."""
+    """Returns a hash of places across a file, in a time that does not depend on its size."""
     found = hashlib.sha256()
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size

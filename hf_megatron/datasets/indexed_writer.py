@@ -1,4 +1,4 @@
-"""Writing Megatron's indexed datasets, and putting several together."""
+"""Writer of Megatron's indexed datasets, and merging of several datasets."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from .indexed import CODES, HEADER, MAGIC, VERSION, IndexedDataset
 
 
 class IndexedWriter:
-    """Writes a pair of files; they have their names once all is written.
+    """Writes a pair of files, which are renamed into place when both are complete.
 
         with IndexedWriter("corpus_text_document", token_dtype(vocab_size)) as writer:
             for text in texts:
@@ -24,9 +24,10 @@ class IndexedWriter:
         prefix (`str` or `Path`): path of both files without `.bin` and `.idx`.
         dtype: of tokens.
         multimodal (`bool`, defaults to `False`): whether each sequence has a mode.
+        overwrite (`bool`, defaults to `False`): whether existing files are replaced.
 
     Raises:
-        DataError: a type that the format has not, or files that are there already.
+        DataError: a dtype that the format does not support, or existing files.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class IndexedWriter:
 
     def __enter__(self) -> "IndexedWriter":
         self.data_path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._partial, "wb")  # noqa: SIM115 - closed when it is left
+        self._file = open(self._partial, "wb")  # noqa: SIM115 - closed in `__exit__`
         return self
 
     def __exit__(
@@ -62,26 +63,26 @@ class IndexedWriter:
             if kind is None:
                 self._publish(index)
         finally:
-            # Nothing is left of what could not be written: the disk may be full.
+            # Clean up partial files after a failure: the disk may be full.
             self._partial.unlink(missing_ok=True)
             index.unlink(missing_ok=True)
 
     def _publish(self, index: Path) -> None:
-        """Gives both files their names when both are written; what had these stays until then."""
+        """Renames both files into place once both are written; existing files stay until then."""
         if not self._lengths:
             raise DataError(f"{self.prefix}: nothing was written.")
         write_index(index, self.dtype, self._lengths, self._ends, self._modes if self.multimodal else None)
-        # Without an index nobody takes the data for a dataset.
+        # Remove the old index first: data without an index is not a dataset, so a crash here leaves no mismatched pair.
         self.index_path.unlink(missing_ok=True)
         os.replace(self._partial, self.data_path)
         os.replace(index, self.index_path)
         sync_directory(self.data_path.parent)
 
     def add_document(self, sequences: Iterable[Any], modes: Sequence[int] | None = None) -> None:
-        """Adds a document of some sequences of tokens.
+        """Adds a document with some token sequences.
 
         Raises:
-            DataError: tokens that the type does not hold, or another number of modes.
+            DataError: tokens out of the dtype's range, or another number of modes.
         """
         made = [self._tokens(tokens) for tokens in sequences]
         given = None if modes is None else list(modes)
@@ -107,10 +108,10 @@ class IndexedWriter:
         return made
 
     def add_dataset(self, other: IndexedDataset) -> None:
-        """Adds all documents of another dataset of the same type.
+        """Adds all documents of another dataset with the same dtype.
 
         Raises:
-            DataError: the types differ, or the other's index is damaged.
+            DataError: the dtypes differ, or the other's index is damaged.
         """
         other.verify_index()
         if other.dtype != self.dtype or other.multimodal != self.multimodal:
@@ -120,7 +121,7 @@ class IndexedWriter:
                 self._file.write(block)
         before = len(self._lengths)
         self._lengths += other.lengths.tolist()
-        # The leading 0 is the end of what was there.
+        # Skip the leading 0, which equals the end of the documents written before.
         self._ends += (other.documents[1:] + before).tolist()
         self._modes += [] if other.modes is None else other.modes.tolist()
 
@@ -135,8 +136,8 @@ def write_index(
     """Writes an index.
 
     Args:
-        lengths: of all sequences.
-        ends: 0, and the number of sequences behind each document.
+        lengths: tokens of each sequence.
+        ends: 0, followed by the number of sequences up to the end of each document.
         modes (*optional*): of each sequence.
     """
     sizes = np.asarray(lengths, dtype="<i4")
@@ -160,10 +161,10 @@ def write_index(
 
 
 def merge_datasets(prefix: str | os.PathLike[str], sources: Sequence[str | os.PathLike[str]], **options: Any) -> None:
-    """Writes the documents of several datasets, one after the other, into one.
+    """Writes the documents of several datasets sequentially into one.
 
     Raises:
-        DataError: a source that cannot be read or is of another type, or a target that is there already.
+        DataError: a source that cannot be read or has another dtype, or an existing target.
     """
     opened = [IndexedDataset(source) for source in sources]
     if not opened:

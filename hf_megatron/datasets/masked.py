@@ -1,4 +1,4 @@
-"""Samples of sentences with masked words, for BERT and T5, as Megatron-Core makes them."""
+"""Masked-language-modeling datasets for BERT and T5, as in Megatron-Core."""
 
 import os
 from collections.abc import Sequence
@@ -22,26 +22,26 @@ _IGNORED = -100
 class BertDataset(SentencesDataset):
     """Samples of masked sentences from a pair of `.bin` and `.idx`: `BERTMaskedWordPieceDataset` of Megatron-Core.
 
-    A sample has `input_ids`, `token_type_ids`, `attention_mask` and `labels` `[sequence_length]`, these -100 where
-    nothing is masked, and with pairs of sentences `next_sentence_label` `()`, 1 where they were swapped. Models are
+    A sample has `input_ids`, `token_type_ids`, `attention_mask` and `labels` `[sequence_length]`, with labels -100 for
+    unmasked tokens, and with sentence pairs `next_sentence_label` `()`, 1 if they are swapped. Models are
     `BertForPreTraining`, or `BertForMaskedLM` without pairs.
 
         BertDataset("corpus_text_sentence", 512, samples, tokenizer=tokenizer)
 
     Args:
-        source: as of `PretrainingDataset`; its sequences are sentences.
+        source: as in `PretrainingDataset`; its sequences are sentences.
         sequence_length (`int`): tokens of a sample, `[CLS]` and `[SEP]` included.
-        samples (`int`, *optional*): epochs are added until there are as many; one by default.
+        samples (`int`, *optional*): epochs are added until there are enough; by default one epoch.
         tokenizer: of transformers, with `[CLS]`, `[SEP]`, `[MASK]` and `[PAD]`.
-        masking (`Masking`, *optional*): how tokens are masked.
-        pairs (`bool`, defaults to `True`): whether samples are of two parts, of which it is to be told if they are
-            swapped (`--bert-no-binary-head` without).
+        masking (`Masking`, *optional*): masking options.
+        pairs (`bool`, defaults to `True`): whether samples have two parts, with a label for whether they are swapped
+            (`False` is `--bert-no-binary-head`).
         seed (`int`, defaults to 1234): Megatron's `--seed`.
-        share: as of `PretrainingDataset`, of documents.
-        cache: as of `PretrainingDataset`.
+        share: as in `PretrainingDataset`, of documents.
+        cache: as in `PretrainingDataset`.
 
     Raises:
-        DataError: as of `PretrainingDataset`, a tokenizer without these tokens, or documents that make no sample.
+        DataError: as in `PretrainingDataset`, a tokenizer without these tokens, or documents that make no sample.
     """
 
     kind = "bert"
@@ -100,7 +100,7 @@ class BertDataset(SentencesDataset):
         return found
 
     def _replaced(self, token: int, stream: np.random.RandomState) -> int:
-        """Returns the mask, of one in five another token or the same."""
+        """Returns the mask token with probability 0.8, a random token with 0.1, and otherwise the token itself."""
         if stream.random_sample() < 0.8:
             return int(self.vocabulary.mask)
         if stream.random_sample() >= 0.5:
@@ -109,27 +109,27 @@ class BertDataset(SentencesDataset):
 
 
 class T5Dataset(SentencesDataset):
-    """Samples whose masked spans are told, from a pair of `.bin` and `.idx`: `T5MaskedWordPieceDataset`.
+    """Samples for span prediction from a pair of `.bin` and `.idx`: `T5MaskedWordPieceDataset` of Megatron-Core.
 
     A sample has `input_ids` and `attention_mask` `[sequence_length]`, and `labels`, `decoder_input_ids` and
-    `decoder_attention_mask` `[target_length]`; labels that fill it up are -100.
+    `decoder_attention_mask` `[target_length]`; labels are padded with -100.
 
         T5Dataset("corpus_text_sentence", 512, 128, samples, tokenizer=tokenizer)
 
     Args:
-        source: as of `BertDataset`.
+        source: as in `BertDataset`.
         sequence_length (`int`): tokens of the encoder.
         target_length (`int`): tokens of the decoder, Megatron-LM's `--decoder-seq-length`.
-        samples (`int`, *optional*): as of `BertDataset`.
-        tokenizer: of transformers, with an `eos_token`. Megatron's own is BERT's, with sentinels.
-        sentinels (*optional*): ids that stand for spans, the first for the first; by default `<extra_id_0>` and so on.
-        begin (`int`, *optional*): with which decoders begin; by default the `bos_token`, else the `pad_token`, as of
+        samples (`int`, *optional*): as in `BertDataset`.
+        tokenizer: of transformers, with an `eos_token`. Megatron uses a BERT tokenizer with added sentinels.
+        sentinels (*optional*): ids that replace spans, in the order of the spans; by default `<extra_id_0>` and so on.
+        begin (`int`, *optional*): first token of the decoder; by default the `bos_token`, else the `pad_token`, as for
             T5 in transformers.
-        masking (`Masking`, *optional*): by default as Megatron-LM masks for T5.
-        seed, share, cache: as of `BertDataset`.
+        masking (`Masking`, *optional*): by default Megatron-LM's masking for T5.
+        seed, share, cache: as in `BertDataset`.
 
     Raises:
-        DataError: as of `BertDataset`; a sample that has more spans than there are sentinels, or more tokens.
+        DataError: as in `BertDataset`; a sample with more spans than sentinels, or more tokens than `target_length`.
     """
 
     kind = "t5"
@@ -211,7 +211,7 @@ def _filled(values: Sequence[int], length: int, value: int) -> Tensor:
 
 
 def _shorten(one: list[int], other: list[int], target: int, stream: np.random.RandomState) -> None:
-    """Takes tokens from either end of the longer part, until both have as many as are wanted."""
+    """Removes random end tokens of the longer part until both parts together have `target` tokens."""
     while len(one) + len(other) > target:
         longer = one if len(one) > len(other) else other
         del longer[0 if stream.random_sample() < 0.5 else -1]

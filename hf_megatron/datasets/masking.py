@@ -1,4 +1,4 @@
-"""Which tokens of a sample are masked, as `MaskedWordPieceDataset` of Megatron-Core draws it."""
+"""Random selection of the masked tokens of a sample, as in Megatron-Core's `MaskedWordPieceDataset`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,24 +11,25 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import DataError
 
-# Of the geometric distribution of spans' lengths (Joshi et al., 2020, "SpanBERT", 3.1).
+# Parameter of the geometric distribution of span lengths (Joshi et al., 2020, "SpanBERT", 3.1).
 _GEOMETRIC = 0.2
 
 
 @dataclass(frozen=True)
 class Masking:
-    """How a sample is masked: the options of `MaskedWordPieceDatasetConfig`.
+    """Masking options of a sample, as in `MaskedWordPieceDatasetConfig`.
 
     Args:
-        probability (`float`, defaults to 0.15): of a token, `--mask-prob`.
-        short_sequence_probability (`float`, defaults to 0.1): of a sample that is made shorter, `--short-seq-prob`.
-        max_ngram (`int`, defaults to 3): words at most that are masked together; Megatron-LM's T5 has 10.
-        full_words (`bool`, defaults to `True`): whether pieces that begin with `##` are masked with their word.
-        longer_ngrams (`bool`, defaults to `False`): whether many words together are likelier than few.
-        geometric (`bool`, defaults to `False`): whether how many is drawn as SpanBERT does; so in Megatron-LM's T5.
+        probability (`float`, defaults to 0.15): share of masked tokens, `--mask-prob`.
+        short_sequence_probability (`float`, defaults to 0.1): probability of a shorter sample, `--short-seq-prob`.
+        max_ngram (`int`, defaults to 3): most consecutive words masked together; Megatron-LM's T5 has 10.
+        full_words (`bool`, defaults to `True`): whether word pieces that begin with `##` are masked with their word.
+        longer_ngrams (`bool`, defaults to `False`): whether longer n-grams are more likely than short ones.
+        geometric (`bool`, defaults to `False`): whether n-gram lengths follow SpanBERT's geometric distribution, as in
+            Megatron-LM's T5.
 
     Raises:
-        DataError: numbers out of their ranges.
+        DataError: values out of range.
     """
 
     probability: float = 0.15
@@ -46,7 +47,7 @@ class Masking:
             raise DataError(f"{self}: expected probabilities between 0 and 1, and max_ngram of 1 or more.")
 
     def ngram_shares(self) -> np.ndarray:
-        """Returns the probabilities of 1, 2, ... words `[max_ngram]`, added up."""
+        """Returns the cumulative probabilities `[max_ngram]` of n-grams with 1, 2, ... words."""
         shares = 1.0 / (np.arange(self.max_ngram, dtype=np.int64) + 1)
         shares = shares / shares.sum(keepdims=True)
         if self.longer_ngrams:
@@ -56,17 +57,17 @@ class Masking:
 
 
 class Vocabulary:
-    """What masking has to know of a tokenizer of transformers.
+    """Properties of a transformers tokenizer that masking needs.
 
     Args:
-        tokenizer: a word piece tokenizer, as BERT's; of others every token is a word.
+        tokenizer: a WordPiece tokenizer, such as BERT's; with others every token is a word.
 
     Attributes:
         ids: of all tokens.
-        is_piece: `[ids]`: whether a token goes on with a word.
+        is_piece: `[ids]`: whether a token continues a word.
 
     Raises:
-        DataError: what is no tokenizer.
+        DataError: not a tokenizer.
     """
 
     def __init__(self, tokenizer: Any):
@@ -81,7 +82,7 @@ class Vocabulary:
         self.size = len(self.is_piece)
 
     def require(self, *names: str) -> None:
-        """Checks that the tokenizer has tokens.
+        """Checks that the tokenizer has the named special tokens.
 
         Raises:
             DataError: it lacks one.
@@ -99,15 +100,15 @@ def masked_spans(
     stream: np.random.RandomState,
     replace: Callable[[int, np.random.RandomState], int],
 ) -> tuple[list[int], list[list[int]]]:
-    """Returns the tokens with some replaced, and the places of each span of these, in their order.
+    """Returns the tokens with some of them replaced, and the positions of each replaced span, in order.
 
     Args:
         tokens: of a sample, its special tokens included.
-        target_length (`int`): of the sample, without these.
-        masking: how.
+        target_length (`int`): target number of tokens of the sample, without special tokens.
+        masking: options.
         vocabulary: of the tokens.
-        stream: of the sample.
-        replace: returns what stands in a token's place.
+        stream: random state of the sample.
+        replace: returns the replacement of a token.
     """
     words: list[list[int]] = []
     kept = (vocabulary.cls, vocabulary.sep)
@@ -140,7 +141,7 @@ def masked_spans(
 
 
 def _fitting(words: Sequence[Sequence[int]], first: int, count: int, most: float) -> list[int] | None:
-    """Returns the places of so many words, or of as many fewer as fit; `None` where not even one does."""
+    """Returns the positions of `count` words, or of as many fewer as fit; `None` if not even one fits."""
     for number in range(count, 0, -1):
         span = list(chain.from_iterable(words[first : first + number]))
         if len(span) <= most:

@@ -1,4 +1,4 @@
-"""The datasets of a run of Megatron-LM, from its arguments: the same files, blends, splits and seeds."""
+"""Datasets of a Megatron-LM run from its arguments: the same files, blends, splits, and seeds."""
 
 import functools
 import json
@@ -46,11 +46,11 @@ _OWN_PATHS = {f"{split}_data_path": split for split in SPLITS}
 
 @dataclass(frozen=True)
 class PretrainingSplits:
-    """The datasets of a run; `None` for a split without any documents or samples.
+    """Datasets of a run; `None` for a split without documents or samples.
 
     Attributes:
-        train, valid, test: as Megatron-LM builds them, whole epochs.
-        evaluated (`int`): samples that one evaluation takes there.
+        train, valid, test: as Megatron-LM builds them, with full epochs.
+        evaluated (`int`): samples of one evaluation in Megatron-LM.
     """
 
     train: OrderedDataset | None
@@ -60,7 +60,7 @@ class PretrainingSplits:
 
     @property
     def evaluation(self) -> OrderedDataset | None:
-        """What Trainer evaluates on each time: the first samples of `valid`, where Megatron-LM takes the next ones."""
+        """Samples of each evaluation by Trainer: the first ones of `valid`; Megatron-LM takes new ones every time."""
         if self.valid is None or len(self.valid) <= self.evaluated:
             return self.valid
         return WithoutSamples(self.valid, [(self.evaluated, len(self.valid))])
@@ -73,23 +73,24 @@ def datasets_from_megatron_args(
     eod_token: int | None = None,
     dataset: Callable[..., OrderedDataset] | None = None,
 ) -> PretrainingSplits:
-    """Builds the datasets that Megatron-LM builds of its arguments, whole epochs of which its run needs the beginning.
+    """Builds the datasets that Megatron-LM builds from its arguments; they have full epochs, of which a run may use less.
 
-    `--data-path` or `--data-args-path` with `--split`, or `--train-data-path`, `--valid-data-path` and
-    `--test-data-path`, or `--per-split-data-args-path`: one prefix, prefixes, or weights and prefixes in turns.
-    `--train-iters` or `--train-samples`, `--global-batch-size`, `--eval-interval` and `--eval-iters` say how many
-    samples there are; with `--rampup-batch-size` the train samples say how large steps are. `--seq-length`, `--seed`,
-    `--data-cache-path` and `--eod-mask-loss`; `--reset-position-ids` with `--reset-attention-mask`.
+    Files come from `--data-path` or `--data-args-path` with `--split`, or from `--train-data-path`, `--valid-data-path`
+    and `--test-data-path`, or from `--per-split-data-args-path`: one prefix, several prefixes, or alternating weights
+    and prefixes. `--train-iters` or `--train-samples`, `--global-batch-size`, `--eval-interval` and `--eval-iters`
+    determine the numbers of samples; `--rampup-batch-size` sets `ramp_up` of the training dataset. Also supported are
+    `--seq-length`, `--seed`, `--data-cache-path`, `--eod-mask-loss`, and `--reset-position-ids` together with
+    `--reset-attention-mask`.
 
     Args:
         arguments: by name, with or without leading dashes; numbers may be text.
-        pad_token (`int`, *optional*): as of `PretrainingDataset`.
-        eod_token (`int`, *optional*): as of `PretrainingDataset`.
-        dataset (*optional*): makes the dataset of a file and a split, of `sequence_length`, `samples`, `seed`, `share`
-            and `cache`, as `functools.partial(BertDataset, tokenizer=tokenizer)` does; `PretrainingDataset` by default.
+        pad_token (`int`, *optional*): as in `PretrainingDataset`.
+        eod_token (`int`, *optional*): as in `PretrainingDataset`.
+        dataset (*optional*): creates the dataset of a file and split from `sequence_length`, `samples`, `seed`, `share`
+            and `cache`, such as `functools.partial(BertDataset, tokenizer=tokenizer)`; `PretrainingDataset` by default.
 
     Raises:
-        DataError: an argument that is none, that is missing, or that excludes another one.
+        DataError: an argument that is unknown or missing, or that excludes another one.
     """
     given = with_defaults(arguments, _DEFAULTS, "data")
     for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
@@ -121,7 +122,7 @@ def datasets_from_megatron_args(
     if own is not None:
         if given["split"] is not None:
             raise DataError(f"split = {given['split']!r} goes with data_path; each split has files of its own here.")
-        # Of one prefix the weight is none there.
+        # The weight of a single prefix has no effect in Megatron-LM.
         alone = {split: (blend[0], None) if blend and len(blend[0]) == 1 else blend for split, blend in own.items()}
         found = [_dataset(alone[split], (0.0, 1.0), wanted[split], make) for split in SPLITS]
     else:
@@ -158,7 +159,7 @@ def _ramp_up(given: Mapping[str, Any]) -> BatchRampUp | None:
 
 
 def _samples(given: Mapping[str, Any], ramp_up: BatchRampUp | None) -> dict[str, int]:
-    """Counts the samples of each split as Megatron's trainer does."""
+    """Returns the numbers of samples of each split, as Megatron's trainer counts them."""
     if (given["train_iters"] is None) == (given["train_samples"] is None):
         raise DataError("expected either train_iters or train_samples.")
     batch = parse_integer(given, "global_batch_size", 1)
@@ -189,7 +190,7 @@ def _blend(given: Mapping[str, Any], name: str, file: str) -> Blend | None:
 
 
 def _parsed(words: str | os.PathLike[str] | Sequence[Any], name: str) -> Blend:
-    """Reads prefixes, or weights and prefixes in turns (`get_blend_from_list`)."""
+    """Returns the prefixes, and the weights if they alternate with the prefixes (`get_blend_from_list`)."""
     listed = words.split() if isinstance(words, str) else [words] if isinstance(words, os.PathLike) else list(words)
     texts = [os.fspath(word).strip() if isinstance(word, str | os.PathLike) else str(word) for word in listed]
     if not texts:
@@ -234,7 +235,7 @@ def _blends_of_splits(given: Mapping[str, Any]) -> dict[str, Blend | None] | Non
 def _dataset(
     blend: Blend | None, share: tuple[float, float] | None, samples: int, make: "functools.partial[OrderedDataset]"
 ) -> OrderedDataset | None:
-    """Builds what `BlendedMegatronDatasetBuilder` builds of one split."""
+    """Builds the dataset of one split as `BlendedMegatronDatasetBuilder` does."""
     if blend is None or share is None or samples == 0:
         return None
     prefixes, weights = blend

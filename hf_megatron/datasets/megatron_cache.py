@@ -1,7 +1,8 @@
-"""Indices that Megatron-LM left in its own cache, read where they are of the same samples.
+"""Reader of indices in Megatron-LM's own cache, used if they describe the same samples.
 
-`GPTDataset` leaves a description beside its three arrays, and `BlendedDataset` beside its two. It does not say whether
-samples have one token more, nor how large the files were: the arrays are compared with what their first documents give.
+`GPTDataset` stores a description with its three arrays, and `BlendedDataset` with its two. The description states
+neither whether samples have an extra token nor the sizes of the files, so the arrays are also compared with indices
+computed from their first documents.
 """
 
 import json
@@ -17,14 +18,14 @@ from .sample_index import SPLITS, BlendOrder, blend_order, count_of_samples, sta
 _DESCRIPTION = "-description.txt"
 # Megatron's file -> the array's name here.
 _ARRAYS = {"document_index": "documents", "sample_index": "starts", "shuffle_index": "shuffle"}
-# Documents whose samples are compared.
+# Number of documents whose samples are compared.
 _COMPARED = 4096
-# Samples whose lengths are added up.
+# Number of samples whose lengths are checked.
 _LOOKED_AT = 256
 
 
 def default_folder(prefix: str) -> Path:
-    """Names the folder that Megatron-LM takes without `--data-cache-path`."""
+    """Returns the folder that Megatron-LM uses without `--data-cache-path`."""
     return Path(prefix, "cache", "GPTDataset_indices")
 
 
@@ -38,16 +39,16 @@ def megatron_arrays(
     share: tuple[float, float],
     asked: Mapping[str, Any],
 ) -> Mapping[str, np.ndarray] | None:
-    """Returns the arrays of a folder whose description and first samples are those that are asked for; else `None`.
+    """Returns the arrays of a folder with the requested description and first samples; `None` if there are none.
 
     Args:
         prefix (`str`): of the pair.
         lengths: of all its sequences.
-        bounds: the first sequence of the split, and the one behind its last.
+        bounds: `[first, stop)` sequences of the split.
         tokens (`int`): of the split.
-        epochs (`int`): that are read.
+        epochs (`int`): to read.
         share: of the split.
-        asked: sequence length, samples and seed, and what samples are like.
+        asked: requested sequence length, samples, seed, and sample format.
     """
     for path in sorted(folder.glob(f"*-GPTDataset-*{_DESCRIPTION}")) if folder.is_dir() else ():
         said = _described(path)
@@ -61,7 +62,7 @@ def megatron_arrays(
             written = min(os.stat(f"{base}-{file}.npy").st_mtime_ns for file in _ARRAYS)
         except (OSError, ValueError, EOFError):
             continue
-        # Of files that were there before.
+        # The arrays must be newer than the dataset.
         if written > os.stat(f"{prefix}.idx").st_mtime_ns and _fit(
             arrays, lengths, bounds, epochs * tokens, epochs, asked
         ):
@@ -75,12 +76,12 @@ def megatron_blend(
     weights: Sequence[float],
     size: int | None,
 ) -> BlendOrder | None:
-    """Returns the kept order of a blend whose description and first samples are those that are asked for; else `None`.
+    """Returns the order of a blend with the requested description and first samples; `None` if there is none.
 
     Args:
-        datasets: of each its prefix, its split's share, and what is asked of it.
-        weights: that samples are taken by, or the sizes of datasets that are taken to their ends.
-        size (`int`, *optional*): samples of the blend; without one datasets are taken to their ends.
+        datasets: for each its prefix, the share of its split, and its requested values.
+        weights: of the datasets, or their sizes if they are used up.
+        size (`int`, *optional*): samples of the blend; without it all datasets are used up.
     """
     total = int(sum(weights)) if size is None else size
     shares = np.asarray(weights, dtype=np.float64)
@@ -108,7 +109,7 @@ def megatron_blend(
 
 
 def _begins_as(dataset: np.ndarray, sample: np.ndarray, weights: Sequence[float], size: int | None) -> bool:
-    """Says whether the first samples are those that the rule gives; without a size none may be used up before."""
+    """Returns whether the first samples follow the blending rule; without a size, up to where a dataset may run out."""
     compared = min(len(dataset), _COMPARED if size is not None else int(min(weights)))
     wanted = blend_order([float(weight) for weight in weights], compared)
     return np.array_equal(dataset[:compared], wanted.dataset) and np.array_equal(sample[:compared], wanted.sample)
@@ -127,7 +128,7 @@ def _is_asked_for(said: Mapping[str, Any], prefix: str, share: tuple[float, floa
     if part not in SPLITS or not isinstance(shares, list) or len(shares) != len(SPLITS):
         return False
     return (
-        # It may have been moved as a whole.
+        # Compare names only: the folder may have been moved.
         os.path.basename(str(said.get("dataset_path"))) == os.path.basename(prefix)
         and said.get("num_samples") == asked["samples"]
         and said.get("random_seed") == asked["seed"]
@@ -159,7 +160,7 @@ def _fit(
             np.array_equal(starts_of_samples(lengths, first, length, extra, tokens, drop_last_partial=drop), starts)
         )
     held = int(lengths[first].sum(dtype=np.int64))
-    # The last row of a part is where the part ends.
+    # The last entry marks the end of these documents, not the start of a sample: leave it out.
     if held > length:
         rows = starts_of_samples(lengths, first, length, extra, held, drop_last_partial=True)[:-1]
         if not np.array_equal(rows, starts[: len(rows)]):
@@ -168,7 +169,7 @@ def _fit(
 
 
 def _are_as_long(documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray, length: int) -> bool:
-    """Says whether samples from all over have the length."""
+    """Returns whether samples spread over the full order have the requested length."""
     for row in np.linspace(0, len(starts) - 3, _LOOKED_AT).astype(np.int64).tolist():
         (first, offset), (last, stop) = starts[row].tolist(), starts[row + 1].tolist()
         between = int(lengths[documents[first:last]].sum(dtype=np.int64))

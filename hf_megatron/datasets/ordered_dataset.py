@@ -1,4 +1,4 @@
-"""Datasets whose order is their own, and what is left out of them."""
+"""Ordered datasets, whose sample order is fixed, and exclusion of some of their samples."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,14 +12,14 @@ from .ramp_up import BatchRampUp
 
 
 class OrderedDataset(Dataset):
-    """A dataset whose order is its own: sample 0 comes first, and nobody shuffles it again.
+    """A dataset in a fixed order: sample 0 comes first, and samples are not shuffled again.
 
     Attributes:
-        order_key (`dict`): what the order is made of; two datasets with the same one have the same samples in the same
-            order.
-        seen (`int`, defaults to 0): samples that an earlier run had, as of Megatron-LM: Trainer begins with the next.
-        is_shifted (`bool`): whether labels are those of the next tokens, which models of transformers shift otherwise.
-        ramp_up (`BatchRampUp`, *optional*): how many samples Trainer takes for a step; always as many by default.
+        order_key (`dict`): all inputs of the order; datasets with equal keys have the same samples in the same order.
+        seen (`int`, defaults to 0): samples used by an earlier run, for example of Megatron-LM; Trainer begins after
+            them.
+        is_shifted (`bool`): whether labels are next-token labels, which transformers models otherwise shift themselves.
+        ramp_up (`BatchRampUp`, *optional*): numbers of samples that Trainer takes for each step; constant by default.
     """
 
     order_key: dict[str, Any]
@@ -28,16 +28,16 @@ class OrderedDataset(Dataset):
     ramp_up: BatchRampUp | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # A plain Trainer would shuffle the samples, also for a model that is not parallelized.
+        # Activate the patches: a stock Trainer would shuffle the samples, even with a model that is not parallelized.
         PATCH_REGISTRY.activate()
         return super().__new__(cls)
 
     def place_of(self, sample: int) -> int:
-        """Returns where a sample is when none is left out."""
+        """Returns the index of a sample when none are left out."""
         return sample
 
     def sample_at(self, place: int) -> int:
-        """Returns the first sample from a place on, where none is left out."""
+        """Returns the first sample at or after an index that counts left-out samples."""
         return place
 
     def __len__(self) -> int:
@@ -48,18 +48,18 @@ class OrderedDataset(Dataset):
 
 
 class WithoutSamples(OrderedDataset):
-    """A dataset of which some samples are left out, as those of a batch that spoilt a run.
+    """A dataset without some of its samples, such as the batch that spoiled a run.
 
-    A run goes on with other ranges than it had, as long as they lie ahead.
+    A run may be resumed with other ranges, as long as these are ahead of its position.
 
         WithoutSamples(dataset, [(51_200, 51_712)])
 
     Args:
-        dataset: in an order of its own.
-        ranges: `[first, stop)` of its samples; apart from each other and in their order.
+        dataset: an ordered dataset.
+        ranges: `[first, stop)` ranges of samples, sorted and disjoint.
 
     Raises:
-        DataError: ranges that are empty, not in order, or not in the dataset.
+        DataError: ranges that are empty, out of order, or not in the dataset.
     """
 
     def __init__(self, dataset: OrderedDataset, ranges: Sequence[tuple[int, int]]):
@@ -71,7 +71,7 @@ class WithoutSamples(OrderedDataset):
 
     @property
     def seen(self) -> int:  # type: ignore[override]
-        """Samples that an earlier run had, of the dataset with all of them."""
+        """Samples used by an earlier run, counted in the dataset with all samples."""
         return self.dataset.seen
 
     @seen.setter
@@ -80,7 +80,7 @@ class WithoutSamples(OrderedDataset):
 
     @property
     def ramp_up(self) -> BatchRampUp | None:  # type: ignore[override]
-        """How many samples a step has."""
+        """Number of samples of each step."""
         return self.dataset.ramp_up
 
     @ramp_up.setter

@@ -1,4 +1,4 @@
-"""Samples of a fixed length in Megatron's order, for Trainer, Accelerate and plain loops."""
+"""Fixed-length pretraining samples in Megatron's order, for Trainer, Accelerate, and plain loops."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -18,37 +18,38 @@ from .ordered_dataset import OrderedDataset
 from .sample_index import SampleOrder, bounds_of_split, epochs_of, sample_order
 
 _IGNORED = -100
-# Of a sample whose documents end early, where the tokenizer has no token for it.
+# Placeholder for padding if no `pad_token` is set.
 _NOTHING = -1
 _RESTARTS = ("eod", "documents")
 
 
 class PretrainingDataset(OrderedDataset):
-    """Samples of a fixed length from a pair of `.bin` and `.idx`, as `GPTDataset` of Megatron-Core makes them.
+    """Fixed-length samples from a pair of `.bin` and `.idx`, as in `GPTDataset` of Megatron-Core.
 
-    A sample has `input_ids` `[sequence_length]`, and `labels` and `shift_labels`, both the tokens that follow these:
-    models of transformers shift what they get as `labels` alone. Ignored (-100) are labels that fill up a sample.
+    A sample has `input_ids` `[sequence_length]`, and `labels` and `shift_labels`, which both have the next tokens: with
+    `labels` alone, transformers models would shift them. Labels of padding are ignored (-100).
 
         PretrainingDataset("corpus_text_document", sequence_length=4096, samples=steps * global_batch_size)
 
     Args:
         source: path of both files without `.bin` and `.idx`, or an `IndexedDataset`.
         sequence_length (`int`): tokens of a sample.
-        samples (`int`, *optional*): how many are needed; all of one epoch by default. It is part of the order where
-            more than one epoch is needed.
+        samples (`int`, *optional*): number of samples needed; one full epoch by default. It affects the order if more
+            than one epoch is needed.
         seed (`int`, defaults to 1234): Megatron's `--seed`.
-        share (`tuple[float, float]`, defaults to all): of the sequences, as `parse_split` returns it.
+        share (`tuple[float, float]`, defaults to all): range of the sequences, as returned by `parse_split`.
         extra_token (`bool`, defaults to `True`): Megatron's `add_extra_token_to_sequence`.
         drop_last_partial (`bool`, defaults to `True`): Megatron's `drop_last_partial_validation_sequence`.
-        pad_token (`int`, *optional*): labels of it are ignored. Leave it out where it is the token that ends documents.
-        eod_token (`int`, *optional*): ends documents; needed for the next two.
+        pad_token (`int`, *optional*): labels with this token are ignored. Leave it out if it is also the token that
+            ends documents.
+        eod_token (`int`, *optional*): token that ends documents; needed for the next two.
         eod_mask_loss (`bool`, defaults to `False`): whether labels that follow that token are ignored.
-        restart (`str`, *optional*): `"eod"` has `position_ids` begin again behind each such token, `"documents"` where
-            another document begins; models then attend within documents.
-        cache (`str` or `Path`, *optional*): folder for the indices, which are otherwise made in memory.
+        restart (`str`, *optional*): `"eod"` restarts `position_ids` after each such token, `"documents"` at each
+            document boundary; models then attend within documents.
+        cache (`str` or `Path`, *optional*): folder for the indices, which are otherwise built in memory.
 
     Raises:
-        DataError: numbers out of their ranges, files that are damaged, or no sample.
+        DataError: values out of range, damaged files, or no sample.
     """
 
     def __init__(
@@ -107,10 +108,10 @@ class PretrainingDataset(OrderedDataset):
         extra, length = int(asked["extra_token"]), asked["sequence_length"]
         tokens = self.source.tokens_between(first, stop)
         if length < 1 or (asked["samples"] is not None and asked["samples"] < 1) or tokens == 0:
-            # Said by what would make it.
+            # Raises the error about these values.
             self._made(first, stop)
         epochs, before = epochs_of(tokens, length, asked.pop("samples"), extra)
-        # Runs of other lengths have one order as long as they need as many epochs.
+        # Runs of different lengths have the same order if they need the same number of epochs.
         self._made_of = {"epochs": [epochs, before], "split": [first, stop], **asked}
 
         def make() -> Mapping[str, np.ndarray]:
@@ -131,14 +132,14 @@ class PretrainingDataset(OrderedDataset):
         return sample_order(self.source.lengths, np.arange(first, stop, dtype=np.int32), **self._asked)
 
     def described(self) -> tuple[str, tuple[float, float], dict[str, Any]]:
-        """Returns what Megatron-LM describes a dataset by: its prefix, its split's share, and what is asked of it."""
+        """Returns Megatron-LM's description of the dataset: prefix, share of the split, and requested values."""
         return self.source.prefix, self._share, self._asked
 
     def __len__(self) -> int:
         return len(self.order)
 
     def tokens(self, sample: int) -> tuple[np.ndarray, list[int]]:
-        """Returns the tokens of a sample `[sequence_length + 1]` or fewer, and how many each of its documents gives."""
+        """Returns a sample's tokens, `[sequence_length + 1]` or fewer, and the number from each of its documents."""
         read = self.source.read
         try:
             parts = [
@@ -187,10 +188,10 @@ class PretrainingDataset(OrderedDataset):
 
 
 def require_values(source: Any, share: Any, numbers: Mapping[str, Any]) -> None:
-    """Checks the types of what a dataset is made of.
+    """Checks the types of a dataset's arguments.
 
     Raises:
-        DataError: one is none that is expected.
+        DataError: an argument has another type than expected.
     """
     if not isinstance(source, IndexedDataset | str | os.PathLike):
         raise DataError(f"source = {source!r}: expected a path without .bin and .idx, or an IndexedDataset.")

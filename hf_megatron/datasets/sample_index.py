@@ -1,7 +1,7 @@
-"""Which tokens make which sample: the order of Megatron-Core's GPTDataset, splits and blends, in numpy alone.
+"""Order of samples in Megatron-Core's GPTDataset, splits, and blends, in pure numpy.
 
-`megatron/core/datasets/gpt_dataset.py`, `blended_megatron_dataset_config.py`, `helpers.cpp`. One random stream of a
-seed shuffles documents first and samples after them; every split begins it anew.
+See `megatron/core/datasets/gpt_dataset.py`, `blended_megatron_dataset_config.py`, and `helpers.cpp`. One random state
+shuffles first the documents and then the samples; every split starts it anew from the seed.
 """
 
 import math
@@ -14,14 +14,14 @@ import numpy as np
 from ..errors import DataError
 from .index_cache import MappedArrays
 
-# Of a whole epoch's samples: with fewer of the last one, that epoch is shuffled apart.
+# If less than this share of the last epoch's samples is needed, that epoch is shuffled separately.
 _SEPARATE = 0.80
-# Of sequences and epochs, for which arrays are made.
+# Maximum number of sequences times epochs for which arrays are created.
 _MOST = 1 << 36
-# Documents whose ends are added up at a time.
+# Documents whose lengths are summed at a time.
 _BLOCK = 1 << 24
 SPLITS = ("train", "valid", "test")
-# More samples of each dataset than its weight asks for, of a blend.
+# Surplus of samples with which each dataset of a blend is built.
 _SURPLUS = 0.005
 
 
@@ -30,12 +30,12 @@ class SampleOrder(MappedArrays):
     """The samples of some documents.
 
     Attributes:
-        documents: of the dataset, in the order in which they are read, each as often as there are epochs.
-        starts: `[samples + 1, 2]`: place in `documents` and token in that document, with which a sample begins.
-        shuffle: `[samples]`: which sample comes when.
-        sequence_length (`int`): tokens of a sample, without the one more that is a label alone.
-        extra (`int`): 1 where samples have that one, else 0.
-        epochs (`int`): how often the documents are read.
+        documents: of the dataset, in reading order, each repeated for every epoch.
+        starts: `[samples + 1, 2]`: index into `documents`, and token in that document, at which a sample begins.
+        shuffle: `[samples]`: index into `starts` of each sample.
+        sequence_length (`int`): tokens of a sample, without the extra token that is only a label.
+        extra (`int`): 1 if samples have that token, else 0.
+        epochs (`int`): number of times the documents are read.
     """
 
     documents: np.ndarray
@@ -49,10 +49,10 @@ class SampleOrder(MappedArrays):
         return len(self.shuffle)
 
     def pieces(self, sample: int) -> list[tuple[int, int, int]]:
-        """Returns (document, first token, number of tokens) of what a sample is made of; -1: to the document's end.
+        """Returns (document, first token, number of tokens) of each part of a sample; -1: to the document's end.
 
         Args:
-            sample (`int`): in the order of the shuffle.
+            sample (`int`): index in the shuffled order.
         """
         place = int(self.shuffle[sample])
         (first, offset), (last, stop) = self.starts[place].tolist(), self.starts[place + 1].tolist()
@@ -64,7 +64,7 @@ class SampleOrder(MappedArrays):
 
 
 def parse_split(split: str) -> tuple[tuple[float, float] | None, ...]:
-    """Returns the share `[low, high)` of train, valid and test; `None` for one without any.
+    """Returns the share `[low, high)` of train, valid and test; `None` for an empty split.
 
     Args:
         split (`str`): weights such as `"969,30,1"`.
@@ -75,7 +75,7 @@ def parse_split(split: str) -> tuple[tuple[float, float] | None, ...]:
     if not isinstance(split, str):
         raise DataError(f"split = {split!r}: expected one to three weights, such as '969,30,1'.")
     texts = re.split(r"[,/\s]+", split.strip(" ,/"))
-    # Megatron takes what looks like a number out of whatever is between.
+    # Megatron extracts anything that looks like a number; other text is an error here.
     weights = [float(text) for text in texts if re.fullmatch(r"\d+\.?\d*|\.\d+", text)]
     if len(weights) != len(texts) or not weights or len(weights) > len(SPLITS) or sum(weights) <= 0:
         raise DataError(f"split = {split!r}: expected one to three weights, such as '969,30,1'.")
@@ -88,25 +88,25 @@ def parse_split(split: str) -> tuple[tuple[float, float] | None, ...]:
 
 
 def bounds_of_split(share: tuple[float, float], sequences: int) -> tuple[int, int]:
-    """Returns the first sequence of a split and the one behind its last; Python's rounding to even is Megatron's."""
+    """Returns the `[first, stop)` sequences of a split; Python's rounding half to even is the same as Megatron's."""
     return int(round(share[0] * float(sequences))), int(round(share[1] * float(sequences)))
 
 
 def documents_of_split(share: tuple[float, float], sequences: int) -> np.ndarray:
-    """Returns the sequences of a split."""
+    """Returns the indices of a split's sequences."""
     return np.arange(*bounds_of_split(share, sequences), dtype=np.int32)
 
 
 def epochs_of(tokens: int, sequence_length: int, samples: int | None, extra: int) -> tuple[int, int | None]:
-    """Returns how many epochs give so many samples, and how many samples those before the last give.
+    """Returns the number of epochs needed, and the number of samples before the last epoch if that is shuffled apart.
 
-    Of the last epoch so few samples may be needed that it is shuffled apart; `None` where it is not.
+    The last epoch is shuffled separately if few of its samples are needed; otherwise the second value is `None`.
 
     Args:
         tokens (`int`): of an epoch.
         sequence_length (`int`): tokens of a sample.
         samples (`int`, *optional*): one epoch by default.
-        extra (`int`): as of `SampleOrder`.
+        extra (`int`): as in `SampleOrder`.
     """
     if samples is None:
         return 1, None
@@ -126,20 +126,20 @@ def sample_order(
     extra_token: bool = True,
     drop_last_partial: bool = True,
 ) -> SampleOrder:
-    """Orders the samples of some documents as `GPTDataset` does.
+    """Returns the order of samples of some documents, as in `GPTDataset`.
 
     Args:
         lengths: tokens of each sequence of the dataset.
-        documents: those of the split.
+        documents: sequences of the split.
         sequence_length (`int`): tokens of a sample.
-        samples (`int`, *optional*): how many are asked for; all of one epoch by default. More than one epoch changes
-            the order of all.
+        samples (`int`, *optional*): number of samples requested; one full epoch by default. More than one epoch changes
+            the order of all samples.
         seed (`int`): of both shuffles.
-        extra_token (`bool`, defaults to `True`): whether a sample has one token more, the label of its last.
-        drop_last_partial (`bool`, defaults to `True`): whether tokens at the end that fill no sample are left out.
+        extra_token (`bool`, defaults to `True`): whether a sample has an extra token, the label of its last one.
+        drop_last_partial (`bool`, defaults to `True`): whether an incomplete last sample is dropped.
 
     Raises:
-        DataError: numbers out of their ranges, or documents that make no sample.
+        DataError: values out of range, or documents that make no sample.
     """
     if sequence_length < 1 or (samples is not None and samples < 1):
         raise DataError(f"sequence_length = {sequence_length}, samples = {samples}: expected 1 or more.")
@@ -187,19 +187,19 @@ def _shuffled_samples(first: int, count: int, stream: np.random.RandomState) -> 
 
 
 def count_of_samples(tokens: int, sequence_length: int, extra: int, *, drop_last_partial: bool) -> int:
-    """Returns how many samples so many tokens make."""
+    """Returns the number of samples that `tokens` tokens make."""
     if drop_last_partial:
         return (tokens - extra) // sequence_length
-    # In Megatron's C++ a division of float32.
+    # Megatron's C++ divides in float32.
     return math.ceil(np.float32(tokens - extra) / np.float32(sequence_length))
 
 
 def starts_of_samples(
     lengths: np.ndarray, read: np.ndarray, sequence_length: int, extra: int, tokens: int, *, drop_last_partial: bool
 ) -> np.ndarray:
-    """Returns where samples begin `[samples + 1, 2]`: the place of a document in `read`, and the token in it.
+    """Returns the starts of samples `[samples + 1, 2]`: index of a document in `read`, and token in that document.
 
-    Without the extra token a row points behind the last token of the sample before.
+    Without the extra token, an entry may point past the last token of a document.
     """
     count = count_of_samples(tokens, sequence_length, extra, drop_last_partial=drop_last_partial)
     wide = max(len(read), int(lengths.max(initial=0))) > np.iinfo(np.int32).max
@@ -211,7 +211,7 @@ def starts_of_samples(
         if not len(sizes):
             break
         ends = np.cumsum(sizes) + passed
-        # Rows whose token lies in this block.
+        # Last sample whose start is in this block of documents.
         last = min(count, int((ends[-1] - extra) // sequence_length))
         is_end = place + len(sizes) >= len(read)
         if is_end:
@@ -231,11 +231,11 @@ def starts_of_samples(
 
 @dataclass(frozen=True)
 class BlendOrder(MappedArrays):
-    """Which sample of which dataset comes when.
+    """Order of a blend: dataset and sample at each position.
 
     Attributes:
-        dataset: `[samples]`, int16.
-        sample: `[samples]`, int64: of that dataset, in its own order.
+        dataset: `[samples]`, int16: index of the dataset.
+        sample: `[samples]`, int64: index in that dataset's own order.
     """
 
     dataset: np.ndarray
@@ -246,10 +246,10 @@ class BlendOrder(MappedArrays):
 
 
 def samples_of_blend(weights: Sequence[float], samples: int) -> tuple[list[int], list[int]]:
-    """Returns how many samples a blend takes of each dataset, and how many each is built with, which is a little more.
+    """Returns the number of samples a blend takes from each dataset, and the slightly larger number to build it with.
 
     Args:
-        weights: of the datasets; normalised here.
+        weights: of the datasets; normalized here.
         samples (`int`): of the blend.
     """
     shares = np.asarray(weights, dtype=np.float64)
@@ -259,11 +259,11 @@ def samples_of_blend(weights: Sequence[float], samples: int) -> tuple[list[int],
 
 
 def blend_order(weights: Sequence[float], samples: int) -> BlendOrder:
-    """Orders the samples of a blend: always of the dataset that lags most behind its weight, the first of several.
+    """Returns the order of a blend: each sample is from the dataset furthest below its weight; ties go to the first.
 
     Args:
-        weights: of the datasets, as `normalize` of Megatron makes them.
-        samples (`int`): of all.
+        weights: of the datasets, as normalized by Megatron's `normalize`.
+        samples (`int`): of the blend.
     """
     if len(weights) > np.iinfo(np.int16).max:
         raise DataError(f"a blend of {len(weights)} datasets: {np.iinfo(np.int16).max} at most.")
@@ -273,7 +273,7 @@ def blend_order(weights: Sequence[float], samples: int) -> BlendOrder:
 
 
 def exhaustive_order(sizes: Sequence[int]) -> BlendOrder:
-    """Orders all samples of some datasets by the same rule, each taken to its end and no further."""
+    """Returns the order of a blend of all samples by the same rule; a dataset that is used up is left out."""
     shares = np.asarray(sizes, dtype=np.float64)
     shares = shares / np.sum(shares)
     return _greedy(shares.tolist(), int(sum(sizes)), list(sizes))

@@ -1,6 +1,6 @@
-"""Learning rates and weight decays of a run of Megatron-LM, which count samples, as a stock scheduler.
+"""Megatron-LM's learning rate and weight decay schedules, which count samples, as a torch scheduler.
 
-The formulas are those of `megatron/core/optimizer_param_scheduler.py`, whose steps are samples.
+The formulas are from `megatron/core/optimizer_param_scheduler.py`, whose steps are samples.
 """
 
 import math
@@ -24,7 +24,7 @@ def _cosine(passed: float) -> float:
     return 0.5 * (math.cos(math.pi * passed) + 1.0)
 
 
-# What is left of a decay when a share of it has passed.
+# Remaining share of a decay as a function of the share that has passed.
 _DECAYS: dict[str, Callable[[float], float]] = {"linear": _linear, "cosine": _cosine}
 _WSD_DECAYS: dict[str, Callable[[float], float]] = {
     **_DECAYS,
@@ -37,16 +37,16 @@ _WEIGHT_DECAY_STYLES = ("constant", *_DECAYS)
 
 @dataclass(frozen=True)
 class MegatronSchedule:
-    """A learning rate and a weight decay for each number of samples.
+    """Learning rate and weight decay as functions of the number of samples.
 
     Attributes:
-        max_lr, min_lr, init_lr (`float`): after the warm-up, at the end, and with the first sample.
-        warmup (`float`), decay (`int`): samples until the largest and until the smallest learning rate.
+        max_lr, min_lr, init_lr (`float`): after the warm-up, at the end, and at the first sample.
+        warmup (`float`), decay (`int`): samples until the maximum and until the minimum learning rate.
         style (`str`): `"constant"`, `"linear"`, `"cosine"`, `"inverse-square-root"` or `"WSD"`.
-        wsd_decay (`int`, *optional*): samples at the end of WSD in which it falls.
+        wsd_decay (`int`, *optional*): samples of the decay at the end of WSD.
         wsd_style (`str`): `"linear"`, `"cosine"`, `"exponential"` or `"minus_sqrt"`.
         start_weight_decay, end_weight_decay (`float`): at the beginning and the end.
-        weight_decay_samples (`int`): until the last of these.
+        weight_decay_samples (`int`): samples until `end_weight_decay`.
         weight_decay_style (`str`): `"constant"`, `"linear"` or `"cosine"`.
     """
 
@@ -87,7 +87,7 @@ class MegatronSchedule:
             )
 
     def learning_rate(self, samples: int) -> float:
-        """Returns the learning rate after so many samples."""
+        """Returns the learning rate after `samples` samples."""
         if self.warmup > 0 and samples <= self.warmup:
             return self.init_lr + (self.max_lr - self.init_lr) * float(samples) / float(self.warmup)
         if self.style == "constant":
@@ -105,7 +105,7 @@ class MegatronSchedule:
         return self.min_lr + left * (self.max_lr - self.min_lr)
 
     def weight_decay(self, samples: int) -> float:
-        """Returns the weight decay after so many samples."""
+        """Returns the weight decay after `samples` samples."""
         if self.weight_decay_style == "constant" or samples > self.weight_decay_samples:
             return self.end_weight_decay
         passed = float(samples) / float(self.weight_decay_samples)
@@ -114,22 +114,23 @@ class MegatronSchedule:
 
 
 class MegatronScheduler(LRScheduler):
-    """Sets an optimizer's learning rates and weight decays as Megatron-LM does, by the samples that were seen.
+    """Sets an optimizer's learning rates and weight decays as Megatron-LM does, by the number of samples seen.
 
         scheduler = MegatronScheduler(optimizer, schedule, samples_per_step=512)
         Trainer(..., optimizers=(optimizer, scheduler))
 
-    Groups without weight decay keep none. Checkpoints say the samples, so that a run goes on with another batch size.
+    Parameter groups without weight decay keep none. Checkpoints store the number of samples, so a run can resume with
+    another batch size.
 
     Args:
-        optimizer: its groups' learning rates are replaced.
-        schedule: what they are after so many samples.
-        samples_per_step (`int` or `BatchRampUp`): rows of all replicas and of all calls in a step.
-        samples (`int`, defaults to 0): seen before, as of a run of Megatron-LM that is taken over.
+        optimizer: the learning rates of its groups are replaced.
+        schedule: learning rate and weight decay by number of samples.
+        samples_per_step (`int` or `BatchRampUp`): of all replicas and all calls in a step.
+        samples (`int`, defaults to 0): seen before, for example in a Megatron-LM run that is continued.
 
     Attributes:
-        step_size (`int`, *optional*): samples of the step under way, where something counts them: after steps that
-            were skipped the schedule has seen fewer than the data.
+        step_size (`int`, *optional*): samples of the current step, if they are counted. After skipped steps the
+            schedule has seen fewer samples than the data loader.
     """
 
     def __init__(
@@ -146,12 +147,12 @@ class MegatronScheduler(LRScheduler):
                 f"no group of the optimizer has weight decay, and the schedule has {schedule.end_weight_decay}: give "
                 "those that are to have it one above 0 (weight_decay of TrainingArguments or of the optimizer)."
             )
-        # It takes a step itself.
+        # The base constructor calls `step()`, which must not count samples.
         super().__init__(optimizer)
         self._has_begun = True
 
     def step(self, epoch: int | None = None) -> None:
-        """Counts the samples of a step, and sets what follows."""
+        """Counts the samples of a step, and updates learning rates and weight decays."""
         if self._has_begun:
             sizes = self.samples_per_step
             known = sizes.batch_size(self.samples) if isinstance(sizes, BatchRampUp) else sizes
@@ -166,11 +167,11 @@ class MegatronScheduler(LRScheduler):
         return [self.schedule.learning_rate(self.samples)] * len(self.optimizer.param_groups)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint says."""
+        """Returns the state for a checkpoint."""
         return {"samples": self.samples, "last_epoch": self.last_epoch, "_last_lr": self._last_lr}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on after as many samples as a checkpoint says."""
+        """Resumes at the number of samples in a checkpoint."""
         if "samples" not in state_dict:
             raise DataError("the checkpoint has a scheduler that does not count samples.")
         self.samples, self.last_epoch = int(state_dict["samples"]), int(state_dict["last_epoch"])
@@ -206,13 +207,13 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def schedule_from_megatron_args(arguments: Mapping[str, Any]) -> MegatronSchedule:
-    """Returns the schedule of Megatron-LM's arguments, as `get_optimizer_param_scheduler` makes it.
+    """Returns the schedule of Megatron-LM's arguments, as in `get_optimizer_param_scheduler`.
 
     Args:
         arguments: by name, with or without leading dashes; numbers may be text.
 
     Raises:
-        DataError: an argument that is none of a schedule, or that is missing.
+        DataError: an argument that is not part of a schedule, or that is missing.
     """
     given = with_defaults(arguments, _DEFAULTS, "a schedule")
     if (given["train_iters"] is None) == (given["train_samples"] is None):

@@ -1,6 +1,6 @@
-"""Which sentences make which sample of BERT's and T5's datasets: `build_mapping` of Megatron-Core's `helpers.cpp`.
+"""Order of samples in BERT and T5 datasets: `build_mapping` of Megatron-Core's `helpers.cpp`.
 
-Lengths of samples come from the 32-bit Mersenne Twister of a seed, their order from the 64-bit one of the next seed.
+Sample lengths use the 32-bit Mersenne Twister of a seed, the sample order the 64-bit one of the next seed.
 """
 
 import math
@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import DataError
 
-# Documents with a longer sentence beside others are left out.
+# Documents with several sentences are left out if one is longer than this.
 _LONG_SENTENCE = 512
 _DRAWN = 4096
 
@@ -25,18 +25,18 @@ def sentence_order(
     short_probability: float,
     least_sentences: int,
 ) -> tuple[np.ndarray, int]:
-    """Returns the samples in their order `[samples, 3]`, and the epochs.
+    """Returns the shuffled samples `[samples, 3]`, and the number of epochs.
 
-    A sample is its first sentence, the one behind its last, and how many tokens it is to have.
+    A sample is its `[first, stop)` sentences, and its target number of tokens.
 
     Args:
         lengths: tokens of each sentence of the dataset.
-        ends: `[documents + 1]`: with which sentence documents begin, and the one behind the last.
-        target_length (`int`): tokens at which a sample ends, where sentences do.
-        samples (`int`, *optional*): epochs are added until there are as many; one by default.
+        ends: `[documents + 1]`: first sentence of each document, and the end of the last document.
+        target_length (`int`): number of tokens after which a sample ends, at a sentence boundary.
+        samples (`int`, *optional*): epochs are added until there are enough; by default one epoch.
         seed (`int`): above 0.
-        short_probability (`float`): of samples that are shorter.
-        least_sentences (`int`): of a sample; 1 or 2.
+        short_probability (`float`): share of shorter samples.
+        least_sentences (`int`): minimum sentences of a sample; 1 or 2.
 
     Raises:
         DataError: no document makes a sample.
@@ -71,7 +71,7 @@ def _samples_of_document(
     begin = first
     for sentence in range(first, stop):
         tokens, sentences, left = tokens + sizes[sentence], sentences + 1, left - 1
-        # A single sentence is not left over.
+        # Do not leave a single sentence for the next sample.
         if left == 0 or (tokens >= target and left > 1 and sentences >= least):
             found.append((begin, sentence + 1, target))
             begin, target, tokens, sentences = sentence + 1, next(drawn), 0, 0
@@ -79,20 +79,20 @@ def _samples_of_document(
 
 
 def _lengths_of_samples(target: int, short_probability: float, seed: int) -> Iterator[int]:
-    # Rounded as C does.
+    # Rounds half up, as in C.
     ratio = math.floor(1.0 / short_probability + 0.5) if short_probability > 0 else 0
     if ratio == 0:
         while True:
             yield target
     stream = np.random.RandomState(seed)
     while True:
-        # Words of the stream as they are.
+        # Raw 32-bit outputs of the generator.
         for word in np.frombuffer(stream.bytes(4 * _DRAWN), dtype="<u4").tolist():
             yield 2 + word % (target - 1) if word % ratio == 0 else target
 
 
 def _shuffled(count: int, seed: int) -> np.ndarray:
-    """Returns a permutation `[count]` of the 64-bit twister."""
+    """Returns a permutation `[count]` drawn with the 64-bit Mersenne Twister."""
     order, twister, last = list(range(count)), _Twister(seed), count - 1
     while last > 0:
         words = twister.words()[:last]
@@ -104,7 +104,7 @@ def _shuffled(count: int, seed: int) -> np.ndarray:
 
 
 class _Twister:
-    """The 64-bit Mersenne Twister (Nishimura, 2000), which numpy does not have."""
+    """The 64-bit Mersenne Twister (Nishimura, 2000), which numpy does not provide."""
 
     def __init__(self, seed: int):
         state = [seed % 2**64]
@@ -113,7 +113,7 @@ class _Twister:
         self._state = np.asarray(state, dtype=np.uint64)
 
     def words(self) -> np.ndarray:
-        """Returns the next words `[312]`."""
+        """Returns the next 312 outputs."""
         state, half = self._state, 156
         for start, stop in ((0, half), (half, 311), (311, 312)):
             places = np.arange(start, stop)

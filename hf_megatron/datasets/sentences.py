@@ -1,4 +1,4 @@
-"""What BERT's and T5's datasets have in common: which sentences make a sample, and the tokenizer of these."""
+"""Shared base of BERT and T5 datasets: sentences of each sample, and the tokenizer."""
 
 import os
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ from .sentence_index import sentence_order
 
 
 class SentencesDataset(MappedArrays, OrderedDataset):
-    """What BERT's and T5's datasets have in common: `MaskedWordPieceDataset` of Megatron-Core.
+    """Base class of BERT and T5 datasets: `MaskedWordPieceDataset` of Megatron-Core.
 
-    Sequences of the pair are sentences, and samples lie within a document.
+    Sequences of the pair are sentences, and a sample does not cross documents.
     """
 
     is_shifted = False
     kind: ClassVar[str]
-    # Tokens of a sample that are none of its sentences.
+    # Special tokens added to the sentences of a sample.
     _added: ClassVar[int]
     _needs: ClassVar[tuple[str, ...]]
 
@@ -91,7 +91,7 @@ class SentencesDataset(MappedArrays, OrderedDataset):
         return len(self.order)
 
     def _sentences(self, sample: int) -> tuple[list[list[int]], int, np.random.RandomState]:
-        """Returns the sentences of a sample, how many tokens it is to have, and its random stream."""
+        """Returns the sentences of a sample, its target number of tokens, and its random state."""
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of {len(self)}")
         first, stop, target = self.order[sample].tolist()

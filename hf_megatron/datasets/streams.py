@@ -1,4 +1,4 @@
-"""Rows that come one after the other and cannot be asked for by number, in their order, from any of them on."""
+"""Sample streams without random access, which can be read in order from any position."""
 
 import hashlib
 import itertools
@@ -16,40 +16,40 @@ from ..errors import DataError
 from .ordered_dataset import OrderedDataset
 from .ramp_up import BatchRampUp
 
-# Rows by which a stream is told from another one.
+# Number of samples in the fingerprint of a stream.
 _COMPARED = 8
 
 
 class SampleStream(IterableDataset):
-    """Rows of a stream, pass after pass, which Trainer takes from where a checkpoint had ended.
+    """Samples of a stream, pass after pass, which Trainer resumes at the position of a checkpoint.
 
         SampleStream(load_dataset("parquet", data_files="s3://bucket/*.parquet", streaming=True)["train"])
         SampleStream(StreamingDataset(remote="s3://bucket/set", replication=world_size, num_canonical_nodes=1))
 
-    All processes that read it read all of it; those of a replica are given the same rows, other replicas others. Rows
-    that a run has seen are read again before it goes on; of MosaicML's sets they are not.
+    Every process reads the full stream. Ranks of a data-parallel replica get the same samples, other replicas get
+    others. On resume, samples seen before are read again and skipped, except with MosaicML datasets, which seek.
 
     Args:
-        rows: `IterableDataset` of `datasets`, `StreamingDataset` of MosaicML's streaming, or what begins anew whenever
-            it is iterated over. It has to give the same rows in the same order each time, so that what shuffles needs a
-            seed; what has `set_epoch` is told which pass it is.
-        passes (`int`, *optional*): how often rows are read; without an end by default.
-        name (`str`, *optional*): a checkpoint says it, and a run whose stream has another one does not go on.
+        rows: `IterableDataset` of `datasets`, `StreamingDataset` of MosaicML's streaming, or any iterable that restarts
+            with every iteration. It must yield the same samples in the same order each time, so shuffling needs a seed;
+            its `set_epoch`, if any, is called with the index of the pass.
+        passes (`int`, *optional*): number of passes; endless by default.
+        name (`str`, *optional*): stored in checkpoints; a run does not resume with a stream of another name.
 
     Attributes:
-        seen (`int`, defaults to 0): rows that an earlier run had: Trainer begins with the next.
-        begin (`int`, defaults to 0): with which row an iteration begins.
-        batch (`int`): rows of a step, where something counts them.
-        is_mosaic (`bool`): whether rows are a set of MosaicML's.
-        ramp_up (`BatchRampUp`, *optional*): as of `OrderedDataset`.
+        seen (`int`, defaults to 0): samples used by an earlier run; Trainer begins after them.
+        begin (`int`, defaults to 0): first sample of an iteration.
+        batch (`int`): samples of a step, if they are counted.
+        is_mosaic (`bool`): whether `rows` is a MosaicML dataset.
+        ramp_up (`BatchRampUp`, *optional*): as in `OrderedDataset`.
 
     Raises:
-        DataError: no passes, rows that do not begin anew or have an order of their own; while it is read: no rows, or
-            several workers that read it.
+        DataError: no passes, `rows` that do not restart or are an ordered dataset; during iteration: no samples, or
+            several workers.
     """
 
     def __init__(self, rows: Iterable[Any], *, passes: int | None = None, name: str | None = None):
-        # A plain Trainer would let one rank read for all, also for a model that is not parallelized.
+        # Activate the patches: a stock Trainer would have one rank read for all, even with an unparallelized model.
         PATCH_REGISTRY.activate()
         if passes is not None and passes < 1:
             raise DataError(f"passes = {passes}: expected 1 or more.")
@@ -72,9 +72,9 @@ class SampleStream(IterableDataset):
             self.order_key |= {"rows": len(mosaic)} | {name: vars(mosaic)[name] for name in names}
 
     def fingerprint(self) -> str:
-        """Returns a hash of the first rows, which another order, or other rows, do not have."""
+        """Returns a hash of the first samples, which differs for another order or other samples."""
         found = hashlib.sha256()
-        # Of a set of MosaicML's, whose order says its arguments, those that are written first.
+        # MosaicML: hash the first stored samples; the arguments in `order_key` determine the order.
         rows: Any = self.rows
         first = map(rows.__getitem__, range(len(rows))) if self.is_mosaic else _pass(rows, 0, 0)
         for row in itertools.islice(first, _COMPARED):
@@ -82,11 +82,11 @@ class SampleStream(IterableDataset):
         return found.hexdigest()[:16]
 
     def place_of(self, sample: int) -> int:
-        """Returns where a row is, of all."""
+        """Returns the position of a sample in the full stream."""
         return sample
 
     def sample_at(self, place: int) -> int:
-        """Returns which row is at a place."""
+        """Returns the sample at a position."""
         return place
 
     def __iter__(self) -> Iterator[Any]:
@@ -107,12 +107,12 @@ class SampleStream(IterableDataset):
 
 
 def _pass(rows: Any, number: int, left_out: int) -> Iterator[Any]:
-    """Yields the rows of a pass; those that are left out may be anything."""
+    """Yields the samples of a pass; the first `left_out` ones may be placeholders."""
     if _is_mosaic(rows):
         size = len(rows)
         place = min(left_out, size - 1)
-        # In its own words, and without asking for them: another rank may be writing what would be read. All rows are
-        # each rank's, as on one host.
+        # Build the state in MosaicML's format instead of querying it: another rank may be writing the shared state.
+        # Every rank reads all samples, as on a single host.
         rows.next_epoch = number
         rows.load_state_dict({
             "epoch": number,
@@ -130,7 +130,7 @@ def _pass(rows: Any, number: int, left_out: int) -> Iterator[Any]:
 
 
 def _values(row: Any) -> Any:
-    """Returns a row with its tensors and arrays as their bytes, which are the same wherever they lie."""
+    """Returns a sample with its tensors and arrays as bytes, which do not depend on device or memory layout."""
     if isinstance(row, Mapping):
         return [(name, _values(value)) for name, value in row.items()]
     if isinstance(row, list | tuple):
@@ -142,6 +142,6 @@ def _values(row: Any) -> Any:
 
 
 def _is_mosaic(rows: Any) -> bool:
-    """Tells whether rows are a set of MosaicML's, without importing it."""
+    """Returns whether `rows` is a MosaicML dataset, without importing the package."""
     mosaic = sys.modules.get("streaming")
     return mosaic is not None and isinstance(rows, mosaic.StreamingDataset)

@@ -1,4 +1,4 @@
-"""Datasets with an order of their own as tables of `datasets`, which TRL's trainers take."""
+"""Ordered datasets as tables of `datasets`, for TRL's trainers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,9 +12,9 @@ _IGNORED = -100
 
 
 class TableSamples:
-    """What a table's rows are when they are asked for: those of a dataset, with labels that a model shifts itself.
+    """Table transform that replaces sample indices with samples whose labels the model shifts itself.
 
-    A row has `input_ids` and `labels` `[sequence_length + 1]`, without the first label: nothing predicts it.
+    A row has `input_ids` and `labels` `[sequence_length + 1]`; the first label is ignored, since nothing predicts it.
     """
 
     def __init__(self, dataset: OrderedDataset):
@@ -28,25 +28,25 @@ class TableSamples:
         sample = self.dataset[number]
         labels = sample["labels"]
         ignored = labels.new_full((1,), _IGNORED)
-        # A token that nothing follows, and whose label is ignored, may be any.
+        # Append the last label as a token. If it is ignored, any token id will do.
         tokens = torch.cat([sample["input_ids"], labels[-1:].clamp(min=0)])
         return {"input_ids": tokens.tolist(), "labels": torch.cat([ignored, labels]).tolist()}
 
     def __deepcopy__(self, memo: Any) -> "TableSamples":
-        # Tables are copied whenever a column is left out.
+        # `datasets` deep-copies the transform whenever it removes a column.
         return self
 
 
 def table_of(dataset: OrderedDataset) -> Any:
-    """Returns a dataset's samples as a `datasets.Dataset`, which holds their numbers and reads them when they are used.
+    """Returns an ordered dataset as a `datasets.Dataset` of sample indices, which reads the samples on access.
 
-    Trainer keeps their order and goes on with the next, as of the dataset itself.
+    Trainer keeps the order and resumes as with the dataset itself.
 
         arguments = SFTConfig(..., dataset_kwargs={"skip_prepare_dataset": True})
         SFTTrainer(model, arguments, train_dataset=table_of(dataset))
 
     Args:
-        dataset: with labels of the next tokens, and without `position_ids`, which TRL would leave out.
+        dataset: with next-token labels, and without `position_ids`, which TRL would drop.
 
     Raises:
         DataError: a dataset of another kind.

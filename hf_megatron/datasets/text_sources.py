@@ -1,4 +1,4 @@
-"""Texts out of files, one document after the other, from any of them on."""
+"""Texts from files, one document at a time, starting at any document."""
 
 import gzip
 import json
@@ -11,24 +11,24 @@ from typing import Any
 from ..errors import DataError
 
 _EXTRA = 'tables need datasets: pip install "hf_megatron[data]"'
-# Read at a time out of a table.
+# Rows of a table read at a time.
 _ROWS = 1024
 
 
 def texts_of(paths: Sequence[Path], key: str, start: int = 0) -> Iterator[str]:
-    """Yields the documents of files in their order.
+    """Yields the documents of files in order.
 
-    | | a document is |
+    | source | document |
     |---|---|
-    | `.jsonl`, `.json`, `.jsonl.gz` | what each line has under the key |
-    | `.parquet` | what each row has in the column |
-    | `.txt`, `.txt.gz` | the whole file |
-    | a folder of `datasets.save_to_disk` | what each row has in the column |
+    | `.jsonl`, `.json`, `.jsonl.gz`, `.json.gz` | value of the key in each line |
+    | `.parquet` | value of the column in each row |
+    | `.txt`, `.txt.gz` | the full file |
+    | a folder of `datasets.save_to_disk` | value of the column in each row |
 
     Args:
-        paths: in the order in which they are read.
-        key (`str`): of a line's object, or a column.
-        start (`int`, defaults to 0): documents that are left out.
+        paths: in reading order.
+        key (`str`): of a JSON object, or a column.
+        start (`int`, defaults to 0): number of documents to skip.
 
     Raises:
         DataError: a file of another kind, a line that is no object with a text under the key, or a missing column.
@@ -52,7 +52,7 @@ def texts_of(paths: Sequence[Path], key: str, start: int = 0) -> Iterator[str]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Opens a file, and names it where it turns out to be damaged."""
+    """Opens a file, and raises `DataError` with its path if it is damaged."""
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
             yield file
@@ -73,7 +73,7 @@ def _decoded(content: bytes, place: Any) -> str:
 
 
 class _Lines:
-    """The texts of a file of JSON lines; counts its documents while it is read."""
+    """Texts of a JSON Lines file; counts the documents while reading."""
 
     def __init__(self, path: Path, key: str, start: int):
         self.path, self.key, self.start, self.count = path, key, start, 0
