@@ -73,7 +73,7 @@ def datasets_from_megatron_args(
     eod_token: int | None = None,
     dataset: Callable[..., OrderedDataset] | None = None,
 ) -> PretrainingSplits:
-    """Builds the datasets that Megatron-LM builds from its arguments; they have full epochs, of which a run may use less.
+    """Builds the datasets that Megatron-LM builds from its arguments; they have full epochs, so a run may use less.
 
     Files come from `--data-path` or `--data-args-path` with `--split`, or from `--train-data-path`, `--valid-data-path`
     and `--test-data-path`, or from `--per-split-data-args-path`: one prefix, several prefixes, or alternating weights

@@ -37,7 +37,7 @@ from .stack_sampler import QueuedTime
 # Labels of time outside the layers; `AROUND` is time outside forward, backward, and optimizer step.
 FORWARD, BACKWARD, STEP, AROUND = "forward", "backward", "optimizer", "around the step"
 _POINT_TO_POINT = ("send", "recv")
-# Package -> axis. Several axes may have groups with the same ranks: the calling package then tells them apart.
+# Package -> axis. Several axes may have groups with the same ranks: the calling package then identifies the axis.
 _ROOMS = {
     "tensor_parallel": "tp",
     "context_parallel": "cp",
@@ -82,7 +82,7 @@ class StepTrace:
         self._state, self._axes = state, None if state is None else state.axes
         layers = {id(layer) for layer in outermost_layers(self.model)}
         self.layers = {name: module for name, module in self.model.named_modules() if id(module) in layers}
-        # Ask the mesh of a parallelized model: its first parameter may be off-stage and have no device.
+        # A parallelized model's first parameter may be off-stage and have no device: use the device of the mesh.
         device = next(self.model.parameters()).device if state is None else state.mesh.device
         self._profiler = None if device.type == "cpu" else device_profiler(device)
         self._computed: list[tuple[str, float, float]] = []

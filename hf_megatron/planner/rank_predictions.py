@@ -26,7 +26,7 @@ class PredictedRank:
         pipeline_rank, kind (`int`): ranks of one kind hold the same layers.
         parameters: number of local parameter entries after tensor and pipeline parallelism.
         kept: category -> bytes between steps.
-        peak: peak of a step and its action; without an action if the step ran as a whole.
+        peak: peak of a step and its action; without an action if the step was not split into actions.
         collectives: (group, operation) -> calls in a step, and bytes of their largest tensors.
         reads: points where the host waits for the device.
     """
@@ -111,7 +111,7 @@ def predict_ranks(
 
 
 def _actions(layout: MegatronConfig) -> Sequence[Sequence[Action]]:
-    """Returns the actions of each pipeline rank in a step; empty without a pipeline, whose step is run as a whole."""
+    """Returns the actions of each pipeline rank in a step; empty without a pipeline, whose step is run directly."""
     if layout.pp_size == 1:
         return [()]
     sizes = layout.pipeline_schedule, layout.pp_size, stages_per_rank(layout)
