@@ -190,7 +190,7 @@ def _attended(
     is_causal: bool = False,
     **settings: Any,
 ) -> Tensor:
-    """Replaces torch's attention with CUDA's choice of kernel, where fake tensors would otherwise take the CPU's choice.
+    """Replaces torch's attention with CUDA's choice of kernel, where fake tensors would take the CPU's choice.
 
     With other head dims in values than in keys (DeepSeek), CPUs have no fused kernel and materialize the scores
     `[queries, keys]`, while CUDA does not. With grouped-query attention in fp32, CUDA materializes them, because its
