@@ -32,8 +32,8 @@ class SearchResult:
     Attributes:
         job: that was searched.
         best: fastest layouts that fit, each with other axis sizes, fastest first.
-        nearest (*optional*): a layout that does not fit but is faster than the best one; the smallest one if `best` is
-            empty.
+        nearest (*optional*): the smallest layout that does not fit but, unless `best` is empty, is faster than the best
+            one.
         fits, considered (`int`): number of layouts that fit, and of all layouts.
         reasons: reason for an exclusion -> number of times.
         uncompared: for each of `best`, parts without a recorded parity result, for which loading requests a check.
