@@ -1,4 +1,4 @@
-"""The model that a checkpoint belongs to: which tensors it has in memory, and under which names its files have them."""
+"""Model that a checkpoint belongs to: its tensors in memory, and their names in files."""
 
 import copy
 import os
@@ -17,17 +17,17 @@ from ..core.text import safe_repr
 from ..errors import CheckpointError
 from .interfaces import WEIGHT, Key
 
-# What a store may have for a weight, or for one expert's part of it: an optimizer's tensors and settings, in halves;
-# and what it may have besides: random states, layers that are left out.
+# Upper bound on the tensors of a store: per weight (or per expert of a packed weight) the optimizer's tensors and
+# settings, possibly stored in halves; plus a constant for RNG states and layers that are left out.
 _STORED_PER_WEIGHT, _STORED_BESIDES = 32, 10_000
 _QUANTIZATIONS = ("quantization_config", "compression_config")
 
 
 class OwnWeights(CheckpointError):
-    """A checkpoint has weights of their own where the class ties them, which transformers then does not tie.
+    """Raised if a checkpoint holds separate values for weights that the class ties; transformers then unties them.
 
     Args:
-        names: the second names, of `state_dict()`, under which the class has the tied ones.
+        names: the second names, in `state_dict()`, of the tied weights.
     """
 
     def __init__(self, where: str, names: Iterable[str]):
@@ -36,7 +36,7 @@ class OwnWeights(CheckpointError):
 
 
 def untie(model: Any, names: Iterable[str]) -> None:
-    """Gives weights of a model, of any shapes, that it ties under these names parameters of their own."""
+    """Replaces tied weights of a model, of any shapes, under these names by separate parameters."""
     for name in names:
         module, _, weight = name.rpartition(".")
         owner = model.get_submodule(module)
@@ -50,9 +50,9 @@ class Architecture:
         model: an instance on the meta device.
 
     Attributes:
-        names: its parameters and persistent buffers in the order of its modules, a tied one under its first name.
-        num_mtp_layers: layers of multi-token prediction among its layers, behind those that the class has.
-        untied: weights of their own here that the class ties.
+        names: its parameters and persistent buffers in module order, a tied one under its first name.
+        num_mtp_layers: number of multi-token prediction layers, which follow the layers of the class.
+        untied: names of weights that the class ties but this checkpoint stores separately.
     """
 
     def __init__(self, model: Any, num_mtp_layers: int = 0, untied: tuple[str, ...] = ()):
@@ -68,15 +68,15 @@ class Architecture:
 
     @classmethod
     def from_class(cls, model_class: Any, config: Any) -> "Architecture":
-        """Makes it of a class of transformers with a config."""
+        """Creates it from a class of transformers and a config."""
         return cls(meta_model(model_class, config))
 
     @classmethod
     def from_folder(cls, path: str | os.PathLike[str]) -> "Architecture":
-        """Makes it of the config.json in a folder.
+        """Creates it from the config.json in a folder.
 
         Raises:
-            CheckpointError: there is none, it names no class of transformers, or says that weights are quantized.
+            CheckpointError: there is no config.json, it names no class of transformers, or the weights are quantized.
         """
         made = cls(meta_model_of(path))
         for name, value in settings(made.config.to_dict()):
@@ -90,27 +90,27 @@ class Architecture:
         return made
 
     def include_mtp(self, layers: Sequence[Any]) -> "Architecture":
-        """Makes it with these layers of multi-token prediction behind its own."""
+        """Returns a copy with these multi-token prediction layers appended to its own."""
         model = copy.deepcopy(self.model)
         model.get_decoder().layers.extend(layers)
         return Architecture(model, len(layers), self.untied)
 
     def with_own_weights(self, names: Iterable[str]) -> "Architecture":
-        """Makes it with weights of their own under these names, which the class ties."""
+        """Returns a copy in which the weights under these names, which the class ties, are separate."""
         model, names = copy.deepcopy(self.model), tuple(names)
         untie(model, names)
         return Architecture(model, self.num_mtp_layers, (*self.untied, *names))
 
     @cached_property
     def ties_always(self) -> bool:
-        """Whether no config can say that the head is a weight of its own, which T5's files then show."""
+        """Whether the class ties the head whatever its config says, so that only files (as T5's) show an untied one."""
         if not getattr(self.config, "tie_word_embeddings", False) or self.untied:
             return False
         asked = type(self.config).from_dict({**self.config.to_dict(), "tie_word_embeddings": False})
         return bool(asked.tie_word_embeddings)
 
     def first_name(self, name: str) -> str:
-        """Returns the name under which a weight is converted, for any of the names it has."""
+        """Returns the name under which a weight is converted, given any of its names."""
         return self._first.get(name, name)
 
     @cached_property
@@ -120,18 +120,18 @@ class Architecture:
 
     @cached_property
     def _fractions(self) -> frozenset[str]:
-        """The names of what is of a floating point type; buffers may be whole numbers."""
+        """The names of floating-point tensors; buffers may be integers."""
         state = self.model.state_dict()
         return frozenset(name for name in self.names if state[name].is_floating_point())
 
     @cached_property
     def saved_names(self) -> dict[str, str]:
-        """For each name in `names`, the one that `save_pretrained` would start from; tied weights may differ."""
+        """For each name in `names`, the one that `save_pretrained` uses; tied weights may differ."""
         return {self.first_name(name): name for name in untied_state_dict(self.model, self.model.state_dict())}
 
     @cached_property
     def most_stored(self) -> int:
-        """How many tensors a store with this model and its optimizer's state may have."""
+        """Upper bound on the tensors of a store with this model and its optimizer state."""
         parts = sum(shape[0] if len(shape) == 3 else 1 for shape in self.shapes.values())
         return min(MOST_TENSORS, _STORED_PER_WEIGHT * parts + _STORED_BESIDES)
 
@@ -139,8 +139,8 @@ class Architecture:
         """Checks that a checkpoint has every weight of the model and no other.
 
         Raises:
-            OwnWeights: it has tied ones a second time, as these formats do for weights of their own.
-            CheckpointError: naming those that are missing or surplus.
+            OwnWeights: tied weights are stored under both names, as these formats do for separate weights.
+            CheckpointError: naming missing or surplus weights.
         """
         found = set(names)
         missing = [name for name in self.saved_names if name not in found]
@@ -154,7 +154,7 @@ class Architecture:
             )
 
     def check_entries(self, entries: Mapping[Key, TensorMeta], where: str) -> None:
-        """Checks that every tensor has the shape and kind of its weight, and belongs to one that is there.
+        """Checks that every tensor has its weight's shape and type, and that this weight is present.
 
         Raises:
             CheckpointError: naming the tensor.
@@ -174,7 +174,7 @@ class Architecture:
                 )
 
     def sort_key(self, key: Key) -> tuple[int, bool, str]:
-        """Orders tensors as the model has them, each weight before what belongs to it."""
+        """Sort key: order of the model, each weight before its optimizer state."""
         return self._position[key.name], key.kind != WEIGHT, key.kind
 
     @cached_property

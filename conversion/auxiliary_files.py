@@ -1,4 +1,4 @@
-"""What lies beside the weights of a checkpoint and goes along: config, tokenizer and the like."""
+"""Auxiliary files of a checkpoint that are copied along with its weights: config, tokenizer and the like."""
 
 import json
 import os
@@ -19,38 +19,38 @@ from .formats import FORMATS
 from .interfaces import WEIGHT, Key
 from .output_folder import Output
 
-# Tokenizers have tens of megabytes.
+# Tokenizer files can have tens of megabytes.
 LARGEST_SMALL_FILE = 256 << 20
-# Of training runs, of formats that are not read, of adapters, what is written anew, and what is hidden.
+# Files that are not copied: of training runs, unsupported formats and adapters, hidden ones, and rewritten ones.
 _OTHERS = (
     r"\..*|adapter_.*|conversion\.json|trainer_state\..*|training_args\..*|README\.md|loss\.png|optimizer.*|scheduler.*|scaler.*"
     r"|rng_state.*|.*\.(pt|pth|pkl|ckpt|h5|msgpack|gguf|onnx|tmp)"
 )
 
-# What nobody calls anything but a file of text.
+# Names that only text files have; anything else under such a name is an error.
 _TEXT = re.compile(r".*\.(json|jinja|md|model|tiktoken|txt)")
 _TOKENIZER = re.compile(r"tokenizer.*|vocab.*|merges\.txt|.*\.(model|tiktoken)")
 
 
 def list_small(source: Path) -> Iterator[Path]:
-    """Yields every plain file of a folder that holds no weights of any format and belongs to no training run."""
+    """Yields the regular files of a folder that neither hold weights of any format nor belong to a training run."""
     for path in _small_or_other(source):
         if path.is_file():
             yield path
 
 
 def _small_or_other(source: Path) -> Iterator[Path]:
-    """Yields what `list_small` does, and what else has such a name."""
+    """Yields the entries of `list_small`, and entries with such names that are not regular files."""
     others = re.compile("|".join((_OTHERS, *(format.files for format in FORMATS.values()))))
     yield from (path for path in sorted(source.iterdir()) if not others.fullmatch(path.name))
 
 
 def check_small_files(source: Path) -> None:
-    """Checks that what goes along can, before anything is written.
+    """Checks that the auxiliary files can be copied, before anything is written.
 
     Raises:
-        CheckpointError: a link leads out of the folder, something that is no file has the name of one, or a file is
-            large.
+        CheckpointError: a link leads out of the folder, an entry with a file's name is not a regular file, or a file
+            is too large.
     """
     for name in (CARD, PICTURE):
         stored_file(source, name)
@@ -62,12 +62,12 @@ def check_small_files(source: Path) -> None:
 
 
 def note_of_tokenizer(source: Path, carried: Path, named: Any) -> list[str]:
-    """Returns what a user has to know of a tokenizer that the source has or names and that does not go along.
+    """Returns a note for users if the source has or names a tokenizer that is not copied.
 
     Args:
         source: the folder of the weights.
-        carried: the folder whose small files go along.
-        named: what the source calls its tokenizer; of that no path is shown.
+        carried: the folder whose auxiliary files are copied.
+        named: the source's name for its tokenizer; only the last part of a path is shown.
     """
     here, there = (
         [path.name for path in list_small(folder) if _TOKENIZER.fullmatch(path.name)] for folder in (source, carried)
@@ -83,7 +83,7 @@ def note_of_tokenizer(source: Path, carried: Path, named: Any) -> list[str]:
 
 
 def note_of_adapter(*folders: Path) -> list[str]:
-    """Returns what a user has to know of an adapter beside the weights or the config, which does not go along."""
+    """Returns a note for users if there is an adapter next to the weights or the config; it is not copied."""
     there = sorted({path.name for folder in folders for path in folder.glob("adapter_*") if path.is_file()})
     return (
         [f"an adapter is left out ({safe_repr(', '.join(there))}): merge it into the weights, or copy it"]
@@ -93,10 +93,11 @@ def note_of_adapter(*folders: Path) -> list[str]:
 
 
 def copy_small_files(source: Path, output: Output, plan: Mapping[Key, TensorMeta]) -> list[str]:
-    """Copies what `list_small` yields.
+    """Copies the files of `list_small`.
 
     Args:
-        plan: the weights that go along: a config that names another type would have them rounded as they are loaded.
+        plan: the weights that are written. The dtype in config.json is adapted to them: loading would otherwise round
+            the weights.
 
     Raises:
         CheckpointError: as `check_small_files`.
@@ -111,26 +112,26 @@ def copy_small_files(source: Path, output: Output, plan: Mapping[Key, TensorMeta
 
 
 def only_dtype(plan: Iterable[tuple[Key, TensorMeta]]) -> torch.dtype | None:
-    """Returns the one floating point type of the weights, `None` where they have several or one of eight bits."""
+    """Returns the single floating-point dtype of the weights; `None` if there are several or it has only 8 bits."""
     found = _dtypes(plan)
     return next(iter(found)) if len(found) == 1 and min(found.values()) > 1 else None
 
 
 def widest_dtype(plan: Iterable[tuple[Key, TensorMeta]]) -> torch.dtype | None:
-    """Returns the widest floating point type of the weights, `None` where none has more than eight bits."""
+    """Returns the widest floating-point dtype of the weights; `None` if none has more than 8 bits."""
     found = _dtypes(plan)
     widest = max(found, key=found.__getitem__, default=None)
     return widest if widest is not None and found[widest] > 1 else None
 
 
 def _dtypes(plan: Iterable[tuple[Key, TensorMeta]]) -> dict[torch.dtype, int]:
-    """Returns the floating point types of the weights, each with its size."""
+    """Returns the floating-point dtypes of the weights and their item sizes."""
     dtypes = (entry.dtype for key, entry in plan if key.kind == WEIGHT)
     return {dtype: dtype.itemsize for dtype in dtypes if dtype.is_floating_point}
 
 
 def _with_dtype(content: bytes, plan: Mapping[Key, TensorMeta]) -> bytes:
-    """Returns a config whose type rounds no weight of one type; of several, its own counts, or the widest."""
+    """Returns a config whose dtype does not round the weights; for mixed dtypes it keeps its own or gets the widest."""
     config = json.loads(content)
     if not isinstance(config, dict):
         return content
@@ -143,7 +144,7 @@ def _with_dtype(content: bytes, plan: Mapping[Key, TensorMeta]) -> bytes:
 
 
 def _rename_dtype(config: dict[str, Any], name: str) -> bool:
-    """Tells whether a config, or one inside of it, named another type; now it does not."""
+    """Replaces other dtypes in a config and its nested configs; returns whether there were any."""
     wrong = [key for key in ("dtype", "torch_dtype") if config.get(key, name) not in (name, f"torch.{name}", None)]
     config |= dict.fromkeys(wrong, name)
     inner = [_rename_dtype(value, name) for value in config.values() if isinstance(value, dict)]

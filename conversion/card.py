@@ -23,17 +23,17 @@ def write_conversion_card(
     before: Path | None,
     plan: Mapping[Key, TensorMeta],
 ) -> None:
-    """Says where a checkpoint comes from, how to load it, and what was not checked.
+    """Writes a model card: where the checkpoint comes from, how to load it, and what was not checked.
 
-    A card that cannot be written is a warning: the weights beside it are worth more.
+    Failing to write the card is only a warning, because the weights are already written.
 
     Args:
         folder: where the files are.
-        name: what it will be called.
-        source: the format it comes from.
-        before: a folder with the card of the source: one of ours comes along, somebody else's into Hugging Face's
-            format.
-        plan: what was written. A config may say another type than its weights have.
+        name: the checkpoint's final name.
+        source: the format it was converted from.
+        before: a folder with the source's card: one of this library is carried over, a third-party one only into
+            Hugging Face's format.
+        plan: the tensors written; the config's dtype may differ from theirs.
     """
     dtype = only_dtype(plan.items()) or config.dtype or widest_dtype(plan.items())
     if to.card is None:

@@ -1,4 +1,4 @@
-"""Global tensors that are stored in chunks: which chunks make up a tensor, and reading any part of it from them."""
+"""Global tensors stored in chunks: which chunks make up a tensor, and reading any box of it from them."""
 
 import bisect
 import math
@@ -18,14 +18,14 @@ from ..errors import CheckpointError
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, and where its entries are stored."""
+    """A box of a tensor, and where its values are stored."""
 
     box: TensorChunk
     place: Any
 
 
 class ChunkedTensors(ABC):
-    """Tensors of which each is stored in chunks that cover it exactly.
+    """Tensors that are each stored in chunks covering them exactly.
 
     Args:
         where: the file that describes them, for errors.
@@ -35,11 +35,11 @@ class ChunkedTensors(ABC):
         entries: global shapes and dtypes.
 
     Raises:
-        CheckpointError: naming the tensor whose chunks leave gaps, overlap or lie outside of it.
+        CheckpointError: naming the tensor whose chunks leave gaps, overlap or lie outside it.
     """
 
     def __init__(self, where: str, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype, Sequence[Chunk]]]):
-        # The chunks of a tensor in the order of their offsets, and their largest length in dim 0.
+        # Each tensor's chunks sorted by offset, and their largest extent in dim 0, to bound the search in `read_into`.
         self._stored: dict[str, tuple[tuple[Chunk, ...], int]] = {}
         entries: dict[str, TensorMeta] = {}
         for name, (shape, dtype, chunks) in tensors.items():
@@ -55,25 +55,25 @@ class ChunkedTensors(ABC):
 
     @abstractmethod
     def read_chunk(self, name: str, chunk: Chunk, starts: Sequence[int], target: Tensor) -> None:
-        """Fills `target`, of any shape, with the part of a chunk that begins at `starts`."""
+        """Fills `target`, of any shape, with the box of a chunk that begins at `starts`."""
 
     def read(self, name: str, memory: Memory = FRESH) -> Tensor:
-        """Reads a whole tensor of any shape."""
+        """Reads a full tensor of any shape."""
         shape = self.entries[name].shape
         return self.read_box(name, [0] * len(shape), shape, memory)
 
     def read_box(self, name: str, offsets: Sequence[int], lengths: Sequence[int], memory: Memory = FRESH) -> Tensor:
-        """Reads a part of a tensor, of the shape `lengths`, and little more than its bytes.
+        """Reads a box of a tensor, of the shape `lengths`, and little more than its bytes.
 
         Raises:
-            CheckpointError: naming the file, for what is damaged.
+            CheckpointError: naming the file, if data is damaged.
         """
         out = memory.empty(lengths, self.entries[name].dtype)
         self.read_into(name, offsets, out)
         return out
 
     def read_into(self, name: str, offsets: Sequence[int], out: Tensor) -> None:
-        """Reads the same into a tensor of any shape that is there."""
+        """Reads the same into an existing tensor of any shape."""
         chunks, reach = self._stored[name]
         wanted = TensorChunk(tuple(offsets), tuple(out.shape))
         check_boxes(name, self.entries[name].shape, [wanted])
@@ -100,7 +100,7 @@ def _end(box: TensorChunk) -> list[int]:
 
 
 def check_cover(where: str, shape: Sequence[int], boxes: Sequence[TensorChunk]) -> None:
-    """Checks that every entry of a tensor is in exactly one of its boxes.
+    """Checks that every element of a tensor is in exactly one of its boxes.
 
     Raises:
         CheckpointError: naming the tensor, for gaps and overlaps.
@@ -113,7 +113,7 @@ def check_cover(where: str, shape: Sequence[int], boxes: Sequence[TensorChunk]) 
 
 
 def _disjoint(boxes: list[TensorChunk]) -> bool:
-    """Divides the boxes by cuts along any dim into fewer and fewer; compares the few that no cut divides."""
+    """Returns whether no boxes overlap: splits them along any dim into ever smaller groups, compares what remains."""
     remaining = [boxes]
     while remaining:
         together = remaining.pop()
@@ -128,7 +128,7 @@ def _disjoint(boxes: list[TensorChunk]) -> bool:
 
 
 def _cut(boxes: list[TensorChunk], dim: int) -> list[list[TensorChunk]]:
-    """Groups boxes that share no place along a dim; returns no groups when all belong together."""
+    """Groups boxes whose ranges along a dim are disjoint; returns no groups if all ranges are connected."""
     groups: list[list[TensorChunk]] = []
     end = -1
     for box in sorted(boxes, key=lambda box: box.offset[dim]):

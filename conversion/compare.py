@@ -1,4 +1,4 @@
-"""Two checkpoints of any formats, compared tensor by tensor and, on request, by the logits of their models."""
+"""Comparison of two checkpoints of any formats, tensor by tensor and optionally by their models' logits."""
 
 import math
 from collections.abc import Callable
@@ -21,16 +21,16 @@ _NOT_OF_THE_MODEL = frozenset(
 
 @dataclass
 class Comparison:
-    """What two checkpoints have in common.
+    """Result of comparing two checkpoints.
 
     Attributes:
-        compared: tensors that both have.
-        only_first, only_second: those that only one has.
-        different: what differs, by tensor.
-        settings: of the configs that differ, with both values.
-        left_out: how many tensors of each have no place in the model, and were not compared.
-        logits: largest absolute difference of the logits, where they were compared; NaN where they are no numbers, and
-            infinite where they have other shapes.
+        compared: number of tensors that both have.
+        only_first, only_second: tensors that only one of them has.
+        different: description of the difference, by tensor.
+        settings: config settings that differ, with both values.
+        left_out: number of tensors of each that have no place in the model and were not compared.
+        logits: largest absolute difference of the logits, if they were compared; NaN if there are non-finite logits,
+            and infinite if the shapes differ.
     """
 
     compared: int = 0
@@ -47,7 +47,7 @@ class Comparison:
         return comparable and not (self.only_first or self.only_second or self.different or self.settings)
 
     def summary(self) -> str:
-        """Returns what was compared and what differs in one line."""
+        """Returns a one-line summary of what was compared and what differs."""
         parts = [f"{self.compared} tensors compared, {len(self.different)} different"]
         if not self.compared and (self.only_first or self.only_second):
             parts = ["two other models: no tensor is in both"]
@@ -75,7 +75,7 @@ def compare_readers(first: Reader, second: Reader, *, moments: bool, on_tensor: 
     """Compares two checkpoints of one model, one tensor at a time; equal means equal bytes.
 
     Args:
-        moments: compare what optimizers keep too, where both have it.
+        moments: also compare optimizer state if both have it.
     """
     result = Comparison(left_out=(len(first.left_out), len(second.left_out)))
 
@@ -111,7 +111,7 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def differing_settings(first: Any, second: Any) -> dict[str, str]:
-    """Returns what two configs say otherwise, but for what changes no number and the type of the weights."""
+    """Returns the settings that differ between two configs, except those that affect no result, and the dtype."""
     one, other = first.to_dict(), second.to_dict()
     names = sorted((one.keys() | other.keys()) - _NOT_OF_THE_MODEL)
     found = {name: (one.get(name), other.get(name)) for name in names}
@@ -124,14 +124,14 @@ def compare_logits(first: Source, second: Source) -> float:
     One model is in memory at a time; checksums are not compared.
 
     Raises:
-        CheckpointError: a model computes none of tokens alone.
+        CheckpointError: a model computes no logits from tokens alone.
     """
     sizes = [getattr(one.architecture.config.get_text_config(), "vocab_size", 2) for one in (first, second)]
     tokens = torch.randint(0, min(sizes), (2, 16), generator=torch.Generator().manual_seed(0))
     one, other = (_logits(found.architecture, found.open, tokens) for found in (first, second))
     if {name: tensor.shape for name, tensor in one.items()} != {name: tensor.shape for name, tensor in other.items()}:
         return math.inf
-    # Of tensors: Python's maximum leaves NaN out.
+    # torch's maximum propagates NaN, Python's may drop it.
     return float(torch.tensor([_difference(one[name], other[name]) for name in one]).max())
 
 
@@ -139,9 +139,9 @@ def compare_logits(first: Source, second: Source) -> float:
 def _logits(
     architecture: Architecture, open_reader: Callable[[bool], Reader], tokens: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Computes those of the stock model in fp32, of any shapes; `tokens` are `[batch, sequence]`.
+    """Computes the logits of the stock model in fp32, of any shapes; `tokens` are `[batch, sequence]`.
 
-    A class may call them otherwise and have several, one for each of its heads, or have none but hidden states.
+    A class may name its logits differently, have one output per head, or return only hidden states.
     """
     with without_output():
         model = type(architecture.model)._from_config(architecture.config, dtype=torch.float32).eval()
@@ -154,7 +154,7 @@ def _logits(
     decoder = {"decoder_input_ids": tokens} if architecture.config.is_encoder_decoder else {}
     try:
         with without_output():
-            # A config may ask for tuples, which have no names.
+            # A config may request tuples, which have no names.
             said = dict(model(input_ids=tokens, return_dict=True, **decoder))
     except Exception as error:  # noqa: BLE001 - a model class, of a config that it was not made for, or of other inputs
         raise CheckpointError(f"{type(model).__name__} computes no logits of tokens: {error_summary(error)}") from error

@@ -1,4 +1,4 @@
-"""Moving a checkpoint from one format to another, tensor by tensor."""
+"""Conversion of a checkpoint from one format to another, tensor by tensor."""
 
 import os
 import shutil
@@ -28,12 +28,12 @@ from .write import note_of_left_out, notes_of, order_by_rules, planned_entries, 
 
 @dataclass
 class Report:
-    """What a conversion is going to do or has done.
+    """Plan or result of a conversion.
 
     Attributes:
-        rows: (name in the model, names in Megatron if they are others, shape and dtype).
-        notes: what a reader of the result has to know.
-        comparison: of source and target, where it was asked for.
+        rows: (name in the model, names in Megatron if different, shape and dtype) of each tensor.
+        notes: notes for users of the result.
+        comparison: comparison of source and target, if requested.
     """
 
     source: Source
@@ -106,31 +106,31 @@ def convert(
     on_tensor: Callable[[int], object] = lambda size: None,
     on_check: Callable[[str, int, int], object] = lambda what, size, total: None,
 ) -> Report:
-    """Writes a checkpoint in another format; the target appears when everything was written and read back.
+    """Writes a checkpoint in another format; the target appears once everything is written and read back.
 
     Args:
-        source: a folder, or the id of a model of the Hub.
+        source: a folder, or the id of a model on the Hub.
         target: a folder that does not exist.
         to: `"hf"`, `"sharded"`, `"megatron_core"` (`"torch_dist"`), `"megatron_legacy"` (`"torch"`), `"dcp"` or
             `"shards"`.
-        from_format: the source's format, recognised by default.
-        config: a folder or model id with the config.json of a source that has none.
-        options: how the target is split, where its format knows of that.
-        optimizer: bring moments along where both sides have them.
-        without_mtp: leave layers of multi-token prediction out; the other formats hold none.
+        from_format: the source's format, recognized by default.
+        config: a folder or model id with the config.json, for a source that has none.
+        options: how the target is split, if its format supports that.
+        optimizer: convert moments too if both formats support them.
+        without_mtp: leave out multi-token prediction layers; the other formats hold none.
         verify: compare source and target tensor by tensor at the end.
         logits: compare their logits too.
-        checksums: compare the source's files with the checksums that it has.
-        on_plan: called once with what is going to be done.
-        on_tensor: called with the bytes of each tensor that was read.
-        on_check: called at the end, while files are read back and while both sides are compared, with what is being
-            done, some bytes that it was done to, and all of them.
+        checksums: compare the source's files with its recorded checksums.
+        on_plan: called once with the plan.
+        on_tensor: called with the size in bytes of each tensor read.
+        on_check: called at the end, while files are read back and while both sides are compared, with the kind of
+            check, a number of bytes processed, and the total.
 
     Raises:
         CheckpointError: the source is damaged, unsafe or does not fit its config, a name has no counterpart, the target
-            exists or lies inside of the source, a size of the options does not divide what it splits, or there is too
-            little space; or source and target differ. Nothing is left behind then.
-        ConfigError: a format or a size of the options that does not exist.
+            exists or lies inside the source, an option does not divide the size it splits, or disk space is too
+            small; or source and target differ. Nothing is left on disk then.
+        ConfigError: an unknown format or an invalid option.
         UnsupportedError: Megatron's formats cannot express the model.
     """
     options = options or TargetOptions()
@@ -168,14 +168,14 @@ def convert(
         try:
             _verify(report, logits, on_check)
         except BaseException:
-            # It was made by this call, and was not there before.
+            # This call created the target, so it may delete it.
             shutil.rmtree(report.target, ignore_errors=True)
             raise
     return report
 
 
 def _verify(report: Report, logits: bool, on_check: Callable[[str, int, int], object]) -> None:
-    """Compares what was written with its source; `CheckpointError` unless they are equal."""
+    """Compares the target with its source; raises `CheckpointError` unless they are equal."""
     report.comparison = found = compare_sources(
         report.source,
         find_source(report.target, report.format.name),

@@ -1,4 +1,4 @@
-"""A model in memory, on any layout, written as a checkpoint of another library: every rank calls, rank 0 writes."""
+"""Export of a model in memory, with any layout, to another library's format; all ranks call, rank 0 writes."""
 
 import os
 import shutil
@@ -22,20 +22,20 @@ from .write import notes_of, order_by_rules, write_checkpoint
 def export(
     model: Any, target: Path, format: str, options: TargetOptions | None, write_config: Callable[[Path], Any]
 ) -> list[str]:
-    """Writes a model's weights as `convert` would write them; no rank ever holds the model.
+    """Writes a model's weights as `convert` would; no rank ever holds the full model.
 
     Args:
-        model: a stock model, or one that is split over ranks.
+        model: a stock model, or one that is sharded over ranks.
         target: a folder that does not exist.
         format: as `to` of `convert`.
-        options: how the target is split, where its format knows of that.
-        write_config: writes config and the like into a folder of this rank's own; stock does so on all ranks together.
+        options: how the target is split, if its format supports that.
+        write_config: writes config and the like into a rank-local folder; collective, as in stock transformers.
 
     Returns:
-        `list[str]`: what a reader of the result has to know.
+        `list[str]`: notes for users of the result.
 
     Raises:
-        CheckpointError: on every rank, naming the rank that failed; nothing is left behind then.
+        CheckpointError: on every rank, naming the rank that failed; nothing is left on disk then.
     """
     to, options, first = format_named(format), options or TargetOptions(), rank_and_size(None)[0] == 0
     check_options(to, options)
@@ -44,7 +44,7 @@ def export(
         if first and os.path.lexists(target):
             raise CheckpointError(f"{target} exists; give a folder that does not.")
         architecture = Architecture.from_class(stock_class(model), model.config)
-        # A tied weight is stored once: what comes a second time is a weight of its own.
+        # Tied weights are stored once, so a second name in `stored` means a separate weight.
         taken = {architecture.first_name(name) for name in stored if architecture.first_name(name) == name}
         if own := [name for name in stored if name != architecture.first_name(name) in taken]:
             architecture = architecture.with_own_weights(own)
@@ -77,7 +77,7 @@ def export(
         except Exception as caught:  # noqa: BLE001 - the other ranks have to hear of it
             error = caught
         try:
-            # The other ranks, and a first one that failed, go through what was planned: what is sent is received.
+            # The other ranks, and rank 0 after a failure, iterate over the full plan to match every collective send.
             for _ in tensors:
                 pass
         except Exception as caught:  # noqa: BLE001 - the other ranks have to hear of it
@@ -89,7 +89,7 @@ def export(
 
 
 class _Stream:
-    """Tensors in a planned order, each fetched once, however many iterate; there are none but on the first rank."""
+    """Tensors in planned order, each fetched exactly once over all iterations; only rank 0 gets actual tensors."""
 
     def __init__(self, plan: Mapping[Key, TensorMeta], fetch: Callable[[Key], Any]):
         self._remaining = iter(plan)
@@ -101,10 +101,10 @@ class _Stream:
 
 
 def stock_class(model: Any) -> Any:
-    """Finds the class of transformers that a model is of: not FSDP2's before it, nor a subclass of the user's.
+    """Returns a model's transformers class, skipping FSDP2's wrapper class and user subclasses.
 
     Raises:
-        UnsupportedError: naming a class that is none of transformers'.
+        UnsupportedError: naming a class that is not derived from one of transformers.
     """
     for found in type(model).__mro__:
         if found.__module__.startswith("transformers.models."):

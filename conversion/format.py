@@ -1,4 +1,4 @@
-"""The face of a checkpoint format: what it can hold, and the functions that recognise, open and write it."""
+"""Interface of a checkpoint format: its capabilities, and the functions that recognize, open and write it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,24 +17,24 @@ Create = Callable[
 
 @dataclass(frozen=True)
 class Format:
-    """One way in which checkpoints lie in files; each folder of `conversion` with a reader and a writer states one.
+    """A checkpoint format on disk; each folder of `conversion` with a reader and a writer defines one.
 
     Attributes:
-        name: as `--to` and `--from` know it.
-        title: for people.
-        marks: what a folder of the format has, for the error about one that has nothing of any.
-        files: a pattern of the names of its own files, which do not go along when config and tokenizer are copied.
-        recognise: whether a folder is one, by its path and the names in it; the registry asks in its order.
-        open: a folder as tensors of the model; path, architecture, whether to compare checksums.
-        create: a writer that takes tensors of the model in the order of a plan; output, plan, architecture, options,
-            iteration and optimizer.
-        alias: what `--ckpt-format` of Megatron-LM calls it.
-        megatron: whether its names are Megatron's.
-        moments: whether it can hold an optimizer's moments so that they can be read on other layouts.
-        options: the fields of `TargetOptions` that it knows.
-        main_weights: when moments come with fp32 weights: always, where weights are narrower, or never.
-        holds_mtp: whether it can hold layers of multi-token prediction.
-        card: how a model card calls its files, where this library or transformers loads them.
+        name: value for `--to` and `--from`.
+        title: human-readable name.
+        marks: files that identify a folder of this format, for the error about an unrecognized folder.
+        files: pattern of the format's own file names, which are not copied along with config and tokenizer.
+        recognise: returns whether a folder has this format, given its path and file names; tried in registry order.
+        open: opens a folder as tensors of the model, given path, architecture, and whether to compare checksums.
+        create: creates a writer that takes tensors of the model in the order of a plan, given output, plan,
+            architecture, options, iteration and optimizer.
+        alias: name of the format in Megatron-LM's `--ckpt-format`.
+        megatron: whether it uses Megatron's names.
+        moments: whether it can hold an optimizer's moments in a form that other layouts can read.
+        options: the fields of `TargetOptions` that it supports.
+        main_weights: when moments are accompanied by fp32 weights: always, if weights are narrower, or never.
+        holds_mtp: whether it can hold multi-token prediction layers.
+        card: kind of files for the model card, if this library or transformers loads them.
     """
 
     name: str

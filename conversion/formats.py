@@ -1,4 +1,4 @@
-"""The registry of checkpoint formats. A further one is a folder with a `FORMAT`, and a line here."""
+"""Registry of checkpoint formats. To add one, create a folder with a `FORMAT` and add it here."""
 
 import dataclasses
 import os
@@ -19,7 +19,7 @@ from .mtp_layers import count_mtp_layers, include_mtp
 from .sharded.format import FORMAT as SHARDED
 from .shards.format import FORMAT as SHARDS
 
-# In the order in which a folder is compared with them.
+# Order in which a folder is matched against the formats.
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {format.name: format for format in (MEGATRON_CORE, MEGATRON_LEGACY, HF, SHARDED, DCP, SHARDS)}
 )
@@ -29,7 +29,7 @@ def format_named(name: str) -> Format:
     """Finds a format by its name or alias.
 
     Raises:
-        ConfigError: naming those that there are.
+        ConfigError: naming the known formats.
     """
     for format in FORMATS.values():
         if name and name in (format.name, format.alias):
@@ -39,7 +39,7 @@ def format_named(name: str) -> Format:
 
 
 def is_known(path: Path) -> bool:
-    """Checks whether a folder has what some format has, other than Hugging Face's; it may be damaged."""
+    """Returns whether a folder has the files of some format other than Hugging Face's; it may be damaged."""
     if not path.is_dir():
         return False
     if (path / TRACKER).is_file():
@@ -51,10 +51,10 @@ def is_known(path: Path) -> bool:
 
 
 def check_options(format: Format, options: TargetOptions) -> None:
-    """Checks that a format knows of the options that were given.
+    """Checks that a format supports the given options.
 
     Raises:
-        ConfigError: naming an option that would have no effect, and those that the format has.
+        ConfigError: naming an option that would have no effect, and the options of the format.
     """
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
@@ -67,7 +67,7 @@ def recognise(path: Path) -> Format:
     """Finds the format of a folder.
 
     Raises:
-        CheckpointError: it is none of those that are known, naming what each would have.
+        CheckpointError: the folder matches no known format; lists what each format looks for.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder.")
@@ -90,16 +90,16 @@ def open_reader(
     with_mtp: bool = False,
     without_mtp: bool = False,
 ) -> Reader:
-    """Opens a checkpoint as tensors of the model, whatever its format.
+    """Opens a checkpoint of any format as tensors of the model.
 
     Args:
-        verify: compare checksums that the format itself has.
-        with_mtp: with its layers of multi-token prediction, if there are any and transformers has them.
-        without_mtp: leave layers of multi-token prediction out, if there are any.
+        verify: compare the format's own checksums.
+        with_mtp: include multi-token prediction layers, if there are any and transformers supports them.
+        without_mtp: leave out multi-token prediction layers, if there are any.
 
     Raises:
-        CheckpointError: it is damaged or unsafe, or not one of this model with this config, or has layers of
-            multi-token prediction that are not to be left out.
+        CheckpointError: the checkpoint is damaged or unsafe, does not fit this model and config, or has multi-token
+            prediction layers and `without_mtp` is not set.
     """
     try:
         reader = format.open(path, architecture, verify)

@@ -1,9 +1,9 @@
-"""What every checkpoint format looks like to a conversion: named global tensors, read and written one at a time.
+"""Common interface of all checkpoint formats: named global tensors, read and written one at a time.
 
-Two namings exist. `transformers`: the names of a model in memory, as `state_dict()` has them, a tied weight under its
-first name; experts are packed as the model has them. `megatron`: Megatron-Core's names with the layer's global number
-in them (`decoder.layers.3.mlp.linear_fc1.weight`) and global shapes, however a format stacks or splits them on disk.
-`families/` leads from one to the other.
+Two naming schemes exist. `transformers`: the names in a model's `state_dict()`, a tied weight under its first name;
+experts are packed as in the model. `megatron`: Megatron-Core's names with the global layer index in them
+(`decoder.layers.3.mlp.linear_fc1.weight`) and global shapes, however a format stacks or splits tensors on disk.
+`families/` maps one to the other.
 """
 
 import re
@@ -21,10 +21,10 @@ from ..core.io.safetensors import TensorMeta
 from ..errors import CheckpointError, ConfigError
 
 WEIGHT = "weight"
-# fp32 copies of weights, and Adam's moments: they have the shape of the weight and are converted as it is.
+# fp32 copies of weights, and Adam's moments. They have the shape of the weight and are converted the same way.
 MAIN_WEIGHT, EXP_AVG, EXP_AVG_SQ = "main_weight", "exp_avg", "exp_avg_sq"
 MOMENTS = (EXP_AVG, EXP_AVG_SQ)
-# What torch's AdamW keeps of a group (torch.optim.AdamW); all of them have to be there for it to be loaded.
+# Settings of a parameter group of torch.optim.AdamW; torch loads a group only if all of them are present.
 ADAMW: Mapping[str, Any] = MappingProxyType(
     {
         "lr": 1e-3,
@@ -42,12 +42,12 @@ ADAMW: Mapping[str, Any] = MappingProxyType(
 )
 
 
-# Of Megatron-LM: the tokenizer's file or model, or its kind alone.
+# Megatron-LM's arguments that identify the tokenizer: its file or model, or just its kind.
 _TOKENIZER_ARGUMENTS = ("tokenizer_model", "vocab_file", "tokenizer_type")
 
 
 class Key(NamedTuple):
-    """A tensor of a checkpoint: a weight, or what an optimizer keeps of that weight."""
+    """A tensor of a checkpoint: a weight, or the optimizer state of a weight."""
 
     kind: str
     name: str
@@ -62,17 +62,17 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
 
 
 def largest(entries: Mapping[Key, TensorMeta]) -> int:
-    """Returns the bytes of the largest of some tensors."""
+    """Returns the size in bytes of the largest tensor."""
     return max((entry.nbytes for entry in entries.values()), default=0)
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an Adam optimizer keeps beside its tensors.
+    """Non-tensor state of an Adam optimizer.
 
     Attributes:
         step: optimizer steps taken.
-        hyperparameters: of each parameter group, for the reader's information.
+        hyperparameters: settings of each parameter group, for the reader's information.
     """
 
     step: int
@@ -83,16 +83,16 @@ class Reader(ABC):
     """A checkpoint opened for reading.
 
     Attributes:
-        entries: every tensor, in an order in which reading costs little memory.
-        optimizer: of the optimizer whose moments are among the entries, `None` without.
-        optimizer_unsupported_reason: why the state of an optimizer that is there is not among the entries, and what to
-            do.
-        memory: where what is read is put.
-        iteration: optimizer steps of the run that wrote it, `None` where it is not known.
+        entries: every tensor, in an order that needs little memory to read.
+        optimizer: state of the optimizer whose moments are among the entries, `None` if there are none.
+        optimizer_unsupported_reason: if the checkpoint has optimizer state that is not among the entries, the reason
+            and a remedy.
+        memory: allocator for the tensors that are read.
+        iteration: optimizer steps of the run that wrote the checkpoint, `None` if unknown.
         architecture: the `Architecture` that the entries belong to.
-        left_out: weights of the files that are not among the entries, as the model has no place for them.
-        tokenizer: what the checkpoint calls the tokenizer of its run, `None` where it does not say.
-        notes: what a user of its weights has to know.
+        left_out: weights in the files that are not among the entries because the model has no place for them.
+        tokenizer: the tokenizer recorded by the training run, `None` if there is no record.
+        notes: notes for users of the weights.
     """
 
     entries: Mapping[Key, TensorMeta]
@@ -107,14 +107,14 @@ class Reader(ABC):
 
     @abstractmethod
     def read(self, key: Key) -> Tensor:
-        """Reads a whole tensor, of any shape, into CPU memory; it is the caller's own, or a view of a file.
+        """Reads a full tensor of any shape into CPU memory; the result belongs to the caller or is a view of a file.
 
         Raises:
-            CheckpointError: naming the file and the tensor, for what is damaged or missing.
+            CheckpointError: naming the file and the tensor, if data is damaged or missing.
         """
 
     def close(self) -> None:  # noqa: B027 - most have nothing to let go of
-        """Lets go of files; afterwards nothing is read."""
+        """Closes the files; nothing can be read afterwards."""
 
     def __enter__(self) -> "Reader":
         return self
@@ -129,23 +129,23 @@ class MegatronReader(Reader):
     """A checkpoint under Megatron's names.
 
     Attributes:
-        arguments: Megatron-LM's own, as far as the checkpoint has them.
+        arguments: Megatron-LM's arguments, as far as the checkpoint has them.
     """
 
     arguments: Mapping[str, Any]
 
     @property
     def tokenizer(self) -> str | None:  # type: ignore[override]
-        """The file or model of its tokenizer, or its kind."""
+        """File or model of the tokenizer, or its kind."""
         found = (self.arguments.get(name) for name in _TOKENIZER_ARGUMENTS)
         return next((name for name in found if isinstance(name, str) and name != "NullTokenizer"), None)
 
 
 class Writer(ABC):
-    """A checkpoint being written into a directory that nobody sees yet.
+    """A checkpoint that is being written into a directory not yet visible to readers.
 
     Args:
-        plan: every tensor that will come, in the order in which it will come.
+        plan: every tensor that will be written, in that order.
     """
 
     def __init__(self, plan: Mapping[Key, TensorMeta]):
@@ -153,35 +153,35 @@ class Writer(ABC):
         self._missing = dict.fromkeys(plan)
 
     def check(self, key: Key, tensor: Tensor) -> None:
-        """Checks that a tensor that arrives, of any shape, is the one that was planned."""
+        """Checks that an incoming tensor of any shape has the planned shape and dtype."""
         if self.plan.get(key) != TensorMeta.of(tensor):
             raise CheckpointError(f"{key}: planned {self.plan.get(key)}, got {tuple(tensor.shape)} {tensor.dtype}.")
 
     def check_once(self, key: Key, tensor: Tensor) -> None:
-        """Checks the same of a tensor of any shape, and that it has not come before."""
+        """Checks the same, and that the tensor has not been written before."""
         self.check(key, tensor)
         if key not in self._missing:
             raise CheckpointError(f"{key} came twice.")
         del self._missing[key]
 
     def check_complete(self) -> None:
-        """Checks that every planned tensor has come."""
+        """Checks that every planned tensor has been written."""
         if self._missing:
             raise CheckpointError(f"{[str(key) for key in self._missing][:5]} were planned and never came.")
 
     def arrange(self, key: Key, tensor: Tensor) -> Iterable[tuple[Key, Tensor]]:
-        """Returns what is to be written once a planned tensor, of any shape, has come, under `write`'s names.
+        """Returns the tensors to pass to `write` after a planned tensor of any shape has arrived.
 
-        It is apart from `write` so that one thread may compute while another writes.
+        Separate from `write` so that one thread can compute while another writes.
         """
         return [(key, tensor)]
 
     @abstractmethod
     def write(self, key: Key, tensor: Tensor) -> None:
-        """Writes one tensor of any shape; it may be kept until others that belong to it have come, unchanged.
+        """Writes one tensor of any shape; may hold it, unchanged, until the other tensors of its group arrive.
 
         Raises:
-            CheckpointError: not what was planned.
+            CheckpointError: the tensor was not planned.
         """
 
     @abstractmethod
@@ -189,19 +189,19 @@ class Writer(ABC):
         """Writes what remains; called once, after the last tensor.
 
         Raises:
-            CheckpointError: naming planned tensors that never came.
+            CheckpointError: naming planned tensors that were not written.
         """
 
 
-# As huggingface_hub reads them; a number alone is an `int`.
+# Sizes as huggingface_hub parses them; digits alone become an `int`.
 _SIZE = re.compile(r"[1-9]\d*|\d*\.?\d+ ?[KMGT]B", re.IGNORECASE)
-# Megatron-LM's own is 128; a vocabulary is padded to a multiple of it.
+# Megatron-LM pads the vocabulary to a multiple of this setting, which defaults to 128.
 _LARGEST_MULTIPLE = 65_536
 
 
 @dataclass(frozen=True)
 class TargetOptions:
-    """How a written checkpoint is split, where its format knows of that.
+    """Sizes by which a written checkpoint is split, for formats that support them.
 
     Args:
         tp_size, pp_size, ep_size: ranks of Megatron's legacy format; Megatron-Core's pads its vocabulary for `tp_size`,
@@ -235,17 +235,18 @@ class TargetOptions:
 
 @dataclass(frozen=True)
 class MegatronModel:
-    """What Megatron's formats need to know of an architecture beside its tensors.
+    """Properties of an architecture that Megatron's formats need in addition to its tensors.
 
     Args:
         arguments: Megatron-LM's own arguments (`num_layers`, `hidden_size`, `num_query_groups`, ...).
-        gated: whether `linear_fc1` holds gate and up, each split over tp by itself.
-        block: what the module of the layers is called.
-        prefix: what stands before the names of the language model's tensors, where it is a part of the model.
-        sizes: what tensor-parallel ranks share besides heads and widths of an MLP, and how many of it there are.
-        blocks: by the end of a tensor's name, names and numbers of the rows that ranks split by themselves, in order.
-        stacked: whether `torch_dist` has one tensor for all layers where they are alike.
-        extra_blocks: modules of layers besides `block`, and how many layers they have.
+        gated: whether `linear_fc1` holds gate and up, which tensor parallelism splits separately.
+        block: name of the module that holds the layers.
+        prefix: prefix of the language model's tensor names if it is part of a composite model.
+        sizes: dimensions split over tensor-parallel ranks besides heads and MLP widths, by name.
+        blocks: by suffix of a tensor's name, the names and lengths of the row blocks that are split separately, in
+            order.
+        stacked: whether `torch_dist` stores one tensor for all layers if they are identical.
+        extra_blocks: further modules with layers besides `block`, and their numbers of layers.
     """
 
     arguments: Mapping[str, Any]
@@ -259,7 +260,7 @@ class MegatronModel:
 
     @property
     def layers_of(self) -> Mapping[str, int]:
-        """How many layers each module of layers has."""
+        """Number of layers of each module that holds layers."""
         return {self.block: self.num_layers, **self.extra_blocks}
 
     @property
@@ -267,5 +268,5 @@ class MegatronModel:
         return int(self.arguments["num_layers"])
 
     def blocks_of(self, name: str) -> Mapping[str, int]:
-        """Returns the names and lengths of the blocks of a tensor's rows, none where it is one."""
+        """Returns the names and lengths of the row blocks of a tensor; empty if it is a single block."""
         return next((blocks for end, blocks in self.blocks.items() if name.endswith(f".{end}")), {})

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that are read when a loader asks for them."""
+"""Tensors of a checkpoint that are read on demand by a loader."""
 
 from threading import Lock
 from typing import Any
@@ -10,10 +10,10 @@ from .interfaces import WEIGHT, Key, Reader
 
 
 class LazyTensor:
-    """One weight of a reader; transformers' loader slices it as it slices those of safetensors files.
+    """One weight of a reader; the transformers loader slices it like a slice of a safetensors file.
 
     Args:
-        lock: readers have one position in their file, loaders several threads.
+        lock: serializes reads: a reader has one file position, loaders use several threads.
     """
 
     def __init__(self, reader: Reader, key: Key, lock: Lock):
@@ -24,14 +24,14 @@ class LazyTensor:
         return self._reader.entries[self._key]
 
     def get_shape(self) -> list[int]:
-        """Returns the shape, as loaders ask safetensors for it."""
+        """Returns the shape, with the interface of safetensors slices."""
         return list(self.entry.shape)
 
     def __getitem__(self, index: Any) -> Tensor:
         with self._lock:
             unsharded = self._reader.read(self._key)
         part = unsharded[index]
-        # A view of a part would keep the whole alive.
+        # A view would keep the full tensor alive.
         return part if part.numel() == unsharded.numel() else part.clone()
 
 

@@ -1,7 +1,7 @@
-"""Layers of multi-token prediction behind a model's last one: `MtpLayer` of transformers, `mtp` of Megatron-Core.
+"""Multi-token prediction (MTP) layers after the last decoder layer: `MtpLayer` in transformers, `mtp` in Megatron-Core.
 
-transformers builds them beside the model, and for `generate(use_mtp=True)` alone; the files that it reads them from
-number them on after the model's own layers, with three modules more in each.
+transformers builds them outside the model, and only for `generate(use_mtp=True)`. In its files their layer indices
+continue those of the decoder layers, and each has three additional modules.
 """
 
 import re
@@ -17,10 +17,10 @@ from ..core.text import safe_repr
 from ..errors import CheckpointError
 from .architecture import Architecture
 
-# What only such a layer has: the projection of the next token's embedding and the hidden state.
+# Present in MTP layers only: the projection of the next token's embedding and the hidden state.
 _PROJECTION = re.compile(r"(?:^|\.)(?P<mtp>mtp\.)?layers\.(?P<number>\d{1,9})\.eh_proj\.weight")
 _IN_LAYER = re.compile(r"(?:^|\.)layers\.(?P<number>\d{1,9})\.(?P<rest>.+)")
-# What files of such layers repeat of the model's own (`_keys_to_ignore_on_load_unexpected` of `MtpModel`).
+# Copies of the model's own weights in the files of MTP layers (`_keys_to_ignore_on_load_unexpected` of `MtpModel`).
 _REPEATED: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
     {
         "embed_tokens.weight": lambda model: model.get_input_embeddings(),
@@ -30,7 +30,7 @@ _REPEATED: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
 
 
 def repeated_names(names: Iterable[str], architecture: Architecture) -> dict[str, str]:
-    """Finds names of tensors by which the files of such layers repeat a weight of the model, and that weight's name."""
+    """Maps names under which the files of MTP layers repeat a weight of the model to that weight's name."""
     if not architecture.num_mtp_layers:
         return {}
     model, found = architecture.model, {}
@@ -43,7 +43,7 @@ def repeated_names(names: Iterable[str], architecture: Architecture) -> dict[str
 
 
 def mtp_weight_names(names: Collection[str], config: Any) -> set[str]:
-    """Returns the names of Hugging Face files that belong to such layers."""
+    """Returns the names in Hugging Face files that belong to MTP layers."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     projected = {match["number"] for name in names if (match := _PROJECTION.search(name)) and not match["mtp"]}
     return {
@@ -54,10 +54,10 @@ def mtp_weight_names(names: Collection[str], config: Any) -> set[str]:
 
 
 def count_mtp_layers(names: Iterable[str], config: Any) -> int:
-    """Counts such layers by the names of tensors, of Megatron or of Hugging Face files.
+    """Counts MTP layers by tensor names, of Megatron or of Hugging Face files.
 
     Raises:
-        CheckpointError: they are not numbered from the first one on.
+        CheckpointError: their indices are not consecutive from the first one.
     """
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     found = {(match["mtp"], int(match["number"])) for name in names if (match := _PROJECTION.search(name))}
@@ -71,10 +71,10 @@ def count_mtp_layers(names: Iterable[str], config: Any) -> int:
 
 
 def include_mtp(architecture: Architecture, count: int) -> Architecture | None:
-    """Returns an architecture with layers of multi-token prediction, `None` where its class has no such ones.
+    """Returns an architecture with multi-token prediction layers, `None` if its class has none.
 
     Raises:
-        CheckpointError: its config says another number of them.
+        CheckpointError: the config has a different number of them.
     """
     with torch.device("meta"), without_output():
         made = [make_mtp_layer(architecture.model, number) for number in range(count)]

@@ -1,4 +1,4 @@
-"""Opening two checkpoints of any formats, and comparing them tensor by tensor."""
+"""Comparison of two checkpoints of any formats, tensor by tensor."""
 
 import os
 from collections.abc import Callable
@@ -23,11 +23,11 @@ def compare(
     """Compares two checkpoints of any formats tensor by tensor: equal means equal bytes.
 
     Args:
-        first, second: folders, or ids of models of the Hub.
-        config: a folder or model id with the config.json of those that have none.
+        first, second: folders, or ids of models on the Hub.
+        config: a folder or model id with the config.json, for checkpoints that have none.
         logits: compare the logits of both through transformers, in fp32.
-        without_mtp: leave layers of multi-token prediction out; the result says how many there are.
-        on_tensor: called with the bytes of each tensor.
+        without_mtp: leave out multi-token prediction layers; the result includes their number.
+        on_tensor: called with the size in bytes of each tensor.
 
     Raises:
         CheckpointError: one is damaged, unsafe, or does not fit its config.
@@ -35,7 +35,7 @@ def compare(
 
     def found(one: Folder, other: Folder) -> Source:
         if (with_config(local_folder(one)) / "config.json").is_file():
-            # Another config would hide what its own says otherwise.
+            # Use its own config: another one would hide differing settings.
             return find_source(one, None, None, without_mtp)
         return find_source(one, None, config or os.fspath(with_config(local_folder(other))), without_mtp)
 
@@ -50,11 +50,11 @@ def compare_sources(
     logits: bool = False,
     on_tensor: Callable[[int], object] = lambda size: None,
 ) -> Comparison:
-    """Compares two checkpoints that were found; the errors are those of `compare`.
+    """Compares two checkpoints that were already found; raises the errors of `compare`.
 
     Args:
-        moments: compare what optimizers keep too, where both have it.
-        logits, on_tensor: as `compare` has them.
+        moments: also compare optimizer state if both have it.
+        logits, on_tensor: as for `compare`.
     """
     with_mtp = first.format.holds_mtp and second.format.holds_mtp
     with first.open(False, with_mtp) as one, second.open(False, with_mtp) as other:

@@ -1,4 +1,4 @@
-"""The directory that a conversion writes: unseen until it is complete, and read back before it is shown."""
+"""Output directory of a conversion: hidden until it is complete and has been read back."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +12,12 @@ from ..errors import CheckpointError
 
 
 class Output:
-    """A directory that appears under its name when everything in it was written and read back.
+    """A directory that appears under its name once everything in it is written and read back.
 
     Args:
         target: must not exist.
-        expected_bytes: what is going to be written at least, for a look at the free space.
-        on_read_back: called by `commit` with some bytes that were read back, and with how many there are in all.
+        expected_bytes: lower bound on the bytes to be written, to check the free space.
+        on_read_back: called by `commit` with a number of bytes read back and with the total.
 
     Attributes:
         directory: where files are written until `commit`.
@@ -60,7 +60,7 @@ class Output:
         self.create(name).write(content.encode() if isinstance(content, str) else content)
 
     def before_commit(self, action: Callable[[], None]) -> None:
-        """Calls this when everything else has been written: files that name the others."""
+        """Registers an action to run after everything else is written: for files that list the others."""
         self._last.append(action)
 
     def digests(self) -> dict[str, FileDigest]:
@@ -68,16 +68,16 @@ class Output:
         return {file.path.relative_to(self.directory).as_posix(): file.digest for file in self._files}
 
     def commit(self) -> None:
-        """Reads every file back, compares it with what was handed in, and renames the directory.
+        """Reads every file back, compares it with the data passed in, and renames the directory.
 
         Raises:
-            CheckpointError: naming the file whose content is another.
+            CheckpointError: naming a file whose content differs.
         """
         try:
             for action in self._last:
                 action()
             total = sum(file.size for file in self._files)
-            # One thread waits for the disk while another reads.
+            # One thread flushes files to disk while this one reads them back.
             with ThreadPoolExecutor(1) as thread:
                 durable = [thread.submit(file.close) for file in self._files]
                 for file in self._files:

@@ -1,4 +1,4 @@
-"""A checkpoint to read: found, recognised, and opened under the names of its model."""
+"""Source checkpoint: found, its format recognized, and opened under the names of its model."""
 
 import os
 import re
@@ -13,9 +13,9 @@ from .architecture import Architecture
 from .formats import Format, format_named, open_reader, recognise
 from .interfaces import Reader
 
-# What a conversion writes beside its files: where they come from, and their checksums.
+# Written by a conversion next to its files: their origin and checksums.
 RECORD = "conversion.json"
-# A folder of an iteration, and one of a rank in it.
+# Depth of a rank's folder: iteration folder, then rank folder.
 _FOLDERS_DEEP = 2
 
 
@@ -25,9 +25,9 @@ class Source:
 
     Attributes:
         path: its folder.
-        architecture: its model, from its own config or the one that was named.
-        config_folder: where config, tokenizer and the like come from.
-        without_mtp: leave layers of multi-token prediction out, if there are any.
+        architecture: its model, from its own config or the given one.
+        config_folder: folder of the config, tokenizer and the like.
+        without_mtp: leave out multi-token prediction layers, if there are any.
     """
 
     path: Path
@@ -37,7 +37,7 @@ class Source:
     without_mtp: bool = False
 
     def open(self, checksums: bool, with_mtp: bool = False) -> Reader:
-        """Opens its tensors under the model's names; layers of multi-token prediction as `open_reader` has them."""
+        """Opens its tensors under the model's names; multi-token prediction layers as in `open_reader`."""
         if checksums:
             check_record(self.path)
         wanted = with_mtp and not self.without_mtp
@@ -47,16 +47,16 @@ class Source:
 def find_source(
     source: str | os.PathLike[str], format: str | None = None, config: str | None = None, without_mtp: bool = False
 ) -> Source:
-    """Finds a folder, or a model of the Hub, whose safetensors and JSON files are fetched into the cache.
+    """Finds a folder, or a model on the Hub, whose safetensors and JSON files are downloaded to the cache.
 
     Args:
         source: a folder or the id of a model.
-        format: its format, recognised by default.
-        config: a folder or the id of a model with the config.json, where the source has none.
-        without_mtp: leave layers of multi-token prediction out.
+        format: its format, recognized by default.
+        config: a folder or the id of a model with the config.json, if the source has none.
+        without_mtp: leave out multi-token prediction layers.
 
     Raises:
-        CheckpointError: it is missing, of no known format, or its model is not known.
+        CheckpointError: it is missing, of no known format, or its model is unknown.
     """
     path = local_folder(source)
     found = format_named(format) if format else recognise(path)
@@ -65,16 +65,16 @@ def find_source(
 
 
 def with_config(path: Path) -> Path:
-    """Returns the folder of its config.json: Megatron's folders of iterations have it beside them."""
+    """Returns the folder that has the config.json: for an iteration folder of Megatron it may be the parent."""
     alongside = path.parent if re.fullmatch(r"iter_\d{7,}|release", path.name) else path
     return alongside if (alongside / "config.json").is_file() and not (path / "config.json").is_file() else path
 
 
 def local_folder(name: str | os.PathLike[str]) -> Path:
-    """Finds a folder as it is, or a model of the Hub in the cache: its safetensors, JSON and tokenizer files.
+    """Returns an existing folder, or a model of the Hub in the cache: its safetensors, JSON and tokenizer files.
 
     Raises:
-        CheckpointError: neither is there.
+        CheckpointError: neither exists.
     """
     path = Path(name)
     if path.exists():
@@ -91,10 +91,10 @@ def local_folder(name: str | os.PathLike[str]) -> Path:
 
 
 def check_record(path: Path) -> None:
-    """Compares the files of a converted checkpoint, or of a folder in one, with the checksums it was written with.
+    """Compares the files of a converted checkpoint, or of a folder in one, with their recorded checksums.
 
     Raises:
-        CheckpointError: naming the files that are missing or have changed.
+        CheckpointError: naming missing or changed files.
     """
     path = path.resolve()
     holder = next((folder for folder in (path, *path.parents[:_FOLDERS_DEEP]) if (folder / RECORD).is_file()), None)

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: what it will hold, in which order, and the loop that does it."""
+"""Writing a checkpoint: which tensors it will hold, in which order, and the loop that writes them."""
 
 import json
 from collections import deque
@@ -26,7 +26,7 @@ from .source import RECORD
 
 
 def notes_of(config: Any) -> list[str]:
-    """Returns what a user of a checkpoint in Megatron's formats has to know of a model."""
+    """Returns notes for users of a model's checkpoint in one of Megatron's formats."""
     family = family_of(config)
     reason = family.unchecked(config)
     notes = [f"format checked by round trip only: {reason}"] if reason else []
@@ -34,7 +34,7 @@ def notes_of(config: Any) -> list[str]:
 
 
 def note_of_left_out(reader: Reader, model_class: str) -> list[str]:
-    """Returns what a user has to know of tensors that a checkpoint has and its model has no place for."""
+    """Returns a note for users on tensors that the checkpoint has but its model has no place for."""
     if not reader.left_out:
         return []
     return [
@@ -44,10 +44,10 @@ def note_of_left_out(reader: Reader, model_class: str) -> list[str]:
 
 
 def planned_entries(reader: Reader, to: Format, optimizer: bool) -> dict[Key, TensorMeta]:
-    """Returns what a checkpoint of another format will hold, in the order of the reader.
+    """Returns the tensors that a checkpoint of another format will hold, in the order of the reader.
 
     Raises:
-        CheckpointError: the optimizer's state is there and wanted, and cannot be converted.
+        CheckpointError: optimizer state is present and requested, but cannot be converted.
     """
     if not (optimizer and to.moments):
         return {key: entry for key, entry in reader.entries.items() if key.kind == WEIGHT}
@@ -70,7 +70,7 @@ def planned_entries(reader: Reader, to: Format, optimizer: bool) -> dict[Key, Te
 
 
 def order_by_rules(plan: dict[Key, TensorMeta], rules: Sequence[Rule]) -> dict[Key, TensorMeta]:
-    """Orders tensors by rules, of each first the weights."""
+    """Sorts tensors by rule, for each weight first the weight itself."""
     position = {name: index for index, rule in enumerate(rules) for name in rule.transformers}
     last = len(rules)
     keys = sorted(plan, key=lambda key: (position.get(key.name, last), key.kind != WEIGHT, key.kind))
@@ -92,31 +92,31 @@ def write_checkpoint(
     metadata: Mapping[str, Any],
     write_card: Callable[[Path], None],
 ) -> None:
-    """Writes tensors of any shape that come in the order of a plan; the next is read while the last is written.
+    """Writes tensors of any shape that arrive in planned order; reads the next one while the last is being written.
 
     Args:
         small_files: a folder whose config, tokenizer and the like are copied.
-        on_read_back: called with some bytes that were read back at the end, and with how many there are in all.
-        metadata: for the record that is written with the checksums of all files.
-        write_card: puts a model card into the folder; people edit it, so it has no checksum.
+        on_read_back: called at the end with a number of bytes read back and with the total.
+        metadata: stored in the record together with the checksums of all files.
+        write_card: writes a model card into the folder; it has no checksum because people edit it.
 
     Raises:
-        CheckpointError: nothing is left behind then.
+        CheckpointError: nothing is left on disk then.
     """
-    # With the padding of Megatron's vocabulary; headers and indexes are small beside it, and not known yet.
+    # Includes the padding of Megatron's vocabulary. Headers and indexes are not known yet, but small by comparison.
     rules = rules_of(architecture, options) if to.megatron else None
     written = plan if rules is None else megatron_plan(plan, rules, str(target))
     expected = sum(entry.nbytes for entry in written.values())
     expected += sum(path.stat().st_size for path in list_small(small_files))
     with Output(target, expected, on_read_back) as output:
         writer = to.create(output, plan, architecture, options, iteration, optimizer)
-        # Half the largest tensor evens out large and small ones.
+        # A queue of half the largest tensor evens out large and small ones.
         with _in_background(writer, largest(plan) // 2) as submit:
             for key, tensor in tensors:
                 for arranged, converted in writer.arrange(key, tensor):
                     submit(arranged, converted)
         writer.finish()
-        # What is copied is text that people edit: it has no checksum.
+        # Copied files are text that people edit, so they get no checksum.
         copied = copy_small_files(small_files, output, plan)
         write_card(output.directory)
         output.before_commit(lambda: _record({"format": to.name, **metadata}, output, copied))
@@ -124,7 +124,7 @@ def write_checkpoint(
 
 @contextmanager
 def _in_background(writer: Writer, limit: int) -> Iterator[Callable[[Key, Tensor], None]]:
-    """Writes tensors one after another in a thread; at most `limit` bytes wait, or a single tensor."""
+    """Writes tensors sequentially in a background thread; at most `limit` bytes are queued, or a single tensor."""
     with ThreadPoolExecutor(1) as thread:
         pending: deque[tuple[int, Future[None]]] = deque()
 
