@@ -1,7 +1,7 @@
 """Multi-token prediction (MTP) layers after the last decoder layer: `MtpLayer` in transformers, `mtp` in Megatron-Core.
 
 transformers builds them outside the model, and only for `generate(use_mtp=True)`. In its files their layer indices
-continue those of the decoder layers, and each has three additional modules.
+continue the decoder layers' indices, and each has three additional modules.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Files of adapters: PEFT's folder, and Megatron-Bridge's `torch_dist` folder with its `run_config.yaml`."""
+"""Adapter files: PEFT's folder, and Megatron-Bridge's `torch_dist` folder with its `run_config.yaml`."""
 
 import json
 import math
@@ -38,14 +38,14 @@ def convert_adapter(source: str | Path, target: str | Path, to: str, base: str |
     Args:
         source: a folder of PEFT, or a checkpoint of Megatron-Bridge that holds an adapter and nothing else.
         target: a folder that does not exist.
-        to: `"peft"`; `"bridge"`, one adapter for query, key and value and one for gate and up; or `"bridge_canonical"`,
-            one for each as PEFT has them.
-        base: a folder with the base's config.json.
+        to: `"peft"`; `"bridge"`, with one adapter for query, key and value and one for gate and up; or
+            `"bridge_canonical"`, with separate adapters as in PEFT.
+        base: a folder with the base model's config.json.
 
     Raises:
-        CheckpointError: the source is no adapter, is damaged, or does not fit the base; or the target exists.
-        ConfigError: a format that does not exist.
-        UnsupportedError: an adapter or a model that the other side cannot express.
+        CheckpointError: the source is no adapter, is damaged, or does not fit the base model; or the target exists.
+        ConfigError: an unknown format.
+        UnsupportedError: an adapter or a model that the other format cannot express.
     """
     if to not in KINDS:
         raise ConfigError(f"to = {to!r}: valid are {', '.join(KINDS)}.")
@@ -92,7 +92,7 @@ def _read_peft(folder: Path) -> dict[str, LowRank]:
 
 
 def _of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """Returns a setting of a module (`peft.utils.other.get_pattern_key`)."""
+    """Returns a module's value of a setting with patterns (`peft.utils.other.get_pattern_key`)."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
@@ -112,7 +112,7 @@ def _write_peft(output: Output, adapters: Mapping[str, LowRank], base: str | Pat
     tensors = {}
     for module, adapter in adapters.items():
         tensors[f"{_WRAPPED}{module}.lora_A.weight"] = adapter.a.contiguous().clone()
-        # Ranks that PEFT scales otherwise have the difference in a factor.
+        # PEFT has one `lora_alpha`: adapters with another scale fold the difference into B.
         b = adapter.b if adapter.scale == scale else adapter.b * (adapter.scale / scale)
         tensors[f"{_WRAPPED}{module}.lora_B.weight"] = b.contiguous().clone()
     output.add("adapter_config.json", json.dumps(config, indent=2) + "\n")
@@ -189,7 +189,7 @@ def _settings(
 
 
 def _layers_are_identical(tensors: Mapping[str, Tensor], targets: list[Target]) -> bool:
-    """Tells whether every layer has the same tensors, which Megatron stacks then."""
+    """Returns whether every layer has the same tensors; Megatron stacks them in that case."""
     layers: dict[str, dict[str, torch.Size]] = {}
     for name, tensor in tensors.items():
         if match := _STACKED.fullmatch(name):

@@ -1,14 +1,15 @@
-"""How the factors of low-rank adapters correspond between a model and Megatron.
+"""Mapping of low-rank adapter factors between a transformers model and Megatron.
 
 A linear `W [out, in]` with an adapter computes `W + s B A`, with `A [rank, in]` and `B [out, rank]`. Megatron packs
-query, key and value, and gate and up, into one linear. Megatron-Bridge has two kinds of adapters of these:
+query, key and value, and gate and up, into one linear. Megatron-Bridge has two kinds of adapters for packed linears:
 
-    canonical   one for each part, as PEFT has
-    fused       one `A` for all of them, and a `B` with the packed linear's rows. What PEFT trained apart becomes one of
-                the summed rank, whose `B` has a block for each part; it computes the same and trains on otherwise
+    canonical   a separate adapter for each packed projection, as in PEFT
+    fused       one `A` for all of them, and a `B` with the rows of the packed linear. Separate PEFT adapters are fused
+                into one with the sum of their ranks, whose `B` is block diagonal; its output is the same, but further
+                training differs
 
-All adapters of Megatron-Bridge have one rank (`dim`) and one `alpha`: lower ranks are filled up with zeros, and what
-scales differ by goes into `B`.
+All adapters of Megatron-Bridge share one rank (`dim`) and one `alpha`: lower ranks are padded with zeros, and
+differences in scale are folded into `B`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ PARTS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class LowRank:
-    """The factors of one linear, and what their product is multiplied by."""
+    """The factors of one linear, and the scale of their product."""
 
     a: Tensor
     b: Tensor
@@ -47,7 +48,7 @@ class LowRank:
         return self.a.shape[0]
 
     def filled(self, rank: int, scale: float) -> "LowRank":
-        """Returns the same adapter with a higher rank and another scale."""
+        """Returns the same adapter padded to a higher rank, with another scale."""
         missing = rank - self.rank
         a = torch.cat([self.a, self.a.new_zeros(missing, self.a.shape[1])])
         b = torch.cat([self.b * (self.scale / scale), self.b.new_zeros(self.b.shape[0], missing)], 1)
@@ -56,7 +57,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Target:
-    """A linear of Megatron, those of the model that it is made of, and how."""
+    """A Megatron linear, the model's linears it consists of, and the operation that maps them."""
 
     megatron: str
     modules: tuple[str, ...]
@@ -68,7 +69,7 @@ class Target:
 
 
 def bridge_targets(rules: Iterable[Rule]) -> Iterator[Target]:
-    """Yields the linears that Megatron-Bridge adapts and whose rows keep their entries together."""
+    """Yields the linears that Megatron-Bridge adapts and whose rows are only reordered by conversion."""
     for rule in rules:
         if len(rule.megatron) != 1 or not rule.megatron[0].endswith(".weight"):
             continue
@@ -85,7 +86,7 @@ def to_bridge(
     """Returns Megatron-Bridge's tensors by name, their rank and their `alpha`.
 
     Raises:
-        UnsupportedError: naming adapters of modules that are no such linears.
+        UnsupportedError: naming adapters of modules that Megatron-Bridge does not adapt.
     """
     known = {module for target in targets for module in target.modules}
     if untracked := sorted(adapters.keys() - known):
@@ -138,10 +139,10 @@ def _rows(operation: Operation) -> Sequence[int]:
 
 
 def to_peft(tensors: Mapping[str, Tensor], targets: Sequence[Target], scale: float) -> dict[str, LowRank]:
-    """Returns the factors of the model's linears, canonical or fused in Megatron-Bridge.
+    """Returns the factors of the model's linears from canonical or fused adapters of Megatron-Bridge.
 
     Raises:
-        CheckpointError: naming tensors that are no adapter's of this model, or whose factors do not fit each other.
+        CheckpointError: naming tensors that belong to no adapter of this model, or factors with mismatched shapes.
     """
     found, used = {}, set()
     for target in targets:
@@ -167,7 +168,7 @@ def to_peft(tensors: Mapping[str, Tensor], targets: Sequence[Target], scale: flo
 
 
 def _places(target: Target, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str | None, str]]:
-    """Yields where adapters of a linear may be: of one of its modules, or of all of them (`None`)."""
+    """Yields the adapter prefixes a linear may have, with the module they adapt; `None` for all of its modules."""
     unsharded = f"{target.megatron}.adapter"
     if len(target.modules) == 1:
         yield target.modules[0], unsharded

@@ -1,1 +1,1 @@
-"""Distributed checkpoints of torch, of transformers and of Accelerate, under the model's names in memory."""
+"""Distributed checkpoints of torch, transformers and Accelerate, under the model's names in memory."""

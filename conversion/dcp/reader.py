@@ -1,8 +1,8 @@
-"""Distributed checkpoints of torch under the model's names in memory.
+"""Reader of torch distributed checkpoints under the model's names in memory.
 
-Read are folders of `torch.distributed.checkpoint.save`, of Accelerate (`pytorch_model_fsdp_0` and `optimizer_0`), and
-of transformers (`shard-*.safetensors`). Moments are where `get_optimizer_state_dict` puts them, flattened or not:
-`optimizer.state.{name}.exp_avg`.
+Supported are folders written by `torch.distributed.checkpoint.save`, by Accelerate (`pytorch_model_fsdp_0` and
+`optimizer_0`), and by transformers (`shard-*.safetensors`). Moments have the keys of `get_optimizer_state_dict`,
+flattened or not: `optimizer.state.{name}.exp_avg`.
 """
 
 import re
@@ -21,7 +21,7 @@ from ..shards.reader import ShardFolder, is_shard_folder
 from ..torch_files.torch_save import StoredTensor
 from .store_reader import METADATA, StoreReader
 
-# Before the names there may be those of the tables around them; Adam's state, and that of others, which is refused.
+# Keys of optimizer state, with or without outer keys as prefix; also matches other optimizers' state, to reject it.
 _STATE = re.compile(r"(?:(?:.*\.)?(?:optimizer|optim)\w*\.)?state\.(?P<name>.+)\.(?P<kind>[a-z_]+)")
 _GROUP = re.compile(r"(?:(?:.*\.)?(?:optimizer|optim)\w*\.)?param_groups\.(?P<group>.+)\.(?P<setting>[a-z_]+)")
 _ADAM = (*MOMENTS, "step")
@@ -31,12 +31,12 @@ class DcpReader(Reader):
     """A distributed checkpoint of torch.
 
     Args:
-        names: the weights it should have. Without them, every tensor that nothing marks as another is a weight.
-        first_name: for any name of a tied weight the one among `names`; such a weight may be there several times.
-        most: how many tensors a store may have.
+        names: the weights it should have. If `None`, every tensor not recognized as optimizer state is a weight.
+        first_name: maps any name of a tied weight to the one in `names`; such a weight may be stored several times.
+        most: maximum number of tensors in a store.
 
     Raises:
-        CheckpointError: naming the file that is damaged or unsafe, and tensors that are missing or unexpected.
+        CheckpointError: naming a damaged or unsafe file, or tensors that are missing or unexpected.
     """
 
     def __init__(
@@ -77,29 +77,29 @@ class DcpReader(Reader):
             self.optimizer, self.iteration = OptimizerState(step, tuple(groups)), step
 
     def different_copies(self) -> Iterator[str]:
-        """Yields weights that are in the files a second time, as the class ties them, and are others there."""
+        """Yields second names of weights that the class ties but that have different values in the files."""
         for key, ((store, name), *copies) in self._sources.items():
             for other, copy in copies if key.kind == WEIGHT else ():
                 if not same_bytes(other.read(copy), store.read(name)):
                     yield next(each for each in (name, copy) if not each.endswith(key.name))
 
     def _prefix(self, store: ChunkedTensors) -> str:
-        """Finds what stands before the names of weights: that under which most of those expected are."""
+        """Returns the prefix of the weights' names: the one that matches most of the expected names."""
         if self._names is None:
             return ""
         counts: Counter[str] = Counter()
         for stored in store.entries:
             if not _STATE.fullmatch(stored):
-                # Names of the model begin where a part of the stored name begins.
+                # The model's names start at a component boundary of the stored name.
                 parts = stored.split(".")
                 for start in range(min(len(parts), 4)):
                     if self._first_name(".".join(parts[start:])) in self._names:
                         counts[".".join([*parts[:start], ""]) if start else ""] += 1
-        # The shorter one, where several fit equally well.
+        # If several prefixes match equally often, take the shortest.
         return min(counts, key=lambda prefix: (-counts[prefix], len(prefix)), default="")
 
     def _key(self, store: ChunkedTensors, stored: str, prefix: str) -> Key | None:
-        """Says what a stored tensor is; `None` for what is neither a weight nor an optimizer's: random states."""
+        """Returns the key of a stored tensor; `None` if it is neither a weight nor optimizer state, as RNG states."""
         path: Sequence[Any] = store.paths.get(stored, ()) if isinstance(store, StoreReader) else ()
         if self._names is None:
             match = _STATE.fullmatch(stored)
@@ -120,7 +120,7 @@ class DcpReader(Reader):
         raise CheckpointError(f"{self.path} has the tensor {stored}, which the model has no place for.")
 
     def _ordered(self) -> Iterator[tuple[Key, list[tuple[ChunkedTensors, str]]]]:
-        """Yields the tensors in the order of the model, each weight before its moments."""
+        """Yields the tensors in model order, each weight before its moments."""
         for name in self._names or dict.fromkeys(key.name for key in self._sources):
             for kind in (WEIGHT, *MOMENTS):
                 if found := self._sources.get(Key(kind, name)):
@@ -153,7 +153,7 @@ def _same(path: Path, found: Sequence[tuple[ChunkedTensors, str]]) -> TensorMeta
 
 
 def _stores(path: Path, most: int) -> Iterator[ChunkedTensors]:
-    """Opens the folders with tensors: `path` itself, or Accelerate's in it."""
+    """Opens the folders with tensors: `path` itself, or Accelerate's subfolders."""
     if (path / METADATA).is_file():
         yield StoreReader(path, most)
         return
@@ -166,7 +166,7 @@ def _stores(path: Path, most: int) -> Iterator[ChunkedTensors]:
 
 
 def _groups(store: StoreReader) -> list[Mapping[str, Any]]:
-    """Returns the settings of parameter groups, the same ones of several parameters once."""
+    """Returns the distinct settings of parameter groups."""
     groups: dict[str, dict[str, Any]] = {}
     for name in [*store.objects, *store.entries]:
         if (match := _GROUP.fullmatch(name)) is None or match["setting"] == "params":

@@ -1,7 +1,7 @@
-"""Folders of `torch.distributed.checkpoint`: global tensors in chunks, read without torch's loaders.
+"""Reader of `torch.distributed.checkpoint` folders, global tensors in chunks, without torch's loaders.
 
-`.metadata` is a pickle that torch would run; here it is looked at (`safe_pickle`). Names of its classes are those that
-torch 2.11 to 2.13, transformers, Accelerate and megatron-core 0.15 and 0.16 write.
+`.metadata` is a pickle, which torch would execute; here it is only parsed (`safe_pickle`). The accepted class names
+are the ones that torch 2.11 to 2.13, transformers, Accelerate and megatron-core 0.15 and 0.16 write.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ _NAMES: Names = MappingProxyType(
             f"{_DCP}.metadata.TensorProperties",
             f"{_DCP}.metadata.StorageMeta",
             f"{_DCP}.filesystem._StorageInfo",
-            # Plans that megatron-core keeps beside what is written.
+            # Save plans that megatron-core stores in the metadata.
             f"{_DCP}.planner.SavePlan",
             f"{_DCP}.planner.WriteItem",
             f"{_DCP}.planner.TensorWriteData",
@@ -52,7 +52,7 @@ _NAMES: Names = MappingProxyType(
             "pathlib.Path",
             "pathlib.PosixPath",
             "pathlib._local.PosixPath",
-            # megatron-core 0.15 and before.
+            # Up to megatron-core 0.15.
             f"{_PLANS}.MCoreMetadata",
             f"{_PLANS}.MCoreSavePlan",
         ),
@@ -67,7 +67,7 @@ _NAMES: Names = MappingProxyType(
 
 @dataclass(frozen=True)
 class Place:
-    """Where a blob lies."""
+    """Location of a blob."""
 
     file: str
     offset: int
@@ -78,16 +78,16 @@ class StoreReader(ChunkedTensors):
     """A folder with a `.metadata` file.
 
     Args:
-        most: how many tensors it may have; with more it is refused as soon as they are seen.
+        most: maximum number of tensors; a pickle with more is rejected while it is parsed.
 
     Attributes:
         entries: global shapes and dtypes of all tensors.
         objects: names of everything else.
-        paths: where tensors and objects lay in the nested tables that were saved (`planner_data`).
+        paths: paths of tensors and objects in the nested dicts that were saved (`planner_data`).
 
     Raises:
-        CheckpointError: naming the file and the tensor, when the chunks of a tensor do not cover it exactly, lie
-            outside of the folder or beyond the end of their file, or when the file is damaged or names other classes.
+        CheckpointError: naming the file and the tensor, if the chunks of a tensor do not cover it exactly, or lie
+            outside the folder or past the end of their file, or if the file is damaged or names other classes.
     """
 
     def __init__(self, path: Path, most: int = MOST_TENSORS):
@@ -163,14 +163,14 @@ class StoreReader(ChunkedTensors):
             blob.read_into(stored, starts, target)
 
     def read_object(self, name: str) -> Any:
-        """Reads what is stored under the name of an object; see `Blob.value`."""
+        """Reads an object by name; see `Blob.value`."""
         place = self._objects[name]
         with DataFile(inside(self.path, place.file)) as file:
             return Blob(file, place.offset, place.length).value
 
 
 def _spelled(numbers: Sequence[int] | None) -> str | None:
-    """Returns numbers of a file as a key: it cannot choose the hash of a text, as it can that of numbers."""
+    """Returns integers from a file as a dict key; strings, because a file could choose integers with equal hashes."""
     return None if numbers is None else ",".join(map(str, numbers))
 
 

@@ -1,4 +1,4 @@
-"""Writes a folder of `torch.distributed.checkpoint`, chunk by chunk."""
+"""Writer of `torch.distributed.checkpoint` folders, chunk by chunk."""
 
 import pickle
 from collections.abc import Mapping, Sequence
@@ -26,17 +26,17 @@ from ..output_folder import Output
 from ..torch_files.archive_writer import write_object, write_tensor
 from .store_reader import METADATA
 
-# A file is closed when it has become as large as this.
+# A new file is started once the current one has this size in bytes.
 FILE_SIZE = 8 << 30
 
 
 class StoreWriter:
-    """A folder that `torch.distributed.checkpoint.load` and megatron-core read.
+    """A folder that `torch.distributed.checkpoint.load` and megatron-core can read.
 
     Args:
         output: the directory it becomes part of.
-        folder: its name inside of that, with a slash at the end; the directory itself by default.
-        file_size: where files end, in bytes.
+        folder: its path inside that directory, with a trailing slash; the directory itself by default.
+        file_size: size in bytes at which a new file is started.
     """
 
     def __init__(self, output: Output, folder: str = "", file_size: int = FILE_SIZE):
@@ -47,11 +47,11 @@ class StoreWriter:
         self._places: dict[MetadataIndex, Any] = {}
 
     def write_chunk(self, name: str, shape: Sequence[int], offsets: Sequence[int], tensor: Tensor) -> None:
-        """Writes a box of a global tensor of this name and shape.
+        """Writes a box of the global tensor with this name and shape.
 
         Args:
-            offsets: where the box begins in it.
-            tensor: the box, of any shape; dims of length 1 may be missing at its start.
+            offsets: start of the box in the global tensor.
+            tensor: the box, of any shape; leading dims of length 1 may be missing.
         """
         tensor = tensor.reshape((1,) * (len(shape) - tensor.dim()) + tensor.shape)
         properties = TensorProperties(dtype=tensor.dtype)
@@ -66,7 +66,7 @@ class StoreWriter:
         self._places[index] = storage_info(self._names[-1], *write_tensor(file, tensor))
 
     def write_object(self, name: str, value: Any) -> None:
-        """Writes a small object under a name of its own."""
+        """Writes a small object under its own name."""
         if name in self._items:
             raise CheckpointError(f"{name} came twice.")
         self._items[name] = BytesStorageMetadata()
@@ -74,7 +74,7 @@ class StoreWriter:
         self._places[MetadataIndex(name)] = storage_info(self._names[-1], *write_object(file, value))
 
     def _open(self) -> NewFile:
-        """Returns the file that is written to."""
+        """Returns the current output file."""
         if self._file is None or self._file.size >= self._file_size:
             if self._file is not None:
                 self._file.close()
@@ -86,15 +86,15 @@ class StoreWriter:
         """Writes `.metadata`.
 
         Args:
-            paths: where tensors and objects lie in the nested tables that torch flattened (`planner_data`); a name is
+            paths: paths of tensors and objects in the nested dicts that torch flattened (`planner_data`); a name is
                 its path joined by dots.
 
         Raises:
-            CheckpointError: naming a tensor whose chunks did not all come.
+            CheckpointError: naming a tensor with missing chunks.
         """
         for name, item in self._items.items():
             if isinstance(item, TensorStorageMetadata):
                 check_cover(name, item.size, [TensorChunk(tuple(c.offsets), tuple(c.sizes)) for c in item.chunks])
-        # Nothing of the machine: torch would say where the folder was.
+        # An empty StorageMeta keeps the local folder path out of the file, which torch would record.
         metadata = Metadata(dict(self._items), paths, self._places, StorageMeta(), dcp_version())
         self._output.add(f"{self._folder}{METADATA}", pickle.dumps(metadata, protocol=4))

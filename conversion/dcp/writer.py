@@ -1,4 +1,4 @@
-"""Writes distributed checkpoints of torch under the model's names in memory."""
+"""Writer of torch distributed checkpoints under the model's names in memory."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,15 +14,15 @@ from .store_writer import StoreWriter
 
 
 class DcpWriter(Writer):
-    """Writes what `torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id=...)` loads.
+    """Writer of checkpoints for `torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id=...)`.
 
-    Moments, steps and settings lie where `get_optimizer_state_dict` has them under the key `optimizer`, in both forms:
-    that of `flatten_optimizer_state_dict=True`, which transformers' `load_optimizer_distributed` asks for whatever the
-    groups are, and the nested one with the optimizer's own groups, which Accelerate asks for. Accelerate expects the
-    files in `pytorch_model_fsdp_0` and `optimizer_0`, the weights under `model.`; load them with torch.
+    Moments, steps and settings have the keys of `get_optimizer_state_dict` under `optimizer`, in both forms: flattened
+    (`flatten_optimizer_state_dict=True`), which transformers' `load_optimizer_distributed` reads for any groups, and
+    nested with the optimizer's own groups, which Accelerate reads. Accelerate expects the files in
+    `pytorch_model_fsdp_0` and `optimizer_0`, and the weights under `model.`; load them with torch.
 
     Raises:
-        CheckpointError: main weights are planned.
+        CheckpointError: main weights are planned, or moments without optimizer state.
     """
 
     def __init__(self, output: Output, plan: Mapping[Key, TensorMeta], optimizer: OptimizerState | None = None):
@@ -49,7 +49,7 @@ class DcpWriter(Writer):
 
     def _write_settings(self, optimizer: OptimizerState) -> None:
         groups = [_settings(group) for group in optimizer.hyperparameters] or [_settings({})]
-        # Norms and biases are usually those that do not decay.
+        # Norms and biases usually belong to the group without weight decay.
         order = sorted(range(len(groups)), key=lambda index: float(groups[index]["weight_decay"]))
         members: list[list[str]] = [[] for _ in groups]
         for name in (key.name for key in self.plan if key.kind == EXP_AVG):
@@ -72,7 +72,7 @@ class DcpWriter(Writer):
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those of AdamW, and where its rate began; a rate that Megatron scales by a factor per group is scaled."""
+    """Returns AdamW's settings and the initial rate; Megatron's per-group factor is applied to weight decay."""
     settings = {name: group.get(name, default) for name, default in ADAMW.items()}
     settings["weight_decay"] = float(settings["weight_decay"]) * float(group.get("wd_mult", 1.0))
     settings["initial_lr"] = group.get("initial_lr", settings["lr"])

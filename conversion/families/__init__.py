@@ -1,4 +1,4 @@
-"""Names and shapes of model families in Megatron, one small file each; a new family is one more file."""
+"""Tensor names and shapes of model families in Megatron, one module per family."""
 
 import importlib
 import pkgutil
@@ -32,10 +32,10 @@ def known_families() -> Mapping[str, Family | MultimodalFamily]:
 
 
 def family_of(config: Any) -> Family | MultimodalFamily:
-    """Finds the family of a config.
+    """Returns the family of a config.
 
     Raises:
-        UnsupportedError: naming the model types that there are, or what Megatron computes otherwise.
+        UnsupportedError: naming the supported model types, or the reason why Megatron cannot express this one.
     """
     family = known_families().get(config.model_type)
     if family is None and (why := REFUSED.get(config.model_type)):
@@ -51,7 +51,7 @@ def family_of(config: Any) -> Family | MultimodalFamily:
 
 @contextmanager
 def _readable(config: Any) -> Iterator[None]:
-    """Makes errors of what a family computes of a config name the setting: transformers checks few of them."""
+    """Turns errors from evaluating a config into ones that name the setting; transformers validates few of them."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -64,8 +64,8 @@ def check_config(config: Any) -> None:
     """Checks that Megatron's formats can express a config.
 
     Raises:
-        UnsupportedError: naming the setting.
-        CheckpointError: naming one that is of another type than it should be.
+        UnsupportedError: naming the unsupported setting.
+        CheckpointError: naming a setting with a wrong type.
     """
     family = family_of(config)
     with _readable(config):
@@ -77,7 +77,7 @@ def check_config(config: Any) -> None:
 
 
 def rules_of(architecture: Architecture, options: TargetOptions) -> list[Rule]:
-    """Lists the rules of an architecture's family, with a vocabulary padded as the options say."""
+    """Lists the rules of an architecture's family, with the vocabulary padded according to the options."""
     config, multiple = architecture.config, options.make_vocab_size_divisible_by * options.tp_size
     check_config(config)
     padded = -(-config.get_text_config().vocab_size // multiple) * multiple

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: multi-latent attention, dense layers first, then experts with shared ones."""
+"""DeepSeek-V2 and V3: multi-latent attention; dense layers first, then routed and shared experts."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from .positions import latent_rotary_arguments
 
 
 def _rotary(config: Any, heads: int, start: int) -> Operation:
-    # Megatron turns neighbouring rows (`rope_utils.py`, `multi_latent_attention`), as most of these models do.
+    # Megatron rotates adjacent rows (`rope_utils.py`, `multi_latent_attention`), as most of these models do.
     if getattr(config, "rope_interleave", True):
         return Same()
     return InterleavedRows(heads, start, config.qk_rope_head_dim)
@@ -42,7 +42,7 @@ def _layer(config: Any, number: int, source: str, target: str) -> Iterator[Rule]
 
 
 def _groups(config: Any) -> Arguments:
-    """Returns those of a router that chooses among the experts of some groups only."""
+    """Returns the arguments of group-limited routing, which restricts the choice of experts to some groups."""
     limited = config.model_type == "deepseek_v3" or config.topk_method == "group_limited_greedy"
     if not limited or (config.n_group or 1) == 1:
         return {}

@@ -1,4 +1,4 @@
-"""Mixtral, Qwen2-MoE and Qwen3-MoE: Llama's attention, experts behind a router in all or some layers."""
+"""Mixtral, Qwen2-MoE and Qwen3-MoE: Llama's attention, with MoE blocks in all or some layers."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a family states, and the blocks that most of them are made of."""
+"""Description of a model family, and the rules of blocks that most families share."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from .positions import rotary_arguments, unstored_positions, window_arguments
 
 Arguments = dict[str, Any]
 
-# GELU by its approximation with tanh.
+# Names of the tanh approximation of GELU.
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
 BIASES_TOGETHER = "add_bias_linear of Megatron-Core switches the biases of attention and MLP together"
 NORMS_BEHIND = "Megatron-Core 0.16.1 has no norms behind attention and MLP; the names are Megatron-Bridge's"
@@ -21,27 +21,27 @@ class Family:
     """The tensors of some model types in Megatron.
 
     Args:
-        model_types: of `config.model_type`.
-        layer: config, number and names of a layer in the model and in Megatron -> a rule for each of its tensors.
-        arguments: config -> Megatron-LM's arguments, as far as they say what the checkpoint holds.
+        model_types: values of `config.model_type`.
+        layer: config, layer index, and names of a layer in the model and in Megatron -> a rule for each of its tensors.
+        arguments: config -> Megatron-LM's arguments that describe the content of the checkpoint.
         gated: whether `linear_fc1` holds gate and up.
-        unchecked: config -> why megatron-core 0.16.1 cannot build it, so that its format was checked by round trips
-            alone; `None` where megatron-core loads it and gives equal logits.
-        refuse: config -> why a config cannot be expressed at all, `None` if it can.
-        embedding, positions, layers, norm: names in the model of what is outside of the layers, and before their
-            numbers; `positions` only where they are learned.
-        norm_bias: whether the last norm has a bias.
-        block: what Megatron calls the module of the layers.
-        heads: config, rows of the vocabulary -> rules of tensors outside of the layers that others do not have.
-        copied_head: the head's name in the model, where Megatron's is a weight of its own also when it equals the
-            embedding that every config of the model ties it to.
-        outputs: what Megatron calls the head, under each of its names.
-        final_norm: what Megatron calls the last norm.
-        sizes: config -> what tensor-parallel ranks share besides heads and widths, and how many of it there are.
-        blocks: config -> rows of a tensor that ranks split by themselves (`MegatronModel.blocks`).
-        stacked: whether `torch_dist` has one tensor for all layers where they are alike.
-        extra_blocks: config -> modules of layers besides `block`, and how many they have; `heads` has their rules.
-        own_unstored: config -> what else Megatron computes otherwise than transformers, or cannot say.
+        unchecked: config -> why megatron-core 0.16.1 cannot build the model, so that its format was checked by round
+            trips alone; `None` if megatron-core loads it with equal logits.
+        unsupported_reason: config -> why a config cannot be expressed at all, `None` if it can.
+        embedding, positions, layers, norm: the model's names of modules outside the layers, and of the layers without
+            their index; `positions` only if positions are learned.
+        norm_bias: whether the final norm has a bias.
+        block: Megatron's name of the module that holds the layers.
+        heads: config, padded vocabulary size -> rules of tensors outside the layers that are specific to the family.
+        copied_head: the head's name in the model, if Megatron has a separate head weight even when it equals the
+            embedding to which every config of the model ties it.
+        outputs: Megatron's names of the head.
+        final_norm: Megatron's name of the final norm.
+        sizes: config -> dimensions split over tensor-parallel ranks besides heads and MLP widths, by name.
+        blocks: config -> row blocks of a tensor that ranks split separately (`MegatronModel.blocks`).
+        stacked: whether `torch_dist` stores one tensor for all layers if they are identical.
+        extra_blocks: config -> further modules with layers, and their numbers of layers; `heads` has their rules.
+        own_unstored: config -> further differences from transformers that Megatron's arguments cannot express.
     """
 
     model_types: tuple[str, ...]
@@ -67,17 +67,17 @@ class Family:
     own_unstored: Callable[[Any], Iterable[str]] = lambda config: ()
 
     def model(self, config: Any, num_mtp_layers: int = 0) -> MegatronModel:
-        """Returns what Megatron's formats need to know of a config, with layers of multi-token prediction."""
+        """Returns the properties that Megatron's formats need of a config with multi-token prediction layers."""
         further = {"mtp_num_layers": num_mtp_layers} if num_mtp_layers else {}
         arguments, facts = {**self.arguments(config), **further}, (self.sizes(config), self.blocks(config))
         return MegatronModel(arguments, self.gated, self.block, "", *facts, self.stacked, self.extra_blocks(config))
 
     def meaning(self, config: Any) -> Arguments:
-        """Returns what a config means in Megatron's arguments: those that are stored, and what says the same."""
+        """Returns a config's meaning in Megatron's arguments: the stored ones, and equivalent switches."""
         return {"openai_gelu": activation(config) in _TANH_GELU, **self.arguments(config)}
 
     def unstored(self, config: Any) -> tuple[str, ...]:
-        """Returns what Megatron-LM's arguments cannot say of a config's positions and of its MLP's activation."""
+        """Returns what Megatron-LM's arguments cannot express of a config's positions, MLP activation and the like."""
         own = unstored_positions(config), self._unstored_activation(config), *self.own_unstored(config)
         return tuple(what for what in own if what)
 
@@ -95,9 +95,9 @@ class Family:
         """Yields a rule for every tensor.
 
         Args:
-            padded: how many rows the vocabulary has in Megatron.
-            num_mtp_layers: how many layers of multi-token prediction there are.
-            names: of the model's tensors, for parts that are taken along as they are.
+            padded: vocabulary size in Megatron, including padding.
+            num_mtp_layers: number of multi-token prediction layers.
+            names: the model's tensor names, for modules that are copied unchanged.
         """
         vocabulary = PaddedVocabulary(config.vocab_size, padded)
         own_head = not config.tie_word_embeddings or (self.copied_head and self.copied_head in names)
@@ -120,12 +120,12 @@ class Family:
 
 
 def head_dim(config: Any) -> int:
-    """Returns the width of a head."""
+    """Returns the dimension of an attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def kv_heads(config: Any) -> int:
-    """Returns the number of heads of keys and values."""
+    """Returns the number of key and value heads."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
@@ -147,14 +147,14 @@ def renamed(source: str, target: str, *, bias: bool = False, operation: Operatio
 
 
 def _copied(source: str, targets: tuple[str, ...], operation: Operation) -> Rule:
-    """Returns the rule of a module's weight that Megatron has under each of some names."""
+    """Returns the rule of a module's weight that Megatron stores under each of several names."""
     if len(targets) > 1:
         operation = Chain((operation, Copied(len(targets))))
     return Rule((f"{source}.weight",), tuple(f"{target}.weight" for target in targets), operation)
 
 
 def fused_norm(source: str, target: str, *, bias: bool = False) -> Iterator[Rule]:
-    """Yields the rules of a norm that Megatron keeps inside the linear behind it (`layer_norm_weight`)."""
+    """Yields the rules of a norm that Megatron fuses into the linear after it (`layer_norm_weight`)."""
     for suffix in ("weight", "bias") if bias else ("weight",):
         yield Rule((f"{source}.{suffix}",), (f"{target}.layer_norm_{suffix}",))
 
@@ -209,7 +209,7 @@ def sparse_mlp(source: str, target: str, *, correction: bool = False) -> Iterato
     """Yields the rules of a layer's router, of the norm before it, and of its packed experts.
 
     Args:
-        correction: the router has a bias by which it balances the load.
+        correction: whether the router has a load-balancing bias.
     """
     yield from renamed(f"{source}.post_attention_layernorm", f"{target}.pre_mlp_layernorm")
     yield from renamed(f"{source}.mlp.gate", f"{target}.mlp.router")
@@ -220,7 +220,7 @@ def sparse_mlp(source: str, target: str, *, correction: bool = False) -> Iterato
 
 
 def common_arguments(config: Any, **further: Any) -> Arguments:
-    """Returns the arguments that every family states, and those that this one adds or replaces."""
+    """Returns the arguments that every family has, overridden and extended by the given ones."""
     return {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
@@ -239,7 +239,7 @@ def common_arguments(config: Any, **further: Any) -> Arguments:
 
 
 def rotary_decoder_arguments(config: Any, **further: Any) -> Arguments:
-    """Returns the arguments of a decoder with rotary positions, RMSNorm and no biases, and those besides."""
+    """Returns the arguments of a decoder with rotary positions, RMSNorm and no biases, extended by the given ones."""
     return {
         **common_arguments(config, **rotary_arguments(config)),
         "ffn_hidden_size": config.intermediate_size,

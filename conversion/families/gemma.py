@@ -1,8 +1,7 @@
-"""Gemma, Gemma 2 and the text models of Gemma 3: norms around zero (`layernorm_zero_centered_gamma`), as stored.
+"""Gemma, Gemma 2 and the text models of Gemma 3: zero-centered norms (`layernorm_zero_centered_gamma`), as stored.
 
-Gemma 2 and 3 have norms behind attention and MLP, for which Megatron-Core 0.16.1 has no place. Their names are those
-that Megatron-Bridge gives them (`src/megatron/bridge/models/gemma/gemma2_bridge.py` at 0a12eb78, `gemma3_bridge.py` at
-0a12eb78).
+Gemma 2 and 3 have norms after attention and MLP, which Megatron-Core 0.16.1 does not support. Their names are the ones
+of Megatron-Bridge (`src/megatron/bridge/models/gemma/gemma2_bridge.py` at 0a12eb78, `gemma3_bridge.py` at 0a12eb78).
 """
 
 from collections.abc import Iterator

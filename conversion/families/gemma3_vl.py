@@ -1,7 +1,7 @@
-"""Gemma 3 with images: its text model behind the tower of transformers and a projector of Megatron's.
+"""Gemma 3 with images: its text model, transformers' vision encoder and a Megatron projector.
 
-The names are those of Megatron-Bridge (`src/megatron/bridge/models/gemma_vl/gemma3_vl_bridge.py` at 60477ea1, which
-builds on version 4 of transformers; `modeling_gemma3_vl.py` at 125f30d7).
+The names are Megatron-Bridge's (`src/megatron/bridge/models/gemma_vl/gemma3_vl_bridge.py` at 60477ea1, which builds on
+transformers version 4; `modeling_gemma3_vl.py` at 125f30d7).
 """
 
 from collections.abc import Collection, Iterator

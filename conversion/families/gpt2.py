@@ -12,7 +12,7 @@ def _layer(config: Any, number: int, source: str, target: str) -> Iterator[Rule]
     packed = Chain((Transposed(), Divided((width, width, width)), GroupedQKV(heads, heads, width // heads)))
     attention, mlp = f"{target}.self_attention", f"{target}.mlp"
     yield from fused_norm(f"{source}.ln_1", f"{attention}.linear_qkv", bias=True)
-    # A bias has one dim, which nothing is to be transposed in.
+    # Biases pass through the same operation: they have one dim, and `Transposed` leaves them unchanged.
     yield from renamed(f"{source}.attn.c_attn", f"{attention}.linear_qkv", bias=True, operation=packed)
     yield from renamed(f"{source}.attn.c_proj", f"{attention}.linear_proj", bias=True, operation=Transposed())
     yield from fused_norm(f"{source}.ln_2", f"{mlp}.linear_fc1", bias=True)

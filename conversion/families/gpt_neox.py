@@ -1,4 +1,4 @@
-"""GPT-NeoX: LayerNorm, biases, partial rotary positions; q, k and v are packed per head, as Megatron has them."""
+"""GPT-NeoX: LayerNorm, biases, partial rotary positions; q, k and v are packed per head, as in Megatron."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks, biases everywhere, experts whose gate and up rows alternate."""
+"""gpt-oss: attention sinks, biases everywhere, experts with interleaved gate and up rows."""
 
 from collections.abc import Iterator
 from typing import Any

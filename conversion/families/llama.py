@@ -8,7 +8,7 @@ from .family import BIASES_TOGETHER, Arguments, Family, attention, dense_mlp, ro
 
 
 def _biases(config: Any) -> tuple[bool, bool, bool]:
-    """Returns whether q, k and v, the output projection and the MLP have one."""
+    """Returns whether q, k and v, the output projection, and the MLP have biases."""
     if config.model_type == "qwen2":
         return True, False, False
     attention_bias = bool(getattr(config, "attention_bias", False))

@@ -1,9 +1,9 @@
-"""LLaVA 1.5: a Llama, Mistral or Qwen behind a CLIP tower and a projector of two linears.
+"""LLaVA 1.5: a Llama, Mistral or Qwen with a CLIP vision encoder and a projector of two linears.
 
-The names are those of Megatron-Core's LLaVAModel (`models/multimodal/llava_model.py` of 0.16.1), the shape of the class
-token and the order of query, key and value those of Megatron-LM's
-`examples/multimodal/model_converter/clip_converter.py` at 00caa53a. Megatron's CLIP leaves the norm behind the tower
-out, which LLaVA does not read.
+The names are the ones of Megatron-Core's LLaVAModel (`models/multimodal/llava_model.py` of 0.16.1); the shape of the
+class token and the order of query, key and value follow Megatron-LM's
+`examples/multimodal/model_converter/clip_converter.py` at 00caa53a. Megatron's CLIP omits the norm after the vision
+encoder, whose output LLaVA does not read.
 """
 
 from collections.abc import Collection, Iterator, Mapping

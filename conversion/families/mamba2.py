@@ -1,4 +1,4 @@
-"""Mamba2: state space mixers alone, as megatron-core's MambaModel has them."""
+"""Mamba2: state space mixers only, as in megatron-core's MambaModel."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Megatron's BERT: norms before attention and MLP, learned positions, token types, a tied head with a bias, pooler."""
+"""Megatron's BERT: pre-norm layers, learned positions, token types, a tied head with a bias, pooler."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +22,7 @@ def _layer(config: Any, number: int, source: str, target: str) -> Iterator[Rule]
 
 
 def _heads(config: Any, padded: int) -> Iterator[Rule]:
-    """Yields the rules of what a model has beside layers; a class without a pooler has no binary head either."""
+    """Yields the rules of tensors outside the layers; a class without a pooler has no binary head either."""
     yield from renamed("bert.embeddings.token_type_embeddings", "embedding.tokentype_embeddings")
     yield from renamed("bert.pooler.dense", "pooler.dense", bias=True)
     yield from renamed(f"{_HEAD}.transform.dense", "lm_head.dense", bias=True)

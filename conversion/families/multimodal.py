@@ -1,6 +1,6 @@
-"""Models of images and text: the text part is another family's under a prefix, the rest a few rules of their own.
+"""Vision-language models: a text backbone from another family under a prefix, and rules for the vision encoder.
 
-A new one is a file that says which family its text part is of, and what its towers become.
+To add one, add a module that names the family of its text backbone and the rules of its modality encoders.
 """
 
 import copy
@@ -18,20 +18,20 @@ BRIDGE_ONLY = "megatron-core 0.16.1 has no such model; names and shapes are Mega
 
 @dataclass(frozen=True)
 class MultimodalFamily:
-    """The tensors of some model types with a language model in them.
+    """The tensors of some model types that contain a language model.
 
     Args:
-        model_types: of `config.model_type`.
-        text: the family of the text part.
-        encoder_rules: config, names of the model's tensors -> a rule for each tensor outside of the text part.
-        encoder_sizes: config -> what tensor-parallel ranks share of the towers, and how many of it there are.
-        text_type: the type of `text` that the text part computes as, if its own is another.
-        mrope_section: what transformers takes where a config has none; `None` for positions of one dimension.
-        own_unchecked, own_unsupported_reason: as `unchecked` and `unsupported_reason` of `Family`; the text part has
-            its own.
-        own_unstored: config -> what no argument of Megatron-LM says of the towers.
-        source: what stands before the names of the text part's tensors in transformers.
-        copied_head: as of `Family`; no text part has one.
+        model_types: values of `config.model_type`.
+        text: the family of the text backbone.
+        encoder_rules: config, names of the model's tensors -> a rule for each tensor outside the text backbone.
+        encoder_sizes: config -> dimensions of the modality encoders split over tensor-parallel ranks, by name.
+        text_type: the model type of `text` whose computation the text backbone shares, if its own type differs.
+        mrope_section: transformers' default if a config has none; `None` for one-dimensional positions.
+        own_unchecked, own_unsupported_reason: as `unchecked` and `unsupported_reason` of `Family`, in addition to the
+            text backbone's.
+        own_unstored: config -> properties of the modality encoders that Megatron-LM's arguments cannot express.
+        source: prefix of the text backbone's tensor names in transformers.
+        copied_head: as in `Family`; no text backbone has one.
     """
 
     model_types: tuple[str, ...]
@@ -47,11 +47,11 @@ class MultimodalFamily:
     copied_head: str = ""
 
     def text_config(self, config: Any) -> Any:
-        """Returns the config of a causal language model with the weights of the text part."""
+        """Returns the config of a causal language model with the text backbone's weights."""
         found = copy.deepcopy(config.text_config)
         if self.text_type is not None:
             found.model_type = self.text_type
-        # It is the outer one by which transformers ties the head.
+        # transformers ties the head according to the outer config.
         found.tie_word_embeddings = config.tie_word_embeddings
         return found
 
@@ -63,22 +63,22 @@ class MultimodalFamily:
         return self.own_unsupported_reason(config) or self.text.unsupported_reason(self.text_config(config))
 
     def unchecked(self, config: Any) -> str | None:
-        """Returns why the format was checked by round trips alone, `None` where megatron-core loads it."""
+        """Returns why the format was checked by round trips alone, `None` if megatron-core loads the model."""
         return self.own_unchecked(config) or self.text.unchecked(self.text_config(config))
 
     def unstored(self, config: Any) -> tuple[str, ...]:
-        """Returns what Megatron-LM's arguments cannot say of a config."""
+        """Returns what Megatron-LM's arguments cannot express of a config."""
         return (*self.text.unstored(self.text_config(config)), *self.own_unstored(config))
 
     def model(self, config: Any, num_mtp_layers: int = 0) -> MegatronModel:
-        """Returns what Megatron's formats need to know of a config; its arguments are those of the text part."""
+        """Returns the properties that Megatron's formats need of a config; its arguments are the text backbone's."""
         text = self.text_config(config)
         made = self.text.model(text, num_mtp_layers)
         arguments = {**made.arguments, **self._positions(text)}
         return replace(made, arguments=arguments, prefix=LANGUAGE, sizes={**made.sizes, **self.encoder_sizes(config)})
 
     def meaning(self, config: Any) -> Arguments:
-        """Returns what the text part means in Megatron's arguments."""
+        """Returns the text backbone's meaning in Megatron's arguments."""
         text = self.text_config(config)
         return {**self.text.meaning(text), **self._positions(text)}
 
@@ -96,25 +96,25 @@ class MultimodalFamily:
             yield replace(rule, transformers=sources, megatron=tuple(f"{LANGUAGE}{name}" for name in rule.megatron))
 
     def _in_model(self, name: str) -> str:
-        """Returns the name that a causal language model's tensor has as a part of the whole."""
+        """Returns a causal language model's tensor name as it is inside the composite model."""
         first, _, rest = name.partition(".")
         return f"{self.source}.{rest}" if first == "model" else name
 
 
 def carried(names: Iterable[str], source: str, target: str) -> Iterator[Rule]:
-    """Yields the rules of a module that Megatron takes from transformers as it is."""
+    """Yields the rules of a module that Megatron takes from transformers unchanged."""
     for name in names:
         if name.startswith(f"{source}."):
             yield Rule((name,), (f"{target}{name.removeprefix(source)}",))
 
 
 def packed_qkv(width: int, heads: int) -> Chain:
-    """Returns the operation that sorts all queries, all keys and all values of a tower by heads."""
+    """Returns the operation that groups an encoder's packed query, key and value rows by head."""
     return Chain((Divided((width,) * 3), GroupedQKV(heads, heads, width // heads)))
 
 
 def encoder_mlp(source: str, target: str, first: str, second: str, norm: str) -> Iterator[Rule]:
-    """Yields the rules of a tower's MLP, all of whose parts have biases, and of the norm before it."""
+    """Yields the rules of an encoder's MLP, whose linears all have biases, and of the norm before it."""
     yield from fused_norm(norm, f"{target}.linear_fc1", bias=True)
     yield from renamed(f"{source}.{first}", f"{target}.linear_fc1", bias=True)
     yield from renamed(f"{source}.{second}", f"{target}.linear_fc2", bias=True)

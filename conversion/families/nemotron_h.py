@@ -1,4 +1,4 @@
-"""Nemotron-H, Nemotron Nano 2 and 3: each layer is a state space mixer, attention, an MLP or experts."""
+"""Nemotron-H, Nemotron Nano 2 and 3: each layer is a state space mixer, attention, an MLP or an MoE block."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,6 +1,6 @@
-"""OLMo 2: norms behind attention and MLP, none before them, and norms over all heads' queries and keys.
+"""OLMo 2: norms after attention and MLP instead of before, and query and key norms over all heads.
 
-The names are those of Megatron-Bridge (`src/megatron/bridge/models/olmo2/olmo2_bridge.py` at 57852623).
+The names are Megatron-Bridge's (`src/megatron/bridge/models/olmo2/olmo2_bridge.py` at 57852623).
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Phi-3: Llama with q, k and v, and gate and up, in one linear each."""
+"""Phi-3: Llama with q, k and v packed in one linear, and gate and up in another."""
 
 from collections.abc import Iterator
 from typing import Any

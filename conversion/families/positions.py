@@ -1,16 +1,16 @@
-"""Megatron's arguments of rotary positions and of sliding windows, and what of them it cannot say."""
+"""Megatron's arguments for rotary positions and sliding windows, and the settings they cannot express."""
 
 from collections.abc import Mapping
 from typing import Any
 
-# Built into megatron-core 0.16.1 (models/common/embeddings/rotary_pos_embedding.py, `_apply_scaling`).
+# Hard-coded in megatron-core 0.16.1 (models/common/embeddings/rotary_pos_embedding.py, `_apply_scaling`).
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _STORED = ("default", "linear", "llama3", "yarn")
 
 
 def _rope(config: Any) -> Mapping[str, Any]:
     rope = getattr(config, "rope_parameters", None) or {}
-    # Gemma 3 has one set per kind of layer.
+    # Gemma 3 has one set per layer type.
     return dict(rope.get("full_attention", rope))
 
 
@@ -19,7 +19,7 @@ def _kind(rope: Mapping[str, Any]) -> str:
 
 
 def rotary_arguments(config: Any) -> dict[str, Any]:
-    """Returns those of rotary positions and of what rescales them."""
+    """Returns the arguments of rotary positions and their scaling."""
     rope = _rope(config)
     kind = _kind(rope)
     arguments = {
@@ -38,7 +38,7 @@ def rotary_arguments(config: Any) -> dict[str, Any]:
 
 
 def latent_rotary_arguments(config: Any) -> dict[str, Any]:
-    """Returns those of multi-latent attention, whose names are others."""
+    """Returns the rotary arguments of multi-latent attention, whose names differ."""
     rope = _rope(config)
     arguments = {"position_embedding_type": "rope", "rotary_base": rope["rope_theta"]}
     if _kind(rope) == "yarn":
@@ -47,7 +47,7 @@ def latent_rotary_arguments(config: Any) -> dict[str, Any]:
 
 
 def _yarn(config: Any, rope: Mapping[str, Any]) -> dict[str, Any]:
-    # transformers scales by the factor alone unless it has both.
+    # transformers applies mscale only if both are set; otherwise it scales by the factor alone.
     scales = rope.get("mscale"), rope.get("mscale_all_dim")
     mscale, mscale_all_dim = (float(scales[0]), float(scales[1])) if scales[0] and scales[1] else (1.0, 0.0)
     original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
@@ -62,7 +62,7 @@ def _yarn(config: Any, rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unstored_positions(config: Any) -> str | None:
-    """Returns what Megatron's arguments cannot say of a config's positions, `None` where they say all."""
+    """Returns what Megatron's arguments cannot express of a config's positions, `None` if they express everything."""
     rope = _rope(config)
     kind = _kind(rope)
     if kind not in _STORED:
@@ -75,7 +75,7 @@ def unstored_positions(config: Any) -> str | None:
 
 
 def window_arguments(config: Any) -> dict[str, Any]:
-    """Returns those of sliding windows: transformers counts a token itself, Megatron does not."""
+    """Returns the arguments of sliding windows; unlike transformers', Megatron's excludes the current token."""
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     sliding = [kind == "sliding_attention" for kind in kinds] if kinds else [True]
     if not window or not any(sliding):

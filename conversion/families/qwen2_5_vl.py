@@ -1,6 +1,6 @@
-"""Qwen2.5-VL: Qwen2.5 behind the tower of transformers, which every rank of the first stage has whole.
+"""Qwen2.5-VL: Qwen2.5 with transformers' vision encoder, which is replicated on every rank of the first stage.
 
-The names are those of Megatron-Bridge (`src/megatron/bridge/models/qwen_vl/qwen25_vl_bridge.py` at 588d3bb8).
+The names are Megatron-Bridge's (`src/megatron/bridge/models/qwen_vl/qwen25_vl_bridge.py` at 588d3bb8).
 """
 
 from .llama import FAMILY as LLAMA

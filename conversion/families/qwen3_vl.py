@@ -1,6 +1,6 @@
-"""Qwen3-VL: Qwen3 behind a tower of Megatron's layers, of which several have an output.
+"""Qwen3-VL: Qwen3 with a vision encoder of Megatron's layers, some with an additional deepstack merger.
 
-The names are those of Megatron-Bridge (`src/megatron/bridge/models/qwen_vl/qwen3_vl_bridge.py` at ae12a455,
+The names are Megatron-Bridge's (`src/megatron/bridge/models/qwen_vl/qwen3_vl_bridge.py` at ae12a455,
 `modelling_qwen3_vl/vision_model.py` at c86778f5).
 """
 

@@ -1,6 +1,6 @@
-"""Qwen3-VL with experts: Qwen3-MoE behind the tower of Qwen3-VL.
+"""Qwen3-VL with experts: Qwen3-MoE with the vision encoder of Qwen3-VL.
 
-The names are those of Megatron-Bridge (`src/megatron/bridge/models/qwen_vl/qwen3_vl_bridge.py` at ae12a455).
+The names are Megatron-Bridge's (`src/megatron/bridge/models/qwen_vl/qwen3_vl_bridge.py` at ae12a455).
 """
 
 from dataclasses import replace

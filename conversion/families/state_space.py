@@ -1,4 +1,4 @@
-"""State space mixers of Mamba2 in Megatron-Core (`ssm/mamba_mixer.py` of 0.16.1), and what these cannot be told."""
+"""Mamba2 state space mixers in Megatron-Core (`ssm/mamba_mixer.py` of 0.16.1), and the settings they do not support."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from typing import Any
 from ..megatron.rules import Rule
 from .family import Arguments, renamed
 
-# What the mixer has whatever a config says.
+# Fixed in Megatron's mixer regardless of the config.
 _KERNEL, _EPSILON = 4, 1e-5
 
 
 @dataclass(frozen=True)
 class StateSpace:
-    """The sizes of a mixer: heads and their width, and groups of heads that read one state of a width."""
+    """Sizes of a mixer: heads and their dimension, groups of heads that share a state, and the state's dimension."""
 
     heads: int
     head_dim: int
@@ -21,7 +21,7 @@ class StateSpace:
     state: int
 
     def arguments(self) -> Arguments:
-        """Returns those of Megatron-LM, which has no positions beside mixers."""
+        """Returns Megatron-LM's arguments; models with mixers have no position embeddings."""
         return {
             "mamba_num_heads": self.heads,
             "mamba_head_dim": self.head_dim,
@@ -31,11 +31,11 @@ class StateSpace:
         }
 
     def sizes(self) -> Mapping[str, int]:
-        """Returns what tensor-parallel ranks share."""
+        """Returns the dimensions split over tensor-parallel ranks."""
         return {"mamba_num_heads": self.heads, "mamba_num_groups": self.groups}
 
     def blocks(self) -> Mapping[str, Mapping[str, int]]:
-        """Returns the rows that ranks split by themselves; transformers has them in the same order."""
+        """Returns the row blocks that ranks split separately; transformers has them in the same order."""
         width, states = self.heads * self.head_dim, self.groups * self.state
         convolved = {"x": width, "B": states, "C": states}
         return {
@@ -56,7 +56,7 @@ def mixer(source: str, target: str) -> Iterator[Rule]:
 
 
 def unsupported_mixer_reason(config: Any, activation: str) -> str | None:
-    """Returns the setting that Megatron's mixer does not have, `None` where it has all."""
+    """Returns the setting that Megatron's mixer does not support, `None` if it supports all."""
     wanted: dict[str, Any] = {"use_bias": False, "use_conv_bias": True, "conv_kernel": _KERNEL}
     wanted |= {"layer_norm_epsilon": _EPSILON, activation: "silu"}
     other = next((name for name, value in wanted.items() if getattr(config, name) != value), None)
@@ -66,7 +66,7 @@ def unsupported_mixer_reason(config: Any, activation: str) -> str | None:
 
 
 def limited_steps(smallest: float, largest: float) -> Iterator[str]:
-    """Yields a note where transformers keeps a mixer's time steps between limits."""
+    """Yields a note if transformers clamps a mixer's time steps."""
     if (smallest, largest) != (0.0, float("inf")):
         yield (
             f"time steps between {smallest:g} and {largest:g}, to which transformers clamps them and MambaMixer of "

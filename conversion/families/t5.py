@@ -50,7 +50,7 @@ def _arguments(config: Any) -> Arguments:
         "normalization": "RMSNorm",
         "norm_epsilon": config.layer_norm_epsilon,
         "add_bias_linear": False,
-        # Scores are not divided.
+        # T5 does not scale attention scores.
         "softmax_scale": 1.0,
         "position_embedding_type": "relative",
         "relative_attention_num_buckets": config.relative_attention_num_buckets,

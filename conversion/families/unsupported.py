@@ -1,4 +1,4 @@
-"""Model types that are near to one of Megatron-Core's, and what it computes otherwise."""
+"""Model types close to one of Megatron-Core's models, and the difference that makes them unsupported."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

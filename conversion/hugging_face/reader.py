@@ -1,7 +1,7 @@
-"""Hugging Face folders: `config.json` and safetensors (or `.bin` files) under the names of the model's files.
+"""Reader of Hugging Face folders: `config.json` and safetensors (or `.bin`) under the names of the model's files.
 
-Files and memory differ in names and shapes (experts that are packed in memory, prefixes, renamed modules);
-transformers' own conversions lead from one to the other, in both directions.
+Names and shapes differ between files and memory (experts packed in memory, prefixes, renamed modules); transformers'
+own weight conversions map one to the other, in both directions.
 """
 
 import re
@@ -22,7 +22,7 @@ from ..torch_files.weight_file import PickledFile
 
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)")
 
-# Released files number layers of multi-token prediction on after the others, or call them `mtp`.
+# Released files number MTP layers after the decoder layers, or name them `mtp`.
 _FURTHER = re.compile(r"(?:^|\.)(?:mtp\b|mtp_\w*\.|layers\.(?P<layer>\d{1,9})\.)")
 
 
@@ -34,12 +34,12 @@ def _of_mtp(name: str, layers: int | None) -> bool:
 
 
 def weight_files(path: Path) -> list[str]:
-    """Lists the weight files of a folder: those of its index and the single one; safetensors before `.bin`.
+    """Lists the weight files of a folder: the files of its index and the single one; safetensors before `.bin`.
 
-    Where there are both, loaders disagree which of them they take: the weights of both have to be the same.
+    If an index and a single file are both present, loaders disagree on which to use, so their weights must be equal.
 
     Raises:
-        CheckpointError: there are none, an index is unreadable, or names files outside of the folder.
+        CheckpointError: there are none, an index is unreadable, or it names files outside the folder.
     """
     check_weight_index(path)
     for kind in ("model.safetensors", "pytorch_model.bin"):
@@ -56,16 +56,16 @@ def weight_files(path: Path) -> list[str]:
 
 
 class HuggingFaceReader(Reader):
-    """A folder that `from_pretrained` reads.
+    """A folder that `from_pretrained` can read.
 
     Raises:
-        CheckpointError: files are missing or damaged, or hold other weights than the architecture has.
+        CheckpointError: files are missing or damaged, or their weights are not the weights of the architecture.
     """
 
     def __init__(self, path: Path, architecture: Architecture):
         self.path, self.architecture = path, architecture
         self._files: list[SafetensorsFile | PickledFile] = []
-        # More than one where files repeat a weight.
+        # A weight has several holders if files repeat it.
         self._holders: dict[str, list[SafetensorsFile | PickledFile]] = {}
         for name in weight_files(path):
             file = inside(path, name)
@@ -100,7 +100,7 @@ class HuggingFaceReader(Reader):
         architecture.check([*(key.name for key in entries), *surplus], str(path))
         self._check_tied()
         used = {name for group in groups for name, _ in group.sources}
-        # Beside these there are buffers of old releases, which nobody misses.
+        # Other unused tensors are buffers of old releases, which are safe to ignore.
         layers = getattr(architecture.config.get_text_config(), "num_hidden_layers", None)
         unused = [name for name in self._holders if name not in used and name not in repeated]
         self.left_out = tuple(name for name in unused if name in further or _of_mtp(name, layers))
@@ -117,10 +117,10 @@ class HuggingFaceReader(Reader):
         self._ready: dict[Key, Tensor] = {}
 
     def _check_tied(self) -> None:
-        """Checks that what every config of the class ties is the same in the files, which may have both.
+        """Checks that weights tied by every config of the class are equal in the files, which may store both.
 
         Raises:
-            OwnWeights: it is not, as in T5 1.1, where transformers does not tie it either.
+            OwnWeights: they differ, as in T5 1.1, where transformers does not tie them either.
         """
         different = []
         for key, copies in self._copies.items() if self.architecture.ties_always else ():

@@ -1,4 +1,4 @@
-"""Writes Hugging Face folders: safetensors under the names of the model's files, and the small files beside them."""
+"""Writer of Hugging Face folders: safetensors under the names of the model's files."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class HuggingFaceWriter(Writer):
-    """Writes the weights of a folder, in files of at most `options.max_shard_size`."""
+    """Writer of a folder's weights, in files of at most `options.max_shard_size`."""
 
     def __init__(
         self, output: Output, plan: Mapping[Key, TensorMeta], architecture: Architecture, options: TargetOptions
@@ -46,7 +46,7 @@ class HuggingFaceWriter(Writer):
             output.add(INDEX, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
     def _planned_files(self) -> dict[str, TensorMeta]:
-        """Plans what the files will hold, in the order in which it will come."""
+        """Plans the content of the files, in the order in which it arrives."""
         files: dict[str, TensorMeta] = {}
         waiting: dict[str, Tensor] = {}
         for key, entry in self.plan.items():
@@ -57,7 +57,7 @@ class HuggingFaceWriter(Writer):
         return files
 
     def _complete(self, name: str, waiting: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the file's tensors of a group, once all of it is there."""
+        """Returns the file tensors of a group once all its weights are present, otherwise nothing."""
         group = self._group_of[name]
         if any(other not in waiting for other in group):
             return {}
