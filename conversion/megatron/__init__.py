@@ -1,1 +1,1 @@
-"""Megatron's names of tensors, what they mean, and how they correspond to those of a model."""
+"""Megatron's tensor names, their meaning, and their mapping to a model's names."""

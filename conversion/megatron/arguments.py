@@ -1,4 +1,4 @@
-"""Megatron-LM's own arguments in a checkpoint against those that its config says."""
+"""Comparison of the Megatron-LM arguments in a checkpoint with the ones derived from its config."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -8,9 +8,9 @@ from ...core.text import safe_repr
 from ...errors import CheckpointError
 from ..torch_files.safe_pickle import Record
 
-# Every argument that changes what a model computes and no shape of its weights, with the value at which it changes
-# nothing: what a family means that does not state it, and what `None` stands for. Names are those of Megatron-LM
-# (megatron/training/arguments.py) and of megatron-core 0.16.1 (transformer/transformer_config.py). A new one is a row.
+# Every argument that changes a model's computation but not the shape of its weights, with its neutral value: the value
+# assumed for a family that does not set it, and the meaning of `None`. Names are from Megatron-LM
+# (megatron/training/arguments.py) and megatron-core 0.16.1 (transformer/transformer_config.py). Add new ones here.
 NEUTRAL: Mapping[str, Any] = MappingProxyType(
     {
         # norms and residuals
@@ -43,7 +43,7 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
         "use_rope_scaling": False,
         "no_rope_freq": None,
         "mrope_section": None,
-        # layers of state space models among those of attention
+        # hybrid models with state space and attention layers
         "is_hybrid_model": False,
         "hybrid_override_pattern": None,
         "hybrid_attention_ratio": 0.0,
@@ -62,7 +62,7 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
         "moe_latent_size": None,
         "moe_shared_expert_intermediate_size": None,
         "moe_shared_expert_gate": False,
-        # what multiplies or caps (after 0.16, and of Megatron-Bridge's providers), and layers that differ
+        # multipliers and caps (after 0.16, and in Megatron-Bridge's providers), and layers that differ
         "use_mup": False,
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
@@ -72,17 +72,17 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
         "hetereogenous_dist_checkpoint": False,
     }
 )
-# The fields of TransformerConfig that say the same.
+# Fields of TransformerConfig with the same meaning.
 OTHER_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "layernorm_epsilon": "norm_epsilon",
         "layernorm_zero_centered_gamma": "apply_layernorm_1p",
         "num_moe_experts": "num_experts",
-        # After 0.16.
+        # since 0.17
         "hybrid_layer_pattern": "hybrid_override_pattern",
     }
 )
-# Positions that turn, whatever rescales them.
+# Types of rotary positions, with any scaling.
 _ROTARY = ("rope", "yarn", "mrope")
 _OF_ROTARY = frozenset(
     {
@@ -93,24 +93,24 @@ _OF_ROTARY = frozenset(
         *(name for name in NEUTRAL if "rotary" in name),
     }
 )
-# Multi-latent attention has widths and a scale of its own.
+# Multi-latent attention has its own widths and scale.
 _NOT_OF_LATENT = frozenset({"kv_channels", "num_query_groups", "group_query_attention", "softmax_scale"})
 _MOST_SHOWN = 8
 
 
-# As pickles name what `parse_args` returns, and what stands for it.
+# Pickled class names of `parse_args` results and of their substitute.
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 
 
 def stored_arguments(content: Mapping[Any, Any], where: object) -> dict[Any, Any]:
-    """Returns Megatron-LM's arguments that a checkpoint has beside its weights, none where it has none at all.
+    """Returns the Megatron-LM arguments stored in a checkpoint, empty if there are none.
 
     Args:
-        content: what is not sharded, or all of a rank.
+        content: the unsharded state, or the full content of a rank file.
         where: the file, for errors.
 
     Raises:
-        CheckpointError: what it has under their name are no arguments, so that nothing would be compared.
+        CheckpointError: `args` is something else, so that there would be nothing to compare.
     """
     found = content.get("args")
     if found is None:
@@ -125,17 +125,17 @@ def stored_arguments(content: Mapping[Any, Any], where: object) -> dict[Any, Any
 
 
 def check_arguments(found: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> None:
-    """Compares a checkpoint's arguments with what a config says, and with what its family means by saying nothing.
+    """Compares a checkpoint's arguments with its config, and with the values its family assumes by default.
 
-    Weights of another number of heads, of another base of rotary positions, or with norms around zero have the same
-    shapes and train on in silence as another model.
+    Weights with a different number of heads, rotary base, or norm centering have the same shapes, so they would load
+    without an error as a different model.
 
     Args:
-        found: of the checkpoint; what it does not have is not compared.
-        expected: of the config, as `Family.meaning` has them; of `NEUTRAL` those that differ.
+        found: arguments of the checkpoint; missing ones are not compared.
+        expected: arguments of the config, as in `Family.meaning`; of `NEUTRAL` only the ones that differ.
 
     Raises:
-        CheckpointError: naming each argument that differs and both values.
+        CheckpointError: naming each argument that differs, with both values.
     """
     expected = {**NEUTRAL, **expected}
     left_out = _left_out(expected)
@@ -159,7 +159,7 @@ def check_arguments(found: Mapping[str, Any], expected: Mapping[str, Any], where
 
 
 def notes_of_arguments(found: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns what a checkpoint's arguments say of its run that no config can say, or that there are none."""
+    """Returns notes on arguments of the run that no config can express, or on missing arguments."""
     if not found:
         return ("no arguments of Megatron to compare the config with: only shapes were compared",)
     factor = found.get("moe_expert_capacity_factor")
@@ -173,21 +173,22 @@ def notes_of_arguments(found: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _left_out(expected: Mapping[str, Any]) -> set[str]:
-    """Returns arguments that a model of these does not look at."""
-    # Nothing is stored for positions that turn, and no number depends on how many there may be.
+    """Returns the names of arguments that have no effect on this model."""
+    # Rotary positions store no weights, and their maximum number affects no result.
     turning = expected.get("position_embedding_type") in _ROTARY
     left_out = {"max_position_embeddings"} if turning else set(_OF_ROTARY)
     if expected.get("position_embedding_type") == "none":
         left_out.add("max_position_embeddings")
     if expected["hybrid_override_pattern"] is not None:
-        # It says all (ssm/mamba_hybrid_layer_allocation.py); without one, layers are mixers but for what ratios say.
+        # The pattern defines all layers (ssm/mamba_hybrid_layer_allocation.py); without it, layers are mixers except
+        # for the given ratios.
         left_out.add("is_hybrid_model")
         if not _mixers_alone(expected["hybrid_override_pattern"]):
             left_out |= {"hybrid_attention_ratio", "hybrid_mlp_ratio"}
     if expected["multi_latent_attention"]:
         left_out |= _NOT_OF_LATENT
     if expected["add_bias_linear"]:
-        # All linears have a bias then.
+        # add_bias_linear covers all linears.
         left_out.add("add_qkv_bias")
     if expected.get("num_experts") is None:
         left_out |= {name for name in expected if name.startswith("moe_")}
@@ -202,16 +203,16 @@ def _left_out(expected: Mapping[str, Any]) -> set[str]:
 
 def _is_identical(name: str, given: Any, wanted: Any, found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
     if name == "num_query_groups" and found.get("group_query_attention") is False:
-        # Megatron-LM's default of one group is not used then.
+        # Megatron-LM ignores its default of one group in this case.
         given = expected.get("num_attention_heads")
     if name == "num_experts" and given in (0, [1]):
-        # What others' versions call a dense model.
+        # Other versions describe a dense model this way.
         given = None
     if name == "vocab_size" and type(given) is int:
-        # Without what tokenizers add to it; a smaller one of the config would cut trained rows off.
+        # The config may include tokens added by the tokenizer; a smaller vocabulary would cut off trained rows.
         return given <= wanted
     if name == "position_embedding_type" and expected["multi_latent_attention"] and given in _ROTARY:
-        # `rope_type` says it there.
+        # With multi-latent attention, `rope_type` holds the type instead.
         given = "rope"
     if name == "rope_type" and given == "yarn" and found.get("rotary_scaling_factor") == 1:
         given = "rope"
@@ -220,7 +221,7 @@ def _is_identical(name: str, given: Any, wanted: Any, found: Mapping[str, Any], 
         return True
     if name == "hybrid_override_pattern":
         given = found.get("hybrid_layer_pattern") if given is None else given
-        # Bars stand between stages, and what predicts further tokens comes behind a slash.
+        # Bars separate pipeline stages, and MTP layers follow a slash.
         given = given.partition("/")[0].replace("|", "") if isinstance(given, str) else given
         return given == wanted or (given is None and _mixers_alone(wanted))
     if name == "softmax_scale":
@@ -233,7 +234,7 @@ def _is_identical(name: str, given: Any, wanted: Any, found: Mapping[str, Any], 
     if isinstance(wanted, (int, float)) and isinstance(given, (int, float)):
         return isinstance(given, bool) is isinstance(wanted, bool) and abs(given - wanted) <= 1e-6 * abs(wanted)
     if isinstance(wanted, (list, tuple)):
-        # As a text it is a pattern in Python's own syntax, which is not run.
+        # A string is a pattern in Python syntax, which is not evaluated.
         return isinstance(given, str) or (isinstance(given, (list, tuple)) and list(given) == list(wanted))
     return type(given) is type(wanted) and bool(given == wanted)
 
@@ -243,7 +244,7 @@ def _mixers_alone(pattern: Any) -> bool:
 
 
 def _by_layer(name: str, value: Any, layers: Any) -> Any:
-    """Spells a frequency out: which layers have experts, or a window (transformer/utils.py)."""
+    """Expands a frequency to a list with one flag per layer for experts or windows (transformer/utils.py)."""
     if type(layers) is not int or type(value) not in (int, type(None)) or value == 0:
         return value
     if name == "moe_layer_freq":

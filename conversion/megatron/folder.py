@@ -1,4 +1,4 @@
-"""How Megatron's checkpoints of a run lie beside each other (`megatron/training/checkpointing.py`)."""
+"""Folder structure of Megatron's checkpoints of a run (`megatron/training/checkpointing.py`)."""
 
 import re
 from pathlib import Path
@@ -11,20 +11,20 @@ RELEASE = "release"
 
 
 def folder_name(iteration: int | None) -> str:
-    """Names a checkpoint's folder; weights that belong to no iteration are a release."""
+    """Returns the name of a checkpoint's folder; weights without an iteration are a release."""
     return RELEASE if iteration is None else f"iter_{iteration:07d}"
 
 
 def tracker_text(iteration: int | None) -> str:
-    """Returns what the tracker file says of the newest checkpoint."""
+    """Returns the content of the tracker file, which points to the newest checkpoint."""
     return RELEASE if iteration is None else str(iteration)
 
 
 def iteration_folder(path: Path) -> Path:
-    """Finds the folder that the tracker file names, or the folder itself where there is none.
+    """Returns the folder that the tracker file points to, or the folder itself if there is no tracker file.
 
     Raises:
-        CheckpointError: the tracker names no iteration, or one that is missing.
+        CheckpointError: the tracker has no valid iteration, or its folder is missing.
     """
     tracker = path / TRACKER
     if not is_file(tracker):

@@ -1,4 +1,4 @@
-"""Checkpoints under Megatron's names, seen and written under those of the model, by the rules of its family."""
+"""Adapter that reads and writes checkpoints with Megatron's names under the model's names, by its family's rules."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -33,10 +33,10 @@ from .rules import Rule
 
 
 class TransformersView(Reader):
-    """A checkpoint of Megatron as tensors of the model.
+    """A Megatron checkpoint as tensors of the model.
 
     Raises:
-        CheckpointError: naming tensors that no rule knows, that are missing, or whose shapes are not the model's.
+        CheckpointError: naming tensors that match no rule, that are missing, or whose shapes do not fit the model.
     """
 
     def __init__(self, reader: Reader, rules: Sequence[Rule], architecture: Architecture, where: str):
@@ -91,9 +91,9 @@ class TransformersView(Reader):
         return entries
 
     def _present(self, kind: str, rule: Rule) -> tuple[Key, ...] | None:
-        """Returns the checkpoint's own names of what a rule wants; `None` where not all are there.
+        """Returns a rule's Megatron tensors as keys of the checkpoint; `None` if some are missing.
 
-        Moments of a weight that Megatron has under several names are stored under one.
+        If Megatron has a weight under several names, its moments are stored under one of them.
         """
         found = []
         for name in rule.megatron:
@@ -127,7 +127,7 @@ class TransformersView(Reader):
 
     @property
     def note_of_filled(self) -> tuple[str, ...]:
-        """What a user has to know of weights that the checkpoint does not have and the model does not read."""
+        """Note for users on weights that are neither in the checkpoint nor read by the model."""
         if not self._filled:
             return ()
         names = ", ".join(f"{key.name} with {value:g}" for key, value in self._filled.items())
@@ -135,7 +135,7 @@ class TransformersView(Reader):
 
 
 def _check_parts(rules: Sequence[Rule], found: Iterable[Key], where: str) -> None:
-    """Checks that a model of images and text, or of text, has its parts and no other: shapes and arguments say less."""
+    """Checks for exactly the expected submodels (text, vision): shapes and arguments would not reveal a mismatch."""
     wanted = {_part(name) for rule in rules for name in rule.megatron} - {""}
     there = {_part(key.name) for key in found} - {""}
     if missing := sorted(wanted - there):
@@ -151,10 +151,10 @@ def _check_parts(rules: Sequence[Rule], found: Iterable[Key], where: str) -> Non
 
 
 def _check_head(reader: Reader, architecture: Architecture, where: str) -> None:
-    """Checks that a head that the class ties to the embedding is equal to it, where Megatron has one of its own.
+    """Checks that a head tied by the class equals the embedding, if Megatron stores it separately.
 
     Raises:
-        OwnWeights: it is not.
+        OwnWeights: they differ.
     """
     head = family_of(architecture.config).copied_head
     embedding, output = Key(WEIGHT, EMBEDDING), Key(WEIGHT, OUTPUT)
@@ -173,7 +173,7 @@ def _part(name: str) -> str:
 
 
 class Regrouping:
-    """Collects tensors of the model until a rule has all of its own, then gives what Megatron has of them."""
+    """Collects tensors of the model until all inputs of a rule are present, then returns its Megatron tensors."""
 
     def __init__(self, rules: Sequence[Rule], memory: Memory = FRESH):
         self._memory = memory
@@ -181,7 +181,7 @@ class Regrouping:
         self._waiting: dict[Key, Tensor] = {}
 
     def take(self, key: Key, tensor: Tensor) -> dict[Key, Tensor]:
-        """Takes a tensor of any shape, and returns those of Megatron that are complete with it."""
+        """Adds a tensor of any shape; returns the Megatron tensors that are now complete."""
         rule = self._rule_of[key.name]
         self._waiting[key] = tensor
         wanted = [Key(key.kind, name) for name in rule.transformers]
@@ -192,7 +192,7 @@ class Regrouping:
         return {Key(key.kind, name): out for name, out in zip(rule.megatron, converted, strict=True)}
 
     def check(self, where: str) -> None:
-        """Raises for tensors that are still waiting for others of their rule."""
+        """Raises if tensors are still waiting for others of their rule."""
         if self._waiting:
             listing = ", ".join(map(str, list(self._waiting)[:20]))
             raise CheckpointError(
@@ -203,7 +203,7 @@ class Regrouping:
 
 
 def _check_types(tensors: Mapping[Key, Tensor]) -> None:
-    """Checks that tensors of any shapes that become one have one type; names those that have another than most."""
+    """Checks that tensors of any shapes that are merged share one dtype; reports the ones that deviate."""
     types = [tensor.dtype for tensor in tensors.values()]
     usual = max(dict.fromkeys(types), key=types.count)
     odd = [f"{key} is of {tensor.dtype}" for key, tensor in tensors.items() if tensor.dtype != usual]
@@ -215,10 +215,10 @@ def _check_types(tensors: Mapping[Key, Tensor]) -> None:
 
 
 def megatron_plan(plan: Mapping[Key, TensorMeta], rules: Sequence[Rule], where: str) -> dict[Key, TensorMeta]:
-    """Returns what a plan in the model's names becomes in Megatron's, in the order in which it is complete.
+    """Translates a plan from the model's names to Megatron's, in the order in which tensors become complete.
 
     Raises:
-        CheckpointError: naming tensors that no rule knows.
+        CheckpointError: naming tensors that match no rule.
     """
     known = {name for rule in rules for name in rule.transformers}
     unknown = sorted({key.name for key in plan} - known)
@@ -236,7 +236,7 @@ def megatron_plan(plan: Mapping[Key, TensorMeta], rules: Sequence[Rule], where: 
 
 
 class TransformersNames(Writer):
-    """Takes tensors of the model and hands Megatron's to a writer of them."""
+    """Writer that takes tensors of the model and passes Megatron's tensors to an inner writer."""
 
     def __init__(self, writer: Writer, plan: Mapping[Key, TensorMeta], rules: Sequence[Rule]):
         super().__init__(plan)
@@ -262,10 +262,10 @@ def megatron_format(
     ],
     **facts: Any,
 ) -> Format:
-    """Makes a format of a reader and a writer that know Megatron's names, seen under those of the model.
+    """Returns a format from a reader and a writer with Megatron's names, converted to the model's names.
 
     Args:
-        facts: what else `Format` has.
+        facts: further fields of `Format`.
     """
 
     def open(path: Path, architecture: Architecture, verify: bool) -> Reader:

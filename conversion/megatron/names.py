@@ -1,42 +1,43 @@
-"""What Megatron-Core's names of tensors mean, and what other names a tensor has.
+"""Meaning of Megatron-Core's tensor names, and alternative names of a tensor.
 
-Names are those of torch_dist with TransformerEngine's layers, with the global number of the layer in them. File names
+Canonical names are the ones of torch_dist with TransformerEngine's layers, with the global layer index. File names
 here are relative to `megatron/core` of megatron-core 0.16.1.
 """
 
 import re
 from collections.abc import Collection, Iterable, Iterator
 
-# What models of images and text put before GPTModel's names (models/multimodal/llava_model.py, and Megatron-Bridge's).
+# Prefix of GPTModel's names in vision-language models (models/multimodal/llava_model.py, and Megatron-Bridge's).
 LANGUAGE = "language_model."
-# BertModel calls its layers `encoder` (models/bert/bert_model.py).
+# BertModel names its layers `encoder` (models/bert/bert_model.py).
 LAYER = re.compile(r"((?:language_model\.)?(?:decoder|encoder|mtp)\.layers\.)(\d{1,9})\.")
-# Modules that torch_dist stores as one tensor with an axis for their numbers: layers, and those that Megatron-Bridge's
-# Qwen3VLVisionTransformerBlock stores likewise.
+# Modules that torch_dist stores as one tensor with a leading axis for their indices: layers, and the mergers of
+# Megatron-Bridge's Qwen3VLVisionTransformerBlock.
 STACK = re.compile(
     r"((?:(?:language_model|vision_model)\.)?(?:decoder|encoder)\.layers"
     r"|vision_model\.decoder\.deepstack_merger_list)\.(\d{1,9})\.(.+)"
 )
 _TOWER = re.compile(r"(?:vision_model|vision_projection|visual|vision_tower|multi_modal_projector)\.")
-# Parts of towers that are modules of torch or transformers, and have no states beside their weights.
+# Parts of vision encoders that are modules of torch or transformers, and have no extra state.
 _STATELESS = re.compile(
     r"(?:visual|vision_tower)\.|vision_model\.(?:class_token|conv1|position_embeddings|ln_post|patch_embed|pos_embed)\b"
 )
 EXPERTS = ".mlp.experts.experts."
-# Of layers of multi-token prediction, of state space mixers, and of experts behind a smaller width.
+# Parallel linears of MTP layers, of state space mixers, and of MoE blocks with a latent dimension.
 _LINEARS = ("eh_proj", "in_proj", "out_proj", "fc1_latent_proj", "fc2_latent_proj")
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-# T5Model has its output layer twice (models/T5/t5_model.py).
+# T5Model registers its output layer twice (models/T5/t5_model.py).
 _SECOND_OUTPUT = "lm_head.output_layer"
-# In rank files after 0.16; torch_dist keeps the older names (ssm/mamba_mixer.py, `conv_checkpoint_key_map`).
+# Rank files use these names since 0.17; torch_dist keeps the older ones (ssm/mamba_mixer.py,
+# `conv_checkpoint_key_map`).
 _LATER_CONVOLUTION = re.compile(r"(.+\.mixer\.)conv1d_(weight|bias)")
-# MambaStack's last norm, and what the class that follows it after 0.16 calls it.
+# The final norm of MambaStack, and its name in the class that replaces it after 0.16.
 _LAST_NORM, _LATER_LAST_NORM = "decoder.final_norm.weight", "decoder.final_layernorm.weight"
 FLAT_TOWER, DEEP_TOWER = "vision_tower.", "vision_tower.vision_model."
 
-# A norm inside TransformerEngine's linear, and the norm of its own that the local layers have in its place
-# (models/gpt/gpt_layer_specs.py, `sharded_state_dict_keys_map`). With latent attention `input_layernorm` is a norm of
-# its own in both, and its two inner norms move into the up projections.
+# A norm fused into TransformerEngine's linear, and the separate norm of the local layers
+# (models/gpt/gpt_layer_specs.py, `sharded_state_dict_keys_map`). With latent attention, `input_layernorm` is separate
+# in both, and its two inner norms are fused into the up projections.
 _FUSED = tuple(
     (linear, norm, re.compile(rf"(.*\.){re.escape(norm)}\.(weight|bias)"))
     for linear, norm in (
@@ -51,24 +52,24 @@ _INSIDE = re.compile(r"(.*\.)(self_attention\.linear_\w+|mlp\.linear_fc1|mixer\.
 
 
 def of_mtp(name: str) -> bool:
-    """Checks whether a tensor, or the layers that `LAYER` finds, predict further tokens (MTP)."""
+    """Returns whether a tensor, or a module matched by `LAYER`, belongs to multi-token prediction (MTP)."""
     return name.removeprefix(LANGUAGE).startswith("mtp.")
 
 
 def is_encoder_weight(name: str) -> bool:
-    """Checks whether a tensor belongs to what stands before a language model: towers and projectors."""
+    """Returns whether a tensor belongs to a modality encoder or a projector."""
     return _TOWER.match(name) is not None
 
 
 def has_state(name: str) -> bool:
-    """Checks whether the module of a tensor may have a state beside its weights."""
+    """Returns whether the module of a tensor may have extra state."""
     return _STATELESS.match(name) is None
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """Returns the other names that a tensor has: of the norm before a linear, inside of it or on its own.
+    """Returns the other names of a tensor: a norm before a linear may be fused into it or separate.
 
-    A tower of transformers lies one module deeper in version 4 than in version 5.
+    A transformers vision encoder is nested one module deeper in version 4 than in version 5.
     """
     if name.startswith(DEEP_TOWER):
         return (FLAT_TOWER + name.removeprefix(DEEP_TOWER),)
@@ -78,7 +79,7 @@ def spellings(name: str) -> tuple[str, ...]:
 
 
 def _spellings(name: str) -> Iterator[tuple[str, str]]:
-    """Yields the weight of the linear that the norm stands before, and the norm's other name."""
+    """Yields the weight name of the linear after a norm, and the norm's other name."""
     if inside := _INSIDE.fullmatch(name):
         for linear, norm, _ in _FUSED:
             if linear == inside[2]:
@@ -90,10 +91,10 @@ def _spellings(name: str) -> Iterator[tuple[str, str]]:
 
 
 def canonical(name: str, names: Collection[str]) -> str:
-    """Returns the name that TransformerEngine's layers have for a tensor.
+    """Returns a tensor's name with TransformerEngine's layers.
 
-    A norm on its own belongs to the linear after it where there is one among `names`, all names of the model:
-    `pre_mlp_layernorm` of a layer with experts stays what it is.
+    A separate norm is fused into the linear after it if that linear is among `names`, the names of the model:
+    `pre_mlp_layernorm` of a layer with experts keeps its name.
     """
     if later := _LATER_CONVOLUTION.fullmatch(name):
         return f"{later[1]}conv1d.{later[2]}"
@@ -104,7 +105,7 @@ def canonical(name: str, names: Collection[str]) -> str:
 
 
 def local(name: str) -> str:
-    """Returns the name that Megatron-Core's own layers have for a tensor."""
+    """Returns a tensor's name with Megatron-Core's local layers."""
     return next(iter(spellings(name)), name) if ".layer_norm_" in name else name
 
 
@@ -119,9 +120,9 @@ _ALL_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)weight([12])")
 
 
 def expert_of(name: str) -> tuple[str, int | None] | None:
-    """Splits a rank's own name of experts into the name of all experts' tensor and which of the rank's it is.
+    """Splits a rank's name of an expert tensor into the name of all experts' tensor and the local expert index.
 
-    The number is `None` where the tensor holds all of the rank's experts, `None` is returned for other names.
+    The index is `None` if the tensor holds all of the rank's experts; returns `None` for other names.
     """
     for pattern in _ONE_EXPERT:
         if match := pattern.fullmatch(name):
@@ -132,7 +133,7 @@ def expert_of(name: str) -> tuple[str, int | None] | None:
 
 
 def name_of_expert(name: str, expert: int, grouped: bool) -> str:
-    """Returns a rank's own name for one of its experts: of TEGroupedMLP, or of SequentialMLP."""
+    """Returns a rank's name for one of its local experts, in TEGroupedMLP or SequentialMLP."""
     module, _, tensor = name.partition(EXPERTS)
     linear, kind = tensor.split(".")
     if grouped:
@@ -141,14 +142,14 @@ def name_of_expert(name: str, expert: int, grouped: bool) -> str:
 
 
 def extra_states(names: Iterable[str], local_names: bool, last: bool, prefix: str = "") -> Iterator[str]:
-    """Yields the keys of states without content that a strict `load_state_dict` expects of a rank.
+    """Yields the keys of empty extra states that a strict `load_state_dict` expects on a rank.
 
-    `tensor_parallel/layers.py`: linears split by columns or rows have one, the output layer even where it has no
-    weight. TransformerEngine's linears, norms and attention have one too.
+    `tensor_parallel/layers.py`: column- and row-parallel linears have one, the output layer even if it has no weight.
+    TransformerEngine's linears, norms and attention have one too.
 
     Args:
         last: whether the rank has the output layer.
-        prefix: what stands before its name.
+        prefix: prefix of the output layer's name.
     """
     for name in names:
         module, _, kind = name.rpartition(".")
@@ -156,7 +157,7 @@ def extra_states(names: Iterable[str], local_names: bool, last: bool, prefix: st
             continue
         if module == _SECOND_OUTPUT:
             yield f"{module}._extra_state"
-        # The norm of BERT's head is Apex's, which has no state (models/bert/bert_lm_head.py).
+        # The norm in BERT's head is Apex's, which has no extra state (models/bert/bert_lm_head.py).
         elif kind.startswith("weight") and not module.startswith("lm_head."):
             linear = module.rpartition(".")[2]
             parallel = linear.startswith("linear_") or linear in _LINEARS or module == "multi_modal_projector.proj"

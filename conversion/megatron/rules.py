@@ -1,7 +1,7 @@
-"""How tensors of a model and of Megatron correspond: reversible operations, and rules that say where each applies.
+"""Mapping between tensors of a model and of Megatron: reversible operations, and rules that apply them.
 
-An operation changes order, padding and shapes but no entry, so what holds for a weight holds for its moments. All run
-on meta tensors too, which is how shapes are known before anything is read.
+An operation changes order, padding and shape but no value, so the same rule applies to a weight and its moments. All
+operations also run on meta tensors, from which shapes are derived before anything is read.
 """
 
 from abc import ABC, abstractmethod
@@ -17,20 +17,20 @@ from ..interfaces import same_bytes
 
 
 class Operation(ABC):
-    """Turns tensors of the model into tensors of Megatron and back; results are views, or lie in `memory`."""
+    """Converts tensors of the model to Megatron's and back; results are views, or are allocated in `memory`."""
 
     @abstractmethod
     def to_megatron(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
-        """Makes tensors of Megatron, `[rows, ...]` or as the operation says, of those of the model."""
+        """Converts tensors of the model to Megatron's, `[rows, ...]` or as stated by the operation."""
 
     @abstractmethod
     def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
-        """Makes tensors of the model, `[rows, ...]` or as the operation says, of those of Megatron."""
+        """Converts Megatron's tensors to the model's, `[rows, ...]` or as stated by the operation."""
 
 
 @dataclass(frozen=True)
 class Same(Operation):
-    """Another name for the same tensor."""
+    """Identity: the same tensor under another name."""
 
     def to_megatron(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
         return list(tensors)
@@ -40,7 +40,7 @@ class Same(Operation):
 
 @dataclass(frozen=True)
 class Transposed(Operation):
-    """The last two dims exchanged (GPT-2's Conv1D, experts that are stored `[in, out]`)."""
+    """Swaps the last two dims (GPT-2's Conv1D, experts stored as `[in, out]`)."""
 
     def to_megatron(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
         return [tensor if tensor.dim() < 2 else memory.contiguous(tensor.transpose(-2, -1)) for tensor in tensors]
@@ -50,7 +50,7 @@ class Transposed(Operation):
 
 @dataclass(frozen=True)
 class Joined(Operation):
-    """Several tensors one after another along a dim, of these lengths: gate and up."""
+    """Concatenates several tensors of these lengths along a dim, as gate and up."""
 
     sizes: tuple[int, ...]
     dim: int = 0
@@ -65,14 +65,14 @@ class Joined(Operation):
 
 @dataclass(frozen=True)
 class Divided(Joined):
-    """One tensor of the model that is several: the reverse of `Joined`."""
+    """Splits one tensor of the model into several: the reverse of `Joined`."""
 
     to_megatron, to_transformers = Joined.to_transformers, Joined.to_megatron
 
 
 @dataclass(frozen=True)
 class GroupedQKV(Operation):
-    """Query, key and value rows `[heads * head_dim, ...]` in one tensor, ordered [q ... q, k, v] per KV group.
+    """Packs query, key and value rows `[heads * head_dim, ...]` in one tensor, ordered [q ... q, k, v] per KV group.
 
     `megatron/core/transformer/attention.py`, `SelfAttention.get_query_key_value_tensors`; biases have the same order.
     """
@@ -102,7 +102,7 @@ class GroupedQKV(Operation):
 
 @dataclass(frozen=True)
 class GroupedKV(Operation):
-    """Key and value rows `[heads * head_dim, ...]` of attention to others in one tensor, [k, v] per head."""
+    """Packs key and value rows `[heads * head_dim, ...]` of cross-attention in one tensor, ordered [k, v] per head."""
 
     heads: int
     head_dim: int
@@ -124,7 +124,7 @@ class GroupedKV(Operation):
 
 @dataclass(frozen=True)
 class Interleaved(Operation):
-    """Rows of a dim that alternate between `parts` in the model and stand one part after another in Megatron."""
+    """De-interleaves a dim: indices alternate between `parts` in the model and are contiguous per part in Megatron."""
 
     parts: int = 2
     dim: int = -2
@@ -142,7 +142,7 @@ class Interleaved(Operation):
 
 @dataclass(frozen=True)
 class InterleavedRows(Operation):
-    """In each head's rows, `size` of them from `start` on: halves in the model, alternating in Megatron."""
+    """Interleaves `size` rows from `start` on in each head: two halves in the model, alternating in Megatron."""
 
     heads: int
     start: int
@@ -163,7 +163,7 @@ class InterleavedRows(Operation):
 
 @dataclass(frozen=True)
 class PaddedVocabulary(Operation):
-    """Rows of zeros behind the vocabulary, up to `padded`; they are cut off on the way back."""
+    """Pads the vocabulary with zero rows up to `padded`; they are cut off on the way back."""
 
     size: int
     padded: int
@@ -184,7 +184,7 @@ class PaddedVocabulary(Operation):
 
 @dataclass(frozen=True)
 class Reshaped(Operation):
-    """The same entries in another shape: `[width]` in the model, `[1, ..., width]` in Megatron."""
+    """Adds leading dims of length 1: `[width]` in the model, `[1, ..., width]` in Megatron."""
 
     dims: int
 
@@ -199,7 +199,7 @@ class Reshaped(Operation):
 
 @dataclass(frozen=True)
 class Copied(Operation):
-    """One tensor of the model that Megatron has under several names; of moments it may have them under one."""
+    """Copies one tensor of the model to Megatron's several names; its moments may be stored under a single name."""
 
     count: int
 
@@ -216,7 +216,7 @@ class Copied(Operation):
 
 @dataclass(frozen=True)
 class Chain(Operation):
-    """Operations one after another, in the order towards Megatron."""
+    """A sequence of operations, applied in order towards Megatron."""
 
     operations: tuple[Operation, ...]
 
@@ -235,10 +235,10 @@ class Chain(Operation):
 
 @dataclass(frozen=True)
 class Rule:
-    """Tensors of a model that one operation turns into tensors of Megatron, names without placeholders.
+    """Tensors of a model that one operation converts to Megatron's; names contain no placeholders.
 
     Args:
-        absent: what the model's weights are filled with where a checkpoint has none: no computation reads them, and
+        off_stage: fill value for weights of the model that a checkpoint may lack because no computation reads them and
             Megatron has no module for them. `None`: every checkpoint has them.
     """
 
@@ -249,7 +249,7 @@ class Rule:
 
     @property
     def copied(self) -> bool:
-        """Whether Megatron has one tensor under all of the names."""
+        """Whether Megatron has the same tensor under all of the names."""
         return isinstance(self.operation, Copied) or (
             isinstance(self.operation, Chain) and isinstance(self.operation.operations[-1], Copied)
         )

@@ -1,4 +1,4 @@
-"""Whether the parts of a model divide over the ranks that a checkpoint of Megatron is written for."""
+"""Divisibility checks of a model's dimensions over the ranks that a Megatron checkpoint is written for."""
 
 from collections.abc import Iterable
 from types import MappingProxyType
@@ -7,7 +7,7 @@ from ...errors import CheckpointError
 from ..interfaces import Key, MegatronModel, TargetOptions
 from .names import EXPERTS, is_encoder_weight, of_mtp
 
-# What is split over tensor parallel ranks in any case; how experts are is told when they are loaded.
+# Always split over tensor-parallel ranks. Experts are not checked: their split is chosen at load time.
 _WIDTHS = MappingProxyType(
     {"ffn_hidden_size": ".mlp.linear_fc1.", "moe_shared_expert_intermediate_size": ".mlp.shared_experts.linear_fc1."}
 )
@@ -15,13 +15,13 @@ _MOST_RANKS = 1024
 
 
 def check_sizes(model: MegatronModel, options: TargetOptions, plan: Iterable[Key]) -> None:
-    """Checks that layers, heads, groups and experts divide over ranks, as Megatron asks for when it builds the model.
+    """Checks that layers, heads, groups and experts divide over ranks, as Megatron requires to build the model.
 
     Args:
-        plan: what is going to be written, under Megatron's names.
+        plan: tensors to be written, under Megatron's names.
 
     Raises:
-        CheckpointError: naming the number, the size that does not fit, and those that would.
+        CheckpointError: naming the dimension, the parallel size that does not fit, and sizes that do.
     """
     arguments, names = model.arguments, [key.name for key in plan]
     tp, pp, ep = options.tp_size, options.pp_size, options.ep_size
@@ -34,7 +34,7 @@ def check_sizes(model: MegatronModel, options: TargetOptions, plan: Iterable[Key
         )
     groups: int = arguments.get("num_query_groups") or heads or 0
     if heads is not None:
-        # transformer_config.py: groups are a multiple of tp, or it of them.
+        # transformer_config.py: the number of groups is a multiple of tp, or tp is a multiple of it.
         fit = [size for size in _divisors(heads) if groups % size == 0 or size % groups == 0]
         if heads % tp:
             raise _unfit(f"num_attention_heads {heads} does not divide over", "tp_size", tp, fit)

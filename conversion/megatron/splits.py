@@ -1,6 +1,6 @@
-"""How tensor-parallel ranks share a tensor of Megatron-Core, by its name.
+"""Tensor-parallel sharding of Megatron-Core's tensors, by name.
 
-Names are those of `names`; file names here are relative to `megatron/core` of megatron-core 0.16.1.
+Names are as in `names`; file names here are relative to `megatron/core` of megatron-core 0.16.1.
 """
 
 import re
@@ -16,12 +16,12 @@ from .names import LANGUAGE
 
 @dataclass(frozen=True)
 class RankSplit:
-    """How tensor-parallel ranks share a tensor: equal parts in the order of the ranks.
+    """Tensor-parallel sharding of a tensor: equal shards in rank order.
 
     Args:
-        dim: of the global tensor; tensors of experts have the experts as dimension 0.
-        halves: with a gated activation, gate and up are split by themselves (`mlp.py`, `apply_swiglu_sharded_factory`).
-        replicated_in_te: TransformerEngine's layers hold it whole on every rank, the local ones split it
+        dim: of the global tensor; expert tensors have the experts as dimension 0.
+        halves: with a gated activation, gate and up are split separately (`mlp.py`, `apply_swiglu_sharded_factory`).
+        replicated_in_te: replicated in TransformerEngine's layers, split in the local ones
             (`transformer/multi_latent_attention.py`: `parallel_mode` "duplicated" of TELinear).
     """
 
@@ -30,14 +30,14 @@ class RankSplit:
     replicated_in_te: bool = False
 
     def of_expert(self) -> "RankSplit":
-        """Returns the same for the tensor of a single expert."""
+        """Returns the sharding of a single expert's tensor."""
         return replace(self, dim=self.dim - 1)
 
 
-# The part of a name after its layer, and how it is split. `tensor_parallel/layers.py`: ColumnParallelLinear splits
-# rows and its bias, RowParallelLinear splits columns and keeps its bias whole, VocabParallelEmbedding splits rows.
+# Name suffix after the layer index -> sharding. `tensor_parallel/layers.py`: ColumnParallelLinear splits its rows and
+# bias, RowParallelLinear splits its columns and replicates its bias, VocabParallelEmbedding splits its rows.
 _IN_LAYER: tuple[tuple[str, RankSplit | None], ...] = (
-    # transformer/attention.py: the rows of linear_qkv lie in groups, and are cut evenly even inside a group.
+    # transformer/attention.py: the rows of linear_qkv are grouped, but split evenly, even inside a group.
     (r"self_attention\.linear_qkv\.(weight|bias)", RankSplit(0)),
     (r"self_attention\.linear_(q_proj|q_up_proj|kv_up_proj)\.(weight|bias)", RankSplit(0)),
     (r"self_attention\.linear_(q|kv)_down_proj\.weight", RankSplit(0, replicated_in_te=True)),
@@ -45,11 +45,11 @@ _IN_LAYER: tuple[tuple[str, RankSplit | None], ...] = (
     (r"self_attention\.linear_proj\.bias", None),
     # transformer/dot_product_attention.py, `softmax_offset`: one value per head.
     (r"self_attention\.core_attention\.softmax_offset", RankSplit(0)),
-    # models/T5/t5_spec.py: queries by themselves, keys and values in one tensor, head by head.
+    # models/T5/t5_spec.py: queries are separate, keys and values are packed per head.
     (r"cross_attention\.linear_(q|kv)\.(weight|bias)", RankSplit(0)),
     (r"cross_attention\.linear_proj\.weight", RankSplit(1)),
     (r"cross_attention\.linear_proj\.bias", None),
-    # transformer/mlp.py; moe/shared_experts.py is an MLP over the ranks of dense layers.
+    # transformer/mlp.py; moe/shared_experts.py is an MLP that is split over the same ranks as dense layers.
     (r"mlp\.(shared_experts\.)?linear_fc1\.(weight|bias)", RankSplit(0, halves=True)),
     (r"mlp\.(shared_experts\.)?linear_fc2\.weight", RankSplit(1)),
     (r"mlp\.(shared_experts\.)?linear_fc2\.bias", None),
@@ -61,11 +61,11 @@ _IN_LAYER: tuple[tuple[str, RankSplit | None], ...] = (
     (r"mlp\.router\.(weight|bias|expert_bias)", None),
     (r"mlp\.shared_experts\.gate_weight", None),
     (r"mlp\.fc[12]_latent_proj\.weight", None),
-    # ssm/mamba_mixer.py: heads and groups are split, each block of the rows of in_proj and conv1d by itself.
+    # ssm/mamba_mixer.py: heads and groups are split, each row block of in_proj and conv1d separately.
     (r"mixer\.(in_proj\.weight|conv1d\.(weight|bias)|A_log|D|dt_bias|norm\.weight)", RankSplit(0)),
     (r"mixer\.in_proj\.layer_norm_(weight|bias)", None),
     (r"mixer\.out_proj\.weight", RankSplit(1)),
-    # TransformerEngine's linears with a norm before them, and norms of their own.
+    # Norms fused into TransformerEngine's linears, and separate norms.
     (r"(self_attention|mlp)\.linear_\w+\.layer_norm_(weight|bias)", None),
     (r"(\w+\.)*\w*norm\.(weight|bias)", None),
 )
@@ -78,18 +78,18 @@ _OUTSIDE: tuple[tuple[str, RankSplit | None], ...] = (
     (r"output_layer\.(weight|bias)", RankSplit(0)),
     # models/bert/bert_model.py, bert_lm_head.py, pooler.py
     (r"(pooler\.dense|lm_head\.(dense|layer_norm)|binary_head)\.(weight|bias)", None),
-    # models/T5/t5_model.py, which has its output layer under a second name.
+    # models/T5/t5_model.py, which registers its output layer under a second name.
     (r"(encoder|decoder)_relative_pos_emb\.relative_attention_bias\.weight", None),
     (r"lm_head\.output_layer\.weight", RankSplit(0)),
     # transformer/multi_token_prediction.py
     (r"mtp\.layers\.\d+\.(enorm|hnorm|final_layernorm)\.(weight|bias)", None),
     (r"mtp\.layers\.\d+\.eh_proj\.weight", RankSplit(0)),
 )
-# What stands before the language model, on the first stage of a pipeline.
+# Modality encoders and projectors, which run before the language model on the first pipeline stage.
 _TOWERS: tuple[tuple[str, RankSplit | None], ...] = (
     # models/vision/clip_vit_model.py
     (r"vision_model\.(class_token|(conv1|position_embeddings)\.weight|conv1\.bias|ln_(pre|post)\.(weight|bias))", None),
-    # models/vision/multimodal_projector.py, an MLP whose activation has no gate.
+    # models/vision/multimodal_projector.py, an MLP without a gated activation.
     (r"vision_projection\.encoder\.linear_fc1\.(weight|bias)", RankSplit(0)),
     (r"vision_projection\.encoder\.linear_fc2\.weight", RankSplit(1)),
     (r"vision_projection\.encoder\.linear_fc2\.bias", None),
@@ -99,7 +99,7 @@ _TOWERS: tuple[tuple[str, RankSplit | None], ...] = (
     (r"vision_model\.(merger|decoder\.deepstack_merger_list\.\d+)\.linear_fc1\.(weight|bias)", RankSplit(0)),
     (r"vision_model\.(merger|decoder\.deepstack_merger_list\.\d+)\.linear_fc2\.weight", RankSplit(1)),
     (r"vision_model\.(merger|decoder\.deepstack_merger_list\.\d+)\.linear_fc2\.bias", None),
-    # ModalityEncoders of transformers, which every rank has whole: Megatron-Bridge's qwen_vl/modeling_qwen25_vl.py and
+    # transformers' modality encoders, replicated on every rank: Megatron-Bridge's qwen_vl/modeling_qwen25_vl.py and
     # gemma_vl/modeling_gemma3_vl.py.
     (r"(visual|vision_tower)\..+", None),
     (r"multi_modal_projector\.mm_soft_embed_norm\.weight", None),
@@ -111,7 +111,7 @@ _RULES = tuple(
     for prefix, rules in (
         (_LANGUAGE, _OUTSIDE),
         ("", _TOWERS),
-        # No tower of Megatron's own has a gated activation.
+        # Megatron's own vision encoders have no gated activation.
         (
             r"vision_model\.decoder\.layers\.\d+\.",
             tuple((name, split and replace(split, halves=False)) for name, split in _IN_LAYER),
@@ -124,10 +124,10 @@ _RULES = tuple(
 
 
 def tensor_parallel_split(name: str) -> RankSplit | None:
-    """Returns how tensor-parallel ranks share the tensor of a name, `None` where each of them has all of it.
+    """Returns the tensor-parallel sharding of a tensor by name, `None` if it is replicated.
 
     Raises:
-        CheckpointError: no module of Megatron-Core or Megatron-Bridge that is known has a tensor of this name.
+        CheckpointError: the name matches no supported tensor of Megatron-Core or Megatron-Bridge.
     """
     for pattern, split in _RULES:
         if pattern.fullmatch(name):
@@ -136,7 +136,7 @@ def tensor_parallel_split(name: str) -> RankSplit | None:
 
 
 def blocks_of(name: str, split: RankSplit | None, length: int, model: MegatronModel) -> tuple[int, ...]:
-    """Returns the lengths, along the split dim of a tensor, of what its ranks split by itself."""
+    """Returns the lengths, along a tensor's split dim, of the blocks that are split separately."""
     if split is not None and split.halves and model.gated:
         return length // 2, length - length // 2
     return tuple(model.blocks_of(name).values()) or (length,)
@@ -145,13 +145,13 @@ def blocks_of(name: str, split: RankSplit | None, length: int, model: MegatronMo
 def rank_views(
     tensor: Tensor, split: RankSplit, rank: int, size: int, blocks: Sequence[int] = ()
 ) -> tuple[Tensor, ...]:
-    """Returns the views of a global tensor `[rows, ...]` that a rank's is made of, in order along `split.dim`.
+    """Returns the views of a global tensor `[rows, ...]` that form a rank's shard, in order along `split.dim`.
 
     Args:
-        blocks: lengths along this dim of what is split by itself; without, all of it is one.
+        blocks: lengths along this dim of the blocks that are split separately; a single block by default.
 
     Raises:
-        CheckpointError: the tensor cannot be divided evenly, or its blocks are of another length.
+        CheckpointError: the tensor cannot be divided evenly, or its blocks do not sum to its length.
     """
     length = tensor.shape[split.dim]
     blocks = blocks or (length,)

@@ -1,4 +1,4 @@
-"""What `torch_dist` checkpoints keep beside tensors: arguments, the iteration, and an optimizer's groups.
+"""Non-tensor state of `torch_dist` checkpoints: arguments, iteration, and an optimizer's parameter groups.
 
 File names in the docstrings are relative to `megatron/core` of megatron-core 0.16.1.
 """
@@ -15,8 +15,8 @@ from ..interfaces import ADAMW, OptimizerState
 from ..megatron.arguments import stored_arguments
 from ..megatron.folder import RELEASE
 
-# What torch's, Apex's and TransformerEngine's Adam keep of a group, and by what Megatron recognises one
-# (optimizer/optimizer.py, `param_group_identifier_keys`).
+# Parameter group settings of torch's, Apex's and TransformerEngine's Adam, and the keys by which Megatron identifies a
+# group (optimizer/optimizer.py, `param_group_identifier_keys`).
 _GROUP: Mapping[str, Any] = MappingProxyType(
     {
         **ADAMW,
@@ -27,26 +27,26 @@ _GROUP: Mapping[str, Any] = MappingProxyType(
         "default_config": True,
     }
 )
-# More than anyone takes.
+# More steps than any run takes.
 _MOST_STEPS = 1 << 62
 _LIMITS = ("max_lr", "min_lr")
 
 
 def arguments_of(common: Mapping[Any, Any], where: object) -> dict[str, Any]:
-    """Returns Megatron-LM's `args` without values of Megatron's own types; the errors are of `stored_arguments`."""
+    """Returns Megatron-LM's `args` without values of Megatron's types; raises the errors of `stored_arguments`."""
     found = stored_arguments(common, where)
     return {name: value for name, value in found.items() if isinstance(name, str) and is_plain_value(value)}
 
 
 def is_plain_value(value: Any) -> bool:
-    """Checks whether a value needs no class of Megatron."""
+    """Returns whether a value needs no class of Megatron."""
     if isinstance(value, (list, tuple)):
         return len(value) < 10_000 and all(isinstance(item, (str, int, float, type(None))) for item in value)
     return isinstance(value, (str, int, float, type(None), torch.dtype))
 
 
 def iteration_of(common: Mapping[Any, Any], path: Path) -> int | None:
-    """Returns which iteration it is of, from the state or the folder's name."""
+    """Returns the checkpoint's iteration, from the state or the folder's name."""
     found = common.get("iteration")
     if type(found) is int and found >= 0 and path.name != RELEASE:
         return found
@@ -55,7 +55,7 @@ def iteration_of(common: Mapping[Any, Any], path: Path) -> int | None:
 
 
 def optimizers_of(common: Mapping[Any, Any]) -> Sequence[Mapping[Any, Any]]:
-    """Returns the states of one optimizer, or of several under their numbers (optimizer/optimizer.py)."""
+    """Returns the state of one optimizer, or of several that are keyed by index (optimizer/optimizer.py)."""
     found = common.get("optimizer")
     if not isinstance(found, dict):
         return []
@@ -64,7 +64,7 @@ def optimizers_of(common: Mapping[Any, Any]) -> Sequence[Mapping[Any, Any]]:
 
 
 def optimizer_of(common: Mapping[Any, Any]) -> OptimizerState | None:
-    """Returns settings, and steps of the groups or of all parameters (dist_checkpointing/optimizer.py)."""
+    """Returns settings and the number of steps, stored per group or globally (dist_checkpointing/optimizer.py)."""
     groups: list[Mapping[str, Any]] = []
     steps: list[int] = []
     for state in optimizers_of(common):
@@ -92,10 +92,10 @@ def _steps(values: Sequence[Any]) -> list[int]:
 
 
 def optimizer_state(optimizer: OptimizerState, experts_apart: bool) -> dict[Any, Any]:
-    """Returns the state of a distributed optimizer without its tensors (optimizer/distrib_optimizer.py).
+    """Returns the non-tensor state of a distributed optimizer (optimizer/distrib_optimizer.py).
 
     Args:
-        experts_apart: experts have an optimizer of their own, as Megatron gives them over several ranks of ep.
+        experts_apart: whether experts have a separate optimizer, as Megatron gives them if ep > 1.
     """
 
     def state(experts: bool) -> dict[str, Any]:
@@ -106,9 +106,9 @@ def optimizer_state(optimizer: OptimizerState, experts_apart: bool) -> dict[Any,
 
 
 def parameter_groups(optimizer: OptimizerState, experts: bool = False) -> list[dict[str, Any]]:
-    """Returns two groups: one that decays and one that does not, norms and biases.
+    """Returns two groups: one with weight decay and one without, for norms and biases.
 
-    Groups that came from Megatron keep their settings; of others, those of the group that decays count for both.
+    Groups that came from Megatron keep their settings; otherwise both groups use the settings of the decayed one.
     """
     known = optimizer.hyperparameters
     decayed = next((group for group in known if group.get("weight_decay")), next(iter(known), {}))
@@ -124,7 +124,7 @@ def parameter_groups(optimizer: OptimizerState, experts: bool = False) -> list[d
 
 
 def rate_schedule(optimizer: OptimizerState, samples: int) -> dict[str, Any]:
-    """Returns where the rate's schedule, Megatron-LM's own, is after so many samples (optimizer_param_scheduler.py)."""
+    """Returns the state of Megatron-LM's rate schedule after this many samples (optimizer_param_scheduler.py)."""
     decayed = parameter_groups(optimizer)[0]
     return {
         "max_lr": decayed["max_lr"],

@@ -21,9 +21,9 @@ def _writer(
     iteration: int | None,
     optimizer: OptimizerState | None,
 ) -> MegatronCoreWriter:
-    """Makes the writer; the sizes are those of the ranks that are going to load what it writes."""
+    """Returns the writer; the parallel sizes are the ones of the ranks that will load the checkpoint."""
     check_sizes(model, options, plan)
-    # Experts have an optimizer of their own under expert parallelism.
+    # Experts have a separate optimizer under expert parallelism.
     model = replace(model, arguments={**model.arguments, "expert_model_parallel_size": options.ep_size})
     return MegatronCoreWriter(output, plan, model, iteration, optimizer)
 

@@ -1,4 +1,4 @@
-"""Megatron-Core's `torch_dist` checkpoints, read one layer at a time without Megatron.
+"""Reader of Megatron-Core's `torch_dist` checkpoints, one layer at a time and without Megatron.
 
 File names in the docstrings are relative to `megatron/core` of megatron-core 0.16.1.
 """
@@ -27,12 +27,12 @@ CONFIG = "metadata.json"
 COMMON = "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"
 
-# optimizer/distrib_optimizer.py, `sharded_param_state_fully_reshardable`; optimizer/optimizer.py has `fp32_param`.
-# Several optimizers (experts have one of their own) put their number in front.
+# optimizer/distrib_optimizer.py, `sharded_param_state_fully_reshardable`; `fp32_param` is from optimizer/optimizer.py.
+# With several optimizers (experts have a separate one), keys are prefixed by the optimizer's index.
 _MOMENT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|fp32_param|exp_avg|exp_avg_sq)\.(.+)")
 _KINDS = {"param": MAIN_WEIGHT, "fp32_param": MAIN_WEIGHT, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 _OF_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
-# transformer/transformer_block.py: stacked layers have no number in their names but an axis in front.
+# transformer/transformer_block.py: stacked layers have a leading axis instead of an index in their names.
 _STACKED = re.compile(r"((?:.+\.)?(?:layers|deepstack_merger_list))\.(?!\d)(.+)")
 # transformer/mlp.py and transformer/moe/experts.py with `singleton_local_shards`.
 _HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias))_([wv])")
@@ -46,23 +46,23 @@ _RESAVE = "save it again with --dist-ckpt-optim-fully-reshardable"
 
 @dataclass(frozen=True)
 class _Part:
-    """Where the store has one part of a tensor; `layer` is a place in its first axis."""
+    """Location of one part of a tensor in the store; `layer` is an index in its leading axis."""
 
     stored: str
     layer: int | None
 
 
 class MegatronCoreReader(MegatronReader):
-    """A `torch_dist` checkpoint: the folder of an iteration, or the one with `latest_checkpointed_iteration.txt`.
+    """A `torch_dist` checkpoint: an iteration folder, or the one with `latest_checkpointed_iteration.txt`.
 
     Args:
-        most: how many tensors it may have.
+        most: maximum number of tensors.
 
     Attributes:
-        arguments: Megatron-LM's, as far as they are plain values; empty where it wrote none.
+        arguments: Megatron-LM's arguments that are plain values; empty if the checkpoint has none.
 
     Raises:
-        CheckpointError: it is in another format, unsafe, damaged or incomplete.
+        CheckpointError: it has another format, or is unsafe, damaged or incomplete.
     """
 
     def __init__(self, path: Path, most: int = MOST_TENSORS):
@@ -93,7 +93,7 @@ class MegatronCoreReader(MegatronReader):
         self.entries = weights if self.optimizer is None else entries
 
     def _common(self) -> Mapping[Any, Any]:
-        """Reads what is not sharded: in a file of its own, and after 0.16 in the store."""
+        """Reads the unsharded state: from its own file, or from the store since 0.17."""
         if is_file(self.path / COMMON):
             found = read_saved(self.path / COMMON)
         elif COMMON_OBJECT in self._store.objects:
@@ -108,7 +108,7 @@ class MegatronCoreReader(MegatronReader):
     def _add(
         self, parts: dict[Key, dict[tuple[int, int], _Part]], kind: str, name: str, stored: str, entry: TensorMeta
     ) -> None:
-        """Finds which tensors a stored one is or holds, under their numbers of expert, and of half or block."""
+        """Records which tensors a stored one contains, keyed by expert index and by half or block index."""
         names: list[tuple[str, int | None]] = [(name, None)]
         if match := _STACKED.fullmatch(name):
             if not entry.shape or entry.shape[0] > _MOST_LAYERS:
@@ -119,7 +119,7 @@ class MegatronCoreReader(MegatronReader):
             if match := _HALF.fullmatch(full):
                 full, half = match[1], "wv".index(match[2])
             elif match := _BLOCK.fullmatch(full):
-                # A convolution has neither z nor dt.
+                # A convolution has no z and dt.
                 full, half = match[1], _BLOCKS.index(match[2]) - (".conv1d." in full)
             if match := _ONE_EXPERT.fullmatch(full):
                 full, expert = f"{match[1]}.{match[3]}", int(match[2])
@@ -129,7 +129,7 @@ class MegatronCoreReader(MegatronReader):
             found[expert, half] = _Part(stored, layer)
 
     def _arranged(self, key: Key, found: Mapping[tuple[int, int], _Part]) -> tuple[tuple[_Part, ...], ...]:
-        """Orders the parts of a tensor: for each expert its halves or blocks, a single one where nothing is split."""
+        """Orders the parts of a tensor: for each expert its halves or blocks, or a single part if it is not split."""
         experts = sorted({expert for expert, _ in found})
         halves = sorted({half for _, half in found})
         unsharded = experts in ([-1], list(range(len(experts)))) and halves in ([-1], list(range(_parts_of(key.name))))
@@ -169,7 +169,7 @@ class MegatronCoreReader(MegatronReader):
 
 
 def _parts_of(name: str) -> int:
-    """Returns in how many parts a tensor of this name may be stored."""
+    """Returns the number of parts in which a tensor of this name may be stored."""
     if ".mixer." not in name:
         return len("wv")
     return len(_BLOCKS) - 2 if ".conv1d." in name else len(_BLOCKS)
@@ -179,7 +179,7 @@ def check_format(path: Path) -> None:
     """Checks that a folder holds `torch_dist` (dist_checkpointing/core.py).
 
     Raises:
-        CheckpointError: it does not, and which tool reads what it is.
+        CheckpointError: it does not; names the tool that can convert it.
     """
     if not (path / CONFIG).is_file():
         tool = "; fsdp_dtensor is turned into torch_dist by Megatron-LM's tools/checkpoint/checkpoint_inspector.py"
@@ -207,7 +207,7 @@ def check_format(path: Path) -> None:
 def _optimizer_unsupported_reason(
     entries: Mapping[Key, TensorMeta], others: Sequence[str], objects: Iterable[str], common: Mapping[Any, Any]
 ) -> str | None:
-    """Says why moments are not read, if there are any."""
+    """Returns why moments are not read, `None` if they are or if there are none."""
     states = optimizers_of(common)
     found = (state.get("param_state_sharding_type") for state in states)
     kinds = {safe_repr(kind) for kind in found if kind not in (None, "fully_reshardable")}
@@ -225,6 +225,6 @@ def _optimizer_unsupported_reason(
 
 
 def _order(key: Key) -> tuple[bool, list[tuple[bool, int, str]], bool, str]:
-    """Orders layer after layer, each weight before what belongs to it; what is before the layers comes first."""
+    """Sort key: embeddings first, then by layer, each weight before its optimizer state."""
     parts = [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in key.name.split(".")]
     return not key.name.startswith("embedding."), parts, key.kind != WEIGHT, key.kind

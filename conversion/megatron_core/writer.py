@@ -1,4 +1,4 @@
-"""Writes Megatron-Core's `torch_dist` checkpoints without Megatron, one layer in memory at a time.
+"""Writer of Megatron-Core's `torch_dist` checkpoints without Megatron, with one layer in memory at a time.
 
 File names in the docstrings are relative to `megatron/core` of megatron-core 0.16.1.
 """
@@ -28,15 +28,15 @@ _MOMENTS = {MAIN_WEIGHT: "param", EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
 
 
 class MegatronCoreWriter(Writer):
-    """A checkpoint that megatron-core loads at any tp, pp and ep, dense weights and experts alike.
+    """A checkpoint that megatron-core loads at any tp, pp and ep, both dense weights and experts.
 
-    The output becomes the folder with `latest_checkpointed_iteration.txt`; the tensors lie in `iter_*`, or in `release`
-    when there is neither an iteration nor an optimizer. Chunks are those that megatron-core writes on one rank. The
-    common state is written twice, as megatron-core reads it up to 0.16 and after.
+    The output becomes the folder with `latest_checkpointed_iteration.txt`; tensors are stored in `iter_*`, or in
+    `release` if there is neither an iteration nor an optimizer. Chunks are the ones that megatron-core writes on one
+    rank. The common state is written twice, for megatron-core up to 0.16 and after.
 
-    Megatron-LM needs `--no-load-rng`, as there are no random states, and `--override-opt-param-scheduler` to go on with
-    an optimizer: the schedule is that of its own arguments. Moments of experts have an optimizer of their own from
-    `expert_model_parallel_size` 2 on, which has to be among the model's arguments for that.
+    Megatron-LM needs `--no-load-rng`, because there are no RNG states, and `--override-opt-param-scheduler` to resume
+    with an optimizer, which uses the schedule of its own arguments. Experts' moments belong to a separate optimizer if
+    the model's arguments have an `expert_model_parallel_size` of 2 or more.
 
     Raises:
         CheckpointError: moments are planned without an optimizer, or not all three of a weight, or layers are missing.
@@ -74,7 +74,7 @@ class MegatronCoreWriter(Writer):
                 )
 
     def _layers_are_identical(self) -> bool:
-        """Checks whether Megatron stacks the layers of such a model (transformer/transformer_block.py)."""
+        """Returns whether Megatron stacks the layers of this model (transformer/transformer_block.py)."""
         stacks: dict[str, dict[int, dict[str, TensorMeta]]] = {}
         for key, entry in self.plan.items():
             if key.kind == WEIGHT and (match := STACK.fullmatch(key.name)):
@@ -88,7 +88,7 @@ class MegatronCoreWriter(Writer):
         arguments = self._model.arguments
         if not self._model.stacked:
             return False
-        # One number says that every n-th layer is another, a list is taken for different layers in any case.
+        # A number n > 1 means that every n-th layer differs; Megatron treats any list as differing layers.
         frequencies = (arguments.get("moe_layer_freq"), arguments.get("linear_attention_freq"))
         if any(frequency is not None and frequency != 1 for frequency in frequencies):
             return False
@@ -110,14 +110,14 @@ class MegatronCoreWriter(Writer):
             self._store.write_chunk(prefix + name, (*stack, *tensor.shape), (*front, *offset), chunk)
 
     def _stored(self, name: str) -> tuple[str, tuple[int, int] | None]:
-        """Returns the name in the store, and the layer's place among how many when layers are stacked."""
+        """Returns the name in the store and, if layers are stacked, the layer's index and the number of layers."""
         match = STACK.fullmatch(name) if self._stacked else None
         return (f"{match[1]}.{match[3]}", (int(match[2]), self._stack_sizes[match[1]])) if match else (name, None)
 
     def _chunks(self, name: str, tensor: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Yields each expert, and gate and up, by themselves (transformer/mlp.py, `apply_swiglu_sharded_factory`).
+        """Yields experts, and gate and up, as separate chunks (transformer/mlp.py, `apply_swiglu_sharded_factory`).
 
-        Readers take a chunk from its file as a whole, for every part of it that they need.
+        A reader loads a full chunk from its file for every part it needs, so chunks follow the expected splits.
         """
         boxes, dim = [((0,) * tensor.dim(), tensor)], 0
         if _EXPERTS in name:
@@ -140,7 +140,7 @@ class MegatronCoreWriter(Writer):
     def finish(self) -> None:
         self.check_complete()
         for name in self._extra_states():
-            # What megatron-core makes of a ShardedObject without data.
+            # megatron-core's encoding of a ShardedObject without data.
             self._store.write_object(name, [None])
         common = self._common()
         self._store.write_object(COMMON_OBJECT, [common])
@@ -156,10 +156,10 @@ class MegatronCoreWriter(Writer):
         self._output.add(TRACKER, tracker_text(self._iteration))
 
     def _extra_states(self) -> Iterator[str]:
-        """Yields objects that a strict load asks for: one per layer and expert of what may be TransformerEngine's.
+        """Yields the objects that a strict load expects: one per layer and expert of modules that may be from TE.
 
-        Loading ignores those that the model has not. GPTModel asks for none of its output layer; BertModel and
-        MambaModel do, also where it has no weight.
+        Loading ignores objects for modules that the model does not have. GPTModel expects none for its output layer;
+        BertModel and MambaModel do, even if it has no weight.
         """
         output = f"{self._model.prefix}output_layer"
         yield f"{output}._extra_state/shard_0_1"
@@ -207,7 +207,7 @@ class MegatronCoreWriter(Writer):
         return common
 
     def _arguments(self) -> Namespace:
-        """Returns those for `--use-checkpoint-args` and those that are compared (training/checkpointing.py)."""
+        """Returns the arguments for `--use-checkpoint-args` and the ones compared by training/checkpointing.py."""
         arguments = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, **self._model.arguments}
         arguments |= {"ckpt_format": "torch_dist", "use_dist_ckpt": True, "iteration": self._iteration or 0}
         prefix = self._model.prefix

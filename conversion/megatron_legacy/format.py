@@ -1,4 +1,4 @@
-"""Megatron's legacy `torch` format: a folder `mp_rank_*` for each rank."""
+"""Megatron's legacy `torch` format: one `mp_rank_*` folder per rank."""
 
 import re
 

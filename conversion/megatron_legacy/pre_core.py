@@ -1,9 +1,9 @@
-"""Rank files of Megatron-LM before Megatron-Core, read as Megatron-Core would name and order what they hold.
+"""Rank files of Megatron-LM from before Megatron-Core, converted to Megatron-Core's names and order.
 
 Sources are files of Megatron-LM. Names: `megatron/model/gpt2_modeling.py` (commit b886b7bb, of 2019), `gpt2_model.py`
-(197c132e), `bert_model.py` (02fffd29) and `language_model.py` (01e9ce60) beside it, and `megatron/legacy/model`
-(00caa53a), whose `load_state_dict` lists what older names stand for. Order: `megatron/checkpointing.py` (0229a695),
-`fix_query_key_value_ordering`.
+(197c132e), `bert_model.py` (02fffd29) and `language_model.py` (01e9ce60) in the same folder, and
+`megatron/legacy/model` (00caa53a), whose `load_state_dict` maps older names. Order: `megatron/checkpointing.py`
+(0229a695), `fix_query_key_value_ordering`.
 """
 
 import re
@@ -19,18 +19,18 @@ from ...core.text import safe_repr
 from ...errors import CheckpointError
 
 _VERSIONS = (0, 1, 2, 3)
-# Before, the rows of query, key and value were not grouped by head.
+# Before version 2, rows of query, key and value were not grouped by head.
 _GROUPED = 2
 # language_model -> embedding -> word_embeddings -> weight
 _DEEPEST = 3
 _OLDER = ("language_model.", "transformer.", "word_embeddings.", "position_embeddings.")
-# Megatron-Core's models of images and text have a part of the same name.
+# Megatron-Core's vision-language models also have a `language_model` submodule.
 _OF_CORE = re.compile(r"language_model\.decoder\.layers\.\d{1,9}\.(?:self_attention|mlp)\.linear_")
 
 _BLOCK = r"(?:language_model\.)?(?:transformer|encoder)\."
 _LAYER = _BLOCK + r"layers\.(\d{1,9})\."
 _KIND = r"\.(weight|bias)"
-# What is called `layernorm` became `norm` with RMSNorm, and `attention` became `self_attention` with T5.
+# `layernorm` was renamed `norm` with RMSNorm, and `attention` was renamed `self_attention` with T5.
 _NAMES = tuple(
     (re.compile(older), core)
     for older, core in (
@@ -60,10 +60,10 @@ _ARGUMENTS: Mapping[str, str] = MappingProxyType({"model_parallel_size": "tensor
 
 
 def flattened(path: Path, model: Any) -> dict[str, Any]:
-    """Returns what a model's nested tables hold, under names with dots; Megatron-Core's are flat as they are.
+    """Flattens a model's nested dicts to names with dots; Megatron-Core's are flat already.
 
     Raises:
-        CheckpointError: naming the file, where it is no table of names.
+        CheckpointError: naming the file, if it is not a dict with string keys.
     """
     found: dict[str, Any] = {}
     for name, value in _entries(path, model, "", _DEEPEST):
@@ -83,18 +83,18 @@ def _entries(path: Path, table: Any, prefix: str, deeper: int) -> Iterator[tuple
 
 
 def is_older(names: Collection[str]) -> bool:
-    """Checks whether a model's names are of Megatron-LM before Megatron-Core."""
+    """Returns whether a model's names are from Megatron-LM before Megatron-Core."""
     return any(name.startswith(_OLDER) for name in names) and not any(map(_OF_CORE.match, names))
 
 
 def core_names(path: Path, tensors: Mapping[str, Any], block: str) -> dict[str, Any]:
-    """Returns older tensors under Megatron-Core's names.
+    """Renames older tensors to Megatron-Core's names.
 
     Args:
-        block: what Megatron-Core calls the layers' module: `decoder`, or `encoder` in BERT.
+        block: Megatron-Core's name of the module with the layers: `decoder`, or `encoder` in BERT.
 
     Raises:
-        CheckpointError: naming the file and a tensor that is not known, or that is there under two names.
+        CheckpointError: naming the file and a tensor that is unknown or appears under two names.
     """
     found: dict[str, Any] = {}
     for name, value in tensors.items():
@@ -119,13 +119,13 @@ def _core_name(name: str, block: str) -> str | None:
 
 
 def core_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns older arguments of Megatron-LM under today's names."""
+    """Renames older arguments of Megatron-LM to current names."""
     renamed = {_ARGUMENTS[name]: value for name, value in arguments.items() if name in _ARGUMENTS}
     return {**renamed, **arguments}
 
 
 def check_version(path: Path, version: float, older: bool) -> None:
-    """Checks that the order of a file's rows of query, key and value is known.
+    """Checks that the order of a file's query, key and value rows is known.
 
     Raises:
         CheckpointError: naming the file and its version.
@@ -143,10 +143,10 @@ def check_version(path: Path, version: float, older: bool) -> None:
 
 
 def reorder_encoder_qkv(packed: Tensor, version: float) -> Tensor:
-    """Returns a tower's rows of query, key and value `[rows, ...]`, which are ordered as in version 2.0.
+    """Returns an encoder's query, key and value rows `[rows, ...]`, which are in the order of version 2.0.
 
     Raises:
-        CheckpointError: they are older than towers are.
+        CheckpointError: the version predates modality encoders.
     """
     if version < _GROUPED:
         raise CheckpointError(f"Megatron-LM had no towers when it wrote checkpoint_version {version}.")
@@ -154,14 +154,14 @@ def reorder_encoder_qkv(packed: Tensor, version: float) -> Tensor:
 
 
 def grouped_by_head(packed: Tensor, version: float, arguments: Mapping[str, Any], ranks: int, memory: Memory) -> Tensor:
-    """Orders the rows of query, key and value `[heads * 3 * head_dim, ...]` as they are since version 2.0.
+    """Reorders query, key and value rows `[heads * 3 * head_dim, ...]` to the order used since version 2.0.
 
     Version 0 has `[3, heads / ranks, head_dim]` on each tensor-parallel rank, 1.0 has `[heads, head_dim, 3]`, and 2.0
     `[heads, 3, head_dim]`.
 
     Args:
-        packed: the rows of all ranks, one rank after another.
-        arguments: of the config.
+        packed: the rows of all ranks, in rank order.
+        arguments: arguments of the config.
 
     Raises:
         CheckpointError: the number of heads does not fit.

@@ -1,4 +1,4 @@
-"""The parts of ranks that a global tensor is made of, read from their files as they are asked for."""
+"""Merging of rank shards into global tensors, read from their files on demand."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from .ranks import RankFile
 
 
 class RankShard(NamedTuple):
-    """A tensor in a rank's file; `expert` is the index and number of experts of one that holds several."""
+    """A tensor in a rank's file; `expert` is the index and count of experts if the tensor holds several."""
 
     file: RankFile
     chunk: int
@@ -30,20 +30,20 @@ class RankShard(NamedTuple):
 
     @property
     def stored(self) -> StoredTensor:
-        """Where it lies; an expert of several lies transposed (moe/experts.py, GroupedMLP.forward)."""
+        """Location of the tensor; one of several experts is stored transposed (moe/experts.py, GroupedMLP.forward)."""
         stored = self.file.chunks[self.chunk][self.key]
         if self.expert is None:
             return stored
         index, count = self.expert
         first, second = stored.shape if len(stored.shape) == 2 else (0, 0)
-        # Experts lie one after the other, however the tensor is shaped.
+        # Experts are contiguous in memory, whatever the shape of the tensor.
         shape = (first, second // count) if self.key.endswith("weight1") else (first // count, second)
         if stored.stride != (second, 1) or not first * second == shape[0] * shape[1] * count > 0:
             raise CheckpointError(f"{self} has no {count} experts of one size.")
         return replace(stored, shape=shape, stride=(shape[1], 1), offset=stored.offset + index * shape[0] * shape[1])
 
     def entry(self) -> TensorMeta:
-        """Returns the shape and dtype of what is read."""
+        """Returns the shape and dtype of the tensor that is read."""
         stored = self.stored
         return TensorMeta(stored.shape if self.expert is None else stored.shape[::-1], stored.dtype)
 
@@ -58,12 +58,12 @@ class RankShard(NamedTuple):
 
 @dataclass
 class MergedTensor:
-    """What a global tensor is made of.
+    """The shards that make up a global tensor.
 
     Attributes:
-        split: of one expert's tensor where there are several.
-        pieces: for each expert, or once, those of the tensor-parallel ranks.
-        copies: pieces that have to hold the same.
+        split: sharding, of a single expert's tensor if there are several.
+        pieces: shards of the tensor-parallel ranks, one list per expert or a single list.
+        copies: pairs of shards that must be equal.
     """
 
     split: RankSplit | None
@@ -72,7 +72,7 @@ class MergedTensor:
     copies: list[tuple[RankShard, RankShard]] = field(default_factory=list)
 
     def entry(self) -> TensorMeta:
-        """Returns the global shape and dtype, which every rank's have to fit."""
+        """Returns the global shape and dtype; raises if the shards of ranks do not fit each other."""
         first = self.pieces[0][0].entry()
         for piece in (piece for ranks in self.pieces for piece in ranks):
             if piece.entry() != first:
@@ -86,11 +86,11 @@ class MergedTensor:
 
     @property
     def piece_length(self) -> int:
-        """How long a rank's part of it is in the dim that is split, 0 where none is."""
+        """Length of a rank's shard in the split dim, 0 if the tensor is not split."""
         return self.pieces[0][0].entry().shape[self.split.dim] if self.split is not None else 0
 
     def read(self, name: str, blocks: Sequence[int], memory: Memory) -> Tensor:
-        """Reads the global tensor, of any shape, of which ranks split each of `blocks` by itself.
+        """Reads the global tensor, of any shape; ranks split each of `blocks` separately.
 
         Raises:
             CheckpointError: copies differ, or a file is damaged.
@@ -106,7 +106,7 @@ class MergedTensor:
 
 
 def _merge(target: Tensor, split: RankSplit | None, ranks: Sequence[RankShard], blocks: Sequence[int]) -> None:
-    """Reads what each rank has to its place in the global tensor."""
+    """Reads each rank's shard into its position in the global tensor."""
     for rank, piece in enumerate(ranks):
         views = (target,) if split is None else rank_views(target, split, rank, len(ranks), blocks)
         starts = [0] * target.dim()
@@ -117,7 +117,7 @@ def _merge(target: Tensor, split: RankSplit | None, ranks: Sequence[RankShard], 
 
 
 def _equal(first: RankShard, second: RankShard) -> bool:
-    """Compares bit for bit, so that NaN equals itself; a few rows at a time."""
+    """Compares bytes, so that NaN equals itself; a few rows at a time to bound memory."""
     entry = first.entry()
     if entry != second.entry():
         return False

@@ -1,4 +1,4 @@
-"""The folders of Megatron's legacy `torch` format, one for each rank, and what their files say of themselves."""
+"""Rank folders of Megatron's legacy `torch` format, and the metadata of their files."""
 
 import math
 import re
@@ -35,12 +35,12 @@ class Rank(NamedTuple):
 
 
 def all_ranks(sizes: Rank) -> Iterator[Rank]:
-    """Yields every rank; a file may say that there are more than fit into memory."""
+    """Yields every rank; lazily, because a damaged file may report more ranks than fit into memory."""
     return (Rank(tp, pp, ep) for tp in range(sizes.tp) for pp in range(sizes.pp) for ep in range(sizes.ep))
 
 
 def rank_folder(rank: Rank, sizes: Rank) -> str:
-    """Names a rank's folder (Megatron-LM's training/checkpointing.py, `get_checkpoint_name`)."""
+    """Returns the name of a rank's folder (Megatron-LM's training/checkpointing.py, `get_checkpoint_name`)."""
     pipeline = f"_{rank.pp:03d}" if sizes.pp > 1 else ""
     expert = f"_{rank.ep:03d}" if sizes.ep > 1 else ""
     return f"mp_rank_{rank.tp:02d}{pipeline}{expert}"
@@ -48,15 +48,15 @@ def rank_folder(rank: Rank, sizes: Rank) -> str:
 
 @dataclass(frozen=True)
 class RankFile:
-    """A rank's file, of which tensors are read as they are asked for.
+    """A rank's file, whose tensors are read on demand.
 
     Attributes:
         blob: reads tensors.
-        chunks: the tensors of each of the rank's virtual pipeline stages, or of the only one.
-        arguments: Megatron-LM's, as far as the file has any.
-        version: `checkpoint_version`, which says how the rows of query, key and value lie.
+        chunks: the tensors of each of the rank's virtual pipeline stages, or of its only stage.
+        arguments: Megatron-LM's arguments, as far as the file has any.
+        version: `checkpoint_version`, which determines the order of query, key and value rows.
         iteration: 0 in a release.
-        optimizer: whether optimizer state lies in the file or beside it.
+        optimizer: whether there is optimizer state, in this file or in a separate one.
     """
 
     path: Path
@@ -69,20 +69,20 @@ class RankFile:
 
     @classmethod
     def open(cls, path: Path, block: str, files: ExitStack) -> "RankFile":
-        """Looks at what a file has, which `files` closes.
+        """Opens a file and parses its metadata; `files` closes it.
 
         Args:
-            block: what Megatron-Core calls the module of the layers.
+            block: Megatron-Core's name of the module with the layers.
 
         Raises:
-            CheckpointError: naming the file, where it is damaged, unsafe to read or of an unknown version.
+            CheckpointError: naming the file, if it is damaged, unsafe to read or of an unknown version.
         """
         blob = open_saved(files.enter_context(DataFile(path)))
         content = blob.value
         if not isinstance(content, dict):
             raise CheckpointError(f"{path} is refused: it holds no table.")
         arguments: Mapping[Any, Any] = stored_arguments(content, path)
-        # Megatron-LM takes a file without a version for one of version 0.
+        # Megatron-LM treats a file without a version as version 0.
         version, iteration = content.get("checkpoint_version", 0), content.get("iteration", 0)
         if type(version) not in (int, float) or type(iteration) is not int:
             raise CheckpointError(f"{path} is refused: checkpoint_version or iteration is not what it should be.")
@@ -102,19 +102,19 @@ class RankFile:
 
 
 def _weights(model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the weights that a model's table has; states of fp8 and old rotary buffers are none."""
+    """Yields the weights of a model's table, without fp8 states and old rotary buffers."""
     for key, value in model.items():
         if "_extra_state" not in key.rpartition(".")[2] and key != "rotary_pos_emb.inv_freq":
             yield key, value
 
 
 def _checked(blob: Saved, path: Path, key: str, value: Any) -> StoredTensor:
-    """Checks that a tensor's bytes are all in the file, so that memory may be taken for it."""
+    """Checks that all bytes of a tensor are in the file, so that it is safe to allocate memory for it."""
     if not isinstance(value, StoredTensor) or not value.shape:
         raise CheckpointError(f"{path} is refused: {key} is no tensor.")
     if math.prod(value.shape) * value.dtype.itemsize > value.storage_nbytes:
         raise CheckpointError(f"{path} is refused: {key} repeats the entries of a smaller storage.")
-    # Looks for the record, and reads nothing.
+    # An empty read checks that the record exists.
     dims = len(value.shape)
     blob.read_into(value, [0] * dims, torch.empty((0,) * dims, dtype=value.dtype))
     return value
@@ -125,8 +125,8 @@ class Ranks:
     """All files of a checkpoint.
 
     Attributes:
-        folder: the one that the ranks' folders lie in.
-        sizes: how many ranks there are of each kind; experts are split over `expert_tp` tensor-parallel ranks.
+        folder: parent of the rank folders.
+        sizes: number of ranks of each kind; experts are split over `expert_tp` tensor-parallel ranks.
     """
 
     folder: Path
@@ -141,13 +141,13 @@ class Ranks:
 
     @classmethod
     def open(cls, path: str | Path, block: str) -> "Ranks":
-        """Finds every rank's file, in the folder of `latest_checkpointed_iteration.txt` or of `mp_rank_*`.
+        """Opens every rank's file, in the folder of `latest_checkpointed_iteration.txt` or of `mp_rank_*`.
 
         Args:
-            block: what Megatron-Core calls the module of the layers.
+            block: Megatron-Core's name of the module with the layers.
 
         Raises:
-            CheckpointError: naming a folder that is missing or surplus, or a file that is refused.
+            CheckpointError: naming a folder that is missing or surplus, or a file that is rejected.
         """
         folder = iteration_folder(Path(path))
         if not folder.is_dir():
@@ -169,7 +169,7 @@ class Ranks:
 
     @classmethod
     def _of(cls, folder: Path, opened: Mapping[tuple[int, ...], RankFile], stack: ExitStack) -> "Ranks":
-        """Checks that every rank is there; from then on the files stay open."""
+        """Checks that all ranks are present; on success, the files stay open."""
         only_experts = len(min(opened)) == 2 and _second_is_expert(opened)
         files = {_rank(numbers, only_experts): file for numbers, file in opened.items()}
         arguments, version = files[min(files)].arguments, files[min(files)].version
@@ -190,7 +190,7 @@ class Ranks:
 
 
 def _second_is_expert(files: Mapping[tuple[int, ...], RankFile]) -> bool:
-    """Checks whether folders of two numbers are those of expert ranks: pipeline ranks are numbered so too."""
+    """Returns whether folders with two indices are expert ranks; pipeline ranks have the same pattern."""
     arguments = files[min(files)].arguments
     if arguments.get("pipeline_model_parallel_size") not in (None, 1):
         return False
@@ -215,9 +215,9 @@ def _size(folder: Path, arguments: Mapping[str, Any], kind: str, found: int) -> 
 
 
 def _check_complete(folder: Path, files: Mapping[Rank, RankFile], sizes: Rank, expert_tp: int) -> None:
-    """Checks that every rank's folder is there.
+    """Checks that every rank's folder is present.
 
-    With experts that are not split over tensor-parallel ranks, a tensor-parallel rank has only some expert ranks.
+    If experts are not split over tensor-parallel ranks, a tensor-parallel rank has only some of the expert ranks.
     """
     for rank in all_ranks(sizes):
         if rank in files:

@@ -1,4 +1,4 @@
-"""Reading Megatron's legacy `torch` format: every rank's own tensors, merged into global ones."""
+"""Reader of Megatron's legacy `torch` format: merges the ranks' local tensors into global ones."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,16 +17,16 @@ from .ranks import Rank, RankFile, Ranks
 
 
 class MegatronLegacyReader(MegatronReader):
-    """A checkpoint that Megatron-LM saved with `--ckpt-format torch`, or before there was another format.
+    """A checkpoint that Megatron-LM saved with `--ckpt-format torch`, or before other formats existed.
 
-    Layers are numbered in the order of the pipeline from how many each stage holds, so uneven and virtual stages need
-    no further arguments. Of tensors that several ranks have, the first rank's is read and the others' are compared.
+    Layers are numbered in pipeline order from the number of layers on each stage, so uneven and virtual stages need no
+    further arguments. If several ranks hold a tensor, the first rank's is read and the others are compared with it.
 
     Attributes:
-        arguments: Megatron-LM's of the first rank, as far as the checkpoint has them.
+        arguments: Megatron-LM's arguments of the first rank, as far as the checkpoint has them.
 
     Raises:
-        CheckpointError: naming a folder, file or tensor that is missing, unknown or not what it should be.
+        CheckpointError: naming a folder, file or tensor that is missing, unknown or inconsistent.
     """
 
     def __init__(self, path: str | Path, model: MegatronModel):
@@ -48,11 +48,11 @@ class MegatronLegacyReader(MegatronReader):
         self._untie()
         self.entries = {Key(WEIGHT, name): made.entry() for name, made in self._merged.items()}
         for key, entry in self.entries.items():
-            # Sizes that do not fit are seen before anything is read.
+            # Applied to meta tensors, so that wrong sizes are found before anything is read.
             self._in_order(key.name, entry.meta())
 
     def _collect(self) -> None:
-        """Goes through all stages in the order of the layers (transformer_layer.py, get_transformer_layer_offset)."""
+        """Visits all stages in layer order (transformer_layer.py, get_transformer_layer_offset)."""
         ranks = self._ranks
         virtual = {len(file.chunks) for file in ranks.files.values()}
         if len(virtual) != 1:
@@ -65,7 +65,7 @@ class MegatronLegacyReader(MegatronReader):
         _same(ranks.folder, "num_layers", self._model.num_layers, layers)
 
     def _collect_stage(self, stage: Mapping[Rank, RankFile], chunk: int, offset: int) -> int:
-        """Collects the tensors of one stage, and returns how many layers it has."""
+        """Collects the tensors of one stage, and returns its number of layers."""
         first = stage[min(stage)]
         keys = first.chunks[chunk].keys()
         for file in stage.values():
@@ -95,7 +95,7 @@ class MegatronLegacyReader(MegatronReader):
             else:
                 final = canonical(name, named)
                 self._add(final, self._dense(final, stage, chunk, key))
-        # Of another model, it is the names that are refused.
+        # Without layers in the main block (another model type), the names are rejected later.
         return len(blocks[main] or max(blocks.values(), key=len))
 
     def _add(self, name: str, made: MergedTensor) -> None:
@@ -104,7 +104,7 @@ class MegatronLegacyReader(MegatronReader):
             return
         if name != self._model.prefix + EMBEDDING:
             raise CheckpointError(f"{name} is in two stages: {there.pieces[0][0]} and {made.pieces[0][0]}.")
-        # multi_token_prediction.py: a stage that predicts further tokens has a copy of the embedding.
+        # multi_token_prediction.py: a stage with MTP layers has a copy of the embedding.
         there.copies += [*made.copies, *zip(there.pieces[0], made.pieces[0], strict=True)]
 
     def _dense(self, name: str, stage: Mapping[Rank, RankFile], chunk: int, key: str) -> MergedTensor:
@@ -127,7 +127,7 @@ class MegatronLegacyReader(MegatronReader):
     def _of_experts(
         self, name: str, stage: Mapping[Rank, RankFile], chunk: int, keys: Mapping[int | None, str]
     ) -> MergedTensor:
-        """Merges all experts of a layer; those of an expert-parallel rank follow those of the rank before it."""
+        """Merges all experts of a layer, in the order of the expert-parallel ranks."""
         split = tensor_parallel_split(name)
         split = split.of_expert() if split is not None else None
         tensors = stage[min(stage)].chunks[chunk]
@@ -157,7 +157,7 @@ class MegatronLegacyReader(MegatronReader):
         return made
 
     def _untie(self) -> None:
-        """Takes the last stage's copy of tied embeddings out (language_module.py)."""
+        """Removes the last stage's copy of tied embeddings (language_module.py)."""
         name = "untie_embeddings_and_output_weights"
         untied = self._model.arguments.get(name, self.arguments.get(name, False))
         first, last = self._model.prefix + EMBEDDING, self._model.prefix + OUTPUT
@@ -174,7 +174,7 @@ class MegatronLegacyReader(MegatronReader):
         return self._in_order(key.name, merged.read(key.name, blocks, self.memory))
 
     def _in_order(self, name: str, tensor: Tensor) -> Tensor:
-        """Orders a tensor of any shape as Megatron-Core has it, whatever version it was written by."""
+        """Reorders a tensor of any shape from the checkpoint's version to Megatron-Core's order."""
         first = self._ranks.first
         if ".self_attention.linear_qkv." not in name or ".layer_norm_" in name:
             return tensor
@@ -190,7 +190,7 @@ class MegatronLegacyReader(MegatronReader):
 
 
 def _global_name(key: str, offset: int) -> str:
-    """Returns the name with the layer's number in the whole model; layers of `mtp` are numbered so already."""
+    """Returns the name with the global layer index; `mtp` layers have global indices already."""
     match = LAYER.match(key)
     if match is None:
         return key
@@ -201,9 +201,9 @@ def _global_name(key: str, offset: int) -> str:
 
 
 def _is_replicated(key: str, tensors: Mapping[str, StoredTensor]) -> bool:
-    """Checks whether a rank has all of a down projection: then the up projection reads no more than it makes.
+    """Returns whether a down projection is replicated: it is then at least as wide as the input of the up projection.
 
-    That of keys and values makes the part that rotates besides.
+    For keys and values the output is strictly wider, as it includes the rotary part.
     """
     up = tensors.get(key.replace("_down_proj", "_up_proj"))
     if up is None or len(up.shape) != 2:

@@ -1,4 +1,4 @@
-"""Writing Megatron's legacy `torch` format: each tensor is cut and appended to the files of all ranks that have it."""
+"""Writer of Megatron's legacy `torch` format: shards each tensor and appends the shards to the files of their ranks."""
 
 from argparse import Namespace
 from collections import OrderedDict
@@ -34,13 +34,13 @@ from .ranks import FILE, Rank, all_ranks, rank_folder
 
 @dataclass
 class _Shard:
-    """The same bytes in the files of one or several ranks.
+    """A shard with the same bytes in the files of one or several ranks.
 
     Attributes:
-        expert: index in the global tensor, `None` where all of it is meant.
-        blocks: lengths of what ranks split by itself.
-        tp: whose part it is.
-        names: of the tensor in each of these files.
+        expert: index in the global tensor, `None` for the full tensor.
+        blocks: lengths of the blocks that ranks split separately.
+        tp: tensor-parallel rank of the shard.
+        names: name of the tensor in each of these files.
     """
 
     split: RankSplit | None
@@ -51,7 +51,7 @@ class _Shard:
     slots: dict[Rank, int] = field(default_factory=dict)
 
     def pieces(self, tensor: Tensor, size: int) -> tuple[Tensor, ...]:
-        """Returns the bytes, as tensors `[rows, ...]` one after the other."""
+        """Returns the shard's bytes as consecutive tensors `[rows, ...]`."""
         unsharded = tensor if self.expert is None else tensor[self.expert]
         if self.split is None:
             return (unsharded.contiguous(),)
@@ -62,15 +62,15 @@ class _Shard:
 
 
 class MegatronLegacyWriter(Writer):
-    """A checkpoint for Megatron-LM's `--ckpt-format torch`, without optimizer state and random states.
+    """A checkpoint for Megatron-LM's `--ckpt-format torch`, without optimizer state and RNG states.
 
-    Megatron-LM needs `--no-load-optim --no-load-rng` where it is not a release.
+    Megatron-LM needs `--no-load-optim --no-load-rng` to load it unless it is a release.
 
     Args:
-        options: how many ranks there are; the layers have to divide evenly over the stages of a pipeline.
-        iteration: optimizer steps of the run; without, the checkpoint is a release.
-        local_names: names of Megatron-Core's own layers instead of those of TransformerEngine.
-        grouped_experts: names of TEGroupedMLP instead of those of SequentialMLP; `None` follows `local_names`.
+        options: numbers of ranks; the layers must divide evenly over the pipeline stages.
+        iteration: optimizer steps of the run; `None` writes a release.
+        local_names: use the names of Megatron-Core's local layers instead of TransformerEngine's.
+        grouped_experts: use the names of TEGroupedMLP instead of SequentialMLP's; `None` follows `local_names`.
         expert_tp_size: tensor-parallel ranks that share an expert: 1, or `None` for all of them.
 
     Raises:
@@ -108,7 +108,7 @@ class MegatronLegacyWriter(Writer):
             self._files[rank] = ArchiveWriter(file, {**content, "model": weights})
 
     def _plan(self, key: Key, entry: TensorMeta) -> list[_Shard]:
-        """Plans which files a tensor goes to, and as what."""
+        """Returns the shards of a tensor, with the files they are written to."""
         if key.kind != WEIGHT:
             raise CheckpointError(
                 f"{key}: the legacy format is written without optimizer state; leave it out or write torch_dist."
@@ -139,12 +139,12 @@ class MegatronLegacyWriter(Writer):
         return shards
 
     def _places(self, name: str, expert: int | None, entry: TensorMeta) -> Iterator[tuple[Rank, str]]:
-        """Yields the ranks that hold a tensor and their name of it."""
+        """Yields the ranks that hold a tensor, and its local name."""
         last = self._sizes.pp - 1
         match = LAYER.match(name)
         stage, own = last, name
         if match and not of_mtp(match[1]):
-            # What stands last before the number, behind the prefix of a language model.
+            # The module name before "layers", after a possible language model prefix.
             layers = self._model.layers_of[match[1].split(".")[-3]]
             number, of_stage = int(match[2]), layers // self._sizes.pp
             if number >= layers:
@@ -162,7 +162,7 @@ class MegatronLegacyWriter(Writer):
             own = name_of_expert(own, expert % of_rank, self._grouped)
         for tp, ep in product(range(self._sizes.tp), eps):
             yield Rank(tp, stage, ep), own
-            # language_module.py: with tied embeddings the last stage has a copy of its own.
+            # language_module.py: with tied embeddings the last stage has its own copy.
             if name == self._embedding and stage != last and self._tied:
                 yield Rank(tp, last, ep), self._output
 
@@ -179,7 +179,7 @@ class MegatronLegacyWriter(Writer):
         return Key(WEIGHT, self._output) not in self.plan
 
     def _models(self) -> dict[Rank, OrderedDict[str, Any]]:
-        """Makes the table of each rank's weights, whose tensors are numbered in the order in which they come."""
+        """Returns each rank's dict of weights; storages are numbered in the order in which they are written."""
         models: dict[Rank, OrderedDict[str, Any]] = {rank: OrderedDict() for rank in self._ranks}
         for key, shards in self._shards.items():
             for shard in shards:
@@ -197,7 +197,7 @@ class MegatronLegacyWriter(Writer):
         return models
 
     def _arguments(self) -> Namespace:
-        """Returns Megatron-LM's arguments, of which it compares some as it loads (training/checkpointing.py)."""
+        """Returns Megatron-LM's arguments; it checks some of them when loading (training/checkpointing.py)."""
         tp, pp, ep = self._sizes
         arguments = dict(self._model.arguments)
         if unfit := next((name for name, value in arguments.items() if not _is_plain(value)), None):

@@ -1,1 +1,1 @@
-"""The library's own sharded checkpoints, which resume on every layout."""
+"""This library's sharded checkpoints, which resume on every layout."""

@@ -1,4 +1,4 @@
-"""The library's own sharded checkpoints, which resume on every layout."""
+"""This library's sharded checkpoints, which resume on every layout."""
 
 from ...checkpoint.manifest import MANIFEST
 from ..format import Format

@@ -1,4 +1,4 @@
-"""The library's own sharded checkpoints, of any layout: Trainer's and `Accelerator.save_state`'s folders."""
+"""Reader of this library's sharded checkpoints of any layout: Trainer's and `Accelerator.save_state`'s folders."""
 
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ class ShardedReader(Reader):
     """A sharded checkpoint.
 
     Args:
-        verify: compare all checksums first.
+        verify: compare all checksums when opening.
 
     Raises:
-        CheckpointError: it is incomplete or damaged, or holds other weights than the architecture has.
+        CheckpointError: it is incomplete or damaged, or its weights are not the weights of the architecture.
     """
 
     def __init__(self, path: Path, architecture: Architecture, verify: bool = True):
@@ -78,7 +78,7 @@ class ShardedReader(Reader):
         return out.view(entry.shape)
 
     def _file(self, name: str) -> SafetensorsFile:
-        """Opens a file of which whole tensors are read: what is mapped counts as memory until it is given back."""
+        """Opens a file to read full tensors: unlike a memory map, reads do not count as used memory afterwards."""
         if name not in self._files:
             self._files[name] = SafetensorsFile(inside(self._checkpoint.path, name))
         return self._files[name]
@@ -89,15 +89,15 @@ class ShardedReader(Reader):
 
 
 def full_chunk(entry: TensorMeta) -> TensorChunk:
-    """Returns the box that a whole tensor of any shape fills."""
+    """Returns the box that covers a full tensor of any shape."""
     return TensorChunk((0,) * len(entry.shape), entry.shape)
 
 
 def _optimizer(described: list[dict[str, Any]], converted: Any) -> tuple[OptimizerState | None, str | None]:
-    """Returns what the manifest says of the optimizer, or why it cannot be converted.
+    """Returns the optimizer state described by the manifest, or why it cannot be converted.
 
     Args:
-        converted: what `ShardedWriter` noted, if it wrote the checkpoint.
+        converted: metadata recorded by `ShardedWriter`, if it wrote the checkpoint.
     """
     if not described:
         return None, None

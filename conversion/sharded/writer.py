@@ -1,4 +1,4 @@
-"""Writes the library's own sharded checkpoints, which resume on every layout."""
+"""Writer of this library's sharded checkpoints, which resume on every layout."""
 
 import dataclasses
 import json
@@ -24,13 +24,13 @@ def _is_plain(value: Any) -> bool:
 
 
 class ShardedWriter(Writer):
-    """Writes a checkpoint that resumes on every layout.
+    """Writer of a checkpoint that resumes on every layout.
 
-    Moments go to the parameters of the run that resumes, whatever groups it has; its hyperparameters stay.
+    Moments are assigned to the parameters of the resuming run, whatever its groups; it keeps its own hyperparameters.
 
     Args:
         iteration: optimizer steps taken so far.
-        optimizer: of the moments in the plan.
+        optimizer: state of the optimizer whose moments are in the plan.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ShardedWriter(Writer):
     def _write_manifest(self) -> None:
         from transformers import TrainerState
 
-        # From which Trainer goes on counting.
+        # Trainer resumes counting steps from this state.
         state = dataclasses.asdict(TrainerState(global_step=self._iteration or 0))
         self._output.add("trainer_state.json", json.dumps(state, indent=2, sort_keys=True) + "\n")
         tensors = {}

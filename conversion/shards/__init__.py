@@ -1,1 +1,1 @@
-"""Folders of `shard-*.safetensors` as several ranks of transformers write them; they are read as `dcp`."""
+"""Folders of `shard-*.safetensors` as written by several transformers ranks; read by `dcp`."""

@@ -1,4 +1,4 @@
-"""Folders of `shard-*.safetensors` as several ranks of transformers write them; they are read as `dcp`."""
+"""Folders of `shard-*.safetensors` as written by several transformers ranks; read by `dcp`."""
 
 from collections.abc import Mapping
 
@@ -22,15 +22,15 @@ FORMAT = Format(
 )
 
 
-# The only file of a checkpoint that one process writes.
+# The single file of a checkpoint written by one process.
 ONLY_SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
 
 class ShardsWriter(Writer):
-    """Writes such a folder: weights in one file, which `from_pretrained` reads beside a config.json.
+    """Writer of such a folder: weights in one file, which `from_pretrained` reads if there is a config.json.
 
     Raises:
-        CheckpointError: moments are planned, which the format has no place for.
+        CheckpointError: moments are planned, which the format cannot hold.
     """
 
     def __init__(self, output: Output, plan: Mapping[Key, TensorMeta]):

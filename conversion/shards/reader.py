@@ -1,7 +1,7 @@
-"""Folders of `shard-*.safetensors` that several ranks of transformers write (`distributed/checkpoint.py` in it).
+"""Reader of `shard-*.safetensors` folders written by several transformers ranks (its `distributed/checkpoint.py`).
 
-Each file has the chunks of one rank under the model's names in memory; where they belong is in its header
-(torch's `HuggingFaceStorageWriter`).
+Each file has the chunks of one rank under the model's names in memory; their offsets are in its header (torch's
+`HuggingFaceStorageWriter`).
 """
 
 import json
@@ -55,7 +55,7 @@ class ShardFolder(ChunkedTensors):
                         f"{file}: {safe_repr(name)} begins at {safe_repr(offset)} of the whole tensor."
                     )
                 chunks.setdefault(name, []).append(Chunk(TensorChunk(offset, span.shape), ((file, span),)))
-        # The format says nothing of global shapes: a tensor ends where its last chunk does.
+        # The format does not store global shapes: a tensor ends where its last chunk ends.
         shapes = {
             name: tuple(
                 max(chunk.box.offset[dim] + chunk.box.shape[dim] for chunk in found)
@@ -76,7 +76,7 @@ class ShardFolder(ChunkedTensors):
 
 
 def _once(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Puts together where the same chunk is stored: tensors that are not distributed are in every file."""
+    """Merges the locations of identical chunks: tensors that are not distributed are in every file."""
     places: dict[TensorChunk, list[tuple[Path, Location]]] = {}
     for chunk in chunks:
         places.setdefault(chunk.box, []).extend(chunk.place)
@@ -91,7 +91,7 @@ def _read(path: Path, span: Location, starts: Sequence[int], target: Tensor) -> 
 
 
 def _offsets(path: Path) -> Mapping[str, tuple[int, ...]]:
-    """Reads where the tensors of a file begin in the global ones; empty where the header does not say."""
+    """Returns the offsets of a file's tensors in the global ones; empty if its header has none."""
     metadata = read_metadata(path)
     try:
         table: dict[str, Any] = json.loads(metadata.get(_SHARDING, "{}"))

@@ -1,1 +1,1 @@
-"""Files of `torch.save`, read without running a pickle and written in one pass."""
+"""Files of `torch.save`, read without executing a pickle and written in one pass."""

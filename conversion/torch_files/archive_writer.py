@@ -1,4 +1,4 @@
-"""Writing files like those of `torch.save` in one pass, without holding a tensor; `reader` reads them."""
+"""Writer of `torch.save` files in one pass, without holding a tensor in memory; `blob` reads them."""
 
 import io
 import pickle
@@ -17,17 +17,17 @@ from ...core.io.safetensors import TensorMeta
 from ...errors import CheckpointError
 from .torch_save import STORAGES
 
-# What torch's pickles call the storage of a dtype.
+# Storage class names in torch's pickles, by dtype.
 _STORAGE_OF: Mapping[torch.dtype, type] = {
     dtype: getattr(torch, name) for name, dtype in STORAGES.items() if not dtype.is_complex
 }
 ALIGNMENT = 64
-# From here on a zip file gives sizes and offsets in 64 bits.
+# From this value on, zip files store sizes and offsets in 64 bits.
 _LARGE = 0xFFFFFFFF
 
 
 class StorageSlot:
-    """Stands in a pickle for a tensor whose bytes come later, as record `data/{number}`."""
+    """Placeholder in a pickle for a tensor whose bytes are written later, as record `data/{number}`."""
 
     def __init__(self, number: int, entry: TensorMeta):
         if entry.dtype not in _STORAGE_OF:
@@ -55,11 +55,11 @@ class _Pickler(pickle.Pickler):
 
 
 class ArchiveWriter:
-    """A file like that of `torch.save(content)`, in which each tensor's bytes are appended as they come.
+    """A file like the one of `torch.save(content)`; each tensor's bytes are appended as they arrive.
 
     Args:
-        file: where it begins.
-        content: what is saved, with a `StorageSlot` for each tensor.
+        file: output file; the archive begins at its current position.
+        content: the object to save, with a `StorageSlot` for each tensor.
     """
 
     def __init__(self, file: NewFile, content: Any):
@@ -67,24 +67,24 @@ class ArchiveWriter:
         self._directory = bytearray()
         self._records = 0
         pickled = io.BytesIO()
-        # 2 is torch's protocol.
+        # torch.save uses pickle protocol 2.
         _Pickler(pickled, protocol=2).dump(content)
         for name, data in (("data.pkl", pickled.getvalue()), ("byteorder", b"little"), ("version", b"3\n")):
             self._header(name, zlib.crc32(data), len(data))
             file.write(data)
 
     def append(self, number: int, pieces: Sequence[Tensor]) -> None:
-        """Writes the bytes of a slot's tensor: those of contiguous tensors, `[rows, ...]`, one after the other.
+        """Writes the bytes of a slot's tensor: contiguous tensors, `[rows, ...]`, that are concatenated.
 
-        The record has no checksum, as with `torch.serialization.set_crc32_options(False)`: torch does not look at it,
-        and it would take half as long again as hashing and writing.
+        The record has no checksum, as with `torch.serialization.set_crc32_options(False)`: torch does not check it,
+        and computing it would add half of the time for hashing and writing.
         """
         self._header(f"data/{number}", 0, sum(piece.nbytes for piece in pieces))
         for piece in pieces:
             self._file.write_tensor(piece)
 
     def _header(self, record: str, crc: int, size: int) -> None:
-        """Writes the local header of a record, filled up so that the record begins at a multiple of 64 bytes."""
+        """Writes a record's local header, padded so that its data begins at a multiple of 64 bytes."""
         name = f"archive/{record}".encode()
         offset = self._file.tell() - self._start
         large = struct.pack("<HHQQ", 1, 16, size, size) if size >= _LARGE else b""
@@ -103,7 +103,7 @@ class ArchiveWriter:
         self._records += 1
 
     def finish(self) -> None:
-        """Writes the directory at the end of the file."""
+        """Writes the zip directory at the end of the file."""
         start, size, count = self._file.tell() - self._start, len(self._directory), self._records
         self._file.write(self._directory)
         if start >= _LARGE or size >= _LARGE or count >= 0xFFFF:
@@ -116,14 +116,14 @@ class ArchiveWriter:
 
 
 def write_object(file: NewFile, value: Any) -> tuple[int, int]:
-    """Appends a small object, and returns where it begins and how long it is."""
+    """Appends a small object, and returns its offset and length."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return file.tell(), file.write(buffer.getbuffer())
 
 
 def write_tensor(file: NewFile, tensor: Tensor) -> tuple[int, int]:
-    """Appends a tensor of any shape, and returns where it begins and how long it is; copies what is not contiguous.
+    """Appends a tensor of any shape, and returns its offset and length; non-contiguous tensors are copied.
 
     Raises:
         CheckpointError: for a dtype that cannot be stored.

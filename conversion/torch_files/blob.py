@@ -1,6 +1,6 @@
-"""The zip files of `torch.save` that lie in a file one after another, as torch's distributed checkpoints have them.
+"""Reader of `torch.save` zip archives that are concatenated in a file, as in torch's distributed checkpoints.
 
-Reading looks at the directory and the pickle of a blob, and then at the bytes of a tensor that are asked for.
+Opening reads the directory and the pickle of a blob; tensor bytes are read on demand.
 """
 
 import struct
@@ -18,16 +18,16 @@ from ...errors import CheckpointError
 from .safe_pickle import unpickle
 from .torch_save import LARGEST_PICKLE, MEGATRON, OBJECTS, TENSORS, Saved, storage_of
 
-# Bytes of a record's header without its name, and of what ends a zip file.
+# Size of a record's header without its name, and of the record that ends a zip file.
 _HEADER, _LAST_RECORD = 30, 22
-# Flags of a record that is encrypted, or whose header is.
+# Flags of a record that is encrypted, or has an encrypted header.
 _ENCRYPTED = 1 | 1 << 13
 _ENTRY, _ENTRY_SIZE = b"PK\1\2", 46
 _BEHIND_ENTRIES = (b"PK\5\6", b"PK\6\6")
 
 
 class _Archive(Window):
-    """A zip file that is looked at before a million entries of its directory are made."""
+    """A zip file whose directory size is checked before `zipfile` creates millions of entries from it."""
 
     def read(self, size: int = -1) -> bytes:
         data = super().read(size)
@@ -37,14 +37,14 @@ class _Archive(Window):
 
 
 class Blob(Saved):
-    """What one `torch.save` wrote to a part of a file.
+    """Content that one `torch.save` wrote to a range of a file.
 
     Args:
-        offset, length: the part of the file; all of it by default.
+        offset, length: the range; the full file by default.
 
     Raises:
-        CheckpointError: naming the file, for one that is damaged, compressed or cut off, and for any class it names
-            that is not among those that Megatron and torch save.
+        CheckpointError: naming the file, if it is damaged, compressed or truncated, or names a class that is not among
+            the ones that Megatron and torch save.
     """
 
     def __init__(self, file: DataFile, offset: int = 0, length: int | None = None):
@@ -56,10 +56,10 @@ class Blob(Saved):
             with zipfile.ZipFile(_Archive(file, offset, length)) as archive:
                 self._end = archive.start_dir
                 infos = archive.infolist()
-                # Nothing before and nothing behind: both would move what the directory says.
+                # No bytes may precede or follow the archive: both would shift the offsets of the directory.
                 if file.read(offset, min(length, 4)) != b"PK\3\4" or archive.comment:
                     raise ValueError("it does not begin and end with one")
-                # `zipfile` takes the last of several that lie one behind the other.
+                # `zipfile` reads the last of several concatenated archives.
                 if min((info.header_offset for info in infos), default=0):
                     raise ValueError("it is several")
             if any(file.read(offset + length - _LAST_RECORD + 4, 4)):
@@ -78,12 +78,12 @@ class Blob(Saved):
         if f"{self._root}byteorder" in self._records and self._record("byteorder") != b"little":
             raise CheckpointError(f"{self.where} was written on a machine of another byte order.")
         if f"{self._root}.data/version" not in self._records:
-            # Torch reads no file that has neither.
+            # torch rejects an archive that has neither version record.
             self._locate("version")
         self.value = unpickle(self._record("data.pkl"), self.where, {**OBJECTS, **TENSORS}, storage_of, MEGATRON)
 
     def _check_directory(self, infos: Sequence[zipfile.ZipInfo]) -> None:
-        """Checks that every record is plain bytes of this file, which no two share: their sizes sum up to no more."""
+        """Checks that every record is uncompressed data inside this file, and that no two overlap."""
         end = 0
         for info in sorted(infos, key=lambda info: info.header_offset):
             where = f"{self.where}: record {safe_repr(info.filename)}"
@@ -98,7 +98,7 @@ class Blob(Saved):
                 raise CheckpointError(f"{where} lies outside of the others.")
 
     def _locate(self, name: str) -> tuple[int, int]:
-        """Finds where the bytes of a record begin in the file, and how many there are."""
+        """Returns the offset in the file and the size of a record's data."""
         info = self._records.get(self._root + name)
         if info is None:
             raise CheckpointError(f"{self.where}: there is no record {safe_repr(name)}.")
@@ -130,7 +130,7 @@ class Blob(Saved):
         self._compare(f"data/{storage}", unsharded.view(-1).view(torch.uint8).numpy().data)
 
     def _compare(self, name: str, content: bytes | memoryview) -> None:
-        """Compares a record with its checksum, where it has one: torch can leave them out."""
+        """Compares a record with its checksum, if it has one; torch can omit checksums."""
         expected = self._records[self._root + name].CRC
         if expected and zlib.crc32(content) != expected:
             raise CheckpointError(
@@ -139,10 +139,10 @@ class Blob(Saved):
 
 
 def _check_entries(directory: bytes, count: int) -> None:
-    """Checks that the file ends where the entries of its directory do: `zipfile` cuts the last one."""
+    """Checks that the directory ends exactly after its last entry: `zipfile` accepts a truncated one."""
     position = 0
     for _ in range(count):
-        # Of the name, of further fields and of a comment.
+        # Lengths of the name, of extra fields and of a comment.
         position += _ENTRY_SIZE + sum(struct.unpack_from("<HHH", directory, position + 28))
     if directory[position : position + 4] not in _BEHIND_ENTRIES:
         raise ValueError("its directory does not end where its entries do")

@@ -1,4 +1,4 @@
-"""Files of `torch.save` before torch 1.6, which are no zip files: pickles, and behind them the storages.
+"""Reader of `torch.save` files from before torch 1.6, which are no zip files: pickles followed by the storages.
 
 Source: torch/serialization.py, `_legacy_save`.
 """
@@ -13,7 +13,7 @@ from .safe_pickle import unpickle_first
 from .torch_save import LARGEST_PICKLE, MEGATRON, OBJECTS, TENSORS, Saved, storage_of
 
 _MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001
-# A storage begins with the number of its entries.
+# Size of the element count at the start of a storage.
 _COUNT = 8
 
 
@@ -21,8 +21,8 @@ class Stream(Saved):
     """A file of the older format.
 
     Raises:
-        CheckpointError: naming the file, for one that is damaged, cut off or longer than it says, and for any class it
-            names that is not among those that Megatron and torch save.
+        CheckpointError: naming the file, if it is damaged, truncated or longer than stated, or names a class that is
+            not among the ones that Megatron and torch save.
     """
 
     def __init__(self, file: DataFile):

@@ -1,4 +1,4 @@
-"""The machine of `safe_pickle`: interprets a pickle's operations, and calls nothing of what it names."""
+"""Stack machine of `safe_pickle`: interprets a pickle's operations without calling anything it names."""
 
 import gc
 import struct
@@ -12,18 +12,18 @@ from . import pickle_operations as ops
 from .pickled_values import COUNTED_TYPES, Getattr, Named, Record, check_expansion, cost_of_keys
 
 _GETATTR = Getattr()
-# As protocols 2 and from 3 on spell it.
+# Its names in protocol 2, and from protocol 3 on.
 _NAMES_OF_GETATTR = frozenset({"__builtin__.getattr", "builtins.getattr"})
 
-# How many objects, of some 200 bytes each, every pickle may make, and for how many of its bytes a long one may make one
-# more (that of a store with millions of chunks); how much calls may read of what they are given for each byte: one
-# object may be given to many of them.
+# Budgets. A pickle may create this many objects of about 200 bytes each, or one per so many of its bytes if it is long
+# (as for a store with millions of chunks). Calls may read this much of their arguments per byte of the pickle, because
+# one object can be passed to many calls.
 _PARTS, _BYTES_PER_PART = 6_000_000, 8
 _READ_PER_BYTE, _READ = 4, 1 << 20
-# How many keys a pickle may have, all tables together, whose hashes it chooses. Each may be compared with all others.
+# Number of keys, over all dicts, whose hashes the file can choose; colliding keys take quadratic time.
 _FORESEEN_KEYS = 10_000
 _TOO_LARGE = "what it makes of its bytes is far larger than they are."
-# What holds no further parts, and how long a text may be to count as one.
+# Length up to which a string counts as one part, and types without inner parts.
 _LONG_TEXT = 256
 _PLAIN = frozenset({int, float, bool, type(None), Named, torch.dtype})
 _SINGLE = _PLAIN | {str}
@@ -33,11 +33,11 @@ class Machine:
     """Interprets one pickle.
 
     Args:
-        data: that begins with it.
-        names, persistent, prefixes: as `safe_pickle.unpickle` has them.
+        data: bytes that begin with the pickle.
+        names, persistent, prefixes: as in `safe_pickle.unpickle`.
 
     Attributes:
-        end: where the pickle ends, after `run()`.
+        end: offset of the pickle's end, after `run()`.
     """
 
     def __init__(
@@ -49,23 +49,23 @@ class Machine:
         self._data, self._names, self._persistent, self._prefixes = data, names, persistent, prefixes
         self._position = 0
         self._stack: list[Any] = []
-        # Where marks lie in it.
+        # Stack heights at the marks.
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
-        # Whether something that holds further parts may be in several places; its parts then count in each.
+        # True if a container may occur in several places of the value; its parts then count for each occurrence.
         self._shares = False
         self._bare: set[int] = set()
         self._counts: dict[str, int] = {}
 
     def _again(self, value: Any) -> Any:
-        """Returns a value of the memo, which may be in the pickle's value already."""
+        """Returns a value from the memo, which may already occur in the pickle's value."""
         kind = type(value)
         if kind is str and len(value) > _LONG_TEXT:
             self._read(len(value))
         if kind in _SINGLE:
             return value
         if kind is Record and value.state is None:
-            # It may get a state later on.
+            # Its state may be set later.
             self._bare.add(id(value))
         parts = value.arguments if kind is Record else value
         if (kind is tuple or id(value) in self._bare) and _SINGLE.issuperset(map(type, parts)):
@@ -75,13 +75,13 @@ class Machine:
         return value
 
     def _read(self, length: int) -> None:
-        """Takes what a call or a table reads of what it is given off the budget."""
+        """Subtracts the length of data that a call or a dict reads from the budget."""
         self._to_read -= length
         if self._to_read < 0:
             raise CheckpointError(_TOO_LARGE)
 
     def _keys(self, keys: list[Any], there: int = 0) -> list[Any]:
-        """Returns keys of a table, in which some are `there`, after a look at what their hashes read and are."""
+        """Returns keys for a dict with `there` keys, after charging the cost of hashing them to the budgets."""
         length, foreseen = cost_of_keys(keys, there)
         self._foreseen -= foreseen
         if self._foreseen < 0:
@@ -100,9 +100,9 @@ class Machine:
         return self._take(end + 1 - self._position)[:-1].decode()
 
     def run(self) -> Any:
-        """Interprets the pickle, and returns its value."""
+        """Interprets the pickle and returns its value."""
         collects = gc.isenabled()
-        # What is made stays, and the collector would look at all of it again and again.
+        # All created objects stay alive, so the garbage collector would only rescan them repeatedly.
         gc.disable()
         try:
             value = self._interpret()
@@ -131,7 +131,7 @@ class Machine:
         data, stack, memo, marks, parts = self._data, self._stack, self._memo, self._marks, self._parts
         constants, operands, tuples = map(dict, (ops.CONSTANTS, ops.OPERANDS, ops.TUPLES))
         position = 0
-        # The store of a large model has tens of millions of operations: the frequent ones come first and call little.
+        # The pickle of a large store has tens of millions of operations: frequent ones come first and avoid calls.
         while True:
             operation = data[position]
             position += 1
@@ -224,7 +224,7 @@ class Machine:
             raise ValueError("it is cut off")
 
     def _marked(self) -> list[Any]:
-        """Takes off what was pushed since the last mark."""
+        """Pops the values pushed since the last mark."""
         start = self._marks.pop()
         if start > len(self._stack):
             raise ValueError("its stack is out of order")
@@ -292,7 +292,7 @@ class Machine:
             self._shares |= id(value) in self._bare
         elif type(value) is not dict:
             raise TypeError(f"it sets attributes of a {type(value).__name__}")
-        # Attributes of an OrderedDict, such as the `_metadata` of a module's state dict, are left out.
+        # Attributes of an OrderedDict, such as the `_metadata` of a module's state dict, are dropped.
 
     def _persist(self, identifier: Any) -> Any:
         if self._persistent is None:

@@ -1,11 +1,11 @@
-"""The operations of pickles in protocols 2 to 5, by what they do and what follows them."""
+"""Operations of pickle protocols 2 to 5, grouped by effect and operand."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-# Operations that push a constant, and those with an operand of so many bytes: the length of a run of bytes that
-# follows, a place in the memo to read or write, or an integer.
+# Operations that push a constant, and operations with an operand of so many bytes: the length of the byte string that
+# follows, a memo index to read or write, or an integer.
 CONSTANTS: Mapping[int, Any] = MappingProxyType({ord("N"): None, 0x88: True, 0x89: False, ord(")"): ()})
 TEXT, LONG = frozenset({ord("X"), 0x8C, 0x8D}), frozenset({0x8A, 0x8B})
 COUNTED = TEXT | LONG | {ord("B"), ord("C"), 0x8E, 0x96}
@@ -27,7 +27,7 @@ TUPLES = MappingProxyType({0x85: 1, 0x86: 2, 0x87: 3})
 
 
 def decoded(operation: int, run: bytes) -> str | int | bytes:
-    """Returns what an operation makes of the run of bytes behind it."""
+    """Returns the value that an operation creates from the byte string after it."""
     if operation in TEXT:
         return run.decode("utf-8", "surrogatepass")
     return int.from_bytes(run, "little", signed=True) if operation in LONG else run

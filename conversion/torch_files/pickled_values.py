@@ -1,4 +1,4 @@
-"""What `safe_pickle` makes of a pickle's objects and names, and how large that may be."""
+"""Values that `safe_pickle` creates for a pickle's objects and names, and limits on their size."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,12 +7,12 @@ from ...errors import CheckpointError
 
 
 class Record:
-    """An object of a class that was not looked up.
+    """Inert object of a class that was not imported.
 
     Attributes:
         kind: module and name of the class.
-        arguments: what its constructor would have got.
-        state: what its attributes would have been set from, `None` without.
+        arguments: arguments of the constructor call in the pickle.
+        state: state to set the attributes from, `None` if the pickle has none.
     """
 
     __slots__ = ("arguments", "kind", "state")
@@ -21,7 +21,7 @@ class Record:
         self.kind, self.arguments, self.state = kind, arguments, None
 
     def __getitem__(self, field: str) -> Any:
-        """Returns an attribute; `KeyError` where the file has none of that name."""
+        """Returns an attribute; raises `KeyError` if the file has none of that name."""
         if not isinstance(self.state, dict):
             raise KeyError(field)
         return self.state[field]
@@ -36,10 +36,10 @@ class Named:
 
     Args:
         name: module and name.
-        make: what stands for a call of it, given the arguments; a `Record` by default.
-        most: how many of them a pickle may have, and what they are called then.
-        has_members: whether it may be an enumeration, of which a pickle may ask for a member.
-        keys: which of the arguments become keys of a table or a set.
+        make: computes the result of calling it from the arguments; creates a `Record` by default.
+        most: maximum number of calls in a pickle; `plural` names the objects in the error.
+        has_members: whether it may be an enumeration whose members a pickle may look up.
+        keys: returns the arguments that become keys of a dict or a set.
     """
 
     __slots__ = ("_make", "has_members", "keys", "most", "name", "plural")
@@ -62,13 +62,13 @@ class Named:
 
 
 class Getattr:
-    """Python's `getattr` where a pickle names it: Python 3.11.0 to 3.11.3 write members of enumerations by it.
+    """Replacement for `getattr` in a pickle: Python 3.11.0 to 3.11.3 pickle enumeration members with it.
 
-    It reads no attribute: of an enumeration's name and a member's it makes a record of both, and refuses all else.
+    It reads no attribute: it creates a record from an enumeration's name and a member's name, and rejects all else.
     """
 
     def __call__(self, arguments: tuple[Any, ...]) -> Record:
-        """Makes the record of `(enumeration, member)`; `CheckpointError` for anything else."""
+        """Returns the record of `(enumeration, member)`; raises `CheckpointError` for anything else."""
         match arguments:
             case (Named(has_members=True, name=enumeration), str(member)) if _is_member(member):
                 return Record(enumeration, (member,))
@@ -83,7 +83,7 @@ _SCALARS = frozenset({str, int, float, bool, bytes, type(None), Record})
 
 
 def hashable(key: Any) -> Any:
-    """Returns a key of a table; refuses nested tuples, whose hash can take exponential time."""
+    """Returns a dict key; rejects nested tuples, whose hash can take exponential time."""
     kind = type(key)
     if kind in _SCALARS or (kind is tuple and all(type(part) in _SCALARS for part in key)):
         return key
@@ -91,24 +91,24 @@ def hashable(key: Any) -> Any:
 
 
 _UNFORESEEN = frozenset({bytes, Record})
-# What is read as a whole by whoever is given it.
+# Types that a call reads completely if it gets them as an argument.
 COUNTED_TYPES = frozenset({str, bytes, tuple, list, dict, set, frozenset})
-# From here on integers have the hash of smaller ones.
+# Larger integers are reduced by the hash function and can collide with smaller ones.
 _LONGEST_KEY = 61
 
 
 def cost_of_keys(keys: Sequence[Any], there: int) -> tuple[int, int]:
-    """Returns how much the hashes of keys read, and how many of the keys have a hash that the file chose.
+    """Returns the length of data read to hash keys, and the number of keys whose hash the file can choose.
 
-    Many keys with one hash, or in each other's places, take quadratic time. The hashes of texts are salted, that of a
-    record is its place in memory. Numbers that count on from those that are there, as an optimizer's parameters do,
-    each have a place.
+    Many keys with the same hash, or that occupy each other's slots, take quadratic time. Hashes of strings are salted,
+    and a record's hash is its address. Integers that continue the existing keys, as an optimizer's parameter indices
+    do, each have their own slot.
 
     Args:
-        there: how many keys are in the table before these.
+        there: number of keys already in the table.
 
     Raises:
-        CheckpointError: one is of a kind that is not hashed, or an integer larger than any that is written.
+        CheckpointError: a key has an unsupported type, or is an integer larger than any that is written.
     """
     length = foreseen = 0
     for place, key in enumerate(keys, there):
@@ -128,10 +128,10 @@ def cost_of_keys(keys: Sequence[Any], there: int) -> tuple[int, int]:
 
 
 def check_expansion(value: Any, most: int) -> None:
-    """Refuses a value of more than so many parts, or of endlessly many; each counts as often as it is to be found.
+    """Rejects a value with more than `most` parts, or a cyclic one; shared parts count once per occurrence.
 
     Raises:
-        CheckpointError: it is so.
+        CheckpointError: the value is too large.
     """
     sizes: dict[int, int] = {}
     pending = [(value, False)]
@@ -143,7 +143,7 @@ def check_expansion(value: Any, most: int) -> None:
             if sizes[id(one)] > most:
                 raise CheckpointError("it holds the same parts again and again, more often than it has bytes.")
         elif parts and id(one) not in sizes:
-            # Until its parts are counted; who meets it again before that lies inside of it.
+            # Sentinel until its parts are counted: a value that contains itself exceeds the limit.
             sizes[id(one)] = most + 1
             pending.append((one, True))
             pending += [(part, False) for part in parts]

@@ -1,8 +1,8 @@
-"""Reads a pickle without running it: nothing a file names is imported or called.
+"""Reads a pickle without executing it: nothing that a file names is imported or called.
 
-A small machine interprets the operations that `pickle.dump` writes in protocols 2 to 5. Classes are looked up in a
-table that the caller gives; what is made of them is a plain value or an inert `Record` of what the file says about it.
-Others are refused by name. Time and memory are linear in the length of the pickle.
+A small stack machine interprets the operations that `pickle.dump` writes in protocols 2 to 5. Classes are looked up in
+a table from the caller; their objects become plain values or inert `Record`s of the file's content. Other names raise
+an error. Time and memory are linear in the length of the pickle.
 """
 
 import struct
@@ -25,17 +25,17 @@ __all__ = [
     "unpickle_first",
 ]
 
-# What a pickle may name: a `Named`, or the value itself (a dtype).
+# Allowed names in a pickle, each with a `Named`, or with the value itself (a dtype).
 Names = Mapping[str, Any]
 
 
 def record_names(*names: str) -> Names:
-    """Makes a table of classes whose objects become records."""
+    """Returns a table of classes whose objects become records."""
     return MappingProxyType({name: Named(name) for name in names})
 
 
 def enumeration_names(*names: str) -> Names:
-    """Makes a table of enumerations, whose members become records of the value or of the name they are saved by."""
+    """Returns a table of enumerations, whose members become records of the value or of the name in the file."""
     return MappingProxyType({name: Named(name, has_members=True) for name in names})
 
 
@@ -59,7 +59,7 @@ def _bytes(arguments: tuple[Any, ...]) -> bytes:
 
 
 _SETS = ("builtins.set", "__builtin__.set")
-# Containers as protocol 2 spells them.
+# Containers as pickled by protocol 2.
 CONTAINERS: Names = MappingProxyType(
     {
         "collections.OrderedDict": Named(
@@ -81,7 +81,7 @@ def unpickle(
     persistent: Callable[[Any], Any] | None = None,
     prefixes: tuple[str, ...] = (),
 ) -> Any:
-    """Reads the value of a pickle; the arguments and errors are those of `unpickle_first`."""
+    """Returns the value of a pickle; arguments and errors as for `unpickle_first`."""
     return unpickle_first(data, where, names, persistent, prefixes)[0]
 
 
@@ -92,16 +92,16 @@ def unpickle_first(
     persistent: Callable[[Any], Any] | None = None,
     prefixes: tuple[str, ...] = (),
 ) -> tuple[Any, int]:
-    """Reads the value of the pickle that bytes begin with, and returns how many of them it has besides.
+    """Returns the value of the pickle at the start of `data`, and the pickle's length in bytes.
 
     Args:
         where: the file, for errors.
-        names: the classes it may name, beside containers.
-        persistent: what stands for a persistent id; without it there must be none.
-        prefixes: beginnings of names (`megatron.`) whose objects become records as well.
+        names: allowed classes, in addition to containers.
+        persistent: returns the value of a persistent id; if `None`, persistent ids are rejected.
+        prefixes: name prefixes (`megatron.`) of further classes whose objects become records.
 
     Raises:
-        CheckpointError: naming the file and the class it names, or what is damaged.
+        CheckpointError: naming the file and the class it names, or the damage.
     """
     try:
         machine = Machine(data, {**CONTAINERS, **names}, persistent, prefixes)

@@ -1,4 +1,4 @@
-"""What `torch.save` wrote, in either of its formats: tensors whose bytes are read when they are asked for."""
+"""Content of `torch.save` files, in either format: tensors whose bytes are read on demand."""
 
 import math
 import signal
@@ -34,7 +34,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         )
     }
 )
-# The dtypes that have a storage class of their own; those of others say their dtype beside it.
+# Dtypes with their own storage class; tensors of other dtypes store the dtype separately.
 STORAGES: Mapping[str, torch.dtype] = MappingProxyType(
     {
         "DoubleStorage": torch.float64,
@@ -56,7 +56,7 @@ LARGEST_PICKLE = 64 << 20
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a blob whose bytes were not read: shape, strides and offset are in entries of the storage."""
+    """Metadata of a tensor in a blob whose bytes are not read; shape, strides and offset count storage elements."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class StoredTensor:
 
 
 def _stored(storage: Any, offset: Any, shape: Any, stride: Any, dtype: Any, pending: Any = None) -> StoredTensor:
-    """Checks that a view stays inside of its storage, and that no change of sign or conjugate is `pending`."""
+    """Checks that a view stays inside its storage, and that no negation or conjugation is `pending`."""
     if pending:
         raise ValueError(f"a tensor with {safe_repr(pending)}: its entries are not those that are stored")
     kind, name, numel = storage
@@ -95,7 +95,7 @@ def storage_of(identifier: Any) -> tuple[torch.dtype | None, str, int]:
     return STORAGES.get(storage.name.removeprefix("torch.")), name, numel
 
 
-# torch/_utils.py: how tensors are made of storages.
+# torch/_utils.py: functions that rebuild tensors from storages.
 TENSORS: Names = MappingProxyType(
     {
         **DTYPES,
@@ -107,8 +107,8 @@ TENSORS: Names = MappingProxyType(
         "torch._utils._rebuild_parameter": Named("parameter", lambda a: a[0]),
     }
 )
-# What else Megatron saves beside tensors (megatron/core/safe_globals.py); loss scalers once lay in a module of
-# their own (megatron/checkpointing.py, `_load_base_checkpoint`).
+# Further objects that Megatron saves (megatron/core/safe_globals.py); loss scalers once had their own module
+# (megatron/checkpointing.py, `_load_base_checkpoint`).
 OBJECTS: Names = MappingProxyType(
     {
         **record_names(
@@ -129,20 +129,20 @@ OBJECTS: Names = MappingProxyType(
             "types.SimpleNamespace",
         ),
         **enumeration_names("signal.Signals"),
-        # Python up to 3.11.3 writes the members by the names that the module has them under.
+        # Python up to 3.11.3 pickles the members under their names in the module.
         **record_names(*(f"signal.{member.name}" for member in signal.Signals)),
     }
 )
-# Their enumerations and settings; none is looked up.
+# Prefixes of Megatron's enumerations and settings; they are never imported.
 MEGATRON = ("megatron.", "transformer_engine.")
 
 
 class Saved(ABC):
-    """A file of `torch.save`, or a part of one.
+    """A file of `torch.save`, or a range of a file.
 
     Attributes:
-        file: that it lies in, `where` for messages.
-        value: what was saved, with a `StoredTensor` for each tensor and records for objects.
+        file: the file; `where` describes it in messages.
+        value: the saved value, with a `StoredTensor` for each tensor and records for objects.
     """
 
     file: DataFile
@@ -151,13 +151,13 @@ class Saved(ABC):
 
     @abstractmethod
     def find(self, storage: str) -> tuple[int, int]:
-        """Finds where the bytes of a storage begin in the file, and how many there are."""
+        """Returns the offset in the file and the size of a storage's bytes."""
 
     def compare(self, storage: str, unsharded: Tensor) -> None:  # noqa: B027 - the older format has no checksums
-        """Compares a whole storage, read into a tensor of any shape, with its checksum."""
+        """Compares a full storage, read into a tensor of any shape, with its checksum."""
 
     def tensor(self) -> StoredTensor:
-        """Returns the tensor, of any shape, that the blob is; `CheckpointError` for another object."""
+        """Returns the tensor, of any shape, that was saved; raises `CheckpointError` for another object."""
         if not isinstance(self.value, StoredTensor):
             raise CheckpointError(f"{self.where} is not a tensor.")
         return self.value
@@ -172,7 +172,7 @@ class Saved(ABC):
         """Copies the box of a tensor that begins at `starts` into `out`, of any shape, reading little more than it.
 
         Raises:
-            CheckpointError: the bytes are not there.
+            CheckpointError: the bytes are missing.
         """
         begin, size = self._found(stored)
         if out.numel():
@@ -182,8 +182,8 @@ class Saved(ABC):
             self.compare(stored.storage, out)
 
     def read(self, stored: StoredTensor, memory: Memory = FRESH) -> Tensor:
-        """Reads a whole tensor of any shape."""
-        # What is claimed is there before memory is taken for it.
+        """Reads a full tensor of any shape."""
+        # Check that the storage has this many bytes before allocating memory.
         if math.prod(stored.shape) * stored.dtype.itemsize > stored.storage_nbytes:
             raise CheckpointError(f"{self.where}: {safe_repr(stored.shape)} entries repeat those of a smaller storage.")
         self._found(stored)

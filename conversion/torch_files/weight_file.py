@@ -1,4 +1,4 @@
-"""`.bin` weight files: pickles that hold tensors and nothing else, which are read when they are asked for."""
+"""`.bin` weight files: pickles that hold tensors and nothing else, whose bytes are read on demand."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,7 +42,7 @@ class PickledFile:
         }
 
     def read(self, name: str, memory: Memory = FRESH) -> Tensor:
-        """Reads a whole tensor of any shape."""
+        """Reads a full tensor of any shape."""
         return self._saved.read(self._tensors[name], memory)
 
     def close(self) -> None:
@@ -56,12 +56,12 @@ def open_saved(file: DataFile) -> Saved:
     """Opens a file of `torch.save`.
 
     Raises:
-        CheckpointError: naming the file and the class it names, or what is damaged.
+        CheckpointError: naming the file and the class it names, or the damage.
     """
     return Blob(file) if file.read(0, min(file.size, len(_ZIP))) == _ZIP else Stream(file)
 
 
 def read_saved(path: Path) -> Any:
-    """Reads what a file of `torch.save` holds, without its tensors' bytes; see `open_saved`."""
+    """Returns the content of a `torch.save` file without its tensors' bytes; see `open_saved`."""
     with DataFile(path) as file:
         return open_saved(file).value
