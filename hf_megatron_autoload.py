@@ -1,8 +1,8 @@
 """Parallelizes the models of TRL's commands (`trl sft --config recipe.yaml`), whose scripts do not import hf_megatron.
 
-torch calls this at the end of its import, by the entry point `torch.backends`, in every process that has both
-installed: so it imports the package only where Accelerate has started one of TRL's scripts with a Megatron-LM layout.
-`TORCH_DEVICE_BACKEND_AUTOLOAD=0` switches it off.
+torch calls this at the end of its import through the entry point `torch.backends`, in every process with both
+installed, so it imports the package only if Accelerate has started one of TRL's scripts with a Megatron-LM layout.
+`TORCH_DEVICE_BACKEND_AUTOLOAD=0` disables it.
 """
 
 import os

@@ -174,7 +174,7 @@ class Architecture:
                 )
 
     def sort_key(self, key: Key) -> tuple[int, bool, str]:
-        """Sort key: order of the model, each weight before its optimizer state."""
+        """Returns a sort key for the order of the model, each weight before its optimizer state."""
         return self._position[key.name], key.kind != WEIGHT, key.kind
 
     @cached_property

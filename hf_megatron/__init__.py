@@ -6,8 +6,8 @@
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=MegatronConfig(tp_size=2))
 
 Importing the package replaces the few functions through which a model is parallelized (`ENTRY_POINTS` in
-`hf_megatron.integrations.patch_table`). The other rows of that table are applied when the first model is parallelized
-or a layout is launched.
+`hf_megatron.integrations.patch_table`). The other patches of that table are applied when the first model is
+parallelized or a layout is launched.
 """
 
 import importlib
@@ -62,7 +62,7 @@ PUBLIC_MODULES = (
     "hf_megatron.schedules",
     "hf_megatron.testing",
 )
-# Names whose modules import torch: loaded when first read.
+# Names whose modules import torch, loaded on first access.
 _LAZY = {
     "apply_recompute": "core.memory.recompute",
     "ExpertLoad": "expert_parallel.expert_load",
@@ -89,9 +89,9 @@ _LAZY = {
 
 
 def enable() -> None:
-    """Applies the entry points, and the other patches if they were applied before; twice is once.
+    """Applies the entry points, and the other patches if they were applied before; idempotent.
 
-    Called by the import.
+    Called on import.
     """
     for patch in PATCHES:
         PATCH_REGISTRY.declare(patch)
@@ -104,7 +104,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Restores the identical upstream function objects and everything else that was replaced or registered.
+    """Restores the original upstream function objects and removes every registration.
 
     Parallelized models cannot be called until `enable()`.
     """

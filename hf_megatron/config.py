@@ -1,4 +1,4 @@
-"""`MegatronConfig`: every knob of a run, validated with errors that name the field, its value and the valid choices."""
+"""`MegatronConfig`: all settings of a run; validation errors name the field, its value and the valid choices."""
 
 import dataclasses
 import difflib
@@ -31,7 +31,7 @@ MEGATRON_ARGUMENTS: Mapping[str, str] = {
 }
 SIZES = ("tp_size", "cp_size", "pp_size", "dp_size", "ep_size", "dp_replicate_size")
 PARTITIONS = ("cost", "layers")
-# Models that trainers ask beside the one that they train.
+# Frozen models that trainers load in addition to the trained one.
 FROZEN = ("reference", "reward", "teacher")
 CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "recompute": (None, "full", "selective"),
@@ -40,7 +40,7 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {
 }
 
 
-# Fields in files that were written before these were renamed.
+# Earlier field names, for files written before they were renamed.
 _EARLIER_NAMES = {
     "frozen": "frozen_models",
     "pack_activations": "shard_saved_activations",
@@ -53,92 +53,96 @@ _EARLIER_NAMES = {
 
 @dataclass(frozen=True)
 class MegatronConfig:
-    """How one model is laid out over the ranks of a job.
+    """Parallel layout of one model over the ranks of a job.
 
     The sizes follow Hugging Face's names; a size of 1 means the axis is not used.
 
     Args:
-        tp_size (`int`, defaults to 1): ranks that share each layer's weights (tensor parallel).
-        sequence_parallel (`bool`, defaults to `False`): split the sequence over the tp ranks wherever weights are
+        tp_size (`int`, defaults to 1): ranks that shard each layer's weights (tensor parallel).
+        sequence_parallel (`bool`, defaults to `False`): shard the sequence over the tp ranks wherever weights are
             replicated (norms, dropout, residual stream).
-        shard_saved_activations (`bool`, *optional*): with `sequence_parallel`, keep shards of gathered activations for
-            backward, which gathers them again, and compute activation functions again. By default
-            everywhere but on gloo, where gathering again costs time.
-        dp_size (`int`, *optional*): ranks that see different batches (data parallel); derived from the world size by
+        shard_saved_activations (`bool`, *optional*): with `sequence_parallel`, save only the local shard of gathered
+            activations for backward, which gathers them again, and recompute activation functions. By default
+            everywhere but on gloo, where gathering again is slow.
+        dp_size (`int`, *optional*): data-parallel ranks, each with a different batch; derived from the world size by
             default.
-        zero_stage (`int`, defaults to 1): what the dp ranks share instead of each holding it: 0 nothing, 1 the
-            optimizer state, 2 also the reduced gradients, 3 also the weights.
-        dp_replicate_size (`int`, defaults to 1): the dp ranks form this many groups; state is shared inside a group
-            and repeated in each (hybrid sharding: a group per node).
-        bucket_size (`int`, *optional*): MiB of gradient that are reduced together while backward goes on. By default
-            Megatron's: 40 million entries, or a million for each rank that shares them if that is more; on CPUs 32 MiB.
-        fp32_main_params (`bool`, defaults to `True`): the optimizer keeps fp32 weights of bf16 and fp16
-            parameters, and their gradients are added up and reduced in fp32.
-        max_skipped_steps (`int`, defaults to 10): optimizer steps that may be skipped in a row for a gradient that is
-            not finite, before training is aborted.
-        offload_optimizer (`bool`, defaults to `False`): optimizer state and main weights stay in CPU memory.
-        async_save (`bool`, defaults to `False`): checkpoints are written while training goes on, from a copy in CPU
-            memory.
-        verify_checksums (`bool`, defaults to `True`): compare the checksums of a sharded checkpoint's files before
-            it is read.
-        recompute (`str`, *optional*): activations that backward computes again: `"full"`, every layer's
+        zero_stage (`int`, defaults to 1): ZeRO stage: state sharded over the dp ranks instead of replicated: 0
+            nothing, 1 the optimizer state, 2 also the reduced gradients, 3 also the weights.
+        dp_replicate_size (`int`, defaults to 1): number of groups the dp ranks are divided into; state is sharded
+            inside a group and replicated across groups (hybrid sharding: a group per node).
+        bucket_size (`int`, *optional*): size in MiB of gradient buckets, each reduced while backward continues. By
+            default Megatron's: 40 million elements, or a million per rank in the sharding group if that is more; on
+            CPUs 32 MiB.
+        fp32_main_params (`bool`, defaults to `True`): the optimizer keeps fp32 main params of bf16 and fp16
+            parameters, whose gradients are accumulated and reduced in fp32.
+        max_skipped_steps (`int`, defaults to 10): consecutive optimizer steps that may be skipped because of a
+            non-finite gradient before training is aborted.
+        offload_optimizer (`bool`, defaults to `False`): keep optimizer state and main params in CPU memory.
+        async_save (`bool`, defaults to `False`): write checkpoints in the background from a copy in CPU memory while
+            training continues.
+        verify_checksums (`bool`, defaults to `True`): verify the checksums of a sharded checkpoint's files before
+            reading it.
+        recompute (`str`, *optional*): activations that backward recomputes: `"full"`, all activations of every layer
             (gradient checkpointing), or `"selective"`, the attention core's only.
-        offload_activations (`bool`, defaults to `False`): with `recompute="full"`, what layers keep for backward waits
-            in CPU memory.
-        mlp_chunk_size (`int`, *optional*): tokens that an MLP computes at a time in training, in forward and again in
-            backward; the wide activations of one chunk are all that exists. By default all at once.
-        gradient_clipping (`float`, *optional*): the optimizer clips gradients to this norm before a step whose
-            gradients the loop has not clipped itself (Trainer's `max_grad_norm`, `accelerator.clip_grad_norm_`).
-        pp_size (`int`, defaults to 1): ranks that hold consecutive layers each (pipeline parallel).
-        num_microbatches (`int`, *optional*): parts a batch is cut into, along its rows, so that stages work at the
-            same time; a batch with fewer rows is cut into as many as it has. By default 4 x `pp_size`.
+        offload_activations (`bool`, defaults to `False`): with `recompute="full"`, offload the layer inputs saved for
+            backward to CPU memory.
+        mlp_chunk_size (`int`, *optional*): tokens that an MLP processes at a time in training, in forward and in
+            recomputation during backward, so that the wide activations of only one chunk exist at a time. By default
+            all tokens at once.
+        gradient_clipping (`float`, *optional*): norm to which the optimizer clips gradients before a step, unless the
+            training loop has clipped them (Trainer's `max_grad_norm`, `accelerator.clip_grad_norm_`).
+        pp_size (`int`, defaults to 1): pipeline-parallel ranks, each with consecutive layers.
+        num_microbatches (`int`, *optional*): number of microbatches a batch is split into along its batch dimension,
+            so that stages work concurrently; a smaller batch is split into single samples. By default 4 x `pp_size`.
         pipeline_schedule (`str`, defaults to `"1f1b"`): the order of the microbatches' forwards and backwards:
             `"gpipe"`, `"1f1b"`, `"interleaved_1f1b"`, `"looped_bfs"`, `"interleaved_zero_bubble"`, `"zbv"` or
             `"dualpipev"`.
-        virtual_stages (`int`, *optional*): stages per rank, for the schedules that interleave them; by default the
-            schedule's own number.
-        pipeline_partition (`str` or list of `int`, defaults to `"cost"`): how layers are shared out: `"cost"` evens out
-            the estimated work, the output head's included, `"layers"` their number, a list states it for each stage.
-        cp_size (`int`, defaults to 1): ranks that share the tokens of each row (context parallel).
-        cp_comm_type (`str`, *optional*): how attention over tokens of several ranks is computed, in Megatron's words:
-            `"p2p"`, keys and values go round a ring; `"a2a"`, heads are exchanged for tokens (Ulysses); `"all_gather"`,
-            keys and values are gathered; `"a2a+p2p"`, heads among neighbours, and a ring of these. By default as much
-            `"a2a"` as the model's key and value heads divide by.
-        hierarchical_context_parallel_sizes (pair of `int`, *optional*): of `"a2a+p2p"`: neighbours that exchange heads,
-            and the length of the ring; `cp_size` together.
-        ep_size (`int`, defaults to 1): ranks that hold the experts of each layer together, every one some of them
-            (expert parallel); tokens travel to their experts and back. It is no factor of the world: of the ranks of a
-            stage it takes those of tp first, then cp, then dp, as a divisor or a multiple of each.
-        etp_size (`int`, *optional*): ranks that split the widths of every expert (expert tensor parallel), `tp_size` or
-            1; by default 1 with an `ep_size` of 2 or more, where ep takes the tp ranks itself.
+        virtual_stages (`int`, *optional*): stages per rank, for interleaved schedules; by default the schedule's own
+            value.
+        pipeline_partition (`str` or list of `int`, defaults to `"cost"`): assignment of layers to stages: `"cost"`
+            balances the estimated work including the output head, `"layers"` balances the number of layers, a list
+            sets the number for each stage.
+        cp_size (`int`, defaults to 1): ranks that shard the tokens of each sequence (context parallel).
+        cp_comm_type (`str`, *optional*): communication of attention across cp ranks, in Megatron's terms: `"p2p"`
+            sends keys and values around a ring; `"a2a"` exchanges heads for tokens (Ulysses); `"all_gather"` gathers
+            keys and values; `"a2a+p2p"` exchanges heads within groups of neighbors, which form a ring. By default,
+            `"a2a"` over as many ranks as the model's key and value heads allow.
+        hierarchical_context_parallel_sizes (pair of `int`, *optional*): sizes for `"a2a+p2p"`: neighbors that exchange
+            heads, and the length of the ring; their product is `cp_size`.
+        ep_size (`int`, defaults to 1): ranks that shard the experts of each layer, each holding some of them (expert
+            parallel); tokens are dispatched to their experts and combined. It is no factor of the world size: it
+            spans the ranks of a stage in the order tp, cp, dp, as a divisor or a multiple of each.
+        etp_size (`int`, *optional*): ranks that shard the widths of every expert (expert tensor parallel), `tp_size`
+            or 1; by default 1 with an `ep_size` of 2 or more, where ep takes the tp ranks itself.
         loss_chunk_size (`int`, *optional*): tokens per chunk of the fused head and cross entropy; the local logits of
-            one chunk are all that exists at a time. By default all tokens are one chunk.
-        router_aux_loss_scope (`str`, defaults to `"batch"`): what a router's load balancing loss is taken over, where
-            the model adds one (`output_router_logits`): `"batch"`, the whole batch, as in one process; `"sequence"`,
-            each row, which can be cut in any way; `"microbatch"`, what a rank computes at a time; `"global"`, the
-            choices of the step so far with the probabilities of the batch (Megatron's `global_aux_loss`). With a
-            pipeline and several microbatches `"batch"` raises.
-        router_z_loss_coef (`float`, defaults to 0): how much of the routers' z-loss is added to their load balancing
-            loss, where the model adds one; its weight in the loss is that times the model's `router_aux_loss_coef`
-            (Megatron's `--moe-z-loss-coeff`, which adds it by itself).
-        router_bias_update_rate (`float`, defaults to 0): after each step routers' biases, in families that choose by
-            scores and a bias (DeepSeek-V3, GLM-4.5, ...), move by this towards experts with fewer tokens than the mean
-            (auxiliary-loss-free balance). Megatron's rate is 1e-3; by default biases stay as they were loaded.
-        router_replay (`bool`, defaults to `False`): experts that were chosen while TRL's GRPO or RLOO generated are
-            chosen again in their losses (R3, Ma et al., 2025), whatever has changed in between.
-        frozen_models (`dict`, *optional*): layouts of models that a trainer loads in addition to the trained one, and
-            only calls: `"reference"`, `"reward"` or `"teacher"` -> the fields in which its layout differs, such as
+            only one chunk exist at a time. By default all tokens are one chunk.
+        router_aux_loss_scope (`str`, defaults to `"batch"`): scope of a router's load balancing loss, if the model
+            adds one (`output_router_logits`): `"batch"`, the global batch, as in a single process; `"sequence"`, each
+            sequence, which is independent of the layout; `"microbatch"`, the tokens of one local forward; `"global"`,
+            the expert counts of the step so far with the probabilities of the batch (Megatron's `global_aux_loss`).
+            With a pipeline and several microbatches `"batch"` raises.
+        router_z_loss_coef (`float`, defaults to 0): coefficient of the routers' z-loss, which is added to their load
+            balancing loss, if the model adds one; its weight in the total loss is this coefficient times the model's
+            `router_aux_loss_coef` (Megatron's `--moe-z-loss-coeff` adds it independently).
+        router_bias_update_rate (`float`, defaults to 0): step size by which router biases move after each optimizer
+            step towards experts with fewer tokens than the mean, in families that choose experts by scores plus a
+            bias (DeepSeek-V3, GLM-4.5, ...; auxiliary-loss-free balancing). Megatron's rate is 1e-3; by default
+            biases keep their loaded values.
+        router_replay (`bool`, defaults to `False`): reuse the experts chosen during generation in TRL's GRPO or RLOO
+            for the losses (R3, Ma et al., 2025), even if weights have changed since.
+        frozen_models (`dict`, *optional*): layouts of frozen models that a trainer loads in addition to the trained
+            one: `"reference"`, `"reward"` or `"teacher"` -> the fields in which its layout differs, such as
             `{"reference": {"zero_stage": 3}}`.
         strict_loading (`bool`, defaults to `True`): missing, surplus or mis-shaped weights raise. With `False` missing
-            weights are drawn as in training from scratch, for example a new classification head.
+            weights are initialized as in training from scratch, for example a new classification head.
         allow_unverified (`bool`, defaults to `False`): run a model type and layout without a recorded parity result,
-            after the parity check of its tiny twin passed on this machine.
-        seed (`int`, defaults to 0): seed of weights that are drawn rather than read; the same seed gives the same
-            global weights on every layout.
+            provided that the parity check of its tiny model passes on this machine.
+        seed (`int`, defaults to 0): seed of weights that are initialized rather than loaded; the same seed gives the
+            same global weights on every layout.
         timeout (`float`, defaults to 1800): seconds a collective may take before the job is aborted.
 
     Raises:
-        ConfigError: a value out of range, naming the field.
+        ConfigError: a value is out of range; names the field.
     """
 
     tp_size: int = 1
@@ -282,12 +286,12 @@ class MegatronConfig:
                 )
 
     def of_frozen(self, name: str) -> "MegatronConfig":
-        """Returns the layout of a model of `FROZEN` beside the one that is trained."""
+        """Returns the layout of a frozen model of `FROZEN`, which a trainer loads in addition to the trained one."""
         fields = dict((self.frozen_models or {}).get(name, {}))
         if {"tp_size", "cp_size", "pp_size"} & set(fields):
-            # Where fewer ranks share a batch, more see other ones.
+            # Smaller model-parallel groups leave more data-parallel ranks.
             fields.setdefault("dp_size", None)
-        # Names near to what is no field.
+        # Validates field names, with suggestions for misspelled ones.
         self.from_dict(fields)
         return dataclasses.replace(self, **({"frozen_models": None} | fields))
 
@@ -305,7 +309,7 @@ class MegatronConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "MegatronConfig":
-        """Builds a config from a mapping of field names; an unknown field raises `ConfigError` with near matches."""
+        """Creates a config from a mapping of field names; an unknown field raises `ConfigError` with close matches."""
         known = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name not in known:
@@ -317,12 +321,12 @@ class MegatronConfig:
 
     @classmethod
     def from_saved(cls, values: Mapping[str, Any]) -> "MegatronConfig":
-        """Builds a config from the fields in a file of this library, which may have the names of earlier versions."""
+        """Creates a config from the fields in a file of this library, which may use earlier field names."""
         return cls.from_dict({_EARLIER_NAMES.get(name, name): value for name, value in values.items()})
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> "MegatronConfig":
-        """Reads a YAML file that holds a mapping of field names."""
+        """Creates a config from a YAML file with a mapping of field names."""
         import yaml
 
         try:
@@ -338,7 +342,7 @@ class MegatronConfig:
 
     @classmethod
     def from_megatron_args(cls, arguments: Mapping[str, Any]) -> "MegatronConfig":
-        """Builds a config from Megatron-LM's argument names, with or without leading dashes (`--sequence-parallel`)."""
+        """Creates a config from Megatron-LM's argument names, with or without dashes (`--sequence-parallel`)."""
         values = {}
         for name, value in arguments.items():
             key = name.lstrip("-").replace("-", "_")
@@ -353,13 +357,13 @@ class MegatronConfig:
                 value = int(value)
             values[MEGATRON_ARGUMENTS[key]] = value
         if values.get("ep_size", 1) != 1:
-            # Megatron splits experts over its tp ranks unless it is told not to.
+            # Megatron splits experts over its tp ranks by default.
             values.setdefault("etp_size", values.get("tp_size", 1))
         return cls.from_dict(values)
 
     @classmethod
     def coerce(cls, value: "MegatronConfig | Mapping[str, Any] | str | os.PathLike[str]") -> "MegatronConfig":
-        """Accepts what `megatron_config=` accepts: a config, a mapping, or the path of a YAML file."""
+        """Converts any value of `megatron_config=` to a config: a config, a mapping, or the path of a YAML file."""
         if isinstance(value, cls):
             return value
         if isinstance(value, Mapping):
@@ -378,11 +382,11 @@ class MegatronConfig:
 
     @property
     def ranks_per_replica(self) -> int:
-        """Ranks that work on one batch: tp x cp x pp."""
+        """Number of ranks that hold one model replica: tp x cp x pp."""
         return self.tp_size * self.cp_size * self.pp_size
 
     def packs_activations(self, backend: str) -> bool:
-        """Tells whether activations are packed where the tp ranks talk over this backend of torch.distributed."""
+        """Returns whether saved activations are sharded if the tp ranks communicate over this torch backend."""
         is_on = self.shard_saved_activations
         return self.sequence_parallel and backend != "gloo" if is_on is None else is_on
 
@@ -403,7 +407,7 @@ class MegatronConfig:
 
 
 def validate_world_size(config: MegatronConfig, world_size: int) -> int:
-    """Returns the job's data parallel size, or raises `ConfigError` with the launch command or valid sizes."""
+    """Returns the job's data-parallel size; raises `ConfigError` with the launch command or valid sizes."""
     replica = config.ranks_per_replica
     sizes = f"tp_size={config.tp_size} x cp_size={config.cp_size} x pp_size={config.pp_size} = {replica} ranks"
     if replica > world_size:

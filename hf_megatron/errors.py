@@ -1,53 +1,53 @@
-"""Every exception the library raises on purpose; all derive from `MegatronError`."""
+"""All exceptions that the library raises on purpose; they derive from `MegatronError`."""
 
-# A list of names that came from a file may be as long as the file.
+# Limit on message length: a list of names from a file can be as long as the file.
 _LONGEST = 16_000
 
 
 class MegatronError(Exception):
-    """Base class of the library's own errors."""
+    """Base class of the library's errors."""
 
 
 class ConfigError(MegatronError, ValueError):
-    """A configuration field, its value and what would be valid."""
+    """Raised for an invalid configuration value; names the field, the value and the valid choices."""
 
 
 class UnsupportedError(MegatronError, NotImplementedError):
-    """A feature, module or combination that is refused by name, with the way round it."""
+    """Raised for an unsupported feature, module or combination; names it and a workaround."""
 
 
 class UnverifiedLayoutError(MegatronError):
-    """A model type and layout without a recorded parity result."""
+    """Raised for a model type and layout without a recorded parity result."""
 
 
 class PlanError(MegatronError):
-    """A parameter nobody claims, a rule that matches nothing, or a module a style cannot be applied to."""
+    """Raised for a parameter without a sharding rule, a rule that matches nothing, or a style that does not apply."""
 
 
 class CheckpointError(MegatronError):
-    """Weights that are missing, surplus, mis-shaped or unsafe to read; one line, names from files without escapes."""
+    """Raised for missing, surplus, mis-shaped or unsafe weights; the message is one line without control characters."""
 
     def __init__(self, message: object = ""):
         super().__init__(sanitize(str(message), _LONGEST))
 
 
 class DataError(MegatronError):
-    """Files of training data that are missing, damaged or of another kind, or an order that they do not give."""
+    """Raised for missing, damaged or unexpected training data, or an order of samples that it cannot provide."""
 
     def __init__(self, message: object = ""):
         super().__init__(sanitize(str(message), _LONGEST))
 
 
 class NonFiniteGradientError(MegatronError):
-    """More optimizer steps in a row than allowed had a gradient that is not finite."""
+    """Raised when more consecutive optimizer steps than allowed have a non-finite gradient."""
 
 
 class ReplicaError(MegatronError):
-    """Something that ranks repeat is no longer equal on all of them."""
+    """Raised when replicated state is no longer equal on all ranks."""
 
 
 class RankError(MegatronError):
-    """One or more ranks of a forked group failed, disagreed or got stuck."""
+    """Raised when ranks of a forked group fail, disagree or hang."""
 
 
 __all__ = [
@@ -67,7 +67,7 @@ _MOST = 200
 
 
 def sanitize(text: str, most: int = _MOST) -> str:
-    """Returns a text of at most `most` characters, in one line, with what cannot be printed spelled out."""
+    """Returns a one-line text of at most `most` characters, with non-printable characters escaped."""
     cut = text[: most + 1]
     printable = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in cut)
     return printable if len(printable) <= most else f"{printable[: most - 3]}..."

@@ -1,4 +1,4 @@
-"""Model cards from what is known of a model, its training and its parity; ships as `hf_megatron.model_cards`."""
+"""Model cards from data of a model, its training and its parity results; ships as `hf_megatron.model_cards`."""
 
 from .card import MARKER, carry_card, check_card, is_own_card, render, write_card
 from .card_data import (

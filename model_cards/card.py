@@ -23,34 +23,34 @@ from .sections import template_variables
 
 MARKER = "<!-- Written by hf_megatron, and written anew by every save; delete this line to keep your own text. -->"
 _TEMPLATE = Path(__file__).with_name("template.md")
-# Sections that are about the files: they are said anew where the files have become others.
+# Sections about the files, which are rendered anew for converted files.
 _SECTIONS = {
     name: re.compile(f"<!-- {name} -->.*?<!-- end of {name} -->", re.DOTALL)
     for name in ("what this is", "how to load it", "conversion")
 }
-# What was only converted is called what its folder is called.
+# Title line; for a checkpoint that was only converted, it is the folder's name.
 _TITLE = re.compile(r"^# .*$", re.MULTILINE)
-# Of the table of the model.
+# Rows of the model table.
 _ROWS = [re.compile(rf"^\| {name} \| .* \|$", re.MULTILINE) for name in ("parameters", "dtype")]
 _TRAINED = re.compile(r"^(Trained|Saved)\b", re.MULTILINE)
 _ABSOLUTE_PATH = re.compile(r"(?<![\w:/.~<*)\]-])/(?:[\w.@+-]+/)+[\w.@+-]*|(?<!\w)~/|\bfile://|\b[A-Za-z]:\\\w")
 
 
 def render(facts: CardData, picture: str | None = None) -> ModelCard:
-    """Renders the card of a model; `picture` is the file with the losses, relative to the card."""
+    """Renders the card of a model; `picture` is the loss plot's file name, relative to the card."""
     variables = {"marker": MARKER, "facts": facts, "picture": picture, **template_variables(facts)}
     return ModelCard(card_template().render(card_data=card_data(facts).to_yaml(), **variables))
 
 
 @functools.cache
 def card_template() -> Template:
-    """Compiles the text of cards, once."""
-    # `ModelCard.from_template` compiles it for every card.
+    """Compiles the template of cards, once."""
+    # `ModelCard.from_template` would compile it for every card.
     return Template(_TEMPLATE.read_text(encoding="utf-8"))
 
 
 def card_data(facts: CardData) -> ModelCardData:
-    """Returns the metadata block, with the evaluation's results where dataset and task have names on the Hub."""
+    """Returns the metadata block, with evaluation results if dataset and task have names on the Hub."""
     results = []
     if facts.evaluation_dataset is not None and facts.pipeline_tag is not None:
         results = [
@@ -82,11 +82,11 @@ def card_data(facts: CardData) -> ModelCardData:
 
 
 def check_card(card: ModelCard) -> None:
-    """Checks what of the Hub's validation needs no network; `card.validate()` asks the Hub.
+    """Runs the part of the Hub's validation that needs no network; `card.validate()` sends the card to the Hub.
 
     Raises:
-        ConfigError: a metadata block that does not read back as it is, a license that the Hub does not know, or a path
-            of this machine in the text.
+        ConfigError: the metadata block does not read back unchanged, the license is unknown to the Hub, or the text
+            contains a local path.
     """
     content, expected = str(card), card.data.to_dict()
     with tempfile.TemporaryDirectory() as directory:
@@ -96,7 +96,7 @@ def check_card(card: ModelCard) -> None:
             read, plain = ModelCard.load(file).data, metadata_load(file)
         except (yaml.YAMLError, ValueError) as error:
             raise ConfigError(f"The card's metadata cannot be read back: {error}") from error
-    # As dictionaries: the classes compare equal whatever they hold.
+    # Compare dictionaries: the classes' own `==` returns True for different contents.
     if read.to_dict() != expected or plain != expected:
         raise ConfigError(f"The card's metadata does not read back as it was written: {plain} is not {expected}.")
     if "model-index" in expected:
@@ -116,20 +116,20 @@ def check_card(card: ModelCard) -> None:
 
 
 def _read(file: Path) -> str:
-    # Somebody else's card may be in any encoding.
+    # A third-party card may have any encoding.
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
 def write_card(directory: str | os.PathLike[str], facts: CardData) -> Path | None:
-    """Writes `README.md`, and `loss.png` where there are losses and matplotlib is installed.
+    """Writes `README.md`, and `loss.png` if there are losses and matplotlib is installed.
 
-    A card that somebody else wrote is kept. Each file appears when it is complete.
+    A third-party card is kept. Each file is replaced atomically.
 
     Returns:
-        `Path`: the card, or `None` where another one was kept.
+        `Path`: the card, or `None` if another one was kept.
 
     Raises:
-        ConfigError: what `check_card` finds; nothing is written then.
+        ConfigError: `check_card` failed; nothing is written then.
         OSError: the folder cannot be written to.
     """
     folder = Path(directory)
@@ -137,7 +137,7 @@ def write_card(directory: str | os.PathLike[str], facts: CardData) -> Path | Non
     if (folder / CARD).exists() and MARKER not in before:
         return None
     facts = _with_files(facts, folder)
-    # A picture of that name that no card of ours shows is somebody else's.
+    # An existing picture of that name is only overwritten if a card of this library shows it.
     free = not (folder / PICTURE).exists() or f"]({PICTURE})" in before
     draws = free and can_draw(facts.log_history)
     card = render(facts, PICTURE if draws else None)
@@ -151,7 +151,7 @@ def write_card(directory: str | os.PathLike[str], facts: CardData) -> Path | Non
 
 
 def _with_files(facts: CardData, folder: Path) -> CardData:
-    """Fills in what the facts leave open about the folder's files."""
+    """Sets `files` and `tokenizer` from the content of the folder unless they are set already."""
     files, tokenizer = facts.files, facts.tokenizer
     if files is None and (folder / "manifest.json").exists():
         files = "sharded"
@@ -163,23 +163,25 @@ def _with_files(facts: CardData, folder: Path) -> CardData:
 
 
 def is_own_card(directory: str | os.PathLike[str]) -> bool:
-    """Tells whether a folder has a card that this library wrote; raises as `stored_file`."""
+    """Returns whether a folder has a card that this library wrote; raises the errors of `stored_file`."""
     return MARKER in stored_card(directory)
 
 
 def carry_card(source: str | os.PathLike[str], directory: str | os.PathLike[str], facts: CardData) -> Path | None:
-    """Takes along the card of a model whose files have become others, such as a sharded checkpoint's that was merged.
+    """Carries over the card of a model whose files were converted, such as a sharded checkpoint that was merged.
 
-    A card of ours comes with its picture and says anew what the files are and how to load them; its training, losses
-    and evaluation stay. Somebody else's is copied as it is. Where there is none, one is written.
+    A card of this library is copied with its plot, and the sections about the files and loading them are rendered
+    anew; training, losses and evaluation are kept. A third-party card is copied unchanged. If there is none, a new
+    one is written.
 
     Args:
-        source (`str` or `Path`): the folder before.
-        directory (`str` or `Path`): the folder now; a card that is there already is replaced if it is ours.
-        facts (`CardData`): of the files as they are now; a new card says nothing else.
+        source (`str` or `Path`): the folder of the original files.
+        directory (`str` or `Path`): the folder of the new files; an existing card there is replaced if this library
+            wrote it.
+        facts (`CardData`): data on the new files; a new card contains nothing else.
 
     Returns:
-        `Path`: the card, or `None` where somebody else's was copied or kept.
+        `Path`: the card, or `None` if a third-party card was copied or kept.
 
     Raises:
         ConfigError, OSError: as `write_card`.
@@ -205,7 +207,7 @@ def carry_card(source: str | os.PathLike[str], directory: str | os.PathLike[str]
 
 
 def _said_anew(before: str, now: ModelCard) -> ModelCard:
-    """Returns a card of ours with what another one says of the files."""
+    """Returns a card of this library with another one's sections about the files."""
     text, said = before, str(now)
     what = _SECTIONS["what this is"].search(before)
     is_of_training = what is not None and _TRAINED.search(what[0]) is not None
@@ -217,7 +219,7 @@ def _said_anew(before: str, now: ModelCard) -> ModelCard:
     try:
         card = ModelCard(text)
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError):
-        # Nobody can read what it said: huggingface_hub looks at no types.
+        # The old metadata is unreadable: huggingface_hub does not validate types.
         return now
     card.data["library_name"] = now.data.get("library_name")
     return card

@@ -1,4 +1,4 @@
-"""What a model card may say. A field that is not known stays `None` or empty, and the card does not mention it."""
+"""Data of a model card. Unknown fields are `None` or empty, and the card omits them."""
 
 import json
 import math
@@ -23,12 +23,12 @@ _VERSIONS = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "s
 
 @dataclass(frozen=True)
 class Parity:
-    """What `verified.json` says of a model class and the kinds that a layout is made of.
+    """Recorded results in `verified.json` for a model class and the kinds that make up a layout.
 
     Attributes:
-        kinds: such as `tp+sp` and `pp`; none for data parallelism alone, which changes no module.
-        rows: the rows of these kinds, whatever their sizes, passed or not.
-        missing: kinds without a row that passed.
+        kinds: such as `tp+sp` and `pp`; empty for pure data parallelism, which changes no module.
+        rows: the records of these kinds, for any sizes, passed or failed.
+        missing: kinds without a record that passed.
     """
 
     kinds: tuple[str, ...] = ()
@@ -38,26 +38,27 @@ class Parity:
 
 @dataclass(frozen=True)
 class CardData:
-    """Everything a card may say.
+    """All data that a card can contain.
 
     Attributes:
         model_name, model_id, base_model: the title; this repository and the model it derives from, as ids on the Hub.
-        architecture, model_type, parameters, dtype: class name, transformers' type, entries of the whole model.
-        license, language, datasets, tags, pipeline_tag, library_name: of the metadata block, as the Hub names them.
-        dataset_names: data that has no id on the Hub.
-        layout, world_size: how the model was laid out, over how many ranks.
+        architecture, model_type, parameters, dtype: class name, transformers' type, number of parameters of the full
+            model.
+        license, language, datasets, tags, pipeline_tag, library_name: of the metadata block, in the Hub's names.
+        dataset_names: datasets without an id on the Hub.
+        layout, world_size: parallel layout of the model, and its number of ranks.
         trainer, optimizer, mixed_precision: class names, `bf16` or `fp16`.
         steps, epochs, batch_size, accumulation, tokens, learning_rates, seed: of the training; the batch size is the
-            rows of one optimizer step on all ranks, the learning rates those of the parameter groups.
+            number of samples per optimizer step on all ranks, the learning rates are the parameter groups'.
         log_history: as in `TrainerState`.
-        metrics, metrics_step: the last evaluation's, without `eval_`.
-        evaluation_dataset, evaluation_config, evaluation_split: what it was on, as ids on the Hub.
+        metrics, metrics_step: of the last evaluation, without `eval_`.
+        evaluation_dataset, evaluation_config, evaluation_split: data of the evaluation, as ids on the Hub.
         versions: of the libraries that wrote the model.
         source_format, target_format, notes: of a conversion.
-        parity: recorded results behind the layout.
-        files: `"merged"` (plain Hugging Face files) or `"sharded"` (a checkpoint folder); with `None` the folder is
-            looked at, and the card has no word on loading where it holds neither.
-        tokenizer: whether the folder has one; with `None` the folder is looked at.
+        parity: recorded parity results for the layout.
+        files: `"merged"` (plain Hugging Face files) or `"sharded"` (a checkpoint folder); `None` detects it in the
+            folder, and if that holds neither, the card does not mention loading.
+        tokenizer: whether the folder has a tokenizer; `None` detects it in the folder.
     """
 
     model_name: str | None = None
@@ -102,7 +103,7 @@ class CardData:
 
 
 def recorded_parity(class_name: str, model_type: str, layout: MegatronConfig) -> Parity:
-    """Returns the recorded results of a class's default config on the kinds of layout that `layout` is made of."""
+    """Returns the recorded results of a class's default config for the kinds that make up `layout`."""
     kinds = tuple(layout_kinds(layout))
     of_class = (row for row in records() if (row["class"], row["model_type"]) == (class_name, model_type))
     rows = tuple(row for row in of_class if row["layout"] in kinds and not row["changes"])
@@ -111,7 +112,7 @@ def recorded_parity(class_name: str, model_type: str, layout: MegatronConfig) ->
 
 
 def installed_versions(*further: str) -> dict[str, str]:
-    """Returns the versions of this library, of those it works with, and of `further` ones that are installed."""
+    """Returns the versions of this library, the libraries it works with, and installed ones among `further`."""
     found = {"hf_megatron": __version__}
     for name in (*_VERSIONS, *further):
         with suppress(metadata.PackageNotFoundError):
@@ -120,7 +121,7 @@ def installed_versions(*further: str) -> dict[str, str]:
 
 
 def task_of(architecture: str | None) -> str | None:
-    """Returns the Hub's name of what a model class is for, such as `text-generation`."""
+    """Returns the Hub's task name for a model class, such as `text-generation`."""
     from transformers.modelcard import TASK_MAPPING
 
     tasks: dict[str, Any] = TASK_MAPPING
@@ -128,9 +129,9 @@ def task_of(architecture: str | None) -> str | None:
 
 
 def card_data_from_config(config: Any, **known: Any) -> CardData:
-    """Gathers the facts of a model of which only the config is at hand, as in a conversion.
+    """Collects card data of a model from its config alone, as in a conversion.
 
-    `known` are further fields of `CardData`; they win over what the config says.
+    `known` are further fields of `CardData`; they override values from the config.
     """
     architecture = config.architectures[0] if len(config.architectures or ()) == 1 else None
     found = {
@@ -145,12 +146,12 @@ def card_data_from_config(config: Any, **known: Any) -> CardData:
 
 
 def card_data_from_model(model: Any, **known: Any) -> CardData:
-    """Gathers the facts of a model that is loaded, laid out over ranks or not; one rank alone may call it.
+    """Collects card data of a loaded model, parallelized or not; not collective, so a single rank may call it.
 
-    `known` are further fields of `CardData`; they win over what the model says.
+    `known` are further fields of `CardData`; they override values from the model.
     """
     state = parallel_state(model)
-    # FSDP2 puts a class of its own in front.
+    # FSDP2 prefixes the class name.
     architecture = type(model).__name__.removeprefix("FSDP")
     found: dict[str, Any] = {
         "architecture": architecture,
@@ -174,14 +175,14 @@ def _parameters(model: Any, state: ParallelState | None) -> int:
         return model.num_parameters()
     tied = set(model.all_tied_weights_keys)
     if state.cut.tied:
-        # A stage without the head no longer knows that the head's weight is the embedding; its class does.
+        # A stage without the head does not know that the head is tied to the embedding; its class does.
         patterns = type(model)._tied_weights_keys
         tied |= {name for name in state.shardings if any(re.search(pattern, name) for pattern in patterns)}
     return sum(math.prod(sharding.shape) for name, sharding in state.shardings.items() if name not in tied)
 
 
 def card_data_from_checkpoint(path: str | Path) -> CardData:
-    """Gathers the facts of a sharded checkpoint from its config, its manifest and, where Trainer wrote it, its log.
+    """Collects card data of a sharded checkpoint from its config, its manifest and, if Trainer wrote it, its log.
 
     Raises:
         CheckpointError: the folder has no valid manifest.

@@ -1,4 +1,4 @@
-"""The picture of the losses."""
+"""Plot of the losses."""
 
 import math
 import os
@@ -11,18 +11,18 @@ _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
 
 
 def can_draw(log: tuple[Any, ...]) -> bool:
-    """Tells whether there are two finite losses or more, and matplotlib (the extra `plots`) to draw them."""
+    """Returns whether there are at least two finite losses, and matplotlib (the extra `plots`) is installed."""
     losses = [value for points in curves(log).values() for _, value in points if math.isfinite(value)]
     return len(losses) >= 2 and find_spec("matplotlib") is not None
 
 
 def draw_losses(log: tuple[Any, ...], path: str | os.PathLike[str]) -> None:
-    """Draws the training and evaluation losses of a `TrainerState.log_history` by step as PNG.
+    """Plots the training and evaluation losses of a `TrainerState.log_history` by step as PNG.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    # The figure only: pyplot keeps global state and may look for a display.
+    # Avoid pyplot, which keeps global state and may look for a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), dpi=110, layout="constrained")

@@ -1,4 +1,4 @@
-"""What models and data come from, as ids on the Hub: no path of this machine is one."""
+"""Origin of models and data as ids on the Hub, never as local paths."""
 
 import os
 from pathlib import Path
@@ -15,14 +15,14 @@ _CONFIG = "config.json"
 
 
 def hub_id(name: Any) -> str | None:
-    """Returns the name that a model was loaded by if it is one on the Hub, which its files in the cache prove."""
+    """Returns the name that a model was loaded by if it is an id on the Hub, which cached files prove."""
     from huggingface_hub import try_to_load_from_cache
 
     return name if is_id(name) and isinstance(try_to_load_from_cache(name, _CONFIG), str) else None
 
 
 def is_id(name: Any) -> bool:
-    """Tells whether a name can be one on the Hub: of the right form, and no file or folder here."""
+    """Returns whether a name can be an id on the Hub: it has the right form, and is no local file or folder."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -36,10 +36,10 @@ def is_id(name: Any) -> bool:
 
 
 def base_of(name: Any) -> str | None:
-    """Returns the id of the model that one derives from which was loaded by a name.
+    """Returns the Hub id of the base model of a model loaded by this name.
 
-    That is the name itself if it came from the Hub. A folder here is nobody's base: what its card says that it derives
-    from is taken, or the name in its config, if that is an id on the Hub.
+    A name from the Hub is its own base. For a local folder, the base is the one stated in its card, or the name in its
+    config if that is an id on the Hub.
     """
     if not isinstance(name, str) or not os.path.isdir(name):
         return hub_id(name)
@@ -50,7 +50,7 @@ def _of_card(folder: Path) -> str | None:
     try:
         stated = (metadata_load(folder / CARD) or {}).get("base_model") if stored_card(folder) else None
     except (yaml.YAMLError, ValueError, OSError, AttributeError, CheckpointError):
-        # Somebody else's card may hold anything.
+        # A third-party card may contain anything.
         return None
     if isinstance(stated, list) and len(stated) == 1:
         (stated,) = stated
@@ -67,20 +67,20 @@ def _of_config(file: Path) -> str | None:
 CARD, PICTURE = "README.md", "loss.png"
 
 
-# Cards have kilobytes, pictures of losses some tens of them.
+# Cards have a few kilobytes, loss plots tens of kilobytes.
 LARGEST = 16 << 20
 
 
 def stored_file(directory: str | os.PathLike[str], name: str) -> bytes:
-    """Returns what a folder's card, or its picture, holds; nothing where there is none.
+    """Returns the content of a folder's card or loss plot; empty if there is none.
 
     Raises:
-        CheckpointError: it is larger than any card, no regular file, or a link that leads out of the folder.
+        CheckpointError: it is too large for a card, no regular file, or a link that leads out of the folder.
     """
     folder = Path(directory)
     return read_small(inside(folder, name), LARGEST) if is_file(folder / name) else b""
 
 
 def stored_card(directory: str | os.PathLike[str]) -> str:
-    """Returns the text of a folder's card, which may be in any encoding; raises as `stored_file`."""
+    """Returns the text of a folder's card, which may have any encoding; raises the errors of `stored_file`."""
     return stored_file(directory, CARD).decode("utf-8", errors="replace")

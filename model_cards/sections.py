@@ -1,4 +1,4 @@
-"""The parts of a card that its template cannot make by itself."""
+"""Parts of a card that its template cannot render directly."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ _AUTO_CLASSES = {
     "question-answering": "AutoModelForQuestionAnswering",
     "text2text-generation": "AutoModelForSeq2SeqLM",
 }
-# Of this run, and no part of how a model is laid out.
+# Fields specific to a run, which are not part of a model's layout.
 _OF_THE_RUN = ("dp_size", "dp_replicate_size", "strict_loading", "seed", "timeout", "async_save", "verify_checksums")
 
 
 def cell(value: Any) -> str:
-    """Returns a cell of a Markdown table: whole numbers in full, others with six digits, several with commas."""
+    """Returns a cell of a Markdown table: integers in full, floats with six digits, lists separated by commas."""
     if isinstance(value, list | tuple):
         return ", ".join(map(cell, value))
     if isinstance(value, int) and not isinstance(value, bool):
@@ -33,7 +33,7 @@ def cell(value: Any) -> str:
 
 
 def loss_table(log: tuple[Mapping[str, Any], ...]) -> tuple[list[str], list[list[Any]]]:
-    """Returns header and rows of the losses by step, of more than fifty steps evenly spaced ones with both ends."""
+    """Returns header and rows of the losses by step; more than fifty steps are thinned evenly, keeping both ends."""
     columns = {label: dict(points) for label, points in curves(log).items()}
     steps = sorted({step for column in columns.values() for step in column})
     if len(steps) > MOST_ROWS:
@@ -43,7 +43,7 @@ def loss_table(log: tuple[Mapping[str, Any], ...]) -> tuple[list[str], list[list
 
 
 def template_variables(facts: CardData) -> dict[str, Any]:
-    """Returns what the template reads beside the facts themselves."""
+    """Returns the variables of the template in addition to the card data."""
     layout = facts.layout
     changed = {
         field.name: value

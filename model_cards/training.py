@@ -1,4 +1,4 @@
-"""The facts of a Trainer: data, steps, losses, evaluation."""
+"""Card data from a Trainer: datasets, steps, losses, evaluation."""
 
 import dataclasses
 import os
@@ -9,16 +9,16 @@ from ..parallel_state import parallel_state
 from .card_data import CardData, card_data_from_model, installed_versions
 
 _HUB = "hf://datasets/"
-# What an evaluation logs beside its metrics.
+# Suffixes that an evaluation logs in addition to its metrics.
 _TIMES = ("runtime", "samples_per_second", "steps_per_second", "tokens_per_second", "model_preparation_time")
-# Builders of files that may be anyone's; transformers' own cards leave out the same.
+# Builders for generic files, whose names identify no dataset; transformers' own cards skip the same ones.
 _FILE_BUILDERS = (None, "csv", "json", "pandas", "parquet", "text", "generator")
 
 
 def card_data_from_trainer(trainer: Any, **known: Any) -> CardData:
-    """Gathers the facts of a Trainer and its model; one rank alone may call it, before, during and after training.
+    """Collects card data of a Trainer and its model; a single rank may call it, before, during or after training.
 
-    `known` are further fields of `CardData`; they win over what the trainer says.
+    `known` are further fields of `CardData`; they override values from the trainer.
     """
     args, state = trainer.args, trainer.state
     model = card_data_from_model(trainer.model)
@@ -27,7 +27,7 @@ def card_data_from_trainer(trainer: Any, **known: Any) -> CardData:
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     precision = trainer.accelerator.mixed_precision
     of_trl = type(trainer).__module__.partition(".")[0] == "trl"
-    # A scheduler notes what the groups began with; without one it is what they have.
+    # A scheduler stores each group's `initial_lr`; without one, take the current rate.
     groups = () if optimizer is None else optimizer.param_groups
     found = {
         "model_name": name,
@@ -50,7 +50,7 @@ def card_data_from_trainer(trainer: Any, **known: Any) -> CardData:
         "versions": installed_versions(*(("trl",) if of_trl else ())),
     }
     evaluated = dataset_ids(trainer.eval_dataset)
-    # Several datasets are not told apart by their metrics.
+    # With several datasets, the metrics cannot be attributed to one of them.
     if len(evaluated) == 1:
         split = trainer.eval_dataset.split
         found["evaluation_dataset"] = evaluated[0]
@@ -60,18 +60,18 @@ def card_data_from_trainer(trainer: Any, **known: Any) -> CardData:
 
 
 def _samples_per_step(trainer: Any) -> int:
-    """Counts the rows of one optimizer step on all ranks; ranks that work on one batch count once."""
+    """Returns the samples per optimizer step over all ranks; ranks of a model-parallel group count once."""
     layout = parallel_state(trainer.model)
     ranks = trainer.args.world_size if layout is None else layout.mesh.dp_size
     if trainer.accelerator.split_batches:
         ranks = 1
-    # The size may have been lowered since (`auto_find_batch_size`).
+    # `auto_find_batch_size` may have lowered the batch size.
     rows = trainer.state.train_batch_size or trainer.args.train_batch_size
     return rows * ranks * trainer.args.gradient_accumulation_steps
 
 
 def dataset_ids(dataset: Any) -> list[str]:
-    """Returns the ids on the Hub of what a dataset of the `datasets` library was read from, none for any other."""
+    """Returns the Hub ids that a dataset of the `datasets` library was read from; empty for any other dataset."""
     from transformers.modelcard import is_hf_dataset
 
     if not is_hf_dataset(dataset):
@@ -85,7 +85,7 @@ def dataset_ids(dataset: Any) -> list[str]:
 
 
 def _last_evaluation(trainer: Any) -> tuple[dict[str, float] | None, int | None]:
-    """Returns the metrics of the weights that the trainer holds, as far as they were evaluated, and their step."""
+    """Returns the evaluated metrics of the weights that the trainer holds, and their step."""
     log, state = trainer.state.log_history, trainer.state
     evaluations = [(place, entry) for place, entry in enumerate(log) if _metrics_of(entry)]
     if not evaluations:
@@ -94,7 +94,7 @@ def _last_evaluation(trainer: Any) -> tuple[dict[str, float] | None, int | None]
     last, step = evaluations[-1][0], evaluations[-1][1].get("step")
     best = trainer.args.load_best_model_at_end and not trainer.is_in_train and state.best_global_step is not None
     if best and ends and last < ends[-1]:
-        # After training it holds the weights of the best step again, not those of the last.
+        # After training, the trainer holds the weights of the best step, not the last.
         step = state.best_global_step
     found: dict[str, float] = {}
     for _, entry in evaluations:

@@ -225,6 +225,6 @@ def _optimizer_unsupported_reason(
 
 
 def _order(key: Key) -> tuple[bool, list[tuple[bool, int, str]], bool, str]:
-    """Sort key: embeddings first, then by layer, each weight before its optimizer state."""
+    """Returns a sort key: embeddings first, then layers in order, each weight before its optimizer state."""
     parts = [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in key.name.split(".")]
     return not key.name.startswith("embedding."), parts, key.kind != WEIGHT, key.kind

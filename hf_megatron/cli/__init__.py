@@ -1,4 +1,4 @@
-"""`hf-megatron`: the command line. Heavy imports happen inside the commands, so that `--help` answers at once."""
+"""`hf-megatron`: the command line. Commands import heavy modules lazily, so that `--help` is fast."""
 
 from typing import Annotated
 
@@ -41,6 +41,6 @@ app.command("measure-device")(env.measure_this_machine)
 
 
 def main() -> None:
-    """Runs the `hf-megatron` command; Ctrl-C ends it with one line."""
+    """Runs the `hf-megatron` command; Ctrl-C ends it with a one-line message."""
     with saying_interrupted():
         app()

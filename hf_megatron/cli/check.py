@@ -75,7 +75,7 @@ def check(
         str, typer.Option(help="Of the ranks: cpu, or cuda for this machine's GPUs over NCCL; ranks may share one.")
     ] = "cpu",
 ) -> None:
-    """Compare a tiny twin of MODELS on several ranks with one process: loss, every gradient, updated weights.
+    """Compare a tiny model of each of MODELS on several ranks with one process: loss, all gradients, updated weights.
 
     Exit codes: 0 all equal, 1 a mismatch, 2 wrong usage.
     """

@@ -18,7 +18,7 @@ def _bar(what: str | None = None) -> Iterator[Any]:
         try:
             yield bar
         except KeyboardInterrupt:
-            # One that came while the bar was drawn left it not knowing so: it would not end its line.
+            # If Ctrl-C interrupts a draw, tqdm has not recorded it and would not end the line; mark the bar as drawn.
             bar.last_print_t = max(bar.last_print_t, bar.start_t + bar.delay)
             raise
 
@@ -59,12 +59,12 @@ def convert(
         bool, typer.Option("--no-checksums", help="Do not compare the source with its checksums first.")
     ] = False,
 ) -> None:
-    """Write the checkpoint SOURCE in another format: weights, and optimizer moments where both have them.
+    """Write the checkpoint SOURCE in another format: weights, and optimizer moments if both formats have them.
 
     Exit codes: 0 done, 1 damaged, unsafe or unfitting input, 2 wrong usage.
     """
     with ExitStack() as reading:
-        # Until something is written.
+        # Ctrl-C may end the process at once until writing starts.
         reading.enter_context(ended_at_once())
         from ..conversion import Report, TargetOptions, convert, plan_conversion
         from ..errors import CheckpointError

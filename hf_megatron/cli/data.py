@@ -1,4 +1,4 @@
-"""`hf-megatron data`: Megatron's indexed datasets, looked at, checked, put together, and the order of their samples."""
+"""`hf-megatron data`: inspects, verifies, builds and merges Megatron's indexed datasets, and prints sample order."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +15,7 @@ _Multimodal = Annotated[bool, typer.Option(help="Whether each sequence has a mod
 
 @app.command("info")
 def say_what_it_holds(prefix: _Prefix, multimodal: _Multimodal = False) -> None:
-    """Say what a pair holds, as its index tells it."""
+    """Print the contents of a dataset according to its index."""
     from ..datasets.indexed import IndexedDataset
 
     with failing():
@@ -33,7 +33,7 @@ def read_all(
     vocab_size: Annotated[int | None, typer.Option(min=1, help="Tokens have to be below it.")] = None,
     multimodal: _Multimodal = False,
 ) -> None:
-    """Read a pair to its end: exits with 1 where it is damaged or has tokens beyond the vocabulary."""
+    """Read a dataset to its end; exits with 1 if it is damaged or has tokens beyond the vocabulary."""
     from ..datasets.indexed import IndexedDataset
     from ..errors import DataError
 
@@ -51,7 +51,7 @@ def tokenise(
     append_eod: Annotated[bool, typer.Option("--append-eod", help="End each document with the eos_token.")] = False,
     special_tokens: Annotated[bool, typer.Option(help="With those that the tokenizer puts around a text.")] = True,
 ) -> None:
-    """Write the tokens of texts into a pair; after a kill the same command goes on."""
+    """Tokenize texts into a dataset; after an interruption the same command resumes."""
     from transformers import AutoTokenizer
 
     from ..datasets.build import build_pair
@@ -70,7 +70,7 @@ def join(
     sources: Annotated[list[str], typer.Argument(help="Pairs of one type, whose documents follow each other.")],
     overwrite: Annotated[bool, typer.Option(help="Replace what is there.")] = False,
 ) -> None:
-    """Write the documents of several pairs into one."""
+    """Write the documents of several datasets into one."""
     from ..datasets.indexed import IndexedDataset
     from ..datasets.indexed_writer import merge_datasets
 
@@ -89,7 +89,7 @@ def show_samples(
     samples: Annotated[int | None, typer.Option(min=1, help="How many are asked for; one epoch by default.")] = None,
     printed: Annotated[int, typer.Option("--print", min=1, help="How many of the first are printed.")] = 10,
 ) -> None:
-    """Print which documents' tokens make the first samples, in the order of Megatron-Core's GPTDataset."""
+    """Print the documents and token ranges of the first samples, in the order of Megatron-Core's GPTDataset."""
     from ..datasets.indexed import IndexedDataset
     from ..datasets.sample_index import SPLITS, documents_of_split, parse_split, sample_order
     from ..errors import DataError

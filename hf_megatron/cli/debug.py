@@ -1,4 +1,4 @@
-"""`hf-megatron debug`: recordings of a step compared."""
+"""`hf-megatron debug`: compares, merges and reports recordings of a run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +15,7 @@ def compare_steps(
     first: Annotated[Path, typer.Argument(help="Folder of a recording of StepRecorder, taken for right.")],
     second: Annotated[Path, typer.Argument(help="Folder of another one, of the same batch.")],
 ) -> None:
-    """Say where two recordings of a step part first: exits with 1 where they differ."""
+    """Print where two recordings of a step first diverge; exits with 1 if they differ."""
     from ..diagnostics.divergence import compare_recordings
 
     with failing():
@@ -32,7 +32,7 @@ def merge_traces(
         Path | None, typer.Option(help="Merged trace for ui.perfetto.dev; by default trace.json in the folder.")
     ] = None,
 ) -> None:
-    """Say what each rank computed, communicated and waited for in a step, and merge their traces."""
+    """Print each rank's time in computation, communication and waiting in a step, and merge the ranks' traces."""
     from ..diagnostics.rank_trace import traces_in
     from ..diagnostics.trace_breakdown import as_table, shares_of, write_merged
 
@@ -48,7 +48,7 @@ def merge_traces(
 def compare_memory(
     directory: Annotated[Path, typer.Argument(help="Folder of what StepMemory counted in a step, of all ranks.")],
 ) -> None:
-    """Say what the ranks of a run held in memory in a step, and what was planned for them."""
+    """Print the memory that the ranks of a run used in a step, and the memory that was planned for them."""
     from ..core.fork_harness import first_reason
     from ..diagnostics.step_memory import memory_in
     from ..errors import RankError
@@ -70,7 +70,7 @@ def compare_memory(
 def read_hang(
     directory: Annotated[Path, typer.Argument(help="Folder of the flight records of a job that stood still.")],
 ) -> None:
-    """Say which ranks are missing in which collective: exits with 1 where some are."""
+    """Print which ranks are missing in which collective; exits with 1 if there are any."""
     from ..diagnostics.hang import find_discords, read_flight_records, tell_hang
 
     with failing():
@@ -86,7 +86,7 @@ def make_report(
     output: Annotated[Path | None, typer.Option(help="HTML file; by default page.html in the folder.")] = None,
     plan: Annotated[bool, typer.Option(help="Plan the recorded step's memory, to be shown beside it.")] = True,
 ) -> None:
-    """Write the report of a run: layout, losses, speed, where a step's time and memory go, slow ranks."""
+    """Write the report of a run: layout, losses, speed, time and memory of a step, slow ranks."""
     from ..core.fork_harness import first_reason
     from ..diagnostics.run_record import read_run
     from ..diagnostics.run_report import write_page

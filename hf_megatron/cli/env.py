@@ -10,7 +10,7 @@ from .exit_codes import failing
 
 
 def env() -> None:
-    """Print the versions that matter in a report."""
+    """Print the library versions to include in a bug report."""
     import platform
     from importlib import metadata
 
@@ -31,7 +31,7 @@ def measure_this_machine(
     device_type: Annotated[str, typer.Option(help="cuda or cpu; by default the first that is there.")] = "",
     seconds: Annotated[float, typer.Option(help="Of repeating, for each measurement.", min=0)] = 0.5,
 ) -> None:
-    """Measure products, copies and launches of this machine, as a device that plans can be made for."""
+    """Measure matrix products, copies and launches on this machine, as a device for `hf-megatron plan`."""
     from ..planner.devices import device, write_device
     from ..planner.measured_device import measure_device
 

@@ -1,4 +1,4 @@
-"""How commands fail or are interrupted: one line on stderr and an exit code."""
+"""Failures and interruptions of commands: one line on stderr and an exit code."""
 
 import os
 import signal
@@ -12,20 +12,19 @@ import typer
 from ..config import CHOICES
 from ..errors import ConfigError
 
-# What was asked for came out otherwise, or cannot be; the question was wrong.
+# A negative result or bad input; a wrong call.
 MISMATCH, USAGE = 1, 2
-# As shells have it, and what typer exits with.
+# Exit code of shells and typer.
 INTERRUPTED = 128 + signal.SIGINT
 _SAID = "Interrupted."
 
 
 @contextmanager
 def failing(*found: type[Exception]) -> Iterator[None]:
-    """Ends the command when something is wrong, with the error's own words.
+    """Ends the command with the message of an error that the library raises on purpose.
 
     Args:
-        found: errors that say something of what the command looked at: it exits with 1. Every other one that is raised
-            on purpose says that it was called wrongly: it exits with 2.
+        found: errors about the command's input, which exit with 1. All others mean wrong usage and exit with 2.
     """
     from ..errors import ConfigError, MegatronError
 
@@ -39,7 +38,7 @@ def failing(*found: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def saying_interrupted() -> Iterator[None]:
-    """Says that Ctrl-C ended the command, which typer does by its exit code alone."""
+    """Prints that Ctrl-C ended the command; typer only sets the exit code."""
     try:
         yield
     except SystemExit as ending:
@@ -50,9 +49,9 @@ def saying_interrupted() -> Iterator[None]:
 
 @contextmanager
 def ended_at_once() -> Iterator[None]:
-    """Lets Ctrl-C end the process where there is nothing to clean up yet.
+    """Ends the process immediately on Ctrl-C, for use while there is nothing to clean up.
 
-    Modules that are being imported swallow a `KeyboardInterrupt`, or make another error of it.
+    Modules may swallow a `KeyboardInterrupt` during their import, or turn it into another error.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -70,7 +69,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def recompute_mode(word: str) -> str | None:
-    """Reads `MegatronConfig.recompute`, `none` for nothing; raises `ConfigError` for another word."""
+    """Parses a value of `MegatronConfig.recompute`, with `none` for `None`; raises `ConfigError` for other words."""
     modes = {"none" if mode is None else str(mode): mode for mode in CHOICES["recompute"]}
     if word not in modes:
         raise ConfigError(f"--recompute {word}: valid are {', '.join(modes)}.")
@@ -78,6 +77,6 @@ def recompute_mode(word: str) -> str | None:
 
 
 def layout_of_sizes(tp: int, sp: bool, cp: int, pp: int, ep: int) -> str:
-    """Spells sizes as a layout, with the data parallel ranks that experts need beyond those of tp and cp."""
+    """Returns sizes as a layout string, with the data-parallel ranks that ep needs beyond the tp and cp ranks."""
     experts = f"+dp{max(ep // (tp * cp), 1)}+ep{ep}" if ep > 1 else ""
     return f"tp{tp}" + ("+sp" if sp else "") + (f"+cp{cp}" if cp > 1 else "") + f"+pp{pp}" + experts

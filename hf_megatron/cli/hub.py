@@ -16,7 +16,7 @@ def push(
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request.")] = False,
     message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
 ) -> None:
-    """Push FOLDER to REPO in one commit; called again after an interruption it sends only what is missing.
+    """Push FOLDER to REPO in one commit; run again after an interruption, it uploads only what is missing.
 
     Exit codes: 0 pushed, 1 refused or failed, 2 wrong usage.
     """
@@ -44,7 +44,7 @@ def pull(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
     no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Without the optimizer's state.")] = False,
 ) -> None:
-    """Fetch the checkpoint of REPO into TARGET, or the files of it that RANKS of a layout need; every file is checked.
+    """Download the checkpoint of REPO into TARGET, or only the files that RANKS of a layout need, and verify each file.
 
     Exit codes: 0 pulled, 1 refused or failed, 2 wrong usage.
     """
@@ -75,10 +75,10 @@ def pull(
 
 
 def parse_ranks(text: str) -> list[int]:
-    """Reads `0-3,6` as `[0, 1, 2, 3, 6]`.
+    """Parses `0-3,6` as `[0, 1, 2, 3, 6]`.
 
     Raises:
-        ConfigError: the text is not that.
+        ConfigError: the text has another form.
     """
     from ..errors import ConfigError
 

@@ -65,7 +65,7 @@ def plan(
         Path | None, typer.Option(help="Draw memory of the stages and the step of the best layout into this PNG.")
     ] = None,
 ) -> None:
-    """Search the best layouts of MODEL on --gpus devices; without, print what splits each parameter on one layout."""
+    """Search the best layouts of MODEL on --gpus devices; without it, print how one layout splits each parameter."""
     from ..errors import ConfigError
     from ..testing.check import parse_layouts
     from ..testing.resolve_model import print_plan, resolve_config
@@ -140,7 +140,7 @@ def dry_run_kinds(
     as_json: Annotated[bool, typer.Option("--json", help="Print every pipeline rank as JSON, in bytes.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Draw the memory of the pipeline's ranks into this PNG.")] = None,
 ) -> None:
-    """Run a training step of MODEL on every kind of rank of a job that is nowhere: bytes, collectives, waits."""
+    """Simulate a training step of MODEL on every kind of rank of a job, without devices: bytes, collectives, waits."""
     import torch
 
     from ..core.fork_harness import find_unsupported_reason

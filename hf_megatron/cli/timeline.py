@@ -23,7 +23,7 @@ def timeline(
     steps: Annotated[int, typer.Option(help="Optimizer steps; the last one is drawn.", min=1)] = 3,
     timeout: Annotated[float, typer.Option(help="Seconds.", min=1)] = 300.0,
 ) -> None:
-    """Run a small MODEL on a pipeline of CPU ranks and draw one step, with its bubble beside the formula's."""
+    """Run a small MODEL on a pipeline of CPU ranks and draw one step, with measured and theoretical bubble."""
     from ..config import MegatronConfig
     from ..errors import RankError
     from ..testing.pipeline_timeline import draw_timeline
