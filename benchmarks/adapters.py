@@ -1,12 +1,13 @@
-"""LoRA on two CPU ranks: seconds and memory of a step, beside PEFT in one process and PEFT on what others split.
+"""LoRA on two CPU ranks: seconds and memory of a step, compared with single-process PEFT and with sharded peers.
 
     python benchmarks/adapters.py --out benchmarks/results/adapters_cpu.json
     python benchmarks/adapters.py --tokens 512 --rounds 1 --layers 2
 
-A step is forward, backward and AdamW's step on one batch of a Llama with a frozen base. Variants take turns, in each
-round every one of them; medians over the rounds of the busier rank are compared. Peers are `fully_shard` of every layer
-and of the model (FSDP2) around PEFT's model, and PEFT on transformers' own tensor parallelism, which takes adapters on
-column linears alone. `frozen` trains one norm of the first layer and no adapter: the base's own forward and backward.
+A step is forward, backward and AdamW's step on one batch of a Llama with a frozen base. Each round measures every
+variant once, in turn; the medians over the rounds of the busier rank are compared. Peers are `fully_shard` of every
+layer and of the model (FSDP2) around PEFT's model, and PEFT on transformers' own tensor parallelism, which supports
+adapters on column-parallel linears only. `frozen` trains one norm of the first layer and no adapter, which measures the
+base model's own forward and backward.
 """
 
 import argparse
@@ -48,7 +49,7 @@ LAYOUTS = {
     "dp2": {"dp_size": 2},
     "dp2, stage 3": {"dp_size": 2, "zero_stage": 3},
 }
-# Name -> layout, linears that have adapters.
+# Name -> layout, linears with adapters.
 OURS = {
     **{name: (name, "all-linear") for name in LAYOUTS},
     "tp2+sp, columns": ("tp2+sp", COLUMNS),
@@ -81,7 +82,7 @@ def load(folder, variant):
 
 
 def bytes_of(model, optimizer):
-    """Bytes of this rank's weights, and of what the optimizer keeps."""
+    """Bytes of this rank's weights, and of its optimizer state."""
 
     def held(tensors):
         return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
@@ -92,7 +93,7 @@ def bytes_of(model, optimizer):
 
 
 def step(folder, variant, tokens):
-    """This rank's CPU and wall seconds, growth of memory in MiB, bytes and loss of a step, after others."""
+    """CPU and wall seconds of the last of three steps on this rank, peak memory growth in MiB, bytes, and loss."""
     model = load(folder, variant)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, foreach=False)

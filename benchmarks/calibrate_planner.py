@@ -1,11 +1,11 @@
-"""Fits the planner's time constants on published runs, and says how far off it is on each of them.
+"""Fits the planner's time constants to published runs, and reports its error on each of them.
 
     python benchmarks/calibrate_planner.py --out benchmarks/results/planner_calibration.json
     python benchmarks/calibrate_planner.py --only-check
 
-Coordinate search on mean + 0.15 max of the absolute log error of tokens per second and device. `--only-check` fits
-nothing: it shows what the constants say that the library has. Leave-one-source-out errors are those of a fit on the
-other sources; a constant that only the left-out source tells is then what one would take without it (`UNTOLD`).
+Coordinate search on mean + 0.15 max of the absolute log error of tokens per second and device. `--only-check` skips the
+fit and reports the errors of the library's current constants. Leave-one-source-out errors come from a fit on the other
+sources; a constant that only the left-out source determines is then replaced by its substitute in `UNTOLD`.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from planner_rows import Pieces, Row, pipeline_seconds, read_rows, step_pieces, 
 from hf_megatron.planner.devices import Device, device
 from hf_megatron.planner.time_model import PUBLISHED, Efficiency
 
-# torchtitan's H100 has 500 of 700 W and slower memory; its clock is fitted, its name is no built-in device's.
+# torchtitan's H100 has 500 W instead of 700 W and slower memory; its clock is fitted, its name is no built-in device's.
 SLOWED, CLOCK = "h100-500w", 0.799
-# Shares of peaks that large products reach, by device and precision.
+# Shares of the peak that large matrix products reach, by device and precision.
 SHARES = ("h100 bf16", "h100 fp8", "b200 bf16", "gb200 bf16")
-# Constant -> least and most that it may be.
+# Constant -> lower and upper bound.
 BOUNDS: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(SHARES, (0.3, 1.0)),
     "h100-500w clock": (0.5, 1.0),
@@ -38,7 +38,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "exposed ep": (0.05, 1.0),
     "exposed dp": (0.0, 0.5),
 }
-# Where every search begins.
+# Start of every search.
 START: Mapping[str, float] = {
     "h100 bf16": 0.63,
     "h100 fp8": 0.62,
@@ -53,7 +53,7 @@ START: Mapping[str, float] = {
     "exposed ep": 0.6,
     "exposed dp": 0.07,
 }
-# What stands for a constant of which the rows at hand tell nothing: another constant's value, or a number.
+# Substitutes for constants that the given rows do not determine: another constant's value, or a number.
 UNTOLD: Mapping[str, str | float] = {
     "h100 bf16": 0.6,
     "h100 fp8": "h100 bf16",
@@ -64,7 +64,7 @@ UNTOLD: Mapping[str, str | float] = {
 }
 FAILS = 0.15
 WORST_WEIGHT = 0.15
-# Fp8's products need twice the size to be as fast.
+# Fp8 products need twice the size to be as efficient.
 FP8_WIDTH = 2.0
 _NUDGE = 1e-4
 _STEPS = (0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002)
@@ -73,7 +73,7 @@ Constants = dict[str, float]
 
 
 def committed() -> Constants:
-    """Returns the constants that the library has."""
+    """Returns the library's current constants."""
     shares = {}
     for key in SHARES:
         name, precision = key.split()
@@ -89,7 +89,7 @@ def committed() -> Constants:
 
 
 def applied(constants: Constants, name: str) -> tuple[Device, Efficiency]:
-    """Returns a row's device and the efficiency, with these constants."""
+    """Returns the device of a row and the efficiency, with these constants applied."""
     built_in = "h100" if name == SLOWED else name
     found = device(built_in)
     shares = {precision: constants.get(f"{built_in} {precision}", 1.0) for precision in found.matmul_share}
@@ -113,14 +113,14 @@ def applied(constants: Constants, name: str) -> tuple[Device, Efficiency]:
 
 @dataclass(frozen=True)
 class Line:
-    """A row's pipeline as a sum of its pieces: exact as long as the longest chain of computations stays the same."""
+    """A row's pipeline time, linear in its pieces: exact as long as the critical path stays the same."""
 
     row: Row
     model: dict
     parts: tuple[float, ...]
 
     def error(self, constants: Constants) -> float:
-        """Returns the logarithm of predicted by published."""
+        """Returns the logarithm of predicted over published throughput."""
         found, efficiency = applied(constants, self.row.device)
         pieces = step_pieces(self.row, self.model, found, efficiency)
         pipeline = sum(part * size for part, size in zip(self.parts, _sizes(pieces), strict=True))
@@ -132,7 +132,7 @@ def _sizes(pieces: Pieces) -> tuple[float, ...]:
 
 
 def line_of(row: Row, model: dict, constants: Constants) -> Line:
-    """Counts how often each piece is on the longest chain, by how much longer the step gets when the piece does."""
+    """Counts how often each piece is on the critical path, from the increase of the step time per increase of it."""
     pieces = step_pieces(row, model, *applied(constants, row.device))
     sizes = _sizes(pieces)
     unsharded = pipeline_seconds(row, model, pieces)
@@ -151,7 +151,7 @@ def loss(lines: list[Line], constants: Constants) -> float:
 
 
 def fitted(lines: list[Line], start: Constants, free: list[str]) -> Constants:
-    """Searches along one constant after the other, in ever smaller steps."""
+    """Searches along one constant at a time, with decreasing step sizes."""
     best, least = dict(start), loss(lines, start)
     for step in _STEPS:
         improved = True
@@ -168,7 +168,7 @@ def fitted(lines: list[Line], start: Constants, free: list[str]) -> Constants:
 
 
 def unreported(lines: list[Line], constants: Constants) -> list[str]:
-    """Returns the constants that change nothing for these rows."""
+    """Returns the constants that have no effect on these rows."""
     before = [line.error(constants) for line in lines]
     return [
         name for name in BOUNDS if before == [line.error({**constants, name: constants[name] * 0.99}) for line in lines]
@@ -176,11 +176,11 @@ def unreported(lines: list[Line], constants: Constants) -> list[str]:
 
 
 def fit_without(source: str | None, lines: list[Line], start: Constants) -> Constants:
-    """Fits on all rows but a source's; constants that no row tells stay, or have their substitute."""
+    """Fits on all rows except a source's; constants that no row determines are kept or replaced by a substitute."""
     rest = [line for line in lines if line.row.source != source]
     unknown = unreported(rest, start)
     found = fitted(rest, start, [name for name in BOUNDS if name not in unknown])
-    # In this order: of a chain of substitutes the first comes first.
+    # The order matters for chained substitutes: the first in the chain is set first.
     for name in (name for name in UNTOLD if name in unknown):
         value = UNTOLD[name]
         found[name] = found[value] if isinstance(value, str) else value
@@ -188,7 +188,7 @@ def fit_without(source: str | None, lines: list[Line], start: Constants) -> Cons
 
 
 def exact_errors(rows: list[Row], models: dict[str, dict], constants: Constants) -> list[float]:
-    """Returns predicted by published less 1, with the simulator's own time."""
+    """Returns predicted over published minus 1, with the simulator's own pipeline time."""
     found = []
     for row in rows:
         pieces = step_pieces(row, models[row.model], *applied(constants, row.device))
@@ -199,7 +199,7 @@ def exact_errors(rows: list[Row], models: dict[str, dict], constants: Constants)
 
 
 def right_orders(rows: list[Row], errors: list[float]) -> dict[str, bool]:
-    """Tells of each source with several rows whether steps are ordered by time as they were measured."""
+    """Returns for each source whether predicted and published step times are in the same order."""
     found = {}
     for source in dict.fromkeys(row.source for row in rows):
         own = [(r, error) for r, error in zip(rows, errors, strict=True) if r.source == source and not r.held_out]
@@ -219,7 +219,7 @@ def summary(errors: list[float]) -> str:
 
 
 def table(entries: list[dict]) -> str:
-    """Returns the recorded rows in Markdown."""
+    """Returns the recorded rows as a Markdown table."""
     lines = ["| source | run | precision | published | error | left out |", "|---|---|---|---|---|---|"]
     for entry in entries:
         mark = " !" if abs(entry["error"]) > FAILS else ""

@@ -1,10 +1,10 @@
-"""Saving and loading a 495M-parameter Llama with AdamW's state from two ranks: plain writes, `cp`, torch DCP.
+"""Saving and loading a 495M-parameter Llama with AdamW state from two ranks: plain writes, `cp`, torch DCP.
 
     python benchmarks/checkpoint.py --rounds 5 --out benchmarks/results/checkpoint_cpu.json
 
-Two tensor parallel ranks are forked once; in every round they take turns at each way of writing the same bytes (5.7 GB
-in fp32) and reading them back. `plain_write` writes each rank's bytes to a file with fsync and nothing else. Reported
-are medians, ratios within a round, and each rank's extra resident memory, mapped file pages included.
+Two tensor-parallel ranks are forked once; each round runs every way of writing the same bytes (5.7 GB in fp32) and of
+reading them back. `plain_write` writes each rank's bytes to a file with fsync and nothing else. Reported are medians,
+ratios within a round, and each rank's additional resident memory, including mapped file pages.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from hf_megatron.core.fork_harness import run_ranks
 
 
 def _timed(action):
-    """Seconds until the slowest rank is done, and this rank's extra memory."""
+    """Seconds until the slowest rank is done, and this rank's additional resident memory."""
     if dist.get_rank() == 0:
         os.sync()
         time.sleep(0.5)
@@ -107,10 +107,10 @@ def _on_rank(source, folder, rounds):
                 shutil.rmtree(path, ignore_errors=True)
                 path.mkdir()
         dist.barrier()
-        # Another order in every round: a disk is faster or slower for what was written to it just before.
+        # Shuffle the order in every round: previous writes affect the speed of the disk.
         order = random.Random(index)
         saves, loads = [name for name in ways if "load" not in name], [name for name in ways if "load" in name]
-        # cp needs the files to copy.
+        # cp goes last because it copies the saved files.
         first = order.sample(saves, len(saves))
         first.sort(key=lambda name: name == "cp_and_sync")
         for name in (*first, *order.sample(loads, len(loads))):

@@ -1,11 +1,11 @@
-"""Rows shared by two and four CPU ranks: CPU seconds and bytes sent of a step for each scheme, and peak memory.
+"""Context parallelism on two and four CPU ranks: CPU seconds and bytes sent per step and scheme, and peak memory.
 
     python benchmarks/context_parallel.py --out benchmarks/results/context_parallel_cpu.json
     python benchmarks/context_parallel.py --lengths 1024 --rounds 1 --memory-length 2048
 
-Variants take turns, in each round every one of them; CPU seconds of each rank, whose medians are compared, depend
-little on other work here. `apart` are two processes that never talk, with a row of half the length each. Packed rows
-hold documents of log-normal length (median 600 tokens, sigma 1.2, the seed is stated). Weights are not stepped.
+Each round measures every variant once, in turn; compared are medians of each rank's CPU seconds, which other load on
+the machine affects little. `apart` runs two processes without communication, each with a sequence of half the length.
+Packed sequences hold documents of log-normal length (median 600 tokens, sigma 1.2, fixed seed). Weights stay fixed.
 """
 
 import argparse
@@ -51,7 +51,7 @@ RANKS = {"one process": 1, "p2p of 4": 4, "a2a+p2p of 2 x 2": 4}
 
 
 def documents(length):
-    """Positions `[1, length]` of a row full of documents."""
+    """Positions `[1, length]` of a packed sequence of documents."""
     generator, found = torch.Generator().manual_seed(SEED), []
     while sum(found) < length:
         found.append(max(int(600 * torch.exp(1.2 * torch.randn((), generator=generator))), 1))
@@ -66,7 +66,7 @@ def batch_of(length, packed):
 
 @contextlib.contextmanager
 def counted_bytes(total):
-    """Counts what this rank sends for attention: to the next of a ring, to all others, or as its part of a whole."""
+    """Counts the bytes that this rank sends for attention: ring sends, all-to-all, all-gather and reduce-scatter."""
     stock = (
         token_exchange.Passing.__init__,
         dist.all_to_all_single,
@@ -107,7 +107,7 @@ def load(folder, layout):
 
 
 def step(folder, variant, length, packed):
-    """Each rank's CPU seconds, wall seconds and bytes of a step, after one of a short row."""
+    """CPU seconds, wall seconds, bytes sent and loss of a step on this rank, after a warm-up with a short sequence."""
     model = load(folder, VARIANTS[variant])
     model(**batch_of(256, packed)).loss.backward()
     batch = batch_of(length // 2 if variant == "apart" else length, packed)
@@ -125,7 +125,7 @@ def status(name):
 
 
 def growth(folder, size, length):
-    """How much the resident memory of a rank grows in a step at most, in MiB."""
+    """Peak growth of a rank's resident memory in a step, in MiB."""
     model = load(folder, {"cp_size": size, "cp_comm_type": "p2p"} if size > 1 else None)
     model(**batch_of(256, False)).loss.backward()
     batch = batch_of(length, False)
@@ -136,7 +136,7 @@ def growth(folder, size, length):
 
 
 def measured(folder, lengths, rounds, packed):
-    """Medians over the rounds; of what several ranks do the busiest one's."""
+    """Medians over the rounds; for wall seconds, of the slowest rank."""
     rows = {}
     for length in lengths:
         samples = {name: [] for name in VARIANTS}

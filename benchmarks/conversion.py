@@ -1,10 +1,10 @@
-"""Converting a 2 GB Llama between layouts, against `cp` and hashing of the same bytes and transformers' load and save.
+"""Converting a 2 GB Llama between formats, compared with `cp` and hashing, and with transformers' load and save.
 
     python benchmarks/conversion.py --rounds 5 --out benchmarks/results/conversion_cpu.json
 
-Each sample runs in a process forked for it, with files in the page cache: seconds until the result is durable, and
-how far its memory grew. Variants take turns; reported are medians, ratios to `cp` + sync then blake3 of the copy,
-and memory in units of the largest of layer and embedding. `--sizes 1 2` measures the model with twice the layers too.
+Each sample runs in its own forked process, with files in the page cache: seconds until the result is durable, and
+growth of its memory. Variants take turns; reported are medians, ratios to `cp` + sync followed by blake3 of the copy,
+and memory in units of the larger of layer and embedding. `--sizes 1 2` also measures a model with twice the layers.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from hf_megatron.conversion import TargetOptions, convert
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.io.checksums import hash_file
 
-# name -> (layout of the source, layout of the target)
+# name -> (format of the source, format of the target)
 CONVERSIONS = {
     "hf -> megatron_core": ("hf", "megatron_core"),
     "megatron_core -> hf": ("megatron_core", "hf"),
@@ -56,13 +56,13 @@ def _config(size: int, layers: int) -> LlamaConfig:
 
 
 def _memory(name: str) -> int:
-    """A figure of /proc/self/status in bytes."""
+    """Returns an entry of /proc/self/status in bytes."""
     with open("/proc/self/status", encoding="ascii") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
 
 
 def _measured(action: Callable[[], Any]) -> dict[str, float]:
-    """Seconds until what was written is durable, and growth of the process's memory at its peak."""
+    """Seconds until the written data is durable, and peak growth of the process's memory."""
     os.sync()
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     resident = _memory("VmRSS")
@@ -113,12 +113,12 @@ def _sample(name: str, folder: Path, target: Path) -> dict[str, float]:
     if name in own:
         return _run(own[name], target, str(folder / "hf"), str(target))
     first, to = CONVERSIONS[name]
-    # The source's own checksums are another pass over its bytes, which a user can leave out.
+    # Verifying the source's checksums is an additional pass over its bytes, which is optional.
     return _run(_convert, target, str(folder / first), str(target), to, False)
 
 
 def measure(folder: Path, size: int, layers: int, rounds: int) -> dict[str, Any]:
-    """All variants on a model of `layers` x `size` layers."""
+    """Measures all variants on a model with `layers` x `size` layers."""
     source, target = folder / "hf", folder / "target"
     config = _config(size, layers)
     model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
@@ -132,7 +132,7 @@ def measure(folder: Path, size: int, layers: int, rounds: int) -> dict[str, Any]
     names = ["cp", "cp and hash", "transformers load and save", *CONVERSIONS]
     samples: dict[str, list[dict[str, float]]] = {}
     for turn in range(rounds + 1):
-        # What comes behind a variant that leaves much memory to be reclaimed is slower: each turn begins elsewhere.
+        # A variant is slower after one that leaves much memory to reclaim, so each turn starts with another variant.
         order = [*names[3 * turn % len(names) :], *names[: 3 * turn % len(names)]]
         found = {name: _sample(name, folder, target) for name in order}
         if turn:  # the first turn warms the page cache

@@ -1,13 +1,13 @@
-"""Indexed datasets: opening, ordering, tokenising and reading, beside what megatron-core and tokenizers do themselves.
+"""Indexed datasets: opening, ordering, tokenizing and reading, compared with megatron-core and plain tokenizers.
 
     python benchmarks/data.py --out benchmarks/results/data_cpu.json
     python benchmarks/data.py --documents 1000000 --rounds 1 --tokenizer gpt2
 
-Seconds are CPU seconds of one process with one thread, but for opening; each case runs in a process of its own, in
-turns with its peer, medians over the rounds. The pair that is opened is 100 GB of a sparse file in a million documents.
-Megatron's encoder is the one of its `tools/preprocess_data.py`: a document a call, text to tokens to numbers. Tokenised
-is CPython's own documentation and library, by a byte level BPE that is trained on it, and by the one of `--tokenizer`
-as well.
+Reported are CPU seconds of one single-threaded process (wall seconds for opening); each case runs in its own process,
+in turn with its peer; medians over the rounds. The dataset to open is a sparse file of 100 GB with a million documents.
+Megatron's encoder is the one of its `tools/preprocess_data.py`: one document per call, text to tokens to ids. The
+tokenized text is CPython's documentation and library, with a byte-level BPE trained on it, and with the one of
+`--tokenizer`.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import tempfile
 import time
 from pathlib import Path
 
-# Before anything reads them.
+# Must be set before the libraries that read them are imported.
 os.environ.update(OMP_NUM_THREADS="1", RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 
 import numpy as np
@@ -50,7 +50,7 @@ def resident():
 
 
 def in_own_process(function, *arguments):
-    """Runs a case in a fresh process, so that its peak of memory is its own."""
+    """Runs a case in a fresh process, so that its peak memory is not affected by other cases."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(sender, function, arguments))
@@ -74,8 +74,8 @@ def make_sparse(prefix):
 
 
 def opened(prefix, cache):
-    """Wall seconds and bytes of the pair alone, and of a dataset whose order is kept."""
-    # What is imported is no part of it.
+    """Wall seconds and memory in bytes to open a dataset, and to open one whose sample order is cached."""
+    # Open it once first, so that imports are not measured.
     IndexedDataset(prefix)
     before, began = resident(), time.perf_counter()
     dataset = IndexedDataset(prefix)
@@ -102,7 +102,7 @@ def _sums(order):
 
 
 def ordered_by_megatron(documents):
-    """What `GPTDataset._build_document_sample_shuffle_indices` does, by its own functions."""
+    """Runs the functions of Megatron's `GPTDataset._build_document_sample_shuffle_indices`."""
     from megatron.core.datasets import gpt_dataset, helpers
 
     lengths = lengths_of(documents)
@@ -124,7 +124,7 @@ def blended(samples):
 
 
 def make_texts(folder, characters=12_000_000, size=1500):
-    """Documents of 1,500 characters, and a tokenizer of the same texts."""
+    """Writes documents of 1,500 characters, and trains a tokenizer on them."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = (path for path in sorted(library.rglob("*.py")) if "site-packages" not in path.parts)
     parts, length = [*pydoc_data.topics.topics.values()], 0
@@ -181,7 +181,7 @@ def encoded_by_megatron(folder):
 
 
 def tokenised(folder, rounds):
-    """Tokens per CPU second of each way, and ratios of ours in the same round."""
+    """Tokens per CPU second of each method, and the speed of `build_pair` relative to the others in the same round."""
     cases = {"build_pair": built, "encode_batch_fast": encoded_alone, "megatron_encoder": encoded_by_megatron}
     taken = {name: [] for name in cases}
     for _ in range(rounds):
@@ -196,7 +196,7 @@ def tokenised(folder, rounds):
 
 
 def read(prefix, samples=2000):
-    """Tokens per CPU second of samples in their order, anywhere in the file: as arrays, and as Trainer's rows."""
+    """Tokens per CPU second when reading samples in shuffled order, as arrays and as Trainer's samples."""
     dataset = PretrainingDataset(prefix, SAMPLE)
     samples = min(samples, len(dataset))
     for sample in range(samples):

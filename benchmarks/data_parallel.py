@@ -1,10 +1,10 @@
-"""One data parallel training step of a Llama on two CPU ranks: DDP, ZeroRedundancyOptimizer, FSDP2 and hf_megatron.
+"""A data-parallel training step of a Llama on two CPU ranks: DDP, ZeroRedundancyOptimizer, FSDP2 and hf_megatron.
 
     python benchmarks/data_parallel.py --out benchmarks/results/data_parallel_cpu.json
     python benchmarks/data_parallel.py --models tiny --variants ddp hf_megatron_zero1 --rounds 5
     python benchmarks/data_parallel.py --memory-table --out benchmarks/results/optimizer_memory_cpu.json
 
-Every variant trains on the same global batch, of which each rank has half. README.md says what is measured and how.
+Every variant trains on the same global batch, split evenly over the ranks. README.md describes the method.
 """
 
 import argparse
@@ -33,7 +33,7 @@ STAGES = (0, 1, 2, 3)
 
 
 def on_its_part(model, job, forward=None):
-    """What a builder returns for a model that trains on this rank's part of the batch."""
+    """Return value of a builder: parameters and loss of a model that trains on this rank's shard of the batch."""
     ids = job.token_ids(model.config).chunk(job.ranks)[job.rank]
     return list(model.parameters()), loss_of(forward or model, ids)
 
@@ -88,7 +88,7 @@ DP_VARIANTS = {
 
 
 def check_later_losses(groups, steps=CHECKED_STEPS, expected=None):
-    """The loss after some updates of every variant that exchanges gradients must be `expected`, or the first one's."""
+    """Checks that all variants that exchange gradients have the loss `expected`, or the first one's, after updates."""
     found = {}
     for name, group in groups.items():
         if name != "two_processes_no_communication":
@@ -104,7 +104,7 @@ def check_later_losses(groups, steps=CHECKED_STEPS, expected=None):
 
 
 def ratio(samples, numerator, denominator):
-    """The median over the rounds of two variants' ratio within a round, which a drifting machine leaves as it is."""
+    """Median over rounds of two variants' ratio within a round, which is robust against drift of the machine."""
     pairs = list(zip(samples[numerator][1], samples[denominator][1], strict=True))
     calm = [pair for pair in pairs if all(sample["foreign"] <= FOREIGN_LIMIT for sample in pair)]
     ratios = torch.tensor([a["step"] / b["step"] for a, b in calm or pairs], dtype=torch.float64)
@@ -113,7 +113,7 @@ def ratio(samples, numerator, denominator):
 
 
 def compare(results, samples):
-    """The ratios that the results are judged by, for the variants that were measured."""
+    """The ratios that summarize the results, for the variants that were measured."""
     wanted = {f"zero{stage}_over_ddp": (f"hf_megatron_zero{stage}", "ddp") for stage in STAGES}
     wanted["ddp_over_no_communication"] = ("ddp", "two_processes_no_communication")
     wanted["zero1_over_no_communication"] = ("hf_megatron_zero1", "two_processes_no_communication")
@@ -173,7 +173,7 @@ def measure(model, names, rounds):
 
 
 def measure_memory(model, dtype, sizes=(1, 2, 4)):
-    """Bytes of optimizer state on every rank after one small step, per data parallel size and stage."""
+    """Bytes of optimizer state on every rank after one small step, per data-parallel size and ZeRO stage."""
     rows = []
     print(f"\noptimizer state of {model} {dtype}, MiB on each rank", flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -212,7 +212,7 @@ def main():
     if arguments.memory_table:
         report["memory"] = [measure_memory(m, dtype) for m in arguments.models for dtype in ("fp32", "bf16")]
     else:
-        # One process is always measured, as losses and ratios refer to it.
+        # The single-process variant is always measured: losses and ratios refer to it.
         names = [name for name in DP_VARIANTS if name in {"one_process_2_threads", *arguments.variants}]
         report["method"] = {"rounds": arguments.rounds, "foreign_cpu_limit": FOREIGN_LIMIT, "backend": "gloo"}
         report["runs"] = [measure(model, names, arguments.rounds) for model in arguments.models]

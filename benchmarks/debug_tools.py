@@ -1,13 +1,14 @@
-"""What the tools that may stay on cost, and whether they raise false alarms.
+"""Overhead of the diagnostic tools that can stay enabled in training, and their false alarms.
 
     python benchmarks/debug_tools.py --out benchmarks/results/debug_tools_cpu.json
     python benchmarks/debug_tools.py --steps 4 --rounds 1
 
-A step is forward, backward and AdamW's of a 61M Llama on tp2, two CPU ranks. Each variant runs blocks of the same steps
-in one job, in turns; CPU seconds of a step are compared within a round, medians of the ratios. `replicas` is one
-comparison, over its usual 100 steps. Then all tools watch clean steps on several layouts, by themselves and beside four
-processes that do nothing but compute. Last, the page of a made run of 64 ranks and 10,000 steps: its size, and seconds
-of a headless browser to open and draw it, beyond those for an empty page.
+A step is forward, backward and AdamW's step of a 61M Llama on tp2, two CPU ranks. The variants run blocks of the same
+steps in one job, in turn; the CPU seconds of a step are compared within a round, and medians of the ratios reported.
+`replicas` is the cost of one comparison, spread over its default interval of 100 steps. Then all tools run on clean
+steps of several layouts, with the machine idle and with four busy processes. Last, the report of a synthetic run of 64
+ranks and 10,000 steps is measured: its size, and the seconds a headless browser needs to open and draw it, beyond an
+empty page.
 """
 
 import argparse
@@ -65,7 +66,7 @@ def take_step(model, optimizer, ids):
 
 
 def tool_of(variant, model, optimizer):
-    """Starts a tool; returns what is called after each step, and what stops it."""
+    """Starts a tool; returns a function to call after each step, and a function that stops the tool."""
     if variant == "non-finite":
         return (lambda: None), NonFiniteWatch(model, optimizer).stop
     if variant == "stragglers":
@@ -77,13 +78,13 @@ def tool_of(variant, model, optimizer):
 
 
 def cost(folder, blocks, steps):
-    """CPU seconds of a step with each tool and without, in blocks of one job in turns, and of comparisons."""
+    """CPU seconds of a step with and without each tool, in alternating blocks of one job, and of comparisons."""
     model, optimizer = load(folder, {"tp_size": 2})
     ids = torch.randint(1, MODEL["vocab_size"], (1, TOKENS), generator=torch.Generator().manual_seed(0))
     take_step(model, optimizer, ids)
     check, taken, comparisons = ReplicaCheck(model, optimizer), {variant: [] for variant in VARIANTS}, []
     for block in range(blocks):
-        # The order turns, so that none is always behind the same one.
+        # Rotate the order, so that no variant always follows the same one.
         for variant in (*VARIANTS[block % len(VARIANTS) :], *VARIANTS[: block % len(VARIANTS)]):
             after_step, stop = tool_of(variant, model, optimizer)
             dist.barrier()
@@ -100,7 +101,7 @@ def cost(folder, blocks, steps):
 
 
 def alarms(folder, sizes, steps):
-    """What the tools report in clean steps."""
+    """Reports of the tools in clean steps."""
     model, optimizer = load(folder, sizes)
     generator = torch.Generator().manual_seed(0)
     stragglers = StragglerWatch(model, optimizer, say=lambda report: None)
@@ -142,7 +143,7 @@ def clean_runs(given):
 
 
 def opened_page(folder, rounds=5):
-    """The size of a large run's page, seconds to make it, and to open it in a browser beyond an empty page."""
+    """Size of a large run's report, seconds to create it, and to open it in a browser beyond an empty page."""
     make_run(folder / "run")
     began = time.monotonic()
     write_page(read_run(folder / "run"), folder / "page.html")
@@ -177,7 +178,7 @@ def main():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(LlamaConfig(**MODEL)).save_pretrained(folder)
         ranks = run_ranks(cost, 2, folder, given.rounds, given.steps, timeout=3000)
-    # Of the blocks of a round, on one rank: what the machine did meanwhile was much the same.
+    # Compare blocks of the same round and rank, which ran under similar conditions.
     ratios = {
         variant: [one / off for taken, _ in ranks for one, off in zip(taken[variant], taken["off"], strict=True)]
         for variant in VARIANTS

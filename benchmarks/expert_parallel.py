@@ -1,13 +1,13 @@
-"""Experts on two CPU ranks: CPU seconds of a step, time inside exchanges and bytes of weights and moments.
+"""Expert parallelism on two CPU ranks: CPU seconds of a step, time in all-to-alls, bytes of weights and moments.
 
     python benchmarks/expert_parallel.py --out benchmarks/results/expert_parallel_cpu.json
     python benchmarks/expert_parallel.py --tokens 1024 --rounds 1 --experts 8 --choices 2 --dtypes float32
 
-A step is forward, backward and AdamW's step on one batch of Qwen3-MoE with four layers (hidden 512); the width of the
-experts times their number is the same for each number of them. Variants take turns, in each round every one of them;
-CPU seconds of each rank, whose medians are compared, depend little on other work here. `apart` are two processes that
-never talk, with half of the rows each. In a skewed batch half of the tokens are one word, which goes to one and the
-same experts.
+A step is forward, backward and AdamW's step on one batch of Qwen3-MoE with four layers (hidden 512); the total width of
+the experts is the same for every number of experts. Each round measures every variant once, in turn; compared are
+medians of each rank's CPU seconds, which other load on the machine affects little. `apart` runs two processes without
+communication, with half of the samples each. In a skewed batch half of the tokens are the same word, which is routed to
+the same experts.
 """
 
 import argparse
@@ -39,7 +39,7 @@ MODEL = {
     "vocab_size": 4096,
     "tie_word_embeddings": False,
 }
-# Of all experts of a layer.
+# Total width of all experts of a layer, and sequence length.
 WIDTH, ROW = 8192, 512
 OURS = {
     "tp2": {"tp_size": 2},
@@ -53,7 +53,7 @@ PEERS = {
     "transformers fsdp2 x ep2": {"fsdp_size": 2, "ep_size": 2},
 }
 VARIANTS = ("one process", "apart", *OURS, *PEERS)
-# What sees its own half of the rows.
+# Variants in which each rank gets half of the samples.
 _HALVES = ("apart", "dp2", "ep2 over dp2", "transformers fsdp2 x ep2")
 _EXPERTS = ".experts."
 
@@ -81,7 +81,7 @@ def load(folder, variant, dtype):
 
 
 class _Timed:
-    """An exchange under way whose wait is timed."""
+    """An asynchronous all-to-all whose wait is timed."""
 
     def __init__(self, work, seconds, place):
         self.work, self.seconds, self.place = work, seconds, place
@@ -93,7 +93,7 @@ class _Timed:
 
 
 def timed_exchanges(seconds):
-    """Notes the seconds inside of each exchange of rows or sizes, waiting for the other rank included."""
+    """Records the seconds spent in each all-to-all of tokens or sizes, including the wait for the other rank."""
     stock = dist.all_to_all_single
 
     def timed(*args, **kwargs):
@@ -106,7 +106,7 @@ def timed_exchanges(seconds):
 
 
 def bytes_of(model, optimizer):
-    """Bytes of this rank's experts, and of what the optimizer keeps of all weights."""
+    """Bytes of this rank's experts, and of its optimizer state for all weights."""
     weights = [p.to_local() if isinstance(p, DTensor) else p for n, p in model.named_parameters() if _EXPERTS in n]
     moments = [
         value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
@@ -116,7 +116,7 @@ def bytes_of(model, optimizer):
 
 
 def step(folder, variant, tokens, skewed, dtype):
-    """Each rank's CPU and wall seconds, seconds in exchanges, bytes and loss of a step, after another one."""
+    """CPU and wall seconds, all-to-all seconds, bytes and loss of the last of three steps on this rank."""
     model = load(folder, variant, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=False)
     optimizer = prepare_optimizer(optimizer) if variant in OURS else optimizer
@@ -135,7 +135,7 @@ def step(folder, variant, tokens, skewed, dtype):
         optimizer.step()
         optimizer.zero_grad()
         seconds.append((time.process_time() - cpu, time.perf_counter() - began, tuple(exchanges)))
-    # The same step on all ranks.
+    # All ranks return the same step.
     return seconds[-1], bytes_of(model, optimizer), loss.item()
 
 
@@ -178,10 +178,10 @@ def measured(folder, given, skewed, dtype):
 
 
 def _without_waiting(sample):
-    """The share of exchanges in a step, each by the rank that came last: the other one has waited for it."""
+    """Share of all-to-alls in a step, counting each by the rank that arrived last and so did not wait."""
     exchanges = [rank[0][2] for rank in sample]
     if len({len(found) for found in exchanges}) > 1:
-        # Of steps that are not the same.
+        # The ranks called different numbers of all-to-alls, so these cannot be matched.
         return max(sum(rank[0][2]) / rank[0][1] for rank in sample)
     return sum(map(min, zip(*exchanges, strict=True))) / max(rank[0][1] for rank in sample)
 

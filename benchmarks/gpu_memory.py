@@ -1,14 +1,14 @@
-"""Bytes on an accelerator's rank, predicted in a fake world, and the same prediction compared with real CPU ranks.
+"""Memory of an accelerator rank, predicted with a fake process group and compared with real CPU or GPU ranks.
 
     python benchmarks/gpu_memory.py --out benchmarks/results/gpu_memory_predicted.json
     python benchmarks/gpu_memory.py --cases 8B-dp8
     python benchmarks/gpu_memory.py --device cuda --cases --out benchmarks/results/gpu_memory_cuda.json
 
-The first part runs the library as ranks of large jobs without memory: bytes per parameter that are kept, activations
-that a layer keeps of one microbatch by what made them, collectives, and places where the host waits for its device. The
-second part predicts smaller steps as gloo ranks or, with `--device cuda`, two ranks of NCCL take them, and measures
-these by torch's allocator. cuBLAS's workspace is in what is measured on a GPU and in no prediction; NCCL's own memory
-and what an allocator loses are in neither.
+The first part runs the library as ranks of large jobs without allocating memory: persistent bytes per parameter,
+activations that a layer saves per microbatch by operation, collectives, and host syncs. The second part predicts
+smaller steps of two gloo ranks or, with `--device cuda`, two NCCL ranks, and measures them with torch's allocator.
+Measurements on a GPU include cuBLAS's workspace, predictions do not; neither includes NCCL's own memory and the
+fragmentation of the allocator.
 """
 
 import argparse
@@ -45,13 +45,13 @@ def llama(hidden, intermediate, layers, heads, groups, vocabulary):
 # Sizes of Llama 3.1.
 LLAMA_405B = llama(16384, 53248, 126, 128, 8, 128256)
 LLAMA_8B = llama(4096, 14336, 32, 32, 8, 128256)
-# What two ranks are measured with, and its [rows, tokens].
+# Models for the measurement on two ranks, and their batch [samples, tokens].
 MEASURED = {
     "cpu": (llama(512, 1376, 4, 8, 4, 8000), (4, 256)),
     "cuda": (llama(2048, 8192, 8, 32, 8, 32000), (4, 2048)),
 }
 LARGEST = {"tp_size": 8, "sequence_parallel": True, "pp_size": 16, "zero_stage": 1, "num_microbatches": 2}
-# name -> (model, layout, ranks, ranks of the job, [rows, tokens] of a dp rank, S of ZeRO-1)
+# name -> (model, layout, ranks, ranks of the job, [samples, tokens] per dp rank, S of ZeRO-1)
 CASES = {
     "405B-tp8-sp-pp16-zero1": (LLAMA_405B, LARGEST, {"first": 0, "middle": 64, "last": 120}, 2048, (2, 8192), 16),
     "405B-recompute": (LLAMA_405B, LARGEST | {"recompute": "full"}, {"middle": 64}, 2048, (2, 8192), 16),
@@ -61,7 +61,7 @@ CASES = {
 LONG = {"cp_size": 8, "cp_comm_type": "a2a", "zero_stage": 3}
 LESS = LONG | {"recompute": "full", "loss_chunk_size": 2048}
 TILED = LESS | {"mlp_chunk_size": 4096}
-# One row over eight ranks, which share weights and optimizer state too.
+# One sequence over eight ranks, which also shard weights and optimizer state.
 for _name, _layout, _tokens in (
     ("8B-cp8-128k", LONG, 2**17),
     ("8B-cp8-128k-recompute", LESS, 2**17),
@@ -83,7 +83,7 @@ COMPARED = {
 
 
 def describe(figures, shares):
-    """What one rank's figures say, in units that can be read."""
+    """Figures of one rank in readable units."""
     kept = figures.per_parameter
     by_cause = max(figures.layers.values(), key=lambda causes: sum(causes.values()), default={})
     largest = sorted(by_cause.items(), key=lambda item: -item[1])

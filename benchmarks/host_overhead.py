@@ -1,13 +1,13 @@
-"""Host cost of a layer: Python calls and CPU microseconds of forward, backward and optimizer, for every axis.
+"""Host overhead of a layer: Python calls and CPU microseconds of forward, backward and optimizer, for every axis.
 
     python benchmarks/host_overhead.py --out benchmarks/results/host_overhead_cpu.json
     python benchmarks/host_overhead.py --before OLD/.venv/bin/python --after NEW/.venv/bin/python --out FILE
 
-Two ranks over gloo train Llamas of two depths whose tensors are so small that their arithmetic costs little; the
-difference of the depths is the cost of a layer, the rest is the cost of a call. What is counted is the CPU time of the
-rank's main thread, in which the autograd engine runs on CPUs too, so that waiting for the other rank counts for
-nothing; and the Python functions that are called. One number is the median over rounds, in which all variants, and both
-versions where there are two, take turns.
+Two ranks over gloo train Llamas of two depths whose tensors are so small that arithmetic costs little; the difference
+between the depths is the cost of a layer, the rest is the fixed cost of a call. Reported are the CPU time of the rank's
+main thread, which also runs the autograd engine on CPUs, so that waiting for the other rank does not count; and the
+number of Python function calls. Each result is the median over rounds, in which all variants (and both versions, if
+there are two) take turns.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from importlib.metadata import version
 
 DEPTHS = (2, 10)
 BATCH, TOKENS = 2, 16
-# variant -> fields of MegatronConfig; others are built by hand.
+# variant -> fields of MegatronConfig; the other variants have their own builders.
 LAYOUTS = {
     "tp2": {"tp_size": 2},
     "tp2+sp": {"tp_size": 2, "sequence_parallel": True},
@@ -54,7 +54,7 @@ def saved_models(folder):
 
 
 class Trained:
-    """One variant of one depth: a loss, an optimizer, and the phases of a step."""
+    """One variant at one depth: a loss, an optimizer, and the phases of a step."""
 
     def __init__(self, variant, folder, rank):
         import torch
@@ -77,7 +77,7 @@ class Trained:
         self.optimizer = hf_megatron.prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4))
 
     def phases(self, measure):
-        """One step; `measure(function)` is called for each phase and returns its cost."""
+        """Runs one step; `measure(function)` is called for each phase and returns its cost."""
         result = {}
         costs = [measure(lambda: result.update(loss=self.loss())), measure(lambda: result["loss"].backward())]
         costs.append(measure(lambda: (self.optimizer.step(), self.optimizer.zero_grad())))
@@ -106,7 +106,7 @@ def python_calls(function):
 
 
 def be_rank(variant, rank, folders, port, steps, commands, results):
-    """Builds a variant, then measures one round of it whenever a command arrives."""
+    """Builds a variant, then measures one round per command."""
     import warnings
 
     import torch
@@ -138,7 +138,7 @@ def free_port():
 
 
 def serve(steps):
-    """Two ranks for each variant; a line on stdin starts a round, in which the variants take turns."""
+    """Starts two ranks per variant; each line on stdin starts a round, in which the variants take turns."""
     import torch  # noqa: F401 - before the fork
     import transformers  # noqa: F401
 
@@ -146,7 +146,7 @@ def serve(steps):
 
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        # In a process of its own: an OpenMP pool does not survive a fork.
+        # Save the models in a separate process: an OpenMP pool does not survive a fork.
         maker = context.Process(target=saved_models, args=(folder,))
         maker.start()
         maker.join()
@@ -169,7 +169,7 @@ def serve(steps):
 
 
 class Side:
-    """The server of one installed version."""
+    """Server process of one installed version."""
 
     def __init__(self, python, steps):
         words = [python, __file__, "--serve", "--steps", str(steps)]
@@ -192,7 +192,7 @@ class Side:
 
 
 def summary(rounds):
-    """Per variant and phase: cost per layer, and of the rest of a call."""
+    """Cost per layer and fixed cost per call, by variant and phase."""
     rows = {}
     between = DEPTHS[1] - DEPTHS[0]
     for variant in VARIANTS:

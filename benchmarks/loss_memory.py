@@ -1,9 +1,9 @@
-"""Memory and time of the head and cross entropy on two tensor parallel ranks, forward and backward.
+"""Memory and time of the head and cross entropy on two tensor-parallel ranks, forward and backward.
 
     python benchmarks/loss_memory.py --out benchmarks/results/loss_memory_cpu.json
 
-`gathered` is what transformers' tensor parallelism does: the local logits are gathered and every rank takes the cross
-entropy of all of them. Reported per rank: the peak resident size above what was in use before, and the median time.
+`gathered` is the method of transformers' tensor parallelism: the local logits are gathered, and every rank computes the
+cross entropy of all of them. Reported per rank: the peak resident size above the size before, and the median time.
 """
 
 import argparse

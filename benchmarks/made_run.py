@@ -1,4 +1,4 @@
-"""A made run of any size, as RunCallback records one: for the page's size and speed, and for looking at it.
+"""Writes a synthetic run of any size in RunCallback's format, to measure and inspect reports.
 
 python benchmarks/made_run.py /tmp/run --ranks 64 --steps 10000 && hf-megatron debug report /tmp/run --no-plan
 """
@@ -21,12 +21,12 @@ HELD = {"weights": 4e9, "gradients": 8e9, "main weights": 4e9, "moments": 8e9, "
 
 
 def layout_of(ranks):
-    """tp4 x pp4, the rest dp."""
+    """Returns the layout tp4 x pp4, with the remaining ranks data parallel."""
     return MegatronConfig(tp_size=4, pp_size=4, dp_size=ranks // 16)
 
 
 def make_run(directory, ranks=64, steps=10_000, broken=None, slow=None):
-    """Writes the folder of a run on tp4 x pp4, the rest dp; `broken` is a step without a loss, `slow` a rank."""
+    """Writes the folder of a run on tp4 x pp4 and dp; `broken` is a step with a NaN loss, `slow` a slow rank."""
     folder, drawn = Path(directory), random.Random(0)
     replicas = ranks // 16
     places = [[rank // 4 % replicas, rank // 4 // replicas, 0, rank % 4] for rank in range(ranks)]

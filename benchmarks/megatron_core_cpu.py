@@ -1,7 +1,7 @@
 """megatron-core 0.16.1's own tensor-parallel GPT model on CPU with gloo, with the weights of a transformers Llama.
 
-megatron-core expects CUDA. `pretend_cuda` replaces the functions of torch that it touches, for the whole process: call
-it only in a worker process of its own. The layers are megatron-core's local ones, as TransformerEngine needs CUDA.
+megatron-core expects CUDA. `pretend_cuda` replaces the torch functions that it uses, for the whole process: call it
+only in a dedicated worker process. The layers are megatron-core's local ones, because TransformerEngine needs CUDA.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import torch
 
 
 class _NoStream:
-    """Stand-in for CUDA streams and events: nothing is asynchronous here."""
+    """Placeholder for CUDA streams and events: nothing is asynchronous on CPU."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -102,7 +102,7 @@ def load_llama_weights(model, config, state_dict, rank, ranks):
     }
     for i in range(config.num_hidden_layers):
         source, target = f"model.layers.{i}.", f"decoder.layers.{i}."
-        # megatron-core orders the rows of the fused projection by group: its queries, its key, its value.
+        # megatron-core groups the rows of the fused projection by KV group: its queries, its key, its value.
         groups = config.num_key_value_heads // ranks
         qkv = [rows(f"{source}self_attn.{x}_proj").reshape(groups, -1, config.hidden_size) for x in "qkv"]
         state |= {

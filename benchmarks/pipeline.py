@@ -1,10 +1,10 @@
-"""One pipelined training step of a Llama on two CPU ranks: torch.distributed.pipelining by hand and hf_megatron.
+"""A pipeline-parallel training step of a Llama on two CPU ranks: torch.distributed.pipelining and hf_megatron.
 
     python benchmarks/pipeline.py --out benchmarks/results/pipeline_cpu.json
     python benchmarks/pipeline.py --models tiny --rounds 5 --out benchmarks/results/pipeline_tiny_cpu.json
     python benchmarks/pipeline.py --models tiny --schedules 1f1b zbv --microbatches 4 --rounds 2
 
-Every variant does the same microbatches of the same rows. README.md says what is measured and how.
+All variants run the same microbatches of the same samples. README.md describes the method.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from variants import Variant, load_model, prepared_adamw
 RANKS = 2
 ROWS = 8  # of a batch, or one for each microbatch if these are more
 IGNORED = -100
-# The class in torch, and where the stages of rank r are: r alone, r and r + 2 in a loop, r and 3 - r in a V.
+# torch's class, and the placement of the stages of rank r: r alone, r and r + 2 in a loop, r and 3 - r in a V.
 SCHEDULES = {
     "gpipe": ("ScheduleGPipe", "single"),
     "1f1b": ("Schedule1F1B", "single"),
@@ -56,7 +56,7 @@ PIPELINE_MODELS = {
 
 
 def stages_of(rank, placement):
-    """The stages of a rank and the number of all stages."""
+    """The stages of a rank and the total number of stages."""
     if placement == "single":
         return [rank], RANKS
     return [rank, RANKS + rank if placement == "loop" else 2 * RANKS - 1 - rank], 2 * RANKS
@@ -68,19 +68,19 @@ def even_partition(layers, stages):
 
 
 def labels_of(ids):
-    """The token behind each, as transformers shifts labels, and how many count."""
+    """Labels `[batch, sequence]` shifted as in transformers, and the number of valid targets."""
     labels = ids.roll(-1, 1)
     labels[:, -1] = IGNORED
     return labels, (labels != IGNORED).sum()
 
 
 def already_backward(loss):
-    """What a loss function returns that went backward itself: the worker's own backward then does nothing."""
+    """Wraps a loss whose backward has already run, so that the worker's own backward does nothing."""
     return loss.detach().requires_grad_()
 
 
 def accumulated(job, microbatches):
-    """One process, which adds up the gradients of the microbatches."""
+    """Single-process reference that accumulates the gradients of the microbatches."""
     model = load_model(job)
     chunks = job.token_ids(model.config).chunk(microbatches)
     targets = sum(labels_of(chunk)[1] for chunk in chunks)
@@ -97,9 +97,9 @@ def accumulated(job, microbatches):
 
 
 class LlamaStage(torch.nn.Module):
-    """Layers `start` to `stop` of a Llama, with the embedding before the first and norm and head behind the last.
+    """Layers `start` to `stop` of a Llama, with the embedding before the first and norm and head after the last layer.
 
-    Mask and rotary tables are made once, as nothing but the length of the sequence decides them.
+    Mask and rotary tables are computed once, because they depend only on the sequence length.
     """
 
     def __init__(self, model, start, stop, sequence_length):
@@ -149,7 +149,7 @@ def torch_pipeline(job, microbatches, schedule):
     def step():
         losses = []
         runtime.step(*inputs, target=target, losses=losses, return_outputs=False)
-        # The mean over the ranks is the batch's, without a message that training does not need.
+        # The worker averages over ranks: this gives the batch's loss without additional communication.
         return already_backward(job.ranks * torch.stack(losses).sum() if losses else torch.zeros(()))
 
     return [parameter for module in modules for parameter in module.parameters()], step
@@ -195,7 +195,7 @@ def close(groups):
 
 
 def start_checked(variants, folder, batch, checked_steps, first=None, later=None):
-    """Starts variants whose losses, at first and after some updates, are those of one process."""
+    """Starts variants and checks that their losses, at first and after some updates, match the single-process run."""
     groups, skipped = start_groups(variants, folder, "fp32", batch, first)
     try:
         if skipped:
@@ -215,7 +215,7 @@ def results_of(groups, rounds, steps):
 
 
 def measure_schedule(one, later, schedule, microbatches, start, turns):
-    """Bare torch and hf_megatron in turn with the one process that is there already."""
+    """Measures torch and hf_megatron in turn with the single-process group that is already running."""
     groups, _ = start_checked(pipelines(microbatches, schedule), **start, first=one.first_loss, later=later)
     try:
         results, samples = results_of({"one_process_2_threads": one, **groups}, **turns)
@@ -233,7 +233,7 @@ def measure_schedule(one, later, schedule, microbatches, start, turns):
 
 
 def measure(model, schedules, microbatches, rounds):
-    """One number of microbatches: one process by itself, then with each schedule; all at once would not fit."""
+    """Measures one number of microbatches: one process first, then with each schedule, to bound the memory."""
     settings = PIPELINE_MODELS[model]
     batch = {"batch_size": max(ROWS, microbatches), "sequence_length": settings["sequence_length"]}
     title = f"{model}, batch {batch['batch_size']} x {batch['sequence_length']}, {microbatches} microbatches"
@@ -261,9 +261,9 @@ def measure(model, schedules, microbatches, rounds):
 
 
 def add_bubbles(runs):
-    """The share of idle time that each schedule has on paper.
+    """Adds the theoretical bubble share of each schedule.
 
-    Behind all measurements: what this process imports, the workers would inherit.
+    Runs after all measurements, because workers would inherit this import.
     """
     from hf_megatron.pipeline_parallel.schedule_simulator import bubble
 

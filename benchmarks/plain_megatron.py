@@ -1,4 +1,4 @@
-"""Megatron's tensor-parallel Llama on plain tensors, written by hand: the yardstick for what a library may cost.
+"""Megatron's tensor-parallel Llama on plain tensors, written by hand: the lower bound for a library's overhead.
 
 Parameters are this rank's slices under their transformers names; the default process group is the tensor-parallel one.
 """
@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-# Weights cut by rows are column parallel, weights cut by columns are row parallel; norms are whole on every rank.
+# Weights split by rows are column parallel, weights split by columns are row parallel; norms are replicated.
 CUT_DIM = dict.fromkeys(("embed_tokens", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"), 0)
 CUT_DIM |= {"o_proj": 1, "down_proj": 1}
 
 
 class CopyToRegion(torch.autograd.Function):
-    """Identity whose gradient is summed over the ranks; one at a block's entry serves all of its projections."""
+    """Identity whose gradient is all-reduced; one at a block's input serves all of its projections."""
 
     @staticmethod
     def forward(ctx, hidden):
@@ -26,7 +26,7 @@ class CopyToRegion(torch.autograd.Function):
 
 
 class ReduceFromRegion(torch.autograd.Function):
-    """Sum over the ranks, in place because the row-parallel product before it does not need its own output again."""
+    """All-reduce, in place because the row-parallel product before it does not save its output."""
 
     @staticmethod
     def forward(ctx, partial):
@@ -40,7 +40,7 @@ class ReduceFromRegion(torch.autograd.Function):
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Mean cross entropy of `targets` (tokens) under `logits` (tokens, local vocabulary); no rank sees all logits."""
+    """Mean cross entropy of `targets` [tokens] under `logits` [tokens, local vocabulary], without gathering logits."""
 
     @staticmethod
     def forward(ctx, logits, targets, first_id):

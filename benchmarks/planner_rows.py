@@ -1,7 +1,7 @@
-"""Published runs in `planner_rows.json` and what the planner's time model says of them, from layer shapes alone.
+"""Published runs in `planner_rows.json`, and their predictions by the planner's time model from layer shapes alone.
 
-Layers are those of GPT, Llama and Qwen3-MoE. Products are counted as the published stacks fuse them, bytes and kernels
-as stock modules of transformers run them.
+Layers are the ones of GPT, Llama and Qwen3-MoE. Matrix products are counted as fused in the published stacks, bytes and
+kernels as in stock transformers modules.
 """
 
 import json
@@ -15,14 +15,14 @@ from hf_megatron.planner.time_model import Efficiency, Times, communication_seco
 from hf_megatron.planner.unit_work import Work
 
 ROWS = Path(__file__).with_name("planner_rows.json")
-# What a stock Llama layer moves forward, in units of [tokens, hidden] in bf16: two norms in fp32 (36), rotations of
-# queries and keys (10), gate and product (16), two sums (6). And how many kernels it launches.
+# Memory traffic of a stock Llama layer's forward, in units of [tokens, hidden] in bf16: two norms in fp32 (36), rotary
+# embedding of queries and keys (10), gate and product (16), two sums (6); and its number of kernel launches.
 MOVED, KERNELS = 68, 40
-# Bytes per entry of the logits and kernels of the loss.
+# Bytes per element of the logits, and kernels of the loss.
 LOSS_BYTES, LOSS_KERNELS = 16, 8
-# Products of a backward for one forward, and attention's.
+# FLOPs of backward relative to forward, for matrix products and for attention.
 BACKWARD, ATTENTION_BACKWARD = 2.0, 2.5
-# Bytes that AdamW reads and writes per parameter of a rank's share, with fp32 moments, gradients and main weights.
+# Bytes that AdamW reads and writes per local parameter, with fp32 moments, gradients and main params.
 OPTIMIZER_BYTES = 28
 
 
@@ -39,7 +39,7 @@ class Layout:
 class Row:
     """One published run; `published` is in tokens per second and device, `sharded` means FSDP.
 
-    What is held out is predicted and never fitted.
+    Rows with `held_out` are predicted but never used for fitting.
     """
 
     source: str
@@ -58,7 +58,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Model, device and layout in words."""
+        """Model, device and layout as text."""
         dp = self.data_parallel
         sizes = [*vars(self.layout).items(), ("fsdp" if self.sharded else "dp", dp)]
         parts = [f"{axis.upper()}{size}" for axis, size in sizes if size > 1]
@@ -74,13 +74,13 @@ class Row:
 
     @property
     def tokens(self) -> int:
-        """Of one microbatch on one rank."""
+        """Tokens of one microbatch on one rank."""
         return self.microbatch * self.sequence // self.layout.cp
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Seconds that a step is made of: forward and backward of a layer and of the head, a send, what comes once."""
+    """Seconds of a step's parts: forward and backward of a layer and of the head, a send, and once-per-step costs."""
 
     layer: tuple[float, float]
     head: tuple[float, float]
@@ -97,9 +97,9 @@ def read_rows() -> tuple[dict[str, str], dict[str, dict], list[Row]]:
 
 
 def layer_products(model: dict, row: Row) -> tuple[Counter, Counter]:
-    """Returns the products of a layer's forward, smallest dim -> FLOPs, and the parameters of a rank.
+    """Returns the matrix products of a layer's forward as smallest dim -> FLOPs, and the parameters on a rank.
 
-    Parameters are those that every rank of the data parallel group has ("dense") and those of experts ("experts").
+    Parameters are counted as replicated over the data-parallel group ("dense") or as experts ("experts").
     """
     hidden, tp, tokens = model["hidden"], row.layout.tp, row.tokens
     queries, keys = model["heads"] * model["head"], model["groups"] * model["head"]
@@ -118,7 +118,7 @@ def layer_products(model: dict, row: Row) -> tuple[Counter, Counter]:
     else:
         product(tokens / tp, hidden, model["experts"])
         here = model["experts"] / row.layout.ep
-        # With balanced routing: of the tokens that each rank has, as many come as go.
+        # Assumes balanced routing: each rank receives as many tokens as it sends.
         each = tokens / tp * model["experts_per_token"] / here
         product(each, hidden, wide, here, "experts")
         product(each, model["intermediate"], hidden, here, "experts")
@@ -152,7 +152,7 @@ def layer_work(model: dict, row: Row) -> tuple[Work, Work]:
     if row.recompute == "full":
         backward += forward
     elif row.recompute == "selective":
-        # Every other product is done again, and all that is between them.
+        # Half of the products are recomputed, and all memory-bound operations between them.
         again = {width: flops / 2 for width, flops in products.items()}
         backward += replace(forward, matmuls=again, attention=0.0, traffic={})
     return forward, backward
@@ -169,9 +169,9 @@ def head_work(model: dict, row: Row) -> tuple[Work, Work]:
 
 
 def step_pieces(row: Row, model: dict, device: Device, efficiency: Efficiency) -> Pieces:
-    """Returns the seconds of what a step consists of."""
+    """Returns the seconds of a step's parts."""
     layout, dp = row.layout, row.data_parallel
-    # Megatron's order: tensor parallel ranks are next to each other, then context, data, pipeline.
+    # Megatron's rank order: tensor parallel innermost, then context, data, pipeline.
     links = {
         "tp": device.connection(layout.tp),
         "cp": device.connection(layout.tp * layout.cp),
@@ -188,12 +188,12 @@ def step_pieces(row: Row, model: dict, device: Device, efficiency: Efficiency) -
     send = communication_seconds("pp", 1, activation, device, efficiency, links) * efficiency.exposed["pp"]
     layers = max(layers_of_stages(model["layers"], 1, layout.pp))
     _, parameters = layer_products(model, row)
-    # The first or the last stage has an end of the model; without a pipeline both.
+    # The first and last stage hold embedding or head; without a pipeline one rank holds both.
     ends = model["vocabulary"] * model["hidden"] / layout.tp * (1 if layout.pp > 1 else 2)
     dense = layers * parameters["dense"] + ends
     copies = max(1, dp * layout.cp * layout.tp // layout.ep) if layout.ep > 1 else dp * layout.cp
     experts = layers * parameters["experts"]
-    # Weights are gathered and gradients scattered in bf16; when sharded both ways, in each microbatch.
+    # Weights are gathered and gradients scattered in bf16; with FSDP, weights twice per microbatch.
     each = 6 * row.microbatches if row.sharded else 4
     unsharded = dp * layout.cp
     sent = each * (dense * (unsharded - 1) / unsharded + experts * (copies - 1) / copies)
@@ -206,7 +206,7 @@ def step_pieces(row: Row, model: dict, device: Device, efficiency: Efficiency) -
 
 
 def layers_of_stages(layers: int, stages_per_rank: int, ranks: int) -> list[int]:
-    """Spreads layers over stages; where they do not divide, embedding and head count as one each, as in the recipes."""
+    """Distributes layers over stages; if they do not divide, embedding and head count as one layer, as in recipes."""
     stages = ranks * stages_per_rank
     if layers % stages and (layers + 2) % stages == 0:
         each = [(layers + 2) // stages] * stages
@@ -217,7 +217,7 @@ def layers_of_stages(layers: int, stages_per_rank: int, ranks: int) -> list[int]
 
 
 def pipeline_seconds(row: Row, model: dict, pieces: Pieces) -> float:
-    """Returns the seconds of all microbatches, without data parallel communication and the optimizer."""
+    """Returns the seconds of all microbatches, without data-parallel communication and the optimizer."""
     layout = row.layout
     if layout.pp == 1:
         return row.microbatches * (model["layers"] * sum(pieces.layer) + sum(pieces.head))

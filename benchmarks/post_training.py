@@ -1,13 +1,13 @@
-"""DPO and GRPO of TRL on two CPU ranks: seconds and memory of a step, and of the loss alone, beside full logits.
+"""TRL's DPO and GRPO on two CPU ranks: seconds and memory of a step, and of the loss alone, against full logits.
 
     python benchmarks/post_training.py --out benchmarks/results/post_training_cpu.json
     python benchmarks/post_training.py --rounds 1 --steps 2 --layers 2 --tokens 512
 
-Stock trainers, a Llama with drawn weights and a vocabulary of 32,000, the same rows for everyone; variants take turns,
-in each round every one of them, in processes of their own. Medians over rounds of the busier rank are compared. Peers
-are TRL in one process and TRL under DistributedDataParallel. `full logits` is a laid out model whose head hands out
-whole logits. The loss alone is log-probabilities and entropy of tokens, and a divergence from a teacher, forward and
-backward: what it takes beside hidden states and weights, beside full logits on every rank.
+Stock trainers, a randomly initialized Llama with a vocabulary of 32,000, the same samples for all variants. Each round
+measures every variant once, in turn and in its own processes; medians over rounds of the busier rank are compared.
+Peers are TRL in one process and TRL with DistributedDataParallel. `full logits` is a parallelized model whose head
+returns full logits. The loss alone is log-probabilities and entropy of tokens, and a divergence from a teacher, forward
+and backward: its memory in addition to hidden states and weights, compared with full logits on every rank.
 """
 
 import argparse
@@ -61,7 +61,7 @@ GIVEN = {
 
 
 class Clock(TrainerCallback):
-    """Seconds of each step; the first one, which fills caches, and its memory are left out."""
+    """Seconds of each step, without the first one, which fills caches."""
 
     def __init__(self):
         self.seconds, self.begin = [], 0.0
@@ -81,7 +81,7 @@ def layout_of(variant):
 
 
 def hand_out_logits():
-    """Has every rank make whole logits, and log-probabilities of all of them."""
+    """Replaces the token scores by ones computed from gathered full logits on every rank."""
 
     def numbers(logits, targets, wanted, sampling):
         unsharded = (logits.gather(warn=False).float() / sampling.temperature).log_softmax(-1)
@@ -120,7 +120,7 @@ def make_trainer(name, model, folder, steps, rows):
 
 
 def run_steps(path, variant, name, steps):
-    """Median seconds of a step, and the peak of memory above what models and optimizer would not need, in MiB."""
+    """Median seconds of a step, and peak memory growth in MiB since before the model was loaded."""
     if variant == FULL:
         hand_out_logits()
     layout = layout_of(variant)
@@ -154,7 +154,7 @@ def full_divergence(student, teacher, batch):
 
 
 def loss_alone(path, variant, kind, tokens):
-    """Peak of memory of a call and its backward, in MiB, and their seconds, of models with one narrow layer."""
+    """Peak memory of a forward and backward in MiB, and its seconds, for models with one narrow layer."""
     layout = ConfigUnderTest(tp_size=2, loss_chunk_size=512)
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, megatron_config=layout)]
     if kind == "divergence":
@@ -177,7 +177,7 @@ def loss_alone(path, variant, kind, tokens):
             (log_probs, entropy), _ = scores_of_call(models[0], call, next_tokens(ids), ("log_probs", "entropy"))
         return (log_probs - 0.01 * entropy).sum()
 
-    # Gradients of weights are there in every variant.
+    # Gradients of weights exist in every variant.
     for parameter in models[0].parameters():
         parameter.grad = torch.zeros_like(parameter)
     give_back_memory()
@@ -259,7 +259,7 @@ def main():
 
 
 def ratio(found, other, place):
-    """The median over the rounds of what both gave in the same round."""
+    """Median over the rounds of the ratio within a round."""
     return round(statistics.median(one[place] / two[place] for one, two in zip(found, other, strict=True)), 3)
 
 

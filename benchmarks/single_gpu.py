@@ -1,7 +1,8 @@
 """Stock transformers against hf_megatron with one rank on one CUDA device: tokens per second, MFU and peak memory.
 
-One rank has nothing to exchange, so the difference is what the library's layers cost or save on a real accelerator. The
-two cannot both be in memory at the larger shape: each round runs them one after the other in processes of their own.
+A single rank does not communicate, so the difference is the overhead or gain of the library's layers on a real
+accelerator. The larger shape does not fit in memory twice: each round runs both variants sequentially in separate
+processes.
 """
 
 import multiprocessing
@@ -48,7 +49,7 @@ def save_random_model(shape, folder, device):
 
 
 def flops_per_token(config, parameters):
-    """Forward and backward: 6 per weight that is multiplied (an input embedding is not), and causal attention."""
+    """Forward and backward: 6 per weight of a matrix product (not an input embedding), and causal attention."""
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     attention = 6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * SEQUENCE
     return 6 * (parameters - embedding) + attention
@@ -91,7 +92,7 @@ def train(variant, folder, device, results):
 
 
 def in_own_process(function, *arguments):
-    """Runs the function in a fresh process, which gives all device memory back when it ends."""
+    """Runs the function in a fresh process, which releases all device memory when it ends."""
     process = multiprocessing.get_context("spawn").Process(target=function, args=arguments)
     process.start()
     process.join()

@@ -1,10 +1,10 @@
-"""One training step of a Llama: stock transformers, its tensor parallelism, megatron-core, plain Megatron, hf_megatron.
+"""A training step of a Llama: stock transformers, its tensor parallelism, megatron-core, plain Megatron, hf_megatron.
 
     python benchmarks/train_step.py --models tiny 61M --dtypes fp32 bf16 --rounds 15 \
         --out benchmarks/results/train_step_cpu.json
     python benchmarks/train_step.py --device cuda --ranks 1 --models 1B 8B
 
-README.md beside this file says what is measured and how.
+README.md in this folder describes the method.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from workers import Skipped, WorkerGroup, median
 
 FOREIGN_LIMIT = 0.08  # a sample counts only if others used less of the machine than this
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
-# A step of the tiny model lasts one or two of the kernel's 10 ms clock ticks, so a turn takes several steps.
+# A step of the tiny model takes only one or two of the kernel's 10 ms clock ticks, so a turn runs several steps.
 MODELS = {
     "tiny": {
         "config": {
@@ -61,7 +61,7 @@ def save_random_model(shape, folder):
 
 
 def start_groups(variants, folder, dtype, batch, expected=None):
-    """Starts the variants one after the other and compares their first loss with `expected` or the first one's."""
+    """Starts the variants sequentially and compares their first loss with `expected` or the first one's."""
     groups, skipped = {}, {}
     try:
         for name, variant in variants.items():
@@ -86,10 +86,10 @@ def start_groups(variants, folder, dtype, batch, expected=None):
 
 
 def take_turns(groups, rounds, steps, lean=False, warm_up=True):
-    """`rounds` undisturbed samples of every variant where the machine allows it within twice as many turns.
+    """Takes up to `2 * rounds` samples of every variant, until each has `rounds` undisturbed ones.
 
-    Where the memory of all variants is short, `lean` gives back what is free inside waiting ones; a turn then begins
-    with a step that is not timed, in which the variant takes its memory again.
+    If memory does not suffice for all variants, `lean` makes waiting ones release free memory; each turn then starts
+    with an untimed step in which the variant allocates its memory again.
     """
     samples = {name: [] for name in groups}
 
@@ -153,7 +153,7 @@ def print_table(model, dtype, results):
 
 
 def bf16_slowdown():
-    """How many times slower than fp32 a bf16 product is: about 0.5 with bfloat16 instructions, over 50 without."""
+    """Time of a bf16 product relative to fp32: about 0.5 with bfloat16 instructions, over 50 without."""
     seconds = {}
     for dtype in DTYPES.values():
         left, right = torch.ones(128, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
@@ -231,7 +231,7 @@ def main():
     else:
         torch.set_num_threads(1)  # this process forks the workers: see workers.py
         transformers.logging.disable_progress_bar()
-        # One process is always measured, as losses and ratios refer to it.
+        # The single-process variant is always measured: losses and ratios refer to it.
         names = [name for name in VARIANTS if name in {"one_process_2_threads", *arguments.variants}]
         report["method"] = {"rounds": arguments.rounds, "foreign_cpu_limit": FOREIGN_LIMIT, "backend": "gloo"}
         report["runs"] = [

@@ -1,7 +1,7 @@
-"""The ways to train one Llama that the benchmark compares. Each builder runs inside the worker process of one rank.
+"""Ways to train one Llama that the benchmarks compare. Each builder runs inside the worker process of one rank.
 
-A builder returns the parameters for the optimizer and a function that computes the loss of one step. What a variant
-needs beyond torch and transformers is imported inside its builder, so that it may be missing.
+A builder returns the parameters for the optimizer and a function that computes the loss of one step. Dependencies of a
+variant beyond torch and transformers are imported inside its builder, because they are optional.
 """
 
 import os
@@ -15,7 +15,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank has to build: a model saved in `folder` and its fixed batch."""
+    """Work of one rank: a model saved in `folder` and its fixed batch."""
 
     folder: str
     dtype: str

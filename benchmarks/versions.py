@@ -1,11 +1,11 @@
-"""A training step, a save, a load and conversions of two installed versions of this library, in turns.
+"""A training step, a save, a load and conversions of two installed versions of this library, measured in turn.
 
     python benchmarks/versions.py --before OLD/.venv/bin/python --after NEW/.venv/bin/python \
         --out benchmarks/results/versions_cpu.json
 
-Each scenario runs on two ranks of one thread (conversions on one) for both versions, kept alive side by side; a turn is
-a few steps of one of them while the other waits. What is reported is the median over rounds of after / before. Files
-lie in the temporary folder (`TMPDIR`), and what is written is deleted within the turn.
+Each scenario runs on two single-threaded ranks (conversions on one) for both versions, whose processes stay alive; a
+turn is a few steps of one version while the other waits. Reported is the median over rounds of after / before. Files
+are written to the temporary folder (`TMPDIR`) and deleted within the turn.
 """
 
 import argparse
@@ -51,7 +51,7 @@ SMALLEST_SHARE = 0.92  # of the machine's busy time that has to be ours for a ro
 
 
 def serve(scenario):
-    """Two ranks that do steps when a line with their number arrives, and print the seconds it took."""
+    """Runs two ranks that execute as many steps as each line on stdin requests, and print the seconds they took."""
     import torch
     import torch.distributed as dist
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -62,7 +62,7 @@ def serve(scenario):
     try:
         from hf_megatron.testing import run_ranks
     except ImportError:
-        # Versions before the folders took their present names.
+        # Versions before modules were moved to their current folders.
         from hf_megatron.verify.ranks import run_ranks
 
     logging.disable_progress_bar()
@@ -100,7 +100,7 @@ def serve(scenario):
 
 
 def _training(scenario, folder, layout, shape):
-    """A training step of a plain loop."""
+    """A training step in a plain loop."""
     import torch
     import torch.distributed as dist
     from transformers import LlamaForCausalLM
@@ -156,7 +156,7 @@ def _saving(scenario, folder, layout, shape):
 
 
 def _converting(scenario, folder, layout, shape):
-    """A conversion with its checksums, as the command line does it."""
+    """A conversion with checksums, as on the command line."""
     from hf_megatron.conversion import convert
 
     _, _, source, to = scenario.split()
@@ -174,7 +174,7 @@ def _converting(scenario, folder, layout, shape):
 
 
 class Side:
-    """One version, kept alive for a scenario."""
+    """Process of one version, kept alive for a scenario."""
 
     def __init__(self, python, scenario):
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -1,8 +1,8 @@
-"""Loading and merged saving of a 495M-parameter Llama from two tensor parallel ranks, against transformers and `cp`.
+"""Loading and merged saving of a 495M-parameter Llama on two tensor-parallel ranks, against transformers and `cp`.
 
     python benchmarks/weights.py --rounds 5 --out benchmarks/results/weights_cpu.json
 
-Each sample runs on two ranks forked for it: load, touch every parameter, save, sync. Variants take turns; reported are
+Each sample runs on two newly forked ranks: load, touch every parameter, save, sync. Variants take turns; reported are
 medians, ratios to `cp` + sync of the same bytes (saving) and to transformers (loading), and each rank's extra memory.
 """
 
@@ -36,7 +36,7 @@ CONFIG = LlamaConfig(
 
 
 def _memory(name: str) -> int:
-    """A figure of /proc/self/status in bytes."""
+    """Returns an entry of /proc/self/status in bytes."""
     with open("/proc/self/status", encoding="ascii") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
 
@@ -62,7 +62,7 @@ def _on_rank(variant: str, source: str, target: str) -> dict[str, float]:
     model = LlamaForCausalLM.from_pretrained(source, **_layout(variant))
     torch.distributed.barrier()
     returned = time.perf_counter()
-    # A memory-mapped weight is loaded when it is touched; training touches all of them.
+    # A memory-mapped weight is read only when it is touched; training touches all of them.
     with torch.no_grad():
         for parameter in model.parameters():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -90,7 +90,7 @@ def _on_rank(variant: str, source: str, target: str) -> dict[str, float]:
 
 
 def _warm(size: int) -> None:
-    """Touches as much memory as a sample will: a virtual machine may have handed free memory back to its host."""
+    """Touches as much memory as a sample will: a virtual machine may have returned free memory to its host."""
     torch.ones(2 * size // 4)
 
 
@@ -133,7 +133,7 @@ def main() -> None:
 
 
 def summarise(samples: dict[str, list[list[dict[str, float]]]], copies: list[float], size: int) -> dict[str, object]:
-    """Medians over the rounds; times of the slower rank, memory of the larger."""
+    """Medians over the rounds; for times, of the slower rank, and for memory, of the larger rank."""
     rows = {}
     for variant, rounds in samples.items():
         worst = [{name: max(rank[name] for rank in ranks) for name in ranks[0]} for ranks in rounds]

@@ -1,4 +1,4 @@
-"""Writes docs/which_layout.md: the planner's answers for ten well-known models on 8, 64 and 512 devices.
+"""Writes docs/which_layout.md: the planner's results for ten well-known models on 8, 64 and 512 devices.
 
     python benchmarks/which_layout.py
 
@@ -22,7 +22,7 @@ from hf_megatron.planner.search import NOISE, SearchResult, search_layouts
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "which_layout.md"
 DEVICE, LENGTH = "h100", 8192
-# Devices, and rows of a step.
+# Devices -> samples of an optimizer step.
 SIZES = {8: 64, 64: 256, 512: 1024}
 _GIB = 2**30
 
@@ -57,7 +57,7 @@ def answer(config: PreTrainedConfig, devices: int) -> SearchResult:
 
 
 def row_of(found: SearchResult) -> str:
-    """Returns an answer as a row of the table."""
+    """Returns a search result as a row of the table."""
     devices = found.job.devices
     if not found.best:
         cells = ["nothing fits", "", "", "", "", ""]
@@ -81,7 +81,7 @@ def _name(one: Estimate) -> str:
 
 
 def page(models: dict[str, PreTrainedConfig]) -> Iterator[str]:
-    """Yields the page, a model at a time."""
+    """Yields the page, one model at a time."""
     yield HEAD
     for name, config in models.items():
         began = time.perf_counter()

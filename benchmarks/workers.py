@@ -1,8 +1,8 @@
-"""Worker processes that stay alive for a whole run and step on command, and the machine's counters around each step.
+"""Worker processes that stay alive for a full run and step on command, and the machine's counters around each step.
 
-The parent imports torch and transformers once and forks the workers, which start in milliseconds that way and share
-the libraries' memory. The parent itself must stay single-threaded: an OpenMP pool does not survive a fork.
-An idle worker sleeps in a read of its pipe, so it takes nothing from the variant whose turn it is.
+The parent imports torch and transformers once and forks the workers, which then start in milliseconds and share the
+libraries' memory. The parent must stay single-threaded: an OpenMP pool does not survive a fork. An idle worker blocks
+on its pipe and so takes no CPU time from the active variant.
 """
 
 import ctypes
@@ -23,11 +23,11 @@ CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Skipped(Exception):
-    """A variant that cannot run here, with the reason to print."""
+    """Raised for a variant that cannot run here, with the reason to print."""
 
 
 def busy_seconds():
-    """CPU seconds that the whole machine has spent on anything but idling or waiting for disks."""
+    """CPU seconds of the machine since boot, without idle time and disk waits."""
     with open("/proc/stat") as file:
         user, nice, system, idle, iowait, *rest = (int(x) for x in file.readline().split()[1:9])
     return (user + nice + system + sum(rest)) / CLOCK_TICKS
@@ -39,20 +39,20 @@ def peak_memory_mib():
 
 
 def give_back_memory():
-    """Returns what is free inside this process to the machine."""
+    """Returns free memory of this process to the operating system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def forget_peak_memory():
-    """Restarts the peak from what is in use now, so that loading the weights does not count as training."""
+    """Resets the peak to the current usage, so that loading the weights does not count as training."""
     give_back_memory()
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
 
 
 def optimizer_bytes(optimizer, parameters):
-    """What the optimizer holds beyond the model's own parameters: its state, and main weights if it has such."""
+    """Bytes held by the optimizer beyond the model's own parameters: its state, and main params if there are any."""
     optimizer = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer keeps the state in an inner one
 
     def local(tensor):
@@ -88,7 +88,7 @@ def train(parameters, loss_function, optimizer, steps):
 
 
 def serve(variant, job, port, pipe):
-    """Life of one worker: build, one first step, then steps on command until the parent ends it."""
+    """Main loop of a worker: builds the variant, runs a first step, then steps on command until the parent ends it."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the parent
     try:
         torch.set_num_threads(variant.threads)
@@ -120,7 +120,7 @@ def serve(variant, job, port, pipe):
 
 
 class WorkerGroup:
-    """The ranks of one variant, as the parent sees them."""
+    """The ranks of one variant, from the parent's side."""
 
     def __init__(self, name, variant, **job):
         self.name, self.variant, self.pipes, self.processes = name, variant, [], []
@@ -135,7 +135,7 @@ class WorkerGroup:
         self.first_loss = sum(self.answers()) / variant.ranks
 
     def answers(self):
-        """One answer of every rank. The first refusal or failure counts, as the other rank may wait for ever."""
+        """Returns one result per rank. Raises on the first failure, because the other rank may then wait forever."""
         results, waiting = {}, set(self.pipes)
         while waiting:
             for pipe in wait(waiting):
@@ -156,14 +156,14 @@ class WorkerGroup:
         return self.answers()
 
     def sample(self, steps):
-        """Medians over `steps` steps, and the share of the machine that others used meanwhile."""
+        """Medians over `steps` steps, and the share of the machine used by other processes in the meantime."""
         parent, busy, start = time.process_time(), busy_seconds(), time.perf_counter()
         ranks = self.ask("steps", steps)
         wall = time.perf_counter() - start
         own = sum(record[3] for rank in ranks for record in rank) + time.process_time() - parent
         untracked = max(0.0, busy_seconds() - busy - own) / (wall * os.cpu_count())
         by_step = list(zip(*ranks, strict=True))
-        # A rank that starts late keeps the other waiting in a collective, so the longest of the ranks is the step.
+        # A late rank keeps the other waiting in a collective, so the longest time of the ranks is the step's.
         return {
             "step": median(max(r[2] - r[0] for r in step) for step in by_step),
             "forward_backward": median(max(r[1] - r[0] for r in step) for step in by_step),

@@ -1,11 +1,11 @@
-"""Teach a model by preferences with TRL's stock `DPOTrainer`, split over processes.
+"""Trains a model on preferences with TRL's stock `DPOTrainer`, sharded over processes.
 
     python examples/dpo.py                                                                   # one process
     accelerate launch --config_file examples/accelerate_tp2_cpu.yaml examples/dpo.py         # two CPU processes
     torchrun --nproc_per_node 2 examples/dpo.py --pp_size 2 --use_peft                       # an adapter, in a pipeline
 
-With no flags it trains a small Llama on Python's own documentation for a minute, and then prefers the docstrings of
-Python's library to their words in another order. What is saved is an ordinary checkpoint.
+Without flags it first trains a small Llama on Python's own documentation for a minute, and then trains it to prefer
+docstrings of Python's library over the same words shuffled. The saved model is an ordinary checkpoint.
 """
 
 import builtins
@@ -35,7 +35,7 @@ class PreferenceArguments:
 
 
 def preferences() -> Dataset:
-    """Docstrings: their first words, how they go on, and the same words shuffled."""
+    """Docstrings as preference pairs: their first words, the original continuation, and the same words shuffled."""
     texts = (inspect.getdoc(value) for module in (builtins, math, os, statistics) for value in vars(module).values())
     draw, rows = random.Random(0), []
     for text in sorted({textwrap.shorten(text, 160, placeholder="") for text in texts if text}):
@@ -71,7 +71,7 @@ def main():
     model, tokenizer = model_and_tokenizer(args, training_args, layout)
     data = preferences().train_test_split(test_size=16, seed=0)
 
-    # TRL's own from here on.
+    # From here on it is plain TRL.
     adapter = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM") if args.use_peft else None
     trainer = DPOTrainer(
         model,
@@ -90,7 +90,7 @@ def main():
     if not trainer.is_world_process_zero():
         return
 
-    # From here on plain transformers: no megatron_config.
+    # From here on it is plain transformers, without megatron_config.
     loader = AutoPeftModelForCausalLM if args.use_peft else AutoModelForCausalLM
     model = loader.from_pretrained(training_args.output_dir).eval()
     preferred = 0

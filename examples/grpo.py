@@ -1,11 +1,11 @@
-"""Teach a model by rewards with TRL's stock `GRPOTrainer`: it generates, on the layout that it trains on.
+"""Trains a model on rewards with TRL's stock `GRPOTrainer`, which generates with the layout it trains on.
 
     python examples/grpo.py                                                                  # one process
     accelerate launch --config_file examples/accelerate_tp2_cpu.yaml examples/grpo.py        # two CPU processes
     torchrun --nproc_per_node 2 examples/grpo.py --pp_size 2 --use_peft                      # an adapter, in a pipeline
 
-With no flags it trains a small Llama on Python's own documentation for a minute, and then to end its sentences after
-eight tokens. What is saved is an ordinary checkpoint, which generates in plain transformers.
+Without flags it first trains a small Llama on Python's own documentation for a minute, and then trains it to end its
+sentences after eight tokens. The saved model is an ordinary checkpoint, which generates in plain transformers.
 """
 
 import builtins
@@ -35,14 +35,14 @@ class RewardArguments:
 
 
 def prompts(stop: int) -> Dataset:
-    """The first words of docstrings, and the token that ends a sentence."""
+    """The first words of docstrings as prompts, and the token that ends a sentence."""
     texts = (inspect.getdoc(value) for module in (builtins, math, os, statistics) for value in vars(module).values())
     starts = sorted({" ".join(text.split()[:3]) for text in texts if text and len(text.split()) > 3})
     return Dataset.from_list([{"prompt": start, "stop": stop} for start in starts])
 
 
 def ends_in_time(completion_ids, stop, **kwargs):
-    """1 for a full stop after `TOKENS` tokens, less for one before or later."""
+    """Reward: 1 for a full stop after `TOKENS` tokens, less if it comes earlier or later."""
     places = [ids.index(end) if end in ids else 2 * TOKENS for ids, end in zip(completion_ids, stop, strict=True)]
     return [1 - abs(place - TOKENS) / TOKENS for place in places]
 
@@ -67,7 +67,7 @@ def main():
     model, tokenizer = model_and_tokenizer(args, training_args, layout)
     data = prompts(tokenizer(" The end.")["input_ids"][-1])
 
-    # TRL's own from here on.
+    # From here on it is plain TRL.
     adapter = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM") if args.use_peft else None
     trainer = GRPOTrainer(
         model, ends_in_time, training_args, train_dataset=data, processing_class=tokenizer, peft_config=adapter
@@ -79,7 +79,7 @@ def main():
     if not trainer.is_world_process_zero():
         return
 
-    # From here on plain transformers: no megatron_config.
+    # From here on it is plain transformers, without megatron_config.
     loader = AutoPeftModelForCausalLM if args.use_peft else AutoModelForCausalLM
     model = loader.from_pretrained(training_args.output_dir).eval()
     prompt = tokenizer(data[0]["prompt"], return_tensors="pt")

@@ -1,12 +1,12 @@
-"""Fine-tune a LoRA adapter with the stock `transformers.Trainer` on a model that is split over processes.
+"""Fine-tunes a LoRA adapter with the stock `transformers.Trainer` on a model that is sharded over processes.
 
     python examples/lora.py                                                                    # one process
     accelerate launch --config_file examples/accelerate_tp2_cpu.yaml examples/lora.py          # two CPU processes
     torchrun --nproc_per_node 2 examples/lora.py --tp_size 2 --sequence_parallel --method dora # the same by flags
     torchrun --nproc_per_node 2 examples/lora.py --tp_size 2 --quantization nf4                # QLoRA
 
-With no flags it trains a small Llama on Python's own documentation for a minute, and then an adapter for the docstrings
-of Python's library. The adapter is an ordinary one: it ends in plain PEFT, which generates text with it.
+Without flags it first trains a small Llama on Python's own documentation for a minute, and then an adapter on the
+docstrings of Python's library. The saved adapter is an ordinary one: at the end, plain PEFT generates text with it.
 """
 
 import builtins
@@ -57,7 +57,7 @@ METHODS = {
 
 
 def quantization_config(name: str):
-    """What the base's linears are quantised with; needs `pip install "hf_megatron[quantized]"`."""
+    """Quantization of the base model's linears; needs `pip install "hf_megatron[quantized]"`."""
     if name == "int8":
         from torchao.quantization import Int8WeightOnlyConfig
 
@@ -82,7 +82,7 @@ def main():
         save_steps=30,
         save_total_limit=1,
         report_to=[],
-        # Without a GPU, Trainer joins the processes of a launch only when told to use the CPU.
+        # Without a GPU, Trainer joins the processes of a launch only with `use_cpu`.
         use_cpu=not torch.accelerator.is_available(),
     )
     args, training_args = parser.parse_args_into_dataclasses()
@@ -102,7 +102,7 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(base)
     data = pack(docstrings(), "text", tokenizer, args.sequence_length).train_test_split(test_size=16, seed=0)
 
-    # One changed argument; what follows is PEFT's and Trainer's.
+    # One changed argument; the rest is plain PEFT and Trainer.
     model = AutoModelForCausalLM.from_pretrained(base, dtype="float32", megatron_config=layout, **quantized)
     if quantized:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
@@ -135,7 +135,7 @@ def main():
     if not trainer.is_world_process_zero():
         return
 
-    # From here on plain PEFT: no megatron_config.
+    # From here on it is plain PEFT, without megatron_config.
     plain = AutoModelForCausalLM.from_pretrained(base, **quantized)
     model = PeftModel.from_pretrained(plain, training_args.output_dir).to(training_args.device).eval()
     with torch.no_grad():
@@ -144,7 +144,7 @@ def main():
     prompt = tokenizer(args.prompt, return_tensors="pt").to(training_args.device)
     generated = model.generate(**prompt, max_new_tokens=40, do_sample=True, top_k=20)
     print(f"\nGenerated: {tokenizer.decode(generated[0], skip_special_tokens=True)}\n")
-    # bitsandbytes evaluates in bf16 where a CPU has instructions for it.
+    # bitsandbytes evaluates in bf16 on CPUs with bf16 instructions.
     tolerance = 1e-5 if training_args.mixed_precision == "no" and not quantized else 1e-2
     report = f"{after:.4f} in Trainer, {reloaded:.4f} with the adapter from {training_args.output_dir} in plain PEFT"
     if not abs(reloaded - after) <= tolerance * after:  # so written, it also catches NaN

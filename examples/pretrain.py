@@ -1,11 +1,11 @@
-"""Pretrain on a pair of `.bin` and `.idx` in Megatron-LM's order, with the stock `transformers.Trainer`.
+"""Pretrains on an indexed dataset (`.bin` and `.idx`) in Megatron-LM's order, with the stock `transformers.Trainer`.
 
     python examples/pretrain.py                                         # one process
-    torchrun --nproc_per_node 2 examples/pretrain.py --tp_size 2        # two CPU processes that share the model
-    torchrun --nproc_per_node 2 examples/pretrain.py --resume           # two that see different samples go on
+    torchrun --nproc_per_node 2 examples/pretrain.py --tp_size 2        # two CPU processes that shard the model
+    torchrun --nproc_per_node 2 examples/pretrain.py --resume           # two data-parallel processes resume
 
-With no flags it builds the pair of Python's own documentation first. Stopped anywhere, it goes on with the next sample
-from its last checkpoint, on any layout and with any batch size.
+Without flags it first builds a dataset of Python's own documentation. After any interruption, it resumes with the next
+sample after its last checkpoint, on any layout and with any batch size.
 """
 
 import pydoc_data.topics
@@ -39,7 +39,7 @@ class PretrainArguments:
 
 
 def build(folder: Path, args) -> None:
-    """Trains a tokenizer on Python's documentation and writes the pair; one process does, others wait for it."""
+    """Trains a tokenizer on Python's documentation and writes the dataset; runs on one process while others wait."""
     texts = load_texts(ScriptArguments())
     tokenizer = new_tokenizer(texts, "text")
     tokenizer.save_pretrained(folder / "tokenizer")

@@ -9,13 +9,13 @@ from hf_megatron import MegatronConfig, config_from_environment
 
 
 def layout_of(args, *names: str) -> MegatronConfig:
-    """The flags of these names if any is given; else what the accelerate YAML says (nothing in a plain process)."""
+    """The layout from the given flags, otherwise from the accelerate YAML (no parallelism in a plain process)."""
     flags = {name: value for name in names if (value := getattr(args, name)) is not None}
     return MegatronConfig(**flags) if flags else config_from_environment()
 
 
 def model_and_tokenizer(args, training_args, layout: MegatronConfig):
-    """The model that the flags name, or a small one that is trained first, loaded with one changed argument."""
+    """The model from the flags, or a small one that is trained first, loaded with one changed argument."""
     base = args.model or str(Path(training_args.output_dir, "base"))
     if args.model is None:
         train_small_llama(Path(base), layout, training_args.use_cpu, args.base_steps)
@@ -27,7 +27,7 @@ def model_and_tokenizer(args, training_args, layout: MegatronConfig):
 def train_small_llama(
     folder: Path, layout: MegatronConfig, use_cpu: bool, steps: int, sequence_length: int = 64
 ) -> None:
-    """Trains it on a layout and saves it, with its tokenizer, in `folder`."""
+    """Trains the model on a layout and saves it, with its tokenizer, in `folder`."""
     texts = load_texts(ScriptArguments())
     tokenizer = new_tokenizer(texts, "text")
     model = AutoModelForCausalLM.from_config(new_llama_config(tokenizer), dtype="float32", megatron_config=layout)

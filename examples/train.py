@@ -1,10 +1,10 @@
-"""Train a causal language model with the stock `transformers.Trainer` and Megatron tensor/sequence parallelism.
+"""Trains a causal language model with the stock `transformers.Trainer` and Megatron tensor/sequence parallelism.
 
     python examples/train.py                                                                         # one process
     accelerate launch --config_file examples/accelerate_tp2_cpu.yaml examples/train.py               # two CPU processes
     torchrun --nproc_per_node 2 examples/train.py --tp_size 2 --sequence_parallel                    # the same by flags
 
-With no flags it trains a 1.3M-parameter Llama on Python's own documentation: nothing is downloaded.
+Without flags it trains a 1.3M-parameter Llama on Python's own documentation: nothing is downloaded.
 """
 
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ from transformers import (
     set_seed,
 )
 
-# Importing hf_megatron gives from_pretrained and from_config their megatron_config argument.
+# Importing hf_megatron adds the megatron_config argument to from_pretrained and from_config.
 from hf_megatron import MegatronConfig, config_from_environment
 
 
@@ -52,13 +52,13 @@ def load_texts(args: ScriptArguments) -> Dataset:
     loader = loaders.get(args.data.rpartition(".")[2])
     if loader is None:
         return load_dataset(args.data, args.data_config, split="train")
-    # In a text file, blank lines separate the examples: one example per line would cut sentences apart.
+    # Blank lines separate the examples in a text file: one example per line would cut sentences apart.
     options = {"sample_by": "paragraph"} if loader == "text" else {}
     return load_dataset(loader, data_files=args.data, split="train", **options)
 
 
 def new_tokenizer(texts: Dataset, column: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer. The training is deterministic, so every process gets the same one."""
+    """A byte-level BPE tokenizer. Training is deterministic, so every process gets the same one."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -100,10 +100,10 @@ def new_mixture_config(tokenizer: PreTrainedTokenizerFast, experts: int) -> Qwen
 
 
 def pack(texts: Dataset, column: str, tokenizer, length: int) -> Dataset:
-    """Tokenise, join the texts with the end-of-text token between them, and cut into blocks of equal length."""
+    """Tokenizes the texts, joins them with the end-of-text token, and cuts them into blocks of equal length."""
 
     def tokenize_and_cut(batch):
-        # verbose=False: a text longer than the model's context is fine here, it is cut below.
+        # verbose=False: a text may be longer than the model's context, because it is cut below.
         rows = tokenizer(batch[column], add_special_tokens=False, verbose=False)["input_ids"]
         stream = [token for row in rows for token in [*row, tokenizer.eos_token_id]]
         blocks = [stream[i : i + length] for i in range(0, len(stream) - length + 1, length)]
@@ -123,7 +123,7 @@ def main():
         logging_first_step=True,
         save_steps=50,
         save_total_limit=2,
-        # Without a GPU, Trainer joins the processes of a launch only when told to use the CPU.
+        # Without a GPU, Trainer joins the processes of a launch only with `use_cpu`.
         use_cpu=not torch.accelerator.is_available(),
     )
     args, training_args = parser.parse_args_into_dataclasses()
@@ -132,11 +132,11 @@ def main():
         training_args.learning_rate = 6e-3 if new_weights else 2e-5
     set_seed(training_args.seed)
 
-    # The flags if any is given; else what the accelerate YAML says (no parallelism in a plain process).
+    # Use the flags if there are any, otherwise the accelerate YAML (no parallelism in a plain process).
     flags = {name: value for name in ("tp_size", "sequence_parallel") if (value := getattr(args, name)) is not None}
     megatron_config = MegatronConfig(**flags) if flags else config_from_environment()
 
-    # The first process downloads and prepares, the others then read its cache.
+    # The first process downloads and prepares the data, the others then read its cache.
     with training_args.main_process_first(desc="data"):
         texts = load_texts(args)
         if args.text_column not in texts.column_names:
@@ -145,12 +145,12 @@ def main():
         blocks = pack(texts, args.text_column, tokenizer, args.sequence_length)
         if len(blocks) < 2:
             raise SystemExit(f"--data holds {len(blocks)} blocks of {args.sequence_length} tokens: too few to train on")
-        # Whole batches for all processes: Trainer fills up an incomplete one with repeats, which count in its loss.
+        # Full batches on all processes: Trainer pads an incomplete one with repeated samples, which affect its loss.
         batch = training_args.per_device_eval_batch_size * training_args.world_size
         held_out = max(1, min(len(blocks) // 20, 256) // batch * batch)
         data = blocks.train_test_split(test_size=held_out, seed=training_args.seed)
 
-    # Weights in float32, whatever the file holds: with --bf16, Trainer computes in bfloat16 and updates in float32.
+    # Load float32 weights whatever the file's dtype: with --bf16, Trainer computes in bfloat16, updates in float32.
     if new_weights:
         small = new_mixture_config(tokenizer, args.experts) if args.experts else new_llama_config(tokenizer)
         config = AutoConfig.from_pretrained(args.model) if args.model else small
@@ -176,11 +176,11 @@ def main():
     if not trainer.is_world_process_zero():
         return
 
-    # From here on plain transformers: no megatron_config.
+    # From here on it is plain transformers, without megatron_config.
     tokenizer = AutoTokenizer.from_pretrained(training_args.output_dir)
     model = AutoModelForCausalLM.from_pretrained(training_args.output_dir).to(training_args.device).eval()
     with torch.no_grad():
-        # In Trainer's batches: the router loss of experts is not a mean over samples.
+        # Use Trainer's batches: the router loss of experts is not a mean over samples.
         replicas = max(1, training_args.world_size // megatron_config.ranks_per_replica)
         batch_size = training_args.per_device_eval_batch_size * replicas
         batches = torch.tensor(data["test"]["input_ids"], device=model.device).split(batch_size)
@@ -189,7 +189,7 @@ def main():
     generated = model.generate(**prompt, max_new_tokens=40, do_sample=True, top_k=20)
     print(f"\nGenerated: {tokenizer.decode(generated[0], skip_special_tokens=True)}\n")
 
-    # Mixed precision rounds Trainer's evaluation, and the one here is done in the weights' own precision.
+    # Trainer's evaluation rounds with mixed precision, while this one uses the weights' own precision.
     tolerance = 1e-5 if training_args.mixed_precision == "no" else 1e-2
     report = f"{eval_loss:.4f} in Trainer, {reloaded_loss:.4f} reloaded from {training_args.output_dir}"
     if not abs(reloaded_loss - eval_loss) <= tolerance * eval_loss:  # so written, it also catches NaN
