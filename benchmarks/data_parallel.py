@@ -13,7 +13,7 @@ import tempfile
 from functools import partial
 
 import torch
-import transformers  # imported before the workers are forked, which then need not
+import transformers  # imported before the fork, so that the workers need not import it
 from train_step import (
     FOREIGN_LIMIT,
     MODELS,
@@ -27,7 +27,7 @@ from train_step import (
 from variants import VARIANTS, Variant, half_batch, load_model, loss_of, prepared_adamw
 from workers import WorkerGroup, median
 
-CHECKED_STEPS = 2  # after the first: their losses show whether the gradients were averaged
+CHECKED_STEPS = 2  # after the first step: their losses show whether gradients were averaged
 LATER_LOSS_TOLERANCE = 1e-4
 STAGES = (0, 1, 2, 3)
 

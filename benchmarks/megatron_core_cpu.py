@@ -37,7 +37,7 @@ def pretend_cuda():
 
 def build_gpt_model(config, dtype, ranks, sequence_length):
     pretend_cuda()
-    warnings.simplefilter("ignore")  # a dozen per process about TransformerEngine and Apex, which need CUDA
+    warnings.simplefilter("ignore")  # a dozen warnings per process about TransformerEngine and Apex, which need CUDA
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asserted by the column-parallel layers
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel

@@ -13,7 +13,7 @@ import tempfile
 from functools import partial
 
 import torch
-import transformers  # imported before the workers are forked, which then need not
+import transformers  # imported before the fork, so that the workers need not import it
 from data_parallel import check_later_losses, ratio
 from train_step import (
     FOREIGN_LIMIT,
@@ -28,7 +28,7 @@ from train_step import (
 from variants import Variant, load_model, prepared_adamw
 
 RANKS = 2
-ROWS = 8  # of a batch, or one for each microbatch if these are more
+ROWS = 8  # samples of a batch, or one per microbatch if there are more microbatches
 IGNORED = -100
 # torch's class, and the placement of the stages of rank r: r alone, r and r + 2 in a loop, r and 3 - r in a V.
 SCHEDULES = {

@@ -193,7 +193,7 @@ def step_pieces(row: Row, model: dict, device: Device, efficiency: Efficiency) -
     dense = layers * parameters["dense"] + ends
     copies = max(1, dp * layout.cp * layout.tp // layout.ep) if layout.ep > 1 else dp * layout.cp
     experts = layers * parameters["experts"]
-    # Weights are gathered and gradients scattered in bf16; with FSDP, weights twice per microbatch.
+    # Weights are gathered and gradients scattered in bf16; with FSDP, per microbatch: weights twice, gradients once.
     each = 6 * row.microbatches if row.sharded else 4
     unsharded = dp * layout.cp
     sent = each * (dense * (unsharded - 1) / unsharded + experts * (copies - 1) / copies)

@@ -36,7 +36,7 @@ SHAPES = {
         "tie_word_embeddings": False,
     },
 }
-DENSE_BF16_TFLOPS = {"A100": 312, "H100": 989, "H200": 989, "B200": 2250}  # the makers' figures, without sparsity
+DENSE_BF16_TFLOPS = {"A100": 312, "H100": 989, "H200": 989, "B200": 2250}  # vendor figures, without sparsity
 
 
 def save_random_model(shape, folder, device):

@@ -16,12 +16,12 @@ import tempfile
 import time
 
 import torch
-import transformers  # imported before the workers are forked, which then need not
+import transformers  # imported before the fork, so that the workers need not import it
 from single_gpu import SHAPES, measure_gpu
 from variants import DTYPES, VARIANTS
 from workers import Skipped, WorkerGroup, median
 
-FOREIGN_LIMIT = 0.08  # a sample counts only if others used less of the machine than this
+FOREIGN_LIMIT = 0.08  # discard a sample if other processes used more of the machine than this
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 # A step of the tiny model takes only one or two of the kernel's 10 ms clock ticks, so a turn runs several steps.
 MODELS = {
@@ -102,7 +102,7 @@ def take_turns(groups, rounds, steps, lean=False, warm_up=True):
             group.ask("give_back_memory")
     for _ in range(2 * rounds):
         for name, group in groups.items():
-            time.sleep(0.01)  # lets the OpenMP threads of the variant before go to sleep
+            time.sleep(0.01)  # lets the previous variant's OpenMP threads go to sleep
             if lean:
                 group.ask("steps", 1)
             samples[name].append(group.sample(steps))
@@ -117,7 +117,7 @@ def summarize(groups, samples):
     results = {}
     for name, group in groups.items():
         kept, taken = samples[name]
-        used = kept or taken  # marked below: figures from disturbed samples only
+        used = kept or taken  # results from disturbed samples only are marked below
         results[name] = {
             "ranks": group.variant.ranks,
             "threads_per_rank": group.variant.threads,

@@ -113,7 +113,7 @@ def megatron_core(job):
     ids = job.token_ids(config)
     positions = torch.arange(job.sequence_length).expand_as(ids)
     future = torch.ones(1, 1, job.sequence_length, job.sequence_length, dtype=torch.bool).triu(1)
-    labels = ids.roll(-1, 1)  # the last position wraps round and is left out of the mean
+    labels = ids.roll(-1, 1)  # the last position wraps around and is excluded from the mean
 
     def loss():
         return model(ids, positions, future, labels=labels)[:, :-1].float().mean()

@@ -47,7 +47,7 @@ SCENARIOS = {
     "conversion 61M hf dcp": ("61M", {}, (), 1),
     "conversion 61M dcp hf": ("61M", {}, (), 1),
 }
-SMALLEST_SHARE = 0.92  # of the machine's busy time that has to be ours for a round to count
+SMALLEST_SHARE = 0.92  # minimum share of the machine's busy time for a round to count as undisturbed
 
 
 def serve(scenario):

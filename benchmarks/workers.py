@@ -89,7 +89,7 @@ def train(parameters, loss_function, optimizer, steps):
 
 def serve(variant, job, port, pipe):
     """Main loop of a worker: builds the variant, runs a first step, then steps on command until the parent ends it."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the parent
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent
     try:
         torch.set_num_threads(variant.threads)
         os.environ["OMP_NUM_THREADS"] = str(variant.threads)  # accelerate warns and sets one thread without it
@@ -115,7 +115,7 @@ def serve(variant, job, port, pipe):
         pipe.send(("skipped", f"{type(error).__name__}: {error}"))
     except EOFError:
         pass
-    except Exception:  # noqa: BLE001  the parent raises it, with this trace
+    except Exception:  # noqa: BLE001  the parent re-raises it with this traceback
         pipe.send(("failed", traceback.format_exc()))
 
 

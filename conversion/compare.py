@@ -156,7 +156,7 @@ def _logits(
         with without_output():
             # A config may request tuples, which have no names.
             said = dict(model(input_ids=tokens, return_dict=True, **decoder))
-    except Exception as error:  # noqa: BLE001 - a model class, of a config that it was not made for, or of other inputs
+    except Exception as error:  # noqa: BLE001 - the class may need other inputs or another config
         raise CheckpointError(f"{type(model).__name__} computes no logits of tokens: {error_summary(error)}") from error
     found = {name: value for name, value in said.items() if isinstance(value, torch.Tensor)}
     logits = {name: tensor for name, tensor in found.items() if name.endswith("logits")} or found

@@ -74,13 +74,13 @@ def export(
                         folder, target.name, architecture.config, "a model in training", to, notes, None, plan
                     ),
                 )
-        except Exception as caught:  # noqa: BLE001 - the other ranks have to hear of it
+        except Exception as caught:  # noqa: BLE001 - propagated to the other ranks below
             error = caught
         try:
             # The other ranks, and rank 0 after a failure, iterate over the full plan to match every collective send.
             for _ in tensors:
                 pass
-        except Exception as caught:  # noqa: BLE001 - the other ranks have to hear of it
+        except Exception as caught:  # noqa: BLE001 - propagated to the other ranks below
             error = error or caught
         raise_on_all_ranks(error, None, f"Saving {target}")
     finally:

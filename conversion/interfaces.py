@@ -113,7 +113,7 @@ class Reader(ABC):
             CheckpointError: naming the file and the tensor, if data is damaged or missing.
         """
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to let go of
+    def close(self) -> None:  # noqa: B027 - most readers hold no resources
         """Closes the files; nothing can be read afterwards."""
 
     def __enter__(self) -> "Reader":
@@ -178,7 +178,7 @@ class Writer(ABC):
 
     @abstractmethod
     def write(self, key: Key, tensor: Tensor) -> None:
-        """Writes one tensor of any shape; may hold it, unchanged, until the other tensors of its group arrive.
+        """Writes one tensor of any shape; may keep it until its group is complete, so it must not be modified.
 
         Raises:
             CheckpointError: the tensor was not planned.
@@ -246,7 +246,7 @@ class MegatronModel:
         blocks: by suffix of a tensor's name, the names and lengths of the row blocks that are split separately, in
             order.
         stacked: whether `torch_dist` stores one tensor for all layers if they are identical.
-        extra_blocks: further modules with layers besides `block`, and their numbers of layers.
+        extra_blocks: additional modules with layers besides `block`, and their numbers of layers.
     """
 
     arguments: Mapping[str, Any]

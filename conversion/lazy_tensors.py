@@ -10,7 +10,7 @@ from .interfaces import WEIGHT, Key, Reader
 
 
 class LazyTensor:
-    """One weight of a reader; the transformers loader slices it like a slice of a safetensors file.
+    """One weight of a reader; the transformers loader slices it like a tensor of a safetensors file.
 
     Args:
         lock: serializes reads: a reader has one file position, loaders use several threads.

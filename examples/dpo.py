@@ -103,7 +103,7 @@ def main():
         f"Margin of rewards {before[margin]:.2f} -> {after[margin]:.2f}; of {len(data['test'])} texts nobody trained "
     )
     print(f"on, {preferred} are likelier than their shuffled words in plain transformers.")
-    if not after["eval_loss"] < before["eval_loss"]:  # so written, it also catches NaN
+    if not after["eval_loss"] < before["eval_loss"]:  # this form also catches NaN
         raise SystemExit(f"The loss went from {before['eval_loss']:.4f} to {after['eval_loss']:.4f}")
 
 

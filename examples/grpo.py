@@ -87,7 +87,7 @@ def main():
     print(f"\nGenerated: {tokenizer.decode(generated[0], skip_special_tokens=True)}\n")
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     print(f"Mean reward {rewards[0]:.2f} -> {rewards[-1]:.2f}")
-    if not rewards[-1] > rewards[0]:  # so written, it also catches NaN
+    if not rewards[-1] > rewards[0]:  # this form also catches NaN
         raise SystemExit("The reward has not risen.")
 
 

@@ -147,7 +147,7 @@ def main():
     # bitsandbytes evaluates in bf16 on CPUs with bf16 instructions.
     tolerance = 1e-5 if training_args.mixed_precision == "no" and not quantized else 1e-2
     report = f"{after:.4f} in Trainer, {reloaded:.4f} with the adapter from {training_args.output_dir} in plain PEFT"
-    if not abs(reloaded - after) <= tolerance * after:  # so written, it also catches NaN
+    if not abs(reloaded - after) <= tolerance * after:  # this form also catches NaN
         raise SystemExit(f"The adapter differs: evaluation loss {report}")
     print(f"Evaluation loss {before:.4f} -> {report}: equal within {tolerance:.0e}")
 

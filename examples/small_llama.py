@@ -45,4 +45,4 @@ def train_small_llama(
     trainer = Trainer(model, options, default_data_collator, train_dataset=rows, processing_class=tokenizer)
     trainer.train()
     trainer.save_model()
-    trainer.accelerator.wait_for_everyone()  # the first process writes the tokenizer, which all read
+    trainer.accelerator.wait_for_everyone()  # the first process writes the tokenizer, which all processes read

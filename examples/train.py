@@ -77,7 +77,7 @@ def new_llama_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
         num_attention_heads=4,
         num_key_value_heads=2,
         tie_word_embeddings=False,
-        initializer_range=0.05,  # the usual 0.02 suits wider layers; here it only slows the first steps
+        initializer_range=0.05,  # the usual 0.02 suits wider layers; here it would slow down the first steps
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -117,7 +117,7 @@ def main():
     parser.set_defaults(
         output_dir="outputs/megatron-llama",
         max_steps=100,
-        learning_rate=None,  # chosen below: new weights want a far larger one than trained weights
+        learning_rate=None,  # set below: new weights need a far larger one than trained weights
         warmup_steps=10,
         logging_steps=10,
         logging_first_step=True,
@@ -168,11 +168,11 @@ def main():
     )
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     eval_loss = trainer.evaluate()["eval_loss"]
-    trainer.save_model()  # the whole model, merged, with the tokenizer: an ordinary checkpoint folder
+    trainer.save_model()  # the full model, merged, with the tokenizer: an ordinary checkpoint folder
 
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()  # the processes part here; what follows needs only one
+    trainer.accelerator.end_training()  # the rest needs only one process
     if not trainer.is_world_process_zero():
         return
 
@@ -192,7 +192,7 @@ def main():
     # Trainer's evaluation rounds with mixed precision, while this one uses the weights' own precision.
     tolerance = 1e-5 if training_args.mixed_precision == "no" else 1e-2
     report = f"{eval_loss:.4f} in Trainer, {reloaded_loss:.4f} reloaded from {training_args.output_dir}"
-    if not abs(reloaded_loss - eval_loss) <= tolerance * eval_loss:  # so written, it also catches NaN
+    if not abs(reloaded_loss - eval_loss) <= tolerance * eval_loss:  # this form also catches NaN
         raise SystemExit(f"The reloaded model differs: evaluation loss {report}")
     print(f"Training loss {losses[0]:.4f} -> {losses[-1]:.4f}; evaluation loss {report}: equal within {tolerance:.0e}")
 

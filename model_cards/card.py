@@ -23,7 +23,7 @@ from .sections import template_variables
 
 MARKER = "<!-- Written by hf_megatron, and written anew by every save; delete this line to keep your own text. -->"
 _TEMPLATE = Path(__file__).with_name("template.md")
-# Sections about the files, which are rendered anew for converted files.
+# Sections about the files, which are re-rendered for converted files.
 _SECTIONS = {
     name: re.compile(f"<!-- {name} -->.*?<!-- end of {name} -->", re.DOTALL)
     for name in ("what this is", "how to load it", "conversion")
@@ -170,9 +170,9 @@ def is_own_card(directory: str | os.PathLike[str]) -> bool:
 def carry_card(source: str | os.PathLike[str], directory: str | os.PathLike[str], facts: CardData) -> Path | None:
     """Carries over the card of a model whose files were converted, such as a sharded checkpoint that was merged.
 
-    A card of this library is copied with its plot, and the sections about the files and loading them are rendered
-    anew; training, losses and evaluation are kept. A third-party card is copied unchanged. If there is none, a new
-    one is written.
+    A card of this library is copied with its plot, and the sections about the files and loading them are re-rendered;
+    training, losses and evaluation are kept. A third-party card is copied unchanged. If there is none, a new one is
+    written.
 
     Args:
         source (`str` or `Path`): the folder of the original files.

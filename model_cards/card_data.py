@@ -131,7 +131,7 @@ def task_of(architecture: str | None) -> str | None:
 def card_data_from_config(config: Any, **known: Any) -> CardData:
     """Collects card data of a model from its config alone, as in a conversion.
 
-    `known` are further fields of `CardData`; they override values from the config.
+    `known` are additional fields of `CardData`; they override values from the config.
     """
     architecture = config.architectures[0] if len(config.architectures or ()) == 1 else None
     found = {
@@ -148,7 +148,7 @@ def card_data_from_config(config: Any, **known: Any) -> CardData:
 def card_data_from_model(model: Any, **known: Any) -> CardData:
     """Collects card data of a loaded model, parallelized or not; not collective, so a single rank may call it.
 
-    `known` are further fields of `CardData`; they override values from the model.
+    `known` are additional fields of `CardData`; they override values from the model.
     """
     state = parallel_state(model)
     # FSDP2 prefixes the class name.
@@ -175,7 +175,7 @@ def _parameters(model: Any, state: ParallelState | None) -> int:
         return model.num_parameters()
     tied = set(model.all_tied_weights_keys)
     if state.cut.tied:
-        # A stage without the head does not know that the head is tied to the embedding; its class does.
+        # A stage without the head does not record that the head is tied to the embedding; its class does.
         patterns = type(model)._tied_weights_keys
         tied |= {name for name in state.shardings if any(re.search(pattern, name) for pattern in patterns)}
     return sum(math.prod(sharding.shape) for name, sharding in state.shardings.items() if name not in tied)
@@ -186,7 +186,7 @@ def card_data_from_checkpoint(path: str | Path) -> CardData:
 
     Raises:
         CheckpointError: the folder has no valid manifest.
-        ConfigError: its layout has fields that this version does not know.
+        ConfigError: its layout has fields unknown to this version.
     """
     checkpoint = Checkpoint(path)
     saved, config = checkpoint.metadata, _json(checkpoint.path / "config.json")

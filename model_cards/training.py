@@ -18,7 +18,7 @@ _FILE_BUILDERS = (None, "csv", "json", "pandas", "parquet", "text", "generator")
 def card_data_from_trainer(trainer: Any, **known: Any) -> CardData:
     """Collects card data of a Trainer and its model; a single rank may call it, before, during or after training.
 
-    `known` are further fields of `CardData`; they override values from the trainer.
+    `known` are additional fields of `CardData`; they override values from the trainer.
     """
     args, state = trainer.args, trainer.state
     model = card_data_from_model(trainer.model)

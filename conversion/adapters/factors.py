@@ -5,8 +5,8 @@ query, key and value, and gate and up, into one linear. Megatron-Bridge has two 
 
     canonical   a separate adapter for each packed projection, as in PEFT
     fused       one `A` for all of them, and a `B` with the rows of the packed linear. Separate PEFT adapters are fused
-                into one with the sum of their ranks, whose `B` is block diagonal; its output is the same, but further
-                training differs
+                into one with the sum of their ranks, whose `B` is block diagonal; its output is the same, but it trains
+                differently
 
 All adapters of Megatron-Bridge share one rank (`dim`) and one `alpha`: lower ranks are padded with zeros, and
 differences in scale are folded into `B`.

@@ -1,4 +1,4 @@
-"""Tensor names and shapes of model families in Megatron, one module per family."""
+"""Tensor names and shapes of model families in Megatron, one module per family; a new family is a new module."""
 
 import importlib
 import pkgutil

@@ -40,8 +40,8 @@ class Family:
         sizes: config -> dimensions split over tensor-parallel ranks besides heads and MLP widths, by name.
         blocks: config -> row blocks of a tensor that ranks split separately (`MegatronModel.blocks`).
         stacked: whether `torch_dist` stores one tensor for all layers if they are identical.
-        extra_blocks: config -> further modules with layers, and their numbers of layers; `heads` has their rules.
-        own_unstored: config -> further differences from transformers that Megatron's arguments cannot express.
+        extra_blocks: config -> additional modules with layers, and their numbers of layers; `heads` has their rules.
+        own_unstored: config -> other differences from transformers that Megatron's arguments cannot express.
     """
 
     model_types: tuple[str, ...]
@@ -141,7 +141,7 @@ def qkv(config: Any) -> GroupedQKV:
 
 
 def renamed(source: str, target: str, *, bias: bool = False, operation: Operation | None = None) -> Iterator[Rule]:
-    """Yields the rules of a module's weight, and its bias where it has one."""
+    """Yields the rules of a module's weight, and of its bias with `bias`."""
     for suffix in ("weight", "bias") if bias else ("weight",):
         yield Rule((f"{source}.{suffix}",), (f"{target}.{suffix}",), operation or Same())
 

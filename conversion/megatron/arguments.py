@@ -78,7 +78,7 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(
         "layernorm_epsilon": "norm_epsilon",
         "layernorm_zero_centered_gamma": "apply_layernorm_1p",
         "num_moe_experts": "num_experts",
-        # since 0.17
+        # after 0.16
         "hybrid_layer_pattern": "hybrid_override_pattern",
     }
 )

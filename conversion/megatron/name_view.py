@@ -265,7 +265,7 @@ def megatron_format(
     """Returns a format from a reader and a writer with Megatron's names, converted to the model's names.
 
     Args:
-        facts: further fields of `Format`.
+        facts: the other fields of `Format`.
     """
 
     def open(path: Path, architecture: Architecture, verify: bool) -> Reader:

@@ -28,8 +28,7 @@ _LINEARS = ("eh_proj", "in_proj", "out_proj", "fc1_latent_proj", "fc2_latent_pro
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 # T5Model registers its output layer twice (models/T5/t5_model.py).
 _SECOND_OUTPUT = "lm_head.output_layer"
-# Rank files use these names since 0.17; torch_dist keeps the older ones (ssm/mamba_mixer.py,
-# `conv_checkpoint_key_map`).
+# Names in rank files after 0.16; torch_dist keeps the older ones (ssm/mamba_mixer.py, `conv_checkpoint_key_map`).
 _LATER_CONVOLUTION = re.compile(r"(.+\.mixer\.)conv1d_(weight|bias)")
 # The final norm of MambaStack, and its name in the class that replaces it after 0.16.
 _LAST_NORM, _LATER_LAST_NORM = "decoder.final_norm.weight", "decoder.final_layernorm.weight"

@@ -93,7 +93,7 @@ class MegatronCoreReader(MegatronReader):
         self.entries = weights if self.optimizer is None else entries
 
     def _common(self) -> Mapping[Any, Any]:
-        """Reads the unsharded state: from its own file, or from the store since 0.17."""
+        """Reads the unsharded state: from its own file, or (after 0.16) from the store."""
         if is_file(self.path / COMMON):
             found = read_saved(self.path / COMMON)
         elif COMMON_OBJECT in self._store.objects:

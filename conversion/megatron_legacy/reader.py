@@ -20,7 +20,7 @@ class MegatronLegacyReader(MegatronReader):
     """A checkpoint that Megatron-LM saved with `--ckpt-format torch`, or before other formats existed.
 
     Layers are numbered in pipeline order from the number of layers on each stage, so uneven and virtual stages need no
-    further arguments. If several ranks hold a tensor, the first rank's is read and the others are compared with it.
+    additional arguments. If several ranks hold a tensor, the first rank's is read and the others are compared with it.
 
     Attributes:
         arguments: Megatron-LM's arguments of the first rank, as far as the checkpoint has them.

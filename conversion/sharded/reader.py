@@ -78,7 +78,7 @@ class ShardedReader(Reader):
         return out.view(entry.shape)
 
     def _file(self, name: str) -> SafetensorsFile:
-        """Opens a file to read full tensors: unlike a memory map, reads do not count as used memory afterwards."""
+        """Opens a file to read full tensors directly; mapped pages would count as used memory until released."""
         if name not in self._files:
             self._files[name] = SafetensorsFile(inside(self._checkpoint.path, name))
         return self._files[name]

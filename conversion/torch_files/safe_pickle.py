@@ -98,7 +98,7 @@ def unpickle_first(
         where: the file, for errors.
         names: allowed classes, in addition to containers.
         persistent: returns the value of a persistent id; if `None`, persistent ids are rejected.
-        prefixes: name prefixes (`megatron.`) of further classes whose objects become records.
+        prefixes: name prefixes (`megatron.`) of additional classes whose objects become records.
 
     Raises:
         CheckpointError: naming the file and the class it names, or the damage.

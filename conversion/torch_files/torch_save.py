@@ -107,7 +107,7 @@ TENSORS: Names = MappingProxyType(
         "torch._utils._rebuild_parameter": Named("parameter", lambda a: a[0]),
     }
 )
-# Further objects that Megatron saves (megatron/core/safe_globals.py); loss scalers once had their own module
+# Other objects that Megatron saves (megatron/core/safe_globals.py); loss scalers once had their own module
 # (megatron/checkpointing.py, `_load_base_checkpoint`).
 OBJECTS: Names = MappingProxyType(
     {

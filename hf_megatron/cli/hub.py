@@ -18,7 +18,7 @@ def push(
 ) -> None:
     """Push FOLDER to REPO in one commit; run again after an interruption, it uploads only what is missing.
 
-    Exit codes: 0 pushed, 1 refused or failed, 2 wrong usage.
+    Exit codes: 0 pushed, 1 rejected or failed, 2 wrong usage.
     """
     from ..errors import MegatronError
     from ..integrations.hub.push import push_folder
@@ -46,7 +46,7 @@ def pull(
 ) -> None:
     """Download the checkpoint of REPO into TARGET, or only the files that RANKS of a layout need, and verify each file.
 
-    Exit codes: 0 pulled, 1 refused or failed, 2 wrong usage.
+    Exit codes: 0 pulled, 1 rejected or failed, 2 wrong usage.
     """
     from ..config import MegatronConfig
     from ..errors import MegatronError
