@@ -36,14 +36,16 @@ _PASSING = {"__get__", "__set__", "detach", "clone", "dim", "size", "requires_gr
 
 
 class Owner(Protocol):
-    """Engine that holds this rank's parameters of a model."""
+    """Engine of the model that off-stage weights belong to.
 
-    @property
-    def backwards(self) -> int:
-        """Number of backwards that have accumulated into the model's gradients."""
+    Attributes:
+        pipeline_backwards (`int`): number of backwards that have added to the model's gradients.
+    """
+
+    pipeline_backwards: int
 
     def any_trained_parameter(self) -> nn.Parameter | None:
-        """Returns any trainable parameter of this rank, of any shape."""
+        """Returns one of this rank's trained parameters, of any shape."""
 
 
 class OffStageTensor(OffStage):
