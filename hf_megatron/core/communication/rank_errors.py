@@ -87,7 +87,7 @@ def propagate_errors(doing: str) -> Iterator[None]:
 
 
 def agree(facts: dict[str, Any]) -> None:
-    """Checks that `facts` are identical on all ranks; raises `ConfigError` on each with the first field that differs."""
+    """Checks that `facts` are identical on all ranks; raises `ConfigError` naming the first difference."""
     gathered: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, facts)
     for name in sorted({key for other in gathered for key in other}):
