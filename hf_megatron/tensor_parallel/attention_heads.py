@@ -1,4 +1,4 @@
-"""What counts heads outside the linears: tensors the model makes for all heads, and lists of one norm per head."""
+"""Per-head state outside the linears: ALiBi-like tensors and lists of per-head norms."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -19,13 +19,13 @@ from .local_parameters import local_view
 
 @dataclass
 class LocalArguments:
-    """Cuts arguments of an attention block to this rank's heads: alibi, a mask that carries it, learned biases.
+    """Slices arguments of an attention block to this rank's heads: ALiBi, masks that carry it, learned biases.
 
     Args:
         names (`tuple[str, ...]`): the arguments, each `None`, `[batch, heads, ...]` or `[batch * heads, 1, ...]`; a
-            4-dim tensor with one entry for all heads stays as it is.
-        heads (`int`): heads of the whole model.
-        mesh (`ParallelMesh`): over whose tp ranks gradients of what is learned are summed.
+            4-dim tensor with a single entry for all heads is not sliced.
+        heads (`int`): number of heads of the full model.
+        mesh (`ParallelMesh`): gradients of learned arguments are summed over its tp ranks.
     """
 
     names: tuple[str, ...]
@@ -50,13 +50,17 @@ class LocalArguments:
         return tuple(positional), named
 
     def _cut(self, name: str, value: Tensor | None) -> Tensor | None:
+        # [batch, 1, ...] broadcasts over all heads.
         if value is None or (value.dim() == 4 and value.shape[1] == 1):
             return value
+        # Each rank uses the slice of its heads, so a learned bias gets its gradient from all ranks.
         value = copy_to_ranks(value, self.mesh.tp_group)
         share, rank = self.heads // self.mesh.tp_size, self.mesh.tp_rank
         if value.dim() == 4 and value.shape[1] == self.heads:
+            # [batch, heads, ...] -> [batch, heads / tp, ...]
             return value.narrow(1, rank * share, share)
         if value.dim() == 3 and value.shape[0] % self.heads == 0:
+            # [batch * heads, 1, ...] -> [batch * heads / tp, 1, ...]
             per_head = value.unflatten(0, (-1, self.heads))
             return per_head.narrow(1, rank * share, share).flatten(0, 1)
         raise UnsupportedError(f"argument {name!r} of shape {tuple(value.shape)} does not show its {self.heads} heads.")
@@ -65,17 +69,19 @@ class LocalArguments:
 class NormPerHead(nn.Module):
     """One `nn.LayerNorm` per head in `norms`: `[batch, heads / tp, sequence, head_dim]` -> the same shape.
 
-    Every rank keeps all norms, so that names do not depend on the layout, and uses those of its heads. With fewer
-    key/value heads than ranks neighbouring ranks use the same ones.
+    Every rank keeps all norms, so that parameter names do not depend on the layout, and applies the norms of its
+    heads. With fewer key/value heads than ranks, neighboring ranks apply the same norms.
     """
 
     mesh: ParallelMesh
     norms: nn.ModuleList
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        # [all heads, head_dim], replicated. Each rank uses a slice: the gradient is all-reduced.
         weights = [local_view(norm._parameters["weight"]) for norm in self.norms]
         weight = copy_to_ranks(torch.stack(weights), self.mesh.tp_group)  # type: ignore[arg-type]
         heads = hidden_states.shape[1]
+        # `copies` neighboring ranks hold the same heads, so they take the same slice.
         copies = self.mesh.tp_size * heads // len(self.norms)
         weight = weight.narrow(0, self.mesh.tp_rank // copies * heads, heads)
         normed = F.layer_norm(hidden_states, hidden_states.shape[-1:], eps=self.norms[0].eps)  # type: ignore[arg-type]
@@ -83,10 +89,10 @@ class NormPerHead(nn.Module):
 
 
 class NormOfRanks(nn.Module):
-    """An RMS norm over the features of all ranks: `[..., features of this rank]` -> the same shape.
+    """RMS norm over features that are split over the ranks: `[..., local features]` -> the same shape.
 
     Attributes:
-        width: features of all ranks, which need not have equally many.
+        width: number of features on all ranks; their shares may differ.
     """
 
     mesh: ParallelMesh
@@ -96,15 +102,17 @@ class NormOfRanks(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         numbers = hidden_states.float()
+        # All-reduce the sum of squares, [..., 1]: the mean is taken over the features of all ranks.
         squares = sum_over_ranks(numbers.pow(2).sum(-1, keepdim=True), self.mesh.tp_group) / self.width
         return self.weight * (numbers * torch.rsqrt(squares + self.variance_epsilon)).to(hidden_states.dtype)
 
 
 def norm_of_all_ranks(norm: Any, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """Returns the forward of an RMS norm over the features of all ranks, each of which has as many."""
+    """Returns the forward of an RMS norm over features that are split equally over the ranks."""
 
     def forward(hidden: Tensor) -> Tensor:
         numbers = hidden.float()
+        # The ranks hold equally many features, so the global mean is the mean of the local means, [..., 1].
         squares = sum_over_ranks(numbers.pow(2).mean(-1, keepdim=True), group) / dist.get_world_size(group)
         return norm.weight * (numbers * torch.rsqrt(squares + norm.variance_epsilon)).to(hidden.dtype)
 
@@ -112,7 +120,7 @@ def norm_of_all_ranks(norm: Any, group: dist.ProcessGroup) -> Callable[[Tensor],
 
 
 def check_norm_of_ranks(module: nn.Module, name: str) -> None:
-    """Raises `PlanError` when the module is no RMS norm as transformers has them."""
+    """Raises `PlanError` unless the module is an RMS norm as in transformers, with a weight only."""
     if "variance_epsilon" not in vars(module) or [*module._parameters] != ["weight"]:
         raise PlanError(f"{name}: {type(module).__name__} is no RMS norm with a weight alone, for 'sharded_rms_norm'.")
 
@@ -125,14 +133,14 @@ def check_norm_per_head(module: nn.Module, name: str) -> None:
         raise PlanError(f"{name}: {type(module).__name__} lacks `norms`, LayerNorms without bias, for 'per_head_norm'.")
 
 
-# Before what a module reads of its config.
+# Prefix of attributes that a module reads from its config.
 OF_CONFIG = "config."
 
 
 class LocalConfig:
-    """Shows a config with this rank's share of some of its numbers to one module; all else is the config's own.
+    """Config proxy for one module: local values for some sizes; everything else is delegated to the config.
 
-    A copy would no longer follow the config, as where a user chooses another attention function.
+    A copy would miss later changes of the config, such as another attention implementation.
     """
 
     def __init__(self, unsharded: Any, sizes: Mapping[str, int]):
@@ -149,11 +157,11 @@ class LocalConfig:
 
 
 def give_sizes(module: nn.Module, sizes: Mapping[str, int]) -> None:
-    """Sets a module's attributes; those of its config for the module alone."""
+    """Sets local sizes on a module; sizes in its config change for this module only."""
     of_config = {name.removeprefix(OF_CONFIG): size for name, size in sizes.items() if name.startswith(OF_CONFIG)}
     for name, size in sizes.items():
         if not name.startswith(OF_CONFIG):
             setattr(module, name, size)
     if of_config:
-        # Names of other kinds are modules' and parameters'.
+        # nn.Module declares attributes of unknown names as tensors or modules.
         module.config = LocalConfig(module.config, of_config)  # type: ignore[assignment]

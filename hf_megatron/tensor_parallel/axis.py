@@ -37,19 +37,21 @@ from .user_hooks.replaced_functions import ExchangedFunctions
 NAME = AXIS
 REGIONS = "regions"
 FORWARDS = "forwards"
-# What looks for users' functions inside of layers, of all axes that split what these are called with.
+# User-hook checks, registered by every axis that shards activations.
 GUARDS = "guards"
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How a model's modules compute over tp.
+    """Tensor parallel plan of a model.
 
     Attributes:
         styles: module or parameter -> name of its style.
-        head_copies: linear that makes heads -> neighbouring ranks that share its shard.
-        local_sizes: module -> attributes that count heads or widths, with this rank's share of them.
-        sequence_sharded_moe: blocks around experts that see a piece of the sequence.
+        structure: blocks and layer stacks at whose ends activations change their layout.
+        head_copies: linear that makes heads -> number of neighboring ranks that hold the same shard of it.
+        local_sizes: module -> attributes that count heads or widths, with this rank's values.
+        sequence_sharded_moe: MoE blocks that run on the local shard of the sequence.
+        heads: head-sharded block -> its description.
     """
 
     styles: Mapping[str, str]
@@ -61,7 +63,7 @@ class TensorPlan:
 
 
 def place(model: Any, state: ParallelState) -> None:
-    """Claims every parameter of a meta model by the spec of its type.
+    """Assigns a sharding to every parameter of a meta-device model, from the spec of its type.
 
     Raises `PlanError` for rules that do not fit the model, `ConfigError` for heads that cannot be split over tp_size,
     `UnsupportedError` for a type without sequence parallelism.
@@ -75,7 +77,7 @@ def place(model: Any, state: ParallelState) -> None:
             "sequence_parallel=False."
         )
     styles = expand_plan(model, spec)
-    # Whole on a rank; what else is inside of them belongs to expert parallelism too.
+    # Expert parallelism keeps each expert unsharded on its rank, so tp rules of modules inside experts are dropped.
     experts = find_experts(model, spec) if state.config.ep_size > 1 and state.axes.size("etp") == 1 else {}
     styles = {name: of for name, of in styles.items() if not _is_inside(name, experts)}
     styles |= dict.fromkeys(experts, "expert_parallel")
@@ -111,7 +113,7 @@ def place(model: Any, state: ParallelState) -> None:
 
 
 def _heads_of_rank(model: nn.Module, spec: ModelSpec, styles: Mapping[str, str], tp_size: int) -> dict[str, HeadBlock]:
-    """Finds the blocks whose heads are shared out with whole weights: those that no rule of the plan splits."""
+    """Returns the blocks to shard by heads: the plan splits none of their weights, and tp_size divides their heads."""
     found = {}
     for name, module in model.named_modules():
         known = lookup(name, spec.cp.head_sharded_blocks)
@@ -123,9 +125,10 @@ def _heads_of_rank(model: nn.Module, spec: ModelSpec, styles: Mapping[str, str],
 
 
 def _styles_of_heads(modules: Mapping[str, nn.Module], blocks: Mapping[str, HeadBlock]) -> dict[str, str]:
-    """Plans blocks and what has parameters in them; norms that see gathered features have whole gradients."""
+    """Assigns styles to head-sharded blocks and to the modules with parameters inside them."""
     styles = {}
     for name, heads in blocks.items():
+        # A norm of gathered features computes the complete gradient on every rank; all others see local heads only.
         gathered = heads.norms_of_groups if is_one_group(modules[name], heads) else ()
         for own, part in modules[name].named_modules():
             if own and any(parameter is not None for parameter in part._parameters.values()):
@@ -137,12 +140,12 @@ def _styles_of_heads(modules: Mapping[str, nn.Module], blocks: Mapping[str, Head
 
 
 def _sequence_sharded_moe(model: Any, styles: Mapping[str, str], experts: Mapping[str, int]) -> dict[str, list[str]]:
-    """Maps the blocks around experts that can run on a piece of the sequence to their children; all can, or none."""
+    """Maps the MoE blocks that can run on a sequence shard to their children; empty unless all of them can."""
     moe_blocks = pointwise_moe_blocks(model, experts)
     for name in (child for children in moe_blocks.values() for child in children):
         splits = any(style(of).splits for other, of in styles.items() if f"{other}.".startswith(f"{name}."))
         if splits and name not in experts and uniform_row(name, model.get_submodule(name), styles) is None:
-            # Its ranks add up parts of the same tokens.
+            # The ranks all-reduce partial sums of the same tokens here, so they cannot hold different tokens.
             return {}
     return moe_blocks
 
@@ -152,7 +155,7 @@ def _is_inside(name: str, modules: Iterable[str]) -> bool:
 
 
 def install(model: Any, state: ParallelState) -> None:
-    """Makes the modules of a filled model compute with their local parameters."""
+    """Installs the parallel forward of every module of a loaded model."""
     plan: TensorPlan | None = state.placed.get(NAME)
     if plan is None:
         return
@@ -162,7 +165,7 @@ def install(model: Any, state: ParallelState) -> None:
     check.check(model)
     check.install(state.hooks)
     streams = TensorParallelRng(mesh.device, mesh.tp_rank)
-    # A pipeline may have taken blocks away since the plan was made.
+    # A pipeline may have removed modules since the plan was made.
     structure = plan.structure.restricted_to({name for name, _ in model.named_modules()})
     packs = config.packs_activations(dist.get_backend(mesh.tp_group))
     regions = Regions(
@@ -181,7 +184,7 @@ def install(model: Any, state: ParallelState) -> None:
         _install_style(name, module, model, state, plan, regions, forwards)
     state.placed[REGIONS] = regions
     state.placed[FORWARDS] = forwards
-    # A block's hooks are installed after the styles', so that its region wraps what happens inside.
+    # Block hooks are installed after the styles' hooks, so that a region wraps everything inside its block.
     spec = state.spec
     arguments = {name: spec.cp.sequence_dims.get(name, SEQUENCE_DIM) for name in spec.sp.per_token_arguments}
     state.leaving = regions.install(
@@ -199,13 +202,13 @@ def install(model: Any, state: ParallelState) -> None:
             "between layers each rank has its part of the sequence only; set sequence_parallel=False."
         )
     OutputChecks(refused).install(state.hooks)
-    # A forward before may have failed inside a layer.
+    # A previous forward may have raised inside a layer, with the local RNG state active.
     SyncedRngState(mesh.device, mesh.host_group(AXIS), streams.use_shared_rng).install(state.hooks)
     _guard_activations(model, state, plan, structure, regions, forwards, first_hook)
 
 
 def _keep_full_states(model: Any, state: ParallelState, regions: Regions) -> None:
-    """Has a loop that keeps the hidden states between layers keep whole ones."""
+    """Wraps the function that records hidden states between layers, so that it stores full sequences."""
     if (name := state.spec.sp.hidden_state_recorder) is not None:
         for layers, stack in regions.stacks.items():
             owner = model.get_submodule(layers.rpartition(".")[0])
@@ -221,14 +224,14 @@ def _guard_activations(
     forwards: ActiveForwards,
     first_hook: int,
 ) -> None:
-    """Has users' functions see whole activations, or refuses them."""
-    # What stands for another stage's modules has no parameters.
+    """Installs the checks that pass full activations to user functions or reject the functions."""
+    # Placeholders of off-stage modules have no parameters.
     layers = [layer for stack in structure.stacks for layer in model.get_submodule(stack).children()]
     own = {module for layer in layers if computes_here(layer) for module in layer.modules()}
     modules = {name: module for name, module in model.named_modules() if name in plan.styles or module in own}
     kinds = {name: type(modules[name]) for name in structure.uniform if name in modules}
     activations = Activations(structure, plan.styles, dict(state.shardings), regions, kinds)
-    # The base model may be called by itself; it holds no reference to the model around it.
+    # The base model may be called directly; it holds no reference to the model around it.
     models = (model,) if model.base_model is model else (model, model.base_model)
     exchanged = ExchangedFunctions({n: module for n, module in modules.items() if activations.see_parts(n)})
     exchanged.install(state.hooks, *models)
@@ -236,7 +239,7 @@ def _guard_activations(
     for name in modules.keys() - unsharded:
         if isinstance(modules[name], LocalParameters | ParallelLinear):
             modules[name].shard_name = name
-    # What is called inside of these has the parts that it works on.
+    # Calls of these modules count as forwards: the sharded modules inside are called with the shards they expect.
     for name in unsharded | _around((*structure.stacks, *names_in_encoder(model))):
         if next(model.get_submodule(name).children(), None) is not None:
             forwards.install(model.get_submodule(name), state.hooks)
@@ -247,7 +250,7 @@ def _guard_activations(
 
 
 def _around(stacks: Iterable[str]) -> set[str]:
-    """Names the modules inside of the model that have lists of layers in them."""
+    """Returns the names of the modules that contain the stacks, at any depth."""
     paths = [stack.split(".") for stack in stacks]
     return {".".join(path[:depth]) for path in paths for depth in range(1, len(path))}
 
@@ -261,7 +264,7 @@ def _install_style(
     regions: Regions,
     forwards: ActiveForwards,
 ) -> None:
-    """Makes one module compute in parallel as its style and its parameters' claims say."""
+    """Installs the parallel forward of one module, according to its style and its parameters' shardings."""
     mesh, text = state.mesh, model.config.get_text_config()
     rules = style(plan.styles.get(name, "replicated"))
     shardings = {
@@ -294,7 +297,7 @@ def _install_style(
 def _names(
     shardings: Mapping[str, ParameterSharding], *, summed: bool = False, addends: bool = False
 ) -> frozenset[str]:
-    """Names the parameters whose gradient is summed over tp, or that every rank adds a share of."""
+    """Returns the parameters whose gradient is summed over tp, or those added by every rank in shares."""
     return frozenset(
         name
         for name, sharding in shardings.items()

@@ -1,8 +1,8 @@
-"""Linear head and cross entropy in one, over a vocabulary that is split over the ranks.
+"""Fused linear head and cross entropy over a vocabulary that is split over the ranks.
 
-For each chunk of tokens the local logits `[tokens, vocab / tp]` are made, reduced to three numbers per token (maximum,
-sum of exponentials, target logit) by two all-reduces, turned into their own gradient in place and dropped. Neither the
-full logits nor, with more than one chunk, the local logits of all tokens ever exist.
+For each chunk of tokens the local logits `[tokens, vocab / tp]` are computed, reduced to three values per token
+(maximum, sum of exponentials, target logit) by two all-reduces, turned into their own gradient in place and freed.
+Neither the full logits nor, with more than one chunk, the local logits of all tokens ever exist.
 
 Source of the reduction: Megatron-LM, `megatron/core/tensor_parallel/cross_entropy.py`.
 """
@@ -28,17 +28,17 @@ Transform = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class CrossEntropyOptions:
-    """What the kernel needs beside tensors.
+    """Non-tensor arguments of the kernel.
 
     Args:
         group (`ProcessGroup`): the ranks that split the vocabulary.
-        vocab_start (`int`): the global id of this rank's first vocabulary row.
-        vocabulary (`int`): rows on all ranks together.
+        vocab_start (`int`): global id of this rank's first vocabulary entry.
+        vocabulary (`int`): size of the full vocabulary.
         transform (`Callable`, *optional*): elementwise function of the logits (soft-cap, scale).
         chunk_size (`int`, *optional*): tokens per chunk; all at once by default.
         label_smoothing (`float`): share of the target spread evenly over the vocabulary.
-        ignore_index (`int`): targets that count for nothing.
-        with_gradient (`bool`): compute the gradients on the way.
+        ignore_index (`int`): target of tokens that are left out of the loss.
+        with_gradient (`bool`): compute the gradients in the forward.
     """
 
     group: dist.ProcessGroup
@@ -53,19 +53,21 @@ class CrossEntropyOptions:
 
 @dataclass
 class _Tokens:
-    """One chunk's cross entropy, and what its gradient is made of."""
+    """Cross entropy of one chunk, with the values its gradient is computed from."""
 
     losses: Tensor  # [tokens]
-    exponentials: Tensor  # [tokens, rows]: exp(logit - maximum), in the buffer that held the logits
-    sums: Tensor  # [tokens]: of the exponentials over all ranks
-    columns: Tensor  # [tokens]: the target's column on this rank, or any
-    owned: Tensor  # [tokens]: whether this rank has the target's row
+    exponentials: Tensor  # [tokens, vocab / tp]: exp(logit - maximum), in the buffer that held the logits
+    sums: Tensor  # [tokens]: sum of the exponentials over all ranks
+    columns: Tensor  # [tokens]: local index of the target; arbitrary if another rank owns it
+    owned: Tensor  # [tokens]: whether this rank owns the target's vocabulary entry
 
     def gradient(self, weights: Tensor, options: "CrossEntropyOptions") -> Tensor:
-        """Returns the gradient of the logits of the losses weighted by `weights` `[tokens]`; in place."""
+        """Returns the logits' gradient `[tokens, vocab / tp]` for losses weighted by `weights` `[tokens]`; in place."""
+        # d loss / d logits = softmax - smoothed one-hot target. The softmax denominator covers the full vocabulary.
         gradient = self.exponentials.mul_((weights / self.sums).unsqueeze(-1))
         if options.label_smoothing:
             gradient -= (weights * (options.label_smoothing / options.vocabulary)).unsqueeze(-1)
+        # A rank may own no vocabulary entry.
         if gradient.shape[1]:
             hit = weights * self.owned * (options.label_smoothing - 1)
             gradient.scatter_add_(1, self.columns.unsqueeze(1), hit.unsqueeze(1))
@@ -73,15 +75,19 @@ class _Tokens:
 
 
 def _token_losses(logits: Tensor, targets: Tensor, options: CrossEntropyOptions) -> _Tokens:
-    """Computes the losses of fp32 `logits` `[tokens, rows]`, which are overwritten."""
+    """Computes the losses of fp32 `logits` `[tokens, vocab / tp]`, which are overwritten."""
     tokens, rows = logits.shape
+    # [tokens]: maximum over the full vocabulary; a rank without entries contributes -inf.
     maximum = logits.max(-1).values if rows else logits.new_full((tokens,), -torch.inf)
     dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=options.group)
     shifted = logits.sub_(maximum.unsqueeze(-1))
 
+    # Local index of each target, clamped to a valid one where another rank owns it.
     columns = targets - options.vocab_start
     owned = (columns >= 0) & (columns < rows)
     columns = columns.clamp(0, max(rows - 1, 0))
+    # [2 or 3, tokens]: sum of exponentials, target logit, and with label smoothing the sum of logits; each rank adds
+    # what it owns, so that a single all-reduce yields all of them for the full vocabulary.
     sums = shifted.new_zeros(3 if options.label_smoothing else 2, tokens)
     if rows:
         sums[1] = shifted.gather(1, columns.unsqueeze(1)).squeeze(1).masked_fill(~owned, 0)
@@ -108,7 +114,7 @@ def _forward(
     scale: Tensor,
     options: CrossEntropyOptions,
 ) -> Tensor:
-    """Returns the loss; leaves the gradients for an upstream gradient of 1 in `ctx.gradients`."""
+    """Returns the loss; stores the gradients for an upstream gradient of 1 in `ctx.gradients`."""
     needs_hidden, needs_weight, needs_bias = (needed and options.with_gradient for needed in ctx.needs_input_grad[:3])
     tokens = hidden.shape[0]
     chunk_size = options.chunk_size or max(tokens, 1)
@@ -120,30 +126,33 @@ def _forward(
     for start in range(0, tokens, chunk_size):
         x, chunk_targets = hidden[start : start + chunk_size], targets[start : start + chunk_size]
         valid = chunk_targets != options.ignore_index
+        # [chunk, hidden] -> [chunk, vocab / tp]
         logits = torch.nn.functional.linear(x, weight, bias)
         transformed = logits
         if options.transform is not None:
+            # Only the transform is recorded; its backward runs below, before the next chunk.
             with torch.enable_grad():
                 logits.requires_grad_(options.with_gradient)
                 transformed = options.transform(logits)
         values = transformed.detach().float()
         if options.transform is not None and values.data_ptr() == transformed.data_ptr():
-            # The transform may have saved its output for its backward.
+            # The kernel overwrites `values`, which the transform may have saved for its backward.
             values = values.clone()
         result = _token_losses(values, chunk_targets, options)
         total += result.losses.masked_fill(~valid, 0).sum() * scale
         if not (needs_hidden or needs_weight or needs_bias):
             continue
 
-        # A batch without any label has an infinite scale; its tokens add nothing all the same, as in one process.
+        # Without any label the scale is infinite; ignored tokens still add 0 to the gradient, as in a single process.
         gradient = result.gradient(torch.where(valid, scale, 0.0), options).to(transformed.dtype)
         if options.transform is not None:
             (gradient,) = torch.autograd.grad(transformed, logits, gradient)
         gradient = gradient.to(weight.dtype)
         if d_hidden is not None:
+            # A partial sum over this rank's vocabulary; `copy_to_ranks` all-reduces it in the backward.
             torch.mm(gradient, weight, out=d_hidden[start : start + chunk_size])
         if needs_weight:
-            # Chunks are added in fp32, one chunk needs no wider buffer.
+            # Chunks accumulate in fp32; a single chunk needs no wider buffer.
             part = gradient.t() @ x
             if d_weight is None:
                 d_weight = part if chunk_size >= tokens else part.float()
@@ -162,13 +171,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> Tensor:
         ctx.upstream = None
-        # Gradients are there already: nothing is saved whose version autograd would compare.
+        # Nothing is saved whose version autograd would check, since the gradients exist already; backward checks it.
         ctx.weight, ctx.version = weight, weight._version
         ctx.contents = Contents([weight] if ctx.needs_input_grad[0] else [])
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         device_type = hidden.device.type
         if torch.is_autocast_enabled(device_type):
-            # As autocast would for the head alone: matmuls in its dtype, the rest in fp32.
+            # Like autocast around the head alone: matmuls in its dtype, everything else in fp32.
             dtype = torch.get_autocast_dtype(device_type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
@@ -188,12 +197,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("The vocab-parallel loss was backpropagated twice; its gradients exist only once.")
         if ctx.upstream is None:
+            # Comparing with 1 on the host would synchronize with an accelerator; there the gradients are always scaled.
             scaled = is_async_device(upstream.device) or upstream.item() != 1.0
             ctx.gradients = [
                 None if gradient is None else (gradient.mul_(upstream) if scaled else gradient).to(dtype)
                 for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
             ]
         elif is_async_device(upstream.device) or not torch.equal(ctx.upstream, upstream):
+            # Second backward of a kept graph: the gradients carry the factor of the first one.
             same = ctx.upstream == upstream
             check_soon(
                 same | (ctx.upstream != 0),
@@ -204,10 +215,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ratio = torch.where(same, 1.0, upstream / ctx.upstream)
             ctx.gradients = [None if gradient is None else gradient * ratio for gradient in ctx.gradients]
         gradients = ctx.gradients
-        # A backward of its inputs first and of its weights later comes by twice.
+        # With `retain_graph` another backward may follow, as of the inputs first and of the weights later.
         ctx.gradients, ctx.upstream = (gradients, upstream) if keeps_graph() else (None, None)
         if ctx.gradients is not None:
-            # Autograd adds to what it is given.
+            # Autograd may accumulate into the tensors that it receives.
             gradients = [None if gradient is None else gradient.clone() for gradient in gradients]
         return (*gradients, None, None, None)
 
@@ -223,16 +234,16 @@ def linear_cross_entropy(
     """Cross entropy of `hidden @ weight.T + bias`, summed over the tokens and divided by `denominator`.
 
     Args:
-        hidden (`Tensor`): `[tokens, hidden]`, the same on every rank.
-        weight (`Tensor`): this rank's rows of the head, `[rows, hidden]`.
-        bias (`Tensor`, *optional*): `[rows]`.
+        hidden (`Tensor`): `[tokens, hidden]`, identical on every rank.
+        weight (`Tensor`): this rank's shard of the head, `[vocab / tp, hidden]`.
+        bias (`Tensor`, *optional*): `[vocab / tp]`.
         targets (`Tensor`): `[tokens]`, global vocabulary ids or `options.ignore_index`.
-        denominator (`Tensor` or number, *optional*): by default the number of targets that are not ignored; without any
-            the loss is NaN, as in `torch.nn.functional.cross_entropy`.
-        options (`CrossEntropyOptions`): the rest.
+        denominator (`Tensor` or number, *optional*): by default the number of targets that are not ignored; if there
+            are none the loss is NaN, as in `torch.nn.functional.cross_entropy`.
+        options (`CrossEntropyOptions`): non-tensor arguments.
 
     Returns:
-        `Tensor`: a scalar, the same on every rank, in fp32. It can be backpropagated once.
+        `Tensor`: a scalar in fp32, identical on every rank. A second backward needs `retain_graph=True`.
     """
     if hidden.shape[0] != targets.shape[0]:
         raise ConfigError(f"labels have {targets.shape[0]} entries, the logits {hidden.shape[0]}; they must match.")
@@ -240,5 +251,5 @@ def linear_cross_entropy(
     if denominator is None:
         denominator = (targets != options.ignore_index).sum()
     scale = 1.0 / torch.as_tensor(denominator, device=hidden.device, dtype=torch.float32)
-    # Without a target the scale is infinite and 0 x infinity the NaN that one process returns.
+    # Without targets the scale is infinite, and 0 * inf is the NaN that a single process returns.
     return _LinearCrossEntropy.apply(copy_to_ranks(hidden, options.group), weight, bias, targets, scale, options)

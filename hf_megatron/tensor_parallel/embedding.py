@@ -1,4 +1,4 @@
-"""Embeddings split over the vocabulary or over the hidden dim; any size, the last rank may hold less or nothing."""
+"""Embeddings split over the vocabulary or the hidden dim; for any size, as the last rank may hold less or nothing."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ def _reject_options(embedding: nn.Embedding) -> None:
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """Splits the rows: ids `[batch, sequence]` -> `[batch, sequence, hidden]`, the ranks' lookups summed.
+    """Vocabulary-parallel embedding: ids `[batch, sequence]` -> `[batch, sequence, hidden]`, all-reduced lookups.
 
     Each rank looks up the ids it owns and contributes zeros for the others (Megatron's `VocabParallelEmbedding`).
     """
@@ -27,24 +27,27 @@ class VocabParallelEmbedding(nn.Embedding):
         _reject_options(self)
         require_tokens(input, self.weight.shape[0], "token id")
         start, stop = bounds(self.weight.shape[0], self.mesh.tp_size, self.mesh.tp_rank)
+        # [batch, sequence]: ids that other ranks own.
         untracked = (input < start) | (input >= stop)
         weight = local_view(self.weight)
         assert weight is not None
         if stop == start:
-            # A rank without rows still joins the sum and keeps its weight in the graph.
+            # A rank without entries still joins the all-reduce and keeps its weight in the graph.
             rows = weight.new_zeros(*input.shape, weight.shape[1]) + weight.sum()
         else:
+            # Local lookup [batch, sequence, hidden], zeroed for the ids of other ranks.
             local_ids = (input - start).masked_fill(untracked, 0)
             rows = F.embedding(local_ids, weight).masked_fill(untracked.unsqueeze(-1), 0)
             if self.padding_idx is not None:
-                # The padding row is looked up but gets no gradient, as in nn.Embedding.
+                # The padding entry is looked up but gets no gradient, as in nn.Embedding.
                 padding = (input == self.padding_idx).unsqueeze(-1)
                 rows = rows.detach().where(padding, rows)
+        # Exactly one rank owns each id: the sum selects its lookup.
         return reduce_from_ranks(rows, self.mesh.tp_group)
 
 
 class HiddenParallelEmbedding(nn.Embedding):
-    """Splits the columns: each rank looks up its part, joined to `[batch, sequence, hidden]` of `[batch, sequence]`."""
+    """Hidden-parallel embedding: `[batch, sequence]` -> local columns, gathered to `[batch, sequence, hidden]`."""
 
     mesh: ParallelMesh
 
@@ -52,5 +55,6 @@ class HiddenParallelEmbedding(nn.Embedding):
         _reject_options(self)
         weight = local_view(self.weight)
         assert weight is not None
+        # [batch, sequence, hidden / tp] on each rank.
         rows = F.embedding(input, weight, self.padding_idx)
         return gather_from_ranks(rows, -1, self.weight.shape[1], self.mesh.tp_group)

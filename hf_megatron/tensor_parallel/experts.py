@@ -1,4 +1,4 @@
-"""Experts whose widths are split over tp, and the odd modules that transformers' plans name beside them."""
+"""Experts whose widths are split over tp, and the special modules that transformers' tp plans use around them."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ from ..errors import UnsupportedError
 
 
 class PartialSum(Shared):
-    """Hooks of a block whose parameters are sharded but whose forward is its own: experts of one MoE layer.
+    """Hooks of a block with sharded parameters and its own forward, such as the experts of one MoE layer.
 
-    Every floating input (hidden states, routing weights) is replicated and gets a partial gradient on each rank; the
-    output is a part of the sum.
+    Every floating-point input (hidden states, routing weights) is replicated and gets a partial gradient on each rank;
+    the output is a partial sum.
     """
 
     def __init__(self, group: dist.ProcessGroup, streams: TensorParallelRng, *, copy_inputs: bool = True):
@@ -30,6 +30,7 @@ class PartialSum(Shared):
         module.register_forward_hook(self._leave)
 
     def _copy(self, value: Any) -> Any:
+        # Integer inputs, such as expert indices, have no gradient to sum.
         if isinstance(value, Tensor) and value.is_floating_point():
             return copy_to_ranks(value, self.group)
         return value
@@ -40,6 +41,7 @@ class PartialSum(Shared):
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         self.streams.use_shared_rng()
         if isinstance(output, Tensor):
+            # [tokens, hidden]: each rank computed its slice of every expert's width.
             return reduce_from_ranks(output, self.group)
         if output is None:
             return None
@@ -47,9 +49,9 @@ class PartialSum(Shared):
 
 
 class SummedInside(Shared):
-    """Hook of experts whose products are summed by a norm inside of them, before they are weighed.
+    """Hook of experts that contain a norm of the all-reduced product, before routing weights are applied.
 
-    Their hidden states get a partial gradient on each rank; routing weights meet whole tensors only.
+    Their hidden states get a partial gradient on each rank; routing weights multiply full tensors only.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -59,11 +61,12 @@ class SummedInside(Shared):
         module.register_forward_pre_hook(self._enter)
 
     def _enter(self, module: nn.Module, args: tuple) -> tuple:
+        # [tokens, hidden]: replicated in the forward, gradient summed over the ranks.
         return copy_to_ranks(args[0], self.group), *args[1:]
 
 
 class NormOfSum(Shared):
-    """Hook of a norm whose input is this rank's part of a sum: no norm of a part is a part of the norm."""
+    """Hook of a norm whose input is a partial sum: normalizing is not linear, so the input is all-reduced first."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
@@ -76,7 +79,7 @@ class NormOfSum(Shared):
 
 
 class SharedIdentity:
-    """An identity expert inside a partial sum: every rank adds the same value, so each adds its share of it."""
+    """Hook of an identity expert inside a partial sum: every rank holds the same value and adds its share of it."""
 
     def __init__(self, ranks: int):
         self.ranks = ranks
@@ -86,22 +89,23 @@ class SharedIdentity:
 
 
 class SharedLogits:
-    """Hook of a router inside a partial sum: of the logits that it returns last all ranks make the same loss."""
+    """Hook of a router inside a partial sum: all ranks compute the same loss from its logits, its last output."""
 
     def __init__(self, ranks: int):
         self.ranks = ranks
 
     def install(self, module: nn.Module) -> None:
         module.register_forward_hook(
+            # The sum over tp that follows would count the gradient once per rank.
             lambda module, args, output: (*output[:-1], scale_gradient(output[-1], 1 / self.ranks))
         )
 
 
 class LatentWithRotary(Shared):
-    """Output of an MLA down projection: the latent part meets column linears, the rotary part goes to the heads as is.
+    """Hook of an MLA down projection: splits the gradient rules of the latent and rotary parts of its output.
 
-    The rotary part reaches only this rank's heads, so its gradient is summed over tp
-    (transformers' `MlaKvAProjParallel`).
+    The latent part feeds column linears, which sum its gradient. The rotary part reaches only this rank's heads, so its
+    gradient is summed over tp here (transformers' `MlaKvAProjParallel`).
     """
 
     def __init__(self, rotary_dim: int, group: dist.ProcessGroup):
@@ -112,5 +116,6 @@ class LatentWithRotary(Shared):
         module.register_forward_hook(self._leave)
 
     def _leave(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        # [batch, sequence, latent + rotary_dim], replicated.
         latent, rotary = output.split([output.shape[-1] - self.rotary_dim, self.rotary_dim], dim=-1)
         return torch.cat([latent, copy_to_ranks(rotary, self.group)], dim=-1)

@@ -1,4 +1,4 @@
-"""Around a whole model's forward: claims checked, outputs refused that no rank has in full."""
+"""Checks around a model's forward: every parameter has a sharding, and no output is requested that is sharded."""
 
 from collections.abc import Container, Mapping
 from typing import Any
@@ -13,14 +13,14 @@ from ..errors import PlanError, UnsupportedError
 
 
 class ParameterCheck:
-    """Every parameter is claimed and filled: after loading, and again before the first optimizer step can happen."""
+    """Checks that every parameter is sharded and loaded: after loading, and again in the first training forward."""
 
     def __init__(self, expected_names: Container[str]):
         self.expected_names = expected_names
         self.done = False
 
     def install(self, hooks: ForwardHooks) -> None:
-        """Adds the check to a model's table of hooks."""
+        """Registers the check in a model's table of hooks."""
         hooks.add("parameters", self._enter)
 
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -29,7 +29,7 @@ class ParameterCheck:
             self.done = True
 
     def check(self, model: nn.Module) -> None:
-        """Raises `PlanError` for a parameter without a claim, or one that was not loaded as planned."""
+        """Raises `PlanError` for a parameter without a sharding, or one that was not loaded as planned."""
         for name, parameter in local_named_parameters(model):
             if name not in self.expected_names:
                 raise PlanError(
@@ -40,17 +40,17 @@ class ParameterCheck:
 
 
 class OutputChecks:
-    """Refuses outputs that would be one rank's part.
+    """Rejects calls that request an output that exists only in shards.
 
     Args:
-        reasons: name of the argument that asks for an output -> why it is refused, and what to do.
+        reasons: name of the argument that requests an output -> why it is rejected, and what to do.
     """
 
     def __init__(self, reasons: Mapping[str, str]):
         self.reasons = reasons
 
     def install(self, hooks: ForwardHooks) -> None:
-        """Adds the check to a model's table of hooks."""
+        """Registers the check in a model's table of hooks."""
         hooks.add("outputs", self._enter)
 
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

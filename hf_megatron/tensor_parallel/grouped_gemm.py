@@ -1,4 +1,4 @@
-"""Which widths experts may have on a rank: torch's grouped matrix product takes rows of whole 16 bytes only."""
+"""Width check of experts on a rank: torch's grouped matmul requires rows that are multiples of 16 bytes."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ _BYTES = 16
 
 @dataclass(frozen=True)
 class SplitWidth:
-    """One split dim of an expert's weights.
+    """Split dim of an expert's weight.
 
     Attributes:
         name: of the parameter.
-        whole: entries of the dim in one process.
-        local: of each tp rank.
+        unsharded: full size of the dim.
+        local: its size on each tp rank.
     """
 
     name: str
@@ -35,7 +35,7 @@ class SplitWidth:
 
 
 def split_widths(shardings: Iterable[ParameterSharding], axes: Axes) -> tuple[SplitWidth, ...]:
-    """Lists the split dims of those of one module's parameters that are `[experts, rows, columns]`."""
+    """Returns the split dims of those of a module's parameters that are `[experts, rows, columns]`."""
     tp_ranks = [axes.of_rank(rank) for rank in axes.ranks("tp")]
     return tuple(
         SplitWidth(
@@ -51,7 +51,7 @@ def split_widths(shardings: Iterable[ParameterSharding], axes: Axes) -> tuple[Sp
 
 
 def require_expert_widths(model: nn.Module, shardings: Mapping[str, ParameterSharding], axes: Axes) -> None:
-    """Raises `ConfigError` where a planned model's experts would have widths that they cannot compute with."""
+    """Raises `ConfigError` if experts of a planned model would have widths that their matmul does not support."""
     for name, module in model.named_modules():
         if uses_grouped_product(module):
             own = [shardings[f"{name}.{parameter}"] for parameter in module._parameters]
@@ -59,7 +59,7 @@ def require_expert_widths(model: nn.Module, shardings: Mapping[str, ParameterSha
 
 
 class GroupedWidths(Shared):
-    """Hook of experts that looks at their widths again, after a cast or another choice of product."""
+    """Hook of experts that checks their widths again, after a cast or a change of the matmul implementation."""
 
     def __init__(self, widths: tuple[SplitWidth, ...], tp_size: int):
         self.widths, self.tp_size = widths, tp_size
@@ -70,7 +70,7 @@ class GroupedWidths(Shared):
 
     def _enter(self, experts: nn.Module, args: tuple) -> None:
         dtype = next(iter(experts._parameters.values())).dtype  # type: ignore[union-attr]
-        # Compiled, only bfloat16 is multiplied by torch's product.
+        # Under torch.compile, only bfloat16 uses torch's grouped matmul.
         if dtype == self.seen or (torch.compiler.is_compiling() and dtype != torch.bfloat16):
             return
         if uses_grouped_product(experts):

@@ -1,12 +1,12 @@
-"""Blocks of which each rank computes some heads with its part of whole weights: state space mixers (Megatron's too).
+"""Head-sharded blocks: each rank computes some heads with slices of the block's weights (state space mixers).
 
     x --copy_to_ranks--> block with the weights of some heads --reduce_from_ranks--> x
 
-Some weights are blocks of unequal sizes side by side, of each of which a rank needs some rows: at rest ranks have equal
-pieces of such a weight, which they join for a forward and whose gradients they add up and share out again. A norm over
-all heads together divides by the mean of all ranks' squares, one number for each token; a narrow projection that reads
-all heads is summed. Where all heads read one group, every rank has it, and a norm of that group sees the features of
-all ranks, which are gathered for it.
+Megatron shards its mixers the same way. Some weights concatenate blocks of unequal sizes, and a rank needs some rows of
+each: at rest the ranks hold equal shards of such a weight, which are all-gathered for a forward and whose gradients are
+reduce-scattered. A norm over all heads divides by the mean of all ranks' squares, one value per token; the output of a
+narrow projection that reads all heads is all-reduced. If all heads read a single group, every rank holds that group,
+and a norm of it needs the features of all ranks, which are all-gathered for it.
 """
 
 import copy
@@ -33,12 +33,12 @@ from .attention_heads import norm_of_all_ranks
 from .local_parameters import is_split_parameter
 
 _ABSENT = object()
-# What holds counts beside a block's modules.
+# Owner of counts outside of a block's modules.
 _CONFIG = "config"
 
 
 def is_adapted(block: nn.Module) -> bool:
-    """Tells whether PEFT has put adapters around modules of a block."""
+    """Returns whether PEFT adapters wrap modules of a block."""
     return any(_BASE in module._modules for module in block.modules())
 
 
@@ -48,40 +48,40 @@ def _outer_modules(block: nn.Module, parameter: str) -> Iterator[nn.Module]:
 
 
 def has_heads_of(block: nn.Module, heads: HeadBlock) -> bool:
-    """Tells whether a block has what is counted: patterns may meet blocks of other kinds in other layers."""
+    """Returns whether a block has the counted attributes; patterns may match blocks of other kinds in other layers."""
     return all(count.partition(".")[0] in (*vars(block), *block._modules) for count in heads.counts)
 
 
 def is_one_group(block: nn.Module, heads: HeadBlock) -> bool:
-    """Tells whether all heads of a block read the same group."""
+    """Returns whether all heads of a block read the same group."""
     return heads.groups is not None and attrgetter(heads.groups)(block) == 1
 
 
 def divides(block: nn.Module, heads: HeadBlock, ranks: int, *, takes_one_group: bool = False) -> bool:
-    """Tells whether ranks can have equal numbers of a block's heads, and of the groups that these read.
+    """Returns whether the ranks can have equal numbers of a block's heads, and of the groups that these read.
 
     Args:
-        takes_one_group (`bool`): one group may be all ranks'.
+        takes_one_group (`bool`): allow a single group that all ranks hold.
     """
     counts = set(heads.counts) - ({heads.groups} if takes_one_group and is_one_group(block, heads) else set())
     return not any(attrgetter(count)(block) % (ranks * heads.interleave_rounds) for count in counts)
 
 
-# What PEFT's layers hold in the place of which they stand.
+# Name of the wrapped module in PEFT's layers.
 _BASE = "base_layer"
-# Of which a rank has at rest what its heads read.
+# Styles of weights that are sharded at rest as their heads read them.
 _CUT_AT_REST = ("shard_dim_0", "shard_dim_1", "shard_dim_2", "packed_dim_0")
-# Of which a rank has a piece at rest that is none of a head's, by the dim of heads.
+# Styles, by the dim of heads, of weights that are gathered before heads are cut: shards at rest ignore heads.
 _JOINED = ("gathered_dim_0", "gathered_dim_1")
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """How a weight is made of parts with entries for every head.
+    """Composition of a weight from blocks with entries for every head.
 
     Attributes:
-        sizes: of the parts along `dim`; none where there is one.
-        stays: which of them are read by all heads.
+        sizes: of the blocks along `dim`; empty if there is only one.
+        stays: which of them are read by all heads and therefore not cut.
     """
 
     dim: int
@@ -98,25 +98,25 @@ class _Cut:
 
     @property
     def style(self) -> str:
-        """Returns how the weight lies at rest: as it is read, or in pieces that are joined before they are cut."""
+        """Style of the weight at rest: sharded as heads read it, or in equal shards, gathered before it is cut."""
         if len(self.sizes) < 2:
             return _CUT_AT_REST[self.dim]
         return "packed_dim_0" if self.dim == 0 and self.sizes == self.sizes[:1] * 2 else _JOINED[self.dim]
 
 
 def styles_of_weights(block: nn.Module, heads: HeadBlock) -> dict[str, str]:
-    """Maps the parameters of a block that have entries for heads to styles; norms of gathered features stay whole."""
+    """Maps a block's per-head parameters to styles; norms of gathered features are left out (replicated)."""
     gathered = heads.norms_of_groups if is_one_group(block, heads) else ()
     names = {name for name, _ in block.named_parameters()} & heads.weights.keys()
     return {name: _Cut.of(block, heads, name).style for name in names if name.rpartition(".")[0] not in gathered}
 
 
 class HeadsOfRank:
-    """Puts the weights and counts of this rank's heads into a block while it computes.
+    """Swaps the weights and counts of this rank's heads into a block while it computes.
 
     Args:
         heads (`HeadBlock`): how the block's weights are cut.
-        group (`ProcessGroup`): of the ranks that share its heads.
+        group (`ProcessGroup`): the ranks that share the block's heads.
     """
 
     def __init__(self, heads: HeadBlock, group: dist.ProcessGroup):
@@ -125,25 +125,27 @@ class HeadsOfRank:
         self._replaced: list[tuple[dict[str, Any], str, Any]] = []
 
     def take(self, block: nn.Module) -> None:
-        # A forward before may have failed.
+        # A previous forward may have failed before it restored the block.
         self.give_back()
         is_one = is_one_group(block, self.heads)
         gathered = set(self.heads.norms_of_groups) if is_one else set()
-        # Of the parameters of all heads, before the first is replaced.
+        # Read the counts of all heads before the first of them is replaced.
         cuts = {name: _Cut.of(block, self.heads, name) for name in self.heads.weights}
         lengths: dict[str, int] = {}
         for name, cut in cuts.items():
             if name.rpartition(".")[0] in gathered:
                 continue
             for held, own, weight in _held(block, name):
+                # This rank's heads: [all entries] -> [local entries] along `cut.dim`.
                 part = self._part(cut, held[own], weight)
                 self._replace(held, own, part)
                 lengths[name] = part.shape[cut.dim]
+        # Parameters that every rank adds to a partial sum: each adds its share.
         for name in self.heads.summed:
             for held, own, weight in _held(block, name):
                 self._replace(held, own, weight / self.ranks)
         if any(count.startswith(f"{_CONFIG}.") for count in self.heads.counts):
-            # All layers have the same one.
+            # All layers share one config: replace it in this block only.
             self._replace(vars(block), "config", copy.copy(block.config))
         for count in self.heads.counts:
             if is_one and count == self.heads.groups:
@@ -162,13 +164,13 @@ class HeadsOfRank:
         for name in self.heads.all_head_linears:
             linear: Any = block.get_submodule(name)
             self._replace(vars(linear), "forward", product_of_all_ranks(linear.weight, self.group))
-            # A kernel that read it would not sum what it makes of it.
+            # The weight is hidden from fused kernels: they would read it and skip the all-reduce.
             self._replace(linear._parameters, "weight", None)
 
     def accept_full(self, block: nn.Module) -> None:
-        """Puts the weights of all heads into a block with adapters.
+        """Swaps the weights of all heads into a block with adapters.
 
-        Raises `UnsupportedError` for trained weights beside adapters.
+        Raises `UnsupportedError` for trainable base weights next to adapters.
         """
         self.give_back()
         for name, parameter in list(block.named_parameters()):
@@ -191,21 +193,24 @@ class HeadsOfRank:
             )
 
     def _part(self, cut: "_Cut", parameter: Tensor, weight: Tensor) -> Tensor:
-        """Returns this rank's part of a weight, as forwards read it: whole, or what of it the rank has at rest."""
+        """Returns this rank's slice of `weight`, the full or at-rest sharded tensor that forwards read."""
         is_split = is_split_parameter(parameter)
         if is_split and cut.style in _CUT_AT_REST:
             return weight
         if is_split:
+            # Unequal blocks: gather the full weight, then cut each block by heads. In backward the gather's gradient is
+            # reduce-scattered, since each rank has a partial one.
             weight = gather_from_ranks(weight, cut.dim, parameter.shape[cut.dim], self.group, sum_gradient=True)
         sizes = cut.sizes or [weight.shape[cut.dim]]
         parts = [
+            # Blocks that all heads read stay full; of the others the rank keeps its chunk.
             part if stays else part.chunk(self.ranks, cut.dim)[self.rank]
             for part, stays in zip(weight.split(sizes, cut.dim), cut.stays or [False], strict=True)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)
 
     def _replace(self, held: dict[str, Any], own: str, value: Any) -> None:
-        """Puts a value in the place of one that a module holds, and notes what to give back."""
+        """Replaces a value that a module holds, and records the old one for `give_back`."""
         self._replaced.append((held, own, held.get(own, _ABSENT)))
         held[own] = value
 
@@ -219,9 +224,9 @@ class HeadsOfRank:
 
 
 class PartialHeads(Shared):
-    """The hooks of such a block: its inputs are copied, its output `[batch, sequence, hidden]` is summed.
+    """Hooks of a head-sharded block: inputs are copied, the output `[batch, sequence, hidden]` is all-reduced.
 
-    With adapters inside, whose factors know nothing of heads, every rank computes all of it with frozen weights.
+    LoRA factors have no head structure: with adapters inside, every rank computes the full block with frozen weights.
     """
 
     def __init__(self, heads: HeadBlock, group: dist.ProcessGroup, streams: TensorParallelRng):
@@ -231,7 +236,7 @@ class PartialHeads(Shared):
 
     def install(self, block: nn.Module) -> None:
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
-        # Recomputation ends in the middle of a forward, by an exception.
+        # Recomputation stops in the middle of a forward by raising, so the block is restored in any case.
         block.register_forward_hook(self._leave, always_call=True)
 
     def _copy(self, value: Any) -> Any:
@@ -255,6 +260,7 @@ class PartialHeads(Shared):
             return output
         self.streams.use_shared_rng()
         if isinstance(output, Tensor):
+            # [batch, sequence, hidden]: partial sum over this rank's heads.
             return reduce_from_ranks(output, self.group)
         if isinstance(output, tuple) and isinstance(output[0], Tensor):
             return (reduce_from_ranks(output[0], self.group), *output[1:])
@@ -262,12 +268,13 @@ class PartialHeads(Shared):
 
 
 def product_of_all_ranks(weight: Tensor, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """Returns the forward of a linear whose input features lie on several ranks, and whose output on each."""
+    """Returns the forward of a linear with input features split over the ranks and a replicated output."""
+    # [..., local features] x [out, local features] -> [..., out], all-reduced.
     return lambda features: sum_over_ranks(F.linear(features, weight), group)
 
 
 def _of_gathered(norm: Callable[..., Tensor], group: dist.ProcessGroup) -> Callable[..., Tensor]:
-    """Returns the forward of a norm that sees the features of all ranks, of which each keeps its own.
+    """Returns the forward of a norm over the features of all ranks that keeps this rank's slice of the result.
 
     All ranks compute the same: the weight's gradient is complete on each.
     """
@@ -275,10 +282,12 @@ def _of_gathered(norm: Callable[..., Tensor], group: dist.ProcessGroup) -> Calla
     def gathered(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
+        # [..., local features] -> [..., all features]
         return gather_from_ranks(value, -1, value.shape[-1] * dist.get_world_size(group), group)
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         output = norm(*map(gathered, args), **{name: gathered(value) for name, value in kwargs.items()})
+        # [..., all features] -> [..., local features]
         return split_over_ranks(output, output.dim() - 1, group)
 
     return forward
@@ -290,7 +299,7 @@ def _owner(block: nn.Module, name: str) -> tuple[Any, str]:
 
 
 def _held(block: nn.Module, name: str) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Yields what holds a parameter or buffer of a block with it as forwards read it, if the block has it."""
+    """Yields the dict that holds a parameter or buffer, its key, and the tensor as forwards read it, if it exists."""
     owner, own = _owner(block, name)
     for held in (owner._parameters, owner._buffers):
         if held.get(own) is not None:

@@ -1,4 +1,4 @@
-"""Hidden states among the arguments of a block, and among what it returns."""
+"""Access to the hidden states in a block's arguments and outputs."""
 
 import inspect
 from collections.abc import Callable
@@ -14,10 +14,10 @@ HIDDEN_STATES = "hidden_states"
 def replace_input(
     module: nn.Module, args: tuple, kwargs: dict[str, Any], change: Callable[[Tensor], Any], *, of_block: bool = True
 ) -> tuple[tuple, dict[str, Any]]:
-    """Applies `change` to the hidden states a block was called with: its first argument or `hidden_states=`.
+    """Applies `change` to the hidden states in a block's call: its first argument or `hidden_states=`.
 
-    Further positional arguments of a block may be the same tensor, of which queries, keys and values are made apart;
-    those of a layer have rules of their own.
+    Further positional arguments of a block may be the same tensor, from which queries, keys and values are computed
+    separately; they are replaced too. Arguments of a layer (`of_block=False`) have their own rules.
     """
     if args and isinstance(args[0], Tensor):
         changed = change(args[0])
@@ -25,6 +25,7 @@ def replace_input(
         return tuple(changed if is_it else value for is_it, value in zip(same, args, strict=True)), kwargs
     if isinstance(kwargs.get(HIDDEN_STATES), Tensor):
         return args, {**kwargs, HIDDEN_STATES: change(kwargs[HIDDEN_STATES])}
+    # A forward may name its first parameter differently.
     states = None if args else kwargs.get(next(iter(inspect.signature(module.forward).parameters)))
     if isinstance(states, Tensor):
         changed = change(states)
@@ -36,7 +37,7 @@ def replace_input(
 
 
 def replace_output(output: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Applies `change` to the hidden states a block returned, alone or first of several; else `UnsupportedError`."""
+    """Applies `change` to a block's returned hidden states, alone or first in a tuple; else `UnsupportedError`."""
     if isinstance(output, Tensor):
         return change(output)
     if isinstance(output, tuple | list) and isinstance(output[0], Tensor):

@@ -1,4 +1,4 @@
-"""The regions of a whole model, made from its structure."""
+"""Regions of a model, built from its structure."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -22,14 +22,14 @@ from .structure import Structure
 from .styles import style
 
 ROUTER_LOGITS = "router_logits"
-# Ends the names of rates at which layers are left out.
+# Suffix of the config fields with the probability of skipping a layer.
 _LAYERDROP = "layerdrop"
 
 
 class Regions(Shared):
-    """All regions of a model; with `sequence_parallel` the residual stream between blocks is split.
+    """All regions of a model; with `sequence_parallel` the residual stream between blocks is sharded.
 
-    With `packs` layers of a split sequence keep shards and what can be computed again for backward.
+    With `packs`, layers of a sharded sequence save shards for backward, and recompute what can be recomputed.
 
     Attributes:
         of_linear: column or row linear -> the uniform region that it reads or ends.
@@ -72,16 +72,16 @@ class Regions(Shared):
         unsharded: Mapping[str, str] | None = None,
         full_prefix: tuple[int, ...] = (),
     ) -> Callable[[Tensor, str], Tensor] | None:
-        """Puts the hooks in their places; returns what ends a stack where a stage ends inside of it.
+        """Installs all hooks; returns the function that ends a stack where a pipeline stage ends inside of it.
 
-        That takes hidden states `[batch, sequence, hidden]` and the name of the list of layers.
+        That function takes hidden states `[batch, sequence / tp, hidden]` and the name of the list of layers.
 
         Args:
-            hooks: of the model.
-            arguments: further arguments of the layers that are split along the sequence -> its dim in them.
-            per_token_inputs: patterns of blocks -> further arguments of theirs that are joined along it.
-            whole: arguments of the layers that are refused beside a part of the sequence -> why.
-            full_prefix: numbers of the layers before which a loop reads whole hidden states.
+            hooks: hook table of the model.
+            arguments: further per-token arguments of the layers -> the sequence dim along which they are split.
+            per_token_inputs: patterns of blocks -> their further arguments that are gathered along the sequence.
+            unsharded: arguments with which layers of a sharded sequence cannot be called -> why.
+            full_prefix: indices of the layers before which the loop reads full hidden states.
         """
         for block, region in self.uniform.items():
             region.install(model.get_submodule(block))
@@ -107,13 +107,13 @@ class Regions(Shared):
         return self.stacks[layers].leave_split(hidden_states) if layers in self.stacks else hidden_states
 
     def gather_token_outputs(self, part: Any) -> Any:
-        """Joins what has an entry for each token of this rank in layers whose sequence is split, `[tokens, ...]`."""
+        """Gathers per-token outputs of layers with a sharded sequence, `[local tokens, ...]` -> `[tokens, ...]`."""
         for stack in self.stacks.values():
             part = stack.gather_token_outputs(part)
         return part
 
     def join_router_logits(self, model: Any, args: tuple, output: Any) -> None:
-        """Forward hook of a model whose routers see pieces of the sequence: makes what it returns of them whole."""
+        """Forward hook that gathers the router logits a model returns, if its routers see shards of the sequence."""
         if isinstance(output, ModelOutput) and isinstance(parts := output.get(ROUTER_LOGITS), tuple):
             output[ROUTER_LOGITS] = tuple(map(self.gather_token_outputs, parts))
 
@@ -127,15 +127,15 @@ class Regions(Shared):
 
 
 def leaves_layers_out(config: PreTrainedConfig) -> bool:
-    """Tells whether a model, or a part of it, leaves out layers at random in training."""
+    """Returns whether a model, or one of its sub-models, skips layers at random in training."""
     parts = (part for part in vars(config).values() if isinstance(part, PreTrainedConfig))
     own = (value for name, value in vars(config).items() if name.endswith(_LAYERDROP))
     return any(own) or any(map(leaves_layers_out, parts))
 
 
 def _around_layers(model: Any, stack: str) -> nn.Module:
-    """Returns the module around a stack whose forward ends behind its last layer, on the stage that has it."""
+    """Returns the module around a stack whose forward ends after the last layer, on the stage that has that layer."""
     if model.base_model is not model or "." not in stack:
         return model.base_model
-    # Of a model beside its towers.
+    # A composite model: its language model or encoder that contains the stack.
     return model.get_submodule(stack.partition(".")[0])

@@ -1,11 +1,11 @@
-"""Where random numbers are drawn, whoever draws them.
+"""RNG states of the ranks: which one random numbers are drawn from at each point of a forward.
 
-| where | stream |
+| point in the forward | RNG state |
 |---|---|
-| before, between and behind layers | replicated |
-| inside a layer | replicated; with a split sequence the rank's own |
-| inside a block on the whole sequence, and before its column linears | replicated |
-| behind a column linear, until the ranks' parts are added up | the rank's own |
+| before, between and after layers | shared |
+| inside a layer | shared; with a sharded sequence local |
+| inside a block on the full sequence, and before its column linears | shared |
+| after a column linear, until the partial sums are reduced | local |
 """
 
 import functools
@@ -22,7 +22,7 @@ from ..core.forward_hooks import ForwardHooks
 
 
 class SyncedRngState(Shared):
-    """Starts every training forward from the same random state on all ranks, whatever seeds the user set.
+    """Starts every training forward from the same RNG state on all ranks, whatever seeds the user set.
 
     Args:
         before (`Callable`, *optional*): called first.
@@ -32,7 +32,7 @@ class SyncedRngState(Shared):
         self.device, self.group, self.before = device, group, before
 
     def install(self, hooks: ForwardHooks) -> None:
-        """Adds the broadcast to a model's table of hooks."""
+        """Registers the broadcast in a model's table of hooks."""
         hooks.add("rng", self._enter)
 
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -46,6 +46,7 @@ class SyncedRngState(Shared):
 def _on_own_stream(base: Any) -> type[nn.Module]:
     @functools.wraps(base.forward)
     def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        # Each rank has other tokens here: equal draws would repeat one dropout mask in every shard of the sequence.
         if not layer.training:
             return base.forward(layer, *args, **kwargs)
         layer._random_streams.use_local_rng()
@@ -57,9 +58,9 @@ def _on_own_stream(base: Any) -> type[nn.Module]:
 
 
 def draw_alone(layer: nn.Module, streams: TensorParallelRng) -> None:
-    """Lets a layer of a split sequence draw from the rank's own stream.
+    """Switches to the local RNG state inside a layer of a sharded sequence.
 
-    A subclass rather than hooks: transformers recomputes `forward`, and there the stream has to be switched again.
+    A subclass rather than hooks: transformers recomputes `forward`, which has to switch the state again.
     """
     object.__setattr__(layer, "_random_streams", streams)
     layer.__class__ = _on_own_stream(type(layer))  # type: ignore[arg-type]

@@ -15,16 +15,16 @@ from .region import UniformRegion
 
 
 class ParallelLinear(nn.Linear):
-    """What the parallel linears share.
+    """Base class of the parallel linears.
 
-    `weight_dim_out` is the weight's output dim: 0 in `nn.Linear`, 1 in transformers' `Conv1D`. With `copies` of more
-    than 1 neighbouring ranks hold the same shard and sum its gradient.
+    `weight_dim_out` is the weight's output dim: 0 in `nn.Linear`, 1 in transformers' `Conv1D`. With `copies` > 1 that
+    many neighboring ranks hold the same shard and sum its gradient.
     """
 
     mesh: ParallelMesh
     streams: TensorParallelRng
     forwards: ActiveForwards
-    # Its name, if it takes or returns parts of tensors.
+    # Its name, if it takes or returns sharded tensors.
     shard_name: str | None = None
     region: UniformRegion | None = None
     copies: int = 1
@@ -40,15 +40,16 @@ class ParallelLinear(nn.Linear):
         return self.mesh.copies_group(self.copies) if self.copies > 1 else None
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiplies `[..., local in]` by this rank's part of the weight: `[..., local out]`."""
+        """Multiplies `[..., local in]` by this rank's shard of the weight: `[..., local out]`."""
         self.forwards.require_full(self, self.shard_name)
+        # Key/value heads fewer than ranks: the gradient is summed over the ranks that hold the same heads.
         weight = local_view(self.weight, self.copies_group)
         assert weight is not None
         return F.linear(x, weight.t() if self.weight_dim_out == 1 else weight, bias)
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """Splits the output features: `[..., in_features]` -> `[..., out_features / tp]`.
+    """Column-parallel linear: output features are split, `[..., in_features]` -> `[..., out_features / tp]`.
 
     With `gather_output` the output is `[..., out_features]` on every rank.
     """
@@ -57,31 +58,38 @@ class ColumnParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.region is None:
+            # Input replicated on all ranks; its gradient is partial on each, hence all-reduced.
             x = copy_to_ranks(x, self.group)
             y = self.matmul(x, local_view(self.bias, self.copies_group))
         else:
+            # The region has copied or gathered the input once for all column linears of the block. `saving` makes this
+            # linear save the shard of a gathered input for backward.
             x, saving = self.region.column_input(x)
             with saving:
                 y = self.matmul(x, local_view(self.bias, self.copies_group))
         if self.gather_output:
+            # [..., out_features / tp] -> [..., out_features]
             return gather_from_ranks(y, -1, self.out_features, self.group)
         if self.training:
+            # The output differs between ranks: dropout until the row linear draws from the local RNG state.
             self.streams.use_local_rng()
         return y
 
 
 class RowParallelLinear(ParallelLinear):
-    """Splits the input features: `[..., in_features / tp]` -> `[..., out_features]`, summed over the ranks.
+    """Row-parallel linear: input features are split, `[..., in_features / tp]` -> `[..., out_features]`, all-reduced.
 
-    With `split_input` the input is `[..., in_features]` on every rank. The bias is added once, after the sum.
+    With `split_input` the input is `[..., in_features]` on every rank. The bias is added once, after the reduction.
     """
 
     split_input: bool = False
 
     def forward(self, x: Tensor) -> Tensor:
         if self.split_input:
+            # [..., in_features] -> [..., in_features / tp]
             x = split_over_ranks(x, -1, self.group)
         if self.region is None:
+            # Partial sum over this rank's input features, [..., out_features], then all-reduced.
             y = self.matmul(x)
             self.streams.use_shared_rng()
             y = reduce_from_ranks(y, self.group)
@@ -89,6 +97,8 @@ class RowParallelLinear(ParallelLinear):
             x, saving = self.region.row_input(x)
             with saving:
                 y = self.matmul(x)
+            # All-reduce, or with a sharded sequence reduce-scatter to [batch, sequence / tp, out_features].
             y = self.region.leave(y)
+        # With a sharded sequence the replicated bias meets local tokens only: its gradient is summed over tp.
         bias = local_view(self.bias, self.group if self.sum_bias_gradient else None)
         return y if bias is None else y + bias

@@ -1,4 +1,4 @@
-"""Parameters are DTensors at rest and local tensors in flight; this file is the way from one to the other."""
+"""Conversion of parameters, DTensors at rest, to the local tensors that forwards read."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,18 +24,18 @@ from ..errors import UnsupportedError
 
 
 def local_view(parameter: Tensor | None, group: dist.ProcessGroup | None = None) -> Tensor | None:
-    """Returns a parameter's local tensor, of any shape, differentiable; `group` are ranks to sum its gradient over."""
+    """Returns a parameter's local tensor, differentiable; `group`, if given, is the ranks to sum its gradient over."""
     if not isinstance(parameter, DTensor):
         return parameter
     local = differentiable_local(parameter)
     if group is None:
         return local
-    # The compiler takes the view that `to_local` returns for one whose base was changed in place.
+    # The compiler mistakes the view that `to_local` returns for one whose base was changed in place.
     return copy_to_ranks(local.clone() if torch.compiler.is_compiling() else local, group, is_addend=True)
 
 
 class _ShareOfSum(torch.autograd.Function):
-    """Divides a replicated addend by the ranks that add it; its gradient is the whole one on each of them."""
+    """Divides a replicated addend by the number of ranks that add it; its gradient is complete on each of them."""
 
     @staticmethod
     def forward(ctx: Any, addend: Tensor, ranks: int) -> Tensor:
@@ -47,12 +47,12 @@ class _ShareOfSum(torch.autograd.Function):
 
 
 class ActiveForwards(Shared):
-    """Knows whether a model computes, or somebody else looks at its parameters."""
+    """Tracks whether a model is computing, as opposed to its parameters being read from outside."""
 
     def __init__(self) -> None:
         self._of_model: set[int] = set()
         self._of_modules = 0
-        # A user's hook that runs, in words.
+        # Description of the user's hook that is running.
         self.in_hook: str | None = None
 
     def install(self, model: nn.Module, hooks: ForwardHooks) -> None:
@@ -66,11 +66,11 @@ class ActiveForwards(Shared):
         self._of_model.discard(id(model))
 
     def __bool__(self) -> bool:
-        # Checkpointed layers compute once more in backward.
+        # Checkpointed layers are recomputed in backward.
         return bool(self._of_modules or self._of_model or in_backward())
 
     def require_full(self, module: nn.Module, name: str | None) -> None:
-        """Raises `UnsupportedError` where a module is called by itself that has a name since it works on parts."""
+        """Raises `UnsupportedError` if a module with sharded inputs or outputs (`name` is set) is called outside."""
         if name is not None and not (torch.compiler.is_compiling() or self):
             raise UnsupportedError(
                 f"{name} ({type(module).__name__}) was called outside of the model's forward: it takes or returns this "
@@ -80,7 +80,7 @@ class ActiveForwards(Shared):
 
     @contextmanager
     def of_module(self) -> Iterator[None]:
-        """Tells that a module is called by itself."""
+        """Marks a module's own call as active inside the context."""
         self._of_modules += 1
         try:
             yield
@@ -89,28 +89,28 @@ class ActiveForwards(Shared):
 
 
 class LocalParameters:
-    """Mixin of a module whose own forward, or whose owner's, reads the parameters as plain tensors.
+    """Mixin of a module whose forward, or whose owner's forward, reads the parameters as plain tensors.
 
     A dynamic subclass of the module's class gets one property per parameter, which is local while the model or the
     module computes; `named_parameters()`, `state_dict()`, optimizers and loops see the DTensors. Gradients of the
-    parameters in `summed` are added up over tp; those in `addends` are read as this rank's share, since the results of
-    all ranks are added up. All gradients of forwards are multiplied by `gradient_factor`.
+    parameters in `summed` are all-reduced over tp; those in `addends` are read divided by tp, since the results of all
+    ranks are summed. All gradients of forwards are multiplied by `gradient_factor`.
     """
 
     mesh: ParallelMesh
     forwards: ActiveForwards
-    # Its name, if it takes or returns parts of tensors.
+    # Its name, if it takes or returns sharded tensors.
     shard_name: str | None = None
     summed: frozenset[str]
     addends: frozenset[str]
     gradient_factor: float = 1.0
-    # What makes of a parameter, by its name, what forwards read: an adapter adds to it.
+    # Parameter -> function of its local tensor that forwards read instead, such as adding an adapter's delta.
     changed: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
     _parameters: dict[str, Tensor]
 
 
 def is_split_parameter(parameter: Any) -> bool:
-    """Tells whether each rank has a part of a parameter at rest."""
+    """Returns whether a parameter is sharded at rest."""
     return isinstance(parameter, DTensor) and not all(placement.is_replicate() for placement in parameter.placements)
 
 
@@ -123,7 +123,7 @@ def _reading(name: str) -> Callable[[LocalParameters], Tensor | None]:
             )
         parameter = module._parameters[name]
         if is_sharded(parameter):
-            # Between forwards FSDP2 asks for the parameter itself.
+            # FSDP2 reads the parameter itself between forwards.
             return parameter
         if not (torch.compiler.is_compiling() or module.forwards):
             return parameter
@@ -132,6 +132,7 @@ def _reading(name: str) -> Callable[[LocalParameters], Tensor | None]:
                 f"{module.forwards.in_hook} reads {name} of a {type(module).__name__}: inside of forwards that is this "
                 "rank's part, or its gradient a sum over ranks. Read it before the forward, or use tp_size=1."
             )
+        # Local shard, any shape; a replicated parameter used on sharded activations gets its gradient all-reduced.
         value = local_view(parameter, module.mesh.tp_group if name in module.summed else None)
         value = _ShareOfSum.apply(value, module.mesh.tp_size) if name in module.addends else value
         value = None if value is None else scale_gradient(value, module.gradient_factor)
@@ -162,7 +163,7 @@ def read_locally(
     addends: frozenset[str] = frozenset(),
     names: tuple[str, ...] = (),
 ) -> None:
-    """Makes attribute access to the module's own parameters, or to those named, return local tensors in forwards."""
+    """Replaces attribute access to a module's parameters (by default all) by their local tensors in forwards."""
     names = names or tuple(name for name, parameter in module._parameters.items() if parameter is not None)
     module.mesh, module.forwards = mesh, forwards  # type: ignore[assignment]
     module.summed = summed  # type: ignore[assignment]
@@ -179,7 +180,7 @@ def _mixed_class(base: Any, parallel: Any, own_forward: bool) -> type[nn.Module]
 
 
 def swap_class(module: nn.Module, parallel: type[nn.Module], *, own_forward: bool = False) -> None:
-    """Turns `module` into an instance of `parallel`, keeping its attributes, hooks, parameters and `isinstance`.
+    """Turns `module` into an instance of `parallel`; its attributes, hooks, parameters and `isinstance` are kept.
 
     `own_forward=True` keeps the forward of a subclass that calls `super().forward()`, as scaled embeddings do.
     """

@@ -1,4 +1,4 @@
-"""Tells a vocabulary head whether the forward under way takes a loss, and hands out full logits in evaluation."""
+"""Informs a vocabulary head whether the current forward computes a loss; gathers full logits in evaluation."""
 
 import inspect
 import weakref
@@ -14,7 +14,7 @@ from .vocab_parallel_head import ShardedLogits, StepsTaken, VocabParallelHead
 
 
 class PendingLoss:
-    """Model hooks that tell the head whether the forward takes a loss, and hand out full logits in evaluation."""
+    """Model hooks that set the head's `loss_is_pending` in each forward, and gather full logits in evaluation."""
 
     def __init__(self, head: VocabParallelHead, model: Any):
         self.head = self.called = head
@@ -22,14 +22,14 @@ class PendingLoss:
         self.signature = inspect.signature(model.forward)
 
     def install(self, hooks: ForwardHooks) -> None:
-        """Adds the functions to a model's table of hooks."""
+        """Registers the functions in a model's table of hooks."""
         hooks.add("pending loss", self._enter, self._leave, always_exit=True)
 
     def _enter(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         labels = kwargs.get("labels", kwargs.get("shift_labels"))
         if labels is None and args:
             labels = self.signature.bind_partial(*args).arguments.get("labels")
-        # An adapter may have a head of its own.
+        # An adapter may wrap or replace the head.
         called = called_module(model.get_output_embeddings()) if self.is_last else self.head
         self.called = called if isinstance(called, VocabParallelHead) else self.head
         self.called.loss_is_pending = labels is not None
@@ -38,7 +38,7 @@ class PendingLoss:
         self.called.loss_is_pending = False
         if torch.is_grad_enabled():
             return output
-        # Evaluation and prediction read the logits as tensors, on every rank.
+        # Evaluation and prediction read the logits as tensors, on every rank: [batch, sequence, vocab].
         if isinstance(output, tuple):
             return tuple(v.gather(warn=False) if isinstance(v, ShardedLogits) else v for v in output)
         logits = getattr(output, "logits", None)
@@ -48,7 +48,7 @@ class PendingLoss:
 
 
 def install_pending_loss(model: nn.Module, state: ParallelState) -> None:
-    """Tells a model's vocabulary heads when a loss is taken of their logits, and when an optimizer changes weights."""
+    """Connects a model's vocabulary heads to its forwards (is a loss pending) and to the steps of its optimizers."""
 
     taken = StepsTaken()
     for head in [module for module in model.modules() if isinstance(module, VocabParallelHead)]:

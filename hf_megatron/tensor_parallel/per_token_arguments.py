@@ -1,4 +1,4 @@
-"""Arguments of a module beside its hidden states that hold one entry per token."""
+"""Per-token arguments of a module other than its hidden states."""
 
 import functools
 import inspect
@@ -16,10 +16,10 @@ from ..errors import UnsupportedError
 def replace_arguments(
     module: nn.Module, args: tuple, kwargs: dict[str, Any], changes: Mapping[str, Callable[[Tensor], Tensor]]
 ) -> tuple[tuple, dict[str, Any]]:
-    """Returns the arguments of a module's call, of any shape, with changed ones in the place of some that are there.
+    """Returns the arguments of a module's call, of any shape, with some of those that are present replaced.
 
     Args:
-        changes (`Mapping[str, Callable]`): name -> what is made of it.
+        changes (`Mapping[str, Callable]`): name -> function of the old value.
     """
     places = {name: index for index, name in enumerate(inspect.signature(module.forward).parameters)}
     positional, named = list(args), dict(kwargs)
@@ -32,11 +32,11 @@ def replace_arguments(
 
 
 class SequenceArguments(Shared):
-    """Splits further arguments of a layer, one entry per token each, along the sequence like its hidden states.
+    """Splits further per-token arguments of a layer along the sequence, like its hidden states.
 
     Args:
-        dims (`Mapping[str, int]`): name -> the dim of the tokens.
-        refused (`Mapping[str, str]`): arguments that a layer cannot be called with -> why.
+        dims (`Mapping[str, int]`): name -> its sequence dim.
+        refused (`Mapping[str, str]`): arguments with which a layer cannot be called -> why.
     """
 
     def __init__(self, dims: Mapping[str, int], group: dist.ProcessGroup, refused: Mapping[str, str]):
@@ -48,6 +48,7 @@ class SequenceArguments(Shared):
             layer.register_forward_pre_hook(self._enter, with_kwargs=True)
 
     def _enter(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        # [..., sequence, ...] -> [..., sequence / tp, ...], matching the layer's shard of the hidden states.
         splits = {
             name: functools.partial(split_over_ranks, dim=dim, group=self.group) for name, dim in self.dims.items()
         }

@@ -1,4 +1,4 @@
-"""What tokens are drawn of: logits over a temperature, and the likeliest of a split vocabulary, as generation warps."""
+"""Sampling distribution over a split vocabulary: temperature, top-k and top-p, as in transformers' generation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ _TOKENS_PER_CHUNK = 1024
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn of logits, as in transformers' generation: in this order.
+    """Distribution from which tokens are sampled. The fields are applied in this order, as in transformers' generation.
 
     Args:
-        temperature (`float`): what the logits are divided by.
-        top_k (`int`, *optional*): only so many tokens can be, the likeliest and those as likely as the last of them.
-        top_p (`float`, *optional*): only the likeliest can be, as many as it takes to have this probability together.
+        temperature (`float`): divisor of the logits.
+        top_k (`int`, *optional*): keep the k most likely tokens, and any as likely as the last of them.
+        top_p (`float`, *optional*): keep the most likely tokens, as many as needed to reach this total probability.
     """
 
     temperature: float = 1.0
@@ -42,16 +42,16 @@ PLAIN = Sampling()
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """What the kernel needs beside tensors.
+    """Non-tensor arguments of the kernels.
 
     Args:
         wanted: fields of `FIELDS`; the log-probabilities are always computed.
-        vocabulary (`int`): rows on all ranks together.
+        vocabulary (`int`): size of the full vocabulary.
         dtype (`torch.dtype`): of the matmuls.
         transform (`Callable`): elementwise function of the logits.
-        sampling (`Sampling`): what becomes of them afterwards, in fp32.
+        sampling (`Sampling`): applied afterwards, in fp32.
         group (`ProcessGroup`, *optional*): the ranks that split the vocabulary.
-        vocab_start (`int`): the global id of this rank's first vocabulary row.
+        vocab_start (`int`): global id of this rank's first vocabulary entry.
         chunk_size (`int`): tokens per chunk.
     """
 
@@ -65,26 +65,29 @@ class ScoreOptions:
     chunk_size: int = _TOKENS_PER_CHUNK
 
     def scaled(self, logits: Tensor) -> Tensor:
-        """Divides fp32 logits, or their gradient, `[tokens, rows]` by the temperature."""
+        """Divides fp32 logits, or their gradient, `[tokens, vocab / tp]` by the temperature."""
         temperature = self.sampling.temperature
         return logits if temperature == 1.0 else logits / temperature
 
 
 def smallest_kept(logits: Tensor, options: ScoreOptions) -> Tensor | None:
-    """Returns the smallest logit `[tokens]` of a token that can be drawn, of fp32 logits `[tokens, rows]`."""
+    """Returns the smallest logit `[tokens]` that can still be sampled, given fp32 logits `[tokens, vocab / tp]`."""
     top_k, top_p, floor = options.sampling.top_k, options.sampling.top_p, None
     if top_k is not None:
         floor = _largest(logits, min(top_k, options.vocabulary), options)
         logits = logits.masked_fill(logits < floor.unsqueeze(-1), -torch.inf)
     if top_p is None or top_p == 1:
         return floor
+    # [tokens]: softmax maximum over the full vocabulary, for unnormalized probabilities `masses`.
     maximum = logits.max(-1).values if logits.shape[1] else logits.new_full(logits.shape[:1], -torch.inf)
     reduce_over_vocabulary(maximum, options, dist.ReduceOp.MAX)
     masses = (logits - maximum.unsqueeze(-1)).exp()
+    # [tokens]: the probability mass that the kept tokens of all ranks have to reach.
     needed = masses.sum(-1)
     reduce_over_vocabulary(needed, options)
     needed = needed * top_p
-    # Floats as integers in the same order: a search for the largest that leaves enough takes one step per bit.
+    # Binary search for the largest threshold that keeps enough mass, over floats mapped to integers in the same order:
+    # one step per bit, each with one all-reduce of [tokens].
     keys = _ordered(logits)
     low, high = keys.new_full(maximum.shape, -(2**31)), _ordered(maximum)
     for _ in range(33):
@@ -93,6 +96,7 @@ def smallest_kept(logits: Tensor, options: ScoreOptions) -> Tensor | None:
         reduce_over_vocabulary(mass, options)
         is_enough = mass >= needed
         low, high = torch.where(is_enough, middle, low), torch.where(is_enough, high, middle - 1)
+    # The smallest kept logit over the full vocabulary.
     kept = torch.where(keys >= low.unsqueeze(-1), logits, torch.inf)
     found = kept.min(-1).values if logits.shape[1] else torch.full_like(maximum, torch.inf)
     reduce_over_vocabulary(found, options, dist.ReduceOp.MIN)
@@ -106,7 +110,8 @@ def _ordered(values: Tensor) -> Tensor:
 
 
 def _largest(logits: Tensor, place: int, options: ScoreOptions) -> Tensor:
-    """Returns the logit `[tokens]` that is the largest but `place - 1`, over all ranks' `[tokens, rows]`."""
+    """Returns the `place`-th largest logit `[tokens]` over all ranks' `[tokens, vocab / tp]`."""
+    # The global top-k is among the local ones: gather [tokens, place] from each rank, -inf where it owns fewer.
     own = logits.topk(min(place, logits.shape[1])).values
     if options.group is not None:
         own = F.pad(own, (0, place - own.shape[1]), value=-torch.inf).contiguous()
