@@ -35,7 +35,7 @@ class SplitWidth:
 
 
 def split_widths(shardings: Iterable[ParameterSharding], axes: Axes) -> tuple[SplitWidth, ...]:
-    """Returns the split dims of those of a module's parameters that are `[experts, rows, columns]`."""
+    """Returns the split dims of a module's 3-dim parameters, `[experts, rows, columns]`."""
     tp_ranks = [axes.of_rank(rank) for rank in axes.ranks("tp")]
     return tuple(
         SplitWidth(

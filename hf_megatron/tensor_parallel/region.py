@@ -1,16 +1,16 @@
-"""Where activations change hands: the entry and exit of sharded blocks, with and without sequence parallelism.
+"""Entry and exit of sharded blocks, where activations change their layout, with and without sequence parallelism.
 
 Tensor parallel, one block (attention or MLP), `x` is replicated:
 
     x --copy_to_ranks--> column linears -> row linear --reduce_from_ranks--> x
 
-Sequence parallel, the residual stream between blocks is split along the sequence:
+Sequence parallel, the residual stream between blocks is sharded along the sequence:
 
     x/tp --gather_from_ranks--> column linears -> row linear --reduce_scatter_to_ranks--> x/tp
 
 A block is *uniform* when only column linears read its input and one row linear makes its output; its collectives are
 then fused at the entry and in the row linear. Any other block (router, latent projections, state space mixers) is
-computed on the whole sequence as without sequence parallelism: gathered at its entry and cut at its exit.
+computed on the full sequence as without sequence parallelism: gathered at its entry and split at its exit.
 """
 
 import functools
@@ -45,10 +45,10 @@ SEQUENCE_DIM = 1
 
 
 class _RestoreLength(torch.autograd.Function):
-    """Identity at the end of a layer stack whose backward tells the stack which batch it is replaying.
+    """Identity at the end of a layer stack; its backward restores the batch size and sequence length in the stack.
 
-    It runs before any layer of its graph is recomputed, so gradient checkpointing sees the right shape also when
-    another forward came in between.
+    It runs before any layer of its graph is recomputed, so gradient checkpointing uses the right shapes even if another
+    forward ran in between.
     """
 
     @staticmethod
@@ -64,10 +64,10 @@ class _RestoreLength(torch.autograd.Function):
 
 @dataclass
 class SequenceStack(Shared):
-    """One stack of layers whose residual stream is split over the group along the sequence.
+    """Stack of layers whose residual stream is sharded over the group along the sequence.
 
     Attributes:
-        may_leave_out: whether a loop leaves out layers at random: each splits and joins the sequence by itself then.
+        may_leave_out: whether the loop skips layers at random; every layer then splits and gathers the sequence.
     """
 
     group: dist.ProcessGroup
@@ -79,16 +79,17 @@ class SequenceStack(Shared):
     streams_lead: bool = False
 
     def dim_of_tokens(self, tensor: Tensor) -> int:
-        """Returns which dim of a tensor has its tokens: in what layers hand on, streams may stand before the rows."""
+        """Returns the token dim of a tensor; between layers a dim of hyper-connection streams may precede the batch."""
         return self.sequence_dim + (self.streams_lead and tensor.dim() == 4)
 
     def install(self, layers: nn.ModuleList, full_prefix: tuple[int, ...] = ()) -> None:
+        # Split before the first layer and gather after the last one, or around each layer or recorded position.
         for first in range(len(layers)) if self.may_leave_out else {0, *full_prefix}:
             layers[first].register_forward_pre_hook(self._enter, with_kwargs=True)
-            layers[first - 1].register_forward_hook(self._leave)  # For 0 it is the last of all.
+            layers[first - 1].register_forward_hook(self._leave)  # For 0 this is the last layer.
 
     def require_ends(self, layers: nn.ModuleList, name: str) -> None:
-        """Raises `UnsupportedError` where other layers stand at the ends of the stack now."""
+        """Raises `UnsupportedError` if other layers are at the ends of the stack by now."""
         hooks = [*layers[0]._forward_pre_hooks.values()], [*layers[-1]._forward_hooks.values()]
         if not all(any(getattr(hook, "__self__", None) is self for hook in ends) for ends in hooks):
             raise UnsupportedError(
@@ -101,44 +102,48 @@ class SequenceStack(Shared):
         return replace_input(module, args, kwargs, self.split, of_block=False)
 
     def split(self, hidden_states: Tensor) -> Tensor:
-        """Returns this rank's part of what the first layer is called with, `[batch, sequence, hidden]`."""
+        """Splits the first layer's `[batch, sequence, hidden]` to this rank's `[batch, sequence / tp, hidden]`."""
         dim = self.dim_of_tokens(hidden_states)
-        # Rows stand beside tokens, on the one side or the other.
+        # The batch dim is next to the token dim: before it, or after it if the sequence comes first.
         self.batch = hidden_states.shape[dim + 1 - 2 * self.sequence_dim]
         self.is_inside, self.length = True, hidden_states.shape[dim]
+        # Backward: all-gather, since each rank has the gradient of its own tokens.
         return split_over_ranks(hidden_states, dim, self.group)
 
     def join(self, hidden_states: Tensor) -> Tensor:
-        """Returns the whole `[batch, sequence, hidden]` of the last layer's parts."""
+        """Gathers the last layer's shards `[batch, sequence / tp, hidden]` to `[batch, sequence, hidden]`."""
         self.is_inside, unsharded = False, self._unsharded(hidden_states)
         # A compiled layer recomputes inside its own graph, whose shapes are fixed.
         return unsharded if torch.compiler.is_compiling() else _RestoreLength.apply(unsharded, self)
 
     def gather_token_outputs(self, part: Any) -> Any:
-        """Joins what routers made of each token of this rank, `[batch * sequence / tp, experts]`; other things stay."""
+        """Gathers router outputs of local tokens, `[batch * sequence / tp, experts]`; returns other values as is."""
         if not isinstance(part, Tensor) or part.dim() != 2:
             return part
+        # The last rank may hold fewer tokens.
         start, stop = bounds(self.length, dist.get_world_size(self.group), dist.get_rank(self.group))
         tokens = part.view(self.batch, stop - start, part.shape[1])
+        # [batch, local, experts] -> [batch, sequence, experts] -> [batch * sequence, experts]
         return gather_from_ranks(tokens, SEQUENCE_DIM, self.length, self.group).flatten(0, 1)
 
     def on_full_sequence(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Returns a function of a loop that is handed whole hidden states between layers, `[batch, sequence, hidden]`.
+        """Wraps a function that the loop calls between layers, so that it gets full states `[batch, sequence, hidden]`.
 
-        What it adds comes from outside of the stack, with the whole of its gradient on each rank.
+        What it adds comes from outside of the stack, and has its complete gradient on each rank.
         """
 
         @functools.wraps(function)
         def of_full(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if not self.is_inside:
                 return function(hidden_states, *args, **kwargs)
+            # [batch, sequence / tp, hidden] -> full sequence for the function -> [batch, sequence / tp, hidden]
             dim = self.dim_of_tokens(hidden_states)
             return split_over_ranks(function(self._unsharded(hidden_states), *args, **kwargs), dim, self.group)
 
         return of_full
 
     def replicated_by(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function of a loop that keeps whole hidden states between layers, its first argument."""
+        """Wraps a function of the loop that records hidden states, its first argument, so that it gets full ones."""
 
         @functools.wraps(function)
         def of_full(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -150,14 +155,14 @@ class SequenceStack(Shared):
         return gather_from_ranks(hidden_states, self.dim_of_tokens(hidden_states), self.length, self.group)
 
     def leave_split(self, hidden_states: Tensor) -> Tensor:
-        """Ends the part of a stack that a stage holds; `[batch, sequence / tp, hidden]` stays split."""
+        """Ends the local part of a stack on a pipeline stage; `[batch, sequence / tp, hidden]` stays sharded."""
         if self.may_leave_out:
             return hidden_states
         self.is_inside = False
         return _RestoreLength.apply(hidden_states, self)
 
     def require_left(self, name: str) -> None:
-        """Raises `UnsupportedError` where a forward has gone past the last layer."""
+        """Raises `UnsupportedError` if a forward ended without calling the last layer."""
         if self.is_inside:
             self.is_inside = False
             raise UnsupportedError(
@@ -172,14 +177,15 @@ class SequenceStack(Shared):
 
 @dataclass
 class UniformRegion(Shared):
-    """A block whose input only column linears read and whose output one row linear makes.
+    """Block whose input only column linears read and whose output one row linear makes.
 
-    With `inputs` its linears keep shards and what can be computed again (`MegatronConfig.shard_saved_activations`).
+    With `inputs` its linears save shards, and recompute what can be recomputed
+    (`MegatronConfig.shard_saved_activations`).
 
     Attributes:
-        is_inside: whether a forward is between its entry and the sum of its row linear.
-        own_tokens (`Callable`, *optional*): with a split sequence, what is kept of `[batch, sequence, hidden]` before
-            the ranks add up their parts of it.
+        is_inside: whether a forward is between the block's entry and the reduction in its row linear.
+        own_tokens (`Callable`, *optional*): with a sharded sequence, the tokens to keep of a partial output `[batch,
+            sequence, hidden]` before it is reduce-scattered.
     """
 
     group: dist.ProcessGroup
@@ -199,56 +205,62 @@ class UniformRegion(Shared):
         return replace_input(block, args, kwargs, self.enter)
 
     def enter(self, hidden_states: Tensor) -> Tensor:
-        """Gives every rank the whole `[batch, sequence, hidden]`; its gradient is summed over the ranks."""
+        """Returns the full `[batch, sequence, hidden]` on every rank; its gradient is summed over the ranks."""
         if self.stack is None:
+            # Already replicated: identity in the forward, all-reduce in the backward.
             return copy_to_ranks(hidden_states, self.group)
         if hidden_states.dim() == 2:
             return self.enter(self._unflatten(hidden_states)).flatten(0, 1)
+        # All-gather [batch, sequence / tp, hidden] along the sequence. Each rank's heads or features yield a partial
+        # gradient: reduce-scatter in the backward.
         unsharded = gather_from_ranks(
             hidden_states, self.stack.sequence_dim, self.stack.length, self.group, sum_gradient=True
         )
         self.gathered = None
+        # Kept as the shard only: column linears save a reference to it instead of the gathered tensor.
         if self.inputs is not None and may_pack():
             self.gathered = GatheredInput(self.inputs, hidden_states, unsharded)
         return unsharded
 
     def column_input(self, x: Tensor) -> tuple[Tensor, AbstractContextManager]:
-        """Returns what a column linear reads in place of `[..., hidden]`, and the context it computes in."""
+        """Returns the tensor a column linear reads instead of `x` `[..., hidden]`, and the context it computes in."""
         if self.gathered is None or not may_pack():
             return x, nullcontext()
         return self.gathered.saved_by(x)
 
     def row_input(self, x: Tensor) -> tuple[Tensor, AbstractContextManager]:
-        """Returns what the row linear reads in place of `[..., width / tp]`, and the context it computes in."""
+        """Returns what the row linear reads instead of `x` `[..., width / tp]`, and the context it computes in."""
         if self.inputs is None or not may_pack():
             return x, nullcontext()
         keep_heads_once(x)
         return recomputed_for(x)
 
     def _unflatten(self, tokens: Tensor) -> Tensor:
-        # Some layers hand `[batch * sequence, hidden]` to their linears; a rank may hold no token at all.
+        # Some layers pass `[batch * sequence, hidden]` to their linears; a rank may hold no tokens at all.
         assert self.stack is not None
         return tokens.view(self.stack.batch, tokens.shape[0] // self.stack.batch, tokens.shape[1])
 
     def leave(self, partial_output: Tensor) -> Tensor:
-        """Sums the row linear's partial outputs `[batch, sequence, hidden]`."""
+        """Reduces the row linear's partial outputs `[batch, sequence, hidden]`; scatters them to a sharded sequence."""
         self.gathered, self.is_inside = None, False
         if self.stack is None:
+            # All-reduce: [batch, sequence, hidden] replicated from here on, and random numbers shared.
             self.streams.use_shared_rng()
             return reduce_from_ranks(partial_output, self.group)
         if partial_output.dim() == 2:
             return self.leave(self._unflatten(partial_output)).flatten(0, 1)
         if self.own_tokens is not None:
             partial_output = self.own_tokens(partial_output)
+        # Reduce-scatter: [batch, sequence, hidden] -> [batch, sequence / tp, hidden].
         return reduce_scatter_to_ranks(partial_output, self.stack.sequence_dim, self.group)
 
 
 @dataclass
 class FullSequenceRegion(Shared):
-    """A block that every rank computes on the whole sequence, inside a sequence parallel stack.
+    """Block that every rank computes on the full sequence, inside a sequence parallel stack.
 
     Attributes:
-        further: names of further arguments of it with an entry per token, which are joined as its first one is.
+        further: names of its further per-token arguments, which are gathered like the first one.
     """
 
     stack: SequenceStack
@@ -256,7 +268,7 @@ class FullSequenceRegion(Shared):
     further: tuple[str, ...] = ()
 
     def install(self, block: nn.Module) -> None:
-        # Around what the block's own style does to its inputs.
+        # Prepended: the hooks of the block's own style see gathered inputs.
         block.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         block.register_forward_hook(self._leave)
 
@@ -267,6 +279,8 @@ class FullSequenceRegion(Shared):
                     f"{type(block).__name__} was called with flattened tokens {tuple(hidden_states.shape)}, which "
                     "cannot be joined along the sequence. Set sequence_parallel=False."
                 )
+            # [batch, sequence / tp, hidden] -> [batch, sequence, hidden]. The gradient is complete on every rank (the
+            # block computes the same everywhere, or its style sums it): split in the backward, no reduction.
             return gather_from_ranks(hidden_states, self.stack.sequence_dim, self.stack.length, self.stack.group)
 
         self.streams.use_shared_rng()
@@ -276,8 +290,9 @@ class FullSequenceRegion(Shared):
     def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
         def split(unsharded: Tensor) -> Tensor:
             if unsharded.dim() == 2:
-                # A mixture of experts that leaves its tokens flattened: [batch * sequence, hidden].
+                # MoE blocks may return flattened tokens: [batch * sequence, hidden].
                 unsharded = unsharded.unflatten(0, (self.stack.batch, self.stack.length))
+            # [batch, sequence, hidden] -> [batch, sequence / tp, hidden]; all-gather in the backward.
             return split_over_ranks(unsharded, self.stack.sequence_dim, self.stack.group)
 
         if block.training:

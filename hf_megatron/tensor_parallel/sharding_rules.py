@@ -1,7 +1,7 @@
-"""From a spec to one claim per parameter over tp, on the meta model and without a process group.
+"""Derives one sharding per parameter over tp from a spec, on the meta model and without a process group.
 
-A claim says where a parameter lies and what its gradient needs. Whatever a plan gets wrong (a rule that matches
-nothing, heads that do not split, tied parameters that disagree) raises here, before a byte of weights is read.
+A sharding is a parameter's placement and the rule for its gradient. All errors of a plan (a rule that matches nothing,
+heads that do not split, tied parameters that disagree) raise here, before any weights are read.
 """
 
 from collections.abc import Mapping
@@ -63,7 +63,7 @@ def expand_regions(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
 
 
 def shared_heads(model: nn.Module, styles: Mapping[str, str], tp_size: int) -> dict[str, int]:
-    """Counts the ranks that share a shard of each linear that makes heads; raises for heads that do not split."""
+    """Returns how many ranks share a shard, for linears with fewer heads than ranks; raises if heads do not split."""
     copies: dict[str, int] = {}
     for name, module in model.named_modules():
         parent_name, _, leaf = name.rpartition(".")
@@ -91,7 +91,7 @@ def shared_heads(model: nn.Module, styles: Mapping[str, str], tp_size: int) -> d
 
 
 def _require_all_heads(name: str, linear: nn.Module, attention: nn.Module, tp_size: int) -> None:
-    """Raises where a third of what one linear makes of queries, keys and values would be cut within a head."""
+    """Raises `ConfigError` if tp would cut a third of a fused query, key and value linear within a head."""
     head_dim, width = vars(attention).get("head_dim"), vars(linear).get("out_features", 0) // 3
     if isinstance(head_dim, int) and width % head_dim == 0 and (heads := width // head_dim) % tp_size:
         valid = [size for size in range(1, heads + 1) if heads % size == 0]
@@ -110,12 +110,12 @@ def assign_shardings(
     tied: Mapping[str, str],
     of_layers: frozenset[str] = frozenset(),
 ) -> dict[str, ParameterSharding]:
-    """Claims every parameter by its style.
+    """Assigns a sharding to every parameter, by its style.
 
     Args:
-        of_layers (`frozenset[str]`): parameters of blocks that the layer around adds to hidden states itself.
-        tied (`Mapping[str, str]`): parameter -> the one it is tied to. By name: on the loader's meta model they are two
-            until its weights are read.
+        of_layers (`frozenset[str]`): parameters of blocks that the layer around them adds to hidden states itself.
+        tied (`Mapping[str, str]`): parameter -> the one it is tied to. By name: on the loader's meta model the two are
+            separate tensors until the weights are read.
     """
     shardings: dict[str, ParameterSharding] = {}
     for module_name, module in model.named_modules():
@@ -135,6 +135,7 @@ def assign_shardings(
                     )
             gradient = rules.gradient(placement)
             is_pointwise = name in of_layers or structure.is_pointwise_parameter(name)
+            # A replicated parameter that sees the local tokens only has a partial gradient: sum it over tp.
             if sequence_parallel and not placement.is_split and is_pointwise:
                 gradient = GradientRule(sum=AXIS)
             sharding = ParameterSharding(name, tuple(parameter.shape), style_name, placement, gradient)
@@ -149,7 +150,7 @@ def assign_shardings(
 def local_sizes(
     model: nn.Module, spec: ModelSpec, styles: Mapping[str, str], copies: Mapping[str, int], tp_size: int
 ) -> dict[str, dict[str, int]]:
-    """Maps modules to this rank's share of attributes that count heads or widths; raises if that is no integer."""
+    """Maps modules to local values of attributes that count heads or widths; raises if tp_size does not divide one."""
     sizes: dict[str, dict[str, int]] = {}
     for name, module in model.named_modules():
         for attribute in lookup(name, spec.tp.local_attributes) or ():
@@ -169,13 +170,13 @@ def local_sizes(
 
 
 def _copies_of_keys(name: str, attention: nn.Module, copies: Mapping[str, int], tp_size: int) -> int:
-    """Counts the ranks that share a key/value head, and so a part of the query heads that shared it before."""
+    """Returns how many ranks share a key/value head, each with some of the query heads of its group."""
     if "k_proj" in attention._modules:
         return copies.get(f"{name}.k_proj", 1)
     head_dim = vars(attention).get("head_dim")
     if head_dim is None:
-        # Latent attention makes a key for every query head.
+        # Multi-head latent attention makes a key for every query head.
         return 1
-    # Reads the keys and values of an earlier layer.
+    # Attention without k_proj that reads the keys and values of an earlier layer.
     heads = int(vars(attention)["_modules"]["q_proj"].out_features) // int(head_dim)
     return max(1, tp_size * int(vars(attention)["num_key_value_groups"]) // heads)

@@ -1,6 +1,6 @@
-"""Finds layer stacks, uniform blocks and whole-sequence blocks by the structure of a model and its styles.
+"""Finds layer stacks, uniform blocks and full-sequence blocks from the structure of a model and its styles.
 
-Nothing here touches a process group: the result is names, and can be tested on the meta device.
+Nothing here touches a process group: the result consists of names, and can be tested on the meta device.
 """
 
 import re
@@ -11,18 +11,18 @@ from torch import nn
 
 from .styles import style
 
-# What works on one token at a time may run on a piece of the sequence.
+# Modules that work on one token at a time, by class name; they can run on a sequence shard.
 _POINTWISE_NAME = re.compile(r"norm|dropout|identity|activation|act$", re.IGNORECASE)
 
 
 @dataclass
 class Structure:
-    """Names of the modules at which activations change hands.
+    """Modules, by name, at which activations change their layout.
 
     Attributes:
         uniform: entry block -> its row linear.
-        stack_of: uniform entry block -> the layer stack whose sequence it gathers; absent inside whole-sequence blocks.
-        whole: block -> its layer stack, for blocks computed on the whole sequence.
+        stack_of: uniform entry block -> the layer stack whose sequence it gathers; none inside full-sequence blocks.
+        unsharded: full-sequence block -> its layer stack.
         stacks: names of the layer stacks.
     """
 
@@ -32,7 +32,7 @@ class Structure:
     stacks: list[str] = field(default_factory=list)
 
     def restricted_to(self, names: set[str]) -> "Structure":
-        """Keeps what there is of it in a model that has only the modules of these names."""
+        """Restricts the structure to the modules of these names."""
         return Structure(
             {block: row for block, row in self.uniform.items() if block in names and row in names},
             {block: stack for block, stack in self.stack_of.items() if block in names},
@@ -41,7 +41,7 @@ class Structure:
         )
 
     def is_pointwise_parameter(self, name: str) -> bool:
-        """Tells whether a parameter meets a piece of the sequence: in a stack, in no whole-sequence block."""
+        """Returns whether a parameter sees a sequence shard: it is in a stack but in no full-sequence block."""
         if not any(name.startswith(stack + ".") for stack in self.stacks):
             return False
         return not any(name.startswith(block + ".") for block in self.unsharded)
@@ -52,7 +52,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def uniform_row(name: str, module: nn.Module, styles: Mapping[str, str]) -> str | None:
-    """Returns the row linear of a block in which only column linears read the input, or `None`."""
+    """Returns the row linear of a block whose input only column linears read, or `None` for any other block."""
     rows, columns = [], 0
     for child_name, child in module.named_children():
         full_name = f"{name}.{child_name}"
@@ -75,10 +75,10 @@ def _is_pointwise(module: nn.Module) -> bool:
 
 
 def _blocks(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the children of a layer that are called, looking through lists and dicts of modules."""
+    """Yields the children of a layer that are called, including those in lists and dicts of modules."""
     for child_name, child in module.named_children():
         full_name = f"{name}.{child_name}"
-        # A dict with a forward of its own is called itself.
+        # A ModuleDict subclass with its own forward is called as a module.
         if isinstance(child, nn.ModuleList) or type(child) is nn.ModuleDict:
             yield from _blocks(full_name, child)
         else:
@@ -101,13 +101,13 @@ def find_structure(
     Args:
         model (`nn.Module`): on any device, also meta.
         styles (`Mapping[str, str]`): concrete module or parameter name -> style name.
-        stacks (`list[str]`, *optional*): names of the layer stacks; by default every outermost `nn.ModuleList` in which
-            something is split.
-        within (`nn.Module`, *optional*): where they are looked for, in place of all of the model.
+        stacks (`list[str]`, *optional*): names of the layer stacks; by default every outermost `nn.ModuleList` that
+            contains a split module.
+        within (`nn.Module`, *optional*): search for stacks in this module only, instead of the full model.
         regions (`Mapping[str, str]`, *optional*): uniform blocks whose row linear is not their child.
         multi_input_blocks: blocks whose linears read more than one tensor, as in cross attention.
         pointwise_containers: wrappers inside a layer that only chain pointwise modules and blocks.
-        pointwise: modules that work on one token at a time, beside those that their class tells of.
+        pointwise: modules that work on one token at a time, in addition to those recognized by their class.
     """
     structure = Structure(uniform=dict(regions or {}))
     modules = dict(model.named_modules())
@@ -129,6 +129,7 @@ def find_structure(
         stacks = [name for name in lists if not any(name.startswith(outer + ".") for outer in lists if outer != name)]
     structure.stacks = stacks
 
+    # Every block of a layer is either uniform, pointwise (runs on the sequence shard) or computed on the full sequence.
     for stack in stacks:
         for index, layer in enumerate(modules[stack].children()):
             pending = list(_blocks(f"{stack}.{index}", layer))

@@ -1,35 +1,35 @@
-"""Styles: how one module or parameter is laid out over tp, selected by name in a family's plan.
+"""Tensor parallel styles of modules and parameters, selected by name in a model type's plan.
 
-| style | weight | what moves |
+| style | weight | communication |
 |---|---|---|
 | `colwise` | output features split | input copied (gradient summed), output stays split |
-| `colwise_gather_output` | output features split | output joined on every rank |
+| `colwise_gather_output` | output features split | output gathered on every rank |
 | `packed_colwise` / `fused_qkv` | 2 / 3 equal blocks of output features, each split | as `colwise` |
-| `vocab_parallel_head` | vocabulary rows split | logits stay split until the loss, or are joined |
-| `rowwise` | input features split | input comes split, output summed |
-| `rowwise_split_input` | input features split | input comes whole and is cut |
-| `embedding_rowwise` | vocabulary rows split | lookups summed |
-| `embedding_colwise` | columns split | parts joined |
-| `replicated` | whole | nothing |
-| `replicated_with_grad_allreduce` | whole | sees only this rank's heads: gradient summed |
-| `mla_kv_a_proj` | whole | gradient of the rotary part of the output summed |
+| `vocab_parallel_head` | vocabulary split | logits stay split until the loss, or are gathered |
+| `rowwise` | input features split | input arrives split, output summed |
+| `rowwise_split_input` | input features split | replicated input is split, output summed |
+| `embedding_rowwise` | vocabulary split | lookups summed |
+| `embedding_colwise` | hidden dim split | lookups gathered |
+| `replicated` | replicated | none |
+| `replicated_with_grad_allreduce` | replicated | sees only this rank's heads: gradient summed |
+| `mla_kv_a_proj` | replicated | gradient of the rotary part of the output summed |
 | `partial_sum` | by its parameters' own rules | inputs copied, output summed (experts) |
 | `moe_inner_sum` | by its parameters' own rules | first input copied (experts with a `norm_after_all_reduce`) |
-| `norm_after_all_reduce` | whole | input summed |
-| `expert_parallel` | whole experts, over ep | nothing: their tokens do |
+| `norm_after_all_reduce` | replicated | input summed |
+| `expert_parallel` | unsharded experts, split over ep | none over tp: tokens are dispatched over ep |
 | `router_logits` | none | gradient of a router's logits divided by tp inside a partial sum |
-| `shared_bias` | one whole parameter | added by every rank of a partial sum: each reads its share |
+| `shared_bias` | one replicated parameter | added by every rank of a partial sum: each reads its share |
 | `sharded_rms_norm` | features split | squares of all ranks summed |
-| `per_head_norm` | whole | this rank's heads use their norms |
-| `all_reduce` | by its parts' own rules | output summed |
+| `per_head_norm` | replicated | this rank's heads use their norms |
+| `all_reduce` | by its children's own rules | output summed |
 | `identity_expert` | none | input divided by tp inside a partial sum |
 | `synced_dropout` | none | draws the same random numbers on all ranks |
 | `head_sharded` | by its parameters' own rules | inputs copied, output summed (state space mixers) |
-| `shard_dim_0`, `shard_dim_1`, `shard_dim_2` | one parameter: dim 0, 1 or 2 | nothing |
-| `packed_dim_0` | one parameter: dim 0 as 2 blocks | nothing |
+| `shard_dim_0`, `shard_dim_1`, `shard_dim_2` | one parameter: dim 0, 1 or 2 | none |
+| `packed_dim_0` | one parameter: dim 0 as 2 blocks | none |
 | `gathered_dim_0`, `gathered_dim_1` | one parameter: dim 0 or 1, of several blocks | gathered before heads are read |
-| `shard_dim_-2`, `packed_dim_-2` | one parameter: dim -2, plain or as 2 blocks | nothing |
-| `shard_dim_-1`, `packed_dim_-1` | one parameter: dim -1, plain or as 2 blocks | nothing |
+| `shard_dim_-2`, `packed_dim_-2` | one parameter: dim -2, plain or as 2 blocks | none |
+| `shard_dim_-1`, `packed_dim_-1` | one parameter: dim -1, plain or as 2 blocks | none |
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ AXIS = "tp"
 
 @dataclass
 class ModuleContext:
-    """What a style may need to know when it is installed on one module."""
+    """Everything a style may read when it is installed on one module."""
 
     name: str
     mesh: ParallelMesh
@@ -76,7 +76,7 @@ def _is_transposed(module: nn.Module) -> bool:
 
 
 class Style:
-    """Base: parameters whole, gradients complete, forward untouched."""
+    """Base style: replicated parameters, complete gradients, unchanged forward."""
 
     works_on_heads = False
     shares_sum = False
@@ -85,14 +85,15 @@ class Style:
     splits = False
 
     def reads(self, parameter_name: str) -> bool:
-        """Tells whether the style itself turns a parameter into a local tensor where the forward reads it."""
+        """Returns whether the style itself converts a parameter to its local tensor where the forward reads it."""
         return False
 
     def placement(self, parameter_name: str, parameter: Tensor, module: nn.Module) -> Placement:
-        """Returns where a parameter `[rows, columns]`, or of any other shape, lies."""
+        """Returns the placement of a parameter, of any shape."""
         return Placement()
 
     def gradient(self, placement: Placement) -> GradientRule:
+        # Ranks with copies of the same shard each use it for other query heads: sum the gradient over them.
         shared = [split.copies for split in placement.splits if split.copies > 1]
         return GradientRule(sum=AXIS, copies=shared[0]) if shared else GradientRule()
 
@@ -100,7 +101,7 @@ class Style:
         """Raises `PlanError` when the style cannot be applied to this module."""
 
     def install(self, module: nn.Module, context: ModuleContext) -> None:
-        """Makes the module compute with its local parameters."""
+        """Installs the parallel forward on the module."""
 
 
 class _Linear(Style):
@@ -159,6 +160,7 @@ class _Row(_Linear):
 
     def placement(self, parameter_name: str, parameter: Tensor, module: nn.Module) -> Placement:
         if parameter_name == "bias":
+            # Replicated: it is added once, after the partial sums are reduced.
             return Placement()
         return Placement.split(AXIS, 0 if _is_transposed(module) else 1)
 
@@ -186,7 +188,7 @@ class _Embedding(Style):
         return parameter_name == "weight"
 
     def placement(self, parameter_name: str, parameter: Tensor, module: nn.Module) -> Placement:
-        # Some have rows of their own for single tokens beside the table.
+        # Some embeddings have parameters for special tokens in addition to the table.
         return Placement.split(AXIS, self.dim) if self.reads(parameter_name) else Placement()
 
     def check(self, module: nn.Module, name: str, plain_linear_classes: tuple[str, ...] = ()) -> None:
@@ -229,7 +231,7 @@ class _PartialSum(Style):
 
 
 class _HeadsOfRank(Style):
-    """A block whose weights stay whole; which heads its spec's `head_sharded_blocks` says."""
+    """Block whose weights are replicated; its spec's `head_sharded_blocks` defines the heads."""
 
     splits = True
 
@@ -252,7 +254,7 @@ class _NormOfSum(Style):
 
 
 class _Dispatched(Style):
-    """Experts that expert parallelism places, and nothing of whose widths is split."""
+    """Experts that expert parallelism places; their widths are not split."""
 
     splits = True
 
@@ -268,7 +270,7 @@ class _SharedLogits(Style):
 
 
 class _SharedAddend(Style):
-    """One bare parameter that is added inside a partial sum."""
+    """Bare parameter that is added inside a partial sum."""
 
     shares_sum = True
 
@@ -285,7 +287,7 @@ class _NormPerHead(Style):
 
 
 class _NormOfRanks(Style):
-    """An RMS norm over the features of a block's last linear, of which each rank has some."""
+    """RMS norm over the output features of a block's last linear, which are split over the ranks."""
 
     works_on_heads = True
     splits = True
@@ -303,7 +305,7 @@ class _NormOfRanks(Style):
 
 
 class _SplitParameter(Style):
-    """One bare parameter; its owner's forward reads it as a local tensor."""
+    """Bare parameter; its owner's forward reads it as a local tensor."""
 
     splits = True
 
@@ -312,13 +314,13 @@ class _SplitParameter(Style):
 
     def placement(self, parameter_name: str, parameter: Tensor, module: nn.Module) -> Placement:
         if parameter.dim() == 1:
-            # Along the outputs a vector is split like them; along the inputs it is a bias, added once.
+            # A vector of output features is split like them; for a split of input features it is a bias, added once.
             return Placement.split(AXIS, 0, groups=self.groups) if self.dim == -2 else Placement()
         return Placement.split(AXIS, parameter.dim() + self.dim, groups=self.groups)
 
 
 class _DrawsAlike(Style):
-    """Dropout of what is whole, inside of a block where others draw for the heads of a rank."""
+    """Dropout of replicated values inside a block where other modules draw for the rank's heads."""
 
     def install(self, module: nn.Module, context: ModuleContext) -> None:
         streams = context.streams
@@ -327,7 +329,7 @@ class _DrawsAlike(Style):
 
 
 class _SplitDim(Style):
-    """One parameter of a block that reads it by heads."""
+    """Parameter of a block that reads it by heads."""
 
     splits = True
 
@@ -377,7 +379,7 @@ STYLES: Mapping[str, Style] = {
 
 
 def style(name: str) -> Style:
-    """Looks a style up; an unknown name raises `PlanError` with the known ones."""
+    """Returns a style by name; raises `PlanError` with the known names for an unknown one."""
     if name not in STYLES:
         raise PlanError(f"Unknown style {name!r}; known: {', '.join(STYLES)}.")
     return STYLES[name]

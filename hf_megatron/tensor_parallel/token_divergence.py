@@ -1,4 +1,4 @@
-"""Distillation: the divergence of a student from a teacher per token, without the full logits of either."""
+"""Distillation: per-token divergence of a student from a teacher, without the full logits of either."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -24,14 +24,14 @@ def divergences_of_calls(
     """Returns the divergence of one call of a student and its entropy, `[batch, sequence]` each, on every rank.
 
     Args:
-        call, ask: call the student, and the teacher with the same tokens, as `read_of_call` says.
-        targets (`Tensor`): `[batch, sequence]`, as `next_tokens` makes them.
-        beta (`float`): 0, forward divergence, to 1, reverse.
-        temperature (`float`): what the logits of both are divided by.
+        call, ask: call the student, and the teacher with the same tokens, as `read_of_call` takes them.
+        targets (`Tensor`): `[batch, sequence]`, as returned by `next_tokens`.
+        beta (`float`): from 0, forward divergence, to 1, reverse.
+        temperature (`float`): divisor of both models' logits.
 
     Raises:
-        ConfigError: other vocabularies, or numbers out of range.
-        UnsupportedError: a head that is no linear, or a teacher whose vocabulary is split otherwise.
+        ConfigError: different vocabularies, or values out of range.
+        UnsupportedError: a head that is not linear, or a teacher whose vocabulary is split differently.
     """
     if not 0 <= beta <= 1 or temperature <= 0:
         raise ConfigError(f"beta = {beta}, temperature = {temperature}: expected 0 to 1, and more than 0.")
@@ -40,8 +40,10 @@ def divergences_of_calls(
 
     def read_teacher(output: Any, rows: slice = slice(None)) -> tuple[Tensor, ...]:
         logits = _deferred(output, teacher)
+        # The last hidden states suffice; the logits object keeps the head, dtype and transform.
         last[:] = [logits]
         hidden = logits.hidden.detach()
+        # [batch, local tokens, hidden] -> [batch, sequence, hidden] if ranks hold different tokens.
         return (hidden if logits.tokens is None else logits.tokens.join(hidden),)
 
     with torch.no_grad():
@@ -54,7 +56,7 @@ def divergences_of_calls(
     full_lm_head: Callable[[], AbstractContextManager[None]] = functools.partial(_full_lm_head, teacher)
     copy: Any = None
     if pipeline is not None and _is_split_with_pipeline(teacher):
-        # The last stage alone reads it, and all ranks hold parts.
+        # Only the last stage reads the head, but unsharding it is collective over all ranks: copy it beforehand.
         with full_lm_head(), torch.no_grad():
             head = last[0].head
             copy = tuple(None if part is None else part.clone() for part in map(local_view, (head.weight, head.bias)))
@@ -65,7 +67,7 @@ def divergences_of_calls(
         of_teacher = Teacher(hidden[rows].to(logits.device), last[0], full_lm_head, copy)
         values = divergences(logits, of_teacher, targets[rows].to(logits.device), beta, temperature)
         if state is not None and state.shards_weights and pipeline is not None and values[0].requires_grad:
-            # The head is a unit of its own, and FSDP2 has not seen it return these.
+            # The head is a separate FSDP2 unit whose hooks did not see these outputs: unshard it for backward.
             values[0].register_hook(lambda gradient: student.get_output_embeddings().unshard())
         return values
 
@@ -74,12 +76,12 @@ def divergences_of_calls(
 
 
 def _require_same_vocabulary_split(student: Any, teacher: Any) -> None:
-    """Raises `UnsupportedError` where a rank would read rows of the teacher's head that it does not have."""
+    """Raises `UnsupportedError` if a rank would need vocabulary entries of the teacher's head that it does not have."""
 
     def split(model: Any) -> str:
         state = parallel_state(model)
         tp_size, pp_size = (1, 1) if state is None else (state.config.tp_size, state.config.pp_size)
-        # Schedules have the last stage on other ranks than each other.
+        # The rank of the last stage depends on the schedule.
         schedule = (
             f", pipeline_schedule={state.config.pipeline_schedule!r}" if state is not None and pp_size > 1 else ""
         )
@@ -100,7 +102,7 @@ def _is_split_with_pipeline(model: Any) -> bool:
 
 @contextmanager
 def _full_lm_head(model: Any) -> Iterator[None]:
-    """Puts the output embedding together where ZeRO 3 splits it."""
+    """Gathers the output embedding inside the context, if ZeRO-3 shards it."""
     state, head = parallel_state(model), model.get_output_embeddings()
     if state is None or not state.shards_weights:
         yield
@@ -128,28 +130,28 @@ def _deferred(output: Any, model: Any) -> DeferredLogits:
 def token_kl_divergences(
     student: Any, teacher: Any, labels: Tensor, beta: float = 0.5, temperature: float = 1.0, **batch: Any
 ) -> Tensor:
-    """Computes the divergence between what a student and a teacher expect at every label, for distillation.
+    """Computes the divergence between a student's and a teacher's predictions at every label, for distillation.
 
-    The same on every rank that shares the batch, and differentiable by the student's parameters. No rank ever has the
-    logits of more than a chunk of tokens, and of its own part of the vocabulary; between the stages of a pipeline only
-    hidden states and these numbers travel.
+    The result is identical on every rank of a model-parallel group, and differentiable with respect to the student's
+    parameters. No rank ever has the logits of more than a chunk of tokens, and only for its shard of the vocabulary;
+    pipeline stages exchange only hidden states and these values.
 
     Args:
-        student (`PreTrainedModel`): a causal language model, laid out by hf_megatron or not.
-        teacher (`PreTrainedModel`): with the same vocabulary, laid out as the student, or with `tp_size=1` and
+        student (`PreTrainedModel`): a causal language model, parallelized by hf_megatron or not.
+        teacher (`PreTrainedModel`): with the same vocabulary, parallelized like the student or with `tp_size=1` and
             `pp_size=1`; it is called without gradients.
         labels (`Tensor`): `[batch, sequence]`, as a model takes them; -100 for tokens that do not count.
         beta (`float`, defaults to 0.5): 0 is KL(teacher || student), 1 KL(student || teacher), in between the
-            generalised Jensen-Shannon divergence (Agarwal et al., 2023).
-        temperature (`float`, defaults to 1): what the logits of both are divided by.
-        batch: what both models are called with, labels aside.
+            generalized Jensen-Shannon divergence (Agarwal et al., 2023).
+        temperature (`float`, defaults to 1): divisor of both models' logits.
+        batch: arguments of both models' calls, except labels.
 
     Returns:
         `Tensor`: `[batch, sequence - 1]` in fp32; entry `i` belongs to label `i + 1` and is 0 where that is -100.
 
     Raises:
-        ConfigError: other vocabularies, or numbers out of range.
-        UnsupportedError: a head that is no linear, or a teacher whose vocabulary is split otherwise.
+        ConfigError: different vocabularies, or values out of range.
+        UnsupportedError: a head that is not linear, or a teacher whose vocabulary is split differently.
     """
     found, _ = divergences_of_calls(
         student,

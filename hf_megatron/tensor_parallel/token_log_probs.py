@@ -1,4 +1,4 @@
-"""Losses outside the model: per-token numbers of its last stage on every rank, in place of its logits."""
+"""Losses outside the model: per-token values from the last stage on every rank, instead of logits."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,12 +16,13 @@ Call = Callable[[Callable[[Any], tuple[Tensor, ...]]], Any]
 
 
 def read_of_call(model: Any, call: Call, read: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Returns what `read` makes of the output of a call, whose logits are `DeferredLogits`, on every rank.
+    """Returns `read` of the output of a call, whose logits are `DeferredLogits`, on every rank.
 
     Args:
-        call (`Callable`): calls the model without labels and applies its argument to what the model returns; a model
-            in a pipeline does that itself.
-        read (`Callable`): takes an output, and of a pipeline the rows that it is of; tensors `[rows, ...]`.
+        call (`Callable`): calls the model without labels and applies its argument to the output; with a pipeline the
+            model applies it itself.
+        read (`Callable`): takes an output, and in a pipeline the slice of the batch it belongs to; returns tensors
+            `[samples, ...]`.
     """
     state = parallel_state(model)
     pipeline = None if state is None else state.pipeline
@@ -35,11 +36,11 @@ def read_of_call(model: Any, call: Call, read: Callable[..., tuple[Tensor, ...]]
 
 
 def hooked_call(model: Any, **batch: Any) -> Call:
-    """Makes the call of a model, with a batch, that `read_of_call` and `scores_of_call` take."""
+    """Returns the call of a model with a batch, as `read_of_call` and `scores_of_call` take it."""
 
     def call(read: Callable[[Any], tuple[Tensor, ...]]) -> Any:
-        # Before the hooks that hand out full logits and those that wait for the gradient of what the model returns.
-        # They are inside of an adapter's wrapper.
+        # Prepended, so that it runs before the hooks that gather full logits or capture the gradient of the outputs.
+        # Those are on the model inside an adapter's wrapper.
         hook = unwrap_parallel_model(model).register_forward_hook(
             lambda module, args, output: read(output), prepend=True
         )
@@ -58,14 +59,14 @@ def scores_of_call(
     wanted: Sequence[str],
     sampling: Sampling = PLAIN,
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Returns what is wanted of the logits of one call, `[batch, sequence]` each, and its router loss if any.
+    """Returns the wanted fields of one call's logits, `[batch, sequence]` each, and its router loss if there is one.
 
     Args:
-        call (`Callable`): calls the model without labels and applies its argument to what the model returns; a model
-            in a pipeline does that itself.
-        targets (`Tensor`): `[batch, sequence]`, as `next_tokens` makes them.
-        wanted: names of `token_scores.FIELDS`.
-        sampling (`Sampling`): of what distribution.
+        call (`Callable`): calls the model without labels and applies its argument to the output; with a pipeline the
+            model applies it itself.
+        targets (`Tensor`): `[batch, sequence]`, as returned by `next_tokens`.
+        wanted: names of `vocab_log_probs.FIELDS`.
+        sampling (`Sampling`): distribution of the scores.
     """
     state = parallel_state(model)
     pipeline = None if state is None else state.pipeline
@@ -75,7 +76,7 @@ def scores_of_call(
         values = token_scores(output["logits"], part, wanted, sampling)
         head = model.get_output_embeddings()
         if state is not None and state.shards_weights and pipeline is not None and torch.is_grad_enabled():
-            # The head is a unit of its own, and FSDP2 has not seen it return these.
+            # The head is a separate FSDP2 unit whose hooks did not see these outputs: unshard it for backward.
             for value in values:
                 if value.requires_grad:
                     value.register_hook(lambda gradient: head.unshard())
@@ -83,18 +84,18 @@ def scores_of_call(
         return values if aux_loss is None else (*values, aux_loss * (len(part) / len(targets)))
 
     if pipeline is not None:
-        # The last stage alone would notice, with the others waiting for it.
+        # Otherwise only the last stage would raise, while the other stages wait for it.
         require_tokens(targets, model.config.get_text_config().vocab_size, "label", IGNORE_INDEX)
     values = read_of_call(model, call, read)
     return values[: len(wanted)], values[len(wanted)] if len(values) > len(wanted) else None
 
 
 class TokenStatistics(NamedTuple):
-    """What a model makes of every label, `[batch, sequence - 1]` each in fp32; 0 where a label is -100.
+    """Per-token statistics of the labels, `[batch, sequence - 1]` each in fp32; 0 where a label is -100.
 
     Attributes:
-        log_probs: of the labels.
-        entropies: of what the model expects there, in nats.
+        log_probs: log-probabilities of the labels.
+        entropies: entropies of the predicted distributions, in nats.
     """
 
     log_probs: Tensor
@@ -112,24 +113,24 @@ def token_log_probs(
 ) -> Tensor:
     """Computes the log-probability of every label, for losses that are computed outside the model.
 
-    The same on every rank that shares the batch, and differentiable. No rank ever has the logits of more than a chunk
-    of tokens, and between the stages of a pipeline only these numbers travel.
+    The result is identical on every rank of a model-parallel group, and differentiable. No rank ever has the logits of
+    more than a chunk of tokens, and pipeline stages exchange only these values.
 
     Args:
-        model (`PreTrainedModel`): a causal language model, laid out by hf_megatron or not.
+        model (`PreTrainedModel`): a causal language model, parallelized by hf_megatron or not.
         labels (`Tensor`): `[batch, sequence]`, as a model takes them; -100 for tokens that do not count. Labels that do
             not fit the logits, as with `logits_to_keep`, raise `ConfigError`.
-        temperature (`float`, defaults to 1): what logits are divided by.
-        top_k (`int`, *optional*): only the likeliest tokens can be drawn, so many and those as likely as the last. Of
-            a label that cannot be drawn the log-probability is `-inf`, without gradient.
-        top_p (`float`, *optional*): only the likeliest tokens can be drawn, as many as have this probability together.
-        batch: what the model is called with, labels aside.
+        temperature (`float`, defaults to 1): divisor of the logits.
+        top_k (`int`, *optional*): sample from the k most likely tokens only, and any as likely as the last of them. A
+            label outside of them has the log-probability `-inf`, without gradient.
+        top_p (`float`, *optional*): sample from the most likely tokens only, as many as reach this total probability.
+        batch: arguments of the model's call, except labels.
 
     Returns:
         `Tensor`: `[batch, sequence - 1]` in fp32; entry `i` belongs to label `i + 1` and is 0 where that is -100.
 
     Raises:
-        ConfigError: numbers out of range, or labels that do not fit.
+        ConfigError: values out of range, or labels that do not fit.
     """
     sampling = Sampling(temperature, top_k, top_p)
     targets = next_tokens(labels)
@@ -149,7 +150,7 @@ def token_statistics(
     """Computes log-probabilities and entropies of one call, both differentiable, as `token_log_probs` does.
 
     Args:
-        model, labels, temperature, top_k, top_p, batch: as of `token_log_probs`.
+        model, labels, temperature, top_k, top_p, batch: as in `token_log_probs`.
 
     Returns:
         `TokenStatistics`: `[batch, sequence - 1]` each.

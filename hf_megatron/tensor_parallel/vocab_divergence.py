@@ -1,9 +1,9 @@
-"""The divergence between what two models expect next, per token, over a vocabulary that may be split over the ranks.
+"""Per-token divergence between the predictions of two models, over a vocabulary that may be split over the ranks.
 
     beta 0          forward   KL(teacher || student)
     beta 1          reverse   KL(student || teacher)
-    in between      generalised Jensen-Shannon (Agarwal et al., 2023): beta KL(teacher || mixture) +
-                    (1 - beta) KL(student || mixture), of the mixture beta teacher + (1 - beta) student
+    in between      generalized Jensen-Shannon (Agarwal et al., 2023): beta KL(teacher || mixture) +
+                    (1 - beta) KL(student || mixture), with the mixture beta teacher + (1 - beta) student
 
 Logits of both models exist for one chunk of tokens at a time, in forward and again in backward.
 """
@@ -30,13 +30,14 @@ from .vocab_parallel_head import VocabParallelHead
 
 @dataclass(frozen=True)
 class Teacher:
-    """What a teacher expects, as its last hidden states.
+    """Teacher predictions, as its last hidden states.
 
     Args:
         hidden (`Tensor`): `[batch, sequence, hidden]`, on every rank.
-        logits (`DeferredLogits`): of its last call, or of a part of it: they tell head, dtype and transform.
-        full_lm_head: puts the head together for as long as it is read, where ranks hold parts of it at rest.
-        copy (*optional*): of the whole head and its bias, where not all of these ranks take part in reading it.
+        logits (`DeferredLogits`): of its last call or microbatch; provides head, dtype and transform.
+        full_lm_head: context in which the head is gathered, if the ranks hold shards of it at rest.
+        copy (*optional*): this tp rank's head and bias, gathered over ZeRO-3 ranks, if not all of these take part in
+            reading them.
     """
 
     hidden: Tensor
@@ -45,7 +46,7 @@ class Teacher:
     copy: tuple[Tensor, Tensor | None] | None = None
 
     def rows(self, vocab_start: int, count: int) -> tuple[Tensor, Tensor | None]:
-        """Returns the rows of the head `[count, hidden]` and of its bias from `vocab_start` on."""
+        """Returns `count` vocabulary entries of the head, `[count, hidden]`, and of its bias, from `vocab_start` on."""
         head = self.logits.head
         weight: Any = local_view(head.weight) if self.copy is None else self.copy[0]
         bias = local_view(head.bias) if self.copy is None else self.copy[1]
@@ -57,12 +58,12 @@ class Teacher:
 
 @dataclass(frozen=True)
 class _Options:
-    """What the kernel needs beside the student's tensors.
+    """Arguments of the kernel other than the student's tensors.
 
     Args:
-        student, teacher: how their logits are made; the group and the first row are the student's.
-        rows: gives the teacher's head and bias.
-        full_lm_head: makes it whole.
+        student, teacher: how their logits are computed; both have the student's group and vocabulary range.
+        rows: returns the teacher's local head and bias.
+        full_lm_head: context in which the teacher's head is gathered.
     """
 
     beta: float
@@ -78,14 +79,14 @@ def divergences(
     """Computes the divergence and the student's entropy, `[batch, sequence]` in fp32, 0 where a target is ignored.
 
     Args:
-        logits: the student's.
+        logits: of the student.
         teacher: with hidden states `[batch, sequence, hidden]` of the same tokens.
         targets (`Tensor`): `[batch, sequence]`; `IGNORE_INDEX` where a token does not count.
         beta (`float`): 0 to 1.
-        temperature (`float`): what the logits of both are divided by.
+        temperature (`float`): divisor of both models' logits.
 
-    Returns:
-        `(Tensor, Tensor)`: the second one has no gradient.
+        Returns:
+        `(Tensor, Tensor)`: the entropy has no gradient.
     """
     head, of_teacher = logits.head, teacher.logits.head
     if head.out_features != of_teacher.out_features:
@@ -95,6 +96,7 @@ def divergences(
         )
     tokens, hidden = logits.tokens, teacher.hidden
     if tokens is not None:
+        # Ranks hold different tokens: [batch, sequence, ...] -> [batch, local, ...].
         targets, hidden = tokens.own(targets), tokens.own(hidden)
     mask = targets != IGNORE_INDEX
     weight: Any = local_view(head.weight)
@@ -102,10 +104,12 @@ def divergences(
     student = ScoreOptions(
         frozenset(), head.out_features, logits.compute_dtype, logits.transform, Sampling(temperature)
     )
+    # [counted tokens, hidden]
     own = logits.hidden[mask]
     if isinstance(head, VocabParallelHead):
         chunk = head.loss_chunk_size or student.chunk_size
         student = replace(student, group=head.group, vocab_start=head.vocab_start, chunk_size=chunk)
+        # Each rank's vocabulary shard yields a partial gradient of the hidden states: all-reduce it.
         own = copy_to_ranks(own, head.group)
     options = _Options(
         beta,
@@ -116,13 +120,15 @@ def divergences(
     )
     found = _TokenDivergences.apply(own, weight, bias, hidden[mask], options)
     values = tuple(value.new_zeros(mask.shape).masked_scatter(mask, value) for value in found)
+    # [batch, local] -> [batch, sequence]
     if tokens is not None:
         values = tuple(tokens.join(value) for value in values)
     return values[0], values[1]
 
 
 def _log_sums(logits: Tensor, options: ScoreOptions) -> Tensor:
-    """Returns the log of the sum of exponentials `[models, tokens]` of `[models, tokens, rows]`, of all rows."""
+    """Returns the logsumexp over the full vocabulary `[models, tokens]` of `[models, tokens, vocab / tp]`."""
+    # A rank without vocabulary entries contributes -inf to the maximum and 0 to the sum.
     maximum = logits.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], -torch.inf)
     reduce_over_vocabulary(maximum, options, dist.ReduceOp.MAX)
     total = (logits - maximum.unsqueeze(-1)).exp().sum(-1)
@@ -131,7 +137,7 @@ def _log_sums(logits: Tensor, options: ScoreOptions) -> Tensor:
 
 
 def _expected(log_probs: Tensor, values: Tensor) -> Tensor:
-    """Sums values `[tokens, rows]` by probability; a token that cannot be adds nothing, whatever its value."""
+    """Returns the expectation of `values` `[tokens, vocab / tp]`; tokens of probability 0 add nothing, even inf."""
     return torch.where(log_probs > -torch.inf, log_probs.exp() * values, 0).sum(-1)
 
 
@@ -140,20 +146,23 @@ def _moe_block(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
 
 
 class _TokenDivergences(torch.autograd.Function):
-    """`hidden` `[tokens, hidden]` and this rank's rows of the student's head -> divergence and entropy `[tokens]`."""
+    """Maps `hidden` `[tokens, hidden]` and the student's local head to divergence and entropy `[tokens]`."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, of_teacher: Tensor, options: _Options
     ) -> tuple[Tensor, Tensor]:
+        # Per token: two logsumexps, divergence, student's divergence from its reference, entropy.
         parts = [hidden.new_empty((5, 0), dtype=torch.float32)]
         with torch.autocast(hidden.device.type, enabled=False), options.full_lm_head():
             heads = _heads(weight, bias, options)
             for start in range(0, len(hidden), options.student.chunk_size):
                 chunk = slice(start, start + options.student.chunk_size)
+                # [2, chunk, vocab / tp]; `sums` is [2, chunk] over the full vocabulary.
                 both = torch.stack(_both(hidden[chunk], of_teacher[chunk], heads, options))
                 sums = _log_sums(both, options.student)
                 student, teacher = both - sums.unsqueeze(-1)
+                # [3, chunk]: partial sums over the local vocabulary, all-reduced at once.
                 terms = torch.stack([*_terms(student, teacher, options.beta), -_expected(student, student)])
                 reduce_over_vocabulary(terms, options.student)
                 parts.append(torch.cat([sums, terms]))
@@ -175,12 +184,15 @@ class _TokenDivergences(torch.autograd.Function):
             for start in range(0, len(hidden), options.student.chunk_size):
                 chunk = slice(start, start + options.student.chunk_size)
                 x = hidden[chunk].to(options.student.dtype)
+                # Recomputed: [chunk, vocab / tp].
                 raw = logits_of_chunk(x, *heads[0]).detach().requires_grad_()
                 with torch.enable_grad():
                     transformed = options.student.transform(raw)
                 student = options.student.scaled(transformed.detach().float()) - student_sums[chunk].unsqueeze(-1)
                 teacher = _logits(of_teacher[chunk], heads[1], options.teacher) - teacher_sums[chunk].unsqueeze(-1)
                 probabilities = student.exp()
+                # Gradient by the student's logits, a closed form that needs no further collective:
+                # KL(teacher || student): p_student - p_teacher; otherwise p_student * (log ratio - its expectation).
                 if beta == 0:
                     gradient = probabilities - teacher.exp()
                 else:
@@ -199,7 +211,7 @@ _Head = tuple[Tensor, Tensor | None]
 
 
 def _heads(weight: Tensor, bias: Tensor | None, options: _Options) -> tuple[_Head, _Head]:
-    """Returns the student's and the teacher's rows in the dtypes of their matmuls."""
+    """Returns the student's and the teacher's local heads in the dtypes of their matmuls."""
     found = []
     for (w, b), of in (((weight, bias), options.student), (options.rows(), options.teacher)):
         found.append((w.to(of.dtype), None if b is None else b.to(of.dtype)))
@@ -215,7 +227,7 @@ def _both(hidden: Tensor, of_teacher: Tensor, heads: tuple[_Head, _Head], option
 
 
 def _terms(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Returns this rank's part of the divergence, and of the student's from what it is compared with, `[tokens]`."""
+    """Returns local partial sums `[tokens]` of the divergence, and of the student's divergence from its reference."""
     if beta == 0:
         found = _expected(teacher, teacher - student)
         return found, torch.zeros_like(found)

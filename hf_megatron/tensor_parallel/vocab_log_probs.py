@@ -1,7 +1,7 @@
-"""What losses outside a model need of its logits, per token, over a vocabulary that may be split over the ranks.
+"""Per-token values of logits for losses outside a model, over a vocabulary that may be split over the ranks.
 
-Logits exist for one chunk of tokens at a time, in forward and again in backward: a loss may weigh each token as it
-likes, so gradients cannot be made on the way as for the model's own loss.
+Logits exist for one chunk of tokens at a time, in forward and again in backward: a loss may weight each token
+arbitrarily, so gradients cannot be computed in the forward as for the model's own loss.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ from .vocab_range import TokensOfRank, require_tokens
 LOG_PROBS = "log_probs"
 FIELDS = (LOG_PROBS, "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 _DIFFERENTIABLE = FIELDS[:2]
-# In the place of the logarithm of nothing, where it is multiplied by nothing.
+# Replaces log(0) where it is multiplied by 0.
 _LEAST = -1e30
 
 
@@ -35,7 +35,7 @@ class DeferredLogits(ShardedLogits):
     """Logits `[batch, sequence, vocab]` of any linear head, not computed yet, split over ranks or not.
 
     Attributes:
-        compute_dtype (`torch.dtype`): what the head would have computed them in.
+        compute_dtype (`torch.dtype`): dtype in which the head would have computed them.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class DeferredLogits(ShardedLogits):
 
 @contextmanager
 def deferring(model: Any) -> Iterator[None]:
-    """Makes the model's head return `DeferredLogits` inside, if it is a linear."""
+    """Context in which the model's head, if it is a linear, returns `DeferredLogits`."""
     head = called_module(model.get_output_embeddings())
     if not isinstance(head, nn.Linear):
         yield
@@ -89,13 +89,13 @@ def _matmul_dtype(x: Tensor) -> torch.dtype:
 def token_scores(
     logits: Tensor | DeferredLogits, targets: Tensor, wanted: Sequence[str], sampling: Sampling = PLAIN
 ) -> tuple[Tensor, ...]:
-    """Computes fields of `FIELDS`, `[batch, sequence]` in fp32, 0 where the target is `IGNORE_INDEX`.
+    """Computes fields of `FIELDS`, `[batch, sequence]` each in fp32, 0 where the target is `IGNORE_INDEX`.
 
     Args:
         logits: `[batch, sequence, vocab]`, as a model returns them.
         targets (`Tensor`): `[batch, sequence]`, the token that each position predicts.
-        wanted: of these, log-probabilities and entropy are differentiable.
-        sampling (`Sampling`): of a token that cannot be drawn the log-probability is `-inf`, without gradient.
+        wanted: fields to return; only log-probabilities and entropy are differentiable.
+        sampling (`Sampling`): tokens that cannot be sampled have the log-probability `-inf`, without gradient.
     """
     if targets.shape != logits.shape[:-1]:
         raise ConfigError(
@@ -104,17 +104,20 @@ def token_scores(
     tokens = logits.tokens if isinstance(logits, DeferredLogits) else None
     targets = targets.to(logits.device)
     if tokens is not None:
+        # Ranks hold different tokens: [batch, sequence] -> [batch, local].
         targets = tokens.own(targets)
     mask = targets != IGNORE_INDEX
     kept = frozenset(wanted) | {LOG_PROBS}
     weight, bias = None, None
     if isinstance(logits, DeferredLogits):
+        # [counted tokens, hidden]; ignored tokens get no logits at all.
         head, hidden = logits.head, logits.hidden[mask]
         weight, bias = local_view(head.weight), local_view(head.bias)
         options = ScoreOptions(kept, head.out_features, logits.compute_dtype, logits.transform)
         if isinstance(head, VocabParallelHead):
             size = head.loss_chunk_size or options.chunk_size
             options = replace(options, group=head.group, vocab_start=head.vocab_start, chunk_size=size)
+            # Each rank's vocabulary shard yields a partial gradient of the hidden states: all-reduce it.
             hidden = copy_to_ranks(hidden, head.group)
     elif isinstance(logits, Tensor):
         hidden = logits[mask]
@@ -127,29 +130,31 @@ def token_scores(
     values = tuple(found[name].new_zeros(mask.shape).masked_scatter(mask, found[name]) for name in wanted)
     if tokens is None:
         return values
-    # What travels are numbers.
+    # [batch, local] -> [batch, sequence]; collectives transport fp32, also for booleans.
     return tuple(tokens.join(value.to(torch.float32)).to(value.dtype) for value in values)
 
 
 def logits_of_chunk(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Computes logits `[tokens, rows]` of `[tokens, hidden]`, or returns those that it is given without a head."""
+    """Computes logits `[tokens, vocab / tp]` of `[tokens, hidden]`; without a head `x` are the logits."""
     return x if weight is None else F.linear(x, weight, bias)
 
 
 def _fields(logits: Tensor, columns: Tensor, options: ScoreOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the log of the sum of exponentials of fp32 `logits` `[tokens, rows]`, and what is wanted of them."""
+    """Returns the logsumexp `[tokens]` of fp32 `logits` `[tokens, vocab / tp]`, and the wanted fields."""
     rows = logits.shape[1]
+    # [tokens]: maximum over the full vocabulary; a rank without entries contributes -inf.
     maximum = logits.max(-1).values if rows else logits.new_full(columns.shape, -torch.inf)
     reduce_over_vocabulary(maximum, options, dist.ReduceOp.MAX)
     shifted = logits - maximum.unsqueeze(-1)
     exponentials = shifted.exp()
     owned, place = _owned(columns, rows)
+    # Partial sums over the local vocabulary, [tokens] each; one all-reduce for all of them.
     sums = {
         "all": exponentials.sum(-1),
         "target": shifted.gather(1, place).squeeze(1).masked_fill(~owned, 0) if rows else torch.zeros_like(maximum),
     }
     if "entropy" in options.wanted:
-        # A token that cannot be has the probability 0, and adds nothing. In place: chunks are all that takes memory.
+        # A token that cannot be sampled has probability 0 and adds nothing. In place, to save the memory of a chunk.
         sums["entropy"] = torch.linalg.vecdot(exponentials, shifted.clamp_(min=_LEAST))
     if "log_sum_sq_probs" in options.wanted:
         sums["squares"] = exponentials.square().sum(-1)
@@ -167,7 +172,7 @@ def _fields(logits: Tensor, columns: Tensor, options: ScoreOptions) -> tuple[Ten
     if "logits" in total:
         fields["mean_logits"] = total["logits"] / options.vocabulary
     if "is_top1" in options.wanted:
-        # Of several tokens that are the most likely, the first one counts.
+        # If several tokens are the most likely, the first one counts: the smallest global id over all ranks.
         first = columns.new_full(columns.shape, options.vocabulary)
         if rows:
             best = shifted.max(-1)
@@ -178,14 +183,14 @@ def _fields(logits: Tensor, columns: Tensor, options: ScoreOptions) -> tuple[Ten
 
 
 def _owned(columns: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Tells whether this rank has a target's row, and where, `[tokens, 1]`."""
+    """Returns whether this rank owns each target `[tokens]`, and the local index of the target `[tokens, 1]`."""
     return (columns >= 0) & (columns < rows), columns.clamp(0, max(rows - 1, 0)).unsqueeze(1)
 
 
 class _TokenScores(torch.autograd.Function):
-    """`hidden` `[tokens, hidden]` and this rank's rows of the head -> `FIELDS`, those not wanted empty.
+    """Maps `hidden` `[tokens, hidden]` and the local head to `FIELDS`, `[tokens]` each; those not wanted are 0.
 
-    Without a weight `hidden` are the logits.
+    Without a weight, `hidden` contains the logits.
     """
 
     @staticmethod
@@ -199,6 +204,7 @@ class _TokenScores(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             w, b = (None if p is None else p.to(options.dtype) for p in (weight, bias))
             for start in range(0, len(hidden), options.chunk_size):
+                # [chunk, hidden] -> [chunk, vocab / tp]
                 chunk = slice(start, start + options.chunk_size)
                 raw = logits_of_chunk(hidden[chunk].to(options.dtype), w, b)
                 logits = options.scaled(options.transform(raw).float())
@@ -215,10 +221,11 @@ class _TokenScores(torch.autograd.Function):
         kept = None
         if len(floors) > 1:
             kept = torch.stack([torch.cat(floors), found_fields[0]])
+        # Logits are not saved: backward recomputes them from `hidden` and normalizes with the saved log_sums.
         ctx.save_for_backward(hidden, weight, bias, columns, log_sums, entropy, kept)
         ctx.options = options
         ctx.mark_non_differentiable(*found_fields[len(_DIFFERENTIABLE) :])
-        # A field nobody wants has no entry per token.
+        # Unwanted fields have no entries: return zeros.
         return tuple(value if len(value) == len(hidden) else value.new_zeros(len(hidden)) for value in found_fields)
 
     @staticmethod
@@ -237,18 +244,21 @@ class _TokenScores(torch.autograd.Function):
                     transformed = options.transform(logits)
                 log_probs = options.scaled(transformed.detach().float())
                 upstream = of_log_probs[chunk].unsqueeze(-1)
+                # Tokens that sampling excludes have probability 0; a label among them has no gradient.
                 if kept is not None:
                     floor, found = kept[:, chunk].unsqueeze(-1)
                     log_probs = log_probs.masked_fill(log_probs < floor, -torch.inf)
                     upstream = upstream.where(found > -torch.inf, 0)
                 log_probs = log_probs - log_sums[chunk].unsqueeze(-1)
                 probabilities = log_probs.exp()
+                # d log_prob / d logits = onehot(target) - p; d entropy / d logits = -p * (log p + entropy).
                 if entropy is None:
                     gradient = probabilities.mul_(-upstream)
                 else:
-                    # In place: chunks are all that takes memory.
+                    # In place, to save the memory of a chunk.
                     gradient = log_probs.clamp_(min=_LEAST).add_(entropy[chunk].unsqueeze(-1))
                     gradient.mul_(of_entropy[chunk].unsqueeze(-1)).add_(upstream).mul_(probabilities).neg_()
+                # Only the rank that owns the target adds the one-hot term.
                 owned, place = _owned(columns[chunk], gradient.shape[1])
                 if gradient.shape[1]:
                     gradient.scatter_add_(1, place, upstream * owned.unsqueeze(-1))

@@ -1,9 +1,8 @@
-"""The vocabulary head and what it returns while a loss is pending: logits that know how to be a loss.
+"""The vocabulary head and its lazy logits, from which a model's loss function computes the vocab-parallel loss.
 
-In `model(**batch, labels=...)` the head returns `ShardedLogits`: the head's input and the elementwise functions the
-model applies to its logits (soft-cap, scale, tokens ruled out). The model's loss function turns it into a scalar
-without making full logits. Anything else that reads it gets the gathered tensor, with the right gradient, and one
-warning.
+In `model(**batch, labels=...)` the head returns `ShardedLogits`: the head's input and the elementwise functions that
+the model applies to its logits (soft-cap, scale, masked tokens). The model's loss function turns it into a scalar
+without computing full logits. Any other use gathers the full tensor, with the right gradient, and warns once.
 """
 
 import builtins
@@ -31,7 +30,7 @@ _ELEMENTWISE = {torch.tanh, torch.mul, torch.div, torch.true_divide, Tensor.tanh
 
 
 class StepsTaken(Shared):
-    """Counts how often optimizers have taken a model's gradients."""
+    """Counts the optimizer steps on a model's gradients."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -41,12 +40,12 @@ class StepsTaken(Shared):
 
 
 class ShardedLogits(LateOutput):
-    """Logits `[batch, sequence, vocab]` that were not computed yet.
+    """Logits `[batch, sequence, vocab]` that are not computed yet.
 
     Attributes:
-        hidden (`Tensor`): the head's input, of `tokens` alone where there are such.
+        hidden (`Tensor`): the head's input `[..., hidden]`; only the local tokens if `tokens` is given.
         head (`VocabParallelHead`): the head.
-        tokens (`TokensOfRank`, *optional*): those that `hidden` is of, if they are not all.
+        tokens (`TokensOfRank`, *optional*): the tokens of `hidden`, if these are not all.
     """
 
     def __init__(
@@ -60,14 +59,14 @@ class ShardedLogits(LateOutput):
         self.head = head
         self.functions = functions
         self.tokens = tokens
-        # Of what is seen of them, the vocabulary left out.
+        # Visible shape without the vocabulary dim.
         self.leading: tuple[int, ...] = tuple(hidden.shape[:-1])
         if tokens is not None:
             self.leading = hidden.shape[0], tokens.length
         self.loss_taken = False
         self.steps = head.steps.number if isinstance(head, VocabParallelHead) else 0
 
-    # What the model itself may do to its logits before the loss.
+    # Operations that a model may apply to its logits before the loss.
     def _then(self, function: Callable[[Tensor], Tensor]) -> "ShardedLogits | Tensor":
         if self.loss_taken:
             return function(self.gather())
@@ -89,7 +88,7 @@ class ShardedLogits(LateOutput):
         return self._then(lambda z: z / divisor) if isinstance(divisor, int | float) else self.gather() / divisor
 
     def float(self) -> "ShardedLogits":
-        # Accelerate casts what a model returns in half precision, when the loss is taken already.
+        # Accelerate casts half-precision outputs, after the loss was computed already.
         logits = self._like(self.hidden, (*self.functions, lambda z: z.float()))
         logits.loss_taken = self.loss_taken
         return logits
@@ -105,7 +104,7 @@ class ShardedLogits(LateOutput):
         if self.loss_taken or sizes[-1] != self.head.out_features:
             return self.gather().view(*shape)
         if self.tokens is not None:
-            # What this rank holds cannot be counted by the sizes of the whole.
+            # The sizes count all tokens, `hidden` has the local ones: compute the view's shape on a meta tensor.
             logits = self._like(self.hidden, self.functions)
             logits.leading = tuple(torch.empty(self.leading, device="meta").view(*sizes[:-1]).shape)
             return logits
@@ -120,11 +119,11 @@ class ShardedLogits(LateOutput):
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(other, BatchLabels) for other in types):
-            # They know what the loss is divided by, and ask for the sum.
+            # `BatchLabels` know the divisor of the loss, and call for the sum themselves.
             return NotImplemented
         logits = args[0] if args else None
         if function is F.cross_entropy and isinstance(logits, cls) and _is_of_tokens(logits, *args[1:], **kwargs):
-            # Models with a `CrossEntropyLoss()` of their own.
+            # Models that call `CrossEntropyLoss()` themselves.
             return logits.cross_entropy(
                 args[1],
                 num_items_in_batch=1 if kwargs.get("reduction") == "sum" else None,
@@ -152,13 +151,13 @@ class ShardedLogits(LateOutput):
         return self.hidden.dtype
 
     def transform(self, local_logits: Tensor) -> Tensor:
-        """Applies the functions to logits `[..., rows]`."""
+        """Applies the recorded functions to logits `[..., vocab / tp]`."""
         for function in self.functions:
             local_logits = function(local_logits)
         return local_logits
 
     def gather(self, *, warn: bool = True) -> Tensor:
-        """Gathers the full logits `[batch, sequence, vocab]`, differentiable; every rank has to call it."""
+        """Gathers the full logits `[batch, sequence, vocab]`, differentiable; collective."""
         if warn:
             warnings.warn(
                 "Full logits are gathered from all ranks: reading `outputs.logits` in training, or a loss outside the "
@@ -178,7 +177,7 @@ class ShardedLogits(LateOutput):
         unit: Any = head.model() if is_sharded(head.weight) else None
         if unit is None:
             return self._gathered()
-        # FSDP2 has split the weight again behind the forward, and knows nothing of this use of it.
+        # FSDP2 resharded the weight after the forward and does not track this use: unshard it here and for backward.
         unit.unshard()
         try:
             logits = self._gathered()
@@ -189,6 +188,7 @@ class ShardedLogits(LateOutput):
         return logits
 
     def _gathered(self) -> Tensor:
+        # [..., vocab / tp] -> [..., vocab]; with a split sequence [batch, local, vocab] -> [batch, sequence, vocab].
         local = self.transform(self.head.local_logits(self.hidden))
         logits = gather_from_ranks(local, -1, self.head.out_features, self.head.group)
         return logits if self.tokens is None else self.tokens.join(logits).view(self.shape)
@@ -202,7 +202,7 @@ class ShardedLogits(LateOutput):
         return self.gather()[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Sets the logits of tokens that the model rules out, as in `logits[..., tokens] = value`, before the loss."""
+        """Sets the logits of tokens that the model masks out, as in `logits[..., tokens] = value`, before the loss."""
         tokens = None if self.loss_taken else rows_everywhere(index, self.shape)
         if tokens is None or not isinstance(value, int | float):
             raise UnsupportedError(
@@ -242,11 +242,13 @@ class ShardedLogits(LateOutput):
             ignore_index=ignore_index,
             with_gradient=torch.is_grad_enabled(),
         )
+        # [local tokens, hidden]: tp ranks share them, context parallel ranks hold different ones.
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
         targets = targets.to(self.device)
         if self.tokens is None:
             return linear_cross_entropy(hidden, weight, bias, targets.reshape(-1), num_items_in_batch, options)
         if num_items_in_batch is None:
+            # Ranks hold different tokens: divide by the global number of targets and sum the ranks' losses.
             num_items_in_batch = count_targets(targets, ignore_index)
         own = self.tokens.own(targets.reshape(self.hidden.shape[0], self.tokens.length)).reshape(-1)
         return self.tokens.sum(linear_cross_entropy(hidden, weight, bias, own, num_items_in_batch, options))
@@ -257,29 +259,29 @@ def _on_gathered(name: str) -> Callable[..., Any]:
 
 
 for _name in ("add", "radd", "sub", "rsub", "neg", "pow", "rtruediv", "matmul", "lt", "le", "gt", "ge", "iter"):
-    # Python looks operators up in classes.
+    # Python looks operators up on the class, so `__getattr__` does not cover them.
     setattr(ShardedLogits, f"__{_name}__", _on_gathered(f"__{_name}__"))
 
 
 def _is_of_tokens(logits: ShardedLogits, target: Tensor, weight: Tensor | None = None, **options: Any) -> bool:
-    """Tells whether `F.cross_entropy` is called for the mean or sum over class indices, one per row of the logits."""
+    """Returns whether `F.cross_entropy` is called for the mean or sum over class indices, one per token."""
     plain = weight is None and options.get("size_average") is None and options.get("reduce") is None
     rows = len(logits.leading) == 1 and target.dim() == 1 and not target.is_floating_point()
     return plain and rows and options.get("reduction", "mean") in ("mean", "sum")
 
 
 class VocabParallelHead(ColumnParallelLinear):
-    """The output embedding, split over the vocabulary.
+    """Output embedding, split over the vocabulary.
 
     `[batch, sequence, hidden]` -> full logits `[batch, sequence, vocab]`, or `ShardedLogits` while the model's forward
-    has labels to take a loss of.
+    has labels to compute a loss from.
     """
 
     model: Callable[[], nn.Module | None]
     loss_is_pending: bool = False
     loss_chunk_size: int | None = None
     steps: "StepsTaken"
-    # The part of its input that this rank takes the loss of, and which tokens these are.
+    # Selects the tokens of the head's input whose loss this rank computes, with a description of them.
     part_of: Callable[[Tensor], tuple[Tensor, TokensOfRank | None]] | None = None
 
     @property
@@ -287,7 +289,8 @@ class VocabParallelHead(ColumnParallelLinear):
         return bounds(self.weight.shape[0], self.mesh.tp_size, self.mesh.tp_rank)[0]
 
     def local_logits(self, hidden: Tensor) -> Tensor:
-        """Computes this rank's logits `[..., rows]` of `[..., hidden]`."""
+        """Computes this rank's logits `[..., vocab / tp]` from `[..., hidden]`."""
+        # Input replicated; each rank's vocabulary shard yields a partial gradient of it, which is all-reduced.
         return self.matmul(copy_to_ranks(hidden, self.group), local_view(self.bias))
 
     def forward(self, x: Tensor) -> Any:

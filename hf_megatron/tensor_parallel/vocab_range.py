@@ -1,4 +1,4 @@
-"""Tokens of a vocabulary of which each rank has its own rows: those outside of it, and those that are ruled out."""
+"""Token ids in a split vocabulary: range checks, and logits that a model masks out."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from ..compat.torch_memory import check_soon
 
 
 def require_tokens(ids: Tensor, vocabulary: int, what: str, ignore_index: int | None = None) -> None:
-    """Raises `IndexError` unless ids of any shape are rows of the vocabulary; on an accelerator the device fails."""
+    """Raises `IndexError` if ids, of any shape, are outside the vocabulary; an accelerator asserts asynchronously."""
     outside = (ids < 0) | (ids >= vocabulary)
     if ignore_index is not None:
         outside &= ids != ignore_index
@@ -22,7 +22,7 @@ def require_tokens(ids: Tensor, vocabulary: int, what: str, ignore_index: int | 
 
 
 def rows_everywhere(index: Any, shape: torch.Size) -> Tensor | None:
-    """Returns the tokens `[number]` that an index into logits `shape` names in all places, `None` for any other."""
+    """Returns the token ids `[n]` that an index into logits of `shape` selects at all positions; `None` for others."""
     *leading, tokens = index if isinstance(index, tuple) else (index,)
     is_everywhere = all(part is Ellipsis or (isinstance(part, slice) and part == slice(None)) for part in leading)
     reaches_tokens = Ellipsis in leading or len(leading) == len(shape) - 1
@@ -30,13 +30,12 @@ def rows_everywhere(index: Any, shape: torch.Size) -> Tensor | None:
 
 
 def filling(tokens: Tensor, value: float, vocab_start: int) -> Callable[[Tensor], Tensor]:
-    """Makes the function that sets the logits of some tokens, of a rank's logits `[..., rows]` from `vocab_start`
-    on.
-    """
+    """Returns a function that sets the logits of `tokens` in local logits `[..., vocab / tp]` from `vocab_start`."""
 
     def fill(logits: Tensor) -> Tensor:
+        # Only the tokens that this rank owns, as local indices.
         rows = tokens[(tokens >= vocab_start) & (tokens < vocab_start + logits.shape[-1])] - vocab_start
-        # The least number of a precision that is wider than the logits'.
+        # The lowest finite value of a wider precision would overflow in the logits' dtype.
         known = max(value, torch.finfo(logits.dtype).min) if math.isfinite(value) else value
         return logits.index_fill(-1, rows.to(logits.device), known)
 
@@ -44,17 +43,17 @@ def filling(tokens: Tensor, value: float, vocab_start: int) -> Callable[[Tensor]
 
 
 class TokensOfRank(Protocol):
-    """The tokens of a row that a rank holds, where several ranks hold some each."""
+    """Tokens of a sequence that one rank holds, if several ranks split the sequence."""
 
     @property
     def length(self) -> int:
-        """Tokens of the row."""
+        """Tokens of the full sequence."""
 
     def own(self, targets: Tensor) -> Tensor:
-        """Keeps this rank's of `[batch, sequence]`: `[batch, held]`."""
+        """Returns this rank's tokens of `[batch, sequence]`: `[batch, local]`."""
 
     def join(self, tensor: Tensor) -> Tensor:
-        """Joins the ranks' `[batch, held, ...]` to `[batch, sequence, ...]`, differentiable."""
+        """Gathers the ranks' `[batch, local, ...]` to `[batch, sequence, ...]`, differentiable."""
 
     def sum(self, part: Tensor) -> Tensor:
-        """Sums a tensor of any shape over the ranks, with its gradient."""
+        """Sums a tensor of any shape over the ranks, differentiable."""

@@ -1,7 +1,8 @@
-"""Eight bits with a scale for each row: bitsandbytes' `load_in_8bit` and torchao's `Int8WeightOnlyConfig`.
+"""8-bit weights with one scale per row: bitsandbytes' `load_in_8bit` and torchao's `Int8WeightOnlyConfig`.
 
-A row's scale comes of its largest entry, which another rank may have. torchao multiplies codes and scales the result,
-which may be a sum over ranks. bitsandbytes quantises inputs too, with a scale for each row of them, which no rank has.
+The scale of a row comes from its largest entry, which may be on another rank. torchao multiplies by the codes and
+scales the result, which may be a partial sum. bitsandbytes also quantizes the inputs, with a scale per input row, which
+no rank knows if it has only some of the row's entries.
 """
 
 from dataclasses import dataclass
@@ -18,13 +19,13 @@ from .scheme import WeightShard
 
 @dataclass(frozen=True)
 class EightBit:
-    """What a `BitsAndBytesConfig(load_in_8bit=True)` asks for."""
+    """Scheme of `BitsAndBytesConfig(load_in_8bit=True)`."""
 
     threshold: float
 
     @property
     def mixes_tokens(self) -> str | None:
-        """Says why parts of a call are not computed as the whole is."""
+        """Reason why a split of a call changes the results; `None` if it does not."""
         if self.threshold == 0:
             return None
         return (
@@ -33,7 +34,7 @@ class EightBit:
         )
 
     def misfit(self, part: WeightShard) -> str | None:
-        """Says which columns a rank would lack."""
+        """Returns which columns a rank would lack; `None` if it has all of them."""
         if part.lacks_columns:
             held = sum(stop - start for start, stop in part.ranges[1])
             return (
@@ -43,11 +44,11 @@ class EightBit:
         return None
 
     def waits(self, part: WeightShard) -> bool:
-        """Waits for nobody: rows are whole."""
+        """Returns False: a rank always has full rows."""
         return False
 
     def quantize(self, local: Tensor, part: WeightShard) -> QuantizedWeight:
-        """Returns a part `[local out, in]` in eight bits."""
+        """Returns a shard `[local out, in]` in 8 bits."""
         from bitsandbytes.functional import int8_vectorwise_quant
 
         codes, scales, _ = int8_vectorwise_quant(local.contiguous().to(torch.float16))
@@ -56,12 +57,12 @@ class EightBit:
         return weight
 
     def complete(self, weight: Any, part: WeightShard) -> None:
-        """Lacks nothing."""
+        """Does nothing: the scales are final."""
 
 
 @cache
 def eight_bit_class() -> Any:
-    """Returns the class of weights in eight bits, one of bitsandbytes'."""
+    """Returns the class of 8-bit weights, a subclass of bitsandbytes' `Int8Params`."""
     import bitsandbytes
     from bitsandbytes.nn import Int8Params
 
@@ -71,7 +72,7 @@ def eight_bit_class() -> Any:
         def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
             state = bitsandbytes.MatmulLtState()
             state.has_fp16_weights, state.threshold = False, self.threshold
-            # On a CPU what is trained is multiplied in full, what is evaluated in eight bits.
+            # On a CPU, bitsandbytes multiplies in full precision in training and in 8 bits in evaluation.
             state.is_training = torch.is_grad_enabled()
             state.CB, state.SCB = self.codes, self.SCB
             bias = None if bias is None else bias.to(x.dtype)
@@ -91,53 +92,54 @@ def eight_bit_class() -> Any:
 
 @dataclass(frozen=True)
 class Int8Rows:
-    """What a `TorchAoConfig(Int8WeightOnlyConfig())` asks for."""
+    """Scheme of `TorchAoConfig(Int8WeightOnlyConfig())`."""
 
     config: Any
     mixes_tokens = None
 
     def misfit(self, part: WeightShard) -> str | None:
-        """Fits any part."""
+        """Returns `None`: any shard fits."""
         return None
 
     def waits(self, part: WeightShard) -> bool:
-        """Tells whether other ranks have entries of this rank's rows."""
+        """Returns whether other ranks have entries of this rank's rows."""
         return part.lacks_columns
 
     def quantize(self, local: Tensor, part: WeightShard) -> QuantizedWeight:
-        """Returns a part `[local out, local in]` in eight bits."""
+        """Returns a shard `[local out, local in]` in 8 bits."""
         from torchao.quantization import quantize_
 
         holder = nn.Linear(1, 1, bias=False, device="meta")
         width = local.shape[1]
         if self.waits(part):
-            # One more column with the rows' largest entries gives every rank the scales of the whole.
+            # [local out]: an extra column with each full row's largest entry gives every rank the scales of full rows.
             largest = local.abs().amax(1)
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=part.group)
             local = torch.cat([local, largest[:, None]], 1)
         holder.weight = nn.Parameter(local.contiguous(), requires_grad=False)
         quantize_(holder, self.config)
         made: Any = holder.weight
+        # Drop the extra column again: [local out, local in].
         weight = RowsWeight(made.qdata[:, :width].contiguous(), requires_grad=False)
         weight.factors = made.scale.flatten()
         return weight
 
     def complete(self, weight: Any, part: WeightShard) -> None:
-        """Lacks nothing."""
+        """Does nothing: the scales are final."""
 
 
 class RowsWeight(QuantizedWeight):
-    """Codes `[local out, local in]` and a factor for each row."""
+    """Codes `[local out, local in]` and one scale per row."""
 
     factors: Tensor
 
     def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiplies `[..., local in]` by the codes, then by the factors: `[..., local out]`."""
+        """Multiplies `[..., local in]` by the codes, then by the scales: `[..., local out]`."""
         y = _MultiplyCodes.apply(x, self.codes) * self.factors.to(x.dtype)
         return y if bias is None else y + bias
 
     def dequantized(self) -> Tensor:
-        """Returns the weight `[local out, local in]`."""
+        """Returns the dequantized weight `[local out, local in]`."""
         return self.codes * self.factors[:, None]
 
     def __deepcopy__(self, memo: dict) -> "RowsWeight":
@@ -147,7 +149,7 @@ class RowsWeight(QuantizedWeight):
 
 
 class _MultiplyCodes(torch.autograd.Function):
-    """Keeps codes for backward, not what they are in the dtype of the inputs."""
+    """Matmul that saves the codes for backward, not their copy in the dtype of the inputs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor) -> Tensor:

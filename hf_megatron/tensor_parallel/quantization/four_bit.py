@@ -1,7 +1,7 @@
-"""bitsandbytes' four bits (NF4, FP4): blocks of 64 entries, counted through the rows, have a scale each.
+"""bitsandbytes' 4-bit weights (NF4, FP4): blocks of 64 entries, counted along the rows, have one scale each.
 
-Blocks of a part are blocks of the whole where the part begins and ends with them. Double quantisation writes the scales
-in eight bits, relative to the mean of all of them: ranks ask each other for the whole weight's, and keep the values.
+A shard has the blocks of the full weight if it begins and ends at block boundaries. Double quantization stores the
+scales in 8 bits, relative to their mean: the ranks exchange the full weight's scales and keep the resulting values.
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from ...core.quantized_weight import QuantizedWeight
 from .scheme import WeightShard
 
 _BLOCK = 64
-# Of the scales.
+# Entries per block of the scales, in double quantization.
 _OUTER_BLOCK = 256
 
 
 @dataclass(frozen=True)
 class FourBit:
-    """What a `BitsAndBytesConfig(load_in_4bit=True)` asks for."""
+    """Scheme of `BitsAndBytesConfig(load_in_4bit=True)`."""
 
     kind: str
     compute_dtype: torch.dtype | None
@@ -31,7 +31,7 @@ class FourBit:
     mixes_tokens = None
 
     def misfit(self, part: WeightShard) -> str | None:
-        """Says which part of a block a rank would have."""
+        """Returns which incomplete block a rank would have; `None` if it has full blocks only."""
         width = part.shape[1]
         [*columns] = part.ranges[1]
         if part.lacks_columns and (width % _BLOCK or any(edge % _BLOCK for both in columns for edge in both)):
@@ -42,11 +42,11 @@ class FourBit:
         return None
 
     def waits(self, part: WeightShard) -> bool:
-        """Waits for nobody: blocks are whole."""
+        """Returns False: a rank always has full blocks."""
         return False
 
     def quantize(self, local: Tensor, part: WeightShard) -> QuantizedWeight:
-        """Returns a part `[local out, local in]` in four bits."""
+        """Returns a shard `[local out, local in]` in 4 bits."""
         from bitsandbytes.functional import quantize_4bit
 
         codes, state = quantize_4bit(
@@ -70,21 +70,23 @@ class FourBit:
         return weight
 
     def complete(self, weight: Any, part: WeightShard) -> None:
-        """Gives a part the scales that it has when all of the weight's are quantised together."""
+        """Replaces the scales of a shard by their double-quantized values over the full weight."""
         if self.is_double and not part.is_replicated:
             weight.quant_state.absmax = _twice(weight.quant_state.absmax, part)
 
 
 def _twice(scales: Tensor, part: WeightShard) -> Tensor:
-    """Returns this rank's scales as they are when all of the weight's are quantised together."""
+    """Returns this rank's scales after double quantization of the scales of the full weight."""
     from bitsandbytes.functional import dequantize_blockwise, quantize_blockwise
 
+    # Indices of this rank's blocks among the blocks of the full weight, row by row.
     out, width = part.shape
     rows, columns = (torch.cat([torch.arange(*both) for both in ranges]) for ranges in part.ranges)
     here = ((rows[:, None] * width + columns).flatten()[::_BLOCK] // _BLOCK).to(scales.device)
+    # [blocks of the full weight]: each rank fills in its own scales.
     unsharded = torch.zeros(-(-out * width // _BLOCK), dtype=scales.dtype, device=scales.device)
     unsharded[here] = scales
-    # Not a sum: of fewer heads than ranks several have the same.
+    # MAX rather than SUM: with fewer key/value heads than ranks, several ranks have the same blocks.
     dist.all_reduce(unsharded, dist.ReduceOp.MAX, group=part.group)
     mean = unsharded.mean()
     codes, outer = quantize_blockwise(unsharded - mean, blocksize=_OUTER_BLOCK)
@@ -93,7 +95,7 @@ def _twice(scales: Tensor, part: WeightShard) -> Tensor:
 
 @cache
 def four_bit_class() -> Any:
-    """Returns the class of weights in four bits, one of bitsandbytes'."""
+    """Returns the class of 4-bit weights, a subclass of bitsandbytes' `Params4bit`."""
     import bitsandbytes
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Params4bit
@@ -118,6 +120,6 @@ def four_bit_class() -> Any:
             )
             return tiny_model
 
-    # PEFT, TRL and transformers know it by this name.
+    # PEFT, TRL and transformers look for this class name.
     FourBitWeight.__name__ = "Params4bit"
     return FourBitWeight

@@ -1,4 +1,4 @@
-"""What quantises the linears of a model, each rank its part, while weights are read or when they all are."""
+"""Quantization of a model's linears, shard by shard, as weights are read or once all of them are."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ NAME = "quantized"
 
 @dataclass(frozen=True)
 class WeightShard:
-    """A rank's part of a linear's weight.
+    """Local shard of a linear's weight.
 
     Attributes:
-        shape: of the whole.
-        ranges: of rows and of columns that this rank has, `[start, stop)`.
-        group (*optional*): the ranks that have the rest of it.
+        shape: of the full weight.
+        ranges: intervals `[start, stop)` of rows and of columns that this rank has.
+        group (*optional*): the ranks that split the weight.
     """
 
     shape: tuple[int, int]
@@ -44,30 +44,30 @@ class WeightShard:
 
 
 class Scheme(Protocol):
-    """A way to quantise a matrix."""
+    """Quantization scheme of a matrix."""
 
     @property
     def mixes_tokens(self) -> str | None:
-        """Says why rows and tokens of one call cannot be computed by themselves; `None` if they can."""
+        """Reason why samples or tokens of one call cannot be computed separately; `None` if they can."""
 
     def misfit(self, part: WeightShard) -> str | None:
-        """Says why the codes of a part would not be those of the whole; `None` if they are."""
+        """Returns why a shard's codes would differ from those codes in the full weight; `None` if they do not."""
 
     def waits(self, part: WeightShard) -> bool:
-        """Tells whether ranks that have the rest of a weight have to be asked before it is quantised."""
+        """Returns whether quantizing needs a collective over the ranks that split the weight."""
 
     def quantize(self, local: Tensor, part: WeightShard) -> QuantizedWeight:
-        """Returns a part `[local out, local in]` in few bits."""
+        """Returns a shard `[local out, local in]` in quantized form."""
 
     def complete(self, weight: Any, part: WeightShard) -> None:
-        """Asks ranks that have the rest of a weight for what it still lacks."""
+        """Adds what a quantized weight lacks, with a collective over the ranks that split it."""
 
 
 class Quantization:
-    """The linears of one model that are quantised, by name.
+    """Quantized linears of one model, by name.
 
     Args:
-        settings: what the user has asked for, in words.
+        settings: the user's quantization settings, as text for errors.
         linears: names of modules.
     """
 
@@ -76,7 +76,7 @@ class Quantization:
         self.linears = frozenset(linears)
 
     def require_fit(self, model: nn.Module, state: ParallelState) -> None:
-        """Raises `UnsupportedError` for linears whose parts cannot be quantised as the whole is."""
+        """Raises `UnsupportedError` for linears whose shards cannot be quantized like the full weight."""
         if state.shards_weights:
             raise UnsupportedError(
                 f"{self.settings} with zero_stage = {state.config.zero_stage}: FSDP2 cuts rows out of codes and loses "
@@ -100,7 +100,7 @@ class Quantization:
                 )
 
     def take(self, model: nn.Module, name: str, state: ParallelState, *, is_last: bool = False) -> None:
-        """Quantises a weight that was read, unless other ranks must be asked first, which waits for the last call."""
+        """Quantizes a loaded weight; one that needs a collective is left for the call with `is_last`."""
         module_name, _, own = name.rpartition(".")
         if own != "weight" or module_name not in self.linears:
             return
@@ -117,7 +117,7 @@ class Quantization:
             module._parameters[own] = found
 
     def finish(self, model: nn.Module, state: ParallelState) -> None:
-        """Quantises what is left; every rank calls it."""
+        """Quantizes the remaining weights; collective."""
         for name in sorted(self.linears & {name for name, _ in model.named_modules()}):
             self.take(model, f"{name}.weight", state, is_last=True)
             weight = model.get_submodule(name)._parameters.get("weight")
@@ -135,7 +135,7 @@ def _part(shape: Sequence[int], placement: Placement, axes: Axes, mesh: Parallel
 
 @torch.no_grad()
 def dequantize_linears(model: nn.Module, state: ParallelState, dtype: torch.dtype) -> None:
-    """Puts weights of a dtype in the place of quantised ones, lying as they would have without."""
+    """Replaces quantized weights by weights of `dtype`, with the same sharding as without quantization."""
     copies = copies_of_model(state.shardings.values(), state.axes)
     for name, module in model.named_modules():
         for own, weight in module._parameters.items():

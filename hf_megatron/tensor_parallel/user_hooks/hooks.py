@@ -1,9 +1,9 @@
-"""Forward hooks of users in a model whose layers are split: they are given whole tensors, or refused by name.
+"""User forward hooks in a model whose layers are sharded: they see full tensors, or are rejected by name.
 
 A hook sees what its module's caller sees: a pre-hook runs before, a forward hook after everything that this library
-does to the module's hidden states. In between a tensor is whole on every rank (`forms.py`), so that means, norms
-and directions are one process's, and so are gradients that hooks read or change. All of that is paid for by modules
-that have hooks.
+does to the module's hidden states. In between a tensor is full on every rank (`tensor_layouts.py`), so that means,
+norms and directions match the single-process run, and so do gradients that hooks read or change. Only modules with
+hooks pay for this.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,7 @@ _GIVEN_TO = "_hf_megatron_given_to"
 
 
 class _Opened:
-    """The whole of the hidden states that a module is called with, while a hook has it."""
+    """Full hidden states of a module's call, while a hook has them."""
 
     def __init__(self, form: Form, args: tuple, kwargs: dict[str, Any], hook: str):
         self.form = form
@@ -46,7 +46,7 @@ class _Opened:
         return self.unsharded is not self.part and self.unsharded._version != self.version
 
     def reject_gradient_hooks(self, hook: str) -> None:
-        """Raises `UnsupportedError` for hooks on the gradient of an input, which others than this module may read."""
+        """Raises `UnsupportedError` for hooks on the gradient of an input, which other modules may read as well."""
         if self.unsharded is not self.part and (self.unsharded.retains_grad or self.unsharded._backward_hooks):
             raise UnsupportedError(
                 f"{hook} asks for the gradient of an input, of which it has seen a copy. Hook the module that the "
@@ -55,7 +55,7 @@ class _Opened:
 
 
 def _reject_extra_shards(given: Form, hidden: Any, call: tuple, hook: str) -> None:
-    """Raises `UnsupportedError` where a module is given more tensors of which a rank has its tokens."""
+    """Raises `UnsupportedError` if a module is called with further tensors that hold the rank's tokens only."""
     if not isinstance(given, Tokens):
         return
     for tensor in (*call[0][1:], *call[1].values()):
@@ -68,7 +68,7 @@ def _reject_extra_shards(given: Form, hidden: Any, call: tuple, hook: str) -> No
 
 
 def reject_hook_inputs(tensors: Iterable[Any]) -> None:
-    """Raises `UnsupportedError` if the gradient by what a hook was given of an input is asked for."""
+    """Raises `UnsupportedError` if a gradient with respect to the full input that a hook was given is requested."""
     for tensor in tensors:
         if isinstance(tensor, Tensor) and (hook := vars(tensor).get(_GIVEN_TO)) is not None:
             raise UnsupportedError(
@@ -78,23 +78,26 @@ def reject_hook_inputs(tensors: Iterable[Any]) -> None:
 
 
 class _Before:
-    """A forward pre-hook that is given the whole of a module's input."""
+    """Forward pre-hook that passes the full input of a module to a user's hook."""
 
     def __init__(self, hook: Any, name: str, form: Form, streams: TensorParallelRng, calls: CallsInHooks):
         self.hook, self.name, self.form, self.streams, self.calls = hook, name, form, streams, calls
         _mark_identical(self, hook)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> Any:
+        # Gathered: [batch, sequence / tp, ...] or [..., features / tp] -> full.
         opened = _Opened(self.form, args, kwargs or {}, self.name)
         _reject_extra_shards(self.form, opened.unsharded, opened.call, self.name)
+        # All ranks run the hook on the same tensor, so random numbers come from the shared RNG state.
         with self.streams.replicated(), self.calls.guarded(self.name):
             result = self.hook(module, *(opened.call[:1] if kwargs is None else opened.call))
         opened.reject_gradient_hooks(self.name)
         if opened.was_edited():
-            # Whoever else reads the tensor, as the residual does a norm's input, sees an edit in place too.
+            # Copy an in-place edit back: other readers of the tensor, such as the residual branch, have to see it too.
             opened.part.copy_(self.form.close(opened.unsharded))
             if result is None:
                 return None
+        # Split again: the module gets the local shard.
         if kwargs is None:
             result = opened.call[0] if result is None else result
             return change_input(result if isinstance(result, tuple) else (result,), {}, self.form.close)[0]
@@ -103,7 +106,7 @@ class _Before:
 
 
 class _After:
-    """A forward hook that is given the whole of a module's input and output."""
+    """Forward hook that passes the full input and output of a module to a user's hook."""
 
     def __init__(self, hook: Any, name: str, forms: Forms, streams: TensorParallelRng, calls: CallsInHooks):
         self.hook, self.name, self.forms, self.streams, self.calls = hook, name, forms, streams, calls
@@ -112,7 +115,7 @@ class _After:
     def __call__(self, module: nn.Module, args: tuple, *rest: Any) -> Any:
         *kwargs, output = rest
         if output is None:
-            # After an error: other ranks may not come here.
+            # After an error: other ranks may not reach this hook, so no collective runs.
             return self.hook(module, args, *rest)
         inside: Any = self.forms.inside
         returned: Any = self.forms.returned
@@ -120,6 +123,7 @@ class _After:
         given: Any = self.forms.given
         opened = _Opened(inside, args, kwargs[0] if kwargs else {}, self.name)
         _reject_extra_shards(given, opened.unsharded, opened.call, self.name)
+        # Gather the output, run the hook on all ranks, split its result again.
         unsharded = change_output(output, returned.open, maps and maps.open)
         with self.streams.replicated(), self.calls.guarded(self.name):
             result = self.hook(module, *opened.call[: 1 + len(kwargs)], unsharded)
@@ -128,13 +132,13 @@ class _After:
 
 
 class UserHooks:
-    """Looks at a model's modules before each of its forwards, for hooks that were registered since it was laid out.
+    """Checks a model's modules before each forward for user hooks that were registered after it was parallelized.
 
-    A deep copy has hooks, and modules, of its own.
+    A deep copy has its own hooks and modules.
 
     Args:
-        modules: by name, of those that are split or lie in a layer.
-        first (`int`): the first hook that tensor parallelism itself has registered.
+        modules: by name, those that are sharded or belong to a layer.
+        first (`int`): id of the first hook that tensor parallelism itself registered.
     """
 
     def __init__(
@@ -157,14 +161,14 @@ class UserHooks:
         self.wrapped: dict[str, nn.Module] = {}
 
     def install(self, hooks: ForwardHooks, *models: nn.Module) -> None:
-        """Checks for hooks of users in each call of these models; `hooks` is the table of one of them."""
+        """Registers the check for calls of `models`; `hooks` is the hook table of one of them."""
         for model in models:
             hooks.add_to(model, "user hooks", self._enter)
-        # Hooks are counted up over all modules: the user's come after the last of these.
+        # Hook ids increase over all modules: user hooks have later ids than the last of these.
         self.end = RemovableHandle.next_id
 
     def follow(self, modules: Mapping[str, nn.Module]) -> None:
-        """Takes modules that were put around others, or in their place, for those that were laid out, by name."""
+        """Tracks modules that wrap or replace the parallelized ones, by name."""
         for name, module in modules.items():
             before = self.wrapped.pop(name, self.modules.get(name))
             if before is not None and before is not module:
@@ -172,7 +176,7 @@ class UserHooks:
         follow_names(self.modules, modules)
 
     def _forms(self, name: str, module: nn.Module) -> Forms:
-        """Returns the forms of a module; around another one they are that one's, and beside it nobody's."""
+        """Returns a module's layouts; a wrapper has the layouts of the module inside, an adapter's own modules none."""
         for outer, before in self.wrapped.items():
             if name == outer or module is before:
                 return self.activations.of(outer, before)
@@ -209,7 +213,7 @@ class UserHooks:
                 what = f"A forward pre-hook of {name} ({type(module).__name__})"
                 hooks[number] = _Before(hooks[number], what, _require(form, what), self.streams, self.calls)
         self.seen.update(users)
-        # Before this library's, and behind those of FSDP2, which has the weights put together.
+        # Before this library's hooks, and after FSDP2's, which unshard the weights.
         numbers = list(hooks)
         own = next((n for n, number in enumerate(numbers) if self.first <= number < self.end), len(numbers))
         for number in [number for number in numbers[own:] if number not in users]:
@@ -228,8 +232,8 @@ class UserHooks:
                     _reject_split_arguments(module, what)
                 hooks[number] = _After(hooks[number], what, forms, self.streams, self.calls)
         self.seen.update(users)
-        # Behind this library's; what transformers records with, from the first forward on, and tools that look at what
-        # a module returned come where they were put.
+        # After this library's hooks. Hooks of libraries that record outputs (transformers' are registered in the first
+        # forward) keep their order relative to user hooks.
         for number in [n for n in hooks if n in users or (n >= self.end and _is_of_a_library(hooks[n]))]:
             hooks.move_to_end(number)
 
@@ -239,7 +243,7 @@ def _is_of_a_library(hook: Any) -> bool:
 
 
 def _mark_identical(wrapper: Any, hook: Any) -> None:
-    """Has other axes know what a hook was said to work on."""
+    """Copies a hook's `shard_safe` mark to its wrapper, which other axes check."""
     if is_marked(hook):
         shard_safe(wrapper)
 
@@ -268,5 +272,5 @@ def _name_of(hook: Any) -> str:
 
 
 def _is_of_libraries(hook: Any) -> bool:
-    """Tells whether a hook stands where it belongs: other axes' of this library, and those of checked ones."""
+    """Returns whether a hook keeps its position: it comes from another axis of this library or a checked library."""
     return is_of_checked_library(hook) or origin(hook) == __name__.partition(".")[0]

@@ -1,4 +1,4 @@
-"""What a user's forward hook does with the modules of a split model while it has whole tensors."""
+"""Calls of a sharded model's modules from user forward hooks, which hold full tensors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +16,10 @@ from .tensor_layouts import WHOLE
 
 
 class CallsInHooks(Shared):
-    """Lets hooks call modules that take and return whole tensors, and refuses calls of others, by name.
+    """Allows hooks to call modules that take and return full tensors, and rejects calls of others by name.
 
     Args:
-        names: of the model's modules that are split or lie in a layer, by identity.
+        names: the model's modules that are sharded or belong to a layer, by id.
     """
 
     def __init__(self, activations: Activations, names: dict[int, str], forwards: ActiveForwards):
@@ -27,10 +27,11 @@ class CallsInHooks(Shared):
 
     @contextmanager
     def guarded(self, hook: str) -> Iterator[None]:
-        """Raises `UnsupportedError` for what a hook, named in words, may not call or read inside."""
+        """Raises `UnsupportedError` inside the context for calls and reads that `hook`, a description, cannot do."""
         if torch.compiler.is_compiling():
             yield
             return
+        # Only the outermost call of a hook is checked: inside of it modules see the shards they expect.
         before, self.forwards.in_hook = self.forwards.in_hook, hook
         inner: list[nn.Module] = []
 

@@ -1,4 +1,4 @@
-"""How the tensors that each module is given and returns lie over the tp ranks, as far as its place and style say."""
+"""Layout over the tp ranks of each module's inputs and outputs, as far as its position and style determine it."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ _SUMS = (*_ADDENDS, "all_reduce")
 
 @dataclass(frozen=True)
 class Forms:
-    """How the hidden states of one module lie, or why that is not known.
+    """Layouts of one module's hidden states, or the reason why they are unknown.
 
     Attributes:
-        given: as its caller gives them.
-        inside: as its forward has them.
-        returned: as its caller gets them.
-        maps (*optional*): what is returned behind them with four dims.
+        given: in the caller's arguments.
+        inside: in the module's forward.
+        returned: in the output that the caller gets.
+        maps (*optional*): of further outputs with four dims, such as attention maps.
     """
 
     given: Form | str
@@ -36,12 +36,12 @@ class Forms:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether the module takes and returns whole tensors; a head's logits become whole when they are read."""
+        """Whether the module takes and returns full tensors; a head's logits are gathered when they are read."""
         return self.given is WHOLE and (self.returned is WHOLE or isinstance(self.returned, Logits))
 
 
 class Activations(Shared):
-    """The forms of a model's modules, by name."""
+    """Layouts of a model's modules, by name."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Activations(Shared):
         self.with_parts = {*regions.stacks} | {*structure.uniform, *self.split_blocks, *rows}
 
     def of(self, name: str, module: nn.Module) -> Forms:
-        """Returns the forms of a module that was there when the model was laid out."""
+        """Returns the layouts of a module that existed when the model was parallelized."""
         found = self._of(name, module)
         has_maps = any(_is_attention(type(part)) for part in module.modules()) and self._has(name, "is_column")
         ends = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
@@ -72,7 +72,7 @@ class Activations(Shared):
         )
 
     def see_parts(self, name: str) -> bool:
-        """Tells whether what the functions of a module are called with may be a part of a tensor."""
+        """Returns whether functions of a module may be called with shards of tensors."""
         is_block = name in self.with_parts and name not in self.regions.stacks
         return is_block or self._within(name, self.with_parts) is not None
 
@@ -157,7 +157,7 @@ class Activations(Shared):
         return any(getattr(style(of), what) for of in inside)
 
     def _ends_what_it_splits(self, name: str) -> bool:
-        """Tells whether a block has both linears that split its tensors and such that put them together again."""
+        """Returns whether a block contains both linears that split its tensors and ones that reduce or gather them."""
         inside = {of for other, of in self.styles.items() if other.startswith(f"{name}.")}
         splits = any(style(of).is_column or of == "colwise_gather_output" for of in inside)
         joins = any(style(of).is_row or of == "rowwise_split_input" for of in inside)
@@ -165,7 +165,7 @@ class Activations(Shared):
 
 
 def unknown(reason: str) -> Forms:
-    """Returns forms that are not known."""
+    """Returns layouts that are unknown, for a reason."""
     return Forms(reason, reason, reason)
 
 

@@ -1,7 +1,7 @@
-"""Functions that were put in the place of those that a split model was compared with.
+"""Detects functions of a sharded model that were replaced after it was parallelized.
 
-Inside of split blocks, and with sequence parallelism in layers, a function is called with this rank's part. What works
-on single entries may stand there; another one is refused before the model computes.
+Inside of sharded blocks, and with sequence parallelism in layers, functions are called with this rank's shard.
+Elementwise replacements are accepted; any other is rejected before the model computes.
 """
 
 import inspect
@@ -21,19 +21,19 @@ from ...compat.transformers_models import activation_classes, chosen_functions
 from ...core.forward_hooks import ForwardHooks
 from ...errors import UnsupportedError
 
-# Files of functions that layers and losses of every model call.
+# Modules with functions that layers and losses of every model call.
 _SHARED = (functional.__name__, loss_utils.__name__)
 
 
 class ExchangedFunctions:
-    """The modules, methods and functions of a model as they were when it was laid out.
+    """Modules, methods and functions of a model as they were when it was parallelized.
 
-    A deep copy is compared with what was copied. What was exchanged in a library's classes and files before is no
-    part of what was compared either.
+    A deep copy is compared with the modules that were copied. Functions in library classes and files that were
+    replaced before are reported too.
 
     Args:
-        modules: by name, of those whose functions see a part of a tensor.
-        field (`str`): of the layout, whose size would have to be 1.
+        modules: by name, those whose functions see shards of tensors.
+        field (`str`): config field whose size would have to be 1, for the error.
     """
 
     def __init__(self, modules: dict[str, nn.Module], field: str = "tp_size"):
@@ -50,19 +50,19 @@ class ExchangedFunctions:
         self.configs = list({id(config): config for config in configs if config is not None}.values())
 
     def install(self, hooks: ForwardHooks, *models: nn.Module) -> None:
-        """Checks for replaced functions in each call of these models; `hooks` is the table of one of them."""
+        """Registers the check for calls of `models`; `hooks` is the hook table of one of them."""
         for model in models:
             hooks.add_to(model, "replaced functions", self._enter)
 
     def follow(self, modules: Mapping[str, nn.Module]) -> None:
-        """Takes modules that were put around others, or in their place, for those that were laid out, by name."""
+        """Tracks modules that wrap or replace the parallelized ones, by name."""
         for name, module in modules.items():
             parent, _, child = name.rpartition(".")
             if child in self.children.get(parent, ()):
                 self.children[parent][child] = module
 
     def found(self) -> Iterator[str]:
-        """Names what was exchanged."""
+        """Yields the names of replaced modules, methods and functions."""
         yield from self.exchanged_before
         for base, method in self.methods.items():
             present = vars(base)["forward"]
@@ -93,7 +93,7 @@ class ExchangedFunctions:
     def _found_in(self, name: str, module: nn.Module) -> Iterator[str]:
         if type(module).forward is not self.forwards[name] and not is_marked(type(module).forward):
             yield f"{name}.__class__ ({type(module).__name__})"
-        # Modules are equal where they are the same.
+        # nn.Module compares by identity, so equal dicts hold the same modules.
         for child, found in module._modules.items() if module._modules != self.children[name] else ():
             before = self.children[name].get(child)
             if found is not before and before is not None and not _works_on_entries(found, before):
@@ -110,7 +110,7 @@ class ExchangedFunctions:
 
 
 def follow_names(known: dict[str, nn.Module], modules: Mapping[str, nn.Module]) -> None:
-    """Has a table of modules by name hold others in the place of some of them, with what lies inside."""
+    """Replaces modules, and everything inside of them, in a table of modules by name."""
     for name, module in modules.items():
         if name in known:
             for inner in [inner for inner in known if inner.startswith(f"{name}.")]:
@@ -119,7 +119,7 @@ def follow_names(known: dict[str, nn.Module], modules: Mapping[str, nn.Module]) 
 
 
 def _functions(module: nn.Module) -> dict[str, Any]:
-    """Lists the functions among a module's own attributes."""
+    """Returns the functions among a module's own attributes."""
     return {n: value for n, value in vars(module).items() if callable(value) and n != "forward" and n[0] != "_"}
 
 
@@ -136,7 +136,7 @@ def _is_users(function: Any) -> bool:
 
 
 def _untracked(file: str, functions: dict[str, Any]) -> list[str]:
-    """Lists functions that a file of transformers defines, and that are of other origin."""
+    """Returns the functions that a transformers module defines in its source but that come from elsewhere now."""
     users = [name for name, function in functions.items() if _is_users(function)]
     source = inspect.getsource(sys.modules[file]) if users else ""
     return [name for name in users if f"\ndef {name}(" in source or f"\n{name} = _add_docstr(" in source]
@@ -151,7 +151,7 @@ def _works_on_entries(found: nn.Module | None, before: nn.Module) -> bool:
 
 
 def _is_own(forward: Any, module: nn.Module) -> bool:
-    """Tells whether a forward that was set on a module is that of its class, perhaps inside torch's checkpoint."""
+    """Returns whether a forward set on a module is its class's own, possibly wrapped in torch's checkpoint."""
     while isinstance(forward, partial) and forward.func is checkpoint and forward.args and not is_marked(forward):
         forward = forward.args[0]
     own = getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward

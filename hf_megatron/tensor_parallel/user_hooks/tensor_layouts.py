@@ -1,15 +1,15 @@
-"""The forms in which a rank has the tensors that modules pass on, and how to have them whole.
+"""Layouts of activations (replicated, sequence-sharded, head-sharded, partial), and how to gather and split each.
 
-| form | forward, opened and closed | backward |
+| form | forward of open and close | backward of open and close |
 |---|---|---|
-| `Form` | as it is: every rank has all of it | as it is |
-| `Tokens` | all-gather along the sequence, own part | own part, all-gather |
+| `Form` | identity: replicated | identity |
+| `Tokens` | all-gather along the sequence, keep the local shard | keep the local shard, all-gather |
 | `Columns` | the same along the last dim, for each of its blocks | the same |
-| `Addends` | as it is, of which each rank computes an addend of the gradient | the first rank's alone, all-reduce |
-| `InsideMLP` | `Columns` until the block's row linear has summed | the same |
+| `Heads` | the same along the dim of heads | the same |
+| `Addends` | identity: replicated, with a partial gradient on each rank | keep it on the first rank only, all-reduce |
+| `InsideMLP` | `Columns` until the block's row linear has reduced its output | the same |
 
-Whatever is computed between opening and closing is computed by all ranks alike, from one process's tensors and
-gradients.
+All ranks compute the same between opening and closing, from the tensors and gradients of a single process.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ HEADS_DIM = 1
 
 
 class _OfFirstRank(torch.autograd.Function):
-    """Identity whose gradient, which all ranks compute alike, is counted once in a sum over them."""
+    """Identity whose gradient, identical on all ranks, is counted once in a sum over them."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -42,25 +42,26 @@ class _OfFirstRank(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # Zero on all other ranks: the all-reduce that follows would multiply the gradient by the number of ranks.
         return gradient if ctx.is_first else torch.zeros_like(gradient), None
 
 
 class Form(Shared):
-    """A tensor that every rank has whole, with its whole gradient."""
+    """Replicated tensor with its complete gradient."""
 
     is_split = False
 
     def open(self, tensor: Any) -> Any:
-        """Returns the whole tensor of what a rank has, of any shape."""
+        """Returns the full tensor, given this rank's shard, of any shape."""
         return tensor
 
     def close(self, unsharded: Any) -> Any:
-        """Returns what a rank has of a whole tensor."""
+        """Returns this rank's shard of a full tensor."""
         return unsharded
 
 
 class Logits(Form):
-    """What a vocabulary head returns: logits that may not be computed yet."""
+    """Output of a vocabulary head: logits that may not be computed yet."""
 
     def open(self, tensor: Any) -> Any:
         return tensor.gather(warn=False) if isinstance(tensor, ShardedLogits) else tensor
@@ -68,13 +69,13 @@ class Logits(Form):
 
 @dataclass
 class Tokens(Form):
-    """`[batch, held, ...]` or `[batch * held, ...]` of `[batch, sequence, ...]`."""
+    """Sequence shard `[batch, local, ...]` or `[batch * local, ...]` of `[batch, sequence, ...]`."""
 
     stack: SequenceStack
     is_split = True
 
     def holds(self, tensor: Tensor) -> bool:
-        """Tells whether a tensor `[batch, tokens, ...]` has the tokens of this rank alone."""
+        """Returns whether a tensor `[batch, tokens, ...]` has only the tokens of this rank."""
         group = self.stack.group
         start, stop = bounds(self.stack.length, dist.get_world_size(group), dist.get_rank(group))
         return tensor.shape[self.stack.dim_of_tokens(tensor)] == stop - start != self.stack.length
@@ -82,6 +83,7 @@ class Tokens(Form):
     def open(self, tensor: Tensor) -> Tensor:
         if tensor.dim() == 2:
             return self.open(tensor.view(self.stack.batch, -1, tensor.shape[1])).flatten(0, 1)
+        # [batch, local, ...] -> [batch, sequence, ...]
         return gather_from_ranks(tensor, self.stack.dim_of_tokens(tensor), self.stack.length, self.stack.group)
 
     def close(self, unsharded: Tensor) -> Tensor:
@@ -93,12 +95,13 @@ class Tokens(Form):
                 f"A forward hook made {unsharded.shape[dim]} tokens of {self.stack.length}: with "
                 "sequence_parallel=True each rank has its part of them between layers. Set sequence_parallel=False."
             )
+        # [batch, sequence, ...] -> [batch, local, ...]
         return split_over_ranks(unsharded, dim, self.stack.group)
 
 
 @dataclass
 class Columns(Form):
-    """`[..., held]` of `[..., size]`, in each of `groups` blocks of the last dim."""
+    """Shard `[..., local]` of `[..., size]`, in each of `groups` blocks of the last dim."""
 
     size: int
     group: dist.ProcessGroup
@@ -106,6 +109,7 @@ class Columns(Form):
     is_split = True
 
     def open(self, tensor: Tensor) -> Tensor:
+        # [..., groups * local] -> [..., groups, local] -> [..., groups, size / groups] -> [..., size]
         parts = tensor.unflatten(-1, (self.groups, tensor.shape[-1] // self.groups))
         return gather_from_ranks(parts, -1, self.size // self.groups, self.group).flatten(-2)
 
@@ -116,7 +120,7 @@ class Columns(Form):
 
 @dataclass
 class Heads(Form):
-    """`[batch, heads / tp, ...]` of `[batch, heads, ...]`."""
+    """Head shard `[batch, heads / tp, ...]` of `[batch, heads, ...]`."""
 
     group: dist.ProcessGroup
     is_split = True
@@ -130,7 +134,7 @@ class Heads(Form):
 
 @dataclass
 class Addends(Form):
-    """A whole tensor inside a split block: each rank's gradient of it is an addend."""
+    """Replicated tensor inside a sharded block: each rank has a partial gradient of it."""
 
     group: dist.ProcessGroup
 
@@ -143,7 +147,7 @@ class Addends(Form):
 
 @dataclass
 class InsideMLP(Form):
-    """What an activation function or a dropout of an MLP meets: features before its row linear, its output behind."""
+    """Tensor of an activation function or dropout in an MLP: features before the row linear, the output after it."""
 
     region: UniformRegion
     features: Columns
@@ -182,7 +186,7 @@ def change_input(args: tuple, kwargs: dict[str, Any], change: Callable[[Any], An
 
 
 def change_output(output: Any, first: Callable[[Any], Any], maps: Callable[[Any], Any] | None) -> Any:
-    """Applies `first` to what a module returns, or to the first entry of it, and `maps` to later ones of four dims."""
+    """Applies `first` to a module's output or its first entry, and `maps` to later entries with four dims."""
     if not isinstance(output, tuple):
         return first(output)
     rest = [maps(v) if maps is not None and isinstance(v, Tensor) and v.dim() == 4 else v for v in output[1:]]
