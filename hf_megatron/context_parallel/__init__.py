@@ -1,13 +1,13 @@
-"""Context parallelism: every rank holds some tokens of each row, and attention sees all of them.
+"""Context parallelism: the ranks split every sequence, and attention sees all of its tokens.
 
-| file | holds |
+| file | contents |
 |---|---|
-| `order.py` | which tokens a rank holds: zigzag, by document, in a hierarchy |
-| `exchange.py` | tokens that change ranks: gathered, sent round a ring, exchanged for heads |
-| `masks.py` | which keys a query sees, as intervals, and the blocks that follow from them |
-| `kernels.py` | attention of one block, with the logarithm of its sum |
-| `attention.py` | attention over all of them |
-| `descriptions.py` | transformers' functions of masks, read |
-| `dispatch.py` | what stands before transformers' attention and masks |
-| `stack.py` | where a row is cut and joined |
+| `load_balancing.py` | which tokens a rank holds: zigzag, per document, hierarchical |
+| `token_exchange.py` | collectives over tokens: gather, ring exchange, all-to-all between tokens and heads |
+| `masks.py` | which keys a query sees, as intervals, and the attention blocks that follow from them |
+| `kernels.py` | attention of one block, with its logsumexp |
+| `attention.py` | attention over the full sequence |
+| `mask_specs.py` | conversion of transformers' mask functions |
+| `attention_dispatch.py` | wrappers of transformers' attention and mask functions |
+| `sequence_split.py` | where a sequence is split and gathered |
 """

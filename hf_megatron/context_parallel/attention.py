@@ -1,12 +1,12 @@
-"""Attention over tokens that lie on several ranks, by the names of Megatron's `cp_comm_type`.
+"""Attention over tokens that are split over ranks; schemes have the names of Megatron's `cp_comm_type`.
 
-    a2a           heads are exchanged for tokens and back: each rank sees all tokens of some heads (Ulysses)
-    p2p           keys and values go round a ring; each rank puts together what its queries see (Ring Attention)
-    a2a+p2p       heads among neighbours, then a ring of such groups
-    all_gather    keys and values are gathered, and their gradients summed
+    a2a           all-to-all between heads and tokens: each rank sees all tokens of some heads (Ulysses)
+    p2p           keys and values are passed round a ring; each rank merges the blocks its queries see (Ring Attention)
+    a2a+p2p       all-to-all among neighbors, then a ring of such groups
+    all_gather    keys and values are all-gathered, and their gradients reduce-scattered
 
-One function computes all of them: after heads were exchanged, what is left is a ring of one rank or more. Keys are sent
-before the block at hand is computed and waited for after it; their gradients travel one block behind them.
+One function computes all of them: after the all-to-all, a ring of one or more ranks remains. Keys and values are sent
+before the current block is computed and received after it; their gradients follow one step later.
 """
 
 from dataclasses import dataclass, field
@@ -27,13 +27,13 @@ from .token_exchange import Passing, gather_tokens, take_tokens, to_heads, to_to
 
 @dataclass(frozen=True)
 class ContextGroups:
-    """The ranks that share a row.
+    """Process groups of the ranks that split a sequence.
 
     Args:
-        heads (`ProcessGroup`, *optional*): neighbours that exchange heads for tokens.
-        ring (`ProcessGroup`, *optional*): ranks between which keys and values go.
-        gathers (`bool`): keys and values are gathered over the ring at once.
-        all (`ProcessGroup`, *optional*): all of them.
+        heads (`ProcessGroup`, *optional*): neighbors that exchange heads for tokens by all-to-all.
+        ring (`ProcessGroup`, *optional*): ranks that pass keys and values round a ring.
+        gathers (`bool`): keys and values are all-gathered over the ring instead.
+        all (`ProcessGroup`, *optional*): all ranks that split the sequence.
     """
 
     heads: dist.ProcessGroup | None = None
@@ -55,33 +55,33 @@ class ContextGroups:
 
     @property
     def rank(self) -> int:
-        """Place among all ranks that share a row; neighbours exchange heads."""
+        """Rank among all that split the sequence; ranks of a head group are consecutive."""
         return self.ring_rank * self.head_ranks + (0 if self.heads is None else dist.get_rank(self.heads))
 
     def order(self, length: int, documents: tuple[int, ...] = ()) -> tuple[SequenceOrder, SequenceOrder]:
-        """Returns what the ranks of the ring hold of a row once heads are exchanged, and what every rank holds."""
+        """Returns the tokens of each ring position after the all-to-all, and the tokens of every rank before it."""
         ring = SequenceOrder.zigzag(length, self.ring_ranks, documents)
         return ring, ring.divided(self.head_ranks)
 
 
 @dataclass(eq=False)
 class SharedSample:
-    """One row's way over the ranks, the same for all layers of a forward.
+    """Distribution of a sequence over the ranks, shared by all layers of a forward.
 
     Args:
-        groups: the ranks.
-        length (`int`): tokens of the row.
-        documents: tokens at which another document begins.
+        groups: the process groups.
+        length (`int`): tokens of the full sequence.
+        documents: tokens at which another packed document begins.
     """
 
     groups: ContextGroups
     length: int
     documents: tuple[int, ...] = ()
     _blocks: dict[tuple[SequenceMask, int], list[MaskBlock]] = field(default_factory=dict)
-    # With the whole ones, whose number no other tensor gets meanwhile.
+    # Keyed by id, with a reference to the full tensor, so that the id is not reused meanwhile.
     _own: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _unsharded: dict[int, Tensor] = field(default_factory=dict)
-    # Names of what the model was called with, which attention functions are handed and none of them reads.
+    # Names of the model's keyword arguments, which attention functions receive but do not read.
     handed_on: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -89,25 +89,26 @@ class SharedSample:
 
     @property
     def sizes_of_neighbours(self) -> tuple[int, ...]:
-        """Tokens of the ranks that exchange heads."""
+        """Number of tokens on each rank of the head group."""
         first = self.groups.ring_rank * self.groups.head_ranks
         return self.order.sizes[first : first + self.groups.head_ranks]
 
     def own(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """Returns this rank's entries of what has one for each token in a dim; others stay as they are."""
+        """Returns this rank's tokens of a tensor with one entry per token in `dim`; returns other tensors as is."""
         if tensor.dim() <= dim or tensor.shape[dim] != self.length:
             return tensor
         if id(tensor) not in self._own:
+            # Cached: all layers get the same position ids and embeddings, [..., length, ...] -> [..., local, ...].
             part = take_tokens(tensor, dim, self.order, self.groups.rank)
             self._own[id(tensor)], self._unsharded[id(part)] = (tensor, part), tensor
         return self._own[id(tensor)][1]
 
     def unsharded(self, part: Tensor) -> Tensor:
-        """Returns what `own` has cut; other tensors stay as they are."""
+        """Returns the full tensor that `own` has sliced; other tensors are returned as is."""
         return self._unsharded.get(id(part), part)
 
     def blocks(self, mask: SequenceMask, other: int) -> list[MaskBlock]:
-        """Returns the blocks of this rank's queries and the keys of another rank of the ring."""
+        """Returns the attention blocks of this rank's queries and the keys of ring rank `other`."""
         key = mask, other
         if key not in self._blocks:
             keys = ((0, self.length),) if self.groups.gathers else self.ring.parts[other]
@@ -116,7 +117,7 @@ class SharedSample:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention of this rank's queries and the keys of a ring, `[batch, heads, held, width]` all."""
+    """Attention of this rank's queries over the keys of a ring, `[batch, heads, local, width]` each."""
 
     @staticmethod
     def forward(
@@ -129,11 +130,14 @@ class _Attention(torch.autograd.Function):
         mask: SequenceMask,
         kernel: Kernel,
     ) -> Tensor:
+        # fp32 accumulators: output [batch, heads, local, width] and logsumexp [batch, heads, local].
         precise = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros(q.shape, dtype=precise)
         lse = q.new_full(q.shape[:-1], -torch.inf, dtype=precise)
+        # Each step merges one ring rank's keys and values into the running softmax.
         for other, keys, values in _around(row, k, v):
             kernel.add_forward(out, lse, q, keys, values, row.blocks(mask, other))
+        # A sink only enlarges the softmax denominator: rescale the output accordingly.
         if sinks is not None:
             with_sinks = torch.logaddexp(lse, sinks.to(precise).view(1, -1, 1))
             out *= torch.exp(lse - with_sinks).unsqueeze(-1)
@@ -151,6 +155,7 @@ class _Attention(torch.autograd.Function):
         gradient = gradient.contiguous()
         precise = lse.dtype
         dq = torch.zeros_like(q, dtype=precise)
+        # dq stays local; dk and dv of each ring rank's keys travel round the ring to that rank.
         travelling = _Travelling(row, k, v, precise)
         for other, keys, values in _around(row, k, v):
             dk, dv = torch.zeros_like(keys, dtype=precise), torch.zeros_like(values, dtype=precise)
@@ -159,7 +164,7 @@ class _Attention(torch.autograd.Function):
         dk, dv = travelling.home()
         dsinks = None
         if sinks is not None:
-            # Terms of all queries and both signs.
+            # In float64: the sum over all queries has terms of both signs.
             along = (gradient.double() * out.double()).sum(-1)
             weight = torch.exp(sinks.double().view(1, -1, 1) - lse.double())
             dsinks = -(weight * along).sum((0, 2)).to(sinks.dtype)
@@ -167,11 +172,13 @@ class _Attention(torch.autograd.Function):
 
 
 def _around(row: SharedSample, k: Tensor, v: Tensor) -> Any:
-    """Yields every rank of the ring with its keys and values; those of the next are on their way meanwhile."""
+    """Yields every ring rank with its keys and values, while the next rank's are being received."""
     groups, rank = row.groups, row.groups.ring_rank
     ranks = 1 if groups.gathers else groups.ring_ranks
+    # Keys and values travel as one flat tensor; the ranks may hold different numbers of tokens.
     flat: Tensor = torch.cat([k.reshape(-1), v.reshape(-1)]) if ranks > 1 else k
     for step in range(ranks):
+        # At each step the tensor is sent to the next rank, so the keys come from ever earlier ranks.
         other = (rank - step) % groups.ring_ranks
         passing = None
         if step + 1 < ranks:
@@ -191,7 +198,7 @@ def _numel(row: SharedSample, rank: int, like: Tensor) -> int:
 
 
 def _unpacked(row: SharedSample, rank: int, flat: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Reads a rank's keys and values, shaped as others' but for their number of tokens, out of what came."""
+    """Unpacks a rank's keys and values `[batch, heads, local, width]` from the received flat tensor."""
     held = row.ring.sizes[rank]
     first = _numel(row, rank, k)
     return (
@@ -201,7 +208,7 @@ def _unpacked(row: SharedSample, rank: int, flat: Tensor, k: Tensor, v: Tensor) 
 
 
 class _Travelling:
-    """The gradients of keys and values, which follow them round the ring and end where they came from."""
+    """Gradients of keys and values, which follow them round the ring and end on the rank that owns the keys."""
 
     def __init__(self, row: SharedSample, k: Tensor, v: Tensor, dtype: torch.dtype):
         self.row, self.k, self.v, self.dtype = row, k, v, dtype
@@ -210,22 +217,23 @@ class _Travelling:
         self.ranks = 1 if row.groups.gathers else row.groups.ring_ranks
 
     def add(self, rank: int, dk: Tensor, dv: Tensor) -> None:
-        """Adds this rank's part to the gradients of a rank's keys and values, and sends them on."""
+        """Adds this rank's contribution to the gradients of a ring rank's keys and values, and sends them on."""
         if self.ranks == 1:
             self.own = dk, dv
             return
         flat = torch.cat([dk.reshape(-1), dv.reshape(-1)])
+        # Add the gradient that earlier ring ranks have accumulated for the same keys.
         if self.passing is not None:
             flat += self.passing.wait()
         following = (rank - 1) % self.ranks
         size = _numel(self.row, following, self.k) + _numel(self.row, following, self.v)
         assert self.row.groups.ring is not None
         self.passing = Passing(flat, size, self.row.groups.ring)
-        # Kept until it has left.
+        # Referenced until it is sent.
         self._sent = flat
 
     def home(self) -> tuple[Tensor, Tensor]:
-        """Returns the gradients of this rank's own keys and values."""
+        """Returns the complete gradients of this rank's own keys and values."""
         if self.own is not None:
             return self.own
         assert self.passing is not None
@@ -235,29 +243,33 @@ class _Travelling:
 def context_attention(
     q: Tensor, k: Tensor, v: Tensor, row: SharedSample, mask: SequenceMask, kernel: Kernel, sinks: Tensor | None = None
 ) -> Tensor:
-    """Computes attention of the tokens that this rank holds, `[batch, heads, held, width]`, over the whole row.
+    """Computes attention of this rank's tokens, `[batch, heads, local, width]`, over the full sequence.
 
     Args:
         q, k, v: keys and values may have fewer heads than queries, and values another width.
-        row: where the tokens lie.
+        row: distribution of the sequence over the ranks.
         mask: which keys a query sees.
-        sinks (`Tensor`, *optional*): `[heads]`, a score that takes weight and gives nothing (gpt-oss).
+        sinks (`Tensor`, *optional*): `[heads]`, scores that get softmax weight but have no value (gpt-oss).
     """
     groups, width = row.groups, v.shape[-1]
-    # A kernel has one width; zeros of values come out as zeros.
+    # Kernels support a single width; zero-padded values give zeros, which are cut off at the end.
     v = F.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v
     if groups.heads is not None:
         ranks, tokens = groups.head_ranks, row.sizes_of_neighbours
+        # Repeat key/value heads until the ranks divide them, as with fewer heads than ranks.
         copies = lcm(k.shape[1], ranks) // k.shape[1]
         if copies > 1:
             k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
+        # All-to-all: [batch, heads, local, width] -> [batch, heads / ranks, tokens of the head group, width].
         q, k, v = (to_heads(tensor, tokens, groups.heads) for tensor in (q, k, v))
         if sinks is not None:
             sinks = sinks.chunk(ranks)[dist.get_rank(groups.heads)]
     if groups.gathers and groups.ring is not None:
+        # [batch, heads, local, width] -> [batch, heads, length, width]; the backward reduce-scatters the gradients.
         k, v = (gather_tokens(tensor, 2, row.ring, groups.ring) for tensor in (k, v))
     out = _Attention.apply(q, k, v, sinks, row, mask, kernel)
     if groups.heads is not None:
+        # Back to this rank's tokens of all heads: [batch, heads, local, width].
         out = to_tokens(out, row.sizes_of_neighbours, groups.heads)
     return out[..., :width]
 
@@ -265,12 +277,14 @@ def context_attention(
 def with_blind_queries(
     out: Tensor, q: Tensor, k: Tensor, v: Tensor, row: SharedSample, blind: Tensor, kernel: Kernel
 ) -> Tensor:
-    """Gives queries that see no key what eager attention makes of them, where `blind` `[batch or 1, held]` is true.
+    """Replaces the output of queries that see no key (`blind`, `[batch or 1, local]`) by the one of eager attention.
 
-    Eager attention adds the least number there is to every score: all keys of the row count alike, also padding and
-    what comes later, and gradients flow through the scores that the sum has lost. `[batch, heads, held, width]` all.
+    Eager attention adds the lowest finite value to every score of such a query: all keys of the sequence get equal
+    weight, including padding and later ones, and gradients flow through the scores that rounding has lost. Shapes are
+    `[batch, heads, local, width]`.
     """
     assert row.groups.all is not None
+    # Gather the full keys and values: only blind queries are computed, over all keys.
     k, v = (gather_tokens(tensor, 2, row.order, row.groups.all) for tensor in (k, v))
     blind = blind.to(q.device)
     places = blind.any(0).nonzero().flatten()

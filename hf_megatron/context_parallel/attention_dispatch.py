@@ -1,6 +1,7 @@
-"""What stands before transformers' attention and mask functions: tokens that lie on several ranks go another way.
+"""Wrappers of transformers' attention and mask functions that handle tokens split over ranks.
 
-The user's choice of implementation keeps its name, by which models branch; other models of the process see stock.
+The user's choice of implementation keeps its name, by which models branch; other models in the process are not
+affected.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from .attention import context_attention, with_blind_queries
 from .kernels import Kernel
 from .mask_specs import ContextMask, describe_mask
 
-# Arguments of attention functions that are read here, or say what the mask says already.
+# Arguments of attention functions that are read here or repeat what the mask contains.
 _KNOWN = frozenset(
     (
         *("scaling", "dropout", "softcap", "s_aux", "sliding_window", "is_causal", "position_ids", "seq_idx"),
@@ -30,12 +31,12 @@ _KNOWN = frozenset(
 
 
 def attention_function(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Callable:
-    """Returns an attention function that takes whole rows, and those that lie on several ranks."""
+    """Returns an attention function for full sequences as well as sequences that are split over ranks."""
     return recomputing(partial(_attend, original(self, *args, **kwargs)))
 
 
 def mask_function(original: Callable, self: Any, name: str) -> Any:
-    """Returns stock's function of masks, or one that describes them where a row under way lies on several ranks."""
+    """Returns the stock mask function, or one that describes the mask if the current sequence is split over ranks."""
     found = original(self, name)
     if type(self).__name__ != "AttentionMaskInterface":
         return found
@@ -76,7 +77,7 @@ def _describe(
         **kwargs,
     )
     if attention_mask is not None and attention_mask.shape[0] != batch_size:
-        # One process says what is wrong with it.
+        # The stock function raises its own error.
         return stocks()
     mask = describe_mask(mask_function, batch_size, q_length, attention_mask)
     row = stack.row_of(q_length, mask.borders)
@@ -93,6 +94,7 @@ def _attend(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
+    # Not one of our masks: reject it if queries are local tokens only.
     if not isinstance(attention_mask, ContextMask):
         stack = RUNTIME.context
         if stack is not None and stack.has_parts and module not in stack.modality_encoders:
@@ -123,16 +125,18 @@ def _attend(
     query, key, value = _autocast(query, key, value)
     scale = kwargs.get("scaling")
     kernel = Kernel(query.shape[-1] ** -0.5 if scale is None else float(scale), kwargs.get("softcap"))
+    # [batch, heads, local, width] each.
     row, sinks, blind = attention_mask.row, kwargs.get("s_aux"), attention_mask.blind
     out = context_attention(query, key, value, row, attention_mask.mask, kernel, sinks)
-    # What sees a sink alone gets nothing from eager attention either.
+    # With a sink, eager attention returns zeros for such queries as well.
     if blind is not None and sinks is None:
         out = with_blind_queries(out, query, key, value, row, row.own(blind), kernel)
+    # transformers expects [batch, local, heads, width].
     return out.transpose(1, 2).contiguous(), None
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Casts queries, keys and values of any shape as autocast does before attention of torch."""
+    """Casts queries, keys and values of any shape as autocast does before torch's attention."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors

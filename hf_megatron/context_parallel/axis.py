@@ -23,14 +23,14 @@ from .sequence_split import ContextStack
 from .user_hook_checks import UserHookChecks
 
 NAME = "cp"
-# What knows which tokens of a row each rank has.
+# Key of the `ContextStack`, which knows each rank's tokens of a sequence.
 STACK = "context stack"
-# Of a layer, those with an entry for each token.
+# Arguments of a layer with one entry per token.
 _ARGUMENTS = ("position_ids", "position_embeddings", "moe_mm_token_type_ids")
 
 
 def place(model: Any, state: ParallelState) -> None:
-    """Has gradients added up over the ranks that share rows, on the way of those that dp ranks average."""
+    """Plans context parallelism: gradients averaged over dp are averaged over dp and cp."""
     if state.axes.size(NAME) == 1:
         return
     if state.spec.cp.no_context_parallel is not None:
@@ -47,14 +47,14 @@ def place(model: Any, state: ParallelState) -> None:
         if sharding.gradient.average == "dp":
             rule = dataclasses.replace(sharding.gradient, average="dp_cp")
             state.shardings[name] = dataclasses.replace(sharding, gradient=rule)
-    # A pipeline takes layers away later.
+    # A pipeline removes layers later.
     layers = find_layers(model, state.spec, "cp_size")
     full_sequence_blocks = find_full_sequence_blocks(model, state.spec, layers)
     state.placed[NAME] = layers, full_sequence_blocks
 
 
 def install(model: Any, state: ParallelState) -> None:
-    """Cuts rows before the first layer and joins them behind the last one, or not before the loss."""
+    """Installs the split before the first layer, and the gather after the last one or, with labels, after the loss."""
     ranks = state.axes.size(NAME)
     if ranks == 1:
         return
@@ -71,6 +71,7 @@ def install(model: Any, state: ParallelState) -> None:
     state.full_sequence_fns.append((name, stack.on_full_sequence))
     modules, regions = dict(model.named_modules()), state.placed.get(REGIONS)
     for block in full_sequence_blocks & modules.keys():
+        # Blocks that mix tokens outside of attention: each rank computes some heads of the full sequence, or all of it.
         heads = heads_to_share(modules[block], block, state)
         region = regions.uniform.get(block) if regions is not None else None
         around = FullSequenceBlock(stack, block, region) if heads is None else SharedHeadBlock(stack, block, heads)
@@ -82,7 +83,7 @@ def install(model: Any, state: ParallelState) -> None:
         return stack.leave_stage(hidden if leaving is None else leaving(hidden, layers))
 
     state.leaving = leave_stage
-    # Sequence parallelism splits what a rank has of a row.
+    # Sequence parallelism splits a rank's tokens further: gather over tp first, then over cp.
     within = state.loss.join_tokens
     state.loss.join_tokens = lambda part: stack.gather_token_outputs(within(part))
     OutputChecks(
@@ -96,7 +97,7 @@ def install(model: Any, state: ParallelState) -> None:
 
 
 def context_groups(state: ParallelState) -> ContextGroups:
-    """Returns the groups of ranks that a model's scheme exchanges tokens in; every rank calls it."""
+    """Returns the process groups of a model's `cp_comm_type`; collective."""
     mesh, scheme = state.mesh, state.config.cp_comm_type
     everyone = mesh.group(NAME)
     if scheme == "a2a":
@@ -107,9 +108,9 @@ def context_groups(state: ParallelState) -> ContextGroups:
 
 
 def place_head(model: Any, state: ParallelState, stack: ContextStack, layers: str) -> UserHookChecks:
-    """Has a linear head compute its loss from the tokens of each rank; others get whole rows.
+    """Sets up a linear head to compute the loss of each rank's tokens only; other heads get full sequences.
 
-    With tensor parallelism it may be a vocab-parallel one already. Returns what looks for users' functions.
+    With tensor parallelism the head may be vocab-parallel already. Returns the checks of user hooks.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, VocabParallelHead):

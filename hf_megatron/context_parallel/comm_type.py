@@ -1,4 +1,4 @@
-"""Which scheme of attention over several ranks a model gets where its layout leaves that open."""
+"""Default communication scheme of context parallel attention."""
 
 import dataclasses
 from typing import Any
@@ -8,10 +8,10 @@ from ..errors import ConfigError
 
 
 def with_scheme(config: MegatronConfig, model_config: Any) -> MegatronConfig:
-    """Returns a layout whose `cp_comm_type` and sizes are stated, for a model of this config.
+    """Returns a config with `cp_comm_type` and its group sizes filled in, for a model of this config.
 
-    Exchanging heads shares attention out evenly whatever the mask, and sends least, but needs heads enough: as many
-    ranks as the key and value heads divide by exchange them, and the others are a ring.
+    All-to-all over heads balances attention for any mask and sends least, but needs enough heads: as many ranks as the
+    key/value heads divide by exchange heads, and the remaining factor of cp_size is a ring.
 
     Raises:
         ConfigError: heads that the ranks cannot share.
@@ -19,7 +19,7 @@ def with_scheme(config: MegatronConfig, model_config: Any) -> MegatronConfig:
     if config.cp_size == 1:
         return config
     text = model_config.get_text_config()
-    # Without attention there is nothing to share out.
+    # A model without attention has no heads to share.
     heads = getattr(text, "num_attention_heads", None) or config.tp_size * config.cp_size
     groups = getattr(text, "num_key_value_heads", None) or heads
     heads, groups = (max(count // config.tp_size, 1) for count in (heads, groups))
@@ -31,7 +31,7 @@ def with_scheme(config: MegatronConfig, model_config: Any) -> MegatronConfig:
             f"attention heads of a tp rank; valid cp_size: divisors of {heads}. Or use 'p2p'."
         )
     if scheme == "a2a+p2p" and sizes is None:
-        # Both of the schemes that it is named after.
+        # Both schemes in the name must have more than one rank.
         inner = max((size for size in fitting if 1 < size < config.cp_size), default=None)
         if inner is None:
             raise ConfigError(

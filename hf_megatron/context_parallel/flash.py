@@ -1,7 +1,8 @@
-"""torch's own flash kernels, called for what they return beside attention: the logarithms of its sums.
+"""torch's flash kernels, called directly for the logsumexp that they return in addition to attention.
 
-A block's backward takes the output and logarithms of all keys (Dao, FlashAttention, 3.1). On CPUs there is a kernel of
-equal lengths; where blocks are joined it is called for each. On CUDA one call computes rows of unequal length.
+A block's backward takes the output and logsumexp over all keys (FlashAttention paper by Dao, section 3.1). The CPU
+kernel takes equal lengths, so varlen blocks are computed one by one; on CUDA one call computes sequences of unequal
+length.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from torch import Tensor
 def flash_forward_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns attention `[batch, heads, queries, width]` and the logarithm of its sums; `mask` is added to scores."""
+    """Returns attention `[batch, heads, queries, width]` and its logsumexp; `mask` is added to the scores."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
 
@@ -30,15 +31,15 @@ def flash_backward_on_cpu(
     mask: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k and v for `out` and `lse`, which may be those of more keys than are given."""
+    """Returns the gradients of q, k and v for `out` and `lse`, which may cover more keys than `k` and `v`."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return flash(gradient, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
 
 
 def has_flash_of_joined(q: Tensor) -> bool:
-    """Tells whether torch's flash kernel for rows of unequal length takes `[..., width]`.
+    """Returns whether torch's varlen flash kernel supports `[..., width]`.
 
-    ROCm's pads its logarithms (pytorch#187872).
+    ROCm's kernel pads its logsumexp (pytorch#187872).
     """
     is_half = q.dtype in (torch.float16, torch.bfloat16)
     width = q.shape[-1]
@@ -48,11 +49,11 @@ def has_flash_of_joined(q: Tensor) -> bool:
 def flash_forward_of_joined(
     q: Tensor, k: Tensor, v: Tensor, *, edges: tuple[list[int], list[int]], causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns attention `[tokens, heads, width]` and the logarithm of its sums `[tokens, heads]`.
+    """Returns attention `[tokens, heads, width]` and its logsumexp `[tokens, heads]`, for several blocks at once.
 
     Args:
-        q, k, v: `[tokens, heads, width]`, keys and values of fewer heads maybe.
-        edges: where the queries and the keys of each block begin, and where the last one's end.
+        q, k, v: `[tokens, heads, width]`; keys and values may have fewer heads.
+        edges: cumulative lengths of the blocks' queries and keys, from 0 to the total.
     """
     if q.device.type == "cpu":
         blocks = _blocks_apart((q, k, v), edges)
@@ -80,7 +81,7 @@ def flash_backward_of_joined(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients of q, k and v, `[tokens, heads, width]`; `out` and `lse` may be those of more keys."""
+    """Returns the gradients of q, k and v, `[tokens, heads, width]`; `out` and `lse` may cover more keys."""
     if q.device.type == "cpu":
         of_queries = _blocks_apart((gradient, out, lse.unsqueeze(-1)), (edges[0], edges[0]))
         parts = [
@@ -91,7 +92,7 @@ def flash_backward_of_joined(
         ]
         return tuple(torch.cat([part[0].transpose(0, 1) for part in column]) for column in zip(*parts, strict=True))
     places, longest = _flash_edges(edges, q.device)
-    # Of dropout, which there is none of.
+    # Philox state of dropout, which is not used.
     state = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros((), dtype=torch.uint64, device=q.device)
     flash = torch.ops.aten._flash_attention_backward
     logarithm = lse.transpose(0, 1).contiguous()
@@ -101,7 +102,7 @@ def flash_backward_of_joined(
 def _blocks_apart(
     tensors: tuple[Tensor, Tensor, Tensor], edges: tuple[list[int], list[int]]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yields each block's `[1, heads, tokens, width]`; the first tensor has the first edges, the others the second."""
+    """Yields each block as `[1, heads, tokens, width]`; the first tensor has the first edges, the others the second."""
     for number in range(len(edges[0]) - 1):
         kinds = edges[0], edges[1], edges[1]
         first, second, third = (
@@ -112,5 +113,6 @@ def _blocks_apart(
 
 
 def _flash_edges(edges: tuple[list[int], list[int]], device: torch.device) -> tuple[list[Tensor], list[int]]:
+    # Cumulative lengths on the device, and the longest block of each kind.
     places = [torch.tensor(one, dtype=torch.int32, device=device) for one in edges]
     return places, [max(stop - start for start, stop in pairwise(one)) for one in edges]

@@ -1,9 +1,9 @@
-"""Blocks in which tokens meet otherwise than in transformers' attention functions: computed on whole rows.
+"""Blocks that mix tokens outside of transformers' attention functions: computed on full sequences.
 
-    x/cp --gather--> block, with the mask, positions and arguments of the whole row --own tokens--> x/cp
+    x/cp --gather--> block, with mask, positions and arguments of the full sequence --own tokens--> x/cp
 
-Every rank computes the whole block: right for any, and no faster. What its weights' gradients are of is each rank's own
-tokens of the output, so that they add up as all others do.
+Every rank computes the complete block: correct for any block, but not faster. Each rank's weight gradients come from
+its own tokens of the output, so they accumulate like all other gradients.
 """
 
 import inspect
@@ -23,12 +23,12 @@ _TOKENS = 1
 
 
 class FullSequenceBlock(Shared):
-    """The hooks around one block.
+    """Hooks around one block.
 
     Args:
         name (`str`): of the block.
-        region (`UniformRegion`, *optional*): of a block whose row linear splits the sequence over tp again: it is what
-            leaves the whole row.
+        region (`UniformRegion`, *optional*): of a block whose row linear splits the sequence over tp: the region then
+            keeps this rank's tokens, before its reduce-scatter.
     """
 
     def __init__(self, stack: ContextStack, name: str, region: UniformRegion | None = None):
@@ -39,7 +39,7 @@ class FullSequenceBlock(Shared):
 
     def install(self, block: nn.Module) -> None:
         self.names = tuple(inspect.signature(block.forward).parameters)
-        # Inside of what sequence parallelism does to its inputs and outputs.
+        # Inner hooks: sequence parallelism gathers the inputs before them and splits the outputs after them.
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
         block.register_forward_hook(self._leave, prepend=True, always_call=True)
 
@@ -55,11 +55,13 @@ class FullSequenceBlock(Shared):
             if isinstance(value, ContextMask):
                 return value.dense
             if type(value) is dict:
-                # Masks of several kinds, as ZAYA's layers take them.
+                # Masks of several kinds, as in ZAYA's layers.
                 return {kind: unsharded(name, part) for kind, part in value.items()}
-            # The residual stream comes along where the block adds to it. Of short rows others have its length too.
+            # A block that adds to the residual stream gets it as a further argument. In short sequences other tensors
+            # may have the same shape; they were sliced by `row.own`, which knows their full version.
             is_hidden = isinstance(value, Tensor) and value.is_floating_point() and value.shape == hidden.shape
             if is_hidden and row.unsharded(value) is value:
+                # [batch, local, hidden] -> [batch, length, hidden]; the backward reduce-scatters the gradient.
                 return gather_tokens(value, _TOKENS, row.order, stack.group)
             return mapped(value, row.unsharded)
 
@@ -73,17 +75,17 @@ class FullSequenceBlock(Shared):
             return None
         stack.full_sequence_blocks.remove(self.name)
         if output is None:
-            # It has raised.
+            # The block has raised.
             return None
         if self.is_split:
             return None
-        # What else it returns goes to such blocks of later layers.
+        # Further outputs go to such blocks in later layers, on full sequences.
         return self.own_tokens(output) if isinstance(output, Tensor) else (self.own_tokens(output[0]), *output[1:])
 
     def _own_of_sum(self, partial_output: Tensor) -> Tensor:
         return self.own_tokens(partial_output) if self.name in self.stack.full_sequence_blocks else partial_output
 
     def own_tokens(self, hidden: Tensor) -> Tensor:
-        """Returns what this rank keeps of the block's output `[batch, sequence, hidden]`."""
+        """Returns this rank's tokens of the block's output: `[batch, length, hidden]` -> `[batch, local, hidden]`."""
         assert self.stack.row is not None
         return take_tokens(hidden, _TOKENS, self.stack.row.order, self.stack.groups.rank)

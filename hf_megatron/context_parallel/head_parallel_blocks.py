@@ -1,9 +1,9 @@
-"""Blocks on whole rows of which each rank computes some heads (Megatron's Mamba context parallel).
+"""Blocks on full sequences in which each rank computes some heads (Megatron's Mamba context parallelism).
 
-    x/cp --gather--> block with the weights of some heads, on the whole row --sum, own tokens--> x/cp
+    x/cp --gather--> block with the weights of some heads, on the full sequence --reduce-scatter--> x/cp
 
-A rank has all weights and computes with its heads' part of them, so that a block's compute is shared out whatever its
-tokens do among each other. Gradients of the other heads' weights are zeros, and those of all ranks add up.
+A rank holds all weights and computes with the slices of its heads, which splits the block's compute however it mixes
+tokens. The gradients of the other heads' weights are zero; the sum over ranks is complete.
 """
 
 from typing import Any
@@ -24,11 +24,11 @@ _TOKENS = 1
 
 
 def heads_to_share(block: nn.Module, name: str, state: ParallelState) -> HeadBlock | None:
-    """Returns how a block's heads are shared out over the ranks of a row; `None` where they are not."""
+    """Returns the head layout of a block whose heads can be split over the cp ranks, or `None`."""
     known = state.spec.cp.head_sharded_blocks.get(generic(name))
     if known is None or not divides(block, known, state.axes.size("cp")):
         return None
-    # Weights of which tp ranks have parts, or parts of the gradient, are cut with no regard to heads.
+    # Weights that are sharded over tp, or have partial gradients, are split without regard to heads.
     parts = {generic(weight) for weight, sharding in state.shardings.items() if _has_parts(sharding, state.axes)}
     return None if any(generic(f"{name}.{own}") in parts for own, _ in block.named_parameters()) else known
 
@@ -38,7 +38,7 @@ def _has_parts(sharding: ParameterSharding, axes: Axes) -> bool:
 
 
 class SharedHeadBlock(FullSequenceBlock):
-    """The hooks around one block, and the heads of this rank while it computes.
+    """Hooks around one block, which also select this rank's heads while it computes.
 
     Args:
         name (`str`): of the block.
@@ -64,4 +64,5 @@ class SharedHeadBlock(FullSequenceBlock):
     def own_tokens(self, hidden: Tensor) -> Tensor:
         row = self.stack.row
         assert row is not None
+        # Each rank's heads give a partial sum: [batch, length, hidden] -> reduce-scatter -> [batch, local, hidden].
         return scatter_tokens(hidden, _TOKENS, row.order, self.stack.group)

@@ -1,8 +1,8 @@
-"""Attention of one block of queries and keys, with the logarithm of what its softmax divides by.
+"""Attention of one block of queries and keys, with its logsumexp (the log of the softmax denominator).
 
-Blocks are put together by that: `add_block` weighs what two blocks of keys gave the same queries. Backward needs no
-block's own logarithm but that of all keys (Dao, FlashAttention, 3.1), so a block's gradients are those of one call with
-all of them.
+Blocks are merged by their logsumexp: `add_block` weights the outputs of two blocks of keys for the same queries.
+Backward uses the logsumexp over all keys instead of a block's own (FlashAttention paper by Dao, section 3.1), so a
+block's gradients equal its share of a single call with all keys.
 """
 
 import math
@@ -29,13 +29,13 @@ _NOTHING = -math.inf
 
 @dataclass(frozen=True)
 class Kernel:
-    """How scores become weights.
+    """Computes attention weights from queries and keys.
 
     Args:
-        scale (`float`): of the products of queries and keys.
+        scale (`float`): factor of the products of queries and keys.
         softcap (`float`, *optional*): scores are `softcap * tanh(score / softcap)`.
-        joins (`bool`, *optional*): blocks without a mask are computed by one call of a flash kernel for rows of unequal
-            length. By default where there is one for a device and its numbers.
+        joins (`bool`, *optional*): compute all blocks without a mask in one call of a varlen flash kernel. By default
+            if there is one for the device and dtype.
     """
 
     scale: float
@@ -45,7 +45,7 @@ class Kernel:
     def add_forward(
         self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[MaskBlock]
     ) -> None:
-        """Adds what blocks give to `out` `[batch, heads, queries, width]` and `lse` `[batch, heads, queries]`."""
+        """Merges blocks into `out` `[batch, heads, queries, width]` and `lse` `[batch, heads, queries]`, in place."""
         groups, single = grouped(blocks, len(q)) if self._joins(q) else ([], blocks)
         for group in groups:
             parts = flash_forward_of_joined(
@@ -74,9 +74,10 @@ class Kernel:
         lse: Tensor,
         blocks: Sequence[MaskBlock],
     ) -> None:
-        """Adds the gradients of q, k and v that come from blocks; `given` is that of `out`, which is of all keys."""
+        """Adds the blocks' gradients of q, k and v in place; `given` is the gradient of `out`, over all keys."""
         groups, single = grouped(blocks, len(q)) if self._joins(q) else ([], blocks)
         for group in groups:
+            # [batch, heads, tokens, width] -> [tokens of all blocks, heads, width]
             of_queries = (group.joined(tensor, group.queries) for tensor in (given, q, out, _finite(lse)))
             given_parts, queries, outs, logarithms = of_queries
             parts = flash_backward_of_joined(
@@ -99,11 +100,11 @@ class Kernel:
                 tokens_of(unsharded, place).add_(part)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns the output `[batch, heads, queries, width]` and its logarithm `[batch, heads, queries]`.
+        """Returns the output `[batch, heads, queries, width]` and its logsumexp `[batch, heads, queries]`.
 
         Args:
             q, k, v: `[batch, heads, tokens, width]`; keys and values may have fewer heads.
-            causal: a query sees keys up to its own place.
+            causal: a query sees keys up to its own position.
             mask: `[batch or 1, 1, queries, keys]`, true where a query sees a key.
         """
         mask = _sibling(mask, q)
@@ -113,7 +114,7 @@ class Kernel:
             parts = [self._forward_tile(q, k, v, tile, causal, mask) for tile in _tiles(q)]
             out, lse = (torch.cat(tensors, 2) for tensors in zip(*parts, strict=True))
         if mask is not None:
-            # Queries without a key have no weight in what is put together.
+            # Queries without a key get zero weight in the merge.
             sees = mask.any(-1)
             lse = lse.masked_fill(~sees, _NOTHING)
             out = out.masked_fill(~sees.unsqueeze(-1), 0)
@@ -131,21 +132,24 @@ class Kernel:
         causal: bool,
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the gradients of q, k and v that come from this block; `out` and `lse` are those of all keys."""
+        """Returns this block's gradients of q, k and v; `out` and `lse` cover all keys."""
         lse, mask = _finite(lse), _sibling(mask, q)
         if self._is_fused(q):
             return flash_backward_on_cpu(gradient, q, k, v, out, lse, causal, _additive(mask, q), self.scale)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
         groups = q.shape[1] // k.shape[1]
+        # Scores of one tile of queries at a time, [batch, heads, tile, keys], recomputed from the logsumexp.
         for tile in _tiles(q):
             seen, part = _seen(k, tile, causal), slice(*tile)
             keys, values, given, own = k[:, :, seen], v[:, :, seen], gradient[:, :, part], q[:, :, part]
             scores, slope = self._scores(own, keys, tile, causal, mask)
             weights = torch.exp(scores - lse[:, :, part].unsqueeze(-1))
+            # Softmax backward: dS = P * (dP - rowsum(dO * O)); `along` is that row sum.
             towards = _per_group(given, values.transpose(-1, -2)).to(weights.dtype)
             along = (given * out[:, :, part]).sum(-1, keepdim=True).to(weights.dtype)
             scored = weights * (towards - along) * slope * self.scale
             dq[:, :, part] = _per_group(scored.to(k.dtype), keys)
+            # Key/value heads sum the gradients of the query heads that share them.
             dk[:, :, seen] += _of_groups(scored.to(q.dtype).transpose(-1, -2) @ own, groups)
             dv[:, :, seen] += _of_groups(weights.to(gradient.dtype).transpose(-1, -2) @ given, groups)
         return dq, dk, dv
@@ -159,7 +163,7 @@ class Kernel:
         return _per_group(torch.exp(scores - _finite(lse).unsqueeze(-1)).to(v.dtype), v[:, :, seen]), lse
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Returns the scores `[batch, heads, queries, keys]` of all pairs, in the type of `q`."""
+        """Returns the scores `[batch, heads, queries, keys]` of all pairs, in the dtype of `q`."""
         raw = _per_group(q, k.transpose(-1, -2)) * self.scale
         return raw if self.softcap is None else torch.tanh(raw / self.softcap) * self.softcap
 
@@ -170,7 +174,7 @@ class Kernel:
         return q.device.type == "cpu" and self.softcap is None
 
     def _scores(self, q: Tensor, k: Tensor, tile: Interval, causal: bool, mask: Tensor | None) -> tuple[Tensor, Any]:
-        """Returns scores `[batch, heads, queries, keys]` of a tile of queries, and the slope of their cap."""
+        """Returns scores `[batch, heads, queries, keys]` of a tile of queries, and the derivative of the soft-cap."""
         raw = _per_group(q, k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * self.scale
         slope: Any = 1.0
         if self.softcap is not None:
@@ -183,7 +187,7 @@ class Kernel:
 
 
 def _tiles(q: Tensor) -> list[Interval]:
-    """Cuts queries, so that scores of some with all keys are all that there is at a time."""
+    """Splits the queries into tiles, so that the scores of only one tile exist at a time."""
     return [(start, min(start + TILE, q.shape[2])) for start in range(0, q.shape[2], TILE)] or [(0, 0)]
 
 
@@ -193,20 +197,21 @@ def _seen(k: Tensor, tile: Interval, causal: bool) -> slice:
 
 
 def add_block(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    """Adds what other keys gave the same queries, in place; shapes are those of `Kernel.forward`."""
+    """Merges the attention of the same queries over other keys, in place; shapes as in `Kernel.forward`."""
     both = torch.logaddexp(lse, other_lse.to(lse.dtype))
+    # Running softmax: rescale both outputs to the common denominator.
     base = _finite(both)
     out.mul_(torch.exp(lse - base).unsqueeze(-1)).add_(other_out * torch.exp(other_lse - base).unsqueeze(-1))
     lse.copy_(both)
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """Takes 0 where there was no key: `exp(-inf - 0)` is 0, `exp(-inf + inf)` no number."""
+    """Replaces -inf, the logsumexp of no keys, by 0: `exp(-inf - 0)` is 0 but `exp(-inf + inf)` is NaN."""
     return lse.masked_fill(lse == _NOTHING, 0)
 
 
 def _sibling(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """Takes a mask, which is worked out on the host, to the queries' device."""
+    """Copies a mask, which is computed on the host, to the queries' device."""
     return None if mask is None else mask.to(q.device, non_blocking=True)
 
 
@@ -217,11 +222,11 @@ def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _per_group(left: Tensor, right: Tensor) -> Tensor:
-    """Multiplies `[batch, heads, n, m]` by `[batch, kv_heads, m, k]`, whose heads serve neighbouring ones each."""
+    """Multiplies `[batch, heads, n, m]` by `[batch, kv_heads, m, k]`; each kv head serves neighboring heads."""
     groups = left.shape[1] // right.shape[1]
     return left @ (right if groups == 1 else right.repeat_interleave(groups, dim=1))
 
 
 def _of_groups(gradient: Tensor, groups: int) -> Tensor:
-    """Sums the gradients `[batch, heads, ...]` of the heads that share one of keys or values."""
+    """Sums the gradients `[batch, heads, ...]` of the heads that share a key/value head."""
     return gradient if groups == 1 else gradient.unflatten(1, (-1, groups)).sum(2)

@@ -1,4 +1,4 @@
-"""The tokens that a rank holds of a row, as a head and what surrounds layers see them."""
+"""Tokens of a sequence that a rank holds, as seen by the head and the code around the layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _TOKENS = 1
 
 @dataclass(frozen=True, eq=False)
 class HeldTokens:
-    """The tokens of a row that this rank holds, as a head sees them (`tensor_parallel.tokens_of_rank`)."""
+    """Local tokens of a sequence, as the head uses them (`tensor_parallel.vocab_range.TokensOfRank`)."""
 
     order: SequenceOrder
     group: dist.ProcessGroup
@@ -27,9 +27,11 @@ class HeldTokens:
         return self.order.length
 
     def own(self, targets: Tensor) -> Tensor:
+        # [batch, length, ...] -> [batch, local, ...]
         return take_tokens(targets, _TOKENS, self.order, dist.get_rank(self.group))
 
     def join(self, tensor: Tensor) -> Tensor:
+        # [batch, local, ...] -> [batch, length, ...], differentiable.
         return gather_tokens(tensor, _TOKENS, self.order, self.group)
 
     def sum(self, part: Tensor) -> Tensor:
@@ -37,7 +39,7 @@ class HeldTokens:
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Changes the tensors in what a layer gets or a model returns."""
+    """Applies `change` to all tensors in a layer's arguments or a model's outputs."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple | list):

@@ -1,7 +1,7 @@
-"""transformers' functions of masks as `SequenceMask`, so that no tensor of queries x keys is made of them.
+"""Conversion of transformers' mask functions to `SequenceMask`, without a tensor of queries x keys.
 
-A function of masks is made of closures (`transformers.masking_utils`): causal, windows, chunks, packed documents and
-their conjunctions are read from these. Any other is asked, tile by tile.
+A mask function consists of nested closures (`transformers.masking_utils`): causal, window, chunk and packed-document
+masks and their conjunctions are read from these. Any other function is evaluated tile by tile.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,12 @@ from .masks import SequenceMask
 
 @dataclass(frozen=True, eq=False)
 class ContextMask:
-    """What stands in the place of a mask `[batch, 1, queries, keys]` where tokens lie on several ranks.
+    """Replaces the mask `[batch, 1, queries, keys]` of a sequence that is split over ranks.
 
     Args:
-        row: where they lie.
+        row: distribution of the sequence.
         mask: which keys a query sees.
-        stock: makes the mask that one process has.
+        stock: creates the single-process mask.
         spreads: queries that see no key get the mean of all values, as from eager attention, not zeros.
     """
 
@@ -35,22 +35,22 @@ class ContextMask:
     spreads: bool = False
 
     def to(self, *args: Any, **kwargs: Any) -> "ContextMask":
-        """Casts what one process has."""
+        """Casts the single-process mask."""
         return replace(self, stock=lambda: self.stock().to(*args, **kwargs))
 
     @property
     def leaves_out_causal(self) -> bool:
-        """Whether queries see no later keys, and one process says so by a flag and not by a mask."""
+        """Whether queries see no later keys, but the single process says so by a flag instead of a mask."""
         return bool((self.mask.high < self.mask.length).any()) and self.dense is None
 
     @property
     def blind(self) -> Tensor | None:
-        """Queries that see no key and get the mean of all values, `[batch or 1, length]`, if there are any."""
+        """Queries that see no key and get the mean of all values, `[batch or 1, length]`; `None` if there are none."""
         return self.mask.blind if self.spreads else None
 
     @cached_property
     def dense(self) -> Any:
-        """The mask of one process, for blocks that are computed on whole rows."""
+        """Single-process mask, for blocks that are computed on full sequences."""
         return self.stock()
 
     def __getattr__(self, name: str) -> Any:
@@ -70,7 +70,7 @@ def _unsupported_mask(what: str) -> UnsupportedError:
 
 
 def describe_mask(function: Callable, batch: int, length: int, padding: Tensor | None) -> SequenceMask:
-    """Returns what a function of masks and padding `[batch, length]` say of a row."""
+    """Returns the mask that a mask function and padding `[batch, length]` describe."""
     mask = _described(function, SequenceMask.full(length), batch, None)
     return mask if padding is None else mask.without(padding.cpu())
 
@@ -90,7 +90,7 @@ def _described(function: Callable, mask: SequenceMask, batch: int, positions: Te
         mask = mask.within(places - size, places + size + 1)
     elif kind == "chunks":
         begin = made_of["left_padding"].cpu().view(-1, 1)
-        # Chunks of a document are counted from where it begins.
+        # Chunks of a packed document are counted from its start.
         mask = mask.chunks(made_of["chunk_size"], begin if positions is None else places - positions + begin)
     elif kind == "documents":
         numbers = made_of["packed_sequence_mask"].cpu()
@@ -100,7 +100,7 @@ def _described(function: Callable, mask: SequenceMask, batch: int, positions: Te
     elif kind == "padding":
         mask = mask.without(made_of["padding_mask"].cpu())
     elif kind == "positions":
-        # Within a document, whose positions go up by one, what is relative is the same.
+        # Positions increase by one within a document, so relative distances are the same.
         mask = _described(made_of["mask_function"], mask, batch, made_of["position_ids"].cpu())
     elif kind != "full":
         rows = torch.arange(batch).view(-1, 1, 1)

@@ -1,8 +1,8 @@
-"""Which keys a query sees, without a tensor of queries x keys: an interval of keys for each query, and what it leaves.
+"""Attention masks without a tensor of queries x keys: an interval of keys for each query, and the exceptions.
 
-Causal, windowed, chunked, packed and padded masks are such intervals. Where a query's keys have holes, a column of the
-batch is left out, or a function of positions is asked, tile by tile. `blocks` cuts what one rank's queries see of
-another's keys into what a kernel computes without a mask, with the causal flag, and with a tile of a mask.
+Causal, windowed, chunked, packed and padded masks are such intervals. If a query's keys have gaps, columns of the batch
+are masked, or a function of positions is evaluated tile by tile. `blocks` splits the pairs of one rank's queries and
+another's keys into blocks for the kernel: without a mask, with the causal flag, and with a tile of a mask.
 """
 
 from bisect import bisect_right
@@ -16,17 +16,17 @@ from torch import Tensor
 
 from .load_balancing import Interval
 
-# Queries of a tile whose keys differ: small enough that nobody keeps a mask of the whole row.
+# Queries per tile of a masked block: small enough that no mask of the full sequence is created.
 TILE = 512
 
 
 @dataclass(frozen=True)
 class MaskBlock:
-    """Queries and keys that a kernel is called with, counted within the tokens of their ranks.
+    """Queries and keys of one kernel call, as indices into their ranks' local tokens.
 
     Args:
         queries, keys: `[start, stop)`.
-        causal (`bool`): a query sees the keys up to its own place in the block.
+        causal (`bool`): a query sees the keys up to its own position in the block.
         mask (`Tensor`, *optional*): `[batch or 1, 1, queries, keys]`, true where a query sees a key.
     """
 
@@ -38,11 +38,11 @@ class MaskBlock:
 
 @dataclass(frozen=True, eq=False)
 class SequenceMask:
-    """Which keys of a row each query sees.
+    """Keys of a sequence that each query sees.
 
     Args:
         low, high (`Tensor`): `[batch or 1, length]`; query i sees keys `low[i] <= key < high[i]`.
-        columns (`Tensor`, *optional*): `[batch, length]`, false for keys that nobody sees.
+        columns (`Tensor`, *optional*): `[batch, length]`, false for keys that no query sees.
         function (`Callable`, *optional*): queries `[q, 1]`, keys `[1, k]` -> `[batch or 1, q, k]`, true where a query
             sees a key within its interval.
     """
@@ -54,41 +54,41 @@ class SequenceMask:
 
     @classmethod
     def causal(cls, length: int) -> "SequenceMask":
-        """Lets every query see itself and what came before."""
+        """Returns the causal mask: every query sees itself and all earlier keys."""
         places = torch.arange(length).unsqueeze(0)
         return cls(torch.zeros_like(places), places + 1)
 
     @classmethod
     def full(cls, length: int) -> "SequenceMask":
-        """Lets every query see every key."""
+        """Returns the mask with which every query sees every key."""
         places = torch.arange(length).unsqueeze(0)
         return cls(torch.zeros_like(places), torch.full_like(places, length))
 
     @property
     def length(self) -> int:
-        """Tokens of a row."""
+        """Number of tokens of the sequence."""
         return self.low.shape[1]
 
     def within(self, low: Tensor | int, high: Tensor | int) -> "SequenceMask":
-        """Lets a query see no key before `low` and none from `high` on; both `[batch or 1, length]` or a number."""
+        """Restricts queries to keys in `[low, high)`; both are `[batch or 1, length]` or an integer."""
         lows, highs = (value if isinstance(value, Tensor) else torch.tensor([[value]]) for value in (low, high))
         return SequenceMask(torch.maximum(self.low, lows), torch.minimum(self.high, highs), self.columns, self.function)
 
     def window(self, size: int) -> "SequenceMask":
-        """Lets a query see no key that is `size` or more before it."""
+        """Restricts queries to the `size` keys up to themselves, at the lower end only."""
         return self.within(self._places - size + 1, self.length)
 
     def chunks(self, size: int, begin: Tensor | int = 0) -> "SequenceMask":
-        """Lets a query see keys of its own chunk; the first begins at `begin`, `[batch or 1, length]` or a number."""
+        """Restricts queries to their own chunk; the first begins at `begin`, `[batch or 1, length]` or an integer."""
         start = self._places - (self._places - begin) % size
         return self.within(start, start + size)
 
     def documents(self, borders: Tensor) -> "SequenceMask":
-        """Lets a query see its own document: `borders` `[batch or 1, length]` is true where another one begins."""
+        """Restricts queries to their own document: `borders` `[batch or 1, length]` is true at the start of each."""
         begins = borders.clone()
         begins[:, 0] = True
         start = torch.where(begins, self._places, 0).cummax(1).values
-        # The next border from the right.
+        # Next border to the right of each token.
         after = torch.cat(
             [torch.where(begins, self._places, self.length)[:, 1:], torch.full((len(begins), 1), self.length)], 1
         )
@@ -96,20 +96,20 @@ class SequenceMask:
         return self.within(start, stop)
 
     def without(self, columns: Tensor) -> "SequenceMask":
-        """Lets nobody see keys for which `columns`, `[batch, length]`, is false."""
+        """Masks the keys for which `columns`, `[batch, length]`, is false."""
         kept = columns.bool()
         if self.columns is not None:
             kept = kept & self.columns
         counts = kept.sum(1, keepdim=True)
         first, last = kept.int().argmax(1, keepdim=True), self.length - kept.flip(1).int().argmax(1, keepdim=True)
-        # Padding at the ends is an interval too; a row without keys has none.
+        # Padding at the ends only shortens the interval; a sequence without keys has an empty one.
         first, last = torch.where(counts > 0, first, 0), torch.where(counts > 0, last, 0)
         masked = self.within(first, last)
         has_holes = bool((counts != last - first).any())
         return SequenceMask(masked.low, masked.high, kept if has_holes else None, self.function)
 
     def where(self, function: Callable[[Tensor, Tensor], Tensor]) -> "SequenceMask":
-        """Lets a query see only keys for which a function of both is true."""
+        """Restricts queries to keys for which a function of both is true."""
         other = self.function
 
         def both(queries: Tensor, keys: Tensor) -> Tensor:
@@ -120,14 +120,14 @@ class SequenceMask:
 
     @cached_property
     def blind(self) -> Tensor | None:
-        """Queries that see no key, `[batch or 1, length]`, if there are any."""
+        """Queries that see no key, `[batch or 1, length]`; `None` if there are none."""
         found = self.low >= self.high
         return found if bool(found.any()) else None
 
     @cached_property
     def borders(self) -> tuple[int, ...]:
-        """Tokens before and behind which, in any row, queries see nothing of each other's side."""
-        # What sees nothing crosses nothing.
+        """Tokens that divide the sequence: in at least one sample, no query on either side sees the other side."""
+        # Queries that see no key cross no border.
         sees = self.low < self.high
         first = torch.where(sees, self.low, self.length).flip(1).cummin(1).values.flip(1)
         last = torch.where(sees, self.high, 0).cummax(1).values
@@ -140,7 +140,7 @@ class SequenceMask:
 
     @cached_property
     def _is_causal(self) -> Tensor:
-        """Whether a query's keys end with itself, in all rows, `[length]`."""
+        """Whether a query's last key is itself in all samples, `[length]`."""
         return (self.high == self._places + 1).all(0)
 
     def dense(self, queries: Tensor, keys: Tensor) -> Tensor:
@@ -154,11 +154,12 @@ class SequenceMask:
         return found
 
     def blocks(self, queries: Sequence[Interval], keys: Sequence[Interval]) -> Iterator[MaskBlock]:
-        """Yields the blocks of what queries in some intervals of the row see of keys in others, empty ones left out.
+        """Yields the non-empty blocks of queries in some intervals of the sequence and keys in others.
 
         Args:
-            queries, keys: ascending, those of one rank each.
+            queries, keys: ascending intervals, of one rank each.
         """
+        # Blocks count tokens within their rank: collect the local offset of every key interval.
         offsets, starts, passed = [], [], 0
         for start, stop in keys:
             offsets.append(passed)
@@ -175,7 +176,7 @@ class SequenceMask:
             passed += stop - start
 
     def _reach(self, queries: Interval) -> Interval:
-        """Returns the keys between which all lie that any of these queries sees."""
+        """Returns the smallest interval that contains all keys that any of these queries sees."""
         span = slice(*queries)
         return int(self.low[:, span].min()), int(self.high[:, span].max())
 
@@ -201,17 +202,17 @@ class SequenceMask:
                     yield block
 
     def _parts(self, queries: Interval, keys: Interval) -> Iterator[Interval]:
-        """Yields keys before, among and behind those that all of some queries see."""
+        """Splits keys into those before, within and after the interval that all of the queries see."""
         span = slice(*queries)
         first, last = int(self.low[:, span].max()), int(self.high[:, span].min())
         if bool(self._is_causal[span].all()):
-            # The last part is a square then.
+            # The last block is then square and causal.
             last = queries[0]
         borders = [keys[0], *sorted({border for border in (first, last) if keys[0] < border < keys[1]}), keys[1]]
         yield from pairwise(borders)
 
     def _unmasked(self, queries: Interval, keys: Interval) -> MaskBlock | None:
-        """Returns the block of these if a kernel needs no mask for it."""
+        """Returns the block of these queries and keys if the kernel needs no mask for it, or `None`."""
         if self.function is not None or (self.columns is not None and not bool(self.columns[:, slice(*keys)].all())):
             return None
         span = slice(*queries)
@@ -224,7 +225,7 @@ class SequenceMask:
 
 
 def _counted(block: MaskBlock, queries: int, keys: int) -> MaskBlock:
-    """Counts a block of the row within the tokens of its ranks."""
+    """Converts a block's positions in the sequence to indices into the ranks' local tokens."""
     return MaskBlock(
         (block.queries[0] + queries, block.queries[1] + queries),
         (block.keys[0] + keys, block.keys[1] + keys),

@@ -1,4 +1,4 @@
-"""What has attention beside the layers whose rows are shared out, such as towers: it has rows of its own, whole."""
+"""Modality encoders (vision, audio) are not split by context parallelism: their attention sees full sequences."""
 
 import weakref
 from typing import Any
@@ -12,7 +12,7 @@ from ..models.spec import module_name
 
 
 class ModalityEncoders(Shared):
-    """Puts the shared row away while what stands beside a list of layers computes."""
+    """Hides the current sequence split while a modality encoder computes."""
 
     def __init__(self) -> None:
         self._before: list[Any] = []
@@ -22,7 +22,7 @@ class ModalityEncoders(Shared):
         return module in self._modules
 
     def install(self, model: nn.Module, layers: nn.ModuleList) -> None:
-        """Puts hooks around each tower."""
+        """Registers hooks around each encoder."""
         for encoder in _sibling(model, layers):
             self._modules.update(encoder.modules())
             encoder.register_forward_pre_hook(self._enter)
@@ -33,13 +33,13 @@ class ModalityEncoders(Shared):
         RUNTIME.context = None
 
     def _leave(self, encoder: nn.Module, args: tuple, output: Any) -> None:
-        # A hook before this one's may have raised.
+        # An earlier hook may have raised before `_enter` ran.
         if self._before:
             RUNTIME.context = self._before.pop()
 
 
 def _sibling(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
-    """Lists the children with attention of the modules around a list of layers."""
+    """Returns the modules with attention that are siblings of the layers or of modules around the layers."""
     path = module_name(model, layers).split(".")
     chain = [".".join(path[:depth]) for depth in range(len(path) + 1)]
     return [

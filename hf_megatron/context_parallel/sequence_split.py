@@ -1,16 +1,17 @@
-"""Where a row is cut: before the first layer, and joined again behind the last one, or not before the loss.
+"""Split of sequences before the first layer, and their gather after the last one or only after the loss.
 
-    ids -> embeddings, positions, masks   whole on every rank
+    ids -> embeddings, positions, masks   full sequence on every rank
     first layer                           each rank takes its tokens
-    layers                                on these; attention sees all of them
-    norm, head, loss of labels            on these too, or
-    last layer                            tokens are joined: what follows is whole again
+    layers                                on local tokens; attention sees all of them
+    norm, head, loss of labels            on local tokens too, or
+    last layer                            tokens are gathered: what follows sees full sequences
 
-Gradients are averaged over the ranks of a row as over data parallel ones. What all ranks compute alike has one
-process's gradient on each; where a rank computes its tokens only, joining and summing hand it all ranks' gradients of
-these, so that its own are as many times too large as there are ranks.
+Parameter gradients are averaged over the cp ranks, as over data parallel ones. Computation that is identical on all
+ranks has the single-process gradient on each. Where a rank computes its local tokens only, the backward of the gather
+and of the sum passes it the sum of all ranks' gradients, so its gradient is cp_size times too large; the average
+corrects this.
 
-A call that keeps or reads a cache, and a row of too few tokens, is computed whole on every rank.
+A call that reads or writes a cache, and a sequence of too few tokens, is computed in full on every rank.
 """
 
 import functools
@@ -43,7 +44,7 @@ _CACHES = ("past_key_values", "cache_params")
 
 
 class _OfAllRanks(torch.autograd.Function):
-    """Identity of what every rank was given, whose gradient is the average of theirs."""
+    """Identity on an input that every rank gets; its gradient is averaged over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -53,15 +54,16 @@ class _OfAllRanks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # Each rank's gradient covers its local tokens only, cp_size times too large: the mean is complete.
         unsharded = gradient.clone()
         dist.all_reduce(unsharded, group=ctx.group)
         return unsharded / dist.get_world_size(ctx.group), None
 
 
 class _RestoreRow(torch.autograd.Function):
-    """Identity at the end of a stack whose backward tells the stack which row it is computing again.
+    """Identity at the end of a stack whose backward restores the sequence that is recomputed.
 
-    It runs before any layer of its graph is recomputed, also when another forward came in between.
+    It runs before any layer of its graph is recomputed, also if another forward ran in between.
     """
 
     @staticmethod
@@ -76,21 +78,21 @@ class _RestoreRow(torch.autograd.Function):
 
 
 class ContextStack(Shared):
-    """A stack of layers whose tokens lie on several ranks.
+    """Stack of layers whose tokens are split over ranks.
 
     Args:
-        groups: the ranks.
-        group: all of them in one.
-        arguments: of a layer, by name, that have an entry for each token -> the dim of these.
-        unshardable_arguments: of a layer, by name, that are whole in its blocks.
-        random: what a rank's tokens draw from.
+        groups: process groups of the attention scheme.
+        group: all cp ranks.
+        arguments: names of a layer's per-token arguments -> their token dim.
+        unshardable_arguments: names of a layer's arguments that its blocks need in full.
+        random: RNG state of the rank's tokens.
 
     Attributes:
-        row: the row of the forward under way, or of the last one, or of what backward computes again.
-        full_sequence_blocks: names of the blocks under way that have whole rows.
-        keeps_some_logits: whether the call under way asks for the logits of some tokens only.
-        towers: what has rows of its own, whole on every rank.
-        keeps_tokens (`Callable`): whether what follows the layers works on this rank's tokens too.
+        row: the sequence of the current forward, of the last one, or of the layers that backward recomputes.
+        full_sequence_blocks: names of the active blocks that compute on full sequences.
+        keeps_some_logits: whether the current call requests the logits of some tokens only.
+        modality_encoders: encoders that compute on full sequences.
+        keeps_tokens (`Callable`): whether the modules after the layers compute on local tokens too.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class ContextStack(Shared):
         self.modality_encoders = ModalityEncoders()
 
     def install(self, model: nn.Module, layers: nn.ModuleList, hooks: ForwardHooks) -> None:
-        """Puts hooks around a model, its base and its layers; theirs are the outermost of layers."""
+        """Registers hooks on a model, its base and its layers; they are the outermost hooks of the layers."""
         for index, layer in enumerate(layers):
             names = tuple(inspect.signature(layer.forward).parameters)
             enter = functools.partial(self._enter, names, index == 0)
@@ -131,9 +133,9 @@ class ContextStack(Shared):
         hooks.add_to(base, "sequence split", self._begin_row, self._end_row, always_exit=True)
 
     def row_of(self, length: int, documents: tuple[int, ...] = ()) -> SharedSample | None:
-        """Returns where the tokens of the row under way lie, once for all masks of a forward.
+        """Returns the distribution of the current sequence, computed once for all masks of a forward.
 
-        A row that leaves a rank without a token has none: models cannot compute on no token, so every rank has it all.
+        `None` if a rank would have no token: models cannot compute on zero tokens, so every rank computes all of them.
         """
         if self.row is None or self.row.length != length:
             row = SharedSample(self.groups, length, documents)
@@ -142,34 +144,36 @@ class ContextStack(Shared):
         return self.row
 
     def shares_out(self) -> bool:
-        """Tells whether what computes now has some tokens of a row."""
+        """Returns whether the code that runs now computes on local tokens of a sequence."""
         is_inside = bool(self._active) and self._is_cut and self._has_entered
         return self.row is not None and (is_inside or in_backward())
 
     @property
     def has_parts(self) -> bool:
-        """Whether attention that computes now has some tokens of a row, and those alone."""
+        """Whether attention that runs now sees local tokens only, that is outside of full-sequence blocks."""
         return self.shares_out() and not self.full_sequence_blocks
 
     def leave_stage(self, hidden: Tensor) -> Tensor:
-        """Ends the part of a stack that a pipeline stage holds; `[batch, held, hidden]` stays."""
+        """Ends the local part of a stack on a pipeline stage; `[batch, local, hidden]` stays split."""
         return _RestoreRow.apply(hidden, self)
 
     def part_of(self, hidden: Tensor) -> tuple[Tensor, HeldTokens | None]:
-        """Returns what a head takes its loss of, of `[batch, sequence, hidden]`, and which tokens these are."""
+        """Returns the tokens whose loss this rank's head computes, of `[batch, sequence, hidden]`, and their description."""
         if self.row is None or not self.shares_out():
             return hidden, None
+        # The layers left local tokens: [batch, local, hidden] in zigzag order.
         if self.keeps_tokens():
             return hidden, HeldTokens(self.row.order, self.group)
         if hidden.dim() != 3 or hidden.shape[_TOKENS] != self.row.length:
             return hidden, None
+        # Full sequences: each rank computes the loss of one contiguous chunk, [batch, length / cp, hidden].
         order = SequenceOrder.contiguous(self.row.length, self.ranks)
         return take_tokens(hidden, _TOKENS, order, self.groups.rank), HeldTokens(order, self.group)
 
     def on_full_sequence(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Returns a function of a loop that is handed whole hidden states between layers, `[batch, sequence, hidden]`.
+        """Wraps a function that the loop calls between layers, so that it gets full states `[batch, sequence, hidden]`.
 
-        Of what it adds, which every rank has, a rank keeps its tokens' share.
+        What it adds is identical on all ranks; each keeps its local tokens.
         """
 
         @functools.wraps(function)
@@ -177,6 +181,7 @@ class ContextStack(Shared):
             row = self.row
             if row is None or not self.shares_out():
                 return function(hidden_states, *args, **kwargs)
+            # [batch, local, hidden] -> [batch, length, hidden] for the function -> [batch, local, hidden]
             unsharded = function(gather_tokens(hidden_states, _TOKENS, row.order, self.group), *args, **kwargs)
             return take_tokens(unsharded, _TOKENS, row.order, self.groups.rank)
 
@@ -187,6 +192,7 @@ class ContextStack(Shared):
     @leave_uncompiled
     def _begin(self, names: tuple[str, ...], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         self._active.append(id(module))
+        # Only the outermost of nested calls (model, base model) begins and ends the split.
         if len(self._active) > 1:
             return None
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -204,7 +210,7 @@ class ContextStack(Shared):
     @leave_uncompiled
     def _end(self, module: nn.Module, args: tuple, output: Any) -> Any:
         if id(module) not in self._active:
-            # What stands before the call has raised.
+            # A hook before this one has raised.
             return None
         self._active.remove(id(module))
         if self._active:
@@ -222,7 +228,7 @@ class ContextStack(Shared):
         self.random.leave()
 
     def gather_token_outputs(self, part: Any) -> Any:
-        """Joins what has an entry for each token of this rank's rows, `[batch * held, ...]`; other things stay."""
+        """Gathers per-token outputs of routers, `[batch * local, ...]`; other values are returned as is."""
         row = self.row
         if not self._is_cut or row is None or not isinstance(part, Tensor) or part.dim() != 2:
             return part
@@ -230,6 +236,7 @@ class ContextStack(Shared):
         rows = self._rows
         if part.shape[0] != rows * held or held == row.length:
             return part
+        # [batch * local, experts] -> [batch, length, experts] -> [batch * length, experts]
         return gather_tokens(part.view(rows, held, -1), _TOKENS, row.order, self.group).flatten(0, 1)
 
     # Around a layer
@@ -239,12 +246,12 @@ class ContextStack(Shared):
     ) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         masks = [value for value in given.values() if isinstance(value, ContextMask)]
-        # Until transformers 5.22 a layer that backward computes again runs its hooks again, with a mask or without.
+        # Until transformers 5.22 the hooks of a layer run again when backward recomputes it, with or without a mask.
         is_again = self.row is not None and in_backward()
         if not masks and not (self._active and self._is_cut) and not is_again:
             return None
         hidden = args[0] if args else kwargs["hidden_states"]
-        # A layer that is computed again, in backward, brings the row that it had.
+        # A recomputed layer uses the sequence that `_RestoreRow` restored.
         row = masks[0].row if masks else self.row_of(hidden.shape[_TOKENS]) if is_first else self.row
         if row is None:
             return None
@@ -260,6 +267,7 @@ class ContextStack(Shared):
                 self.random.enter()
 
         def own(name: str, value: Any) -> Any:
+            # First layer: [batch, length, hidden] -> [batch, local, hidden]. Later layers get local tokens already.
             if name == names[0]:
                 return take_tokens(value, _TOKENS, row.order, self.groups.rank) if is_first else value
             if name in self.arguments:
@@ -279,6 +287,7 @@ class ContextStack(Shared):
     def _leave(self, layer: nn.Module, args: tuple, output: Any) -> Any:
         hidden = output if isinstance(output, Tensor) else output[0]
         hidden = _RestoreRow.apply(hidden, self)
+        # [batch, local, hidden] -> [batch, length, hidden], unless the head computes its loss from local tokens.
         if self.shares_out() and not self.keeps_tokens():
             self.random.leave()
             assert self.row is not None
@@ -287,7 +296,7 @@ class ContextStack(Shared):
 
 
 def _keeps_cache(module: Any, names: tuple[str, ...], given: dict[str, Any]) -> bool:
-    """Tells whether a call reads or makes keys and values of earlier tokens."""
+    """Returns whether a call reads or writes cached keys and values."""
     if any(given.get(name) is not None for name in _CACHES):
         return True
     wanted = given.get("use_cache")

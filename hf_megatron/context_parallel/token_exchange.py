@@ -1,15 +1,15 @@
-"""Tokens that change ranks, each a collective with its gradient.
+"""Collectives over tokens, with their gradients.
 
 | function | forward | backward |
 |---|---|---|
-| `take_tokens` | this rank's tokens of a replicated row | zeros for the others' |
-| `gather_tokens` | the whole row, in its own order | the sum over the ranks, this rank's tokens of it |
-| `scatter_tokens` | this rank's tokens of the sum over the ranks | the whole row |
-| `to_heads` | some tokens of all heads -> all tokens of some heads | the other way |
-| `to_tokens` | the other way | as `to_heads` |
+| `take_tokens` | this rank's tokens of a replicated sequence | zeros for other ranks' tokens |
+| `gather_tokens` | all-gather to the full sequence, in its own order | reduce-scatter to this rank's tokens |
+| `scatter_tokens` | reduce-scatter to this rank's tokens | all-gather to the full sequence |
+| `to_heads` | all-to-all: some tokens of all heads -> all tokens of some heads | `to_tokens` |
+| `to_tokens` | all-to-all: all tokens of some heads -> some tokens of all heads | `to_heads` |
 
-Ranks hold unequal numbers of tokens. What is gathered travels padded to equal sizes, which nobody sees outside of this
-file; heads are exchanged, and a ring sends, as much as there is.
+Ranks hold different numbers of tokens. Gathers pad them to equal sizes inside of this file; all-to-alls and rings send
+the exact sizes.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from .load_balancing import SequenceOrder
 
 
 def take_tokens(tensor: Tensor, dim: int, order: SequenceOrder, rank: int) -> Tensor:
-    """Keeps a rank's tokens of `dim` of `[..., length, ...]`, in ascending order."""
+    """Returns a rank's tokens `[..., local, ...]` of `dim` of `[..., length, ...]`, in ascending order."""
     return torch.cat(
         [tensor.narrow(dim, start, stop - start) for start, stop in order.parts[rank]] or [tensor.narrow(dim, 0, 0)],
         dim,
@@ -48,6 +48,8 @@ class _GatherTokens(torch.autograd.Function):
 
 
 def _joined_tokens(tensor: Tensor, dim: int, order: SequenceOrder, group: dist.ProcessGroup) -> Tensor:
+    # Pad to the largest rank, all-gather [ranks, ..., width, ...], and reorder to the sequence order, which drops the
+    # padding: [..., length, ...].
     width = max(order.sizes)
     padded = F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, width - tensor.shape[dim]]).contiguous()
     parts = all_gather_flat(padded, group).view(order.ranks, *padded.shape)
@@ -56,6 +58,7 @@ def _joined_tokens(tensor: Tensor, dim: int, order: SequenceOrder, group: dist.P
 
 
 def _summed_tokens(tensor: Tensor, dim: int, order: SequenceOrder, group: dist.ProcessGroup) -> Tensor:
+    # The reverse: place tokens in rank order with zeros as padding, reduce-scatter, and drop the padding.
     shape = [*tensor.shape]
     shape[dim] = max(order.sizes) * order.ranks
     joined = tensor.new_zeros(shape).index_copy_(dim, order.natural.to(tensor.device), tensor)
@@ -64,9 +67,9 @@ def _summed_tokens(tensor: Tensor, dim: int, order: SequenceOrder, group: dist.P
 
 
 def gather_tokens(tensor: Tensor, dim: int, order: SequenceOrder, group: dist.ProcessGroup) -> Tensor:
-    """Joins the ranks' tokens `[..., held, ...]` of `dim` to the row `[..., length, ...]`, in the row's order.
+    """Gathers the ranks' tokens `[..., local, ...]` of `dim` to the sequence `[..., length, ...]`, in its order.
 
-    The gradients of the ranks are summed: each counts what it made of the row by itself.
+    The backward sums the ranks' gradients: each rank has a partial one of the full sequence.
     """
     return _GatherTokens.apply(tensor, dim, order, group)
 
@@ -85,12 +88,12 @@ class _ScatterTokens(torch.autograd.Function):
 
 
 def scatter_tokens(tensor: Tensor, dim: int, order: SequenceOrder, group: dist.ProcessGroup) -> Tensor:
-    """Sums the ranks' rows `[..., length, ...]` and keeps a rank's tokens of `dim`; the reverse of `gather_tokens`."""
+    """Sums the ranks' `[..., length, ...]` and keeps this rank's tokens of `dim`; the reverse of `gather_tokens`."""
     return _ScatterTokens.apply(tensor, dim, order, group)
 
 
 def _all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
-    """Sends one tensor to each rank and returns as many flat ones of these sizes."""
+    """Sends `parts[i]` to rank i and returns the received flat tensors, `sizes[i]` elements from rank i."""
     sent = torch.cat([part.reshape(-1) for part in parts])
     received = sent.new_empty(sum(sizes))
     dist.all_to_all_single(received, sent, list(sizes), [part.numel() for part in parts], group=group)
@@ -98,7 +101,8 @@ def _all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: dist.Proce
 
 
 def _spread_heads(tensor: Tensor, tokens: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Gives `[batch, heads / ranks, sum of tokens, width]` for `[batch, heads, held, width]`."""
+    """Returns `[batch, heads / ranks, sum of tokens, width]` for `[batch, heads, local, width]`."""
+    # One chunk of heads for each rank; each rank returns its tokens of our heads.
     parts = tensor.chunk(len(tokens), dim=1)
     batch, heads, _, width = parts[0].shape
     received = _all_to_all(parts, [batch * heads * held * width for held in tokens], group)
@@ -106,7 +110,8 @@ def _spread_heads(tensor: Tensor, tokens: Sequence[int], group: dist.ProcessGrou
 
 
 def _spread_tokens(tensor: Tensor, tokens: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Gives `[batch, heads, held, width]` for `[batch, heads / ranks, sum of tokens, width]`."""
+    """Returns `[batch, heads, local, width]` for `[batch, heads / ranks, sum of tokens, width]`."""
+    # The tokens of each rank go back to it; each rank returns its heads of our tokens.
     batch, heads, _, width = tensor.shape
     held = tokens[dist.get_rank(group)]
     received = _all_to_all(tensor.split(list(tokens), dim=2), [batch * heads * held * width] * len(tokens), group)
@@ -138,25 +143,25 @@ class _ToTokens(torch.autograd.Function):
 
 
 def to_heads(tensor: Tensor, tokens: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-    """Exchanges `[batch, heads, held, width]` for `[batch, heads / ranks, sum of tokens, width]` (Ulysses).
+    """All-to-all from `[batch, heads, local, width]` to `[batch, heads / ranks, sum of tokens, width]` (Ulysses).
 
     Args:
-        tokens: that each rank of the group holds; those of the result stand in the order of the ranks.
+        tokens: number of tokens of each rank of the group; tokens of the result are in rank order.
     """
     return _ToHeads.apply(tensor, tokens, group)
 
 
 def to_tokens(tensor: Tensor, tokens: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-    """Exchanges `[batch, heads / ranks, sum of tokens, width]` for `[batch, heads, held, width]`."""
+    """All-to-all from `[batch, heads / ranks, sum of tokens, width]` to `[batch, heads, local, width]`."""
     return _ToTokens.apply(tensor, tokens, group)
 
 
 class Passing:
-    """A tensor on its way to the next rank of a ring, and another one that comes from the rank before.
+    """Ring step: sends a tensor to the next rank and receives one from the previous rank, asynchronously.
 
     Args:
-        tensor: flat; must stay as it is until `wait()` has returned.
-        size (`int`): of what comes.
+        tensor: flat; must not change until `wait()` has returned.
+        size (`int`): number of elements to receive.
     """
 
     def __init__(self, tensor: Tensor, size: int, group: dist.ProcessGroup):
@@ -167,12 +172,12 @@ class Passing:
             dist.P2POp(dist.isend, tensor, group=group, group_peer=after),
             dist.P2POp(dist.irecv, self.arriving, group=group, group_peer=before),
         ]
-        # A rank may hold no token; nothing is not sent.
+        # A rank may hold no token; empty tensors are not sent.
         wanted = [op for op, count in zip(operations, (tensor.numel(), size), strict=True) if count]
         self.works = dist.batch_isend_irecv(wanted) if wanted else []
 
     def wait(self) -> Tensor:
-        """Returns what came, flat."""
+        """Returns the received tensor, flat."""
         for work in self.works:
             work.wait()
         return self.arriving

@@ -1,7 +1,7 @@
-"""Users' functions inside of a model whose rows are shared out.
+"""Checks of user functions in a model whose sequences are split.
 
-Inside of layers each sees some tokens only, and is refused by name. Behind them it has whole rows: what follows the
-layers works on some tokens only as long as nobody looks.
+Inside of layers a function would see local tokens only, and is rejected by name. After the layers it sees full
+sequences: the modules there compute on local tokens only if no user function is installed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,13 +19,13 @@ from ..tensor_parallel.user_hooks.replaced_functions import ExchangedFunctions, 
 
 
 class UserHookChecks(Shared):
-    """Looks for forward hooks, and for functions that were exchanged, before each forward of a model.
+    """Checks for forward hooks and replaced functions before each forward of a model.
 
     Args:
-        layers (`str`): the list of layers.
+        layers (`str`): name of the list of layers.
 
     Attributes:
-        tail_is_stock: whether nothing of that is around or behind the layers, in the call under way.
+        tail_is_stock: whether the current call has none of these outside of the layers.
     """
 
     def __init__(self, model: Any, layers: str):
@@ -39,16 +39,16 @@ class UserHookChecks(Shared):
         self.end = 0
 
     def install(self, model: Any, hooks: ForwardHooks) -> None:
-        """Puts it before what other axes make of hooks; called when these have registered theirs."""
+        """Registers the checks ahead of other axes' handling of hooks; called after these have registered their own."""
         models = (model,) if model.base_model is model else (model, model.base_model)
         self.exchanged_inside.install(hooks, *models)
         for one in models:
             hooks.add_to(one, "user hook checks", self._enter)
-        # Hooks are counted up over all modules: the user's come after the last of these.
+        # Hook ids increase over all modules: user hooks have later ids than the last of these.
         self.end = RemovableHandle.next_id
 
     def follow(self, modules: Mapping[str, nn.Module]) -> None:
-        """Takes modules that were put around others, or in their place, for those that were laid out, by name."""
+        """Tracks modules that wrap or replace the parallelized ones, by name."""
         for known, exchanged in ((self.inside, self.exchanged_inside), (self.around, self.exchanged)):
             exchanged.follow({name: module for name, module in modules.items() if name in known})
             follow_names(known, modules)
@@ -61,7 +61,7 @@ class UserHookChecks(Shared):
         for name, module in self.inside.items():
             for hook in self._users_hooks(module):
                 _reject(f"{name} ({type(module).__name__})", hook)
-        # What the model itself returns is whole.
+        # Hooks of the model itself are fine: it returns full sequences.
         hooks = (hook for name, module in self.around.items() if name for hook in self._users_hooks(module))
         self.tail_is_stock = next(hooks, None) is None and next(self.exchanged.found(), None) is None
 

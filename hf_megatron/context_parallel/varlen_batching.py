@@ -1,9 +1,9 @@
-"""Blocks of queries and keys that one call of a flash kernel computes, however many documents they come from.
+"""Batches of attention blocks for one call of a varlen flash kernel, across documents.
 
     blocks of one rank      [q 0:4, k 0:4]  [q 4:9, k 4:9]  [q 9:12, k 2:9]
-    one call                queries end to end, keys end to end, and where each block's begin
+    one call                concatenated queries, concatenated keys, and the cumulative lengths of the blocks
 
-Every block's queries are in it once, so that what it gives is put together block by block, as from several calls.
+Each block is computed separately within the call, so the results are merged block by block, as from several calls.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ from .masks import MaskBlock
 
 @dataclass(frozen=True)
 class JoinedBlocks:
-    """Blocks without a mask that are all causal, or none is.
+    """Blocks without a mask, either all causal or none.
 
     Args:
-        blocks: of one rank's queries and the keys at hand.
-        batch (`int`): rows.
+        blocks: of one rank's queries and the current keys.
+        batch (`int`): batch size.
     """
 
     blocks: tuple[MaskBlock, ...]
@@ -43,16 +43,16 @@ class JoinedBlocks:
         return tuple(block.keys for block in self.blocks)
 
     def joined(self, tensor: Tensor, intervals: Sequence[Interval]) -> Tensor:
-        """Takes the tokens of intervals of `[batch, heads, tokens, ...]`; returns `[batch * taken, heads, ...]`."""
+        """Concatenates intervals of `[batch, heads, tokens, ...]` to `[batch * taken, heads, ...]`."""
         taken = torch.cat([tokens_of(tensor, interval) for interval in intervals], 2)
         return taken.transpose(1, 2).flatten(0, 1)
 
     def edges(self, intervals: Sequence[Interval]) -> list[int]:
-        """Returns where each block of each row begins among the joined tokens, and where the last one ends."""
+        """Returns the cumulative lengths of the blocks of all samples, from 0 to the number of joined tokens."""
         return [0, *accumulate([stop - start for start, stop in intervals] * self.batch)]
 
     def apart(self, tensor: Tensor, intervals: Sequence[Interval]) -> tuple[Tensor, ...]:
-        """Returns each block's `[batch, heads, tokens, ...]` of `[batch * taken, heads, ...]`."""
+        """Splits `[batch * taken, heads, ...]` into each block's `[batch, heads, tokens, ...]`."""
         rows = tensor.unflatten(0, (self.batch, -1)).transpose(1, 2)
         return rows.split([stop - start for start, stop in intervals], 2)
 
@@ -64,7 +64,7 @@ def tokens_of(tensor: Tensor, interval: Interval) -> Tensor:
 
 
 def grouped(blocks: Sequence[MaskBlock], batch: int) -> tuple[list[JoinedBlocks], list[MaskBlock]]:
-    """Joins blocks as far as one call can compute them; returns those, and the blocks that have a mask."""
+    """Batches the blocks that one call can compute; returns the batches, and the blocks that have a mask."""
     groups = []
     for causal in (True, False):
         identical = tuple(block for block in blocks if block.mask is None and block.causal is causal)
