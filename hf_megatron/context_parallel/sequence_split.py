@@ -158,7 +158,7 @@ class ContextStack(Shared):
         return _RestoreRow.apply(hidden, self)
 
     def part_of(self, hidden: Tensor) -> tuple[Tensor, HeldTokens | None]:
-        """Returns the tokens whose loss this rank's head computes, of `[batch, sequence, hidden]`, and their description."""
+        """Returns the tokens of `[batch, sequence, hidden]` whose loss this rank takes, with their description."""
         if self.row is None or not self.shares_out():
             return hidden, None
         # The layers left local tokens: [batch, local, hidden] in zigzag order.
