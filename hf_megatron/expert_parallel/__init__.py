@@ -1,1 +1,1 @@
-"""Expert parallelism: each rank holds some experts of every mixture, and tokens travel to them and back."""
+"""Expert parallelism: each rank holds some experts of every MoE block, and tokens are dispatched to them and back."""

@@ -1,7 +1,7 @@
-"""Rows that change ranks in unequal numbers, as autograd nodes: one posts them, another one waits for them.
+"""All-to-all of rows (tokens) in unequal numbers, as two autograd nodes: one starts it, the other waits for it.
 
-What is computed between the two overlaps with the exchange, and its backward with the exchange of the gradients:
-autograd runs it after the node that posts these and before the one that waits.
+Computation between the two overlaps with the exchange. Its backward overlaps with the exchange of the gradients, since
+autograd runs it after the node that starts these and before the node that waits.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,17 +14,18 @@ from torch.autograd.function import once_differentiable
 
 
 class _Exchange:
-    """One exchange each way: `sent` rows go to each rank of a group, and `received` come from each."""
+    """One exchange in each direction: `sent[i]` rows go to rank i of a group, `received[i]` rows come from it."""
 
     def __init__(self, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup):
         self.sent, self.received, self.group = list(sent), list(received), group
         self._active: tuple[Any, Tensor, Tensor] | None = None
 
     def post(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Begins to send `[sum of sent, ...]`; returns `[sum of received, ...]`, which is filled at `wait`."""
+        """Starts sending `[sum of sent, ...]`; returns `[sum of received, ...]`, which is filled by `wait`."""
         rows = rows.contiguous()
         arriving = rows.new_empty((sum(received), *rows.shape[1:]))
         work = dist.all_to_all_single(arriving, rows, received, sent, group=self.group, async_op=True)
+        # The reference keeps the sent rows alive until the exchange is complete.
         self._active = work, rows, arriving
         return arriving
 
@@ -44,7 +45,7 @@ class _Post(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        # Posted by the node behind; what that one handed on was in its place only.
+        # `_Arrive.backward` started the exchange; the gradient it returned is only a placeholder.
         return ctx.exchange.wait(), None
 
 
@@ -53,11 +54,13 @@ class _Arrive(torch.autograd.Function):
     def forward(ctx: Any, arriving: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange = exchange
         exchange.wait()
+        # The buffer of `_Post` is filled now: [sum of received, ...].
         return arriving.view_as(arriving)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # Gradients take the opposite way, [sum of received, ...] -> [sum of sent, ...]; `_Post.backward` receives them.
         ctx.exchange.post(gradient, ctx.exchange.received, ctx.exchange.sent)
         return gradient, None
 
@@ -69,12 +72,12 @@ def exchange_rows(
     group: dist.ProcessGroup,
     meanwhile: Callable[[], None] | None = None,
 ) -> Tensor:
-    """Exchanges rows of any width; their gradients go back the same way.
+    """All-to-all of rows of any width; their gradients take the opposite way.
 
     Args:
-        rows: `[sum of sent, ...]`, those for the first rank first.
-        sent, received: rows for and from each rank of the group.
-        meanwhile (`Callable`, *optional*): called while they travel.
+        rows: `[sum of sent, ...]`, ordered by destination rank.
+        sent, received: number of rows to and from each rank of the group.
+        meanwhile (`Callable`, *optional*): called while the rows are in flight.
     """
     exchange = _Exchange(sent, received, group)
     arriving = _Post.apply(rows, exchange)
@@ -84,7 +87,7 @@ def exchange_rows(
 
 
 def send_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Sends `[sum of sent, ...]`, in the order of the ranks, and returns `[sum of received, ...]`; no gradient."""
+    """All-to-all of `[sum of sent, ...]`, ordered by rank, to `[sum of received, ...]`; not differentiable."""
     exchange = _Exchange(sent, received, group)
     exchange.post(rows, exchange.sent, exchange.received)
     return exchange.wait()

@@ -29,10 +29,12 @@ _BIASES = "router biases"
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """The modules that hold experts, how many they hold on all ranks together, and of which blocks.
+    """Modules that hold experts, with their global number of experts and of equal blocks.
 
     Attributes:
-        identity: those in which choices behind the last expert hand tokens back as they are.
+        experts: module -> number of experts on all ranks.
+        blocks: module -> number of equal blocks that are split over the ranks.
+        identity: modules in which choices after the last expert return tokens unchanged.
     """
 
     experts: Mapping[str, int]
@@ -40,20 +42,20 @@ class ExpertPlan:
     identity: frozenset[str]
 
     def held(self, name: str, ranks: int) -> ExpertBlocks:
-        """Returns which experts of a module each rank holds."""
+        """Returns the experts of a module that each rank holds."""
         return ExpertBlocks(self.experts[name], ranks, self.blocks[name])
 
 
 def place(model: Any, state: ParallelState) -> None:
-    """Splits experts over ep, whole or as tensor parallelism has split their widths.
+    """Splits experts over ep; tensor parallelism may have split their widths already.
 
-    Raises `ConfigError` for a model without experts or with some that do not divide, `UnsupportedError` for a model
-    whose experts cannot travel.
+    Raises `ConfigError` for a model without experts or with numbers of experts that ep_size does not divide, and
+    `UnsupportedError` for a model whose experts are not called in a way that allows dispatch.
     """
     ranks, spec = state.axes.size(NAME), state.spec
     if state.config.router_bias_update_rate:
         require_router_bias(model, state)
-        # A pipeline may take layers away.
+        # A pipeline may remove layers later.
         state.placed[_BIASES] = find_experts(model, spec)
     if ranks == 1:
         return
@@ -67,7 +69,7 @@ def place(model: Any, state: ParallelState) -> None:
             )
         raise ConfigError(f"{setting}: {type(model).__name__} has no layer with experts. Set ep_size=1.")
     identity = find_identity_experts(model, spec, experts)
-    # A weight may have entries for experts behind the real ones: blocks of this size are in both.
+    # A weight may have entries for identity experts after the real ones: this block size divides both.
     block = {name: math.gcd(count, identity.get(name, 0)) for name, count in experts.items()}
     for name, size in block.items():
         if size % ranks:
@@ -78,7 +80,7 @@ def place(model: Any, state: ParallelState) -> None:
     for name, module in names_inside(model, experts).items():
         sharding, count = state.shardings[name], experts[module]
         has_more = module in identity and sharding.shape[0] == count + identity[module]
-        # A norm among them has an entry for each feature.
+        # A norm inside the experts has one entry per feature, not per expert.
         is_of_features = len(sharding.shape) == 1 and sharding.shape[0] != count
         if (sharding.shape[0] % count and not has_more) or is_of_features:
             raise UnsupportedError(
@@ -93,7 +95,8 @@ def place(model: Any, state: ParallelState) -> None:
             sharding,
             style="expert_parallel" if sharding.style == "replicated" else sharding.style,
             placement=Placement((Split(NAME, 0, groups), *sharding.placement.splits)),
-            # Whole experts see all tokens that are theirs; of their parts some see parts of these.
+            # An unsharded expert sees all of its tokens, so its gradient is complete. With etp, the gradient rule of
+            # the parameter's tp style applies.
             gradient=replace(sharding.gradient if state.axes.size("etp") > 1 else GradientRule(), average=_REPEATED),
         )
     blocks = {name: count // block[name] for name, count in experts.items()}
@@ -102,13 +105,13 @@ def place(model: Any, state: ParallelState) -> None:
 
 
 def _unknown_experts(model: Any) -> str | None:
-    """Names a module that holds experts in a way of its own, and its class."""
+    """Returns the name and class of a module that holds experts with an unknown call, or `None`."""
     named = ((name, type(module).__name__) for name, module in model.named_modules())
     return next((f"{name} ({kind})" for name, kind in named if "expert" in f"{name}.{kind}".lower()), None)
 
 
 def install(model: Any, state: ParallelState) -> None:
-    """Puts the exchange of tokens around the experts of this rank's layers."""
+    """Installs token dispatch on the experts of this rank's layers."""
     tensor_plan = state.placed.get("tp")
     sequence_sharded_moe = frozenset() if tensor_plan is None else tensor_plan.sequence_sharded_moe
     present = {name for name, _ in model.named_modules()}
@@ -124,7 +127,7 @@ def install(model: Any, state: ParallelState) -> None:
     forwards = ActiveForwards()
     if reads_locally:
         forwards.install(model, state.hooks)
-    # Ranks of tp have the same tokens, and each sends its share of them unless it has its part of every expert.
+    # tp ranks hold the same tokens: each dispatches its share of them, unless it has a shard of every expert's width.
     shared = mesh.tp_group if state.axes.size("tp") > state.axes.size("etp") else None
     modules = dict(model.named_modules())
     inside: dict[str, Any] = {}
@@ -134,18 +137,18 @@ def install(model: Any, state: ParallelState) -> None:
     layer_of = {id(part): layer for layer in outermost_layers(model) for part in layer.modules()}
     for name, count in plan.experts.items():
         if name not in modules:
-            # Of another stage of the pipeline.
+            # The module is on another pipeline stage.
             continue
         experts: Any = modules[name]
         for part in experts.modules():
             if part._parameters and reads_locally:
                 read_locally(part, mesh, forwards, frozenset())
             if part._parameters:
-                # Their tokens are those of all ranks of the batch, and a gradient is averaged over the few that
-                # repeat a part.
+                # Experts see the tokens of all ranks of the batch, but their gradient is averaged only over the few
+                # ranks with the same experts.
                 part.gradient_factor = state.axes.size(_REPEATED) / state.axes.size("dp_cp")  # type: ignore[assignment]
         if not experts._parameters:
-            # Those of a module inside, as in DBRX.
+            # The parameters belong to a child module, as in DBRX.
             experts.forwards = next(part.forwards for part in experts.modules() if part._parameters)
             experts.shard_name = None
         counter = lookup(name, state.spec.moe.experts) or "num_experts"
@@ -157,7 +160,7 @@ def install(model: Any, state: ParallelState) -> None:
         experts.ranks = ExpertRanks(
             AllToAll(count // ranks, group),
             plan.held(name, ranks),
-            # Ranks with a part of every expert add up what they have.
+            # Ranks with a shard of every expert sum their outputs, so each adds its share.
             1 / state.axes.size("etp") if name in plan.identity else None,
             None if are_split else shared,
             tapes,

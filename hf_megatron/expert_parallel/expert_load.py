@@ -1,4 +1,4 @@
-"""How many tokens each expert was given, and what was sent for it."""
+"""Expert load: tokens routed to each expert, and bytes sent for them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,13 @@ NAME = "expert load"
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """The choices of a batch, or of several, on all ranks.
+    """Expert choices of one or more batches, on all ranks.
 
     Attributes:
         layers: names of the modules that hold experts.
         tokens: `[layers, experts]`, on the CPU.
         held (`ExpertBlocks`): which experts each rank holds.
-        bytes_sent (`int`): rows that went to other ranks and came back, in forwards, of all ranks.
+        bytes_sent (`int`): bytes sent to other ranks and back in forwards, summed over all ranks.
     """
 
     layers: tuple[str, ...]
@@ -35,22 +35,22 @@ class ExpertLoad:
 
     @property
     def over_mean(self) -> Tensor:
-        """`[layers, experts]`: an expert's tokens over the mean of its layer; 0 where there are none."""
+        """Tokens of each expert relative to its layer's mean, `[layers, experts]`; 0 for a layer without tokens."""
         return self.tokens / self.tokens.float().mean(1, keepdim=True).clamp(min=1e-9)
 
     @property
     def ranks_over_mean(self) -> Tensor:
-        """`[layers, ranks]`: the tokens of a rank's experts over the mean of the ranks."""
+        """Tokens of each rank's experts relative to the mean over ranks, `[layers, ranks]`."""
         over_mean = self.over_mean
         return torch.stack([over_mean[:, self.held.of_rank(rank)].mean(1) for rank in range(self.held.ranks)], 1)
 
     @property
     def idle(self) -> float:
-        """The share of experts without a token."""
+        """Fraction of experts without a token."""
         return (self.tokens == 0).float().mean().item()
 
     def draw(self, path: str | Path) -> None:
-        """Writes a heat map of layers and experts as a picture; raises `ConfigError` without matplotlib."""
+        """Saves a heat map of layers and experts; raises `ConfigError` without matplotlib."""
         require_plots()
         from matplotlib.figure import Figure
 
@@ -64,11 +64,11 @@ class ExpertLoad:
 
 
 class ExpertCounts(Shared):
-    """Counts the choices of training forwards on this rank, without waiting for a device.
+    """Counts the expert choices of training forwards on this rank, without synchronizing with the device.
 
     Args:
         layers: names of this stage's modules with experts.
-        held (`ExpertBlocks`): which experts each rank holds of the layer with the most.
+        held (`ExpertBlocks`): which experts each rank holds, for the layer with the most.
     """
 
     def __init__(self, layers: list[str], held: ExpertBlocks, state: ParallelState):
@@ -77,18 +77,20 @@ class ExpertCounts(Shared):
         self.bytes_sent = 0
 
     def note(self, layer: str, chosen: Tensor, route: Route, width: int, rank: int) -> None:
-        """Adds choices `[tokens, choices]` of a layer, and the bytes of its rows, `width` for one way of one row."""
+        """Adds a layer's choices `[tokens, choices]`, and the bytes sent for them, `width` bytes per row."""
+        # Ids that are no expert (-1, identity experts) add 0 to expert 0.
         ids = chosen.flatten()
         exists = (ids >= 0) & (ids < self.tokens.shape[1])
         self.tokens[self.layers.index(layer)].scatter_add_(0, ids.where(exists, 0), exists.to(torch.int64))
+        # Each row travels to the expert and back; rows of the rank's own experts stay.
         self.bytes_sent += 2 * width * (sum(route.sent) - route.sent[rank])
 
     def read(self) -> ExpertLoad:
-        """Adds up over all ranks, which all call it, and begins to count anew."""
+        """Returns the load summed over all ranks, and resets the counts; collective."""
         mesh, axes = self.state.mesh, self.state.axes
         total = torch.cat([self.tokens.flatten(), self.tokens.new_tensor([self.bytes_sent])])
         dist.all_reduce(total, group=mesh.group("stage"))
-        # Ranks that split the width of experts were given the same tokens.
+        # Ranks that split the width of experts have counted the same tokens.
         *tokens, sent = total.tolist()
         counts = torch.tensor(tokens).view(self.tokens.shape) // axes.size("etp")
         stages: list[Any] = [None] * mesh.pp_size
@@ -101,7 +103,7 @@ class ExpertCounts(Shared):
 
 
 def expert_load(model: Any) -> ExpertLoad:
-    """Returns how many tokens each expert got in training forwards since the last call; every rank calls it.
+    """Returns the tokens routed to each expert in training forwards since the last call; collective.
 
     Raises:
         ConfigError: a model that was not loaded with `ep_size` of 2 or more.

@@ -1,4 +1,4 @@
-"""The experts module of a layer, around which tokens change ranks; its own forward computes what arrives."""
+"""Parallel experts module of a layer: dispatches tokens to the ranks' experts around the module's own forward."""
 
 import copy
 import functools
@@ -26,19 +26,19 @@ from .token_dispatcher import Dispatched, Dispatcher, ExpertBlocks, Route, add_r
 
 @dataclass
 class ExpertRanks:
-    """How the tokens of one layer reach its experts; a deep copy of the layer has its own tapes and shared experts.
+    """Settings of a layer's token dispatch; a deep copy of the layer has its own tapes and shared experts.
 
     Attributes:
-        dispatcher (`Dispatcher`): moves rows to the experts' ranks and back.
-        held (`ExpertBlocks`): which experts each of these has.
-        identity_share (*optional*): what this rank adds of a token that experts behind the last one hand back.
-        shared_with (*optional*): a group of ranks that are given the same tokens; each sends its share of them.
-        tapes (`LayerTapes`): what the layer's routers chose in forwards that backward computes again.
-        counts (`ExpertCounts`): of the choices of training.
+        dispatcher (`Dispatcher`): sends rows to the experts' ranks and back.
+        held (`ExpertBlocks`): which experts each of these ranks holds.
+        identity_share (*optional*): fraction of an identity expert's output that this rank adds.
+        shared_with (*optional*): group of ranks with the same tokens; each rank dispatches its share of them.
+        tapes (`LayerTapes`): choices of the layer's routers, for forwards that backward recomputes.
+        counts (`ExpertCounts`): counts of the choices in training.
         name: of the module in its model.
-        counter: the attribute of the module that says how many experts there are.
-        shapes: of the module's parameters, whole and this rank's parts of them.
-        shared (`SharedExperts`, *optional*): of the same block, computed while rows travel.
+        counter: attribute of the module with the number of experts.
+        shapes: parameter -> its full shape and its local shape.
+        shared (`SharedExperts`, *optional*): of the same block, computed while rows are in flight.
     """
 
     dispatcher: Dispatcher
@@ -59,8 +59,8 @@ class ExpertRanks:
 class ParallelExperts:
     """Mixin of an experts module `(hidden, chosen, weights)` that holds some of the experts.
 
-    Each choice of a token is computed as a row of its own, with the weight one: every implementation in transformers
-    multiplies by the weight last, and here that is done where the choices of a row are added up.
+    Each choice of a token is computed as a separate row with weight 1: every implementation in transformers multiplies
+    by the routing weight last, and here that happens where the choices of a row are summed.
     """
 
     ranks: ExpertRanks
@@ -70,7 +70,7 @@ class ParallelExperts:
 
     @contextmanager
     def _as_own(self) -> Iterator[None]:
-        """Within it the module says that it has as many experts as this rank holds, which its own forward reads."""
+        """Sets the module's number of experts to the local one inside the context, as its own forward reads it."""
         ranks = self.ranks
         present, own = getattr(self, ranks.counter), ranks.dispatcher.experts
         parts = dict(self.named_parameters())  # type: ignore[attr-defined]
@@ -95,6 +95,7 @@ class ParallelExperts:
     @leave_uncompiled
     def forward(self, hidden: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:
         routing = (*routing, *named.values())
+        # [batch, sequence, width] -> [tokens, width]
         tokens = hidden.reshape(-1, hidden.shape[-1])
         chosen, weights = routing if len(routing) == 2 else (self._one_after_another(tokens), None)
         if len(routing) not in (0, 2) or chosen.is_floating_point() or len(chosen) != len(tokens):
@@ -103,24 +104,28 @@ class ParallelExperts:
                 "over several ranks take hidden states, and for each token its choices and their weights."
             )
         count, group, dispatcher = len(tokens), self.ranks.shared_with, self.ranks.dispatcher
+        # tp ranks hold the same tokens: each dispatches [tokens / tp], and the outputs are gathered at the end.
         if group is not None:
             tokens, chosen = split_over_ranks(tokens, 0, group), split_over_ranks(chosen, 0, group)
             weights = None if weights is None else split_over_ranks(weights, 0, group)
         numbered = self.ranks.held.by_rank(chosen)
+        # [local tokens, width] and [local tokens, choices] -> rows for this rank's experts, [rows received, width].
         dispatched, route = dispatcher.dispatch(
             tokens, numbered, weights, self.ranks.tapes.route(), self._meanwhile(hidden)
         )
         self.ranks.tapes.note(route)
         if self.training and not in_backward():
             self.ranks.counts.note(self.ranks.name, chosen, route, tokens[:1].nbytes, dispatcher.rank)
+        # [rows received, width] -> [local tokens, width], summed over the ranks of each token's experts.
         total = dispatcher.combine(self._computed(dispatched, route), route)
         if self.ranks.identity_share is not None and weights is not None:
-            # No rank holds anything of these experts.
+            # Identity experts have no parameters and live on no rank: add their weighted input here.
             share = weights.masked_fill(chosen < self.ranks.held.experts, 0).sum(1, keepdim=True)
             total = total + (tokens * (share * self.ranks.identity_share)).to(total.dtype)
         if group is not None:
+            # [local tokens, width] -> [tokens, width]
             total = gather_from_ranks(total, 0, count, group)
-        # FSDP2 watches what a unit returns, and loses a view of it that is changed in place.
+        # FSDP2 hooks the outputs of a unit, and loses track of a view that is modified in place.
         return total if hidden.dim() == 2 else total.view(hidden.shape).clone()
 
     def _meanwhile(self, hidden: Tensor) -> Callable[[], None] | None:
@@ -130,26 +135,29 @@ class ParallelExperts:
         return functools.partial(shared.compute, hidden, self.ranks.tapes.shared_take(shared.takes))
 
     def _computed(self, dispatched: Dispatched, route: Route) -> Tensor:
-        """Returns `[rows received, width]`: the sum of each row's choices of this rank's experts."""
+        """Returns `[rows received, width]`: each row's weighted sum over its choices among this rank's experts."""
+        # [rows received, width], [rows received, choices] each.
         rows, experts, weights = dispatched
-        # Choices of other ranks' experts are sorted behind all others.
+        # Sort (row, choice) pairs by expert; choices of other ranks' experts have the largest id and come last.
         ordered, order = experts.flatten().sort(stable=True)
         order, ordered = order[: route.pairs], ordered[: route.pairs]
+        # [pairs, width]: one copy of a row for each of its local choices.
         places = order.div(experts.shape[1], rounding_mode="floor")
         own = rows.index_select(0, places)
         if not route.pairs:
-            # Parameters and inputs stay in the graph: gradients are zero, as one process's are, and no rank waits for
-            # an exchange that another one leaves out.
+            # Keep parameters and inputs in the graph: gradients are zero as in a single process, and this rank joins
+            # the collectives of the backward.
             ordered = torch.arange(self.ranks.dispatcher.experts, device=rows.device)
             own = torch.cat([own, rows.new_zeros((len(ordered), rows.shape[1]))])
         made = self._compute(own, ordered, weights is not None)[: route.pairs]
         if weights is not None:
+            # [pairs, 1] routing weights, applied in fp32.
             share = weights.flatten().index_select(0, order).unsqueeze(-1)
             made = made.to(torch.promote_types(made.dtype, torch.float32)) * share
         return add_rows(made, places, len(rows)).to(rows.dtype)
 
     def _compute(self, rows: Tensor, experts: Tensor, are_weighed: bool) -> Tensor:
-        """Returns `[pairs, width]`: one expert `[pairs]` applied to each of the rows, which are sorted by it."""
+        """Returns `[pairs, width]`: one expert (`[pairs]`) applied to each row; the rows are sorted by expert."""
         self.forwards.require_full(self, self.shard_name)  # type: ignore[arg-type]
         with self.forwards.of_module(), self._as_own():
             grouped = grouped_rows(self, rows, experts) if are_weighed else None
@@ -158,7 +166,7 @@ class ParallelExperts:
         chosen = experts.unsqueeze(-1)
         weights = rows.new_ones(chosen.shape)
         if self.ranks.identity_share is not None:
-            # LongCat's forward squeezes a single choice away: a second one, which hands rows back, weighs nothing.
+            # LongCat squeezes the top-k dim when k == 1; append an identity expert with weight 0 to keep it.
             chosen, weights = pad(chosen, (0, 1), value=self.ranks.dispatcher.experts), pad(weights, (0, 1))
         routing = (chosen, weights) if are_weighed else ()
         with self._as_own():
@@ -166,7 +174,7 @@ class ParallelExperts:
         return made.view(len(rows), -1)
 
     def _one_after_another(self, tokens: Tensor) -> Tensor:
-        """Returns the choices `[experts * tokens, 1]` where every expert is given all tokens, the first one first."""
+        """Returns the choices `[experts * tokens, 1]` if every expert gets all tokens, in order of the experts."""
         dispatcher = self.ranks.dispatcher
         experts = dispatcher.experts * dispatcher.ranks
         each = torch.arange(experts, device=tokens.device)

@@ -1,8 +1,8 @@
-"""Routers' biases that keep experts evenly loaded without a loss (Wang et al., 2024; Megatron's router bias update).
+"""Router biases that balance expert load without a loss (Wang et al., 2024; Megatron's router bias update).
 
     bias += rate * sign(mean load - load)        once per optimizer step that was not skipped
 
-Loads are the choices of all training forwards whose gradients the step uses, on all ranks that see parts of the batch.
+The load counts the choices of all training forwards whose gradients the step uses, on all ranks of the batch.
 """
 
 import functools
@@ -31,7 +31,7 @@ def _biases(block: nn.Module, experts: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def require_router_bias(model: Any, state: ParallelState) -> None:
-    """Raises `ConfigError` for a model whose routers have no bias to update, `UnsupportedError` where it is split."""
+    """Raises `ConfigError` if no router has a bias to update, `UnsupportedError` if the bias is sharded."""
     rate = state.config.router_bias_update_rate
     setting = f"MegatronConfig.router_bias_update_rate = {rate}"
     found = [
@@ -52,10 +52,10 @@ def require_router_bias(model: Any, state: ParallelState) -> None:
 
 
 class RouterBiases(Shared):
-    """Counts the choices of this stage's routers and moves their biases after steps.
+    """Counts the choices of this stage's routers and updates their biases after optimizer steps.
 
     Args:
-        experts: name of the module with experts -> how many it holds on all ranks.
+        experts: module with experts -> its number of experts on all ranks.
         pieces (`bool`): whether tp ranks see different tokens.
     """
 
@@ -65,7 +65,7 @@ class RouterBiases(Shared):
         self.tokens = {name: torch.zeros(count, dtype=torch.int64, device=device) for name, count in experts.items()}
 
     def install(self, engine: Any) -> None:
-        """Watches what experts are called with, and the steps of a model's optimizers."""
+        """Registers hooks on the experts' inputs and on the steps of a model's optimizers."""
         for name in self.experts:
             module = self.model.get_submodule(name)
             module.register_forward_pre_hook(self._counting(name))
@@ -82,11 +82,12 @@ class RouterBiases(Shared):
         @shard_safe
         @leave_uncompiled
         def count(experts: nn.Module, args: tuple) -> None:
-            # A layer that is computed again was counted.
+            # A recomputed layer was counted in its first forward.
             if not experts.training or not torch.is_grad_enabled() or in_backward():
                 return
             chosen = args[1].detach().flatten()
-            # Gradients may be cleared between a forward and its backward, and the forward counts all the same.
+            # Count in the backward: gradients, and with them the counts, may be cleared between a forward and its
+            # backward, but the choices of that forward still belong to the next step.
             trained = [value for value in (args[0], *args[2:]) if value.requires_grad]
             if trained:
                 trained[0].register_hook(functools.partial(add, chosen))
@@ -101,10 +102,11 @@ class RouterBiases(Shared):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Moves the biases by what backwards have counted since the last time; every rank of a stage calls it."""
+        """Updates the biases by the choices counted since the last update; collective over a stage."""
         if not self.tokens:
             return
         mesh = self.state.mesh
+        # [experts of all layers], summed over all ranks that have other tokens.
         total = torch.cat(list(self.tokens.values()))
         dist.all_reduce(total, group=mesh.group("dp_cp"))
         if self.pieces:
@@ -114,10 +116,11 @@ class RouterBiases(Shared):
             counts.zero_()
             step = (load.float().mean() - load).sign() * self.state.config.router_bias_update_rate
             for _, bias in _biases(self.model.get_submodule(name.rpartition(".")[0]), len(load)):
+                # Every rank applies the same step: biases stay identical.
                 own = local_tensor(bias)
                 own.add_(step.to(own).view(own.shape))
 
 
 def install_router_biases(model: Any, state: ParallelState, experts: Mapping[str, int], *, pieces: bool) -> None:
-    """Has the biases of a stage's routers follow the load of their experts."""
+    """Installs the update of a stage's router biases by the load of their experts."""
     RouterBiases(model, state, experts, pieces=pieces).install(state.data_parallel)

@@ -1,4 +1,4 @@
-"""Watches the routers of a model while they choose, has somebody else decide, and knows which tokens they see."""
+"""Hooks on a model's routers that observe or replace their choices, with the tokens that each router sees."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +26,7 @@ _INPUTS = ("input_ids", "inputs_embeds")
 
 @dataclass
 class RoutedCall:
-    """One call of the model: its rows, and the routing of all of its tokens `[layers, batch * tokens, choices]`."""
+    """One call of the model: its size, and the routing of all of its tokens `[layers, batch * tokens, choices]`."""
 
     batch: int
     tokens: int
@@ -35,11 +35,11 @@ class RoutedCall:
 
 
 class Routers:
-    """The blocks with routers of a model, and which tokens a rank has in them."""
+    """Blocks of a model that have routers, and the tokens that a rank sees in them."""
 
     def __init__(self, model: Any, spec: ModelSpec):
         self.model, self.state = model, parallel_state(model)
-        # Experts of this rank's layers count among all ranks'.
+        # Local layers have the experts of all ep ranks.
         self.experts = find_experts(model, spec)
         if self.state is not None and (plan := self.state.placed.get("ep")) is not None:
             self.experts = {name: plan.experts[name] for name in self.experts}
@@ -59,8 +59,9 @@ class Routers:
         return tuple(name for stage in stages for name in stage)
 
     def tokens(self, name: str, call: RoutedCall) -> tuple[Tensor, int]:
-        """Returns which tokens of a row, `[held]`, a layer is given on this rank, and the row's number of tokens."""
+        """Returns the tokens of a sequence, `[local]`, that a layer sees on this rank, and the sequence's length."""
         state = self.state
+        # Full sequence, or the microbatch's; split over cp, then over tp with a sharded sequence.
         length = call.tokens if state is None or state.part is None else state.part.tokens
         held = torch.arange(length)
         context = RUNTIME.context
@@ -73,9 +74,9 @@ class Routers:
         return held, length
 
     def places(self, name: str, call: RoutedCall, count: int) -> Tensor | None:
-        """Returns where the tokens `[count]` of a layer lie in the call's rows, one after another.
+        """Returns the indices of a layer's tokens, `[count]`, among the flattened tokens of the call's batch.
 
-        `None` for a microbatch that repeats another one. Raises `UnsupportedError` for other tokens than those.
+        `None` for a padding microbatch, which repeats another one. Raises `UnsupportedError` if `count` does not fit.
         """
         part = None if self.state is None else self.state.part
         if part is not None and part.is_repeated:
@@ -92,11 +93,11 @@ class Routers:
 
 
 class RouterWatch:
-    """Base: watches the calls of a model, and has `choose` decide in its routers.
+    """Base class: hooks the calls of a model and passes its routers' choices to `choose`.
 
     Attributes:
-        replaces (`bool`): whether it decides otherwise than they do. What is only seen keeps its graph: layers that
-            backward computes again may be outside of the context then.
+        replaces (`bool`): whether the choices are replaced. If they are only observed the graph is unchanged, since
+            backward may recompute layers outside of the context.
     """
 
     replaces = True
@@ -111,22 +112,25 @@ class RouterWatch:
         """Called before a call of the model."""
 
     def end(self, call: RoutedCall) -> None:
-        """Called behind one that did not raise."""
+        """Called after a call of the model that did not raise."""
 
     def choose(self, name: str, call: RoutedCall, live: Tensor, is_group: bool) -> Tensor:
-        """Returns the experts `[held, choices]` of a layer's tokens, whose live choices those are, maybe of a group."""
+        """Returns the experts `[local, choices]` of a layer's tokens, given the router's own (`live`).
+
+        `is_group`: the choice may only score the single group of all experts.
+        """
         raise NotImplementedError
 
     def chosen(self) -> None:
-        """Called behind a router, whose last choice counts."""
+        """Called after a router has run; only its last choice counts."""
 
     def groups(self, name: str, scores: Tensor, experts: int) -> Tensor:
-        """Returns the scores `[tokens, groups]` that groups of experts are drawn by."""
+        """Returns the scores `[tokens, groups]` by which groups of experts are selected."""
         return scores
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Puts hooks around the model and its blocks with routers."""
+        """Registers hooks on the model and its blocks with routers, inside the context."""
         handles = []
         base: Any = self.model.base_model
         for module in (self.model,) if base is self.model else (self.model, base):
@@ -167,13 +171,13 @@ class RouterWatch:
         self._depth = max(self._depth - 1, 0)
         if self._depth == 0 and self.call is not None:
             call, self.call = self.call, None
-            # Hooks run for calls that raise, too, with no output.
+            # Hooks also run for calls that raise, without output.
             if output is not None:
                 self.end(call)
 
     @leave_uncompiled
     def _enter(self, name: str, block: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        # Layers that are computed again ask their tapes.
+        # Recomputed layers read their tapes instead.
         if in_backward() or self.call is None:
             return
         mode = _Choices(self, name, self.call, self.routers.experts[name])
@@ -198,7 +202,7 @@ class RouterWatch:
 
 
 class _Choices(TorchFunctionMode):
-    """Has somebody else decide which experts the `topk` of one router returns."""
+    """Replaces or observes the experts that `topk` returns in one router."""
 
     def __init__(self, attached: RouterWatch, name: str, call: RoutedCall, experts: int):
         super().__init__()
@@ -216,13 +220,14 @@ class _Choices(TorchFunctionMode):
             return func(*args, **kwargs)
         if width >= self.experts:
             self.has_chosen = True
+            # `choose` takes the choices of all tokens, [tokens, choices].
             if not self.attached.replaces:
                 found = func(*args, **kwargs)
                 self.attached.choose(self.name, self.call, found[1].flatten(0, -2), False)
                 return found
             with torch.no_grad():
                 live: Tensor = func(*args, **kwargs)[1]
-            # Of one group of all experts the two best are taken first: whichever these are, it is drawn.
+            # A single group of all experts is scored by its two best experts first; it is selected in any case.
             is_group = scores.dim() == 3 and scores.shape[1] == 1
             chosen = self.attached.choose(self.name, self.call, live.flatten(0, -2), is_group).view(live.shape)
             return torch.return_types.topk((scores.gather(-1, chosen), chosen))

@@ -5,9 +5,9 @@
     with replay_routing(model, routing.joined()):
         model(input_ids=..., labels=...).loss.backward()
 
-Routers choose by `topk`, whose indices are answered with those recorded and whose values are the live scores at these:
-gradients reach the router. Routers that draw groups first are given groups in which the recorded experts are. Tokens
-are those of whole rows on every layout; a rank takes the ones that it computes.
+Routers choose by `topk`: it returns the recorded indices with the live scores at these, so that gradients reach the
+router. Routers that select groups first are given the groups of the recorded experts. Recorded tokens are those in full
+sequences, whatever the layout; a rank uses the ones that it computes.
 """
 
 from collections.abc import Iterator
@@ -28,17 +28,17 @@ from ..parallel_state import parallel_state
 from .router_hooks import RoutedCall, Routers, RouterWatch
 from .routing_cache import install_tapes, is_taped
 
-# Of no token, or of a layer with fewer choices.
+# Entry of a token that was not recorded, or of a layer with fewer choices.
 ABSENT = -1
 
 
 @dataclass
 class Routing:
-    """The experts that routers have chosen, of every call of a model.
+    """Experts that routers have chosen, for every call of a model.
 
     Attributes:
         layers: names of the modules that hold experts.
-        calls: of each call `[layers, batch, tokens, choices]` in int32, on the model's device; -1 where a layer has
+        calls: for each call `[layers, batch, tokens, choices]` in int32, on the model's device; -1 where a layer has
             fewer choices, or looks its experts up by token.
     """
 
@@ -46,16 +46,16 @@ class Routing:
     calls: list[Tensor] = field(default_factory=list)
 
     def joined(self, tokens: int | None = None) -> Tensor:
-        """Returns `[layers, batch, tokens, choices]` of calls that continue each other, as those of `generate()` do.
+        """Returns `[layers, batch, tokens, choices]` of calls that continue each other, as in `generate()`.
 
-        The last token that was generated has not been in a call: replayed in a call of one token more, that one is
-        routed as its scores say.
+        The last generated token was never an input: replayed in a call with one more token, it is routed by its scores.
 
         Args:
-            tokens (`int`, *optional*): at most so many; ranks that wait for others in `generate()` go on past theirs.
+            tokens (`int`, *optional*): maximum number of tokens; in `generate()`, ranks that wait for others continue
+                past their own end.
 
         Raises:
-            ConfigError: nothing was recorded, or calls that do not continue each other: of other rows, without a cache.
+            ConfigError: nothing was recorded, or the calls do not continue each other (other batch sizes, no cache).
         """
         rows = {call.shape[1] for call in self.calls}
         if len(rows) != 1:
@@ -72,13 +72,13 @@ class Routing:
 def record_routing(model: Any) -> Iterator[Routing]:
     """Records which experts the routers of a model choose in every call inside the context.
 
-    It works on models laid out by hf_megatron, on every layout, and on others; every rank enters and leaves it.
+    Works on models parallelized by hf_megatron, with every layout, and on others; entering and leaving is collective.
 
     Args:
         model (`PreTrainedModel`): with experts.
 
     Returns:
-        `Routing`: filled when the context is left, alike on all ranks that share a batch.
+        `Routing`: filled when the context is left, identical on all ranks that share a batch.
 
     Raises:
         ConfigError: a model without experts.
@@ -94,15 +94,15 @@ def record_routing(model: Any) -> Iterator[Routing]:
 
 @contextmanager
 def replay_routing(model: Any, routing: Routing | Tensor) -> Iterator[None]:
-    """Has the routers of a model choose recorded experts in every call inside the context.
+    """Replays recorded experts in the routers of a model, in every call inside the context.
 
-    The weights of the choices are those of the scores at hand, and their gradients reach the routers. Layers that
-    backward computes again take the same experts, also after the context is left.
+    The routing weights come from the live scores, and their gradients reach the routers. Layers that backward
+    recomputes use the same experts, even after the context is left.
 
     Args:
         model (`PreTrainedModel`): with experts.
-        routing (`Routing` or `Tensor`): of as many calls; or `[layers, batch, tokens, choices]` for each of the calls.
-            Tokens may be fewer than those of a call, and entries -1: what is not recorded is routed as its scores say.
+        routing (`Routing` or `Tensor`): one entry per call; or `[layers, batch, tokens, choices]` for every call. It
+            may have fewer tokens than a call, and entries -1: those are routed by their scores.
 
     Raises:
         ConfigError: a model without experts; shapes or experts that do not fit; more calls than were recorded.
@@ -121,7 +121,7 @@ def _routers_of(model: Any) -> Routers:
 
 
 class _Recorder(RouterWatch):
-    """Writes down what routers choose."""
+    """Records the choices of routers."""
 
     replaces = False
 
@@ -144,7 +144,7 @@ class _Recorder(RouterWatch):
             self.calls[-1][1].setdefault(name, []).append(part)
 
     def gathered(self) -> list[Tensor]:
-        """Returns what all ranks that share the batch have recorded of each call."""
+        """Returns the recorded choices of each call, merged over all ranks that share the batch."""
         state, layers = self.routers.state, self.routers.layers
         device = next(self.model.parameters()).device if state is None else state.mesh.device
         widest = torch.tensor(
@@ -153,6 +153,7 @@ class _Recorder(RouterWatch):
         )
         self._over_ranks(widest)
         size = len(layers), int(widest)
+        # [layers, batch * tokens, choices] per call, -1 for tokens of other ranks; merged by MAX.
         full_tensors = [
             torch.full((size[0], c.batch * c.tokens, size[1]), ABSENT, dtype=torch.int32) for c, _ in self.calls
         ]
@@ -169,7 +170,7 @@ class _Recorder(RouterWatch):
         return [part.unflatten(1, (call.batch, call.tokens)) for (call, _), part in pairs]
 
     def _over_ranks(self, unsharded: Tensor) -> None:
-        """Takes the largest entries of the ranks that share a batch: what a rank has not is -1."""
+        """Takes the maximum over the ranks that share a batch: entries that a rank does not have are -1."""
         state = self.routers.state
         if state is None:
             return
@@ -179,7 +180,7 @@ class _Recorder(RouterWatch):
 
 
 class _Player(RouterWatch):
-    """Answers routers with what was recorded."""
+    """Returns recorded choices to routers."""
 
     def __init__(self, routers: Routers, routing: Routing | Tensor):
         super().__init__(routers)
@@ -209,7 +210,7 @@ class _Player(RouterWatch):
             )
 
     def _keep_tapes(self) -> None:
-        """Has layers that backward computes again keep what is replayed: backward may come later."""
+        """Installs tapes on layers that backward recomputes, which may happen after the context is left."""
         layer_of = {id(part): layer for layer in outermost_layers(self.model) for part in layer.modules()}
         for name in self.routers.experts:
             block: Any = self.model.get_submodule(name.rpartition(".")[0])
@@ -239,6 +240,7 @@ class _Player(RouterWatch):
                 f"replay_routing: routing of {batch} rows of {tokens} tokens for a call of {call.batch} rows of "
                 f"{call.tokens}."
             )
+        # [layers, batch, tokens, choices] -> [layers, batch * call tokens, choices], -1 for tokens without a record.
         missing = call.tokens - tokens
         call.routing = nn.functional.pad(routing, (0, 0, 0, missing), value=ABSENT).flatten(1, 2)
 
@@ -260,6 +262,7 @@ class _Player(RouterWatch):
             raise ConfigError(
                 f"replay_routing: routing of {recorded.shape[1]} choices, and the router of {name} makes {choices}."
             )
+        # Tokens with an unrecorded choice keep all of their own choices.
         recorded = recorded[:, :choices]
         return live.where((recorded < 0).any(1, keepdim=True), recorded)
 
@@ -269,6 +272,7 @@ class _Player(RouterWatch):
         if places is None:
             return scores
         recorded = self._recorded(name, self.call, places, scores.device)
+        # Select the groups of the recorded experts: infinite scores; unrecorded entries fall into an extra column.
         group = recorded.div(experts // scores.shape[1], rounding_mode="floor").where(recorded >= 0, scores.shape[1])
         is_hit = scores.new_zeros((len(scores), scores.shape[1] + 1), dtype=torch.bool)
         is_hit = is_hit.scatter_(1, group.to(torch.int64), True)[:, :-1]

@@ -1,8 +1,8 @@
-"""What routers have chosen, kept for a layer that backward computes again: no second routing, no sizes exchanged again.
+"""Cache of router choices for layers that backward recomputes: they neither route nor exchange sizes again.
 
-A layer that is computed again is called with the very tensor of the first time, by which its tape is found.
-Routers choose by `topk`: its indices are answered from the tape, its values are those of the scores at hand, so that
-gradients go where they went. Near-ties on a device that multiplies otherwise the second time change nothing.
+A recomputed layer is called with the same tensor object as in its first forward, by which its tape is found. Routers
+choose by `topk`: it returns the indices on the tape with the values of the recomputed scores, so that gradients take
+the same way. Near-ties that a device rounds differently the second time change nothing.
 """
 
 import functools
@@ -26,11 +26,11 @@ TOPK = (torch.topk, Tensor.topk)
 
 @dataclass
 class Tape:
-    """The choices of one forward of a layer, in their order.
+    """Choices of one forward of a layer, in order.
 
     Attributes:
         chosen: indices of each `topk`.
-        routes: where the rows of each mixture went.
+        routes: the routes of each MoE block's rows.
         shared_take (*optional*): what the shared experts were called early with.
     """
 
@@ -40,7 +40,7 @@ class Tape:
 
 
 class _Choices(TorchFunctionMode):
-    """Base: hands out the values of the scores at hand for the indices that `topk` is to have chosen."""
+    """Base class: returns the values of the current scores at given indices from `topk`."""
 
     def __init__(self, tape: Tape):
         super().__init__()
@@ -52,7 +52,7 @@ class _Choices(TorchFunctionMode):
             return func(*args, **kwargs)
         indices = self.indices(functools.partial(func, *args, **kwargs))
         dim = kwargs.get("dim", args[2] if len(args) > 2 else -1)
-        # The same graph both times: checkpoints compare what is kept for backward.
+        # The same graph in both forwards: checkpoints compare the saved tensors.
         scores = args[0] if args else kwargs["input"]
         return torch.return_types.topk((scores.gather(dim, indices), indices))
 
@@ -62,7 +62,7 @@ class _Choices(TorchFunctionMode):
 
 
 class Recorder(_Choices):
-    """Writes the choices of routers on a tape while it is entered."""
+    """Records the choices of routers on a tape while it is entered."""
 
     def indices(self, choose: Callable[[], Any]) -> Tensor:
         with torch.no_grad():
@@ -71,7 +71,7 @@ class Recorder(_Choices):
 
 
 class Player(_Choices):
-    """Answers routers from a tape while it is entered."""
+    """Replays the choices on a tape to routers while it is entered."""
 
     def __init__(self, tape: Tape):
         super().__init__(tape)
@@ -83,11 +83,11 @@ class Player(_Choices):
 
 
 class LayerTapes:
-    """The tapes of one layer's forwards that backward may ask for again; a deep copy of the layer has none yet.
+    """Tapes of one layer's forwards that backward may recompute; a deep copy of the layer starts without any.
 
     Attributes:
-        known (*optional*): of the forward that is computed again.
-        written (*optional*): of the forward under way.
+        known (*optional*): tape of the forward that is being recomputed.
+        written (*optional*): tape of the current forward.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class LayerTapes:
         return tiny_model
 
     def enter(self, hidden: Tensor, *, is_kept: bool) -> None:
-        """Begins a forward of the layer with an input of any shape."""
+        """Begins a forward of the layer, with an input of any shape."""
         self.known = self.by_input.get(hidden) if in_backward() else None
         self.written, self._routes = None, 0
         if is_kept and self.known is None:
@@ -111,20 +111,20 @@ class LayerTapes:
         self.known = self.written = None
 
     def around_router(self) -> AbstractContextManager:
-        """Returns the context that a mixture routes its tokens in."""
+        """Returns the context in which a MoE block routes its tokens."""
         if self.known is not None:
             return Player(self.known)
         return nullcontext() if self.written is None else Recorder(self.written)
 
     def route(self) -> Route | None:
-        """Returns where the rows of the next mixture went before."""
+        """Returns the recorded route of the next MoE block, if the layer is recomputed."""
         if self.known is None or self._routes >= len(self.known.routes):
             return None
         self._routes += 1
         return self.known.routes[self._routes - 1]
 
     def shared_take(self, now: str | None) -> str | None:
-        """Returns what shared experts are called early with: of a forward that is computed again, as it was."""
+        """Returns what shared experts are called early with; a recomputed forward repeats its first choice."""
         if self.known is not None:
             return self.known.shared_take
         if self.written is not None:
@@ -132,13 +132,13 @@ class LayerTapes:
         return now
 
     def note(self, route: Route) -> None:
-        """Keeps where the rows of a mixture went."""
+        """Records the route of a MoE block."""
         if self.written is not None:
             self.written.routes.append(route)
 
 
-# Subclasses with a forward rather than mixins or hooks: transformers wraps the forward of each subclass of a layer, and
-# that is what it computes again.
+# Subclasses with a forward, not mixins or hooks: transformers wraps and recomputes the forward of each subclass of a
+# layer.
 
 
 @functools.cache
@@ -178,14 +178,14 @@ def _taped_moe_block(base: Any) -> type[nn.Module]:
 
 
 def is_taped(layer: nn.Module) -> bool:
-    """Tells whether a layer keeps what its routers choose."""
+    """Returns whether a layer records the choices of its routers."""
     return "_tapes_of_layer" in vars(layer)
 
 
 def install_tapes(layer: nn.Module, moe_block: nn.Module, shared: SharedExperts | None = None) -> LayerTapes:
-    """Has a layer keep for backward what the router of its mixture, which may be the layer itself, chooses.
+    """Installs tapes on a layer for the router of its MoE block, which may be the layer itself.
 
-    Its shared experts, if it has any that are called early, are told where its forwards begin and end.
+    Shared experts that are called early are notified of the beginning and end of the block's forwards.
     """
     tapes = LayerTapes()
     object.__setattr__(moe_block, "_shared_experts", shared)

@@ -1,8 +1,8 @@
-"""Shared experts, which see every token, computed while the rows of the others travel.
+"""Shared experts, which see every token, computed while the rows of the routed experts are in flight.
 
-Blocks call their experts one after the other, with the same hidden states. Which ones the shared experts take is seen
-in the block's first forward; from the next on they are called while rows are on their way, and the block's own call
-is answered with what they made.
+Blocks call routed and shared experts one after the other, with the same hidden states. The block's first forward shows
+which ones the shared experts take; later forwards call them while rows are in flight, and the block's own call returns
+that result.
 """
 
 import copy
@@ -17,7 +17,7 @@ _NAME = "shared"
 
 
 class EarlyCall:
-    """Mixin of shared experts that are called while rows travel."""
+    """Mixin of shared experts that are called while rows are in flight."""
 
     early: "SharedExperts"
 
@@ -29,10 +29,10 @@ class EarlyCall:
 
 
 class SharedExperts:
-    """The shared experts of a block; a deep copy of the block has those of the copy.
+    """Shared experts of a block; a deep copy of the block has its own.
 
     Attributes:
-        takes (*optional*): `"block"` or `"experts"`: whose hidden states they are called with behind the experts.
+        takes (*optional*): `"block"` or `"experts"`, the module with whose input they are called; `None` if unknown.
     """
 
     def __init__(self, module: nn.Module):
@@ -57,11 +57,11 @@ class SharedExperts:
         self._given, self._made = {}, None
 
     def compute(self, experts_input: Tensor, takes: str | None) -> None:
-        """Computes what the block is going to ask for, while the rows of its experts travel.
+        """Computes the shared experts before the block calls them, while the rows of its experts are in flight.
 
         Args:
-            experts_input: what the block has called its experts with.
-            takes (*optional*): see `self.takes`; of a forward that is computed again, as it was then.
+            experts_input: the input of the routed experts.
+            takes (*optional*): see `self.takes`; for a recomputed forward, its value in the first forward.
         """
         self._given["experts"] = experts_input
         if takes is None or takes not in self._given:
@@ -74,22 +74,22 @@ class SharedExperts:
             self._is_early = False
 
     def has_made(self, hidden: Any) -> bool:
-        """Tells whether the output for these hidden states is there; notes what is asked for."""
+        """Returns whether the output for these hidden states exists; records which hidden states are used."""
         if self._is_early or "experts" not in self._given:
             return False
-        # Blocks hand the same tensor to both, or a view of it to one of them.
+        # Blocks pass the same tensor to both experts, or a view of it to one of them.
         self.takes = next((kind for kind, given in self._given.items() if given is hidden), None)
         return self._made is not None and self._made[0] is hidden
 
     def take(self) -> Any:
-        """Hands the output out, once."""
+        """Returns the output, once."""
         assert self._made is not None
         (_, output), self._made = self._made, None
         return output
 
 
 def find_shared_experts(block: nn.Module) -> SharedExperts | None:
-    """Has the shared experts of a block be called early, if it has some and it has them alone."""
+    """Sets up the shared experts of a block to be called early, if the block has exactly one module of them."""
     found = [child for name, child in block.named_children() if _NAME in name and _is_expert(child)]
     if len(found) != 1:
         return None
@@ -99,5 +99,5 @@ def find_shared_experts(block: nn.Module) -> SharedExperts | None:
 
 
 def _is_expert(module: nn.Module) -> bool:
-    """Tells experts from gates, which are single linears."""
+    """Returns whether a module is an expert, as opposed to a gate, which is a single linear."""
     return next(module.children(), None) is not None
