@@ -1,16 +1,16 @@
-"""The loss of a model that computes it itself: one denominator for a batch whose parts lie on several ranks.
+"""Normalization of a model's loss: one denominator for a batch that is split over ranks or microbatches.
 
-    labels --targets_of--> targets --kernel--> sum over this rank's targets / denominator --> one number on every rank
+    labels --targets_of--> targets --kernel--> sum over this rank's targets / denominator --> same loss on every rank
 
-The denominator is, in this order: what a pipeline says of the batch whose microbatch is under way;
-`num_items_in_batch`, which the caller has counted over all ranks; in training the targets of all ranks that see parts
-of one batch (dp x cp); else, in evaluation, this rank's own targets, as stock loops expect: they gather the losses of
-the ranks' batches, and not every rank need evaluate.
+The denominator is the first of these that applies: the batch totals that a pipeline sets for the current microbatch;
+`num_items_in_batch`, which the caller has counted over all ranks; in training, the number of targets on all dp ranks
+(cp ranks have the full labels); in evaluation, the number of this rank's targets, as stock loops expect: they gather
+the losses of the ranks' batches, and not every rank need evaluate.
 
-Gradients are averaged over the dp ranks. A mean over each rank's own targets would weigh a token by its neighbours;
-here every rank contributes `sum of its losses x dp / targets of all ranks`, so that the average is one process's mean
-over the whole batch. A caller that has counted multiplies what it gets by the ranks: it gets the loss divided by them,
-whatever the model's class made of the count (`batch_labels.py`).
+Gradients are averaged over the dp ranks. A mean over each rank's own targets would weight a token by the other tokens
+on its rank; instead every rank contributes `sum of its losses x dp / targets of all ranks`, so that the average is the
+single-process mean over the global batch. A caller that has counted multiplies the loss by the number of ranks, so it
+gets the loss divided by that number, however the model's class uses the count (`inline_losses.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -36,14 +36,14 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Share:
-    """What the terms of one microbatch are divided by, so that those of all microbatches are the batch's mean.
+    """Denominators of a microbatch's loss terms, with which the losses of all microbatches sum to the batch's mean.
 
     Attributes:
-        targets (`Mapping`): for losses with a term per target, by the name of their targets: scalar `Tensor` or number.
-        counts (`bool`): whether it is none that repeats another one for nothing.
-        rows (scalar `Tensor` or number): for what has a term per row.
+        targets (`Mapping`): for losses with one term per target: name of the targets -> scalar `Tensor` or number.
+        rows (scalar `Tensor` or number): for losses with one term per sample.
         arguments: the microbatch.
-        is_probe (`bool`): whether it has every label, so that a loss shows whether its class shifts them.
+        counts (`bool`): False for a padding microbatch, whose loss must not be counted.
+        is_probe (`bool`): whether no label is ignored, so that a loss shows whether its class shifts labels.
     """
 
     targets: Mapping[str, Tensor | float]
@@ -54,22 +54,22 @@ class Share:
 
 
 class BatchLoss(Shared):
-    """Knows which batch the loss of the call under way belongs to, and what its terms are divided by.
+    """Tracks the batch of the current call's loss and what its terms are divided by.
 
     Args:
-        mesh (`ParallelMesh`): gives the ranks that see parts of one batch.
-        shifts (`bool`, *optional*): whether the model's targets are the next tokens, as far as its class says;
-            `None` where nothing is known of its labels.
-        divides_itself (`bool`): whether the loss follows `num_items_in_batch`.
+        mesh (`ParallelMesh`): provides the ranks of a batch.
+        shifts (`bool`, *optional*): whether the model's targets are the next tokens, as far as its class shows;
+            `None` if nothing is known about its labels.
+        divides_itself (`bool`): whether the loss uses `num_items_in_batch`.
         auxiliary (`str`): `MegatronConfig.router_aux_loss_scope`.
         z_loss (`float`): `MegatronConfig.router_z_loss_coef`.
 
     Attributes:
-        counted (`bool`): whether the caller of the call under way has counted the targets of its batch.
-        terms (`int`): losses that the call has taken so far, those of a pipeline's microbatches left out.
-        copies (`int`): losses that the model takes of each label, as far as a trial_forward has shown.
-        used (`set`): names of the targets that the microbatch under way has taken losses of.
-        join_tokens (`Callable`): `[tokens, ...]` of this rank -> of all ranks that share the rows.
+        counted (`bool`): whether the caller of the current call has counted the targets of its batch.
+        terms (`int`): number of losses that the call has computed so far, not counting a pipeline's microbatches.
+        copies (`int`): number of losses that the model computes from each label, as shown by the trial forward.
+        used (`set`): names of the targets from which the current microbatch has computed losses.
+        join_tokens (`Callable`): gathers `[local tokens, ...]` to `[tokens, ...]` over the ranks that split a sequence.
     """
 
     def __init__(
@@ -83,24 +83,24 @@ class BatchLoss(Shared):
         self._counts = True
         self.terms, self.copies = 0, 1
         self.share: Share | None = None
-        # Of what has an entry for each token that this rank computes, where ranks compute some of a row each.
+        # Gathers per-token values, if ranks compute different tokens of a sequence.
         self.join_tokens: Callable[[Any], Any] = _same
 
     @property
     def has_data_parallel(self) -> bool:
-        """Whether several ranks see parts of one batch."""
+        """Whether the batch is split over several ranks."""
         return self.mesh.axes.size("dp") > 1
 
     @property
     def over_ranks(self) -> bool:
-        """Whether a loss taken now is that of one batch of all ranks; a caller that has counted waited for them."""
+        """Whether losses are now normalized over all dp ranks; a caller that has counted has synchronized them."""
         return self.has_data_parallel and (torch.is_grad_enabled() or self._together or self.counted)
 
     @contextmanager
     def together(self, *, counts: bool = True) -> Iterator[None]:
-        """Takes the losses of evaluation inside over all ranks' parts of a batch: every rank has to take them.
+        """Normalizes evaluation losses over all ranks' shards of a batch, inside the context; collective.
 
-        `counts` tells whether this rank has a part at all.
+        `counts` is False if this rank has no samples.
         """
         before, self._together = self._together, True
         try:
@@ -111,7 +111,7 @@ class BatchLoss(Shared):
 
     @contextmanager
     def without_terms(self) -> Iterator[None]:
-        """Adds nothing of this rank to the losses of all ranks inside."""
+        """Excludes this rank from the losses of all ranks, inside the context."""
         self._counts = False
         try:
             yield
@@ -119,31 +119,31 @@ class BatchLoss(Shared):
             self._counts = True
 
     def mean(self, total: Tensor, terms: Tensor, at_least: int = 0, name: str = "labels") -> Tensor:
-        """Averages a loss over its batch: `total` is the sum of this rank's, `terms` their number, scalars both.
+        """Returns the mean of a loss over its batch; `total` is the sum of this rank's terms, `terms` their number.
 
-        `at_least` is what fewer terms of all ranks count as, `name` that of the targets.
+        Both are scalars. `at_least` is a lower limit of the number of terms on all ranks, `name` is the targets' name.
         """
         if self.share is not None:
             self.require_terms(terms, name)
-            # Labels that are no classes have no value that says that they do not count.
+            # Regression labels have no ignored value, so a padding microbatch is masked by 0 here.
             return (total if self._counts else total * 0) / self.divisor_of_share(name)
         self.terms += 1
         return self._mean(total, terms, at_least)
 
     def row_mean(self, total: Tensor, rows: int) -> Tensor:
-        """Averages what has a term per row, as `mean` does."""
+        """Returns the mean of a loss with one term per sample, like `mean`."""
         if self.share is not None:
             return total / self.share.rows
         return self._mean(total, scalar(rows, total.device))
 
     def token_share(self, total: Tensor, tokens: Tensor, rows: int) -> Tensor:
-        """Averages over the tokens of the batch what has a term per token; microbatches count by their rows."""
+        """Returns the mean of a loss with one term per token over the batch; microbatches are weighted by samples."""
         if self.share is not None and self.auxiliary != "batch":
             return self.row_mean(total / tokens.clamp(min=1) * rows, rows)
         return self._mean(total, tokens, at_least=1)
 
     def counts_of_step(self, counts: Tensor) -> Tensor:
-        """Adds counts of any shape up over the parts of the batch, and those of training calls since the last step."""
+        """Sums counts of any shape over the ranks of the batch and over the training calls since the last step."""
         if self.over_ranks:
             counts = counts if self._counts else counts * 0
             dist.all_reduce(counts, group=self.mesh.group("dp"))
@@ -155,29 +155,30 @@ class BatchLoss(Shared):
         return so_far
 
     def end_step(self) -> None:
-        """Begins to count anew."""
+        """Resets the counts."""
         self._of_step = None
 
     def _mean(self, total: Tensor, terms: Tensor, at_least: int = 0) -> Tensor:
         if not self.over_ranks:
             return total / terms.clamp(min=at_least)
+        # A rank without samples joins the all-reduce of [sum, terms] with zeros.
         if not self._counts:
             total, terms = total * 0, torch.zeros_like(terms)
         return mean_over_ranks(total, terms, self.mesh.group("dp"), at_least)
 
     def sum(self, part: Tensor) -> Tensor:
-        """Sums a statistic of any shape over the parts of the batch, with its gradient."""
+        """Sums a statistic of any shape over the dp ranks; its gradient is scaled for the average over ranks."""
         if not self.over_ranks:
             return part
         part = part if self._counts else part * 0
         return sum_over_ranks(part, self.mesh.group("dp"))
 
     def factor_of_ranks(self, gradient: Tensor) -> Tensor:
-        """Returns what a loss of all ranks' rows is multiplied by, a scalar, from what this rank multiplies it by."""
+        """Returns the scalar factor of a loss over all ranks' samples: the mean of the factors that the ranks apply."""
         return average_over_ranks(gradient, self.mesh.group("dp")) if self.has_data_parallel else gradient
 
     def divisor(self, targets: Tensor) -> Tensor:
-        """Returns what a sum over this rank's targets of any shape is divided by, for the average over ranks."""
+        """Returns the denominator of a sum over this rank's targets, any shape; the dp average is then the mean."""
         counted = count_targets(targets).float()
         if self.over_ranks:
             dist.all_reduce(counted, group=self.mesh.group("dp"))
@@ -185,31 +186,31 @@ class BatchLoss(Shared):
         return counted
 
     def token_mean(self, losses: Tensor, counts: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-        """Averages losses `[batch, sequence]` over the tokens that `counts`, of the same shape, has as 1.
+        """Returns the mean of losses `[batch, sequence]` over the tokens at which `counts`, of the same shape, is 1.
 
-        The losses of other tokens are 0; `num_items_in_batch` is the denominator where the caller has counted. Without
-        any token the loss is 0, as in TRL.
+        The losses of other tokens are 0; `num_items_in_batch` is the denominator if the caller has counted. Without any
+        token the loss is 0, as in TRL.
         """
         if num_items_in_batch is not None:
             return losses.sum() / self.given(num_items_in_batch)
         return self.mean(losses.sum(), counts.sum(), at_least=1)
 
     def given(self, num_items_in_batch: Tensor | int) -> Tensor | float:
-        """Returns what a sum is divided by where the caller has counted."""
+        """Returns the denominator if the caller has counted."""
         self.terms += 1
-        # The loss of the call is divided by the ranks when it is complete.
+        # The complete loss of the call is divided by the number of ranks later.
         return num_items_in_batch / self.mesh.dp_size if self.over_ranks and self.counted else num_items_in_batch
 
     def divisor_of_share(self, name: str) -> Tensor | float:
-        """Returns what a sum over the microbatch's targets is divided by, and notes that it was asked for."""
+        """Returns the denominator of a sum over the microbatch's targets, and records that it was used."""
         assert self.share is not None
         self.used.add(name_of_all(name))
         return self.share.targets[name]
 
     def require_terms(self, terms: Tensor, name: str) -> None:
-        """Compares a microbatch's terms, a scalar, with the targets that its batch was counted by.
+        """Checks a microbatch's number of terms, a scalar, against the targets that its batch was counted by.
 
-        Raises `UnsupportedError` where they differ; a trial_forward finds out whether labels are shifted.
+        Raises `UnsupportedError` if they differ; a trial forward uses the difference to detect shifted labels.
         """
         assert self.share is not None
         share = self.share
@@ -219,11 +220,11 @@ class BatchLoss(Shared):
             )
         expected = self._terms(name, share.arguments)
         if share.is_probe and name_of_all(name) == "labels" and terms != expected and self.shifts is not None:
-            # A class that writes its loss out says nowhere else whether it shifts its labels.
+            # An inline loss does not declare whether it shifts its labels: compare with the other count.
             shifted = count_terms(name, share.arguments, shifts=not self.shifts)
             self.shifts ^= bool(terms == shifted)
             if terms != shifted and expected > 0 and terms % expected == 0:
-                # Nor whether several outputs have the same.
+                # An inline loss does not declare either whether several outputs use the same labels.
                 self.copies = int(terms / expected)
             expected = self._terms(name, share.arguments)
         check_soon(
@@ -239,7 +240,10 @@ class BatchLoss(Shared):
 
     @contextmanager
     def over(self, share: Share | None) -> Iterator[None]:
-        """Has the losses inside divided by this, whatever the model calls them with; `used` names those that are."""
+        """Sets the denominators of losses inside the context, whatever `num_items_in_batch` is.
+
+        `used` collects the names of the targets whose losses are computed.
+        """
         self.used, self.share = set(), share
         try:
             yield
@@ -249,10 +253,10 @@ class BatchLoss(Shared):
     def denominators(
         self, arguments: Mapping[str, Any], rows: int, given: Any, *, over_ranks: bool
     ) -> tuple[dict[str, Any], Any]:
-        """Returns what the sums of a batch's losses are divided by: its targets, by name, and its rows, scalars.
+        """Returns the denominators of a batch's losses: its number of targets by name, and of samples, scalars.
 
-        `over_ranks` counts those of all ranks that see parts of one batch, over the number of dp ranks, as evaluation
-        that takes them together does. `given` is what the caller has counted.
+        With `over_ranks`, or inside `together`, both are counted over all dp ranks and divided by their number. `given`
+        is the caller's count.
         """
         divided = self.has_data_parallel and (over_ranks or self._together or given is not None)
         factor = self.mesh.dp_size if divided else 1
@@ -261,6 +265,7 @@ class BatchLoss(Shared):
             return known, rows
         names = with_codebooks(arguments)
         terms = [self._terms(name, arguments).float() for name in names]
+        # One all-reduce for all counts, [names + 1]; the last one is the number of samples.
         counts = torch.stack([*terms, scalar(rows, terms[0].device).float()])
         if divided:
             counts = counts if self._counts else counts * 0
@@ -269,7 +274,7 @@ class BatchLoss(Shared):
         return dict(zip(names, counts, strict=False)) | known, counts[-1]
 
     def row_denominator(self, rows: int) -> Any:
-        """Returns the rows of the whole batch over the number of dp ranks, where something is divided by them."""
+        """Returns the number of samples of the global batch over the number of dp ranks, where it is a denominator."""
         if self.auxiliary == "batch" or not self.over_ranks:
             return rows
         count = scalar(rows, self.mesh.device).float()
@@ -277,11 +282,11 @@ class BatchLoss(Shared):
         return count / self.mesh.dp_size
 
     def mean_of_shares(self, loss: Tensor) -> Tensor:
-        """Averages what ranks made of their parts by `denominators`: the loss of the batch, a scalar on every rank."""
+        """Sums the ranks' losses that were divided by `denominators`: the batch's mean, a scalar on every rank."""
         return self.sum(loss / self.mesh.dp_size) if self.has_data_parallel else loss
 
     def mean_over_ranks(self, losses: Tensor) -> None:
-        """Replaces losses of a batch, of any shape, by the mean over all ranks that see parts of it."""
+        """Replaces losses of a batch, of any shape, by their mean over all ranks of the batch, in place."""
         if self.has_data_parallel:
             dist.all_reduce(losses, group=self.mesh.group("dp"))
             losses /= self.mesh.dp_size

@@ -1,11 +1,12 @@
-"""Losses that a model's class computes itself: their means are those of the whole batch.
+"""Losses that a model's class computes inline: their means are normalized over the global batch.
 
-Where the parts of a batch lie on several ranks, or are microbatches, a model is called with labels that know it. They
-follow the few functions that models apply to labels, and answer when a loss function of torch is called with them: in
-place of the mean over the entries at hand it is the sum over these by the number in the batch (`BatchLoss`). Nothing
-upstream is replaced, and calls of anybody else are those of torch.
+If the batch is split over ranks or microbatches, a model is called with labels of a tensor subclass. It propagates
+through the few functions that models apply to labels, and intercepts torch's loss functions: instead of the mean over
+the present entries they return the sum over these, divided by the number in the batch (`BatchLoss`). Nothing upstream
+is patched, and other calls of these functions are not affected.
 
-A loss that cannot be normalised so is refused: one that sums its terms by itself, or compares the rows of a batch.
+Losses that cannot be normalized this way are rejected: those that sum their terms themselves, or compare the samples of
+a batch.
 """
 
 import inspect
@@ -27,7 +28,7 @@ from .batch_loss import BatchLoss
 from .router_losses import router_losses_of
 from .targets import LABELS, is_target, of_codebook, scalar
 
-# Methods and functions whose result is labels again.
+# Methods and functions whose result is still labels.
 _METHODS = (
     "__getitem__ chunk clamp clone contiguous cpu cuda detach double expand fill_ flatten float int long masked_fill "
     "narrow permute reshape select split squeeze to transpose type type_as unbind unsqueeze view view_as"
@@ -43,7 +44,7 @@ _FOLLOWED = {
 
 
 def _classes(values: Mapping[str, Any]) -> Tensor:
-    """Counts what the mean over targets is divided by: classes `[...]`, or rows of probabilities `[..., classes]`."""
+    """Returns the denominator of a mean over targets: class ids `[...]`, or class probabilities `[..., classes]`."""
     target, weight = values["target"], values.get("weight")
     if target.is_floating_point():
         logits = values["input"]
@@ -66,7 +67,7 @@ def _divergences(values: Mapping[str, Any]) -> Tensor:
 # Dims of labels `[batch, sequence, codebooks]`.
 _WITH_CODEBOOKS = 3
 
-# Loss function -> counts what its mean is divided by.
+# Loss function -> function that counts the denominator of its mean.
 _MEANS: Mapping[Callable[..., Tensor], Callable[[Mapping[str, Any]], Tensor]] = {
     F.cross_entropy: _classes,
     F.nll_loss: _classes,
@@ -81,21 +82,22 @@ _MEANS: Mapping[Callable[..., Tensor], Callable[[Mapping[str, Any]], Tensor]] = 
 
 
 class BatchLabels(Tensor):
-    """Labels of any shape that know what the losses of their batch are divided by, and by which name."""
+    """Labels of any shape with the `BatchLoss` of their batch and the name of their argument."""
 
     batch: BatchLoss
     argument: str
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Calls a function with plain tensors, and takes the batch's mean of a loss."""
+        """Calls a function with plain tensors; a loss returns the batch's mean."""
         kwargs = kwargs or {}
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, cls)]
         args, kwargs = tuple(map(_plain, args)), {name: _plain(value) for name, value in kwargs.items()}
         if function in _MEANS and given:
             return _mean(given[0].batch, given[0].argument, function, args, kwargs)
         result = function(*args, **kwargs)
-        # Of more dims than labels it is room for several copies of them; of their own shape, a decoder's inputs.
+        # A result with more dims than the labels has room for several copies of them; one of the same shape is an input
+        # of a decoder.
         is_room = function is Tensor.new_zeros and given and result.dim() > given[0].dim()
         if not given or not (function in _FOLLOWED or is_room):
             return result
@@ -103,7 +105,7 @@ class BatchLabels(Tensor):
 
 
 def _name_of(function: Any, labels: BatchLabels, args: tuple) -> str:
-    """Names what a function makes of labels `[batch, sequence, codebooks]`: those of one codebook, or of all."""
+    """Returns the target name of what a function selects from labels `[batch, sequence, codebooks]`."""
     if function is Tensor.__getitem__ and type(args[1]) is tuple:
         match args[1]:
             case (EllipsisType(), int(book)) if labels.dim() == _WITH_CODEBOOKS:
@@ -112,7 +114,7 @@ def _name_of(function: Any, labels: BatchLabels, args: tuple) -> str:
 
 
 def know_batch(value: Any, batch: BatchLoss, name: str = "labels") -> Any:
-    """Makes labels of any shape know their batch, and those in a tuple; `name` is that of the argument."""
+    """Attaches a batch to labels of any shape, also in tuples; `name` is the argument's name."""
     if isinstance(value, tuple | list):
         return type(value)(know_batch(item, batch, name) for item in value)
     if type(value) is not Tensor:
@@ -123,7 +125,7 @@ def know_batch(value: Any, batch: BatchLoss, name: str = "labels") -> Any:
 
 
 def with_known_targets(arguments: Mapping[str, Any], batch: BatchLoss) -> dict[str, Any]:
-    """Returns a call's arguments by name, with targets that know their batch."""
+    """Returns a call's arguments by name, with the batch attached to targets."""
     return {name: know_batch(value, batch, name) if is_target(name) else value for name, value in arguments.items()}
 
 
@@ -147,7 +149,7 @@ def _mean(
     deprecated = values.get("size_average") is not None or values.get("reduce") is not None
     if deprecated or values["reduction"] not in ("mean", "batchmean"):
         if values["reduction"] == "sum" and batch.counted and batch.share is None:
-            # transformers' own losses divide it by what the caller has counted.
+            # transformers' own losses divide this sum by the caller's count.
             return function(**values) / batch.given(1)
         raise UnsupportedError(
             f"torch.nn.functional.{function.__name__}(reduction={values['reduction']!r}) inside a model's forward: "
@@ -156,7 +158,7 @@ def _mean(
         )
     terms = _MEANS[function](values)
     if isinstance(values["input"], Tensor) and values["input"].dtype in (torch.float16, torch.bfloat16):
-        # A sum needs more digits than a mean.
+        # A sum needs more precision than a mean.
         values["input"] = values["input"].float()
     values["reduction"] = "sum"
     total = function(**values)
@@ -164,7 +166,7 @@ def _mean(
 
 
 class MeansOfBatch(TorchFunctionMode):
-    """Takes every mean of a loss over its batch, for labels that cannot know it: fake tensors are of no other class.
+    """Normalizes every mean of a loss over its batch, for labels that cannot be a subclass, such as fake tensors.
 
     Args:
         batch: of the model's calls.
@@ -175,17 +177,17 @@ class MeansOfBatch(TorchFunctionMode):
         self.batch = batch
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Calls a function, of a loss for the batch's mean."""
+        """Calls a function; a loss returns the batch's mean."""
         kwargs = kwargs or {}
         in_batch = self.batch.over_ranks or self.batch.share is not None
-        # What is no mean was made by who divides it.
+        # With a reduction other than mean, the caller does the division.
         if function not in _MEANS or not in_batch or kwargs.get("reduction", "mean") != "mean":
             return function(*args, **kwargs)
         return _mean(self.batch, "labels", function, args, kwargs)
 
 
 class _PlainGradient(torch.autograd.Function):
-    """Identity of a loss whose backward takes a tensor where a term that was added to it makes a DTensor of it."""
+    """Identity of a loss; its backward accepts the DTensor gradient that an added DTensor term causes."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor) -> Tensor:
@@ -194,12 +196,12 @@ class _PlainGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Returns the gradient, a scalar, that all ranks agree on."""
+        """Returns the gradient, a scalar that is identical on all ranks."""
         return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 class LossHooks:
-    """Model hooks around everything that a call's losses need to know of their batch."""
+    """Model hooks that provide a call's losses with their batch."""
 
     def __init__(self, batch: BatchLoss, model: nn.Module, *, pipelined: bool, has_dtensors: bool):
         self.batch, self.pipelined, self.has_dtensors = batch, pipelined, has_dtensors
@@ -208,7 +210,7 @@ class LossHooks:
         self.takes_loss = False
 
     def install(self, hooks: ForwardHooks) -> None:
-        """Adds the functions to a model's table of hooks."""
+        """Registers the functions in a model's table of hooks."""
         hooks.add("loss", self._enter, self._leave, always_exit=True)
 
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -228,7 +230,7 @@ class LossHooks:
                 "which every rank has some only. Call it without, and compute the loss from what it returns."
             )
         if self.pipelined:
-            # Its stages are called with microbatches, whose labels know the batch.
+            # The stages are called with microbatches, whose labels carry the batch.
             return args, kwargs
         names = list(bound.arguments)[1:]
         args = (
@@ -248,7 +250,7 @@ class LossHooks:
         counted, over_ranks, terms = batch.counted, batch.over_ranks, batch.terms
         batch.counted = False
         loss = _loss(output, self.takes_loss)
-        # A pipeline has seen to the losses of its microbatches.
+        # A pipeline normalizes the losses of its microbatches itself.
         if loss is None or not over_ranks or (self.pipelined and not terms):
             return output
         if not terms and loss.requires_grad:
@@ -266,7 +268,7 @@ class LossHooks:
 
 
 def _require_known_loss(model: Any) -> None:
-    """Refuses a function that somebody put in the place of transformers' loss: it would see a part of the batch."""
+    """Raises `UnsupportedError` for a user-defined loss function, which would see a part of the batch only."""
     function = model.loss_function
     if not (is_marked(function) or is_of_checked_library(function)):
         raise UnsupportedError(
@@ -278,7 +280,7 @@ def _require_known_loss(model: Any) -> None:
 
 
 def _loss(output: Any, takes_loss: bool) -> Tensor | None:
-    """Finds the loss, a scalar, in what a model returned; a tuple begins with it if there is one."""
+    """Returns the loss, a scalar, in a model's output; in a tuple it is the first entry if there is one."""
     value = output.get("loss") if isinstance(output, Mapping) else None
     if isinstance(output, tuple) and takes_loss:
         value = output[0]

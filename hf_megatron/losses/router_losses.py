@@ -1,19 +1,19 @@
-"""The losses that models add for their routers, over the batch whose parts lie on several ranks.
+"""Auxiliary losses of routers, over a batch that is split over ranks or microbatches.
 
-The load balancing loss is a product of two means over a batch's tokens, and so no mean of those of its parts:
+The load balancing loss is a product of two means over a batch's tokens, hence not a mean of the losses of its parts:
 
-| `router_aux_loss_scope` | what is added | equal under |
+| `router_aux_loss_scope` | added loss | independent of |
 |---|---|---|
-| `"batch"` | of the whole batch, as in one process | dp, tp, sp; a pipeline with one microbatch |
-| `"sequence"` | the mean over rows of each row's own | every layout and accumulation |
-| `"microbatch"` | the mean over the parts of a batch, weighted by rows | tp, sp |
-| `"global"` | choices of the step so far, times probabilities of the part (Megatron) | the same parts on every layout |
+| `"batch"` | of the global batch, as in a single process | dp, tp, sp; a pipeline with one microbatch |
+| `"sequence"` | mean over sequences of each sequence's loss | every layout and gradient accumulation |
+| `"microbatch"` | mean over the microbatches of a batch, weighted by samples | tp, sp |
+| `"global"` | choices of the step so far, times the microbatch's probabilities (Megatron) | layouts, given microbatches |
 
-The z-loss (ST-MoE, 2.2; Megatron's `--moe-z-loss-coeff`) is a mean over tokens, and equal wherever these are weighed
-alike.
+The z-loss (ST-MoE, 2.2; Megatron's `--moe-z-loss-coeff`) is a mean over tokens, and does not depend on the layout as
+long as that weights tokens equally.
 
-transformers keeps a copy of the function in each file that has routers; each one is replaced by what is here, and is
-itself used where no layout is concerned.
+transformers keeps a copy of the function in each modeling file with routers; each one is replaced by the function here,
+which calls it for models that are not parallelized.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ class _Call:
 
 
 def router_losses_of(batch: BatchLoss, arguments: Mapping[str, Any]) -> Callable[[], None]:
-    """Lets the router losses of a call of the model know their batch, until the function returned is called."""
+    """Sets the batch of a call's router losses, until the returned function is called."""
     token = _CALL.set(_Call(batch, arguments))
     return lambda: _CALL.reset(token)
 
@@ -57,12 +57,13 @@ def load_balancing_loss(
     top_k: int = 2,
     attention_mask: Tensor | None = None,
 ) -> Any:
-    """Computes the loss of softmax routers, a scalar, from a tuple of logits `[tokens, experts]`."""
+    """Computes the load balancing loss, a scalar, from a tuple of softmax router logits `[tokens, experts]`."""
 
     call = _CALL.get()
     if call is None or num_experts is None or not isinstance(gate_logits, tuple):
         return original(gate_logits, num_experts, top_k, attention_mask)
     batch = call.batch
+    # [local tokens, experts] -> [tokens, experts] of the rank's sequences, per layer.
     gate_logits = tuple(map(batch.join_tokens, gate_logits))
     loss = _FORMS[batch.auxiliary](original, call, gate_logits, num_experts, top_k, attention_mask)
     if batch.z_loss:
@@ -75,6 +76,7 @@ def _of_batch(original: Callable, call: "_Call", gate_logits: Any, experts: int,
     if not batch.over_ranks:
         unsharded: Tensor = original(gate_logits, experts, top_k, mask)
         return unsharded
+    # Sums over local tokens: choices and probabilities [experts], tokens [1]; one all-reduce over the batch's ranks.
     chosen, probabilities, tokens = _statistics(gate_logits, experts, top_k, mask, 1)
     sums = batch.sum(torch.cat([chosen.flatten(), probabilities.flatten(), tokens]))
     chosen, probabilities, tokens = sums[:experts], sums[experts:-1], sums[-1]
@@ -82,8 +84,9 @@ def _of_batch(original: Callable, call: "_Call", gate_logits: Any, experts: int,
 
 
 def _of_rows(original: Callable, call: "_Call", gate_logits: Any, experts: int, top_k: int, mask: Any) -> Tensor:
+    # Per sequence: choices and probabilities [batch, experts], tokens [batch].
     chosen, probabilities, tokens = _statistics(gate_logits, experts, top_k, mask, call.rows)
-    # A row of padding alone has no tokens, and adds nothing.
+    # A sequence of padding only has no tokens, and adds nothing.
     losses = experts * (chosen * probabilities).sum(-1) / tokens.square().clamp(min=1)
     return call.batch.row_mean(losses.sum(), call.rows)
 
@@ -94,13 +97,14 @@ def _of_part(original: Callable, call: "_Call", gate_logits: Any, experts: int, 
 
 def _of_step(original: Callable, call: "_Call", gate_logits: Any, experts: int, top_k: int, mask: Any) -> Tensor:
     batch = call.batch
+    # Choices of all ranks and calls of the step so far; gradients flow through the local probabilities only.
     chosen, probabilities, tokens = _statistics(gate_logits, experts, top_k, mask, 1)
     counts = batch.counts_of_step(torch.cat([chosen.flatten(), tokens]).detach())
     total = experts * (counts[:-1] / counts[-1].clamp(min=1) * probabilities[0]).sum()
     return batch.token_share(total, tokens[0], call.rows)
 
 
-# How `MegatronConfig.router_aux_loss_scope` takes the loss of a call.
+# Loss of a call, by `MegatronConfig.router_aux_loss_scope`.
 _FORMS: Mapping[str, Callable[..., Tensor]] = {
     "batch": _of_batch,
     "sequence": _of_rows,
@@ -110,7 +114,7 @@ _FORMS: Mapping[str, Callable[..., Tensor]] = {
 
 
 def _z_loss(call: "_Call", gate_logits: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
-    """Adds up the layers' means over tokens of the squared log of the sum of exponentials, a scalar."""
+    """Sums the layers' means over tokens of the squared logsumexp of router logits, a scalar."""
     batch, rows = call.batch, call.rows
     per_row = torch.zeros(rows, device=gate_logits[0].device)
     tokens = torch.zeros(rows, device=gate_logits[0].device)
@@ -127,7 +131,7 @@ def _z_loss(call: "_Call", gate_logits: tuple[Tensor, ...], mask: Tensor | None)
 
 
 def row_mean(original: Callable, *args: Tensor, **kwargs: Tensor) -> Tensor:
-    """Computes a loss, a scalar, that is a mean over rows already, of `[rows, tokens, experts]` (Switch)."""
+    """Computes a loss, a scalar, that is a mean over samples already, from `[batch, tokens, experts]` (Switch)."""
     call, loss = _CALL.get(), original(*args, **kwargs)
     if call is None or not (call.batch.over_ranks or call.batch.share):
         return loss
@@ -138,7 +142,7 @@ def row_mean(original: Callable, *args: Tensor, **kwargs: Tensor) -> Tensor:
 def _statistics(
     gate_logits: tuple[Tensor, ...], experts: int, top_k: int, mask: Tensor | None, rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums over layers, for each of `rows` parts of the tokens: choices, probabilities `[rows, experts]`; tokens."""
+    """Sums over layers, for each of `rows` sequences: choices and probabilities `[rows, experts]`, tokens `[rows]`."""
     device = gate_logits[0].device
     choices = torch.zeros(rows * experts, device=device)
     probability = torch.zeros(rows, experts, device=device)

@@ -1,11 +1,11 @@
-"""What a call of a model says it should have predicted, and how many terms the loss of each has.
+"""Prediction targets in a model's arguments, and the number of terms of the loss of each.
 
-    labels, shift_labels                        those that are not ignored; shifted or not, as the model's class does
-    start_positions, end_positions              those inside of the row: classes ignore others
-    next_sentence_label, sentence_order_label   those that are not ignored
+    labels, shift_labels                        targets that are not ignored; shifted or not, as the model's class does
+    start_positions, end_positions              positions inside the sequence: classes ignore others
+    next_sentence_label, sentence_order_label   targets that are not ignored
 
-A name stands for one loss: that of BERT's pretraining has two, each with a number of terms of its own. Labels of
-several codebooks may have a loss for each, of `labels.0` and so on.
+Each name belongs to one loss: BERT's pretraining has two, with different numbers of terms. Labels of several codebooks
+may have a loss each, named `labels.0` and so on.
 """
 
 from collections.abc import Mapping
@@ -25,17 +25,17 @@ _WITH_CODEBOOKS = 3
 
 
 def is_target(name: str) -> bool:
-    """Tells whether an argument of a model says what it should have predicted, as Trainer finds them."""
+    """Returns whether an argument of a model is a prediction target, by the rule that Trainer uses."""
     return "label" in name or name in POSITIONS
 
 
 def next_tokens(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
-    """Shifts labels `[batch, sequence]` to what each position predicts; the last one predicts nothing."""
+    """Shifts labels `[batch, sequence]` to the targets of each position; the last position has none."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
 
 
 def targets_of(labels: Tensor | None, shift_labels: Tensor | None, *, shifts: bool, ignore_index: int) -> Tensor:
-    """Returns what positions `[batch, sequence]` predict: labels shifted by the caller, by us, or not at all."""
+    """Returns the targets of positions `[batch, sequence]`: labels shifted by the caller, here, or not at all."""
     if shift_labels is not None:
         return shift_labels
     assert labels is not None
@@ -43,19 +43,19 @@ def targets_of(labels: Tensor | None, shift_labels: Tensor | None, *, shifts: bo
 
 
 def scalar(number: int, device: torch.device) -> Tensor:
-    """Makes a number on a device without a copy that would wait for it."""
+    """Creates a scalar on a device without a synchronizing copy."""
     return torch.full((), number, device=device)
 
 
 def count_targets(targets: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
-    """Counts targets of any shape, those to ignore left out; where they are no classes every entry is one."""
+    """Returns the number of targets, of any shape, that are not ignored; every entry counts if they are floats."""
     if targets.is_floating_point():
         return scalar(targets.numel(), targets.device)
     return (targets != ignore_index).sum()
 
 
 def target_names(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names the targets that the loss of a call is taken from; one position without the other says nothing."""
+    """Returns the names of the targets of a call's losses; start and end positions count only together."""
     found = ["labels"] if any(arguments.get(name) is not None for name in LABELS) else []
     if all(arguments.get(name) is not None for name in POSITIONS):
         found += POSITIONS
@@ -64,7 +64,7 @@ def target_names(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def with_codebooks(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names what `target_names(arguments)` does, and the labels of each codebook where they are of several."""
+    """Returns `target_names(arguments)`, and the names of each codebook's labels if there are several codebooks."""
     names = target_names(arguments)
     given = [arguments[name] for name in LABELS if isinstance(arguments.get(name), Tensor)]
     if not given or given[0].dim() != _WITH_CODEBOOKS or given[0].is_floating_point():
@@ -73,17 +73,17 @@ def with_codebooks(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def of_codebook(name: str, book: int) -> str:
-    """Names the labels of one codebook among those of a name."""
+    """Returns the name of one codebook's labels."""
     return f"{name}.{book}"
 
 
 def name_of_all(name: str) -> str:
-    """Names the labels of all codebooks that those of a name are among, or are."""
+    """Returns the name of the labels that contain a codebook's labels; other names are returned as is."""
     return name.partition(".")[0]
 
 
 def count_terms(name: str, arguments: Mapping[str, Any], *, shifts: bool) -> Tensor:
-    """Counts the terms, a scalar, of the loss of one of `with_codebooks(arguments)`."""
+    """Returns the number of terms, a scalar, of the loss named by one of `with_codebooks(arguments)`."""
     ignore_index = arguments.get("ignore_index", IGNORE_INDEX)
     name, _, book = name.partition(".")
     if name == "labels":
@@ -97,13 +97,13 @@ def count_terms(name: str, arguments: Mapping[str, Any], *, shifts: bool) -> Ten
 
 
 def row_length(arguments: Mapping[str, Any]) -> int:
-    """Counts the tokens of a call's rows."""
+    """Returns the sequence length of a call."""
     given = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
     return next(int(tokens.shape[_TOKENS]) for tokens in given if isinstance(tokens, Tensor))
 
 
 def mask_all_targets(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes a batch count for nothing."""
+    """Returns a batch without any target, so that it adds nothing to a loss."""
     found = dict(arguments)
     for name in (*LABELS, *OF_SENTENCES):
         if found.get(name) is not None:
@@ -115,9 +115,9 @@ def mask_all_targets(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_every_label(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Has a batch count every label: the number of terms of a loss then tells whether its class shifts them.
+    """Returns a batch without ignored labels: the number of loss terms then shows whether the class shifts them.
 
-    Those of padding stay ignored, which some classes leave out by themselves, but for the first of each row.
+    Labels of padding stay ignored, since some classes mask them themselves, except for the first of each sequence.
     """
     found, ignore_index = dict(arguments), arguments.get("ignore_index", IGNORE_INDEX)
     mask = arguments.get("attention_mask")

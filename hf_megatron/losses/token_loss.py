@@ -1,7 +1,7 @@
-"""transformers' losses over a vocabulary, for a batch whose parts lie on several ranks.
+"""transformers' losses over a vocabulary, for a batch that is split over ranks or microbatches.
 
-What turns logits into a sum is handed in: dense logits go to transformers' own function, logits that are no tensor
-(`tensor_parallel/vocab_parallel_head.py`) know themselves how to be a loss.
+Dense logits are passed to transformers' own function; lazy logits (`tensor_parallel/vocab_parallel_head.py`) compute
+the loss themselves.
 """
 
 import functools
@@ -19,18 +19,18 @@ from .targets import IGNORE_INDEX, targets_of
 
 
 class PendingLogits(Protocol):
-    """Logits `[batch, sequence, vocab]` that were not computed yet."""
+    """Logits `[batch, sequence, vocab]` that are not computed yet."""
 
     def cross_entropy(self, targets: Tensor, *, num_items_in_batch: Any, ignore_index: int) -> Tensor:
-        """Sums the losses of targets `[batch, sequence]` over `num_items_in_batch`, by default those that count."""
+        """Returns the summed loss of targets `[batch, sequence]` over `num_items_in_batch`, by default their number."""
 
 
 class TokenLoss(Shared):
-    """Stands in the place of `model.loss_function`, where that is one of transformers' token losses.
+    """Replaces `model.loss_function`, if that is one of transformers' token losses.
 
     Args:
         original (`Callable`): `ForCausalLMLoss` or `ForMaskedLMLoss`.
-        batch (`BatchLoss`): says what its sum is divided by.
+        batch (`BatchLoss`): provides the denominator.
     """
 
     def __init__(self, original: Callable[..., Tensor], batch: BatchLoss):
@@ -49,7 +49,7 @@ class TokenLoss(Shared):
         **kwargs: Any,
     ) -> Tensor:
         batch = self.batch
-        # Plain ones, as what they know of the batch is known here.
+        # Plain tensors: the denominator is chosen below, not by `BatchLabels`.
         labels, shift_labels = _plain(labels), _plain(shift_labels)
         targets = targets_of(labels, shift_labels, shifts=self.shifts, ignore_index=ignore_index)
         if isinstance(logits, Tensor):
@@ -58,17 +58,18 @@ class TokenLoss(Shared):
                 self.original, logits=logits, vocab_size=vocab_size, ignore_index=ignore_index, **given, **kwargs
             )
         else:
-            # Nothing else of the call concerns the loss: transformers ignores `label_smoothing`, for one.
+            # Other arguments do not affect the loss: transformers ignores `label_smoothing`, for example.
             kernel = functools.partial(logits.cross_entropy, targets, ignore_index=ignore_index)
         if batch.share is not None:
             if batch.share.is_probe:
-                # A class may hand its labels in as shifted ones: those of a decoder behind an encoder.
+                # A class may pass labels as `shift_labels`, such as the labels of a decoder with an encoder.
                 batch.require_terms((targets != ignore_index).sum(), "labels")
             return kernel(num_items_in_batch=batch.divisor_of_share("labels"))
         if num_items_in_batch is not None:
             return kernel(num_items_in_batch=batch.given(num_items_in_batch))
         if not batch.over_ranks:
             return kernel(num_items_in_batch=None)
+        # Sum of the local losses, divided by the number of targets on all ranks.
         return batch.mean(kernel(num_items_in_batch=1), (targets != ignore_index).sum())
 
 
@@ -77,13 +78,13 @@ def _plain(labels: Tensor | None) -> Tensor | None:
 
 
 def install_loss(model: Any, state: Any) -> BatchLoss:
-    """Makes what divides a model's losses, and puts it in front of transformers' token losses."""
+    """Creates the loss normalization of a model, and wraps transformers' token loss with it."""
     kind = model.loss_function
     shifts = loss_functions().get(kind)
     is_token_loss = kind in token_loss_functions()
     config, divides_itself = state.config, is_token_loss and uses_loss_function(model)
     if shifts and not uses_loss_function(model):
-        # What stands for its loss says nothing of one that is written out: a pipeline's trial_forward will tell.
+        # `loss_function` says nothing about an inline loss; the trial forward detects whether labels are shifted.
         shifts = False
     batch = BatchLoss(state.mesh, shifts, divides_itself, config.router_aux_loss_scope, config.router_z_loss_coef)
     if is_token_loss:
@@ -95,7 +96,7 @@ def install_loss(model: Any, state: Any) -> BatchLoss:
 
 @leave_uncompiled
 def _require_loss(kind: Any, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raises `UnsupportedError` where the model's type of loss stands for another function than when it was loaded."""
+    """Raises `UnsupportedError` if the model's `loss_type` selects another function than when it was loaded."""
     if isinstance(model.loss_function, TokenLoss) and loss_of_type(model) is not kind:
         raise UnsupportedError(
             f"loss_type={model.loss_type!r} gives another loss function than when {type(model).__name__} was loaded: "
