@@ -252,7 +252,7 @@ def context_attention(
         sinks (`Tensor`, *optional*): `[heads]`, scores that get softmax weight but have no value (gpt-oss).
     """
     groups, width = row.groups, v.shape[-1]
-    # Kernels support a single width; zero-padded values give zeros, which are cut off at the end.
+    # Kernels support a single width; zero-padded values yield zeros, which are dropped at the end.
     v = F.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v
     if groups.heads is not None:
         ranks, tokens = groups.head_ranks, row.sizes_of_neighbours

@@ -31,7 +31,7 @@ _KNOWN = frozenset(
 
 
 def attention_function(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Callable:
-    """Returns an attention function for full sequences as well as sequences that are split over ranks."""
+    """Returns an attention function for full sequences and for sequences that are split over ranks."""
     return recomputing(partial(_attend, original(self, *args, **kwargs)))
 
 

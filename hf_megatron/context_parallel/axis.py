@@ -1,4 +1,4 @@
-"""Context parallelism as one of a model's axes."""
+"""Context parallelism: gradient rules, and installation of the sequence split on a model."""
 
 import dataclasses
 from typing import Any
@@ -23,7 +23,7 @@ from .sequence_split import ContextStack
 from .user_hook_checks import UserHookChecks
 
 NAME = "cp"
-# Key of the `ContextStack`, which knows each rank's tokens of a sequence.
+# Key of the `ContextStack`, which holds the distribution of the current sequence.
 STACK = "context stack"
 # Arguments of a layer with one entry per token.
 _ARGUMENTS = ("position_ids", "position_embeddings", "moe_mm_token_type_ids")

@@ -27,8 +27,8 @@ class FullSequenceBlock(Shared):
 
     Args:
         name (`str`): of the block.
-        region (`UniformRegion`, *optional*): of a block whose row linear splits the sequence over tp: the region then
-            keeps this rank's tokens, before its reduce-scatter.
+        region (`UniformRegion`, *optional*): of a block whose row-parallel linear splits the sequence over tp: the
+            region then keeps this rank's tokens, before its reduce-scatter.
     """
 
     def __init__(self, stack: ContextStack, name: str, region: UniformRegion | None = None):
@@ -58,7 +58,7 @@ class FullSequenceBlock(Shared):
                 # Masks of several kinds, as in ZAYA's layers.
                 return {kind: unsharded(name, part) for kind, part in value.items()}
             # A block that adds to the residual stream gets it as a further argument. In short sequences other tensors
-            # may have the same shape; they were sliced by `row.own`, which knows their full version.
+            # may have the same shape; they were sliced by `row.own`, which keeps their full version.
             is_hidden = isinstance(value, Tensor) and value.is_floating_point() and value.shape == hidden.shape
             if is_hidden and row.unsharded(value) is value:
                 # [batch, local, hidden] -> [batch, length, hidden]; the backward reduce-scatters the gradient.

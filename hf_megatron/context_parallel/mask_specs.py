@@ -40,7 +40,7 @@ class ContextMask:
 
     @property
     def leaves_out_causal(self) -> bool:
-        """Whether queries see no later keys, but the single process says so by a flag instead of a mask."""
+        """Whether queries see no later keys, but the single process uses a flag (`is_causal`) instead of a mask."""
         return bool((self.mask.high < self.mask.length).any()) and self.dense is None
 
     @property

@@ -187,7 +187,7 @@ class ContextStack(Shared):
 
         return of_full
 
-    # Around a call
+    # Hooks around a model call
 
     @leave_uncompiled
     def _begin(self, names: tuple[str, ...], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -239,7 +239,7 @@ class ContextStack(Shared):
         # [batch * local, experts] -> [batch, length, experts] -> [batch * length, experts]
         return gather_tokens(part.view(rows, held, -1), _TOKENS, row.order, self.group).flatten(0, 1)
 
-    # Around a layer
+    # Hooks around a layer
 
     def _enter(
         self, names: tuple[str, ...], is_first: bool, layer: nn.Module, args: tuple, kwargs: dict[str, Any]

@@ -1,7 +1,7 @@
-"""All-to-all of rows (tokens) in unequal numbers, as two autograd nodes: one starts it, the other waits for it.
+"""All-to-all of rows (tokens) in unequal numbers, as two autograd nodes: one starts it, the other completes it.
 
 Computation between the two overlaps with the exchange. Its backward overlaps with the exchange of the gradients, since
-autograd runs it after the node that starts these and before the node that waits.
+autograd runs it after the node that starts that exchange and before the node that completes it.
 """
 
 from collections.abc import Callable, Sequence

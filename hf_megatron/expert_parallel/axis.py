@@ -1,4 +1,4 @@
-"""Expert parallelism as one of a model's axes."""
+"""Expert parallelism: placement of experts on ranks, and installation of token dispatch on a model."""
 
 import math
 from collections.abc import Mapping

@@ -7,7 +7,7 @@ The load balancing loss is a product of two means over a batch's tokens, hence n
 | `"batch"` | of the global batch, as in a single process | dp, tp, sp; a pipeline with one microbatch |
 | `"sequence"` | mean over sequences of each sequence's loss | every layout and gradient accumulation |
 | `"microbatch"` | mean over the microbatches of a batch, weighted by samples | tp, sp |
-| `"global"` | choices of the step so far, times the microbatch's probabilities (Megatron) | layouts, given microbatches |
+| `"global"` | choices of the step, times the microbatch's probabilities (Megatron) | layouts, same microbatches |
 
 The z-loss (ST-MoE, 2.2; Megatron's `--moe-z-loss-coeff`) is a mean over tokens, and does not depend on the layout as
 long as that weights tokens equally.

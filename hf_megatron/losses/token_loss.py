@@ -84,7 +84,7 @@ def install_loss(model: Any, state: Any) -> BatchLoss:
     is_token_loss = kind in token_loss_functions()
     config, divides_itself = state.config, is_token_loss and uses_loss_function(model)
     if shifts and not uses_loss_function(model):
-        # `loss_function` says nothing about an inline loss; the trial forward detects whether labels are shifted.
+        # `loss_function` is not used by an inline loss; the trial forward detects whether labels are shifted.
         shifts = False
     batch = BatchLoss(state.mesh, shifts, divides_itself, config.router_aux_loss_scope, config.router_z_loss_coef)
     if is_token_loss:

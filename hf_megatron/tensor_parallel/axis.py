@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism as one of a model's axes."""
+"""Tensor and sequence parallelism: sharding plan of a model, and installation of the parallel modules."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

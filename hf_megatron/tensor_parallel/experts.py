@@ -102,10 +102,10 @@ class SharedLogits:
 
 
 class LatentWithRotary(Shared):
-    """Hook of an MLA down projection: splits the gradient rules of the latent and rotary parts of its output.
+    """Hook of an MLA down projection, whose output has a latent and a rotary part with different gradient rules.
 
-    The latent part feeds column linears, which sum its gradient. The rotary part reaches only this rank's heads, so its
-    gradient is summed over tp here (transformers' `MlaKvAProjParallel`).
+    The latent part feeds column-parallel linears, which sum its gradient. The rotary part reaches only this rank's
+    heads, so its gradient is summed over tp here (transformers' `MlaKvAProjParallel`).
     """
 
     def __init__(self, rotary_dim: int, group: dist.ProcessGroup):

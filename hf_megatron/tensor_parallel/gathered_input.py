@@ -1,7 +1,7 @@
 """The gathered input of a block, kept for backward as this rank's shard of the sequence.
 
-All column linears of a block save the tensor that was gathered at its entry. Here they save the shard it was gathered
-from, and the first of them in backward gathers it again for all (as Megatron's
+All column-parallel linears of a block save the tensor that was gathered at its entry. Here they save the shard it was
+gathered from, and the first of them in backward gathers it again for all (as Megatron's
 `LinearWithGradAccumulationAndAsyncCommunication`). Autograd runs equal graphs in equal order, so every rank gathers at
 the same points.
 """

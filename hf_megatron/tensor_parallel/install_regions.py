@@ -32,7 +32,7 @@ class Regions(Shared):
     With `packs`, layers of a sharded sequence save shards for backward, and recompute what can be recomputed.
 
     Attributes:
-        of_linear: column or row linear -> the uniform region that it reads or ends.
+        of_linear: column or row-parallel linear -> the uniform region that it reads or ends.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
-"""RNG states of the ranks: which one random numbers are drawn from at each point of a forward.
+"""Choice of the RNG state, shared or local to a rank, at each point of a forward.
 
 | point in the forward | RNG state |
 |---|---|
 | before, between and after layers | shared |
 | inside a layer | shared; with a sharded sequence local |
-| inside a block on the full sequence, and before its column linears | shared |
-| after a column linear, until the partial sums are reduced | local |
+| inside a block on the full sequence, and before its column-parallel linears | shared |
+| after a column-parallel linear, until the partial sums are reduced | local |
 """
 
 import functools

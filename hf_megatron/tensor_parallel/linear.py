@@ -1,4 +1,4 @@
-"""Column and row parallel linears. `in_features` and `out_features` stay global, the parameters are DTensors.
+"""Column- and row-parallel linears. `in_features` and `out_features` stay global, the parameters are DTensors.
 
 Source of the scheme: Megatron-LM, `megatron/core/tensor_parallel/layers.py`.
 """
@@ -62,8 +62,8 @@ class ColumnParallelLinear(ParallelLinear):
             x = copy_to_ranks(x, self.group)
             y = self.matmul(x, local_view(self.bias, self.copies_group))
         else:
-            # The region has copied or gathered the input once for all column linears of the block. `saving` makes this
-            # linear save the shard of a gathered input for backward.
+            # The region has copied or gathered the input once for all column-parallel linears of the block. `saving`
+            # makes this linear save the shard of a gathered input for backward.
             x, saving = self.region.column_input(x)
             with saving:
                 y = self.matmul(x, local_view(self.bias, self.copies_group))
@@ -71,7 +71,7 @@ class ColumnParallelLinear(ParallelLinear):
             # [..., out_features / tp] -> [..., out_features]
             return gather_from_ranks(y, -1, self.out_features, self.group)
         if self.training:
-            # The output differs between ranks: dropout until the row linear draws from the local RNG state.
+            # The output differs between ranks: dropout until the row-parallel linear draws from the local RNG state.
             self.streams.use_local_rng()
         return y
 

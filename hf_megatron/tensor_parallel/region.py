@@ -8,9 +8,10 @@ Sequence parallel, the residual stream between blocks is sharded along the seque
 
     x/tp --gather_from_ranks--> column linears -> row linear --reduce_scatter_to_ranks--> x/tp
 
-A block is *uniform* when only column linears read its input and one row linear makes its output; its collectives are
-then fused at the entry and in the row linear. Any other block (router, latent projections, state space mixers) is
-computed on the full sequence as without sequence parallelism: gathered at its entry and split at its exit.
+A block is *uniform* when only column-parallel linears read its input and one row-parallel linear computes its output;
+its collectives are then fused at the entry and in the row-parallel linear. Any other block (router, latent projections,
+state space mixers) is computed on the full sequence as without sequence parallelism: gathered at its entry and split at
+its exit.
 """
 
 import functools
@@ -129,7 +130,7 @@ class SequenceStack(Shared):
     def on_full_sequence(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Wraps a function that the loop calls between layers, so that it gets full states `[batch, sequence, hidden]`.
 
-        What it adds comes from outside of the stack, and has its complete gradient on each rank.
+        The value that it adds is computed outside of the stack, and gets its complete gradient on each rank.
         """
 
         @functools.wraps(function)
@@ -177,13 +178,13 @@ class SequenceStack(Shared):
 
 @dataclass
 class UniformRegion(Shared):
-    """Block whose input only column linears read and whose output one row linear makes.
+    """Block whose input only column-parallel linears read and whose output one row-parallel linear makes.
 
     With `inputs` its linears save shards, and recompute what can be recomputed
     (`MegatronConfig.shard_saved_activations`).
 
     Attributes:
-        is_inside: whether a forward is between the block's entry and the reduction in its row linear.
+        is_inside: whether a forward is between the block's entry and the reduction in its row-parallel linear.
         own_tokens (`Callable`, *optional*): with a sharded sequence, the tokens to keep of a partial output `[batch,
             sequence, hidden]` before it is reduce-scattered.
     """
@@ -217,19 +218,19 @@ class UniformRegion(Shared):
             hidden_states, self.stack.sequence_dim, self.stack.length, self.group, sum_gradient=True
         )
         self.gathered = None
-        # Kept as the shard only: column linears save a reference to it instead of the gathered tensor.
+        # Kept as the shard only: column-parallel linears save a reference to it instead of the gathered tensor.
         if self.inputs is not None and may_pack():
             self.gathered = GatheredInput(self.inputs, hidden_states, unsharded)
         return unsharded
 
     def column_input(self, x: Tensor) -> tuple[Tensor, AbstractContextManager]:
-        """Returns the tensor a column linear reads instead of `x` `[..., hidden]`, and the context it computes in."""
+        """Returns what a column-parallel linear reads instead of `x` `[..., hidden]`, and the context it runs in."""
         if self.gathered is None or not may_pack():
             return x, nullcontext()
         return self.gathered.saved_by(x)
 
     def row_input(self, x: Tensor) -> tuple[Tensor, AbstractContextManager]:
-        """Returns what the row linear reads instead of `x` `[..., width / tp]`, and the context it computes in."""
+        """Returns what the row-parallel linear reads instead of `x` `[..., width / tp]`, and the context it runs in."""
         if self.inputs is None or not may_pack():
             return x, nullcontext()
         keep_heads_once(x)
@@ -241,7 +242,7 @@ class UniformRegion(Shared):
         return tokens.view(self.stack.batch, tokens.shape[0] // self.stack.batch, tokens.shape[1])
 
     def leave(self, partial_output: Tensor) -> Tensor:
-        """Reduces the row linear's partial outputs `[batch, sequence, hidden]`; scatters them to a sharded sequence."""
+        """Reduces the row-parallel linear's partial outputs `[batch, sequence, hidden]`, or reduce-scatters them."""
         self.gathered, self.is_inside = None, False
         if self.stack is None:
             # All-reduce: [batch, sequence, hidden] replicated from here on, and random numbers shared.

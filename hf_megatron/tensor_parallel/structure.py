@@ -20,7 +20,7 @@ class Structure:
     """Modules, by name, at which activations change their layout.
 
     Attributes:
-        uniform: entry block -> its row linear.
+        uniform: entry block -> its row-parallel linear.
         stack_of: uniform entry block -> the layer stack whose sequence it gathers; none inside full-sequence blocks.
         unsharded: full-sequence block -> its layer stack.
         stacks: names of the layer stacks.
@@ -52,7 +52,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def uniform_row(name: str, module: nn.Module, styles: Mapping[str, str]) -> str | None:
-    """Returns the row linear of a block whose input only column linears read, or `None` for any other block."""
+    """Returns the row-parallel linear of a uniform block (only column-parallel linears read its input), or `None`."""
     rows, columns = [], 0
     for child_name, child in module.named_children():
         full_name = f"{name}.{child_name}"
@@ -104,7 +104,7 @@ def find_structure(
         stacks (`list[str]`, *optional*): names of the layer stacks; by default every outermost `nn.ModuleList` that
             contains a split module.
         within (`nn.Module`, *optional*): search for stacks in this module only, instead of the full model.
-        regions (`Mapping[str, str]`, *optional*): uniform blocks whose row linear is not their child.
+        regions (`Mapping[str, str]`, *optional*): uniform blocks whose row-parallel linear is not their child.
         multi_input_blocks: blocks whose linears read more than one tensor, as in cross attention.
         pointwise_containers: wrappers inside a layer that only chain pointwise modules and blocks.
         pointwise: modules that work on one token at a time, in addition to those recognized by their class.

@@ -84,7 +84,7 @@ def scores_of_call(
         return values if aux_loss is None else (*values, aux_loss * (len(part) / len(targets)))
 
     if pipeline is not None:
-        # Otherwise only the last stage would raise, while the other stages wait for it.
+        # Checked on all stages: an error on the last stage alone would leave the others blocked.
         require_tokens(targets, model.config.get_text_config().vocab_size, "label", IGNORE_INDEX)
     values = read_of_call(model, call, read)
     return values[: len(wanted)], values[len(wanted)] if len(values) > len(wanted) else None

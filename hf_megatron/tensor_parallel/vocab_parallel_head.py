@@ -119,7 +119,7 @@ class ShardedLogits(LateOutput):
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(other, BatchLabels) for other in types):
-            # `BatchLabels` know the divisor of the loss, and call for the sum themselves.
+            # `BatchLabels` hold the divisor of the loss; their own handler requests the sum.
             return NotImplemented
         logits = args[0] if args else None
         if function is F.cross_entropy and isinstance(logits, cls) and _is_of_tokens(logits, *args[1:], **kwargs):

@@ -1,8 +1,8 @@
 """8-bit weights with one scale per row: bitsandbytes' `load_in_8bit` and torchao's `Int8WeightOnlyConfig`.
 
 The scale of a row comes from its largest entry, which may be on another rank. torchao multiplies by the codes and
-scales the result, which may be a partial sum. bitsandbytes also quantizes the inputs, with a scale per input row, which
-no rank knows if it has only some of the row's entries.
+scales the result, which may be a partial sum. bitsandbytes also quantizes the inputs, with a scale per input row that
+cannot be computed on a rank with only some of the row's entries.
 """
 
 from dataclasses import dataclass
@@ -112,7 +112,7 @@ class Int8Rows:
         holder = nn.Linear(1, 1, bias=False, device="meta")
         width = local.shape[1]
         if self.waits(part):
-            # [local out]: an extra column with each full row's largest entry gives every rank the scales of full rows.
+            # [local out]: an extra column with the full rows' largest entries yields their scales on every rank.
             largest = local.abs().amax(1)
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=part.group)
             local = torch.cat([local, largest[:, None]], 1)

@@ -7,7 +7,7 @@
 | `Columns` | the same along the last dim, for each of its blocks | the same |
 | `Heads` | the same along the dim of heads | the same |
 | `Addends` | identity: replicated, with a partial gradient on each rank | keep it on the first rank only, all-reduce |
-| `InsideMLP` | `Columns` until the block's row linear has reduced its output | the same |
+| `InsideMLP` | `Columns` until the block's row-parallel linear has reduced its output | the same |
 
 All ranks compute the same between opening and closing, from the tensors and gradients of a single process.
 """
@@ -147,7 +147,7 @@ class Addends(Form):
 
 @dataclass
 class InsideMLP(Form):
-    """Tensor of an activation function or dropout in an MLP: features before the row linear, the output after it."""
+    """Tensor inside an MLP: split features before the row-parallel linear, the block's output layout after it."""
 
     region: UniformRegion
     features: Columns
