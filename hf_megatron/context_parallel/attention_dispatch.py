@@ -40,6 +40,7 @@ def mask_function(original: Callable, self: Any, name: str) -> Any:
     found = original(self, name)
     if type(self).__name__ != "AttentionMaskInterface":
         return found
+    # No sequence is split now: only avoid the stock function's reads of device values.
     if RUNTIME.context is None:
         return without_asking(found)
     return partial(_describe, RUNTIME.context, found, name == "eager")
@@ -79,6 +80,7 @@ def _describe(
     if attention_mask is not None and attention_mask.shape[0] != batch_size:
         # The stock function raises its own error.
         return stocks()
+    # Intervals on the host instead of a mask [batch, 1, queries, keys].
     mask = describe_mask(mask_function, batch_size, q_length, attention_mask)
     row = stack.row_of(q_length, mask.borders)
     return stocks() if row is None else ContextMask(row, mask, stocks, spreads=is_eager)
@@ -105,6 +107,7 @@ def _attend(
                 "use cp_size=1."
             )
         return unsharded(module, query, key, value, attention_mask, *args, **kwargs)
+    # Unknown arguments could change attention in ways that the kernel does not implement.
     known = _KNOWN | attention_mask.row.handed_on
     unknown = sorted(name for name, given in kwargs.items() if name not in known and given is not None)
     if unknown or args:
@@ -122,6 +125,7 @@ def _attend(
             f"{type(module).__name__}.is_causal = False with cp_size > 1: sdpa looks at it where a mask says no "
             "more than that attention is causal. Set it to True, or use cp_size=1."
         )
+    # Custom autograd functions are not covered by autocast.
     query, key, value = _autocast(query, key, value)
     scale = kwargs.get("scaling")
     kernel = Kernel(query.shape[-1] ** -0.5 if scale is None else float(scale), kwargs.get("softcap"))

@@ -43,6 +43,7 @@ def place(model: Any, state: ParallelState) -> None:
             f"MegatronConfig.cp_size = {state.config.cp_size}: {type(model).__name__} has rows of an encoder and of a "
             "decoder, and only those of one stack of layers can be shared out. Set cp_size=1."
         )
+    # cp ranks hold different tokens of the same samples: their gradients are averaged like dp's.
     for name, sharding in state.shardings.items():
         if sharding.gradient.average == "dp":
             rule = dataclasses.replace(sharding.gradient, average="dp_cp")
@@ -60,6 +61,7 @@ def install(model: Any, state: ParallelState) -> None:
         return
     name, full_sequence_blocks = state.placed[NAME]
     group = state.mesh.group(NAME)
+    # cp ranks start each forward from the same RNG state; layers then draw per rank.
     SyncedRngState(state.mesh.device, state.mesh.host_group(NAME)).install(state.hooks)
     layers: Any = model.get_submodule(name)
     arguments = dict.fromkeys((*_ARGUMENTS, *state.spec.sp.per_token_arguments), 1) | dict(state.spec.cp.sequence_dims)
@@ -74,6 +76,7 @@ def install(model: Any, state: ParallelState) -> None:
         # Blocks that mix tokens outside of attention: each rank computes some heads of the full sequence, or all of it.
         heads = heads_to_share(modules[block], block, state)
         region = regions.uniform.get(block) if regions is not None else None
+        # Heads of the block split over cp, or all of it on every rank.
         around = FullSequenceBlock(stack, block, region) if heads is None else SharedHeadBlock(stack, block, heads)
         around.install(modules[block])
     guards = place_head(model, state, stack, name)
@@ -102,6 +105,7 @@ def context_groups(state: ParallelState) -> ContextGroups:
     everyone = mesh.group(NAME)
     if scheme == "a2a":
         return ContextGroups(heads=everyone, all=everyone)
+    # Inner groups of neighbors exchange heads; outer groups are the rings.
     if scheme == "a2a+p2p":
         return ContextGroups(mesh.group("cp_inner"), mesh.group("cp_outer"), all=everyone)
     return ContextGroups(None, everyone, gathers=scheme == "all_gather", all=everyone)
@@ -117,6 +121,7 @@ def place_head(model: Any, state: ParallelState, stack: ContextStack, layers: st
         is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
         if state.axes.size("tp") > 1 or not is_plain:
             return UserHookChecks(model, layers)
+        # A head without tp becomes lazy too, so that its loss can be computed from local tokens.
         swap_class(head, VocabParallelHead)
         head.mesh, head.forwards = state.mesh, ActiveForwards()
         head.loss_chunk_size = state.config.loss_chunk_size

@@ -22,6 +22,7 @@ def with_scheme(config: MegatronConfig, model_config: Any) -> MegatronConfig:
     # A model without attention has no heads to share.
     heads = getattr(text, "num_attention_heads", None) or config.tp_size * config.cp_size
     groups = getattr(text, "num_key_value_heads", None) or heads
+    # Heads per tp rank, which the cp ranks share.
     heads, groups = (max(count // config.tp_size, 1) for count in (heads, groups))
     fitting = [size for size in range(1, config.cp_size + 1) if config.cp_size % size == 0 and heads % size == 0]
     scheme, sizes = config.cp_comm_type, config.hierarchical_context_parallel_sizes
@@ -45,6 +46,7 @@ def with_scheme(config: MegatronConfig, model_config: Any) -> MegatronConfig:
             f"attention heads of a tp rank; valid: {', '.join(map(str, fitting))}."
         )
     if scheme is None:
+        # Largest all-to-all group without repeating key/value heads.
         inner = max(size for size in fitting if groups % size == 0)
         scheme = {1: "p2p", config.cp_size: "a2a"}.get(inner, "a2a+p2p")
         sizes = (inner, config.cp_size // inner) if scheme == "a2a+p2p" else None

@@ -56,6 +56,7 @@ def flash_forward_of_joined(
         edges: cumulative lengths of the blocks' queries and keys, from 0 to the total.
     """
     if q.device.type == "cpu":
+        # One call per block, [1, heads, tokens, width]; results are concatenated along the tokens.
         blocks = _blocks_apart((q, k, v), edges)
         parts = [flash_forward_on_cpu(own, keys, values, causal, None, scale) for own, keys, values in blocks]
         outs, logarithms = zip(*parts, strict=True)
@@ -63,6 +64,7 @@ def flash_forward_of_joined(
             torch.cat([out[0].transpose(0, 1) for out in outs]),
             torch.cat([logarithm[0].transpose(0, 1) for logarithm in logarithms]),
         )
+    # One varlen call: [tokens of all blocks, heads, width]; the logsumexp comes back as [heads, tokens].
     places, longest = _flash_edges(edges, q.device)
     flash = torch.ops.aten._flash_attention_forward
     out, logarithm, *_ = flash(q, k, v, *places, *longest, 0.0, causal, False, scale=scale)

@@ -49,6 +49,7 @@ class FullSequenceBlock(Shared):
         if row is None or not stack.has_parts:
             return None
         stack.full_sequence_blocks.append(self.name)
+        # Local tokens: [batch, local, hidden].
         hidden = args[0] if args else kwargs[self.names[0]]
 
         def unsharded(name: str, value: Any) -> Any:
@@ -77,6 +78,7 @@ class FullSequenceBlock(Shared):
         if output is None:
             # The block has raised.
             return None
+        # The region of the block has kept this rank's tokens already.
         if self.is_split:
             return None
         # Further outputs go to such blocks in later layers, on full sequences.

@@ -51,6 +51,7 @@ class SharedHeadBlock(FullSequenceBlock):
 
     @shard_safe
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        # [batch, local, hidden] -> [batch, length, hidden], then computed with the weights of this rank's heads.
         entered = super()._enter(block, args, kwargs)
         if entered is not None:
             self._own.take(block)

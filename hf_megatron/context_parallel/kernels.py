@@ -46,6 +46,7 @@ class Kernel:
         self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[MaskBlock]
     ) -> None:
         """Merges blocks into `out` `[batch, heads, queries, width]` and `lse` `[batch, heads, queries]`, in place."""
+        # Blocks without a mask in one varlen call per kind (causal or not), others one by one.
         groups, single = grouped(blocks, len(q)) if self._joins(q) else ([], blocks)
         for group in groups:
             parts = flash_forward_of_joined(
@@ -55,6 +56,7 @@ class Kernel:
                 scale=self.scale,
             )
             outs, logarithms = (group.apart(part, group.queries) for part in parts)
+            # A query may be in several blocks: merge their results one after the other.
             for interval, part, part_lse in zip(group.queries, outs, logarithms, strict=True):
                 add_block(tokens_of(out, interval), tokens_of(lse, interval), part, part_lse)
         for block in single:
@@ -109,6 +111,7 @@ class Kernel:
         """
         mask = _sibling(mask, q)
         if self._is_fused(q):
+            # Fused kernel for the full block; tiles below for soft-capped scores and other devices.
             out, lse = flash_forward_on_cpu(q, k, v, causal, _additive(mask, q), self.scale)
         else:
             parts = [self._forward_tile(q, k, v, tile, causal, mask) for tile in _tiles(q)]
@@ -136,17 +139,20 @@ class Kernel:
         lse, mask = _finite(lse), _sibling(mask, q)
         if self._is_fused(q):
             return flash_backward_on_cpu(gradient, q, k, v, out, lse, causal, _additive(mask, q), self.scale)
+        # dk and dv accumulate over tiles and shared heads, hence in the logsumexp's precision.
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
         groups = q.shape[1] // k.shape[1]
         # Scores of one tile of queries at a time, [batch, heads, tile, keys], recomputed from the logsumexp.
         for tile in _tiles(q):
             seen, part = _seen(k, tile, causal), slice(*tile)
             keys, values, given, own = k[:, :, seen], v[:, :, seen], gradient[:, :, part], q[:, :, part]
+            # P = softmax over all keys, from the saved logsumexp.
             scores, slope = self._scores(own, keys, tile, causal, mask)
             weights = torch.exp(scores - lse[:, :, part].unsqueeze(-1))
             # Softmax backward: dS = P * (dP - rowsum(dO * O)); `along` is that row sum.
             towards = _per_group(given, values.transpose(-1, -2)).to(weights.dtype)
             along = (given * out[:, :, part]).sum(-1, keepdim=True).to(weights.dtype)
+            # Through the soft-cap's derivative and the scale to the raw products.
             scored = weights * (towards - along) * slope * self.scale
             dq[:, :, part] = _per_group(scored.to(k.dtype), keys)
             # Key/value heads sum the gradients of the query heads that share them.
@@ -181,6 +187,7 @@ class Kernel:
             flat = torch.tanh(raw / self.softcap)
             raw, slope = flat * self.softcap, 1 - flat**2
         if causal:
+            # The tile's first query has index tile[0], so it sees tile[0] + 1 keys.
             sees = torch.ones(raw.shape[-2:], dtype=torch.bool, device=raw.device).tril(tile[0])
             raw = raw.masked_fill(~sees, _NOTHING)
         return raw if mask is None else raw.masked_fill(~mask[:, :, slice(*tile)], _NOTHING), slope

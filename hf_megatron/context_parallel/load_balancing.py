@@ -76,6 +76,7 @@ class SequenceOrder:
         """Returns the order in which each rank's tokens are split over `ranks` neighboring ranks, in sequence order."""
         parts = []
         for part, size in zip(self.parts, self.sizes, strict=True):
+            # Consecutive ranks split the tokens of one ring position.
             parts += [cut_intervals(part, *_chunk(0, size, rank, ranks)) for rank in range(ranks)]
         return SequenceOrder(tuple(parts))
 
@@ -104,6 +105,7 @@ class SequenceOrder:
         found = torch.empty(self.length, dtype=torch.int64)
         for rank in range(self.ranks):
             tokens = self.tokens(rank)
+            # Rank r's tokens start at r * width in the gathered tensor.
             found[tokens] = rank * width + torch.arange(len(tokens))
         return found
 

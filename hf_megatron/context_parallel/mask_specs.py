@@ -78,6 +78,7 @@ def describe_mask(function: Callable, batch: int, length: int, padding: Tensor |
 def _described(function: Callable, mask: SequenceMask, batch: int, positions: Tensor | None) -> SequenceMask:
     kind, made_of = mask_parts(function)
     places = torch.arange(mask.length).unsqueeze(0)
+    # A conjunction restricts the mask step by step.
     if kind == "and":
         for part in made_of["mask_functions"]:
             mask = _described(part, mask, batch, positions)
@@ -104,6 +105,7 @@ def _described(function: Callable, mask: SequenceMask, batch: int, positions: Te
         mask = _described(made_of["mask_function"], mask, batch, made_of["position_ids"].cpu())
     elif kind != "full":
         rows = torch.arange(batch).view(-1, 1, 1)
+        # Unknown function: evaluated per tile, [batch, queries, keys].
         mask = mask.where(lambda queries, keys: _asked(function, rows, queries, keys))
     return mask
 

@@ -129,6 +129,7 @@ class SequenceMask:
         """Tokens that divide the sequence: in at least one sample, no query on either side sees the other side."""
         # Queries that see no key cross no border.
         sees = self.low < self.high
+        # Smallest key that this or any later query sees, and end of the keys of this or any earlier query.
         first = torch.where(sees, self.low, self.length).flip(1).cummin(1).values.flip(1)
         last = torch.where(sees, self.high, 0).cummax(1).values
         is_border = (first[:, 1:] >= self._places[:, 1:]) & (last[:, :-1] <= self._places[:, 1:])
@@ -168,6 +169,7 @@ class SequenceMask:
         passed = 0
         for start, stop in queries:
             low, high = self._reach((start, stop))
+            # Skip key intervals before the first one that any of these queries sees.
             number = max(bisect_right(starts, low) - 1, 0)
             while number < len(keys) and keys[number][0] < high:
                 for block in self._cut((start, stop), keys[number]):
@@ -189,6 +191,7 @@ class SequenceMask:
         if unsharded is not None:
             yield unsharded
         elif queries[1] - queries[0] > TILE:
+            # Split into tiles, so that most of them need no mask.
             for start in range(*queries, TILE):
                 yield from self._cut((start, min(start + TILE, queries[1])), keys)
         else:
@@ -220,6 +223,7 @@ class SequenceMask:
             return None
         if int(self.high[:, span].min()) >= keys[1]:
             return MaskBlock(queries, keys)
+        # The kernel's causal flag applies to equal intervals of queries and keys only.
         is_square = queries == keys and bool(self._is_causal[span].all())
         return MaskBlock(queries, keys, causal=True) if is_square else None
 

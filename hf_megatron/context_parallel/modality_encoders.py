@@ -29,6 +29,7 @@ class ModalityEncoders(Shared):
             encoder.register_forward_hook(self._leave, prepend=True, always_call=True)
 
     def _enter(self, encoder: nn.Module, args: tuple) -> None:
+        # Without a context, attention and mask functions are stock.
         self._before.append(RUNTIME.context)
         RUNTIME.context = None
 

@@ -73,6 +73,7 @@ class _RestoreRow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # Recomputed layers read the distribution of their own forward.
         ctx.stack.row = ctx.row
         return gradient, None
 
@@ -196,6 +197,7 @@ class ContextStack(Shared):
         if len(self._active) > 1:
             return None
         given = dict(zip(names, args, strict=False)) | kwargs
+        # Cached calls compute in full on every rank: a cache holds all tokens.
         self._is_cut = not _keeps_cache(module, names, given)
         self._call = frozenset(kwargs)
         kept = given.get("logits_to_keep")
@@ -203,6 +205,7 @@ class ContextStack(Shared):
         self._before, RUNTIME.context = RUNTIME.context, self if self._is_cut else None
 
         def entering(tensor: Tensor) -> Tensor:
+            # Inputs with a gradient, such as inputs_embeds [batch, length, hidden], get the ranks' average.
             return _OfAllRanks.apply(tensor, self.group) if tensor.requires_grad else tensor
 
         return mapped(args, entering), mapped(kwargs, entering)
@@ -232,6 +235,7 @@ class ContextStack(Shared):
         row = self.row
         if not self._is_cut or row is None or not isinstance(part, Tensor) or part.dim() != 2:
             return part
+        # Outputs of full-sequence blocks have all tokens already.
         held = row.order.sizes[self.groups.rank]
         rows = self._rows
         if part.shape[0] != rows * held or held == row.length:
@@ -264,6 +268,7 @@ class ContextStack(Shared):
                 )
             self._rows = hidden.shape[0]
             if layer.training:
+                # Dropout inside the layers differs between ranks, as their tokens do.
                 self.random.enter()
 
         def own(name: str, value: Any) -> Any:
@@ -271,6 +276,7 @@ class ContextStack(Shared):
             if name == names[0]:
                 return take_tokens(value, _TOKENS, row.order, self.groups.rank) if is_first else value
             if name in self.arguments:
+                # For example position_ids [batch, length] and rotary embeddings [batch, length, head_dim].
                 return mapped(value, functools.partial(row.own, dim=self.arguments[name]))
             is_number = isinstance(value, Tensor) and value.is_floating_point()
             if is_number and row.length in value.shape[1:3] and name not in self.unshardable_arguments:

@@ -44,6 +44,7 @@ class _GatherTokens(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        # Gradient [..., length, ...] -> sum over ranks -> [..., local, ...].
         return _summed_tokens(gradient, ctx.dim, ctx.order, ctx.group), None, None, None
 
 
@@ -53,6 +54,7 @@ def _joined_tokens(tensor: Tensor, dim: int, order: SequenceOrder, group: dist.P
     width = max(order.sizes)
     padded = F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, width - tensor.shape[dim]]).contiguous()
     parts = all_gather_flat(padded, group).view(order.ranks, *padded.shape)
+    # [ranks, ..., width, ...] -> [..., ranks * width, ...]
     joined = parts.movedim(0, dim).flatten(dim, dim + 1)
     return joined.index_select(dim, order.natural.to(tensor.device))
 
@@ -84,6 +86,7 @@ class _ScatterTokens(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        # Gradient [..., local, ...] of each rank's tokens -> [..., length, ...] on all ranks.
         return _joined_tokens(gradient, ctx.dim, ctx.order, ctx.group), None, None, None
 
 
@@ -94,6 +97,7 @@ def scatter_tokens(tensor: Tensor, dim: int, order: SequenceOrder, group: dist.P
 
 def _all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
     """Sends `parts[i]` to rank i and returns the received flat tensors, `sizes[i]` elements from rank i."""
+    # Flat buffers, since the ranks' parts have different shapes.
     sent = torch.cat([part.reshape(-1) for part in parts])
     received = sent.new_empty(sum(sizes))
     dist.all_to_all_single(received, sent, list(sizes), [part.numel() for part in parts], group=group)
@@ -167,6 +171,7 @@ class Passing:
     def __init__(self, tensor: Tensor, size: int, group: dist.ProcessGroup):
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         self.arriving = tensor.new_empty(size)
+        # Both directions in one batch, so that the ring cannot deadlock.
         after, before = (rank + 1) % ranks, (rank - 1) % ranks
         operations = [
             dist.P2POp(dist.isend, tensor, group=group, group_peer=after),

@@ -63,6 +63,7 @@ class UserHookChecks(Shared):
                 _reject(f"{name} ({type(module).__name__})", hook)
         # Hooks of the model itself are fine: it returns full sequences.
         hooks = (hook for name, module in self.around.items() if name for hook in self._users_hooks(module))
+        # With a user function after the layers, tokens are gathered before it.
         self.tail_is_stock = next(hooks, None) is None and next(self.exchanged.found(), None) is None
 
     def _users_hooks(self, module: nn.Module) -> Iterator[Any]:

@@ -45,6 +45,7 @@ class JoinedBlocks:
     def joined(self, tensor: Tensor, intervals: Sequence[Interval]) -> Tensor:
         """Concatenates intervals of `[batch, heads, tokens, ...]` to `[batch * taken, heads, ...]`."""
         taken = torch.cat([tokens_of(tensor, interval) for interval in intervals], 2)
+        # [batch, heads, taken, ...] -> [batch, taken, heads, ...] -> [batch * taken, heads, ...]
         return taken.transpose(1, 2).flatten(0, 1)
 
     def edges(self, intervals: Sequence[Interval]) -> list[int]:
@@ -67,6 +68,7 @@ def grouped(blocks: Sequence[MaskBlock], batch: int) -> tuple[list[JoinedBlocks]
     """Batches the blocks that one call can compute; returns the batches, and the blocks that have a mask."""
     groups = []
     for causal in (True, False):
+        # A kernel call has a single causal flag.
         identical = tuple(block for block in blocks if block.mask is None and block.causal is causal)
         if identical:
             groups.append(JoinedBlocks(identical, batch))

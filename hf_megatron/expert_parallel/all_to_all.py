@@ -23,6 +23,7 @@ class _Exchange:
     def post(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Starts sending `[sum of sent, ...]`; returns `[sum of received, ...]`, which is filled by `wait`."""
         rows = rows.contiguous()
+        # Exact size: no capacity limit, no dropped rows.
         arriving = rows.new_empty((sum(received), *rows.shape[1:]))
         work = dist.all_to_all_single(arriving, rows, received, sent, group=self.group, async_op=True)
         # The reference keeps the sent rows alive until the exchange is complete.
@@ -80,6 +81,7 @@ def exchange_rows(
         meanwhile (`Callable`, *optional*): called while the rows are in flight.
     """
     exchange = _Exchange(sent, received, group)
+    # Two nodes, so that `meanwhile` runs during the exchange, in forward and backward.
     arriving = _Post.apply(rows, exchange)
     if meanwhile is not None:
         meanwhile()

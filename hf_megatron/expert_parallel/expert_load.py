@@ -88,6 +88,7 @@ class ExpertCounts(Shared):
     def read(self) -> ExpertLoad:
         """Returns the load summed over all ranks, and resets the counts; collective."""
         mesh, axes = self.state.mesh, self.state.axes
+        # [layers * experts + 1], summed over the ranks of the stage.
         total = torch.cat([self.tokens.flatten(), self.tokens.new_tensor([self.bytes_sent])])
         dist.all_reduce(total, group=mesh.group("stage"))
         # Ranks that split the width of experts have counted the same tokens.

@@ -72,6 +72,7 @@ class ParallelExperts:
     def _as_own(self) -> Iterator[None]:
         """Sets the module's number of experts to the local one inside the context, as its own forward reads it."""
         ranks = self.ranks
+        # Also detects experts that were added or removed since loading: their number or shapes have changed.
         present, own = getattr(self, ranks.counter), ranks.dispatcher.experts
         parts = dict(self.named_parameters())  # type: ignore[attr-defined]
         found = [
@@ -108,6 +109,7 @@ class ParallelExperts:
         if group is not None:
             tokens, chosen = split_over_ranks(tokens, 0, group), split_over_ranks(chosen, 0, group)
             weights = None if weights is None else split_over_ranks(weights, 0, group)
+        # Renumber expert ids so that each rank's experts are consecutive.
         numbered = self.ranks.held.by_rank(chosen)
         # [local tokens, width] and [local tokens, choices] -> rows for this rank's experts, [rows received, width].
         dispatched, route = dispatcher.dispatch(
@@ -154,6 +156,7 @@ class ParallelExperts:
             # [pairs, 1] routing weights, applied in fp32.
             share = weights.flatten().index_select(0, order).unsqueeze(-1)
             made = made.to(torch.promote_types(made.dtype, torch.float32)) * share
+        # [pairs, width] -> [rows received, width]
         return add_rows(made, places, len(rows)).to(rows.dtype)
 
     def _compute(self, rows: Tensor, experts: Tensor, are_weighed: bool) -> Tensor:

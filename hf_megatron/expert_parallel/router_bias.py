@@ -85,6 +85,7 @@ class RouterBiases(Shared):
             # A recomputed layer was counted in its first forward.
             if not experts.training or not torch.is_grad_enabled() or in_backward():
                 return
+            # [tokens, choices] of expert ids.
             chosen = args[1].detach().flatten()
             # Count in the backward: gradients, and with them the counts, may be cleared between a forward and its
             # backward, but the choices of that forward still belong to the next step.
@@ -110,7 +111,9 @@ class RouterBiases(Shared):
         total = torch.cat(list(self.tokens.values()))
         dist.all_reduce(total, group=mesh.group("dp_cp"))
         if self.pieces:
+            # With a sequence-sharded MoE block tp ranks have different tokens, too.
             dist.all_reduce(total, group=mesh.tp_group)
+        # The update needs the sign of the load's deviation only.
         sizes = [len(counts) for counts in self.tokens.values()]
         for (name, counts), load in zip(self.tokens.items(), total.split(sizes), strict=True):
             counts.zero_()

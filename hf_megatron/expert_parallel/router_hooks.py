@@ -63,6 +63,7 @@ class Routers:
         state = self.state
         # Full sequence, or the microbatch's; split over cp, then over tp with a sharded sequence.
         length = call.tokens if state is None or state.part is None else state.part.tokens
+        # Positions in the sequence, narrowed down to this rank's below.
         held = torch.arange(length)
         context = RUNTIME.context
         if context is not None and context.has_parts:
@@ -88,6 +89,7 @@ class Routers:
                 f"record_routing, replay_routing: {name} was given {count} tokens, of which it cannot be told which of "
                 f"the {call.batch} x {call.tokens} tokens of the call they are."
             )
+        # Index of token t of sample b: first_token + b * length + t.
         first = 0 if part is None else part.first_token
         return (first + torch.arange(rows).unsqueeze(1) * length + held).flatten()
 
@@ -211,13 +213,16 @@ class _Choices(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Routers select experts, and groups of experts, by topk only.
         if func not in TOPK:
             return func(*args, **kwargs)
         scores = args[0] if args else kwargs["input"]
+        # topk over other dims or shapes is not a choice of experts.
         dim = kwargs.get("dim", args[2] if len(args) > 2 else -1) % scores.dim()
         width = scores.shape[-1]
         if dim != scores.dim() - 1 or scores.dim() not in (2, 3):
             return func(*args, **kwargs)
+        # Scores of all experts, [..., experts]: the choice of experts.
         if width >= self.experts:
             self.has_chosen = True
             # `choose` takes the choices of all tokens, [tokens, choices].
@@ -226,11 +231,14 @@ class _Choices(TorchFunctionMode):
                 self.attached.choose(self.name, self.call, found[1].flatten(0, -2), False)
                 return found
             with torch.no_grad():
+                # The router's own choice, for tokens without a record.
                 live: Tensor = func(*args, **kwargs)[1]
             # A single group of all experts is scored by its two best experts first; it is selected in any case.
             is_group = scores.dim() == 3 and scores.shape[1] == 1
             chosen = self.attached.choose(self.name, self.call, live.flatten(0, -2), is_group).view(live.shape)
+            # Values from the live scores, so that gradients reach the router.
             return torch.return_types.topk((scores.gather(-1, chosen), chosen))
+        # Scores of groups, [tokens, groups]: the choice of groups.
         if scores.dim() == 2 and self.experts % width == 0:
             scores = self.attached.groups(self.name, scores, self.experts)
             args, kwargs = (scores, *args[1:]), {key: value for key, value in kwargs.items() if key != "input"}

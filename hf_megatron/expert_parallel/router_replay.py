@@ -141,6 +141,7 @@ class _Recorder(RouterWatch):
     def chosen(self) -> None:
         if self._last is not None:
             (name, *part), self._last = self._last, None
+            # (indices of the tokens, choices) of one microbatch.
             self.calls[-1][1].setdefault(name, []).append(part)
 
     def gathered(self) -> list[Tensor]:
@@ -160,6 +161,7 @@ class _Recorder(RouterWatch):
         for (_, parts), unsharded in zip(self.calls, full_tensors, strict=True):
             for name, found in parts.items():
                 for places, part in found:
+                    # Layers with fewer choices than the widest one keep -1 in the remaining entries.
                     unsharded[layers.index(name), places, : part.shape[1]] = part.cpu()
         if not full_tensors:
             return []
@@ -174,6 +176,7 @@ class _Recorder(RouterWatch):
         state = self.routers.state
         if state is None:
             return
+        # Only these axes share a batch: dp ranks have other samples.
         for axis in ("tp", "cp", "pp"):
             if state.axes.size(axis) > 1:
                 dist.all_reduce(unsharded, dist.ReduceOp.MAX, group=state.mesh.group(axis))
@@ -255,7 +258,9 @@ class _Player(RouterWatch):
         places = self.routers.places(name, call, len(live))
         if places is None:
             return live
+        # [local tokens, recorded choices]
         recorded, choices = self._recorded(name, call, places, live.device), live.shape[1]
+        # The topk that scores a single group selects two experts, possibly more than were recorded.
         if recorded.shape[1] < choices and is_group:
             return live
         if recorded.shape[1] < choices:
@@ -281,4 +286,5 @@ class _Player(RouterWatch):
     def _recorded(self, name: str, call: RoutedCall, places: Tensor, device: torch.device) -> Tensor:
         assert call.routing is not None
         layer = call.routing[self.routers.layers.index(name)]
+        # [batch * tokens, choices] -> [local tokens, choices]
         return layer.index_select(0, places.to(layer.device)).to(device, torch.int64)

@@ -102,6 +102,7 @@ class LayerTapes:
 
     def enter(self, hidden: Tensor, *, is_kept: bool) -> None:
         """Begins a forward of the layer, with an input of any shape."""
+        # By identity of the input, held weakly: a tape is freed with its forward's input.
         self.known = self.by_input.get(hidden) if in_backward() else None
         self.written, self._routes = None, 0
         if is_kept and self.known is None:
@@ -149,6 +150,7 @@ def _taped_layer(base: Any) -> type[nn.Module]:
         hidden = args[0] if args else kwargs.get("hidden_states")
         if not isinstance(hidden, Tensor):
             return base.forward(layer, *args, **kwargs)
+        # Only layers that backward recomputes need a tape.
         is_kept = getattr(layer, "gradient_checkpointing", False) and layer.training and torch.is_grad_enabled()
         layer._tapes_of_layer.enter(hidden, is_kept=is_kept)
         try:
@@ -168,6 +170,7 @@ def _taped_moe_block(base: Any) -> type[nn.Module]:
         if shared is not None:
             shared.enter(args[0] if args else kwargs.get("hidden_states"))
         try:
+            # `topk` inside the block records to, or replays from, the layer's tape.
             with moe_block._moe_block_tapes.around_router():
                 return base.forward(moe_block, *args, **kwargs)
         finally:

@@ -23,6 +23,7 @@ class EarlyCall:
 
     @leave_uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # The block's own call: return the result that was computed early.
         if len(args) == 1 and not kwargs and self.early.has_made(args[0]):
             return self.early.take()
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -66,6 +67,7 @@ class SharedExperts:
         self._given["experts"] = experts_input
         if takes is None or takes not in self._given:
             return
+        # [..., width]: the shared experts overlap with the all-to-all.
         hidden = self._given[takes]
         self._is_early = True
         try:

@@ -39,6 +39,7 @@ class ExpertBlocks:
         """Renumbers choices of any shape so that a rank's experts are consecutive; ids that are no expert stay."""
         if self.blocks == 1:
             return chosen
+        # Expert i of rank r in block b: b * block + r * width + i -> r * blocks * width + b * width + i.
         block, width = self.experts // self.blocks, self.experts // self.blocks // self.ranks
         rank, place = chosen % block // width, chosen // block * width + chosen % width
         exists = (chosen >= 0) & (chosen < self.experts)
@@ -166,6 +167,7 @@ class AllToAll(Shared):
         choices.scatter_add_(0, rank_of.flatten(), choices.new_ones(()).expand(rank_of.numel()))
         table = self.exchange_sizes(torch.stack([goes.sum(1), choices[: self.ranks]], 1), chosen)
         sent, received = tuple(row[0] for row in table), tuple(row[2] for row in table)
+        # Static size: `sum(sent)` is on the host already. Rows are sorted by rank, then by token.
         ranks, tokens = torch.nonzero_static(goes, size=sum(sent)).unbind(1)
         return Route(tokens, ranks, len(chosen), sent, received, sum(row[3] for row in table))
 
@@ -178,6 +180,7 @@ class AllToAll(Shared):
         Returns:
             `list`: for each rank, rows and choices sent to it, rows and choices received from it.
         """
+        # [ranks, 2] -> [ranks, 2]: row i goes to rank i, and row i of the result comes from rank i.
         arriving = torch.empty_like(sizes)
         dist.all_to_all_single(arriving, sizes, group=self.group)
         # The only synchronization with the device in a layer.
@@ -191,5 +194,6 @@ class AllToAll(Shared):
 
 def add_rows(rows: Tensor, places: Tensor, count: int) -> Tensor:
     """Sums rows `[rows, width]` into `[count, width]` at indices `places` `[rows]`, in at least fp32."""
+    # A token's rows from several ranks are summed.
     total = rows.new_zeros((count, rows.shape[1]), dtype=torch.promote_types(rows.dtype, torch.float32))
     return total.index_add(0, places, rows.to(total.dtype)).to(rows.dtype)

@@ -133,6 +133,7 @@ class BatchLoss(Shared):
     def row_mean(self, total: Tensor, rows: int) -> Tensor:
         """Returns the mean of a loss with one term per sample, like `mean`."""
         if self.share is not None:
+            # With a pipeline the share holds the number of samples of the full batch.
             return total / self.share.rows
         return self._mean(total, scalar(rows, total.device))
 
@@ -146,10 +147,12 @@ class BatchLoss(Shared):
         """Sums counts of any shape over the ranks of the batch and over the training calls since the last step."""
         if self.over_ranks:
             counts = counts if self._counts else counts * 0
+            # Any shape; the same totals on every dp rank.
             dist.all_reduce(counts, group=self.mesh.group("dp"))
         if not torch.is_grad_enabled():
             return counts
         so_far = counts if self._of_step is None else self._of_step + counts
+        # A padding microbatch repeats another one, whose choices are counted already.
         if self.share is None or self.share.counts:
             self._of_step = so_far
         return so_far
@@ -164,6 +167,7 @@ class BatchLoss(Shared):
         # A rank without samples joins the all-reduce of [sum, terms] with zeros.
         if not self._counts:
             total, terms = total * 0, torch.zeros_like(terms)
+        # All-reduce of [sum, terms]; the backward scales by dp / terms, undoing the average of gradients over dp.
         return mean_over_ranks(total, terms, self.mesh.group("dp"), at_least)
 
     def sum(self, part: Tensor) -> Tensor:
@@ -179,6 +183,7 @@ class BatchLoss(Shared):
 
     def divisor(self, targets: Tensor) -> Tensor:
         """Returns the denominator of a sum over this rank's targets, any shape; the dp average is then the mean."""
+        # Targets of this rank, a scalar; summed over dp, then divided by dp.
         counted = count_targets(targets).float()
         if self.over_ranks:
             dist.all_reduce(counted, group=self.mesh.group("dp"))
@@ -260,6 +265,7 @@ class BatchLoss(Shared):
         """
         divided = self.has_data_parallel and (over_ranks or self._together or given is not None)
         factor = self.mesh.dp_size if divided else 1
+        # The caller's count replaces the count of labels if the loss uses it.
         known = {"labels": given / factor} if given is not None and self.divides_itself else {}
         if len(known) == len(target_names(arguments)) and (not divided or self.auxiliary == "batch"):
             return known, rows
@@ -283,6 +289,7 @@ class BatchLoss(Shared):
 
     def mean_of_shares(self, loss: Tensor) -> Tensor:
         """Sums the ranks' losses that were divided by `denominators`: the batch's mean, a scalar on every rank."""
+        # Denominators are divided by dp, so the losses of the ranks are divided by dp before they are summed.
         return self.sum(loss / self.mesh.dp_size) if self.has_data_parallel else loss
 
     def mean_over_ranks(self, losses: Tensor) -> None:

@@ -46,9 +46,11 @@ _FOLLOWED = {
 def _classes(values: Mapping[str, Any]) -> Tensor:
     """Returns the denominator of a mean over targets: class ids `[...]`, or class probabilities `[..., classes]`."""
     target, weight = values["target"], values.get("weight")
+    # Class probabilities, [batch, classes, ...]: one term per prediction.
     if target.is_floating_point():
         logits = values["input"]
         return scalar(target.numel() // logits.shape[1 if target.dim() > 1 else 0], target.device)
+    # With class weights the mean is divided by the weights of the targets.
     counts = target != values["ignore_index"]
     return counts.sum() if weight is None else (weight[target.masked_fill(~counts, 0)] * counts).sum()
 
@@ -92,6 +94,7 @@ class BatchLabels(Tensor):
         """Calls a function with plain tensors; a loss returns the batch's mean."""
         kwargs = kwargs or {}
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, cls)]
+        # Plain tensors inside: the function must not dispatch to this handler again.
         args, kwargs = tuple(map(_plain, args)), {name: _plain(value) for name, value in kwargs.items()}
         if function in _MEANS and given:
             return _mean(given[0].batch, given[0].argument, function, args, kwargs)
@@ -156,11 +159,13 @@ def _mean(
             "what it is divided by is known to the model alone, and would be this rank's. Call the model without "
             "labels and compute the loss from its outputs, or with dp_size=1 and pp_size=1."
         )
+    # Local number of terms, a scalar; `mean` sums it over the ranks of the batch.
     terms = _MEANS[function](values)
     if isinstance(values["input"], Tensor) and values["input"].dtype in (torch.float16, torch.bfloat16):
         # A sum needs more precision than a mean.
         values["input"] = values["input"].float()
     values["reduction"] = "sum"
+    # Local sum of the loss terms.
     total = function(**values)
     return batch.mean(total, terms, name=argument)
 
@@ -217,6 +222,7 @@ class LossHooks:
         batch = self.batch
         bound = self.signature.bind_partial(model, *args)
         given = {**bound.arguments, **kwargs}
+        # `terms` counts the losses that were normalized in this call; none means that the loss was missed.
         batch.counted, batch.terms = given.get("num_items_in_batch") is not None, 0
         self.takes_loss = any(is_target(name) and value is not None for name, value in given.items())
         self.leaving.append(router_losses_of(batch, given))
@@ -258,6 +264,7 @@ class LossHooks:
                 f"{type(model).__name__} computes its loss in a way that cannot be taken over the rows of all data "
                 "parallel ranks. Call it without labels and compute the loss from its outputs, or use dp_size=1."
             )
+        # The caller multiplies by the number of ranks.
         return _with_loss(output, loss / batch.mesh.dp_size) if counted else output
 
     def _with_plain_gradient(self, output: Any) -> Any:

@@ -63,7 +63,8 @@ def load_balancing_loss(
     if call is None or num_experts is None or not isinstance(gate_logits, tuple):
         return original(gate_logits, num_experts, top_k, attention_mask)
     batch = call.batch
-    # [local tokens, experts] -> [tokens, experts] of the rank's sequences, per layer.
+    # Per layer [local tokens, experts] -> [tokens, experts], gathered over the ranks that split a sequence: the sums
+    # below need dp ranks only.
     gate_logits = tuple(map(batch.join_tokens, gate_logits))
     loss = _FORMS[batch.auxiliary](original, call, gate_logits, num_experts, top_k, attention_mask)
     if batch.z_loss:
@@ -80,6 +81,7 @@ def _of_batch(original: Callable, call: "_Call", gate_logits: Any, experts: int,
     chosen, probabilities, tokens = _statistics(gate_logits, experts, top_k, mask, 1)
     sums = batch.sum(torch.cat([chosen.flatten(), probabilities.flatten(), tokens]))
     chosen, probabilities, tokens = sums[:experts], sums[experts:-1], sums[-1]
+    # Means over all tokens: experts * sum(choices / tokens * probabilities / tokens).
     return experts * (chosen * probabilities).sum() / tokens.square()
 
 
@@ -120,6 +122,7 @@ def _z_loss(call: "_Call", gate_logits: tuple[Tensor, ...], mask: Tensor | None)
     tokens = torch.zeros(rows, device=gate_logits[0].device)
     for logits in gate_logits:
         counts = torch.ones(len(logits), device=logits.device) if mask is None else mask.reshape(-1).to(logits).float()
+        # [tokens], 0 for padding.
         squared = logits.float().logsumexp(-1).square() * counts
         per_row = per_row + squared.view(rows, -1).sum(1).to(per_row.device)
         tokens = counts.view(rows, -1).sum(1).to(tokens.device)
@@ -151,6 +154,7 @@ def _statistics(
         weights = F.softmax(logits.to(device), dim=-1)
         chosen = weights.topk(top_k, dim=-1).indices
         counts = torch.ones(len(chosen), device=device) if mask is None else mask.reshape(-1).to(device).float()
+        # Index of (sequence, expert) in the flattened counts, for every choice [tokens, top_k].
         row = torch.arange(rows, device=device).repeat_interleave(len(chosen) // rows)
         index = chosen + row.unsqueeze(-1) * experts
         choices = choices.scatter_add(0, index.flatten(), counts.repeat_interleave(chosen.shape[-1]))

@@ -89,6 +89,7 @@ def count_terms(name: str, arguments: Mapping[str, Any], *, shifts: bool) -> Ten
     if name == "labels":
         given = [arguments.get(label) for label in LABELS]
         if book:
+            # [batch, sequence, codebooks] -> [batch, sequence]
             given = [None if labels is None else labels[..., int(book)] for labels in given]
         return count_targets(targets_of(*given, shifts=shifts, ignore_index=ignore_index), ignore_index)
     if name in POSITIONS:
@@ -110,6 +111,7 @@ def mask_all_targets(arguments: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = torch.full_like(found[name], IGNORE_INDEX)
     for name in POSITIONS:
         if found.get(name) is not None:
+            # Positions outside of the sequence are ignored by the losses.
             found[name] = torch.full_like(found[name], row_length(arguments))
     return found
 
@@ -123,6 +125,7 @@ def with_every_label(arguments: Mapping[str, Any]) -> dict[str, Any]:
     mask = arguments.get("attention_mask")
     for name in LABELS:
         if (labels := found.get(name)) is not None and not labels.is_floating_point():
+            # Labels that count: all of them, or only for tokens that are not padding and the first one.
             counts = torch.ones_like(labels, dtype=torch.bool)
             if isinstance(mask, Tensor) and mask.shape == labels.shape and labels.dim() > _TOKENS:
                 counts = mask != 0

@@ -53,6 +53,7 @@ class TokenLoss(Shared):
         labels, shift_labels = _plain(labels), _plain(shift_labels)
         targets = targets_of(labels, shift_labels, shifts=self.shifts, ignore_index=ignore_index)
         if isinstance(logits, Tensor):
+            # [batch, sequence] targets, shifted here once, so that the count below matches the loss.
             given = {"labels": labels, "shift_labels": targets} if self.shifts else {"labels": targets}
             kernel = functools.partial(
                 self.original, logits=logits, vocab_size=vocab_size, ignore_index=ignore_index, **given, **kwargs
@@ -60,13 +61,16 @@ class TokenLoss(Shared):
         else:
             # Other arguments do not affect the loss: transformers ignores `label_smoothing`, for example.
             kernel = functools.partial(logits.cross_entropy, targets, ignore_index=ignore_index)
+        # Microbatch of a pipeline: divide by the batch's number of targets.
         if batch.share is not None:
             if batch.share.is_probe:
                 # A class may pass labels as `shift_labels`, such as the labels of a decoder with an encoder.
                 batch.require_terms((targets != ignore_index).sum(), "labels")
             return kernel(num_items_in_batch=batch.divisor_of_share("labels"))
+        # The caller has counted the targets of all ranks.
         if num_items_in_batch is not None:
             return kernel(num_items_in_batch=batch.given(num_items_in_batch))
+        # Single batch, or evaluation of this rank's batch: the stock mean.
         if not batch.over_ranks:
             return kernel(num_items_in_batch=None)
         # Sum of the local losses, divided by the number of targets on all ranks.

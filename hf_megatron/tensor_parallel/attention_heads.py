@@ -36,6 +36,7 @@ class LocalArguments:
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        # Arguments may be positional or named.
         places = {name: place for place, name in enumerate(inspect.signature(block.forward).parameters)}
         positional, named, missing = list(args), dict(kwargs), []
         for name in self.names:
@@ -84,6 +85,7 @@ class NormPerHead(nn.Module):
         # `copies` neighboring ranks hold the same heads, so they take the same slice.
         copies = self.mesh.tp_size * heads // len(self.norms)
         weight = weight.narrow(0, self.mesh.tp_rank // copies * heads, heads)
+        # [batch, heads / tp, sequence, head_dim]; one weight row per head.
         normed = F.layer_norm(hidden_states, hidden_states.shape[-1:], eps=self.norms[0].eps)  # type: ignore[arg-type]
         return normed * weight.unsqueeze(1)
 

@@ -80,10 +80,12 @@ def place(model: Any, state: ParallelState) -> None:
     # Expert parallelism keeps each expert unsharded on its rank, so tp rules of modules inside experts are dropped.
     experts = find_experts(model, spec) if state.config.ep_size > 1 and state.axes.size("etp") == 1 else {}
     styles = {name: of for name, of in styles.items() if not _is_inside(name, experts)}
+    # One style for the whole module: `expert_parallel` places all parameters inside it.
     styles |= dict.fromkeys(experts, "expert_parallel")
     modules = dict(model.named_modules())
     heads = {} if state.is_quantized else _heads_of_rank(model, spec, styles, tp_size)
     styles |= _styles_of_heads(modules, heads)
+    # Fail on modules that a style does not support before any weights are read.
     for name, style_name in styles.items():
         if name in modules:
             style(style_name).check(modules[name], name, spec.tp.plain_linear_classes)
@@ -100,10 +102,12 @@ def place(model: Any, state: ParallelState) -> None:
     )
     if sequence_parallel and not structure.stacks:
         raise UnsupportedError(f"model type {spec.model_type!r}: no stack of layers found to split the sequence of.")
+    # Linears with fewer heads than tp ranks: several ranks hold the same shard.
     copies = shared_heads(model, styles, tp_size)
     sizes = local_sizes(model, spec, styles, copies, tp_size)
     sizes = {name: sizes[name] for name in sizes if not _is_inside(name, experts)}
     parameters = [name for name, _ in model.named_parameters()]
+    # Parameters that a layer itself adds to its local tokens: their gradient is partial with a sharded sequence.
     of_layers = frozenset(name for name in parameters if generic(name) in spec.cp.layer_parameters)
     shardings = assign_shardings(
         model, styles, structure, copies, sequence_parallel, model.all_tied_weights_keys, of_layers
@@ -160,10 +164,12 @@ def install(model: Any, state: ParallelState) -> None:
     if plan is None:
         return
     mesh, config = state.mesh, state.config
+    # Hooks with ids from here on belong to this library; users' hooks come later.
     first_hook = RemovableHandle.next_id
     check = ParameterCheck(state.shardings)
     check.check(model)
     check.install(state.hooks)
+    # Shared state for replicated activations, local state for sharded ones.
     streams = TensorParallelRng(mesh.device, mesh.tp_rank)
     # A pipeline may have removed modules since the plan was made.
     structure = plan.structure.restricted_to({name for name, _ in model.named_modules()})
@@ -187,12 +193,14 @@ def install(model: Any, state: ParallelState) -> None:
     # Block hooks are installed after the styles' hooks, so that a region wraps everything inside its block.
     spec = state.spec
     arguments = {name: spec.cp.sequence_dims.get(name, SEQUENCE_DIM) for name in spec.sp.per_token_arguments}
+    # Called on hidden states at the end of a pipeline stage inside of a stack.
     state.leaving = regions.install(
         model, state.hooks, arguments, spec.sp.per_token_inputs, spec.sp.unshardable_arguments, spec.pp.recorded_layers
     )
     _keep_full_states(model, state, regions)
     state.full_sequence_fns += [(name, stack.on_full_sequence) for name, stack in regions.stacks.items()]
     if plan.sequence_sharded_moe:
+        # Router losses need all tokens: [batch * sequence / tp, experts] -> [batch * sequence, experts].
         state.loss.join_tokens = regions.gather_token_outputs
         state.hooks.add("router logits", exit=regions.join_router_logits)
     install_pending_loss(model, state)
@@ -266,6 +274,7 @@ def _install_style(
 ) -> None:
     """Installs the parallel forward of one module, according to its style and its parameters' shardings."""
     mesh, text = state.mesh, model.config.get_text_config()
+    # Modules without a style have replicated parameters and an unchanged forward.
     rules = style(plan.styles.get(name, "replicated"))
     shardings = {
         parameter: state.shardings[f"{name}.{parameter}" if name else parameter]
@@ -285,6 +294,7 @@ def _install_style(
         loss_chunk_size=state.config.loss_chunk_size,
     )
     rules.install(module, context)
+    # Parameters that the style does not convert itself become local tensors on attribute access.
     if names := tuple(parameter for parameter in shardings if not rules.reads(parameter)):
         read_locally(module, mesh, forwards, _names(shardings, summed=True), _names(shardings, addends=True), names)
     if widths := split_widths(shardings.values(), state.axes):

@@ -93,10 +93,12 @@ def _token_losses(logits: Tensor, targets: Tensor, options: CrossEntropyOptions)
         sums[1] = shifted.gather(1, columns.unsqueeze(1)).squeeze(1).masked_fill(~owned, 0)
     if options.label_smoothing:
         sums[2] = shifted.sum(-1)
+    # In place: the logits' buffer now holds the exponentials [tokens, vocab / tp].
     exponentials = shifted.exp_()
     sums[0] = exponentials.sum(-1)
     dist.all_reduce(sums, group=options.group)
 
+    # loss = log(sum of exponentials) - target logit, both relative to the maximum, which cancels.
     log_sum = sums[0].log()
     losses = log_sum - sums[1]
     if options.label_smoothing:
@@ -117,6 +119,7 @@ def _forward(
     """Returns the loss; stores the gradients for an upstream gradient of 1 in `ctx.gradients`."""
     needs_hidden, needs_weight, needs_bias = (needed and options.with_gradient for needed in ctx.needs_input_grad[:3])
     tokens = hidden.shape[0]
+    # Peak memory is one chunk of logits: [chunk_size, vocab / tp].
     chunk_size = options.chunk_size or max(tokens, 1)
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     d_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -139,6 +142,7 @@ def _forward(
             # The kernel overwrites `values`, which the transform may have saved for its backward.
             values = values.clone()
         result = _token_losses(values, chunk_targets, options)
+        # Replicated: every rank computes the losses of all tokens.
         total += result.losses.masked_fill(~valid, 0).sum() * scale
         if not (needs_hidden or needs_weight or needs_bias):
             continue
@@ -161,6 +165,7 @@ def _forward(
         if d_bias is not None:
             d_bias += gradient.sum(0)
 
+    # No tokens at all.
     if needs_weight and d_weight is None:
         d_weight = torch.zeros_like(weight)
     ctx.gradients = (d_hidden, d_weight, d_bias)

@@ -26,6 +26,7 @@ class VocabParallelEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         _reject_options(self)
         require_tokens(input, self.weight.shape[0], "token id")
+        # Ids in [start, stop) are owned by this rank; `weight` is [stop - start, hidden].
         start, stop = bounds(self.weight.shape[0], self.mesh.tp_size, self.mesh.tp_rank)
         # [batch, sequence]: ids that other ranks own.
         untracked = (input < start) | (input >= stop)

@@ -32,6 +32,7 @@ class PartialSum(Shared):
     def _copy(self, value: Any) -> Any:
         # Integer inputs, such as expert indices, have no gradient to sum.
         if isinstance(value, Tensor) and value.is_floating_point():
+            # Identity in the forward; the gradient is all-reduced.
             return copy_to_ranks(value, self.group)
         return value
 
@@ -75,6 +76,7 @@ class NormOfSum(Shared):
         module.register_forward_pre_hook(self._enter)
 
     def _enter(self, module: nn.Module, args: tuple) -> tuple:
+        # [..., hidden] partial sum -> all-reduced.
         return (reduce_from_ranks(args[0], self.group),)
 
 

@@ -24,6 +24,7 @@ class ParameterCheck:
         hooks.add("parameters", self._enter)
 
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        # Once only: parameters are not expected to appear later.
         if model.training and not self.done:
             self.check(model)
             self.done = True
@@ -55,6 +56,7 @@ class OutputChecks:
 
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         for name, reason in self.reasons.items():
+            # An argument overrides the config's default.
             wanted = kwargs.get(name)
             if wanted or (wanted is None and getattr(model.config, name, False)):
                 raise UnsupportedError(f"{type(model).__name__}(..., {name}=True): {reason}")

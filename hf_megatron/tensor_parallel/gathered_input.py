@@ -35,6 +35,7 @@ class GatheredInputs(Shared):
 
     def again(self, gathered: "GatheredInput", shard: Tensor) -> Tensor:
         """Regathers `[..., size, ...]` for a backward, after freeing the tensor that was regathered before."""
+        # Free the regathered tensor of another block first: at most one full tensor exists.
         latest = None if self._latest is None else self._latest()
         if latest is not None:
             latest.let_go()
@@ -65,6 +66,7 @@ class GatheredInput:
 
         If `x` is another tensor, or was modified since it was gathered, `x` itself is saved.
         """
+        # `x` is not a view of the gathered tensor.
         if storage_id(x) != self._storage.cdata or not self._version.is_current():
             return x, nullcontext()
         return saved_as(x, partial(_save, weakref.ref(self), x.dtype))

@@ -84,6 +84,7 @@ def _require(experts: Any, widths: tuple[SplitWidth, ...], dtype: torch.dtype, t
         return
     entries, first = _BYTES // dtype.itemsize, odd[0]
     fields = [name for name, value in experts.config.to_dict().items() if value == first.unsharded and "inter" in name]
+    # Smaller tp sizes that would work, for the error message.
     sizes = [
         size
         for size in range(1, tp_size)

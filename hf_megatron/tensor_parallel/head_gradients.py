@@ -30,6 +30,7 @@ class HeadGradients:
         # [tokens, hidden]: partial over the vocabulary, all-reduced by the `copy_to_ranks` that made `hidden`.
         if self.of_hidden is not None:
             self.of_hidden[chunk] = gradient if w is None else gradient @ w
+        # [vocab / tp, hidden]: complete for this rank's vocabulary, no reduction over tp.
         if self.of_weight is not None:
             self.of_weight += gradient.t() @ x
         if self.of_bias is not None:

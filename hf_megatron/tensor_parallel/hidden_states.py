@@ -41,5 +41,6 @@ def replace_output(output: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(output, Tensor):
         return change(output)
     if isinstance(output, tuple | list) and isinstance(output[0], Tensor):
+        # Further outputs, such as attention weights, are not changed.
         return type(output)((change(output[0]), *output[1:]))
     raise UnsupportedError(f"A sharded block returned {type(output).__name__}, expected a tensor or a tuple of them.")

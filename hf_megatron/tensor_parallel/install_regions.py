@@ -53,6 +53,7 @@ class Regions(Shared):
             name: SequenceStack(group, sequence_dim=sequence_dim, streams_lead=streams_lead) for name in stacks
         }
         self.unsharded = structure.unsharded if sequence_parallel else {}
+        # Shared by all regions, so that at most one regathered input exists at a time.
         inputs = GatheredInputs(sequence_dim, group) if packs else None
         self.uniform = {
             block: UniformRegion(group, streams, self.stacks.get(structure.stack_of.get(block, "")), inputs)
@@ -61,6 +62,7 @@ class Regions(Shared):
         self.of_linear = {row: self.uniform[block] for block, row in structure.uniform.items()}
         for block, region in self.uniform.items():
             inside = (name for name in styles if f"{name}.".startswith(f"{block}."))
+            # All column-parallel linears of a block read the input that its region gathered once.
             self.of_linear |= {name: region for name in inside if style(styles[name]).is_column}
 
     def install(
@@ -90,8 +92,10 @@ class Regions(Shared):
             FullSequenceRegion(self.stacks[name], self.streams, further).install(model.get_submodule(block))
         for name, stack in self.stacks.items():
             layers: Any = model.get_submodule(name)
+            # With layer drop no fixed layer is the first or the last one.
             stack.may_leave_out = leaves_layers_out(model.config)
             stack.install(layers, full_prefix)
+            # Off-stage layers are placeholders.
             owned = list(filter(computes_here, layers))
             for layer in owned:
                 draw_alone(layer, self.streams)

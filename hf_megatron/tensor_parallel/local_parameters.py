@@ -147,6 +147,7 @@ def _local_class(base: Any, names: tuple[str, ...]) -> type[nn.Module]:
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return base.forward(module, *args, **kwargs)
+        # Calling a module directly is an active forward of that module, too.
         module.forwards.require_full(module, module.shard_name)
         with module.forwards.of_module():
             return base.forward(module, *args, **kwargs)

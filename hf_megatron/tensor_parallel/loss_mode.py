@@ -26,6 +26,7 @@ class PendingLoss:
         hooks.add("pending loss", self._enter, self._leave, always_exit=True)
 
     def _enter(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        # With labels the head returns lazy logits, otherwise full ones.
         labels = kwargs.get("labels", kwargs.get("shift_labels"))
         if labels is None and args:
             labels = self.signature.bind_partial(*args).arguments.get("labels")

@@ -21,6 +21,7 @@ def replace_arguments(
     Args:
         changes (`Mapping[str, Callable]`): name -> function of the old value.
     """
+    # Arguments may be positional or named; absent ones stay absent.
     places = {name: index for index, name in enumerate(inspect.signature(module.forward).parameters)}
     positional, named = list(args), dict(kwargs)
     for name, change in changes.items():

@@ -107,6 +107,7 @@ class SequenceStack(Shared):
         dim = self.dim_of_tokens(hidden_states)
         # The batch dim is next to the token dim: before it, or after it if the sequence comes first.
         self.batch = hidden_states.shape[dim + 1 - 2 * self.sequence_dim]
+        # Kept for gathers inside the stack, where only the local shard is known.
         self.is_inside, self.length = True, hidden_states.shape[dim]
         # Backward: all-gather, since each rank has the gradient of its own tokens.
         return split_over_ranks(hidden_states, dim, self.group)
@@ -201,6 +202,7 @@ class UniformRegion(Shared):
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        # Before the column-parallel linears all ranks hold the same values.
         self.streams.use_shared_rng()
         self.is_inside = True
         return replace_input(block, args, kwargs, self.enter)

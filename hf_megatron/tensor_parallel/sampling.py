@@ -74,6 +74,7 @@ def smallest_kept(logits: Tensor, options: ScoreOptions) -> Tensor | None:
     """Returns the smallest logit `[tokens]` that can still be sampled, given fp32 logits `[tokens, vocab / tp]`."""
     top_k, top_p, floor = options.sampling.top_k, options.sampling.top_p, None
     if top_k is not None:
+        # Top-p applies to the tokens that top-k has kept.
         floor = _largest(logits, min(top_k, options.vocabulary), options)
         logits = logits.masked_fill(logits < floor.unsqueeze(-1), -torch.inf)
     if top_p is None or top_p == 1:
@@ -92,6 +93,7 @@ def smallest_kept(logits: Tensor, options: ScoreOptions) -> Tensor | None:
     low, high = keys.new_full(maximum.shape, -(2**31)), _ordered(maximum)
     for _ in range(33):
         middle = low + (high - low + 1).div(2, rounding_mode="floor")
+        # [tokens]: local mass above the threshold, summed over the vocabulary of all ranks.
         mass = torch.where(keys >= middle.unsqueeze(-1), masses, 0).sum(-1)
         reduce_over_vocabulary(mass, options)
         is_enough = mass >= needed

@@ -73,6 +73,7 @@ def shared_heads(model: nn.Module, styles: Mapping[str, str], tp_size: int) -> d
             continue
         parent = model.get_submodule(parent_name)
         head_dim = vars(parent).get("head_dim")
+        # The number of v_proj's heads equals k_proj's, whatever its width.
         key = parent._modules.get("k_proj") if leaf == "v_proj" else module
         if not isinstance(head_dim, int) or not isinstance(key, nn.Linear) or key.out_features % head_dim:
             continue
@@ -86,6 +87,7 @@ def shared_heads(model: nn.Module, styles: Mapping[str, str], tp_size: int) -> d
                 f"MegatronConfig.tp_size = {tp_size}: {name} has {heads} {kind} heads, which cannot be split; valid "
                 f"tp sizes divide them{'' if leaf == 'q_proj' else ' or are a multiple of them'}: {valid}."
             )
+        # Fewer key/value heads than ranks: `copies` neighboring ranks hold the same head.
         copies[name] = tp_size // heads
     return copies
 
@@ -140,6 +142,7 @@ def assign_shardings(
                 gradient = GradientRule(sum=AXIS)
             sharding = ParameterSharding(name, tuple(parameter.shape), style_name, placement, gradient)
             shardings[name] = sharding
+    # Tied parameters are one tensor: they need the same placement and gradient rule.
     for name, other in tied.items():
         one, two = shardings[name], shardings[other]
         if (one.placement, one.gradient) != (two.placement, two.gradient):
@@ -154,6 +157,7 @@ def local_sizes(
     sizes: dict[str, dict[str, int]] = {}
     for name, module in model.named_modules():
         for attribute in lookup(name, spec.tp.local_attributes) or ():
+            # Key/value heads may be replicated over some ranks, so they divide by fewer shards.
             shards = tp_size // (copies.get(f"{name}.k_proj", 1) if "key_value" in attribute else 1)
             value = attrgetter(attribute)(module)
             if value % shards:

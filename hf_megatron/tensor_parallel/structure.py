@@ -120,6 +120,7 @@ def find_structure(
     split = [name for name in styles if style(styles[name]).splits]
     if stacks is None:
         parts = set(modules.values() if within is None else within.modules())
+        # Every list of modules in which something is split; only the outermost of nested ones is a stack.
         lists = [
             name
             for name, module in modules.items()
@@ -137,6 +138,7 @@ def find_structure(
                 name, block = pending.pop()
                 if name in structure.uniform:
                     structure.stack_of[name] = stack
+                # Look through a wrapper of pointwise modules and blocks.
                 elif name in pointwise_containers:
                     pending.extend(_blocks(name, block))
                 elif name not in pointwise and not _is_pointwise(block):

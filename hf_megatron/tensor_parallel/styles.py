@@ -131,9 +131,11 @@ class _Linear(Style):
         module.region, module.streams, module.forwards = context.region, context.streams, context.forwards
         if transposed:
             module.weight_dim_out = 1
+            # Conv1D keeps [in, out] and does not define these attributes.
             module.in_features, module.out_features = module.weight.shape
         module.copies = context.copies
         bias = context.gradient.get("bias")
+        # A replicated bias that sees local tokens only: its gradient is summed over tp.
         module.sum_bias_gradient = bias is not None and bias.sum == AXIS and bias.copies is None
         for switch, value in self.switches.items():
             setattr(module, switch, value)
@@ -196,6 +198,7 @@ class _Embedding(Style):
             raise PlanError(f"{name} is a {type(module).__name__}; an embedding style needs an nn.Embedding.")
 
     def install(self, module: nn.Module, context: ModuleContext) -> None:
+        # A subclass that scales its embeddings keeps its forward, which calls `super().forward()`.
         own_forward = type(module).forward is not nn.Embedding.forward
         swap_class(
             module, VocabParallelEmbedding if self.dim == 0 else HiddenParallelEmbedding, own_forward=own_forward
@@ -224,6 +227,7 @@ class _PartialSum(Style):
         self.copy_inputs = copy_inputs
 
     def gradient(self, placement: Placement) -> GradientRule:
+        # A replicated parameter inside a partial sum gets a partial gradient.
         return GradientRule() if placement.is_split else GradientRule(sum=AXIS)
 
     def install(self, module: nn.Module, context: ModuleContext) -> None:
@@ -301,6 +305,7 @@ class _NormOfRanks(Style):
     def install(self, module: nn.Module, context: ModuleContext) -> None:
         swap_class(module, NormOfRanks)
         assert isinstance(module, NormOfRanks)
+        # The weight is a DTensor: its shape is the global one.
         module.mesh, module.width = context.mesh, module.weight.shape[0]
 
 

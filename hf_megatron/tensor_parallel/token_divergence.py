@@ -46,6 +46,7 @@ def divergences_of_calls(
         # [batch, local tokens, hidden] -> [batch, sequence, hidden] if ranks hold different tokens.
         return (hidden if logits.tokens is None else logits.tokens.join(hidden),)
 
+    # [batch, sequence, hidden], on every rank; with a pipeline sent from the last stage.
     with torch.no_grad():
         (hidden,) = read_of_call(teacher, ask, read_teacher)
     state = parallel_state(student)
@@ -64,6 +65,7 @@ def divergences_of_calls(
 
     def read_student(output: Any, rows: slice = slice(None)) -> tuple[Tensor, ...]:
         logits = _deferred(output, student)
+        # `rows` is the microbatch of a pipeline: a slice of the batch dim.
         of_teacher = Teacher(hidden[rows].to(logits.device), last[0], full_lm_head, copy)
         values = divergences(logits, of_teacher, targets[rows].to(logits.device), beta, temperature)
         if state is not None and state.shards_weights and pipeline is not None and values[0].requires_grad:

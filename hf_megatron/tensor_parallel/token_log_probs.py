@@ -30,6 +30,7 @@ def read_of_call(model: Any, call: Call, read: Callable[..., tuple[Tensor, ...]]
         if pipeline is None:
             values: tuple[Tensor, ...] = call(read)
             return values
+        # The last stage applies `read` to each microbatch; the results are sent to all stages.
         with pipeline.reading(read):
             values = call(lambda output: output)
         return values
@@ -72,6 +73,7 @@ def scores_of_call(
     pipeline = None if state is None else state.pipeline
 
     def read(output: Any, rows: slice = slice(None)) -> tuple[Tensor, ...]:
+        # `rows` is the microbatch of a pipeline: [samples, sequence] of [batch, sequence].
         part = targets[rows]
         values = token_scores(output["logits"], part, wanted, sampling)
         head = model.get_output_embeddings()

@@ -129,6 +129,7 @@ def divergences(
 def _log_sums(logits: Tensor, options: ScoreOptions) -> Tensor:
     """Returns the logsumexp over the full vocabulary `[models, tokens]` of `[models, tokens, vocab / tp]`."""
     # A rank without vocabulary entries contributes -inf to the maximum and 0 to the sum.
+    # Two all-reduces of [models, tokens]: the maximum, then the sum of exponentials relative to it.
     maximum = logits.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], -torch.inf)
     reduce_over_vocabulary(maximum, options, dist.ReduceOp.MAX)
     total = (logits - maximum.unsqueeze(-1)).exp().sum(-1)
@@ -178,6 +179,7 @@ class _TokenDivergences(torch.autograd.Function):
         hidden, weight, bias, of_teacher, student_sums, teacher_sums, of_student = ctx.saved_tensors
         options: _Options = ctx.options
         beta = options.beta
+        # Logits of both models are recomputed chunk by chunk and normalized with the saved logsumexps.
         gradients = HeadGradients(ctx.needs_input_grad, hidden, weight, bias)
         with torch.autocast(hidden.device.type, enabled=False), options.full_lm_head():
             heads = _heads(weight, bias, options)
@@ -188,6 +190,7 @@ class _TokenDivergences(torch.autograd.Function):
                 raw = logits_of_chunk(x, *heads[0]).detach().requires_grad_()
                 with torch.enable_grad():
                     transformed = options.student.transform(raw)
+                # Log-probabilities [chunk, vocab / tp] of the local vocabulary entries.
                 student = options.student.scaled(transformed.detach().float()) - student_sums[chunk].unsqueeze(-1)
                 teacher = _logits(of_teacher[chunk], heads[1], options.teacher) - teacher_sums[chunk].unsqueeze(-1)
                 probabilities = student.exp()

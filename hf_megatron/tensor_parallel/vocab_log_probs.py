@@ -69,6 +69,7 @@ def deferring(model: Any) -> Iterator[None]:
     part_of = head.part_of if isinstance(head, VocabParallelHead) else None
 
     def defer(x: Tensor) -> DeferredLogits:
+        # Nothing is computed here: the logits keep the head's input.
         hidden, tokens = (x, None) if part_of is None else part_of(x)
         return DeferredLogits(hidden, head, _matmul_dtype(x), tokens=tokens)
 

@@ -101,6 +101,7 @@ class ShardedLogits(LateOutput):
 
     def view(self, *shape: Any) -> "ShardedLogits | Tensor":
         sizes = shape[0] if isinstance(shape[0], tuple | list) else shape
+        # Only views that keep the vocabulary dim stay lazy.
         if self.loss_taken or sizes[-1] != self.head.out_features:
             return self.gather().view(*shape)
         if self.tokens is not None:
@@ -130,6 +131,7 @@ class ShardedLogits(LateOutput):
                 ignore_index=kwargs.get("ignore_index", IGNORE_INDEX),
                 label_smoothing=kwargs.get("label_smoothing", 0.0),
             )
+        # Elementwise functions with scalar arguments are recorded and applied to local logits later.
         scalars = not kwargs and all(isinstance(value, int | float) for value in args[1:])
         if isinstance(logits, cls) and function in _ELEMENTWISE and scalars:
             return logits._then(lambda z: function(z, *args[1:]))
@@ -250,6 +252,7 @@ class ShardedLogits(LateOutput):
         if num_items_in_batch is None:
             # Ranks hold different tokens: divide by the global number of targets and sum the ranks' losses.
             num_items_in_batch = count_targets(targets, ignore_index)
+        # Targets [batch, sequence] -> [batch, local], matching the local hidden states.
         own = self.tokens.own(targets.reshape(self.hidden.shape[0], self.tokens.length)).reshape(-1)
         return self.tokens.sum(linear_cross_entropy(hidden, weight, bias, own, num_items_in_batch, options))
 
@@ -296,6 +299,7 @@ class VocabParallelHead(ColumnParallelLinear):
     def forward(self, x: Tensor) -> Any:
         tokens = None
         if self.loss_is_pending and self.part_of is not None:
+            # [batch, sequence, hidden] -> the tokens whose loss this rank computes, [batch, local, hidden].
             x, tokens = self.part_of(x)
         logits = ShardedLogits(x, self, tokens=tokens)
         return logits if self.loss_is_pending else logits.gather(warn=False)

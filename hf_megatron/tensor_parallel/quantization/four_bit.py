@@ -52,6 +52,7 @@ class FourBit:
         codes, state = quantize_4bit(
             local.contiguous(),
             blocksize=_BLOCK,
+            # Scales of a shard are compressed in `complete`, over the full weight.
             compress_statistics=self.is_double and part.is_replicated,
             quant_type=self.kind,
             quant_storage=self.storage,

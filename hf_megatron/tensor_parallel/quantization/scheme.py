@@ -110,6 +110,7 @@ class Quantization:
             return
         sharding = state.shardings[name]
         part = _part(sharding.shape, sharding.placement, state.axes, state.mesh)
+        # Local shard [local out, local in] -> codes; `entries` counts the full weight's.
         if is_last or not self.scheme.waits(part):
             found = self.scheme.quantize(local_tensor(weight).detach(), part)
             found._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -142,6 +143,7 @@ def dequantize_linears(model: nn.Module, state: ParallelState, dtype: torch.dtyp
             if not isinstance(weight, QuantizedWeight):
                 continue
             sharding = state.shardings[f"{name}.{own}"]
+            # [local out, local in], wrapped as the DTensor that the weight would be without quantization.
             local: Tensor = weight.dequantized().to(dtype)
             if state.axes.size("tp") > 1 or sharding.placement.is_split:
                 local = DTensor.from_local(

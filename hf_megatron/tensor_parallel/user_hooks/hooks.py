@@ -208,6 +208,7 @@ class UserHooks:
     def _give_inputs(self, name: str, module: nn.Module) -> None:
         hooks: Any = module._forward_pre_hooks
         form, users = self._forms(name, module).given, self._users(hooks)
+        # Only hooks that are not wrapped yet; marked ones get the shard.
         for number in users:
             if number not in self.seen and (form is WHOLE or not is_marked(hooks[number])):
                 what = f"A forward pre-hook of {name} ({type(module).__name__})"

@@ -60,6 +60,7 @@ class Activations(Shared):
 
     def of(self, name: str, module: nn.Module) -> Forms:
         """Returns the layouts of a module that existed when the model was parallelized."""
+        # The first and last layer of a stack are called with, or return, full sequences.
         found = self._of(name, module)
         has_maps = any(_is_attention(type(part)) for part in module.modules()) and self._has(name, "is_column")
         ends = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
@@ -83,14 +84,17 @@ class Activations(Shared):
             return unknown("experts compute addends of a sum, each rank its part of their width")
         if self._within(name, [other for other, of in self.styles.items() if of == "expert_parallel"]):
             return unknown("experts compute tokens of all ranks that share them")
+        # The caller's tokens go in and come back: dispatch happens inside.
         if style_name == "expert_parallel":
             return Forms(outer, outer, outer)
         if style_name == "vocab_parallel_head":
             return Forms(WHOLE, WHOLE, Logits())
         if rules.is_column:
+            # Input [..., in] replicated with partial gradients; output [..., out / tp].
             before = WHOLE if region is None else Addends(self.group)
             return Forms(before, before, self._columns(name))
         if rules.is_row:
+            # Input [..., in / tp]; output reduced, or reduce-scattered along the sequence.
             before = self._width(name)
             return Forms(before, before, self._trailing(region))
         if style_name == "mla_kv_a_proj":
@@ -124,6 +128,7 @@ class Activations(Shared):
         shardings = [self.shardings[f"{name}.{parameter}"] for parameter, _ in module.named_parameters()]
         if not shardings and (block := self._within(name, self.split_blocks)):
             return unknown(f"it may see a part of what {block} computes")
+        # A gradient that is summed over tp implies local heads, features or tokens.
         partial = [sharding.gradient.sum is not None for sharding in shardings]
         if any(partial) and (not outer.is_split or any(style(c.style).works_on_heads for c in shardings)):
             return unknown("it sees this rank's heads or features")

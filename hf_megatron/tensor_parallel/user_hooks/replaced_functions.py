@@ -41,6 +41,7 @@ class ExchangedFunctions:
         self.children = {name: dict(module._modules) for name, module in modules.items()}
         self.forwards = {name: type(module).forward for name, module in modules.items()}
         self.functions = {name: found for name, module in modules.items() if (found := _functions(module))}
+        # Also base classes and module-level functions: a replacement there affects all models.
         bases = {base for module in modules.values() for base in type(module).__mro__} | {nn.Embedding}
         self.methods = {base: vars(base)["forward"] for base in bases if "forward" in vars(base)}
         files = {base.__module__ for base in bases if base.__module__.startswith("transformers.models.")} | {*_SHARED}

@@ -82,6 +82,7 @@ class Tokens(Form):
 
     def open(self, tensor: Tensor) -> Tensor:
         if tensor.dim() == 2:
+            # Flattened tokens: [batch * local, width] -> [batch * sequence, width].
             return self.open(tensor.view(self.stack.batch, -1, tensor.shape[1])).flatten(0, 1)
         # [batch, local, ...] -> [batch, sequence, ...]
         return gather_from_ranks(tensor, self.stack.dim_of_tokens(tensor), self.stack.length, self.stack.group)
@@ -126,9 +127,11 @@ class Heads(Form):
     is_split = True
 
     def open(self, tensor: Tensor) -> Tensor:
+        # [batch, heads / tp, ...] -> [batch, heads, ...]
         return gather_from_ranks(tensor, HEADS_DIM, tensor.shape[HEADS_DIM] * self.group.size(), self.group)
 
     def close(self, unsharded: Tensor) -> Tensor:
+        # [batch, heads, ...] -> [batch, heads / tp, ...]
         return split_over_ranks(unsharded, HEADS_DIM, self.group)
 
 
@@ -139,6 +142,7 @@ class Addends(Form):
     group: dist.ProcessGroup
 
     def open(self, tensor: Tensor) -> Tensor:
+        # The tensor is replicated already; only its gradient needs care.
         return _OfFirstRank.apply(tensor, self.group)
 
     def close(self, unsharded: Tensor) -> Tensor:
