@@ -1,4 +1,4 @@
-"""Pipeline parallelism as one of a model's axes."""
+"""Pipeline-parallel axis: splits the layers at planning, and replaces the forward after loading."""
 
 import types
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from ..compat.transformers_loading import renamed_by_loader
 from ..data_parallel.engine import DataParallel
 from ..parallel_state import ParallelState
-from .engine import Pipeline
+from .engine import install_pipeline
 from .module_placement import register_off_stage_weights, register_side_weights, share_tied_weights
 from .parameter_counts import ParameterCounts
 from .split_model import ModelPartition, cut
@@ -15,7 +15,7 @@ NAME = "pp"
 
 
 def place(model: Any, state: ParallelState) -> None:
-    """Leaves of a meta model what this rank's stages own; raises as `cut`."""
+    """Keeps only this rank's stages of a meta model; raises as `cut` does."""
     if state.axes.size(NAME) == 1:
         return
     state.names = tuple(model.state_dict())
@@ -27,7 +27,7 @@ def place(model: Any, state: ParallelState) -> None:
 
 
 def install(model: Any, state: ParallelState) -> None:
-    """Makes a call of the model run the schedule."""
+    """Replaces the model's forward by the schedule."""
     if isinstance(state.cut, ModelPartition) and isinstance(state.data_parallel, DataParallel):
         if (leaving := state.leaving) is not None:
             row = state.cut.layers
@@ -40,4 +40,4 @@ def install(model: Any, state: ParallelState) -> None:
         share_tied_weights(model, state.cut.sources)
         state.data_parallel.scan()
         state.patches.replace(model, "num_parameters", types.MethodType(counts.bound(state), model))
-        state.pipeline = Pipeline(model, state, state.cut, state.data_parallel)
+        state.pipeline = install_pipeline(model, state, state.cut, state.data_parallel)

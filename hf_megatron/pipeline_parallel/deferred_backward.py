@@ -1,4 +1,4 @@
-"""A call whose backward comes later, if at all: forwards that keep their graphs, and the pipeline in reverse."""
+"""Calls whose backward comes later, if at all: forwards that keep their graphs, and the pipeline in reverse."""
 
 import itertools
 from collections.abc import Callable
@@ -18,125 +18,135 @@ from .kv_cache import StagedCache, new_inputs
 from .loss_grad_scale import ScheduledGradients
 from .microbatches import batch_size
 from .outputs import Gradients, PipelineOutput, loss_of, values_of_rows, with_backward
-from .schedules import Action, backward_plan, forward_plan
-from .stage_runner import StageRunner
+from .pipeline import Pipeline
+from .schedules import backward_plan, forward_plan
 
 
-def run_forwards(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutput:
-    """Runs forwards, whose graphs are kept if gradients are wanted."""
-    labels, stages = target_names(arguments), runner.boundary.stages
-    decoder, parameters = runner.cut.layers.decoder, runner.signature.parameters
-    cache = StagedCache.of_call(runner.model, arguments, parameters, stages, runner.mesh.pp_rank, decoder)
-    rows, takes_logits = batch_size(arguments), runner.wants_logits or not labels
-    counted = runner.mesh.dp_size if arguments.get("num_items_in_batch") is not None else 1
+def run_forwards(pipeline: Pipeline, arguments: dict[str, Any]) -> PipelineOutput:
+    """Runs forwards only, keeping their graphs if gradients are enabled.
 
-    def read(output: Any, part: slice) -> tuple[Tensor, ...]:
-        share = (part.stop - part.start) / rows
+    Returns:
+        loss, auxiliary loss and logits, identical on all ranks of the pipeline.
+    """
+    state, trial_forward = pipeline.state, pipeline.trial_forward
+    targets, stages = target_names(arguments), pipeline.cut.boundary.stages
+    decoder, parameters = pipeline.cut.layers.decoder, pipeline.signature.parameters
+    cache = StagedCache.of_call(pipeline.model, arguments, parameters, stages, pipeline.runner.rank, decoder)
+    samples, returns_logits = batch_size(arguments), pipeline.wants_logits or not targets
+    # With `num_items_in_batch`, the caller multiplies the loss by the number of data-parallel ranks.
+    ranks = state.mesh.dp_size if arguments.get("num_items_in_batch") is not None else 1
+
+    def read(output: Any, span: slice) -> tuple[Tensor, ...]:
+        share = (span.stop - span.start) / samples
         values: list[Tensor] = []
-        if takes_logits:
-            logits = values_of_rows(output, runner.model)
-            runner.trial_forward.require_same(tuple(logits))
+        if returns_logits:
+            logits = values_of_rows(output, pipeline.model)
+            trial_forward.require_same(tuple(logits))
             values += logits.values()
-        if labels:
-            values.append(loss_of(output, runner.model, runner.loss, arguments) * (share / counted))
-        if labels and output.get("aux_loss") is not None:
+        if targets:
+            values.append(loss_of(output, pipeline.model, state.loss, arguments) * (share / ranks))
+        if targets and output.get("aux_loss") is not None:
             values.append(output["aux_loss"] * share)
         return tuple(values)
 
-    values = list(values_of(runner, arguments, read, cache))
-    names = runner.trial_forward.logits if takes_logits else ()
-    found: dict[str, Any] = {name: values.pop(0) for name in names}
+    values = list(values_of(pipeline, arguments, read, cache))
+    names = trial_forward.logits if returns_logits else ()
+    fields: dict[str, Any] = {name: values.pop(0) for name in names}
     # Only the last stage knows whether the model has an auxiliary loss.
-    found |= zip(("loss", "aux_loss"), values, strict=False)
-    if labels and counted == 1 and torch.is_grad_enabled():
-        # The batch's, as on replicas without a pipeline.
-        found["loss"] = runner.loss.mean_of_shares(found["loss"])
+    fields |= zip(("loss", "aux_loss"), values, strict=False)
+    if targets and ranks == 1 and torch.is_grad_enabled():
+        # The loss of the global batch, as data-parallel ranks without a pipeline return it.
+        fields["loss"] = state.loss.mean_of_shares(fields["loss"])
     if cache is not None:
         cache.advance(new_inputs(arguments))
-    # In the order of the fields, which is that of tuples.
-    output = PipelineOutput(**found)
+    # The order of the fields is that of `to_tuple`.
+    output = PipelineOutput(**fields)
     if cache is not None:
         output[cache.name] = cache.cache
     return output
 
 
 def values_of(
-    runner: StageRunner,
+    pipeline: Pipeline,
     arguments: dict[str, Any],
     read: Callable[[Any, slice], tuple[Tensor, ...]],
     cache: StagedCache | None = None,
 ) -> tuple[Tensor, ...]:
-    """Returns what `read` makes of the microbatches' outputs, together and on every rank; see `Pipeline.reading`."""
-    inputs = TrainedInputs(arguments, runner.mesh.host_group("pp"))
-    microbatches, weights, denominators = runner.prepare(
-        inputs.arguments, for_backward=False, unsharded=cache is not None
+    """Returns the results of `read` for all microbatches, concatenated, on every rank; see `Pipeline.reading`."""
+    runner = pipeline.runner
+    inputs = TrainedInputs(arguments, pipeline.state.mesh.host_group("pp"))
+    plan = pipeline.batches.prepare(
+        inputs.arguments, for_backward=False, unsharded=cache is not None, is_read=pipeline.read is not None
     )
-    edges = [0, *itertools.accumulate(map(batch_size, microbatches))]
-    parts = [slice(start, stop) for start, stop in itertools.pairwise(edges)]
-    execution = runner.execution(
-        microbatches, weights, denominators, lambda number, output: read(output, parts[number]), cache
-    )
-    sizes = runner.schedule.name, runner.config.pp_size, runner.stages_per_rank, len(microbatches)
-    with runner.streams.call() if runner.model.training or torch.is_grad_enabled() else nullcontext():
-        runner.run(execution, forward_plan(*sizes)[runner.mesh.pp_rank])
+    edges = [0, *itertools.accumulate(map(batch_size, plan.microbatches))]
+    spans = [slice(start, stop) for start, stop in itertools.pairwise(edges)]
+    execution = runner.create_execution(plan, lambda index, output: read(output, spans[index]), cache)
+    is_random = pipeline.model.training or torch.is_grad_enabled()
+    with runner.streams.call() if is_random else nullcontext():
+        runner.run(execution, pipeline.plan_actions(forward_plan, len(plan.microbatches)))
+    # One column per tensor that `read` returns: samples are concatenated, scalars summed.
     columns = zip(*execution.results, strict=True)
     values = tuple(torch.cat(column) if column[0].dim() else torch.stack(column).sum() for column in columns)
-    values = runner.transport.broadcast(values, runner.last)
+    values = runner.transport.broadcast(values, runner.last_rank)
     if torch.is_grad_enabled():
-        values = _kept(runner, execution, values, backward_plan(*sizes)[runner.mesh.pp_rank], inputs)
+        backward = DeferredBackward(pipeline, execution, inputs)
+        values = with_backward(backward, values, inputs.tensors, backward.store.parameters)
     return values
 
 
-def _kept(
-    runner: StageRunner,
-    execution: Execution,
-    values: tuple[Tensor, ...],
-    actions: tuple[Action, ...],
-    inputs: TrainedInputs,
-) -> tuple[Tensor, ...]:
-    """Gives values of the last stage a backward that runs the pipeline in reverse."""
-    rows = [batch_size(microbatch) for microbatch in execution.microbatches]
-    store, is_over = runner.gradient_store(), False
-    require_unedited = runner.engine.unedited()
+class DeferredBackward:
+    """Runs a pipeline in reverse when its outputs are backpropagated; see `outputs.Backward`.
 
-    def backward(upstream: tuple[Tensor, ...], *, accumulates: bool, wants_weights: bool) -> Gradients:
-        nonlocal is_over
-        if is_over:
+    Args:
+        execution (`Execution`): the forwards, which keep their graphs.
+        inputs (`TrainedInputs`): inputs of the call that require gradients.
+    """
+
+    def __init__(self, pipeline: Pipeline, execution: Execution, inputs: TrainedInputs):
+        self.pipeline, self.execution, self.inputs = pipeline, execution, inputs
+        self.store = pipeline.gradient_store()
+        self.actions = pipeline.plan_actions(backward_plan, len(execution.microbatches))
+        self._sizes = [batch_size(microbatch) for microbatch in execution.microbatches]
+        self._require_unedited = pipeline.engine.unedited()
+        self._is_over = False
+
+    def __call__(self, upstream: tuple[Tensor, ...], *, accumulates: bool, wants_weights: bool) -> Gradients:
+        """Computes gradients from the gradients `[batch, ...]`, or scalars, of the outputs."""
+        if self._is_over:
             raise ConfigError(
                 "The outputs of a pipelined model were backpropagated twice: their graph is gone. Call the first "
                 "backward with retain_graph=True."
             )
-        require_unedited()
-        runner.require_possible(accumulates, wants_weights, is_direct=False)
-        runner.engine.pipeline_backwards += accumulates
-        execution.keeps_graphs = keeps_graph()
-        is_over = not execution.keeps_graphs
-        parts = [gradient.split(rows) if gradient.dim() else [gradient] * len(rows) for gradient in upstream]
-        execution.seeds = lambda number: tuple(part[number] for part in parts)
-        # Hooks have to see the whole gradient.
-        collected = ScheduledGradients(
-            runner.loss_scale,
+        pipeline, execution, store = self.pipeline, self.execution, self.store
+        self._require_unedited()
+        pipeline.require_possible(accumulates, wants_weights, is_direct=False)
+        pipeline.engine.pipeline_backwards += accumulates
+        execution.backward.keeps_graphs = keeps_graph()
+        self._is_over = not execution.backward.keeps_graphs
+        sizes = self._sizes
+        chunks = [gradient.split(sizes) if gradient.dim() else [gradient] * len(sizes) for gradient in upstream]
+        execution.backward.seeds = lambda microbatch_idx: tuple(chunk[microbatch_idx] for chunk in chunks)
+        # User hooks have to see the complete gradient: it is stashed and handed to autograd then.
+        gradients = ScheduledGradients(
+            pipeline.loss_scale,
             store,
-            actions,
-            tied=runner.tied(),
-            sum_tied=runner.sum_tied,
+            self.actions,
+            tied=pipeline.tied.parameters(),
+            sum_tied=pipeline.tied.sum,
             seed=1.0,
             is_direct=accumulates and not store.has_user_hooks,
         )
-        execution.before_backward = collected.before_backward
+        execution.backward.before_weights = gradients.before_backward
         with (
-            collected.collecting(reduces=False),
-            finishing_itself(runner.model) if runner.shards_weights else nullcontext(),
+            gradients.collecting(reduces=False),
+            finishing_itself(pipeline.model) if pipeline.state.shards_weights else nullcontext(),
         ):
-            runner.run(execution, actions)
-        of_inputs = inputs.collect(runner.mesh.pp_group)
-        if not collected.is_direct and wants_weights:
-            reached = map(id, collected.reached())
-            found = dict(zip(reached, collected.flush(1.0, keep=False), strict=True))
-            return of_inputs, [found.get(id(parameter)) for parameter in store.parameters]
-        if collected.is_direct and collected.synchronize:
-            # Other forwards may be under way in reverse in the same backward: none of them is the last.
+            pipeline.runner.run(execution, self.actions)
+        input_gradients = self.inputs.collect(pipeline.state.mesh.pp_group)
+        if not gradients.is_direct and wants_weights:
+            by_parameter = dict(zip(map(id, gradients.reached()), gradients.flush(1.0, keep=False), strict=True))
+            return input_gradients, [by_parameter.get(id(parameter)) for parameter in store.parameters]
+        if gradients.is_direct and gradients.synchronize:
+            # Other outputs may be differentiated in the same backward: the reduction waits for all of them.
             at_end_of_backward(store.reduce)
-        return of_inputs, [None] * len(store.parameters)
-
-    return with_backward(backward, values, inputs.tensors, store.parameters)
+        return input_gradients, [None] * len(store.parameters)

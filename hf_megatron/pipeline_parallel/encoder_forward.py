@@ -1,6 +1,6 @@
-"""A call of the encoder alone, as `generate()` makes it: its layers run from stage to stage, for all ranks.
+"""Calls of the encoder alone, as `generate()` makes them: its layers run from stage to stage.
 
-Its decoder is called with that output afterwards, as often as there are tokens.
+Every rank gets the output, and the decoder is called with it afterwards, once per token.
 """
 
 import functools
@@ -14,42 +14,44 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..errors import UnsupportedError
 from .microbatches import DECODER_INPUTS, batch_size
+from .pipeline import Pipeline
 from .stage_payload import Message
-from .stage_runner import StageRunner
 
 _KIND = ("encoder",)
 _TAG = 0
 
 
-def pipelined_encoder(runner: StageRunner, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns an encoder's forward that runs its stages where it is called by itself; `forward` is its own."""
+def pipelined_encoder(pipeline: Pipeline, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns an encoder's forward that runs its stages if it is called alone; `forward` is the encoder's own."""
     signature = inspect.signature(forward)
 
     @functools.wraps(forward)
     def encode(*args: Any, **kwargs: Any) -> Any:
-        if runner.boundary.is_running:
+        if pipeline.cut.boundary.is_running:
             return forward(*args, **kwargs)
         bound = signature.bind(*args, **kwargs).arguments
         bound |= bound.pop("kwargs", {})
-        return _encode(runner, forward, bound)
+        return _encode(pipeline, forward, bound)
 
     return encode
 
 
-def _encode(runner: StageRunner, forward: Callable[..., Any], arguments: dict[str, Any]) -> BaseModelOutput:
+def _encode(pipeline: Pipeline, forward: Callable[..., Any], arguments: dict[str, Any]) -> BaseModelOutput:
     if torch.is_grad_enabled():
         raise UnsupportedError(
-            "The encoder of a pipelined model was called by itself with gradients, which would not reach it. Call the "
-            "whole model, or the encoder under torch.no_grad()."
+            "The encoder of a pipelined model was called alone with gradients enabled, which would not reach it. Call "
+            "the model, or the encoder under torch.no_grad()."
         )
     for name in ("output_attentions", "output_hidden_states"):
         if arguments.get(name):
-            raise UnsupportedError(f"{name}=True: no rank of a pipeline has those of all layers.")
-    runner.checks.require_tokens(arguments)
-    runner.trial_forward.of_call(_full_call(runner, arguments), is_read=False)
-    boundary, transport, rank = runner.boundary, runner.transport, runner.mesh.pp_rank
+            raise UnsupportedError(
+                f"{name}=True: pipeline stages return none, because each has only its own layers. Use pp_size=1."
+            )
+    pipeline.checks.require_tokens(arguments)
+    pipeline.trial_forward.of_call(_full_call(pipeline, arguments), is_read=False)
+    boundary, transport, rank = pipeline.cut.boundary, pipeline.runner.transport, pipeline.runner.rank
     rank_of = boundary.stages.rank_of
-    last = boundary.stages.stage_of_layer(runner.cut.layers.decoder - 1)
+    last = boundary.stages.stage_of_layer(pipeline.cut.layers.decoder - 1)
     output: Any = None
     message: Message | None = None
     for stage in range(last + 1):
@@ -65,13 +67,13 @@ def _encode(runner: StageRunner, forward: Callable[..., Any], arguments: dict[st
                 transport.send(output, rank_of[stage + 1], _TAG, (stage + 1, _KIND))
     transport.flush()
     transport.forget([_KIND])
-    own: tuple[Tensor, ...] = (output.last_hidden_state,) if rank == rank_of[last] else ()
-    return BaseModelOutput(last_hidden_state=transport.broadcast(own, rank_of[last])[0])
+    local: tuple[Tensor, ...] = (output.last_hidden_state,) if rank == rank_of[last] else ()
+    return BaseModelOutput(last_hidden_state=transport.broadcast(local, rank_of[last])[0])
 
 
-def _full_call(runner: StageRunner, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns what the model would be called with to encode this, and decode a token of each row."""
-    known = runner.signature.parameters
-    found = {name: value for name, value in arguments.items() if name in known and isinstance(value, Tensor)}
-    tokens = torch.zeros(batch_size(found), 1, dtype=torch.long, device=runner.mesh.device)
-    return found | {DECODER_INPUTS[0]: tokens}
+def _full_call(pipeline: Pipeline, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call of the model that encodes the same inputs and decodes one token per sample."""
+    known = pipeline.signature.parameters
+    tensors = {name: value for name, value in arguments.items() if name in known and isinstance(value, Tensor)}
+    tokens = torch.zeros(batch_size(tensors), 1, dtype=torch.long, device=pipeline.state.mesh.device)
+    return tensors | {DECODER_INPUTS[0]: tokens}

@@ -1,4 +1,4 @@
-"""Which weights that both ends of a pipeline hold have a gradient at either of them."""
+"""Gradients of tied weights, which the first and the last stage of a pipeline both hold."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,56 +8,90 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..compat.shared import Shared
+from ..compat.torch_dtensor import local_tensor
 from ..errors import UnsupportedError
 from ..models.spec import module_name
+from .split_model import ModelPartition
+from .stage_runner import StageRunner
+
+
+class TiedGradients(Shared):
+    """Sums the gradients of tied weights over the two ranks that hold them."""
+
+    def __init__(self, model: Any, cut: ModelPartition, runner: StageRunner):
+        self.model, self.cut, self.runner = model, cut, runner
+        self.holders = cut.boundary.stages.ends
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """Returns the trained parameters that the other end of the pipeline holds too, with their names."""
+        return trained_of(self.model, self.cut.tied if self.runner.rank in self.holders else ())
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Returns the trained parameters that another rank of the pipeline holds too, or several stages of this one."""
+        stages = self.cut.boundary.stages.of_rank(self.runner.rank)
+        modules = [nn.ModuleList(self.cut.modules_of(self.model, stage)) for stage in stages]
+        repeated = of_several_stages([list(stage.parameters()) for stage in modules])
+        return [*{id(p): p for p in (*(p for _, p in self.named()), *repeated)}.values()]
+
+    def sum(self) -> None:
+        """Adds the gradients of both ends; both end up with the same bits."""
+        other = self.holders[int(self.runner.rank == self.holders[0])]
+        group = self.runner.state.mesh.host_group("pp")
+        for index, parameter in enumerate(held_at_either_end(self.model, self.named(), other, group)):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            with self.runner.measure("tied"):
+                self.runner.transport.sum_with(local_tensor(parameter.grad), other, index)
 
 
 def trained_of(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Parameter]]:
-    """Lists the trained ones of parameters that two ranks hold, of any shape, with their names.
+    """Returns the trained ones of the named parameters, of any shape, with their names.
 
     Raises:
-        UnsupportedError: one of them lies in a module of PEFT's, which has further parameters.
+        UnsupportedError: if one of them is wrapped by PEFT, which adds parameters of its own at either end.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False)) if names else {}
     if missing := next((name for name in names if name not in parameters), None):
         raise UnsupportedError(
-            f"{missing} is held by two stages of the pipeline, and an adapter was put around it, of which each would "
-            "train its own. Leave its module out of target_modules, or load the model with pp_size=1."
+            f"{missing} is tied over two pipeline stages, and an adapter wraps it: each stage would train its own "
+            "adapter. Leave its module out of target_modules, or use pp_size=1."
         )
     return [(name, parameters[name]) for name in names if parameters[name].requires_grad]
 
 
 def of_several_stages(stages: Sequence[Sequence[nn.Parameter]]) -> list[nn.Parameter]:
-    """Lists the trained parameters, of any shape, that several stages of one rank have, as both ends of V-shaped ones.
+    """Returns the trained parameters, of any shape, that several stages of one rank share.
 
-    The backward of one of these is not the last that adds to their gradients.
+    V-shaped schedules give a rank both ends of the pipeline. The backward of one stage is then not the last that adds
+    to these parameters' gradients.
     """
     counts = Counter(key for stage in stages for key in {id(parameter) for parameter in stage})
-    found = {id(parameter): parameter for stage in stages for parameter in stage if parameter.requires_grad}
-    return [parameter for key, parameter in found.items() if counts[key] > 1]
+    trained = {id(parameter): parameter for stage in stages for parameter in stage if parameter.requires_grad}
+    return [parameter for key, parameter in trained.items() if counts[key] > 1]
 
 
 def held_at_either_end(
     model: Any, named: Sequence[tuple[str, nn.Parameter]], other: int, group: dist.ProcessGroup
 ) -> list[nn.Parameter]:
-    """Lists the parameters of any shape that have a gradient here or at the other end, where both ends ask.
+    """Returns the parameters of any shape that have a gradient at either end; both ends call it.
 
-    A table of tokens has one in every call. Others, of entities for one, may be read by no part of it, and have none
-    then, as in one process: an optimizer would move what it is given zeros for.
+    The token embedding has a gradient in every call. Other tied tables, of entities for example, may not be used in a
+    call and have no gradient then, as in a single process: an optimizer would update a parameter with a zero gradient.
 
     Args:
         named: names and parameters, the same at both ends.
         other (`int`): rank of the other end in the group.
-        group (`ProcessGroup`): the pipeline's ranks, taking tensors on the host.
+        group (`ProcessGroup`): the pipeline's ranks, with a backend for host tensors.
     """
     tokens = model.get_input_embeddings()
     always = None if tokens is None else f"{module_name(model, tokens)}.weight"
     if all(name == always for name, _ in named):
         return [parameter for _, parameter in named]
-    own = torch.tensor([name == always or parameter.grad is not None for name, parameter in named], dtype=torch.uint8)
-    others = torch.empty_like(own)
-    for work in [dist.isend(own, group=group, group_dst=other), dist.irecv(others, group=group, group_src=other)]:
+    local = torch.tensor([name == always or parameter.grad is not None for name, parameter in named], dtype=torch.uint8)
+    remote = torch.empty_like(local)
+    for work in [dist.isend(local, group=group, group_dst=other), dist.irecv(remote, group=group, group_src=other)]:
         assert work is not None
         work.wait()
-    is_held = (own | others).tolist()
+    is_held = (local | remote).tolist()
     return [parameter for (_, parameter), held in zip(named, is_held, strict=True) if held]

@@ -1,92 +1,129 @@
-"""A training call with labels: the whole schedule, backwards included; `loss.backward()` says how much they count."""
+"""Training call with labels: the whole schedule runs in the forward; `loss.backward()` only scales the gradients."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..compat.torch_autograd import keeps_graph
 from ..compat.torch_memory import is_async_device
 from ..core.off_stage import local_named_parameters
 from ..data_parallel.inplace_edits import Contents
 from ..errors import ConfigError
+from .batch_preparation import MicrobatchPlan
 from .differentiable_inputs import TrainedInputs
 from .loss_grad_scale import ScheduledGradients
 from .outputs import Gradients, PipelineOutput, UnavailableLogits, loss_of, reported, with_backward
+from .pipeline import Pipeline
 from .schedules import rank_actions
-from .stage_runner import StageRunner
 
+# Relative difference of two fp32 scales that are the same but for rounding.
 _SAME = 1e-6
 
 
-def run_schedule(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutput:
-    """Runs the whole schedule on the arguments of a call with labels."""
-    is_counted = arguments.get("num_items_in_batch") is not None
-    inputs = TrainedInputs(arguments, runner.mesh.host_group("pp"))
-    if runner.schedule.splits_backward:
-        inputs.require_first_stage(runner.schedule.name)
-    microbatches, weights, denominators = runner.prepare(inputs.arguments, for_backward=True)
-    losses = torch.zeros(3, device=runner.mesh.device)
-    # A caller that has counted multiplies by the ranks.
-    counted = runner.mesh.dp_size if is_counted else 1
+class TrainStep:
+    """One training call of a pipelined model: `forward` runs the schedule, `backward` scales its gradients.
 
-    def read(number: int, output: Any) -> tuple[Tensor, ...]:
-        loss = loss_of(output, runner.model, runner.loss, microbatches[number]) * (weights[number] / counted)
-        losses[0] += loss.detach().float()
+    Attributes:
+        is_counted: whether the caller passed `num_items_in_batch`, and multiplies the loss by the number of
+            data-parallel ranks.
+        losses (`Tensor`): `[3]`, sums over microbatches: loss, auxiliary loss, number of auxiliary losses.
+        gradients (`ScheduledGradients`): gradients of the schedule, not scaled yet.
+        input_gradients: gradients of inputs that require them, not scaled yet.
+    """
+
+    gradients: ScheduledGradients
+    input_gradients: list[Tensor]
+    _reached: list[nn.Parameter]
+
+    def __init__(self, pipeline: Pipeline):
+        self.pipeline, self.state = pipeline, pipeline.state
+        self.is_counted = False
+        self.losses = torch.zeros(3, device=self.state.mesh.device)
+
+    def forward(self, arguments: dict[str, Any]) -> PipelineOutput:
+        """Runs the schedule on a batch with labels; returns the loss, identical on all ranks of the pipeline."""
+        pipeline, runner = self.pipeline, self.pipeline.runner
+        self.is_counted = arguments.get("num_items_in_batch") is not None
+        inputs = TrainedInputs(arguments, self.state.mesh.host_group("pp"))
+        if runner.schedule.splits_backward:
+            inputs.require_first_stage(runner.schedule.name)
+        plan = pipeline.batches.prepare(inputs.arguments, for_backward=True)
+        actions = pipeline.plan_actions(rank_actions, len(plan.microbatches))
+        self.gradients = ScheduledGradients.for_training(
+            pipeline.loss_scale,
+            pipeline.gradient_store(),
+            actions,
+            tied=pipeline.tied.parameters(),
+            sum_tied=pipeline.tied.sum,
+        )
+        # The plan stays out of the attributes: autograd keeps this object until the loss is gone.
+        execution = runner.create_execution(plan, partial(self._read, plan))
+        seed = torch.full((), self.gradients.seed, device=self.state.mesh.device)
+        execution.backward.seeds = lambda microbatch_idx: (seed,)
+        execution.backward.before_weights = self.gradients.before_backward
+        execution.backward.on_added = self.gradients.store.collect
+        with self.gradients.collecting(), runner.streams.call():
+            runner.run(execution, actions)
+        self.input_gradients = inputs.collect(self.state.mesh.pp_group)
+        self._share_losses()
+        # The gradients belong to the present weights, which must not change before the backward.
+        self._require_unedited = pipeline.engine.unedited()
+        self._contents = Contents(parameter for _, parameter in local_named_parameters(pipeline.model))
+        self._reached = self.gradients.reached()
+        [loss] = with_backward(self.backward, (self.losses[0],), inputs.tensors, self._reached)
+        aux_loss = None
+        if pipeline.has_auxiliary_loss(self.losses[2], execution.kinds[0][:2]):
+            aux_loss = reported("aux_loss", self.losses[1])
+        unavailable = {name: UnavailableLogits() for name in pipeline.trial_forward.logits}
+        return PipelineOutput(loss=loss, aux_loss=aux_loss, **unavailable)
+
+    def _read(self, plan: MicrobatchPlan, microbatch_idx: int, output: Any) -> tuple[Tensor, ...]:
+        """Returns the loss of a microbatch on the last stage, weighted by its share of the batch."""
+        weight, ranks = plan.weights[microbatch_idx], self.state.mesh.dp_size if self.is_counted else 1
+        loss = loss_of(output, self.pipeline.model, self.state.loss, plan.microbatches[microbatch_idx])
+        loss = loss * (weight / ranks)
+        self.losses[0] += loss.detach().float()
         if (aux_loss := output.get("aux_loss")) is not None:
-            losses[1] += aux_loss.detach().float() * weights[number]
-            losses[2] += 1
+            self.losses[1] += aux_loss.detach().float() * weight
+            self.losses[2] += 1
         return (loss,)
 
-    sizes = runner.schedule.name, runner.config.pp_size, runner.stages_per_rank, len(microbatches)
-    actions = rank_actions(*sizes)[runner.mesh.pp_rank]
-    store = runner.gradient_store()
-    gradients = ScheduledGradients.for_training(
-        runner.loss_scale, store, actions, tied=runner.tied(), sum_tied=runner.sum_tied
-    )
-    execution = runner.execution(microbatches, weights, denominators, read)
-    seed = torch.full((), gradients.seed, device=runner.mesh.device)
-    execution.seeds = lambda number: (seed,)
-    execution.before_backward, execution.added = gradients.before_backward, store.collect
-    with gradients.collecting(), runner.streams.call():
-        runner.run(execution, actions)
-    of_inputs = inputs.collect(runner.mesh.pp_group)
-    dist.broadcast(losses, group=runner.mesh.pp_group, group_src=runner.last)
-    if not is_counted or runner.config.router_aux_loss_scope != "batch":
-        runner.loss.mean_over_ranks(losses[1:2] if is_counted else losses[:2])
+    def _share_losses(self) -> None:
+        """Broadcasts the sums from the last stage, and averages them over data-parallel ranks."""
+        dist.broadcast(self.losses, group=self.state.mesh.pp_group, group_src=self.pipeline.runner.last_rank)
+        if not self.is_counted or self.state.config.router_aux_loss_scope != "batch":
+            # Counted losses are divided by the count of all ranks already.
+            self.state.loss.mean_over_ranks(self.losses[1:2] if self.is_counted else self.losses[:2])
 
-    require_unedited = runner.engine.unedited()
-    contents = Contents(parameter for _, parameter in local_named_parameters(runner.model))
-
-    def backward(upstream: tuple[Tensor, ...], *, accumulates: bool, wants_weights: bool) -> Gradients:
-        require_unedited()
-        contents.check("a weight")
-        runner.require_possible(accumulates, wants_weights, gradients.is_direct)
-        runner.engine.pipeline_backwards += accumulates
-        keep = keeps_graph()
-        # Known, it decides whether there is anything to multiply; a device would be waited for.
-        is_read = not is_async_device(runner.mesh.device) or runner.loss_scale.is_unproven(gradients)
-        given = upstream[0]
-        unsharded = runner.loss.factor_of_ranks(given)
-        if is_counted and is_read and not math.isclose(given.item(), unsharded.item(), rel_tol=_SAME):
-            raise ConfigError(
-                f"The loss of a pipelined model received the gradient {given.item()} on this rank and "
-                f"{unsharded.item()} "
-                "on average: gradients of a loss with num_items_in_batch are added up over data parallel ranks before "
-                "that is known. Multiply it by the same factor on all of them."
-            )
-        scale = unsharded.item() if is_read else unsharded
+    def backward(self, upstream: tuple[Tensor, ...], *, accumulates: bool, wants_weights: bool) -> Gradients:
+        """Scales the gradients of the schedule by the gradient of the loss; see `outputs.Backward`."""
+        pipeline, gradients = self.pipeline, self.gradients
+        self._require_unedited()
+        self._contents.check("a weight")
+        pipeline.require_possible(accumulates, wants_weights, gradients.is_direct)
+        pipeline.engine.pipeline_backwards += accumulates
+        # A known scale avoids a multiplication by 1, but reading it makes the host wait for an asynchronous device.
+        is_read = not is_async_device(self.state.mesh.device) or pipeline.loss_scale.is_unproven(gradients)
+        average = self.state.loss.factor_of_ranks(upstream[0])
+        if self.is_counted and is_read:
+            self._require_same_scale(upstream[0], average)
+        scale = average.item() if is_read else average
+        weight_gradients: Any = [None] * len(self._reached)
+        if accumulates or wants_weights:
+            weight_gradients = gradients.finalize(scale, keep=keeps_graph())
         factor = scale / gradients.seed
-        nothing: list[Tensor | None] = [None] * len(reached)
-        of_weights = gradients.finalize(scale, keep=keep) if accumulates or wants_weights else nothing
-        return [gradient * factor for gradient in of_inputs], of_weights
+        return [gradient * factor for gradient in self.input_gradients], weight_gradients
 
-    reached = gradients.reached()
-    [loss] = with_backward(backward, (losses[0],), inputs.tensors, reached)
-    aux_loss = None
-    if runner.has_auxiliary_loss(losses[2], execution.kinds[0][:2]):
-        aux_loss = reported("aux_loss", losses[1])
-    off_stage = {name: UnavailableLogits() for name in runner.trial_forward.logits}
-    return PipelineOutput(loss=loss, aux_loss=aux_loss, **off_stage)
+    @staticmethod
+    def _require_same_scale(local: Tensor, average: Tensor) -> None:
+        """Raises `ConfigError` if data-parallel ranks scale a counted loss differently."""
+        if not math.isclose(local.item(), average.item(), rel_tol=_SAME):
+            raise ConfigError(
+                f"The loss of a pipelined model received the gradient {local.item()} on this rank and {average.item()} "
+                "on average over data-parallel ranks. With num_items_in_batch, gradients are summed over these ranks "
+                "before the factor is known: multiply the loss by the same factor on all of them."
+            )

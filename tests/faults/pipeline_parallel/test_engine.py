@@ -7,8 +7,8 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.data_parallel.grad_reducer import GradientReducer
 from hf_megatron.data_parallel.grad_store import PlainGradients
 from hf_megatron.integrations.trainer import pipeline as integration
-from hf_megatron.pipeline_parallel.engine import Pipeline
 from hf_megatron.pipeline_parallel.loss_grad_scale import ScheduledGradients
+from hf_megatron.pipeline_parallel.tied_weight_grads import TiedGradients
 from tests.helpers.dp_training import ranks_of
 from tests.helpers.references import trained_alone
 from tests.integration.pipeline_parallel.test_accelerate import mixed, preferences, worst
@@ -117,7 +117,7 @@ def test_a_wrong_announcement_of_the_integration_is_found_out(stories, tmp_path)
 
 
 def leave_tied_weights_to_each_end():
-    Pipeline.sum_tied = lambda self: None
+    TiedGradients.sum = lambda self: None
 
 
 def take_sums_of_unknown_scale_for_known():

@@ -6,13 +6,14 @@ import dataclasses
 import pytest
 from transformers import CONFIG_MAPPING
 
-from hf_megatron.data_parallel.engine import DataParallel
+from hf_megatron.data_parallel.model_parameters import ModelParameters
 from hf_megatron.errors import RankError
 from hf_megatron.losses.batch_loss import BatchLoss
-from hf_megatron.pipeline_parallel import engine, executor
+from hf_megatron.pipeline_parallel import executor
 from hf_megatron.pipeline_parallel.boundary import StageBoundary
 from hf_megatron.pipeline_parallel.loss_grad_scale import ScheduledGradients
 from hf_megatron.pipeline_parallel.p2p import Transport
+from hf_megatron.pipeline_parallel.tied_weight_grads import TiedGradients
 from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.parity import check_tiny_model
 from tests.helpers.shared_tiny_models import make_tiny_model
@@ -30,7 +31,7 @@ def drop_the_gradient_of_a_stage():
     def hand_back(self, cell, inputs):
         original(self, cell, inputs)
         if cell[1] == 2:
-            for gradient in self._gradients[cell[0] - 1, cell[1]]:
+            for gradient in self._buffers.gradients[cell[0] - 1, cell[1]]:
                 gradient.zero_()
 
     executor.Execution._hand_back = hand_back
@@ -40,11 +41,11 @@ def count_a_microbatch_twice():
     original = executor.Execution._backward
 
     def backward(self, action):
-        seeds = self.seeds
+        seeds = self.backward.seeds
         if action.microbatch == 2:
-            self.seeds = lambda microbatch: tuple(2 * seed for seed in seeds(microbatch))
+            self.backward.seeds = lambda microbatch: tuple(2 * seed for seed in seeds(microbatch))
         original(self, action)
-        self.seeds = seeds
+        self.backward.seeds = seeds
 
     executor.Execution._backward = backward
 
@@ -55,26 +56,26 @@ def forget_to_sum_tied_gradients():
 
 def sum_tied_gradients_of_the_full_step_again():
     """Sums what was summed in the call before once more."""
-    engine.Pipeline.tied = lambda self: []
+    TiedGradients.parameters = lambda self: []
 
     original = ScheduledGradients.finalize
 
     def finalize(self, scale, **kwargs):
         flushed = original(self, scale, **kwargs)
-        pipeline = self.sum_tied.__self__
-        for _, parameter in pipeline._tied():
-            other = pipeline.holders[int(pipeline.mesh.pp_rank == pipeline.holders[0])]
+        tied = self.sum_tied.__self__
+        for _, parameter in tied.named():
+            other = tied.holders[int(tied.runner.rank == tied.holders[0])]
             index = [id(reached) for reached in self.store.parameters].index(id(parameter))
-            pipeline.transport.sum_with(flushed[index], other, 0)
+            tied.runner.transport.sum_with(flushed[index], other, 0)
             if parameter.grad is not None:
-                pipeline.transport.sum_with(parameter.grad, other, 0)
+                tied.runner.transport.sum_with(parameter.grad, other, 0)
         return flushed
 
     ScheduledGradients.finalize = finalize
 
 
 def count_the_tied_weight_twice_in_the_norm():
-    DataParallel.holders = lambda self, parameter: self.state.axes.size("stage")
+    ModelParameters.holders = lambda self, parameter: self.state.axes.size("stage")
 
 
 def ignore_the_scale_of_backward():

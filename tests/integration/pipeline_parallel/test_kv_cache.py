@@ -314,14 +314,14 @@ def evaluate(stories, output, config, evaluation_rows):
     state = parallel_state(model)
     sent = []
     if state is not None:
-        broadcast = state.pipeline.transport.broadcast
+        broadcast = state.pipeline.runner.transport.broadcast
 
         def counted(tensors, source):
             received = broadcast(tensors, source)
             sent.append(sum(tensor.numel() for tensor in received))
             return received
 
-        state.pipeline.transport.broadcast = counted
+        state.pipeline.runner.transport.broadcast = counted
 
     def trainer(**kwargs):
         arguments = TrainingArguments(str(output), **(defaults | kwargs.pop("arguments", {})))

@@ -105,7 +105,7 @@ def test_a_gradient_that_is_not_let_go_of_is_in_the_peak(monkeypatch):
 
     def keep(self, cell, inputs):
         hand_back(self, cell, inputs)
-        kept.append(self._gradients[cell[0] - 1, cell[1]])
+        kept.append(self._buffers.gradients[cell[0] - 1, cell[1]])
 
     monkeypatch.setattr(action_memory.Execution, "_hand_back", keep)
     wrong = predict_ranks(llama(), layout, 2, sequence_length=TOKENS)

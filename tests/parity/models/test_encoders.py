@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING
 from hf_megatron.errors import RankError
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.models import registry as lookup
-from hf_megatron.pipeline_parallel import boundary, stage_runner
+from hf_megatron.pipeline_parallel import boundary, tied_weight_grads
 from hf_megatron.tensor_parallel import region
 from hf_megatron.testing.parity import check_tiny_model, measured
 from hf_megatron.testing.tiny_model import make_batch
@@ -112,7 +112,7 @@ def test_zeros_for_an_unread_table_are_found():
     """The seeded fault: both ends add up a gradient that neither has, which AdamW would decay weights for."""
 
     def sabotage():
-        stage_runner.held_at_either_end = lambda model, tied, *_: [parameter for _, parameter in tied]
+        tied_weight_grads.held_at_either_end = lambda model, tied, *_: [parameter for _, parameter in tied]
 
     comparison = check_tiny_model(text_alone(), ConfigUnderTest(pp_size=2), sabotage=sabotage)
     assert "entity_embeddings.weight is surplus" in str(comparison.worst)

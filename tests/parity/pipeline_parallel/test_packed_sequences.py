@@ -57,17 +57,17 @@ def requires(counts):
     """Has training calls fail that are not cut into so many parts that count, one of `counts`."""
 
     def prepare(model):
-        runner = parallel_state(model).pipeline
-        original, calls = runner.prepare, []
+        batches = parallel_state(model).pipeline.batches
+        original, calls = batches.prepare, []
 
         def checked(arguments, *, for_backward, **kwargs):
             found = original(arguments, for_backward=for_backward, **kwargs)
-            parts = sum(weight > 0 for weight in found[1])
+            parts = sum(weight > 0 for weight in found.weights)
             assert not for_backward or parts in counts, parts
             calls.append(parts)
             return found
 
-        runner.prepare = checked
+        batches.prepare = checked
 
     return prepare
 

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import RankError
 from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
-from hf_megatron.pipeline_parallel.stage_runner import StageRunner
+from hf_megatron.pipeline_parallel.tied_weight_grads import TiedGradients
 from hf_megatron.testing.parity import check_tiny_model
 from tests.helpers.shared_tiny_models import make_tiny_model
 
@@ -38,7 +38,7 @@ def test_layouts_equal_one_process(layout):
 
 
 def gradients_of_one_stage():
-    StageRunner.sum_tied = lambda self: None
+    TiedGradients.sum = lambda self: None
 
 
 def test_a_seeded_fault_is_found():

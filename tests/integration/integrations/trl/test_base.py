@@ -29,7 +29,7 @@ from hf_megatron.integrations.trl import base as integration
 from hf_megatron.integrations.trl import losses as trl_losses
 from hf_megatron.integrations.trl.preference_pairs import ReplicaBatches
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.pipeline_parallel import engine, outputs
+from hf_megatron.pipeline_parallel import outputs, pipeline
 from hf_megatron.pipeline_parallel.p2p import Transport
 from hf_megatron.tensor_parallel import vocab_log_probs
 from hf_megatron.testing.check import parse_layouts
@@ -678,8 +678,8 @@ def take_every_vocabulary_for_the_first():
 
 
 def score_every_microbatch_by_the_first_rows():
-    original = engine.Pipeline.reading
-    engine.Pipeline.reading = lambda self, read: original(
+    original = pipeline.Pipeline.reading
+    pipeline.Pipeline.reading = lambda self, read: original(
         self, lambda output, rows: read(output, slice(0, rows.stop - rows.start))
     )
 
