@@ -1,19 +1,19 @@
-"""Where a stack of layers is cut: what enters a stage's first layer, what leaves its last, what stands for the rest.
+"""Boundary of a pipeline stage: what enters its first layer, what leaves its last, and proxies for layers of others.
 
-The forward of the model stays untouched on every stage: it builds masks, positions and rotary tables. On later stages
-the modules before the layers return zeros of the right shape, layers of other stages pass them on, and the stage's
-first layer gets what the stage before sent. Behind a stage's last layer the forward is left, so that only the last
-stage reaches the final norm, the head and the loss.
+Every stage runs the model's own forward, which builds masks, positions and rotary tables. On later stages the modules
+before the layers return zeros of the right shape, and layers of earlier stages pass these on; the stage's first layer
+gets the hidden states `[batch, sequence, hidden]` that were received. After the stage's last layer an exception leaves
+the forward, so that only the last stage reaches the final norm, the head and the loss.
 
-An encoder's layers and its decoder's are one row. The first stage embeds the tokens of both: it goes on, past the
-encoder, to the decoder's first layer, whose hidden states travel beside the encoder's. The stage with the encoder's
-last layer goes on through its final norm, and the decoder's layers of all stages behind read what came of that. Where
-the encoder's output is given, as in generation, stages of its layers pass the decoder's hidden states on.
+The layers of an encoder and its decoder are one sequence. The first stage embeds the tokens of both: it continues past
+the encoder to the decoder's first layer, whose hidden states travel with the encoder's. The stage of the encoder's last
+layer runs its final norm, and the decoder's layers of all later stages read the result. If the encoder's output is
+given, as in generation, the encoder's stages pass the decoder's hidden states on.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -28,39 +28,69 @@ from .layer_output_proxy import LayerOutputProxy, version_of
 from .partition import Stages
 from .stage_payload import HIDDEN_STATES, Carried, Message, StageLeft, StagePayload
 
-# What an encoder made, which every layer of its decoder reads.
+# Encoder output that every decoder layer reads.
 ENCODED = "encoder_hidden_states"
 ROUTER_LOGITS = "router_logits"
 
 
-class StageBoundary(Shared):
-    """The stage whose forward is under way on this rank, and how layers behave in it.
+@dataclass
+class StageForward:
+    """State of one forward of a stage.
 
     Attributes:
-        leaving (`Callable`, *optional*): (hidden states that leave a stage, the number of its last layer) -> what is
-            sent.
-        stage: the one whose forward is under way.
+        stage: index of the stage.
+        encodes_alone: whether the encoder is called alone.
+        received: hidden states `[batch, sequence, hidden]` of the previous stage.
+        payload (`StagePayload`): everything else that was received, or will be sent.
+        entered: whether the stage's first layer was reached.
+        encodes: whether a layer of the encoder was called.
+        decodes: whether the decoder's first layer was called.
+        leaving: hidden states that will be sent, while the first stage's forward continues.
+        zeros: placeholder for hidden states of other stages, and its version when it was made.
+        part: 0, or 1 while a decoder's layers are called.
+    """
+
+    stage: int = 0
+    encodes_alone: bool = False
+    received: Tensor | None = None
+    payload: StagePayload = field(default_factory=StagePayload)
+    entered: bool = False
+    encodes: bool = False
+    decodes: bool = False
+    leaving: Tensor | None = None
+    zeros: Tensor | None = None
+    zeros_version: int = 0
+    part: int = 0
+
+
+class StageBoundary(Shared):
+    """The forward of a stage that runs on this rank, and the behavior of layers in it.
+
+    Args:
+        stages (`Stages`): layers of each stage, and the ranks of the stages.
+        carried (`Carried`): what the model's layers pass on besides hidden states.
+
+    Attributes:
+        leaving (`Callable`, *optional*): (hidden states that leave a stage, index of its last layer) -> tensor to send.
         is_filled: whether the model's weights are loaded.
-        owner (`Owner`, *optional*): knows this rank's parameters, once they are loaded.
-        is_trial: whether the forward under way leaves out all layers.
-        is_running: whether a forward is under way.
+        owner (`Owner`, *optional*): engine of the model, after its weights are loaded.
+        is_trial: whether the current forward skips all layers.
+        is_running: whether a forward is running.
     """
 
     def __init__(self, stages: Stages, carried: Carried):
         self.stages, self.carried = stages, carried
         self.leaving: Callable[[Tensor, int], Tensor] | None = None
-        self.entered = self.is_filled = self.is_trial = self.is_running = False
+        self.is_filled = self.is_trial = self.is_running = False
         self.owner: Owner | None = None
-        self.stage = 0
-        # Hidden states that entered, or are about to leave while the first stage's loop goes on.
-        self._received: Tensor | None = None
-        self._leaving: Tensor | None = None
-        self._zeros: Tensor | None = None
-        self._crossings = StagePayload()
-        # Of the forward under way: which layers were called.
-        self._encodes = self._decodes = self._encodes_alone = False
-        # 1 while a decoder's layers behind an encoder are called; whose loops read values by their places.
-        self._part, self._reads_places = 0, set[int]()
+        self._call = StageForward()
+        # Parts (encoder or decoder) whose layer loops read layer outputs by index.
+        self._reads_places: set[int] = set()
+
+    @property
+    def stage(self) -> int:
+        """Index of the stage whose forward is running."""
+        return self._call.stage
 
     def run(
         self, stage: int, received: Message | None, forward: Callable[[], Any], *, encodes_alone: bool = False
@@ -69,233 +99,242 @@ class StageBoundary(Shared):
 
         Args:
             stage (`int`): a stage of this rank.
-            received (`Message`, *optional*): what the stage before returned; `None` for the first.
+            received (`Message`, *optional*): output of the previous stage; `None` for the first.
             forward: calls the model's own forward.
-            encodes_alone (`bool`): it is the encoder's, of which this stage has layers.
+            encodes_alone (`bool`): whether it is the encoder's forward, called alone.
 
         Returns:
-            The `Message` to the next stage, or, from the last stage of the model or encoder, what that returned.
+            The `Message` to the next stage, or the output of the model or encoder on its last stage.
         """
-        self.stage, self.is_running = stage, True
-        self.entered = self._encodes = self._decodes = False
-        self._encodes_alone = encodes_alone
+        call = self._call = StageForward(stage, encodes_alone)
+        self.is_running = True
         if received is not None:
-            self._received, self._crossings = received.tensors[0], StagePayload.of_message(received)
+            call.received, call.payload = received.tensors[0], StagePayload.of_message(received)
         try:
             output = forward()
         except StageLeft as left:
             return left.message
         finally:
-            self._received = self._leaving = self._zeros = None
-            self._crossings, self.is_running = StagePayload(), False
-            # Outside of a forward an embedding may be asked for by itself.
-            entered, self.entered, self.stage = self.entered, False, 0
-        if not entered or (stage < len(self.stages.ranges) - 1 and not encodes_alone):
+            # An embedding may be called outside of a forward: it must not find the state of the last one.
+            self._call, self.is_running = StageForward(), False
+        if not call.entered or (stage < len(self.stages.ranges) - 1 and not encodes_alone):
             raise PlanError(
-                "A pipeline stage ran through the model without meeting its first or its last layer, which the model's "
-                "loop may leave out in some calls: those that read images, where there are none. Set "
-                "pipeline_partition to cut beside others, or load the model with pp_size=1."
+                f"Pipeline stage {stage} never executed its first or last layer; some models skip layers when a batch "
+                "has no images. Choose another split with pipeline_partition, or use pp_size=1."
             )
         return output
 
     @contextmanager
     def running_trial(self) -> Iterator[None]:
-        """Leaves out the layers in forwards inside, which need no other stage then."""
+        """Skips the layers in forwards inside, which then need no other stage."""
         self.is_trial = True
         try:
             yield
         finally:
             self.is_trial = False
 
-    def pass_layer(self, index: int, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Calls layer `index` as the present stage has to: not at all, on what was received, or as the last."""
+    def pass_layer(self, index: int, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Calls layer `index` if it belongs to the current stage: on received hidden states if it is the first."""
         self.require_running()
-        (start, stop), decoder = self.stages.ranges[self.stage], self.carried.decoder
-        self._part = self.carried.part_of(index)
+        call = self._call
+        (start, stop), decoder = self.stages.ranges[call.stage], self.carried.decoder
+        call.part = self.carried.part_of(index)
         begins_decoder = 0 < decoder == index
         if begins_decoder:
-            # Those of the encoder have its length.
-            self._zeros, self._decodes = None, True
+            # The encoder's placeholder has the encoder's sequence length.
+            call.zeros, call.decodes = None, True
             if stop <= decoder:
                 self._leave_before_decoder(args, kwargs)
-        self._encodes = self._encodes or index < decoder
+        call.encodes = call.encodes or index < decoder
         if index < start:
             return self._hand_to_loop(index, start, args, kwargs)
         if index >= stop:
             return self._note_arguments(index, args, kwargs)
-        if not self.entered and (index == start or (begins_decoder and not self._encodes)):
-            # With the encoder's output given, the first of the stage's layers that is called is the decoder's.
-            self.entered = True
-            if self.stage > 0 and not begins_decoder:
+        if not call.entered and (index == start or (begins_decoder and not call.encodes)):
+            # If the encoder's output is given, the first layer of the stage that is called is the decoder's.
+            call.entered = True
+            if call.stage > 0 and not begins_decoder:
                 self._require_untouched(index, args, kwargs)
-            if self._received is not None:
+            if call.received is not None:
                 args, kwargs = self._enter(index, args, kwargs)
-        for (name, layer), value in self._crossings.arguments.items():
+        for (name, layer), value in call.payload.arguments.items():
             if layer == index:
                 args, kwargs = self.carried.replaced(index, name, value, args, kwargs)
         if index in self.carried.kept and not self.is_trial:
-            self._crossings.keep_input(index, args[0])
-        output = self.pass_on(args, kwargs) if self.is_trial else call(*args, **kwargs)
-        if index == stop - 1 and self.stage < len(self.stages.ranges) - 1:
+            call.payload.keep_input(index, args[0])
+        output = self.pass_on(args, kwargs) if self.is_trial else forward(*args, **kwargs)
+        if index == stop - 1 and call.stage < len(self.stages.ranges) - 1:
             return self._leave(index, output, args, kwargs)
         return output
 
     def pass_on(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Returns the same zeros `[batch, sequence, hidden]`, for a caller of them or of their first entry.
+        """Returns a placeholder of zeros `[batch, sequence, hidden]` as a layer's output, the same for all layers.
 
-        Behind them comes what the last layer of the stage before returned besides hidden states.
+        It comes with the additional outputs of the previous stage's last layer, if the loop over layers reads them.
         """
         self.require_running()
-        if self._zeros is None:
+        call = self._call
+        if call.zeros is None:
             zeros = zeros_for_off_stage(args[0] if args else kwargs[HIDDEN_STATES])
-            # What an encoder returns has to have all of its dims.
-            knows_entries = self.is_trial or (self.carried.decoder > 0 and type(zeros) in (Tensor, LayerOutputProxy))
-            self._zeros = zeros.detach().as_subclass(LayerOutputProxy) if knows_entries else zeros
-            if isinstance(self._zeros, LayerOutputProxy) and self.is_trial:
-                self._zeros.unpacked = self._unpack
-                self._zeros.reads = None if self.carried.returned[self._part] == 1 else self._read
-            self._version = version_of(self._zeros)
-        places = range(1, self.carried.values_of(self._part))
-        if not places or (self.is_trial and self._part in self._reads_places):
-            return self._zeros
-        return (self._zeros, *map(self._crossings.values.get, places))
+            # A trial forward detects how the loop reads outputs, and an encoder's output needs all of its dims.
+            is_watched = self.is_trial or (self.carried.decoder > 0 and type(zeros) in (Tensor, LayerOutputProxy))
+            call.zeros = zeros.detach().as_subclass(LayerOutputProxy) if is_watched else zeros
+            if isinstance(call.zeros, LayerOutputProxy) and self.is_trial:
+                call.zeros.unpacked = self._unpack
+                call.zeros.reads = None if self.carried.returned[call.part] == 1 else self._read
+            call.zeros_version = version_of(call.zeros)
+        places = range(1, self.carried.values_of(call.part))
+        if not places or (self.is_trial and call.part in self._reads_places):
+            return call.zeros
+        return (call.zeros, *map(call.payload.values.get, places))
 
     def _hand_to_loop(self, index: int, start: int, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Returns zeros for what an earlier stage's layer returned, or that where this stage's loop reads it."""
-        zeros, kept = self.pass_on(args, kwargs), self._crossings.recorded_layers()
+        """Returns the output of an earlier stage's layer: a placeholder, or what was received if the loop reads it."""
+        call = self._call
+        zeros, kept = self.pass_on(args, kwargs), call.payload.recorded_layers()
         if not self.carried.through_loop:
             return zeros
         if index == 0 and 0 in kept:
-            args[0].detach_().copy_(kept[0])  # No layer returns what the loop has of the embedding.
+            # The loop keeps the embedding's output itself, which no layer returns: it is overwritten in place.
+            args[0].detach_().copy_(kept[0])
         if index < start - 1:
             return kept.get(index + 1, zeros)
-        self.entered = True
-        # Loops work on it in place.
-        return zeros if self._received is None else self._received.clone()
+        call.entered = True
+        # The loop may modify it in place.
+        return zeros if call.received is None else call.received.clone()
 
     def _unpack(self) -> tuple | None:
-        """Carries all that layers return from now on, if they say how many values that are."""
-        if (returned := self.carried.returned[self._part]) <= 1:
+        """Carries all outputs of the layers from now on, if their number is known."""
+        call = self._call
+        if (returned := self.carried.returned[call.part]) <= 1:
             return None
-        self.carry((self._part, place) for place in range(1, returned))
-        return self.pass_on((self._zeros,), {})
+        self.carry((call.part, place) for place in range(1, returned))
+        return self.pass_on((call.zeros,), {})
 
     def _read(self, place: int) -> Any:
-        self._reads_places.add(self._part)
-        self.carry([(self._part, place)])
-        return self._crossings.values.get(place)
+        call = self._call
+        self._reads_places.add(call.part)
+        self.carry([(call.part, place)])
+        return call.payload.values.get(place)
 
     def is_left_out(self, index: int) -> bool:
-        """Tells whether the present stage has no part of the list of layer `index`: the encoder's, or the decoder's."""
-        (start, stop), decoder = self.stages.ranges[self.stage], self.carried.decoder
+        """Returns whether the current stage has no layer of the encoder, or of the decoder, that has layer `index`."""
+        (start, stop), decoder = self.stages.ranges[self._call.stage], self.carried.decoder
         return index < decoder <= start or stop <= decoder <= index
 
     def is_past_layers(self) -> bool:
-        """Tells whether the forward has come to layers of this stage; a decoder's embedding runs behind an encoder."""
-        return self.entered and (self._decodes or not self.carried.decoder)
+        """Returns whether the forward has reached this stage's layers; a decoder's embedding follows the encoder."""
+        return self._call.entered and (self._call.decodes or not self.carried.decoder)
 
     def carry(self, places: Iterable[tuple[int, int]]) -> None:
-        """Has what layers return behind hidden states cross, those at the places that the loop reads, as `Carried`."""
+        """Sends the additional layer outputs that the loop over layers reads (see `Carried`) to the next stage."""
         self.carried = replace(self.carried, read=self.carried.read.union(places))
 
     def _note_arguments(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Keeps what the loop of the first stage gives a later stage's layer, and leaves behind the last of them."""
-        is_on_way = self.stage == 0 and index < self.carried.decoder  # To the decoder's embedding.
-        if not is_on_way and (self.stage > 0 or not self.carried.arguments):
+        """Keeps the arguments that the first stage's loop passes to later stages' layers; leaves after the last one."""
+        call = self._call
+        # The first stage continues past the encoder to the decoder's embedding.
+        is_on_way = call.stage == 0 and index < self.carried.decoder
+        if not is_on_way and (call.stage > 0 or not self.carried.arguments):
             raise PlanError(f"Layer {index} was called outside of its pipeline stage.")
         for name in self.carried.arguments:
             value = self.carried.given(index, name, args, kwargs)
             if isinstance(value, Tensor):
-                self._crossings.arguments[name, index] = value
+                call.payload.arguments[name, index] = value
         if index == self.stages.ranges[-1][1] - 1:
             self._send_off()
         return self.pass_on(args, kwargs)
 
     def made_on_first(self, parameters: Container[str], *, is_probe: bool = False) -> dict[str, Any]:
-        """Returns the arguments of layers that the model's forward takes too, in place of what they are made of.
+        """Returns layer arguments that the model's forward accepts too, instead of the inputs they are computed from.
 
         Args:
-            parameters: names of the forward's.
-            is_probe (`bool`): for a trial_forward, in which no layer reads them.
+            parameters: names of the forward's parameters.
+            is_probe (`bool`): whether it is a trial forward, in which no layer reads them.
         """
         if is_probe:
             return {name: torch.zeros(()) for name in self.carried.arguments if name in parameters}
-        return {name: value for (name, _), value in self._crossings.arguments.items() if name in parameters}
+        return {name: value for (name, _), value in self._call.payload.arguments.items() if name in parameters}
 
     def require_running(self) -> None:
-        """Raises `UnsupportedError` outside of a pipelined forward."""
+        """Raises `UnsupportedError` outside a pipelined forward."""
         if not self.is_running:
             raise UnsupportedError(
-                "A part of a pipelined model was called by itself: its layers lie on several ranks. Call the whole "
-                "model; without labels it returns logits that a loss of your own can be computed from."
+                "A module of a pipelined model was called alone, but its layers are on several ranks. Call the model; "
+                "without labels it returns logits that you can compute a loss from."
             )
 
     def _require_untouched(self, index: int, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Raises where the loop did something to what layer `index - 1` returned, which the stage before left out."""
-        zeros, found = self._zeros, args[0] if args else kwargs[HIDDEN_STATES]
+        """Raises if the loop changed the output of layer `index - 1`, which the previous stage would have missed."""
+        call = self._call
+        zeros, hidden_states = call.zeros, args[0] if args else kwargs[HIDDEN_STATES]
         assert zeros is not None
-        is_same = share_memory(found, zeros)
+        is_same = share_memory(hidden_states, zeros)
         if self.is_trial:
-            # A view of all of it is it; later, the first row may stand for a tuple's first entry.
-            is_same = is_same and found.shape == zeros.shape and found.stride() == zeros.stride()
-        if not is_same or version_of(zeros) != self._version:
+            # A full view is accepted; in later calls the first sample may replace the first entry of a tuple.
+            is_same = is_same and hidden_states.shape == zeros.shape and hidden_states.stride() == zeros.stride()
+        if not is_same or version_of(zeros) != call.zeros_version:
             raise UnsupportedError(
                 f"The model's loop changes hidden states between its layers {index - 1} and {index}, where the "
-                "pipeline is cut. Cut elsewhere with pipeline_partition, or load it with pp_size=1."
+                "pipeline is split. Choose another split with pipeline_partition, or use pp_size=1."
             )
 
     def _enter(self, index: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        if self._crossings.logits:
-            # What the layers of earlier stages would have recorded.
-            recorded_outputs()[ROUTER_LOGITS][:0] = self._crossings.logits
+        """Returns the arguments of the stage's first layer, with the hidden states that were received."""
+        call = self._call
+        if call.payload.logits:
+            # Router logits that the layers of earlier stages would have recorded.
+            recorded_outputs()[ROUTER_LOGITS][:0] = call.payload.logits
         for name in self.carried.containers:
-            self._crossings.fill(name, self.carried.given(index, name, args, kwargs))
+            call.payload.fill(name, self.carried.given(index, name, args, kwargs))
         if args and isinstance(args[0], Tensor):
-            return (self._received, *args[1:]), kwargs
-        return args, {**kwargs, HIDDEN_STATES: self._received}
+            return (call.received, *args[1:]), kwargs
+        return args, {**kwargs, HIDDEN_STATES: call.received}
 
     def _leave(self, index: int, output: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Leaves the forward behind a stage's last layer, or goes on for what layers of later stages are given."""
-        decoder = self.carried.decoder
+        """Leaves the forward after a stage's last layer, or continues if later stages need arguments of the loop."""
+        call, decoder = self._call, self.carried.decoder
         if not self.is_trial:
-            hidden_states = self._crossings.take_values(output, self.carried.read_of(self._part))
-            self._leaving = hidden_states if self.leaving is None else self.leaving(hidden_states, index)
+            hidden_states = call.payload.take_values(output, self.carried.read_of(call.part))
+            call.leaving = hidden_states if self.leaving is None else self.leaving(hidden_states, index)
             for name in self.carried.containers:
-                self._crossings.take_entries(name, self.carried.given(index, name, args, kwargs))
-            if 0 < decoder <= index and self._encodes:
+                call.payload.take_entries(name, self.carried.given(index, name, args, kwargs))
+            if 0 < decoder <= index and call.encodes:
                 self._give_encoded(self.carried.given(index, ENCODED, args, kwargs))
-            self._crossings.drop_arguments_before(index + 1)
-            self._crossings.logits = recorded_outputs().get(ROUTER_LOGITS, [])
-            if not all(isinstance(logits, Tensor) for logits in self._crossings.logits):
+            call.payload.drop_arguments_before(index + 1)
+            call.payload.logits = recorded_outputs().get(ROUTER_LOGITS, [])
+            if not all(isinstance(logits, Tensor) for logits in call.payload.logits):
                 raise UnsupportedError(
-                    "output_router_logits: these router logits are no tensors; a pipeline cannot send them."
+                    "output_router_logits=True: a pipeline cannot send router logits that are not tensors. Leave it "
+                    "out, or use pp_size=1."
                 )
-        goes_on = self.stage == 0 and (self.carried.arguments or index < decoder) and not self._encodes_alone
-        if goes_on or index == decoder - 1:
+        continues = call.stage == 0 and (self.carried.arguments or index < decoder) and not call.encodes_alone
+        if continues or index == decoder - 1:
             return output
         self._send_off()
 
     def _give_encoded(self, encoded: Tensor) -> None:
-        """Has every layer of the decoder read the encoder's output, `[batch, sequence, hidden]`."""
+        """Passes the encoder's output `[batch, sequence, hidden]` to all layers of the decoder."""
         layers = range(self.carried.decoder, self.stages.ranges[-1][1])
-        self._crossings.arguments.update({(ENCODED, layer): encoded for layer in layers})
+        self._call.payload.arguments.update({(ENCODED, layer): encoded for layer in layers})
 
     def _leave_before_decoder(self, args: tuple, kwargs: dict[str, Any]) -> NoReturn:
-        """Leaves a stage of encoder layers alone where the decoder's first layer is called."""
-        decoder, arguments = self.carried.decoder, self._crossings.arguments
+        """Leaves a stage that has encoder layers only when the decoder's first layer is called."""
+        call, decoder = self._call, self.carried.decoder
+        arguments = call.payload.arguments
         if not self.is_trial:
-            own: Any = args[0] if args else kwargs[HIDDEN_STATES]
-            first: Any = own if self.stage == 0 else arguments.pop((HIDDEN_STATES, decoder), self._received)
-            if self.entered and self.stages.ranges[self.stage][1] < decoder:
+            embedded: Any = args[0] if args else kwargs[HIDDEN_STATES]
+            first: Any = embedded if call.stage == 0 else arguments.pop((HIDDEN_STATES, decoder), call.received)
+            if call.entered and self.stages.ranges[call.stage][1] < decoder:
                 arguments[HIDDEN_STATES, decoder] = first
             else:
                 # The next layer to run is the decoder's first.
-                self._leaving, self._crossings.values = first, {}
-                if self.entered:
+                call.leaving, call.payload.values = first, {}
+                if call.entered:
                     self._give_encoded(self.carried.given(decoder, ENCODED, args, kwargs))
         self._send_off()
 
     def _send_off(self) -> NoReturn:
-        if self._leaving is None:
+        if self._call.leaving is None:
             raise StageLeft(Message(()))
-        raise StageLeft(self._crossings.message(self._leaving))
+        raise StageLeft(self._call.payload.message(self._call.leaving))
