@@ -1,4 +1,4 @@
-"""What hf_megatron knows of one model, kept on it; each parallel axis reads it, and leaves what it made there."""
+"""Parallel state of one model, stored on it: configuration, shardings, and what each parallel axis installed."""
 
 import copy
 from collections.abc import Callable
@@ -28,7 +28,7 @@ _INNER = "_hf_megatron_inner"
 
 
 class StagePartition(Protocol):
-    """How a model was cut into pipeline stages."""
+    """Partition of a model's layers into pipeline stages; see `pipeline_parallel/split_model.py`."""
 
     @property
     def layers(self) -> LayerSequence:
@@ -39,22 +39,22 @@ class StagePartition(Protocol):
         """Names of weights that the first and the last rank of the pipeline both hold."""
 
     def owner(self, name: str) -> int:
-        """Returns the pipeline rank that a weight or buffer belongs to; of a tied weight the first stage's."""
+        """Returns the pipeline rank of a weight or buffer; the first of the two for a tied weight."""
 
     def stages_of(self, name: str) -> str:
-        """Names the stages that hold a weight."""
+        """Returns a description of the stages that hold a weight."""
 
     def ends(self, model: nn.Module) -> list[nn.Module]:
-        """Lists the modules with parameters around the layers that run on this rank."""
+        """Returns the modules with parameters outside the layers that run on this rank."""
 
 
 class Pipeline(Protocol):
-    """What runs a model whose layers lie on several ranks.
+    """Pipeline of a model whose layers are split over ranks; see `pipeline_parallel/pipeline.py`.
 
     Attributes:
-        loss_scale: what is known of the factors that losses receive in backward.
-        recorder (*optional*): measures what this rank does, when set.
-        wants_logits: whether evaluation hands out logits.
+        loss_scale (`LossScale`): expected gradient of the next loss.
+        recorder (`SpanRecorder`, *optional*): measures the actions of this rank.
+        wants_logits (`bool`): whether evaluation returns logits.
     """
 
     loss_scale: Any
@@ -62,7 +62,7 @@ class Pipeline(Protocol):
     wants_logits: bool
 
     def reading(self, read: Callable[[Any, slice], tuple[Tensor, ...]]) -> AbstractContextManager:
-        """Makes calls inside return on every rank what `read` makes of the last stage's outputs, `[rows, ...]` each."""
+        """Makes calls inside return the results `[batch, ...]` of `read` on the last stage's outputs, on every rank."""
 
     def describe(self) -> dict[str, Any]:
         """Returns the schedule and its sizes."""
@@ -100,12 +100,12 @@ class DataParallelEngine(Protocol):
 
 @dataclass(frozen=True)
 class MicrobatchSpan:
-    """The part of a batch that a pipeline computes.
+    """Position of a microbatch in its batch.
 
     Attributes:
-        first_token: where it begins among the tokens of all rows, one row after another.
-        rows, tokens: of it.
-        is_repeated: whether another part is computed again, for nothing.
+        first_token: index of its first token, counted over all samples in order.
+        rows, tokens: number of its samples, and of tokens in each.
+        is_repeated: whether it only fills the schedule and repeats another microbatch.
     """
 
     first_token: int
@@ -115,32 +115,71 @@ class MicrobatchSpan:
 
 
 @dataclass
-class ParallelState(Shared):
-    """The layout of one model.
+class CurrentCall:
+    """Metadata of the model's current forward.
 
     Attributes:
-        axes (`Axes`): who is who; there also where no process group is.
-        spec (`ModelSpec`): of the model's type.
-        claims: of every parameter of the whole model, those of other pipeline stages included.
-        placed: what each parallel axis remembers between `place` and `install`, by its name.
-        cut, pipeline (*optional*): how the layers were cut into stages, and what runs them.
-        leaving (`Callable`, *optional*): (hidden states where a pipeline stage ends, the name of their list of
-            layers) -> what is sent on.
-        full_sequence_fns: where ranks have parts of hidden states between layers, the name of the list of these and
-            what hands a function of a loop whole ones; the outermost part of a sequence first.
-        names: in the whole model's state dict, in its order; empty where no other stage holds any.
-        elsewhere: those of them that other stages hold, under the names of files too.
-        patches (`ModelPatches`): what was replaced on the model itself.
-        hooks (`ForwardHooks`): what runs before and after the model's forward, in order.
-        shared_apart: modules whose weights other ranks repeat than those of one batch, all of them alike.
-        numbers_tokens: whether the call under way was given no positions of tokens.
-        packing_info (*optional*): what the host knows of the rows of the call under way.
-        part (*optional*): of the batch of the call under way, where a pipeline computes it part by part.
-        rearranged: split parameters that files hold in another arrangement, while weights are read.
-        reading (*optional*): handle of the hook that has the loader take those for whole ones.
-        is_quantized: whether linears hold codes.
-        media: what a pipeline gives to its stages beside text and images.
-        loss (`BatchLoss`, *optional*): what the model's losses are divided by; there once it is installed.
+        numbers_tokens: whether it was called without position ids, so that the model numbers the tokens itself.
+        packing_info (`PackingInfo`, *optional*): document boundaries of packed samples.
+        span (`MicrobatchSpan`, *optional*): the microbatch that a pipeline computes.
+    """
+
+    numbers_tokens: bool = False
+    packing_info: Any = None
+    span: MicrobatchSpan | None = None
+
+
+@dataclass(frozen=True)
+class WeightNames:
+    """Names of a pipelined model's weights.
+
+    Attributes:
+        all: names in the state dict of the full model, in its order; empty if no other stage holds any.
+        off_stage: the names that other stages hold, as the model and as files spell them.
+    """
+
+    all: tuple[str, ...] = ()
+    off_stage: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class RearrangedWeights:
+    """Sharded weights that files store in another arrangement, while the loader reads them.
+
+    Attributes:
+        names: of the parameters.
+        hook (*optional*): handle of the hook that makes the loader read them in full.
+    """
+
+    names: frozenset[str] = frozenset()
+    hook: Any = None
+
+
+@dataclass
+class ParallelState(Shared):
+    """Parallel layout of one model.
+
+    Attributes:
+        config (`MegatronConfig`): the configuration.
+        axes (`Axes`): sizes and ranks of the mesh's axes; works without process groups.
+        spec (`ModelSpec`): parallel description of the model's type.
+        shardings: name -> sharding of every parameter of the full model, including other pipeline stages'.
+        placed: name of an axis -> what it keeps between `place` and `install`.
+        cut (`StagePartition`, *optional*), pipeline (`Pipeline`, *optional*): the pipeline stages, and what runs them.
+        leaving (`Callable`, *optional*): (hidden states at the end of a pipeline stage, name of the layer list) ->
+            tensor to send.
+        full_sequence_fns: (name of a layer list, function) for each axis that shards hidden states between layers; the
+            function wraps a function of the model's loop so that it gets full sequences. Outermost axis first.
+        names (`WeightNames`): names of a pipelined model's weights.
+        rearranged (`RearrangedWeights`): weights that files store in another arrangement, while they are loaded.
+        loss (`BatchLoss`): denominators of the model's losses; set by `install`.
+        patches (`ModelPatches`): attributes that were replaced on the model.
+        hooks (`ForwardHooks`): table of the model's forward hooks.
+        shared_apart: modules (experts) whose weights are replicated over other ranks than the rest of the model.
+        is_quantized: whether linears hold quantized weights.
+        modalities: inputs that a pipeline passes to its stages besides text and images.
+        call (`CurrentCall`): metadata of the current forward.
+        data_parallel (`DataParallelEngine`, *optional*): reduces gradients; set by `install`.
     """
 
     config: MegatronConfig
@@ -151,20 +190,16 @@ class ParallelState(Shared):
     cut: StagePartition | None = None
     leaving: Callable[[Tensor, str], Tensor] | None = None
     full_sequence_fns: list[tuple[str, Callable[[Any], Any]]] = field(default_factory=list)
-    names: tuple[str, ...] = ()
-    off_stage_names: frozenset[str] = frozenset()
-    rearranged: frozenset[str] = frozenset()
-    reading: Any = None
-    # Made when the weights are in; nobody asks before.
+    names: WeightNames = field(default_factory=WeightNames)
+    rearranged: RearrangedWeights = field(default_factory=RearrangedWeights)
+    # Set by `install`, and not used before.
     loss: BatchLoss = None  # type: ignore[assignment]
     patches: ModelPatches = field(default_factory=ModelPatches)
     hooks: ForwardHooks = field(default_factory=ForwardHooks)
     shared_apart: tuple[str, ...] = ()
     is_quantized: bool = False
     modalities: frozenset[str] = frozenset({"videos", "audio"})
-    numbers_tokens: bool = False
-    packing_info: Any = None
-    part: MicrobatchSpan | None = None
+    call: CurrentCall = field(default_factory=CurrentCall)
     pipeline: Pipeline | None = None
     data_parallel: DataParallelEngine | None = None
     _mesh: ParallelMesh | None = None
@@ -174,30 +209,31 @@ class ParallelState(Shared):
         memo[id(self)] = duplicate
         duplicate.data_parallel = copy.deepcopy(self.data_parallel, memo)
         duplicate.hooks = copy.deepcopy(self.hooks, memo)
+        duplicate.call = CurrentCall()
         return duplicate
 
     @property
     def mesh(self) -> ParallelMesh:
-        """The axes with their process groups; only a model that was placed has them."""
+        """Process groups by axis; only a placed model has them."""
         assert self._mesh is not None, "a plan has no process groups"
         return self._mesh
 
     def connect(self, mesh: ParallelMesh) -> None:
-        """Gives the layout its process groups."""
+        """Sets the process groups."""
         self._mesh = mesh
 
     @property
     def shards_weights(self) -> bool:
-        """Whether the ranks that see parts of a batch split the weights themselves (stage 3)."""
+        """Whether data-parallel ranks shard the weights (ZeRO stage 3)."""
         return self.config.zero_stage == 3 and self.axes.size("dp_cp") > 1
 
     def shards(self, name: str) -> bool:
-        """Tells whether stage 3 splits a parameter over the ranks that see parts of the batch: not an adapter's."""
+        """Returns whether ZeRO stage 3 shards a parameter; it does not shard adapters."""
         return self.shards_weights and name in self.shardings and self.shardings[name].style != ADAPTER
 
     @property
     def splits_weights(self) -> bool:
-        """Whether ranks hold parts of weights by any other axis than those of stage 3."""
+        """Whether an axis other than ZeRO stage 3 shards weights."""
         return self.axes.size("tp") > 1 or any(
             sharding.placement.on(self.axes).is_split for sharding in self.shardings.values()
         )
@@ -209,25 +245,25 @@ class ParallelState(Shared):
 
     @property
     def in_lockstep(self) -> bool:
-        """Whether ranks that see other data hold parts of one weight, and so wait for each other in every forward."""
+        """Whether data-parallel ranks hold shards of one weight, and therefore wait for each other in every forward."""
         axes = {split.axis for sharding in self.shardings.values() for split in sharding.placement.splits}
         return self.shards_weights or any(self.axes[axis].common(self.axes["dp"]).size > 1 for axis in axes)
 
     def placement(self, name: str) -> Placement:
-        """Returns where a tensor lies; buffers are not claimed, every rank has them whole."""
+        """Returns the placement of a tensor; tensors without a sharding (buffers) are replicated."""
         return self.shardings[name].placement if name in self.shardings else Placement()
 
     def average(self, name: str) -> str:
-        """Names the axis whose ranks average the gradient of a parameter."""
+        """Returns the name of the axis that averages the gradient of a parameter."""
         return self.shardings[name].gradient.average if name in self.shardings else "dp_cp"
 
     def is_tied(self, name: str) -> bool:
-        """Tells whether the first and the last rank of the pipeline both hold this parameter."""
+        """Returns whether the first and the last rank of the pipeline both hold this parameter."""
         return self.cut is not None and name in self.cut.tied
 
 
 def attach_state(model: nn.Module, state: ParallelState) -> None:
-    """Makes a model one of ours."""
+    """Stores the parallel state on a model and installs its table of forward hooks."""
     setattr(model, _STATE, state)
     RUNTIME.add_model(model)
     state.hooks.install(model)
@@ -235,43 +271,43 @@ def attach_state(model: nn.Module, state: ParallelState) -> None:
 
 
 def share_state(wrapper: nn.Module, model: nn.Module, state: ParallelState) -> None:
-    """Has a module around a laid out model tell its layout."""
+    """Makes a wrapper of a parallelized model refer to its parallel state."""
     setattr(wrapper, _STATE, state)
-    # Not as one of its modules, which would have two names then.
+    # A submodule would give the model a second name.
     vars(wrapper)[_INNER] = model
 
 
 def share_state_around(module: nn.Module, model: nn.Module, state: ParallelState) -> None:
-    """Has a module around a laid out model, which may have adapters, tell its layout."""
+    """Makes a wrapper of a parallelized model, which may have adapters, refer to its parallel state."""
     share_state(module, unwrap_parallel_model(model), state)
     vars(module)[_AROUND] = model
 
 
 def model_inside(module: nn.Module) -> Any:
-    """Returns the laid out model, with its adapters, that a module is made around; any other module as it is."""
+    """Returns the parallelized model, with its adapters, inside a wrapper; any other module unchanged."""
     return vars(module).get(_AROUND, module)
 
 
 def unwrap_parallel_model(model: nn.Module) -> Any:
-    """Returns the model that was laid out, which may be inside of another module that tells its layout."""
+    """Returns the parallelized model inside a wrapper; any other module unchanged."""
     return vars(model).get(_INNER, model)
 
 
 def _require_enabled(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     if not PATCH_REGISTRY.enabled:
         raise ConfigError(
-            f"This {type(model).__name__} is laid out over ranks, and hf_megatron.disable() put the stock functions "
-            "back: call hf_megatron.enable() first, or load the model without megatron_config."
+            f"This {type(model).__name__} is parallelized, but hf_megatron.disable() restored the stock functions. "
+            "Call hf_megatron.enable() first, or load the model without megatron_config."
         )
 
 
 def is_rerunning_step(state: "ParallelState | None") -> bool:
-    """Tells whether what a model computes now is a step's again, of which nothing is to stay."""
+    """Returns whether a step is being recomputed, which must leave no gradients or records."""
     return state is not None and state.data_parallel is not None and state.data_parallel.is_rerunning
 
 
 def parallel_state(model: Any) -> ParallelState | None:
-    """Returns the parallel state of a model, or `None` for a model this library did not lay out."""
+    """Returns the parallel state of a model, or `None` for a model that is not parallelized."""
     return vars(model).get(_STATE)
 
 

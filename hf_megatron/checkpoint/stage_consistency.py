@@ -63,7 +63,7 @@ def of_all_stages(state: ParallelState, value: Any) -> list[Any]:
 
 def in_order(state: ParallelState, names: Iterable[str]) -> list[str]:
     """Sorts names in the full model's order; names added after loading come last."""
-    position = {name: index for index, name in enumerate(state.names)}
+    position = {name: index for index, name in enumerate(state.names.all)}
     return sorted(dict.fromkeys(names), key=lambda name: position.get(name, len(position)))
 
 

@@ -214,7 +214,7 @@ def load_model(model: Any, checkpoint: Checkpoint, *, strict: bool = True) -> tu
     """
     state = parallel_state(model)
     tensors = dict(named_tensors(model))
-    off_stage_names = frozenset() if state is None else state.off_stage_names
+    off_stage_names = frozenset() if state is None else state.names.off_stage
     found = [name for name in checkpoint.names() if not name.startswith("optimizer/") and name not in off_stage_names]
     missing, surplus = sorted(tensors.keys() - set(found)), sorted(set(found) - tensors.keys())
     wanted = {name: tensors[name] for name in found if name in tensors}
@@ -277,7 +277,7 @@ def _check_groups(
     leaves = iter(_leaves(model, optimizer))
     names = [[next(leaves).name for _ in group] for group in _own_groups(optimizer)]
     state = parallel_state(model)
-    off_stage_names = frozenset() if state is None else state.off_stage_names
+    off_stage_names = frozenset() if state is None else state.names.off_stage
     saved = [[name for name in group["names"] if name not in off_stage_names] for group in description["groups"]]
     if [sorted(group) for group in names] != [sorted(group) for group in saved]:
         differing = sorted(set(sum(names, [])) ^ set(sum(saved, [])))

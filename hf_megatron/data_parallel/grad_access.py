@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,21 +14,44 @@ from ..errors import UnsupportedError
 from .buckets import Bucket, owned_range
 from .sharded_grad import ShardedGrad, grad_proxy, is_held
 
-if TYPE_CHECKING:
-    from .grad_reducer import GradientReducer
+
+class BucketHolder(Protocol):
+    """The members of `GradientReducer` that the accessor uses."""
+
+    parameters: list[nn.Parameter]
+    buckets: list[Bucket]
+    keep_grad_buffer: bool
+
+    def slot(self, key: int) -> tuple[Bucket, int]:
+        """Returns the bucket of the parameter with identity `key`, and the index of its slot."""
+
+    def accumulate(self, parameter: Tensor) -> None:
+        """Copies a parameter's gradient, which autograd has accumulated, into its bucket."""
+
+    def complete(self) -> None:
+        """Completes the reduction of a backward outside `no_sync`; collective."""
+
+    def finish(self) -> None:
+        """Completes the reduction of all gradients that backward left; collective."""
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """Returns this rank's shard `[entries]` of a parameter's reduced gradient."""
+
+    def full_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Returns the reduced gradient in its parameter's shape, on every rank; collective."""
 
 
 class GradAccess(Shared):
     """Keeps `.grad` and the reducer's buckets consistent; a `GradientOwner`.
 
     Args:
-        reducer (`GradientReducer`): holds the gradients.
+        reducer (`BucketHolder`): holds the gradients.
 
     Attributes:
         in_schedule: whether a pipeline adds to `.grad` outside of backward.
     """
 
-    def __init__(self, reducer: "GradientReducer"):
+    def __init__(self, reducer: BucketHolder):
         self.reducer = reducer
         self.in_schedule = False
         self._proxies: dict[int, ShardedGrad] = {}

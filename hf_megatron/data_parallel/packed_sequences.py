@@ -88,23 +88,23 @@ class ForwardInputHook(Shared):
 
     def _enter(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         given = dict(zip(self.names, args, strict=False)) | kwargs
-        self.state.numbers_tokens = POSITIONS in self.names and given.get(POSITIONS) is None
-        self.state.packing_info = PackingInfo([given])
+        self.state.call.numbers_tokens = POSITIONS in self.names and given.get(POSITIONS) is None
+        self.state.call.packing_info = PackingInfo([given])
 
     def _leave(self, model: Any, args: tuple, output: Any) -> None:
-        self.state.numbers_tokens, self.state.packing_info = False, None
+        self.state.call.numbers_tokens, self.state.call.packing_info = False, None
 
 
 def _active_forwards() -> list[PackingInfo]:
     states = filter(None, map(parallel_state, RUNTIME.models))
-    return [state.packing_info for state in states if state.packing_info is not None]
+    return [state.call.packing_info for state in states if state.call.packing_info is not None]
 
 
 def find_packed_sequence_indices(original: Callable, position_ids: Tensor) -> Tensor | None:
     """Tells documents in rows apart by positions `[rows, tokens]`; `None` where none begin anew."""
     if not torch.compiler.is_compiling():
         states = filter(None, map(parallel_state, RUNTIME.models))
-        if any(state.numbers_tokens for state in states):
+        if any(state.call.numbers_tokens for state in states):
             return None
         answers = [known.begins_anew(position_ids) for known in _active_forwards()]
         if any(answers):

@@ -55,7 +55,7 @@ class PlaceInBatch:
         """Returns whether a pipeline is running a trial forward or a padding microbatch, whose outputs do not count."""
         if state is None or state.pipeline is None:
             return False
-        return state.part is None or state.part.is_repeated
+        return state.call.span is None or state.call.span.is_repeated
 
     def place(
         self, state: ParallelState | None, name: str, value: Tensor
@@ -69,7 +69,7 @@ class PlaceInBatch:
         rows = self.microbatch
         if not rows or value.shape[0] % rows or rows > self.rows:
             return None
-        part = None if state is None else state.part
+        part = None if state is None else state.call.span
         tokens = _tokens(state, self.lengths, value.shape[1] if value.dim() == 3 else value.shape[0] // rows)
         if tokens is None:
             return None

@@ -130,7 +130,7 @@ class CallCheck:
         """Returns the current microbatch and stage; `None` in a pipeline's trial forward or padding microbatch."""
         if self.state.pipeline is None:
             return 0, 0
-        part, cut = self.state.part, self.state.cut
+        part, cut = self.state.call.span, self.state.cut
         if part is None or part.is_repeated:
             return None
         rows = part.first_token // part.tokens if part.tokens else 0

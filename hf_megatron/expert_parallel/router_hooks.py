@@ -62,7 +62,7 @@ class Routers:
         """Returns the tokens of a sequence, `[local]`, that a layer sees on this rank, and the sequence's length."""
         state = self.state
         # Full sequence, or the microbatch's; split over cp, then over tp with a sharded sequence.
-        length = call.tokens if state is None or state.part is None else state.part.tokens
+        length = call.tokens if state is None or state.call.span is None else state.call.span.tokens
         # Positions in the sequence, narrowed down to this rank's below.
         held = torch.arange(length)
         context = RUNTIME.context
@@ -79,7 +79,7 @@ class Routers:
 
         `None` for a padding microbatch, which repeats another one. Raises `UnsupportedError` if `count` does not fit.
         """
-        part = None if self.state is None else self.state.part
+        part = None if self.state is None else self.state.call.span
         if part is not None and part.is_repeated:
             return None
         held, length = self.tokens(name, call)

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..compat.transformers_loading import renamed_by_loader
 from ..data_parallel.engine import DataParallel
-from ..parallel_state import ParallelState
+from ..parallel_state import ParallelState, WeightNames
 from .engine import install_pipeline
 from .module_placement import register_off_stage_weights, register_side_weights, share_tied_weights
 from .parameter_counts import ParameterCounts
@@ -18,11 +18,11 @@ def place(model: Any, state: ParallelState) -> None:
     """Keeps only this rank's stages of a meta model; raises as `cut` does."""
     if state.axes.size(NAME) == 1:
         return
-    state.names = tuple(model.state_dict())
+    names = tuple(model.state_dict())
     counts = ParameterCounts.of_full(model)
     state.cut = cut(model, state.spec, state.config, state.axes)
-    gone = set(state.names) - model.state_dict().keys()
-    state.off_stage_names = frozenset(gone | renamed_by_loader(model, gone))
+    gone = set(names) - model.state_dict().keys()
+    state.names = WeightNames(names, frozenset(gone | renamed_by_loader(model, gone)))
     state.placed[NAME] = counts
 
 

@@ -84,7 +84,7 @@ class StageRunner(Shared):
             cache (`StagedCache`, *optional*): key-value cache of a generation.
         """
         boundary, last = self.cut.boundary, len(self.cut.boundary.stages.ranges) - 1
-        self.state.packing_info = plan.packing_info
+        self.state.call.packing_info = plan.packing_info
         spans = parts_of_batch(plan.microbatches, plan.weights)
         grows = cache is not None and bool(boundary.carried.containers or boundary.carried.read)
 
@@ -94,7 +94,7 @@ class StageRunner(Shared):
             arguments = self.images.arguments(plan.microbatches[microbatch_idx] | cached, boundary.stage)
             if boundary.stage == last:
                 arguments = with_known_targets(arguments, self.state.loss)
-            self.state.part = spans[microbatch_idx]
+            self.state.call.span = spans[microbatch_idx]
             try:
                 with (
                     self.state.loss.over(_loss_share(plan, microbatch_idx)),
@@ -102,7 +102,7 @@ class StageRunner(Shared):
                 ):
                     return self.forward(**arguments)
             finally:
-                self.state.part = None
+                self.state.call.span = None
 
         # Settings that change the shapes or dtypes of activations without changing the batch.
         settings = (

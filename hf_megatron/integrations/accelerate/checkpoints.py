@@ -1,4 +1,4 @@
-"""Accelerator.save_state and load_state of a laid out model: one folder, complete or absent, readable on any layout."""
+"""Accelerator.save_state and load_state of a parallelized model: a folder that is complete or absent, for any layout."""
 
 import functools
 import re
@@ -8,27 +8,28 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint import rng_state
-from ...checkpoint.discovery import LATEST, committed, fresh_name, is_committed, pointed_at, saves_of
+from ...checkpoint.discovery import LATEST, committed, is_committed, pointed_at, saves_of
 from ...checkpoint.gather_full import full_state_dict
+from ...checkpoint.loop_state import LOOP, advance_scheduler, open_verified, restore_random_state
 from ...checkpoint.packed_state import read_packed, write_packed
+from ...checkpoint.save import choose_target
 from ...checkpoint.training_state import load_optimizers, write_config
-from ...checkpoint.transaction import Transaction, prune
+from ...checkpoint.transaction import prune
 from ...compat.patch_registry import PATCH_REGISTRY
-from ...core.communication.rank_errors import gather, propagate_errors, rank_and_size
+from ...core.communication.rank_errors import propagate_errors, rank_and_size
 from ...errors import CheckpointError, UnsupportedError
 from ...parallel_state import parallel_state, unwrap_parallel_model
-from ..peft.checkpoints import adapted_module, checkpoint_metadata, load_weights, save_adapters, saved_pieces
-from ..trainer.checkpoints import LOOP, advance, open_verified, progress, restore_random_state
+from ..peft.checkpoints import adapted_module, load_weights, save_training_state
 from ..transformers.model_cards import write_model_card
 
 # Accelerate's automatic name, and that of a second save.
 _AUTOMATIC_NAME = re.compile(r"checkpoint_(\d+)(?:\.\d+)?")
-# In one process.
+# The file that Accelerate in a single process writes last.
 _WRITTEN_LAST = "random_states_0.pkl"
 
 
 def _only_model(accelerator: Any) -> Any | None:
-    """Returns the Accelerator's laid out model; `None` if it has none."""
+    """Returns the Accelerator's parallelized model; `None` if it has none."""
     models = accelerator._models
     if all(parallel_state(model) is None for model in models):
         return None
@@ -50,14 +51,14 @@ def _data_file(rank: int) -> str:
 
 
 def save_state(original: Callable, self: Any, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-    """Saves model, optimizers and loop as a sharded checkpoint; a folder that exists stays, `folder.1` is beside it."""
+    """Saves model, optimizers and loop as a sharded checkpoint; saves to `folder.1` if the folder exists."""
     model = _only_model(self)
     naming = self.project_configuration
     if naming.automatic_checkpoint_naming and self.is_main_process:
         _drop_pointer(_automatic_folder(self))
     if model is None:
         return original(self, output_dir, *args, **kwargs)
-    # Accelerate, and loops that list the folder, read a number in every name that lies there.
+    # Accelerate, and scripts that list the folder, expect a number in every name there: no pointer file.
     pointer = None if naming.automatic_checkpoint_naming else LATEST
     if naming.automatic_checkpoint_naming:
         wanted = _automatic_folder(self) / f"checkpoint_{self.save_iteration}"
@@ -70,25 +71,21 @@ def save_state(original: Callable, self: Any, output_dir: str | None = None, *ar
         raise ValueError("save_state: no output_dir was given and automatic checkpoint naming is off.")
     else:
         wanted = Path(output_dir).expanduser()
-    target = gather(fresh_name(wanted), None, f"Saving {wanted}")[0]
-    optimizers = _optimizers(self)
-    described = {"step": self.step, **checkpoint_metadata(model, optimizers)}
-    with (
-        progress(f"Saving {target.name}") as count,
-        Transaction(target, described, on_step=count, pointer=pointer) as transaction,
-    ):
+    target = choose_target(wanted, f"Saving {wanted}")
+
+    def write_files(directory: Path) -> None:
         hooks = self._save_model_state_pre_hook.values()
-        # As in one process, where rank 0 has all weights; without hooks nobody needs them together.
+        # Hooks get all weights, as rank 0 of a plain run does; they are gathered only if there is a hook.
         gathered = [full_state_dict(model)] if hooks else []
         for hook in hooks:
-            hook(self._models, gathered, str(transaction.directory))
-        _write_files(self, transaction.directory)
-        save_adapters(model, transaction.directory)
-        transaction.write(saved_pieces(model, optimizers))
-        write_model_card(model, transaction.directory, files="sharded")
+            hook(self._models, gathered, str(directory))
+        _write_files(self, directory)
+        write_model_card(model, directory, files="sharded")
+
+    save_training_state(target, model, _optimizers(self), write_files, step=self.step, pointer=pointer)
     if naming.automatic_checkpoint_naming and naming.total_limit:
-        # Together: a rank that goes on to load would list folders that the first one is removing.
-        with propagate_errors(f"Removing old checkpoints beside {target}"):
+        # All ranks wait: one that continued to load would list folders that rank 0 is removing.
+        with propagate_errors(f"Removing checkpoints older than {target}"):
             if self.is_main_process:
                 prune(target.parent, naming.total_limit, pattern="checkpoint_*")
     naming.iteration += 1
@@ -100,7 +97,7 @@ def _automatic_folder(accelerator: Any) -> Path:
 
 
 def _drop_pointer(folder: Path) -> None:
-    """Removes the pointer file that earlier versions wrote beside automatically named checkpoints."""
+    """Removes the pointer file that earlier versions wrote next to automatically named checkpoints."""
     named = pointed_at(folder)
     if named is not None and _AUTOMATIC_NAME.fullmatch(named.name):
         (folder / LATEST).unlink(missing_ok=True)
@@ -151,7 +148,7 @@ def _load_data_state(loader: Any, state: dict[str, Any]) -> None:
 
 
 def load_state(original: Callable, self: Any, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-    """Loads model, optimizers and loop from a sharded checkpoint of any layout, the last one saved under that name."""
+    """Loads model, optimizers and loop from the newest sharded checkpoint of that name, saved on any layout."""
     path = _resolve(self, input_dir)
     if path is None or not is_committed(path):
         if _only_model(self) is not None:
@@ -173,22 +170,22 @@ def load_state(original: Callable, self: Any, input_dir: str | None = None, *arg
     load_optimizers(adapted_module(models[0]), _optimizers(self), checkpoint)
     if loop is None:
         for scheduler in self._schedulers:
-            advance(scheduler.scheduler, checkpoint.metadata["step"] * scheduler.steps)
+            advance_scheduler(scheduler.scheduler, checkpoint.metadata["step"] * scheduler.steps)
         return
     for number, (scheduler, state) in enumerate(zip(self._schedulers, loop["schedulers"], strict=True)):
         steps = loop["scheduler_steps"][number] if "scheduler_steps" in loop else 1
         if steps == scheduler.steps:
             scheduler.load_state_dict(state)
         else:
-            # With another number of replicas the schedule counts in other steps.
-            advance(scheduler.scheduler, state["last_epoch"] // steps * scheduler.steps)
+            # Accelerate steps a scheduler once per replica: another number of replicas counts differently.
+            advance_scheduler(scheduler.scheduler, state["last_epoch"] // steps * scheduler.steps)
     for custom, state in zip(self._custom_objects, loop["custom"], strict=True):
         custom.load_state_dict(state)
     if self.scaler is not None and loop["scaler"]:
         self.scaler.load_state_dict(loop["scaler"])
     self.step = loop["step"]
     file = path / _data_file(rank_and_size(None)[0])
-    # Another number of ranks: the position in the data is the same on all of them.
+    # After a change of the number of ranks: the position in the data is the same on all of them.
     data = read_packed(file if file.exists() else path / _data_file(0))
     for loader, state in zip(self._dataloaders, data, strict=False):
         _load_data_state(loader, state)
@@ -198,7 +195,7 @@ def load_state(original: Callable, self: Any, input_dir: str | None = None, *arg
 
 
 def _once_before_forward(model: Any, action: Callable[[], None]) -> None:
-    """Runs `action` in front of the next forward: data loaders have drawn by then what the saved run drew before."""
+    """Runs `action` before the next forward, after data loaders have drawn the random numbers that they need."""
 
     def run(*_: Any) -> None:
         handle.remove()
@@ -208,9 +205,9 @@ def _once_before_forward(model: Any, action: Callable[[], None]) -> None:
 
 
 def _resolve(accelerator: Any, input_dir: str | None) -> Path | None:
-    """Returns the checkpoint that is asked for, the last one saved under that name.
+    """Returns the newest checkpoint of that name.
 
-    With automatic naming it may be one of plain Accelerate; `None` where that has to find it.
+    With automatic naming it may be one of plain Accelerate; `None` if Accelerate itself has to find it.
     """
     if input_dir is not None:
         path = Path(input_dir).expanduser()
@@ -235,13 +232,13 @@ def _resolve(accelerator: Any, input_dir: str | None) -> Path | None:
 
 
 def _number(path: Path) -> int:
-    """Returns the number that orders automatically named checkpoints, -1 of any other name."""
+    """Returns the number in the name of an automatically named checkpoint, -1 for any other name."""
     found = _AUTOMATIC_NAME.fullmatch(path.name)
     return int(found[1]) if found else -1
 
 
 def _missing_state_message(accelerator: Any, input_dir: str | None, stock: Path | None) -> str:
-    """Says why a laid out model cannot be loaded from what was found."""
+    """Returns the reason why a parallelized model cannot be loaded."""
     if stock is None:
         if input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming:
             return f"{_automatic_folder(accelerator)} holds no complete checkpoint (no valid manifest.json)."
@@ -251,7 +248,7 @@ def _missing_state_message(accelerator: Any, input_dir: str | None, stock: Path 
         )
     older = committed(stock.parent)[0]
     return (
-        f"{stock} was written by plain Accelerate: its optimizer state is that of one process, and this model is laid "
-        f"out. Go on from it in one process, or pass load_state({str(older)!r}), the newest checkpoint that this run "
-        "can resume; what was trained after it is lost then."
+        f"{stock} was written by plain Accelerate: its optimizer state cannot be sharded. Continue from it in a single "
+        f"process, or call load_state({str(older)!r}), the newest checkpoint that this run can resume; the training "
+        "since then is lost."
     )

@@ -66,5 +66,5 @@ def merged_files_for(index: Mapping[str, str], stage: Stage) -> set[str]:
     return {
         file
         for weight, file in index.items()
-        if not {weight, *(f"{prefix}.{weight}" for prefix in prefixes)} & stage.state.off_stage_names
+        if not {weight, *(f"{prefix}.{weight}" for prefix in prefixes)} & stage.state.names.off_stage
     }

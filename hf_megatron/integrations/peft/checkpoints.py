@@ -1,13 +1,15 @@
 """Checkpoints of a model with adapters: PEFT's files, and a hash of the base model instead of its weights."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...checkpoint.base_model_hash import base_identity, identity_in_one_process
+from ...checkpoint.discovery import LATEST
 from ...checkpoint.reader import Checkpoint
+from ...checkpoint.save import save_sharded
 from ...checkpoint.tensor_chunks import LocalChunk
 from ...checkpoint.training_state import load_model, optimizer_pieces, pieces, training_metadata
 from ...compat.ecosystem import adapter_prefix
@@ -51,6 +53,30 @@ def save_adapters(model: Any, directory: Path) -> None:
     """Writes the files of a model's adapters, if it has any; a collective call."""
     if unwrap_parallel_model(model) is not model:
         model.save_pretrained(directory)
+
+
+def save_training_state(
+    target: Path,
+    model: Any,
+    optimizers: Sequence[torch.optim.Optimizer],
+    write_files: Callable[[Path], None],
+    *,
+    step: int,
+    pointer: str | None = LATEST,
+) -> None:
+    """Saves a model, its adapters and optimizers as a sharded checkpoint; see `checkpoint.save.save_sharded`.
+
+    Args:
+        write_files (`Callable`): folder -> `None`; writes the caller's own files.
+        step (`int`): training step, for the manifest.
+    """
+
+    def write(directory: Path) -> None:
+        write_files(directory)
+        save_adapters(model, directory)
+
+    metadata = {"step": step, **checkpoint_metadata(model, optimizers)}
+    save_sharded(target, metadata, write, lambda: saved_pieces(model, optimizers), pointer=pointer)
 
 
 def write_markers(directory: Path) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from ...core.off_stage import is_off_stage
 from ...core.placement import GradientRule, Placement, copies_of_model
 from ...errors import UnsupportedError
-from ...parallel_state import ParallelState
+from ...parallel_state import ParallelState, WeightNames
 from ...pipeline_parallel.off_stage_module import Placeholder
 from ...tensor_parallel.axis import GUARDS, NAME
 from ...tensor_parallel.experts import LatentWithRotary
@@ -179,8 +179,8 @@ def _follow(model: nn.Module, state: ParallelState, modules: Mapping[str, nn.Mod
     """Updates names, user-hook checks and the data-parallel engine for replaced modules, given by name."""
     if state.cut is not None:
         listed = model.state_dict()
-        state.names = tuple(listed)
-        state.off_stage_names |= {name for name, tensor in listed.items() if is_off_stage(tensor)}
+        off_stage = {name for name, tensor in listed.items() if is_off_stage(tensor)}
+        state.names = WeightNames(tuple(listed), state.names.off_stage | off_stage)
     for guard in state.placed.get(GUARDS, ()):
         guard.follow(modules)
     assert state.data_parallel is not None

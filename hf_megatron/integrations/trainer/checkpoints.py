@@ -1,15 +1,15 @@
-"""transformers.Trainer and checkpoints: a folder that is complete or absent, and resuming from it on any layout.
+"""Checkpoints of transformers' Trainer: saved as a folder that is complete or absent, resumed on any layout.
 
-Everything stock writes into `checkpoint-N` goes into a temporary folder, whose name Trainer's own pattern does not
-match, and is renamed last. Weights and optimizer state are sharded (see `checkpoint/`); scheduler, scaler and random
-states are JSON and safetensors.
+Everything that stock Trainer writes into `checkpoint-N` goes into a temporary folder, whose name does not match
+Trainer's own pattern, and is renamed last. Weights and optimizer state are sharded (see `checkpoint/`); scheduler,
+scaler and random states are JSON and safetensors.
 """
 
 import functools
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,15 @@ import torch.distributed as dist
 
 from ...checkpoint import rng_state
 from ...checkpoint.async_save import AsyncSaver
-from ...checkpoint.discovery import fresh_name, is_committed
+from ...checkpoint.discovery import is_committed
+from ...checkpoint.loop_state import LOOP, advance_scheduler, open_verified, restore_random_state
 from ...checkpoint.packed_state import read_packed, write_packed
-from ...checkpoint.reader import Checkpoint, open_checkpoint
+from ...checkpoint.reader import Checkpoint
+from ...checkpoint.save import choose_target, save_sharded
 from ...checkpoint.training_state import load_optimizers, write_config
-from ...checkpoint.transaction import Transaction, prune
+from ...checkpoint.transaction import prune
 from ...compat.patch_registry import PATCH_REGISTRY
-from ...core.communication.rank_errors import gather, propagate_errors, rank_and_size
+from ...core.communication.rank_errors import propagate_errors, rank_and_size
 from ...parallel_state import model_inside, parallel_state, unwrap_parallel_model
 from ..peft.checkpoints import (
     adapted_module,
@@ -31,13 +33,12 @@ from ..peft.checkpoints import (
     is_of_adapters,
     load_weights,
     save_adapters,
+    save_training_state,
     saved_pieces,
     write_markers,
 )
 from ..transformers.model_cards import write_trainer_card
 from .resume import STATE, checkpoint_to_resume
-
-LOOP = "loop.safetensors"
 
 
 def _optimizers(trainer: Any) -> list[Any]:
@@ -49,7 +50,7 @@ def _holds_shards(path: Any) -> bool:
 
 
 def train(original: Callable, self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Trains from the newest save of the step that is named or of all, and waits at the end for a save under way."""
+    """Trains from the newest checkpoint of the given step, or of all, and waits for an asynchronous save at the end."""
     state = parallel_state(self.model)
     resume_from_checkpoint = checkpoint_to_resume(
         resume_from_checkpoint, self.args.output_dir, is_parallelized=state is not None
@@ -61,7 +62,7 @@ def train(original: Callable, self: Any, resume_from_checkpoint: Any = None, *ar
 
 
 def probe(directory: Path) -> None:
-    """Writes to a directory on rank 0; an error is a `CheckpointError` on every rank, which names the directory."""
+    """Writes to a directory on rank 0; raises `CheckpointError` with its name on every rank if that fails."""
     with propagate_errors(f"Writing to output_dir {directory} (TrainingArguments)"):
         if rank_and_size(None)[0] == 0:
             directory.mkdir(parents=True, exist_ok=True)
@@ -70,15 +71,14 @@ def probe(directory: Path) -> None:
 
 
 def save_checkpoint(original: Callable, self: Any, model: Any, trial: Any) -> None:
-    """Saves a sharded checkpoint, complete or absent, and in the background where the layout says so."""
+    """Saves a sharded checkpoint, complete or absent; in the background with `async_save`."""
     if parallel_state(self.model) is None:
         return original(self, model, trial)
     if self.hp_search_backend is None and trial is None:
         self.store_flos()
     run_directory = Path(self._get_output_dir(trial=trial))
     step = self.state.global_step
-    # The first rank's view of the file system counts.
-    target = gather(fresh_name(run_directory / f"checkpoint-{step}"), None, f"Saving step {step}")[0]
+    target = choose_target(run_directory / f"checkpoint-{step}", f"Saving step {step}")
     before = self.state.best_model_checkpoint
     if self.state.best_global_step == step:
         self.state.best_model_checkpoint = str(target)
@@ -93,29 +93,21 @@ def save_checkpoint(original: Callable, self: Any, model: Any, trial: Any) -> No
         raise
 
 
-@contextmanager
-def progress(what: str) -> Iterator[Callable[[str], None]]:
-    """Shows a bar on the first rank that counts the tensors it has written, none for a save of under a second."""
-    from tqdm.auto import tqdm
-
-    with tqdm(desc=what, unit=" tensors", delay=1.0, disable=rank_and_size(None)[0] > 0) as bar:
-        yield lambda step: bar.update() if step.startswith("tensor ") else None
-
-
 def _save(trainer: Any, target: Path) -> None:
-    model, optimizers = model_inside(trainer.model), _optimizers(trainer)
-    weights_only = trainer.args.save_only_model
-    described = {"step": trainer.state.global_step, **({} if weights_only else checkpoint_metadata(model, optimizers))}
-    with progress(f"Saving {target.name}") as advance, Transaction(target, described, on_step=advance) as transaction:
-        _write_files(trainer, transaction.directory)
+    model, step, weights_only = model_inside(trainer.model), trainer.state.global_step, trainer.args.save_only_model
+
+    def write_files(directory: Path) -> None:
+        _write_files(trainer, directory)
         if weights_only and model is trainer.model:
-            model.save_pretrained(transaction.directory, is_main_process=trainer.args.should_save)
+            model.save_pretrained(directory, is_main_process=trainer.args.should_save)
         elif weights_only:
-            trainer.model.save_pretrained(str(transaction.directory))
-        else:
-            save_adapters(model, transaction.directory)
-            transaction.write(saved_pieces(model, optimizers))
-        write_trainer_card(trainer, transaction.directory, files="merged" if weights_only else "sharded")
+            trainer.model.save_pretrained(str(directory))
+        write_trainer_card(trainer, directory, files="merged" if weights_only else "sharded")
+
+    if weights_only:
+        save_sharded(target, {"step": step}, write_files, None)
+    else:
+        save_training_state(target, model, _optimizers(trainer), write_files, step=step)
     _after_commit(trainer, target)
 
 
@@ -133,7 +125,7 @@ def _save_in_background(trainer: Any, saver: AsyncSaver, target: Path) -> None:
 
 
 def _write_files(trainer: Any, directory: Path) -> None:
-    """Writes what a checkpoint holds beside weights and moments."""
+    """Writes the files of a checkpoint other than weights and optimizer state."""
     args, model = trainer.args, model_inside(trainer.model)
     if not args.save_only_model:
         rng_state.save(directory, rank_and_size(None)[0])
@@ -156,14 +148,14 @@ def _write_files(trainer: Any, directory: Path) -> None:
 
 
 def _export_callbacks(trainer: Any) -> None:
-    """Puts the state of callbacks and of the control into the trainer's, as stock does on every save."""
+    """Copies the states of callbacks and of the control into the trainer's state, as stock does on every save."""
     from transformers.trainer_callback import ExportableState
 
     kept = trainer.state.stateful_callbacks
     for callback in (*trainer.callback_handler.callbacks, trainer.control):
         if isinstance(callback, ExportableState):
             name = type(callback).__name__
-            # A converted checkpoint knows of none.
+            # A run resumed from a converted checkpoint may have no list for this callback.
             if isinstance(kept.get(name), list):
                 kept[name].append(callback.state())
             else:
@@ -180,24 +172,18 @@ def _after_commit(trainer: Any, target: Path) -> None:
 
 
 def compare_arguments(original: Callable, training_args: Any, trainer_state: Any) -> None:
-    """Compares arguments with those of the run that saved; for a converted checkpoint, this run's are taken."""
+    """Compares the arguments with the saving run's; a converted checkpoint takes this run's."""
     if trainer_state.train_batch_size is None:
         trainer_state.train_batch_size = training_args.train_batch_size
         trainer_state.compute_steps(training_args, training_args.max_steps)
     original(training_args, trainer_state)
 
 
-def open_verified(path: Any, model: Any) -> Checkpoint:
-    """Opens a checkpoint on all ranks, with its checksums compared unless the model's layout says otherwise."""
-    state = parallel_state(model)
-    return open_checkpoint(path, verify=state is None or state.config.verify_checksums)
-
-
 def load_from_checkpoint(original: Callable, self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
-    """Loads the weights of a sharded checkpoint, whatever layout saved it."""
+    """Loads the weights of a sharded checkpoint of any layout."""
     checkpoint = open_verified(resume_from_checkpoint, self.model) if is_committed(resume_from_checkpoint) else None
     if checkpoint is not None:
-        # A model that is not parallelized resumes, too: optimizer, scheduler and random states are read next.
+        # A model that is not parallelized may resume too: its optimizer, scheduler and random states are read next.
         PATCH_REGISTRY.activate()
     if checkpoint is not None and (checkpoint.names() or is_of_adapters(checkpoint)):
         load_weights(model_inside(self.model), checkpoint)
@@ -206,11 +192,11 @@ def load_from_checkpoint(original: Callable, self: Any, resume_from_checkpoint: 
 
 
 def _from_shards(load: Callable[[Any, Path], None]) -> Callable:
-    """Returns the replacement of a Trainer method that reads a part of a checkpoint: `load` reads ours."""
+    """Returns the replacement of a Trainer method that reads part of a checkpoint; `load` reads sharded ones."""
 
     @functools.wraps(load)
     def replacement(original: Callable, self: Any, checkpoint: str | None) -> None:
-        """Reads ours by `load`, and others by the original."""
+        """Reads a sharded checkpoint with `load`, and any other with the original."""
         if checkpoint is None or not _holds_shards(checkpoint):
             original(self, checkpoint)
         else:
@@ -221,22 +207,13 @@ def _from_shards(load: Callable[[Any, Path], None]) -> Callable:
 
 @_from_shards
 def load_optimizer_and_scheduler(trainer: Any, checkpoint: Path) -> None:
-    """Loads the optimizer's state of any layout, and the scheduler's."""
+    """Loads the optimizer's and the scheduler's state, saved on any layout."""
     opened = Checkpoint(checkpoint)
     load_optimizers(adapted_module(model_inside(trainer.model)), _optimizers(trainer), opened)
     if opened.metadata.get("converted"):
-        advance(trainer.lr_scheduler, trainer.state.global_step)
+        advance_scheduler(trainer.lr_scheduler, trainer.state.global_step)
     else:
         trainer.lr_scheduler.load_state_dict(read_packed(checkpoint / LOOP)["scheduler"])
-
-
-def advance(scheduler: Any, steps: int) -> None:
-    """Puts the scheduler of this run to where it is after so many steps: another library's has no counterpart here."""
-    with warnings.catch_warnings():
-        # torch expects an optimizer step before each.
-        warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
-        for _ in range(steps):
-            scheduler.step()
 
 
 @_from_shards
@@ -255,27 +232,8 @@ def load_rng_state(trainer: Any, checkpoint: Path) -> None:
     restore_random_state(trainer.model, checkpoint, trainer.state.global_step)
 
 
-def restore_random_state(model: Any, directory: Path, step: int) -> None:
-    """Continues every generator, or starts it anew where batches are dealt out otherwise; converted ones have none."""
-    state, saved = parallel_state(model), Checkpoint(directory).metadata
-    if saved.get("converted"):
-        return
-    layout = None if state is None else state.config
-    sizes = ("tp_size", "dp_size", "cp_size", "pp_size", "ep_size")
-    before = saved.get("layout") or {}
-    same = saved.get("world_size") == rank_and_size(None)[1] and all(
-        getattr(layout, name, 1) == before.get(name, 1) for name in sizes
-    )
-    stream = 0 if state is None else state.mesh.dp_rank
-    counterpart = rank_and_size(None)[0] if same else None
-    if not same and before.get("dp_size", 1) == (1 if layout is None else layout.dp_size):
-        # Neighbours share a batch, and draw alike what they draw together: samples go on as in one process.
-        counterpart = stream * (saved.get("world_size", 1) // before.get("dp_size", 1))
-    rng_state.load(directory, counterpart, stream=stream, step=step)
-
-
 def load_best_model(original: Callable, self: Any) -> None:
-    """Loads the weights of the best checkpoint, which may still be on its way."""
+    """Loads the weights of the best checkpoint, which may still be saving."""
     if parallel_state(self.model) is None:
         return original(self)
     saver = vars(self).get("_hf_megatron_saver")

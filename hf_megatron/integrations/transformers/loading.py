@@ -285,7 +285,7 @@ def get_model_param_count(original: Callable, model: Any, trainable_only: bool =
 def add_unmatched_checkpoint_key(original: Callable, key: str, model: Any, loading_info: Any) -> None:
     """Reports a weight of a checkpoint that the model has not, unless another stage of the pipeline has it."""
     state = parallel_state(model)
-    off_stage_names = frozenset() if state is None or state.cut is None else state.off_stage_names
+    off_stage_names = frozenset() if state is None or state.cut is None else state.names.off_stage
     prefix = f"{model.base_model_prefix}."
     # As the loader does with names of this stage: a base model reads files of classes with a head, and they read its.
     if off_stage_names.isdisjoint((key, prefix + key, key.removeprefix(prefix))):

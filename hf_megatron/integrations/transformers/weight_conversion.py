@@ -14,29 +14,28 @@ from torch.distributed.tensor import DTensor
 
 from ...compat.transformers_loading import rearranged_targets
 from ...core.communication.full_tensor import shard_like
-from ...parallel_state import ParallelState
+from ...parallel_state import ParallelState, RearrangedWeights
 
 
 def read_full(model: Any, state: ParallelState) -> None:
     """Registers a hook with which the loader reads rearranged split parameters in full, until `stop_reading`."""
     patterns = rearranged_targets(model)
     split = [name for name, sharding in state.shardings.items() if sharding.placement.on(state.axes).is_split]
-    state.rearranged = frozenset(name for name in split if any(re.search(pattern, name) for pattern in patterns))
-    if state.rearranged:
-        state.reading = model.register_state_dict_post_hook(_as_full(state.rearranged))
+    names = frozenset(name for name in split if any(re.search(pattern, name) for pattern in patterns))
+    hook = model.register_state_dict_post_hook(_as_full(names)) if names else None
+    state.rearranged = RearrangedWeights(names, hook)
 
 
 def stop_reading(state: ParallelState) -> None:
     """Removes the hook of `read_full` once the weights are loaded."""
-    if state.reading is not None:
-        state.reading.remove()
-        state.reading = None
-    state.rearranged = frozenset()
+    if state.rearranged.hook is not None:
+        state.rearranged.hook.remove()
+    state.rearranged = RearrangedWeights()
 
 
 def own_part(model: Any, state: ParallelState, name: str, weight: Tensor) -> Tensor:
     """Returns this rank's shard of a weight `[...]`, which the loader has read in full or has sliced already."""
-    parameter = model.get_parameter(name) if name in state.rearranged else None
+    parameter = model.get_parameter(name) if name in state.rearranged.names else None
     return shard_like(weight, parameter) if isinstance(parameter, DTensor) else weight
 
 
