@@ -78,8 +78,7 @@ class StepTrace:
         if rank_file(self.directory, self.rank).exists():
             raise ConfigError(f"StepTrace({str(directory)!r}): has a trace already; name another folder.")
         state = parallel_state(model)
-        self.layout = "" if state is None else state.config.layout()
-        self._state, self._axes = state, None if state is None else state.axes
+        self._state = state
         layers = {id(layer) for layer in outermost_layers(self.model)}
         self.layers = {name: module for name, module in self.model.named_modules() if id(module) in layers}
         # A parallelized model's first parameter may be off-stage and have no device: use the device of the mesh.
@@ -130,7 +129,7 @@ class StepTrace:
         found = RankTrace(
             self.rank,
             self.ranks,
-            self.layout,
+            "" if self._state is None else self._state.config.layout(),
             self._offset,
             self._start,
             stop,
@@ -221,9 +220,9 @@ class StepTrace:
             (group_description(group) or "").removeprefix("mesh_"),
             tuple(dist.get_process_group_ranks(group)),
         )
-        if self._axes is None:
+        if self._state is None:
             return named
-        identical = [name for name, axis in self._axes.named if axis.size > 1 and axis.ranks(self.rank) == ranks]
+        identical = [name for name, axis in self._state.axes.named if axis.size > 1 and axis.ranks(self.rank) == ranks]
         names = [name for name in _ROOMS.values() if name in identical]
         if named in names or not names:
             return "job" if len(ranks) == self.ranks and not names else named

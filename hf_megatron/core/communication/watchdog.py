@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -119,6 +120,23 @@ def _after(steps: int) -> str:
     return f"after {steps} optimizer step{'' if steps == 1 else 's'}"
 
 
+@dataclass
+class Stall:
+    """Time for which the main thread has not moved.
+
+    Attributes:
+        stack: its stack, by code object and instruction.
+        since: when the stack was first seen.
+        early_beats: other ranks' heartbeats after 60 % of the timeout; unchanged ones later mean silent ranks.
+        is_reported: whether the missing ranks were printed.
+    """
+
+    stack: tuple[Any, ...] = ()
+    since: float = field(default_factory=time.monotonic)
+    early_beats: dict[int, dict[str, Any]] | None = None
+    is_reported: bool = False
+
+
 class RankWatchdog(threading.Thread):
     """Heartbeats and failure reports of this rank; started by `watch_ranks`.
 
@@ -140,17 +158,15 @@ class RankWatchdog(threading.Thread):
         self._requests: queue.Queue[tuple[Callable[[], Any], Future]] = queue.Queue()
         self._stopped = self._leaving = False
         self._beats = 0
+        # Report of the rank that failed first, and when this rank read it.
         self._first: dict[str, Any] | None = None
         self._first_seen_at = 0.0
         self._silent: list[int] = []
-        self._stack: tuple[Any, ...] = ()
-        self._stack_since = time.monotonic()
-        self._early_beats: dict[int, dict[str, Any]] | None = None
-        self._warned = False
+        self._stall = Stall()
 
     def start(self) -> None:
         """Installs the hooks and starts the thread."""
-        self._previous, self._previous_of_threads = sys.excepthook, threading.excepthook
+        self._previous = sys.excepthook, threading.excepthook
         sys.excepthook = self._on_exception
         threading.excepthook = self._on_thread_exception
         self._step_hook = register_optimizer_step_post_hook(self._count_step)
@@ -163,9 +179,9 @@ class RankWatchdog(threading.Thread):
         self._step_hook.remove()
         atexit.unregister(self._on_exit)
         if sys.excepthook == self._on_exception:
-            sys.excepthook = self._previous
+            sys.excepthook = self._previous[0]
         if threading.excepthook == self._on_thread_exception:
-            threading.excepthook = self._previous_of_threads
+            threading.excepthook = self._previous[1]
         if threading.current_thread() is not self:
             self._requests.put((lambda: None, Future()))
             self.join(_GRACE_SECONDS)
@@ -225,19 +241,20 @@ class RankWatchdog(threading.Thread):
     def _look_for_stall(self, stack: tuple[Any, ...], waits: str | None) -> None:
         """Prints the missing ranks shortly before the timeout: NCCL's own watchdog kills the process directly."""
         now = time.monotonic()
-        if stack != self._stack:
-            self._stack, self._stack_since, self._early_beats, self._warned = stack, now, None, False
-        elif self._early_beats is None and now - self._stack_since > 0.6 * self.timeout:
-            self._early_beats = self._read_beats()
-        elif self._early_beats is not None and not self._warned and now - self._stack_since > 0.85 * self.timeout:
-            self._warned = True
+        stall = self._stall
+        if stack != stall.stack:
+            self._stall = Stall(stack, now)
+        elif stall.early_beats is None and now - stall.since > 0.6 * self.timeout:
+            stall.early_beats = self._read_beats()
+        elif stall.early_beats is not None and not stall.is_reported and now - stall.since > 0.85 * self.timeout:
+            stall.is_reported = True
             self._write_record(waits)
             beats = self._read_beats()
-            silent = [rank for rank, beat in beats.items() if beat == self._early_beats.get(rank)]
+            silent = [rank for rank, beat in beats.items() if beat == stall.early_beats.get(rank)]
             if waits or silent:
                 where = waits or stack[1][0].co_name
                 found = self._missing(silent, beats, self._read_names("ended"))
-                self._say(f"rank {self.rank} has waited {now - self._stack_since:.0f} s in {where}. {found}")
+                self._say(f"rank {self.rank} has waited {now - stall.since:.0f} s in {where}. {found}")
 
     def _write_record(self, waits: str | None) -> None:
         """Writes this rank's flight record while it still shows the hanging collective."""
@@ -278,7 +295,7 @@ class RankWatchdog(threading.Thread):
                 raise ConnectionError from None
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        show = partial(self._previous, kind, error, trace)
+        show = partial(self._previous[0], kind, error, trace)
         if os.getpid() != self._process or self._stopped or self.group is not dist.group.WORLD:
             show()
         else:
@@ -286,7 +303,7 @@ class RankWatchdog(threading.Thread):
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
         mine = os.getpid() == self._process and not self._stopped and self.group is dist.group.WORLD
-        show = partial(self._previous_of_threads, args)
+        show = partial(self._previous[1], args)
         # A thread that dies outside a collective does not end the rank; in a collective it would leave the other ranks
         # waiting.
         if mine and args.exc_value is not None and operation(_frames(args.exc_traceback)) is not None:

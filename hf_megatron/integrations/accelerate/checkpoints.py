@@ -1,4 +1,4 @@
-"""Accelerator.save_state and load_state of a parallelized model: a folder that is complete or absent, for any layout."""
+"""Accelerator.save_state and load_state of a parallelized model: a complete or absent folder, for any layout."""
 
 import functools
 import re
