@@ -30,7 +30,7 @@ from workers import forget_peak_memory, give_back_memory, peak_memory_mib
 
 from hf_megatron import MegatronConfig, local_named_parameters, prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 
 MODEL = {
     "hidden_size": 768,

@@ -36,7 +36,7 @@ from hf_megatron.diagnostics.run_record import read_run
 from hf_megatron.diagnostics.run_report import write_page
 from hf_megatron.diagnostics.stragglers import StragglerWatch
 from hf_megatron.diagnostics.throughput import Throughput
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 
 MODEL = {
     "hidden_size": 768,

@@ -27,7 +27,7 @@ from transformers.distributed import DistributedConfig
 
 from hf_megatron import MegatronConfig, prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 
 MODEL = {
     "hidden_size": 512,

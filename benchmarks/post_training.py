@@ -30,8 +30,8 @@ from workers import forget_peak_memory, give_back_memory, peak_memory_mib
 
 from hf_megatron import token_kl_divergences
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.losses.targets import next_tokens
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.tensor_parallel import token_log_probs
 from hf_megatron.tensor_parallel.token_log_probs import hooked_call, scores_of_call
 

@@ -1,23 +1,33 @@
-"""The one entry: a stock model on the meta device in, the same model laid out over the mesh out.
+"""Parallelizes a stock model.
 
-    plan     every parallel axis claims parameters and changes the meta model; no process group is needed
-    place    puts DTensor placeholders in the place of this rank's parameters (before weights are read)
-    install  every axis makes the filled model compute in parallel (after)
+    1. compare   ranks compare their versions, configurations and the model's class
+    2. plan      every parallel axis shards parameters of the meta model; no process group is needed
+    3. verify    the layout has a recorded parity result for this model
+    4. place     this rank's parameters become DTensor placeholders, before weights are read
+    5. fill      transformers' own loader, or `checkpoint.initialize`, fills each rank's shards
+    6. install   every axis makes the loaded model compute in parallel
 
-Between the last two, transformers' own loader, or `checkpoint.initialize`, fills each rank's shards.
+`plan_verified` does steps 1 to 3. Planning without a job (`hf-megatron plan`, pulls from the Hub) calls `plan` alone.
 """
 
+import json
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+import torch
+import torch.distributed as dist
+import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .compat.patch_registry import PATCH_REGISTRY
 from .compat.transformers_models import adds_router_loss, function_between_layers
+from .compat.versions import __version__
 from .config import MegatronConfig
 from .context_parallel import axis as context_parallel
+from .context_parallel.comm_type import with_scheme
 from .core.axes import Axes
+from .core.communication.rank_errors import agree
 from .core.forward_hooks import ForwardHooks
 from .core.memory.training_kv_cache import leave_out_in_training, reject_cache
 from .core.mesh import ParallelMesh
@@ -31,28 +41,30 @@ from .errors import ConfigError, UnsupportedError
 from .expert_parallel import axis as expert_parallel
 from .losses.inline_losses import LossHooks
 from .losses.token_loss import install_loss
+from .models.fingerprint import describe_model
 from .models.registry import registered_spec, spec_for
 from .models.spec import ModelSpec
 from .models.type_facts import batch_coupling_reason
+from .models.verification_gate import choose_verified_scheme, require_verified
 from .parallel_state import ParallelState, StagePartition, attach_state, parallel_state
 from .pipeline_parallel import axis as pipeline_parallel
 from .tensor_parallel import axis as tensor_parallel
+from .tensor_parallel.grouped_gemm import require_expert_widths
 
 
 class ParallelAxis(Protocol):
-    """The face of a parallel axis: a folder's `axis.py`."""
+    """Interface of a parallel axis: the `axis.py` of its folder."""
 
     NAME: str
 
     def place(self, model: Any, state: ParallelState) -> None:
-        """States in `state.claims` what the axis does to parameters, and takes away what this rank does not need."""
+        """Writes the axis's shardings into `state.shardings`, and removes modules that this rank does not need."""
 
     def install(self, model: Any, state: ParallelState) -> None:
-        """Makes a model whose weights are loaded compute over the axis."""
+        """Makes a model with loaded weights compute over the axis."""
 
 
-# In the order in which they wrap a model, the innermost first.
-# What runs before a parallelized model's forward, in this order; features of other axes run after these.
+# Names of hooks that run before a parallelized model's forward, in this order; all others run after these.
 ENTER_ORDER = (
     "user hook checks",  # context parallel: hooks of users that would see a part of each sequence
     "enabled",  # `hf_megatron.disable()` was not called since
@@ -73,7 +85,7 @@ ENTER_ORDER = (
     "dynamic rope",  # the longest sequence of all ranks
     "batch norm",  # statistics of a part of the batch
 )
-# What runs after it.
+# Names of hooks that run after the forward, in this order.
 EXIT_ORDER = (
     "pending loss",  # full logits in evaluation; before FSDP2's own hook, the others after it
     "loss",
@@ -87,14 +99,15 @@ EXIT_ORDER = (
     "dynamic rope",
 )
 
+# In the order in which they wrap a model, the innermost first.
 AXES: tuple[ParallelAxis, ...] = (data_parallel, tensor_parallel, expert_parallel, context_parallel, pipeline_parallel)
 
 
 class ParallelPlan(list[ParameterSharding]):
-    """The claims of a model, one row per parameter; prints as a table.
+    """Shardings of a model's parameters; prints as a table with one line per parameter.
 
     Attributes:
-        cut (*optional*): the pipeline stages, where there are several.
+        cut (`StagePartition`, *optional*): the pipeline stages, if there are several.
     """
 
     def __init__(self, shardings: Iterable[ParameterSharding] = (), cut: StagePartition | None = None):
@@ -113,25 +126,66 @@ class ParallelPlan(list[ParameterSharding]):
         return "\n".join(line.rstrip() for line in lines)
 
 
-def plan(model: Any, config: MegatronConfig, axes: Axes, *, is_quantized: bool = False) -> ParallelState:
-    """Claims a meta model's parameters and leaves what a rank holds, without process groups; raises as axes do.
+def plan_verified(model: Any, config: MegatronConfig, *, is_quantized: bool = False) -> ParallelState:
+    """Plans a meta model on every rank of a job; collective.
 
     Args:
-        is_quantized (`bool`): linears will hold codes, of which no rows are read apart.
+        model: on the meta device; modules of other pipeline stages are removed from it.
+        config (`MegatronConfig`): with all sizes set.
+        is_quantized (`bool`, defaults to `False`): as for `plan`.
+
+    Raises:
+        ConfigError: if ranks have different versions, configurations or models.
+        PlanError, UnsupportedError: if an axis cannot shard the model.
+        UnverifiedLayoutError: if no parity result covers the model on this layout.
+    """
+    # Planning removes modules that the verification compares.
+    description = describe_model(model)
+    # 1. Compare
+    config = choose_verified_scheme(model, config, with_scheme(config, model.config), description)
+    agree(_describe_job(model, config))
+    # 2. Plan
+    state = plan(model, config, Axes.of(config, dist.get_rank()), is_quantized=is_quantized)
+    require_expert_widths(model, state.shardings, state.axes)
+    # 3. Verify, after planning: a layout that cannot work at all raises the more useful error.
+    require_verified(model, state, description)
+    return state
+
+
+def _describe_job(model: Any, config: MegatronConfig) -> dict[str, Any]:
+    """Returns everything that has to be identical on all ranks, by its name in error messages."""
+    described = json.loads(model.config.to_json_string(use_diff=False))
+    versions = {"hf_megatron": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    return {
+        **{f"the version of {name}": version for name, version in versions.items()},
+        **{f"MegatronConfig.{name}": value for name, value in config.to_dict().items()},
+        **{f"the model's config.{name}": value for name, value in described.items()},
+        "the model's class": type(model).__name__,
+    }
+
+
+def plan(model: Any, config: MegatronConfig, axes: Axes, *, is_quantized: bool = False) -> ParallelState:
+    """Plans the shardings of a meta model, without process groups.
+
+    Args:
+        model: on the meta device; modules of other pipeline stages are removed from it.
+        axes (`Axes`): sizes and ranks of the mesh.
+        is_quantized (`bool`, defaults to `False`): whether linears will hold quantized weights.
+
+    Raises:
+        ConfigError, PlanError, UnsupportedError: if an axis cannot shard the model.
     """
     mixing = batch_coupling_reason(model.config)
     if mixing is not None and max(axes.size("dp"), axes.size("pp")) > 1:
         raise UnsupportedError(
-            f"{type(model).__name__} on ranks or stages that see parts of a batch: {mixing}. Load it with dp_size=1 "
-            "and pp_size=1."
+            f"{type(model).__name__} with data or pipeline parallelism: {mixing}. Use dp_size=1 and pp_size=1."
         )
     if config.router_z_loss_coef and not adds_router_loss(model):
         raise ConfigError(
             f"MegatronConfig.router_z_loss_coef = {config.router_z_loss_coef}: {type(model).__name__} adds no router "
-            "loss to its "
-            "own. Load it with output_router_logits=True if it has one, or leave it 0."
+            "loss to its loss. Load it with output_router_logits=True if it has one, or leave it 0."
         )
-    # Where modules stay whole no plan is asked: any architecture will do.
+    # Without tensor parallelism modules are not sharded: any architecture will do.
     spec = spec_for(model) if axes.size("tp") > 1 else registered_spec(model) or ModelSpec(model.config.model_type)
     shardings = {
         name: ParameterSharding(name, tuple(parameter.shape), "replicated", Placement(), GradientRule())
@@ -145,15 +199,15 @@ def plan(model: Any, config: MegatronConfig, axes: Axes, *, is_quantized: bool =
 
 
 def place(model: Any, state: ParallelState, device_type: str) -> None:
-    """Places a planned meta model: parameters become placeholders of the same name and global shape."""
+    """Replaces a planned meta model's parameters with placeholders of the same name and global shape; collective."""
     PATCH_REGISTRY.activate()
     state.connect(ParallelMesh.of_job(state.axes, device_type))
-    _hold_places(model, state)
+    _create_placeholders(model, state)
     attach_state(model, state)
 
 
 def install(model: Any) -> None:
-    """Makes a placed and filled model compute in parallel."""
+    """Makes a model with loaded weights compute in parallel; collective."""
     state = parallel_state(model)
     assert state is not None
     state.loss = install_loss(model, state)
@@ -173,7 +227,7 @@ def install(model: Any) -> None:
 
 
 def _wrap_between_layer_fns(model: nn.Module, state: ParallelState) -> None:
-    """Has what a loop adds to hidden states between layers see whole ones."""
+    """Wraps functions that the model's loop applies to hidden states between layers: they get full sequences."""
     for layers in dict.fromkeys(name for name, _ in state.full_sequence_fns):
         owner = model.get_submodule(layers.rpartition(".")[0])
         if (function := function_between_layers(owner)) is None:
@@ -184,9 +238,9 @@ def _wrap_between_layer_fns(model: nn.Module, state: ParallelState) -> None:
         state.patches.replace(owner, name, function)
 
 
-def _hold_places(model: nn.Module, state: ParallelState) -> None:
-    """Puts DTensors in the place of parameters; where modules stay whole, of the split ones only."""
-    # Meshes are made by all ranks together, also for what only other stages hold.
+def _create_placeholders(model: nn.Module, state: ParallelState) -> None:
+    """Replaces parameters with DTensors; without tensor parallelism only the sharded ones."""
+    # All ranks create all meshes, including those of other stages' parameters.
     copies = copies_of_model(state.shardings.values(), state.axes)
     meshes = {sharding.placement: state.mesh.of(sharding.placement, copies) for sharding in state.shardings.values()}
     placeholders: dict[int, nn.Parameter] = {}
@@ -212,7 +266,7 @@ def _hold_places(model: nn.Module, state: ParallelState) -> None:
 
 
 def parallel_plan(model: Any) -> ParallelPlan:
-    """Returns the claims of a model in the order of its parameters; `print` shows them as a table."""
+    """Returns the shardings of a model in the order of its parameters; `print` shows them as a table."""
     state = parallel_state(model)
     if state is None:
         raise ConfigError(
@@ -222,7 +276,7 @@ def parallel_plan(model: Any) -> ParallelPlan:
 
 
 def parallel_hooks(model: Any) -> ForwardHooks:
-    """Returns what runs before and after a model's forward, in order; `print` shows it as a table."""
+    """Returns the hooks that run before and after a model's forward, in order; `print` shows them as a table."""
     state = parallel_state(model)
     if state is None:
         raise ConfigError(
@@ -232,7 +286,7 @@ def parallel_hooks(model: Any) -> ForwardHooks:
 
 
 def local_numel(model: nn.Module) -> int:
-    """Counts the parameter entries this rank holds."""
+    """Returns the number of parameter elements on this rank."""
     return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for _, p in local_named_parameters(model))
 
 
@@ -246,4 +300,5 @@ __all__ = [
     "parallel_state",
     "place",
     "plan",
+    "plan_verified",
 ]

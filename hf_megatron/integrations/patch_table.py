@@ -76,7 +76,7 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     ),
     (
         f"{_MODEL}.save_pretrained",
-        "transformers.loading:save_pretrained",
+        "transformers.saving:save_pretrained",
         "writes this rank's part as if it were all",
         _LAYOUTS,
     ),
@@ -89,7 +89,7 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     ),
     (
         f"{_MODEL}.resize_token_embeddings",
-        "transformers.loading:resize_token_embeddings",
+        "transformers.saving:resize_token_embeddings",
         "resizes this rank's rows",
         "transformers resizes split embeddings",
     ),
@@ -107,7 +107,7 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     ),
     (
         f"{_MIXIN}.gather_sharded_state_dict_for_save",
-        "transformers.loading:gather_sharded_state_dict_for_save",
+        "transformers.saving:gather_sharded_state_dict_for_save",
         "gathers all weights on every rank to write them at once",
         _LAYOUTS,
     ),
@@ -137,13 +137,13 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     ),
     (
         f"{_MIXIN}.barrier_after_gathered_checkpoint_save",
-        "transformers.loading:barrier_after_gathered_checkpoint_save",
+        "transformers.saving:barrier_after_gathered_checkpoint_save",
         "asks a layout for sizes that it may not have",
         _LAYOUTS,
     ),
     (
         "transformers.trainer:get_model_param_count",
-        "transformers.loading:get_model_param_count",
+        "transformers.saving:get_model_param_count",
         "counts the parameters of this rank's stages",
         "Trainer asks a model for its size",
     ),

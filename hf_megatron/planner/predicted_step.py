@@ -21,8 +21,8 @@ from ..diagnostics.allocation_tracker import AllocationTracker
 from ..diagnostics.step_memory import kept_tensors
 from ..diagnostics.step_stats import StepFigures
 from ..errors import ConfigError
-from ..integrations.transformers.verification_gate import ConfigUnderTest
 from ..models.auto_class import auto_class
+from ..models.verification_gate import ConfigUnderTest
 from ..parallel_state import parallel_state, unwrap_parallel_model
 from .fake_world import FakeWorld, run_fake_ranks
 from .model_class import model_on_meta

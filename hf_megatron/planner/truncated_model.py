@@ -14,10 +14,10 @@ from transformers import PreTrainedConfig
 from ..config import MegatronConfig
 from ..core.axes import Axes
 from ..errors import ConfigError, MegatronError
-from ..integrations.transformers.verification_gate import why_unverified
 from ..models.fingerprint import describe_model
 from ..models.registry import spec_for
 from ..models.type_facts import batch_coupling_reason
+from ..models.verification_gate import why_unverified
 from ..parallelize import plan
 from ..pipeline_parallel.support_checks import row_to_cut
 from .model_class import layers_in_order, model_on_meta

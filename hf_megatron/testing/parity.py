@@ -19,12 +19,12 @@ from transformers import PreTrainedConfig
 from ..config import MegatronConfig
 from ..core.fork_harness import run_forks, run_ranks
 from ..data_parallel.batch_norm import batch_norms, splits_batches
-from ..integrations.transformers.verification_gate import ConfigUnderTest
 from ..models.fingerprint import Description, Part, describe_model
 from ..models.modalities.audio import is_audio
 from ..models.modalities.images import PIXELS, image_token, is_of_images
 from ..models.modalities.videos import is_of_videos
 from ..models.type_facts import facts_of
+from ..models.verification_gate import ConfigUnderTest
 from .measure import Measurement, measure
 from .multimodal_batch import make_multimodal_batch
 from .reference import take_reference

@@ -15,7 +15,7 @@ from ..core.spans import SpanRecorder, Timeline, bubble_share
 from ..data_parallel.distributed_optimizer import prepare_optimizer
 from ..diagnostics.timeline import gather_timeline, write_pictures
 from ..errors import ConfigError
-from ..integrations.transformers.verification_gate import ConfigUnderTest
+from ..models.verification_gate import ConfigUnderTest
 from ..parallel_state import parallel_state
 from ..pipeline_parallel.schedule_simulator import bubble
 from ..pipeline_parallel.schedules import check_schedule, schedule

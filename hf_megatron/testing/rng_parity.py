@@ -17,8 +17,8 @@ from ..config import MegatronConfig
 from ..core.fork_harness import first_reason, run_ranks
 from ..core.off_stage import local_named_parameters
 from ..errors import RankError
-from ..integrations.transformers.verification_gate import ConfigUnderTest
 from ..models.fingerprint import is_rate, random_sites
+from ..models.verification_gate import ConfigUnderTest
 from ..parallel_state import parallel_state
 from .measure import loss_of_batch, on_device
 from .parity import UNBUILDABLE, TinyModel

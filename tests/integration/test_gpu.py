@@ -19,7 +19,7 @@ from hf_megatron import MegatronConfig, token_kl_divergences, token_log_probs
 from hf_megatron.context_parallel.flash import flash_backward_of_joined, flash_forward_of_joined
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.spans import bubble_share
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.tensor_parallel.cross_entropy import CrossEntropyOptions, linear_cross_entropy
 from hf_megatron.testing.adapters import adapted
 from hf_megatron.testing.check import parse_layouts

@@ -5,7 +5,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.testing.measure import measure
 from tests.helpers.low_precision import reference_error
 from tests.helpers.shared_tiny_models import make_tiny_model

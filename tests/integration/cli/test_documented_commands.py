@@ -70,7 +70,7 @@ ELSEWHERE = {
     r"python -m tests\.generated_docs": "tests/integration/test_docs.py",
     r"python -m tests\.helpers\.loop_patterns.*": "tests/integration/fuzz/test_patterns.py",
     r"python -m tests\.helpers\.mutated_files .*": "tests/integration/conversion/test_mutated_files.py",
-    r"python -m tests\.helpers\.flips.*": "tests/integration/integrations/transformers/test_verification_gate.py",
+    r"python -m tests\.helpers\.flips.*": "tests/integration/models/test_verification_gate.py",
     r"python -m tests\.helpers\.third_party_scripts.*": "tests/integration/integrations/test_third_party_scripts.py",
     r"python -m tests.fuzz.*": "tests/integration/fuzz/test_campaign.py",
     r"hf-megatron check .* --device cuda": "tests/integration/cli/test_cli.py",

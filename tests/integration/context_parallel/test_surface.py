@@ -19,7 +19,7 @@ from hf_megatron.context_parallel import attention_dispatch as context_dispatch
 from hf_megatron.context_parallel import axis as context_axis
 from hf_megatron.context_parallel.sequence_split import ContextStack
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.testing.tiny_model import draw_parameters
 

@@ -28,7 +28,7 @@ from hf_megatron.diagnostics.stragglers import StragglerWatch
 from hf_megatron.diagnostics.trace_breakdown import shares_of, write_merged
 from hf_megatron.errors import RankError
 from hf_megatron.integrations.trainer.callbacks.throughput import ThroughputCallback
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.planner.memory_report import memory_table, plan_for
 from tests.integration.diagnostics import test_divergence, test_nonfinite, test_replica_check, test_step_trace

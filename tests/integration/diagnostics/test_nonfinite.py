@@ -29,7 +29,7 @@ from hf_megatron.diagnostics.step_trace import StepTrace
 from hf_megatron.diagnostics.throughput import Throughput
 from hf_megatron.errors import ConfigError
 from hf_megatron.integrations.trainer.callbacks.watches import NonFiniteCallback
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}

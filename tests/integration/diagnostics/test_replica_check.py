@@ -25,7 +25,7 @@ from hf_megatron.diagnostics.nonfinite_hooks import nonfinite_weights
 from hf_megatron.diagnostics.replica_check import RANDOM, WEIGHT, ReplicaCheck
 from hf_megatron.errors import ConfigError, RankError
 from hf_megatron.integrations.trainer.callbacks.replicas import ReplicaCallback
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}

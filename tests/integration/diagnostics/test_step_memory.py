@@ -26,7 +26,7 @@ from hf_megatron.diagnostics.memory_snapshot import MemorySnapshot, is_out_of_me
 from hf_megatron.diagnostics.step_memory import StepMemory, memory_in
 from hf_megatron.errors import ConfigError
 from hf_megatron.integrations.trainer.callbacks.watches import MemoryCallback
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.planner.memory_report import memory_table, plan_for
 from hf_megatron.planner.uniform_routing import balanced_experts

@@ -12,7 +12,7 @@ from hf_megatron.config import MegatronConfig
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.spans import COMPUTE, bubble_share
 from hf_megatron.integrations.trainer.callbacks.timeline import TimelineCallback
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.pipeline_parallel.schedules import rank_actions
 from hf_megatron.testing.pipeline_timeline import draw_timeline
 

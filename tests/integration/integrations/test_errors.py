@@ -20,7 +20,7 @@ from transformers import (
 from hf_megatron import MegatronConfig, UnsupportedError
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.torch.ddp_check import reject_other_trl_trainers
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 
 TP2 = MegatronConfig(tp_size=2)
 

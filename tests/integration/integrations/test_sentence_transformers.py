@@ -25,7 +25,7 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import RankError
 from hf_megatron.integrations import sentence_transformers as replaced
 from hf_megatron.integrations.accelerate import batch_shards
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from tests.conftest import TESTS
 
 STEPS = 20

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from hf_megatron import RankError, local_named_parameters, prepare_optimizer
 from hf_megatron.compat.torch_dtensor import local_tensor
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from tests.helpers.dp_training import gradients, load, local_samples, ranks_of
 from tests.helpers.references import in_one_process

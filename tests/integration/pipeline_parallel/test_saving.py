@@ -19,7 +19,7 @@ from hf_megatron.checkpoint.training_state import load_model, load_optimizers, p
 from hf_megatron.checkpoint.transaction import Transaction
 from hf_megatron.conversion import convert
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.testing.tiny_config import tiny_config
 from hf_megatron.testing.tiny_model import draw_parameters

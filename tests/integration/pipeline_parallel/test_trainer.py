@@ -14,7 +14,7 @@ from hf_megatron import ConfigError, RankError, UnsupportedError
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.data_parallel.grad_reducer import GradientReducer
 from hf_megatron.data_parallel.grad_store import PlainGradients
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from tests.helpers.dp_training import ranks_of
 from tests.helpers.references import trained_alone

@@ -14,9 +14,9 @@ from hf_megatron.context_parallel.masks import SequenceMask
 from hf_megatron.core.communication import mean_grad_ops
 from hf_megatron.core.communication.collectives import take_shard
 from hf_megatron.data_parallel.grad_sync_groups import GradSyncGroup
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.losses import targets as call_targets
 from hf_megatron.losses import token_loss
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.tensor_parallel import vocab_parallel_head
 from hf_megatron.tensor_parallel.linear import RowParallelLinear
 from hf_megatron.testing.measure import measure

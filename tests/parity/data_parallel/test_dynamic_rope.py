@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.data_parallel import dynamic_rope
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.testing.measure import measure
 from hf_megatron.testing.parity import check_tiny_model

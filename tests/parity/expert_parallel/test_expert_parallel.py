@@ -16,7 +16,7 @@ from hf_megatron.errors import RankError
 from hf_megatron.expert_parallel import all_to_all, experts, token_dispatcher
 from hf_megatron.expert_parallel import axis as expert_axis
 from hf_megatron.integrations.transformers import shard_operation
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.measure import measure

@@ -11,8 +11,8 @@ from transformers import CONFIG_MAPPING
 from hf_megatron import ConfigError, UnsupportedError, record_routing, replay_routing
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.expert_parallel.router_replay import Routing, _Player
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.models import verified
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.testing.cases import causal_types
 from hf_megatron.testing.check import parse_layouts

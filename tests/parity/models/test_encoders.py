@@ -7,8 +7,8 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from hf_megatron.errors import RankError
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.models import registry as lookup
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.pipeline_parallel import boundary, tied_weight_grads
 from hf_megatron.tensor_parallel import region
 from hf_megatron.testing.parity import check_tiny_model, measured

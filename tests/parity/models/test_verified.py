@@ -316,7 +316,7 @@ def test_allow_unverified_runs_the_check_first(unrecorded):
 
 def test_allow_unverified_stops_when_the_check_fails(unrecorded, monkeypatch):
     """The check is run with a Python that fails it: nothing is loaded."""
-    import hf_megatron.integrations.transformers.verification_gate as gate
+    import hf_megatron.models.verification_gate as gate
 
     monkeypatch.setattr(gate.sys, "executable", "/bin/false")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.pipeline_parallel import off_stage_images
 from hf_megatron.testing.parity import check_tiny_model
 from tests.parity.models.modalities.test_images import PIPELINES, named, tiny_model

@@ -8,7 +8,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from hf_megatron import RankError
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.pipeline_parallel import packed_sequences
 from hf_megatron.testing.measure import measure

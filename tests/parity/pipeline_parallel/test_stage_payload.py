@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import RankError
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.pipeline_parallel.executor import Execution
 from hf_megatron.pipeline_parallel.stage_payload import StagePayload
 from hf_megatron.tensor_parallel import region

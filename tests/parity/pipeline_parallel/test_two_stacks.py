@@ -9,7 +9,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import RankError
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.pipeline_parallel.boundary import ENCODED, HIDDEN_STATES, StageBoundary
 from hf_megatron.pipeline_parallel.stage_payload import StagePayload
 from hf_megatron.testing.parity import check_tiny_model

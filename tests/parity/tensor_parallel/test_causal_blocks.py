@@ -9,9 +9,9 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import RankError
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.losses import batch_loss, inline_losses
 from hf_megatron.losses.targets import target_names
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.pipeline_parallel import boundary, module_mixins, stage_payload
 from hf_megatron.tensor_parallel import attention_heads, axis, head_sharded_blocks, region
 from hf_megatron.tensor_parallel.experts import SharedLogits

@@ -10,10 +10,10 @@ from transformers import CONFIG_MAPPING
 from hf_megatron.compat.shard_safe import shard_safe
 from hf_megatron.context_parallel import head_parallel_blocks
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.models.layers import find_full_sequence_blocks, find_layers
 from hf_megatron.models.registry import registered_spec
 from hf_megatron.models.spec import generic
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.tensor_parallel import attention_heads, head_sharded_blocks
 from hf_megatron.testing.measure import measure

@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import RankError, UnsupportedError
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.tensor_parallel import head_sharded_blocks
 from hf_megatron.testing.adapters import adapted
 from hf_megatron.testing.parity import check_tiny_model

@@ -9,8 +9,8 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import RankError
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.models.fingerprint import silence
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.tensor_parallel import install_regions
 from tests.helpers.shared_tiny_models import make_tiny_model
 

@@ -12,9 +12,9 @@ from transformers.initialization import no_tie_weights
 
 from hf_megatron import MegatronConfig, PlanError
 from hf_megatron.core.axes import Axes
-from hf_megatron.integrations.transformers.verification_gate import check_command
 from hf_megatron.models import verified
 from hf_megatron.models.fingerprint import COPIES, ENDS, Part, _common_attributes, describe_model, random_sites, silence
+from hf_megatron.models.verification_gate import check_command
 from hf_megatron.parallelize import plan
 from hf_megatron.tensor_parallel.sharding_rules import assign_shardings
 from hf_megatron.testing.cases import causal_types, task_of_class

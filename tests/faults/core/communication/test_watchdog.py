@@ -25,12 +25,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForCausalLM
 
 import hf_megatron
-from hf_megatron import ConfigError, MegatronConfig
+from hf_megatron import ConfigError, MegatronConfig, parallelize
 from hf_megatron.compat.torch_distributed import default_store, set_group_timeouts
 from hf_megatron.core.communication import watchdog
 from hf_megatron.core.fork_harness import run_ranks, set_rank_environment
 from hf_megatron.integrations.accelerate.process_group import ensure_process_group
-from hf_megatron.integrations.transformers import loading as integration
 
 ROOT = Path(__file__).parents[4]
 # What ranks wait for each other; on a busy machine also for one that is late.
@@ -257,7 +256,7 @@ def test_timeout_holds_for_every_group(stories):
             stories, megatron_config=MegatronConfig(tp_size=2, dp_size=2, timeout=TIMEOUT)
         )
         groups = [dist.group.WORLD, dist.new_group([0, 1, 2, 3])]
-        mesh = integration.parallel_state(model).mesh
+        mesh = parallelize.parallel_state(model).mesh
         groups += [mesh.tp_group, mesh.dp_group, mesh.group("dp_shard"), mesh.group("dp_replicate")]
         return all(
             group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=TIMEOUT) for group in groups
@@ -301,7 +300,7 @@ DIFFERENCES = {
     "the version of hf_megatron": lambda patch: patch.setattr(integration, "__version__", "9.9") or ({}, {}),
     "the version of torch": lambda patch: patch.setattr(torch, "__version__", "9.9") or ({}, {}),
     "the version of transformers": (
-        lambda patch: patch.setattr(integration.transformers, "__version__", "9.9") or ({}, {})
+        lambda patch: patch.setattr(parallelize.transformers, "__version__", "9.9") or ({}, {})
     ),
 }
 

@@ -12,7 +12,7 @@ from transformers import default_data_collator as collator
 from hf_megatron import local_named_parameters, prepare_optimizer, shard_safe
 from hf_megatron.compat.torch_dtensor import local_tensor
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.testing.measure import measure
 from hf_megatron.testing.tiny_model import draw_parameters

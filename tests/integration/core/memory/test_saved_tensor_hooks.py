@@ -20,7 +20,7 @@ from hf_megatron.compat.torch_dtensor import local_tensor
 from hf_megatron.compat.torch_memory import storage_id
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.memory import saved_tensor_hooks
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.tensor_parallel import gathered_input
 from hf_megatron.testing.measure import measure
 from tests.helpers.shared_tiny_models import make_tiny_model

@@ -214,7 +214,7 @@ megatron_lm_config:
 """
 STAGES_SCRIPT = """
 import hf_megatron, torch
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 config = ConfigUnderTest(**hf_megatron.config_from_environment().to_dict())
 set_seed(0)

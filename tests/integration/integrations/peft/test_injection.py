@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Moe
 
 from hf_megatron import CheckpointError, RankError, UnsupportedError, prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.tiny_model import draw_parameters
 

@@ -19,7 +19,7 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.testing.multimodal_batch import make_multimodal_batch
 from tests.helpers.shared_tiny_models import make_tiny_model
 

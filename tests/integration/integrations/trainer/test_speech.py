@@ -7,7 +7,7 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, WhisperConfig
 
 from hf_megatron.checkpoint.gather_full import full_state_dict
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 
 STEPS = 20

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from tests.helpers.dp_training import ranks_of
 
 LAYOUTS = {

@@ -287,7 +287,7 @@ def _with_new_head(path, layout, seed=3):
 
 @pytest.mark.parametrize("layout", [TP2, MegatronConfig(pp_size=2, allow_unverified=True)], ids=MegatronConfig.layout)
 def test_a_new_classification_head_is_that_of_one_process(stories, layout, monkeypatch):
-    import hf_megatron.integrations.transformers.loading as integration
+    import hf_megatron.parallelize as integration
 
     monkeypatch.setattr(integration, "require_verified", lambda *_: None)
     [(head, following)] = run_ranks(_with_new_head, 1, stories, None)
@@ -312,7 +312,7 @@ def _with_another_head(path, layout, seed=3):
 @pytest.mark.parametrize("layout", [TP2, MegatronConfig(dp_size=2, zero_stage=3)], ids=MegatronConfig.layout)
 def test_a_head_in_the_place_of_another_is_that_of_one_process(tmp_path, layout, monkeypatch):
     """The checkpoint of a masked language model has its head and no pooler."""
-    import hf_megatron.integrations.transformers.loading as integration
+    import hf_megatron.parallelize as integration
 
     monkeypatch.setattr(integration, "require_verified", lambda *_: None)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -327,7 +327,7 @@ def test_a_head_in_the_place_of_another_is_that_of_one_process(tmp_path, layout,
 
 def test_a_pretraining_checkpoint_has_a_pooler_and_a_head_that_others_leave_out(tmp_path, monkeypatch):
     """As google-bert's: for masked language models a second head is surplus, for two others the pooler is."""
-    import hf_megatron.integrations.transformers.loading as integration
+    import hf_megatron.parallelize as integration
 
     monkeypatch.setattr(integration, "require_verified", lambda *_: None)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

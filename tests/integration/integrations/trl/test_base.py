@@ -24,10 +24,10 @@ from hf_megatron import ConfigError, MegatronConfig, UnsupportedError, token_log
 from hf_megatron.checkpoint.gather_full import full_state_dict
 from hf_megatron.compat.versions import is_of_other_versions
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.integrations.trl import base as integration
 from hf_megatron.integrations.trl import losses as trl_losses
 from hf_megatron.integrations.trl.preference_pairs import ReplicaBatches
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.pipeline_parallel import outputs, pipeline
 from hf_megatron.pipeline_parallel.p2p import Transport

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 from hf_megatron.core.communication import rng
 from hf_megatron.core.communication.rng import host_state, set_host_state
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.testing.measure import loss_of_batch
 from tests.helpers.shared_tiny_models import make_tiny_model
 

@@ -11,7 +11,7 @@ from hf_megatron import ConfigError, MegatronConfig, RankError
 from hf_megatron.core.memory import activation_offload, tiled_mlp
 from hf_megatron.core.memory.activation_offload import OffloadedInputs
 from hf_megatron.core.memory.tiled_mlp import TiledMLP, find_mlps
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.testing.parity import check_tiny_model
 from tests.helpers.shared_tiny_models import make_tiny_model
 

@@ -17,8 +17,8 @@ from hf_megatron import local_named_parameters
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.placement import GradientRule, Placement
 from hf_megatron.integrations.peft import dora, experts, factors, layout, lora, prompts, saving
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.models.modalities import sample_index
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.models.verified import read_results
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.pipeline_parallel.off_stage_module import Placeholder

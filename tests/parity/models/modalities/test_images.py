@@ -10,8 +10,8 @@ from hf_megatron import ConfigError, MegatronConfig
 from hf_megatron.context_parallel.sequence_split import ContextStack
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import RankError, UnsupportedError
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.models.modalities import sample_index
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.tensor_parallel import vocab_parallel_head
 from hf_megatron.testing.parity import TinyModel, check_tiny_model, measured
 from tests.helpers.shared_tiny_models import make_tiny_model

@@ -8,9 +8,9 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import RankError
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.models.layers import LayerSequence
 from hf_megatron.models.registry import spec_for
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.pipeline_parallel import microbatches, off_stage_images, stage_payload
 from hf_megatron.tensor_parallel import attention_heads, install_regions
 from hf_megatron.testing import measure

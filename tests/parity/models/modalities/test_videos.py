@@ -9,9 +9,9 @@ from transformers import CONFIG_MAPPING
 from hf_megatron import MegatronConfig
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import RankError
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
 from hf_megatron.models import verified
 from hf_megatron.models.modalities import sample_index
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.testing.multimodal_batch import make_multimodal_batch
 from hf_megatron.testing.parity import check_tiny_model
 from tests.helpers.shared_tiny_models import make_tiny_model

@@ -15,7 +15,7 @@ from hf_megatron.core.communication.full_tensor import full_tensor_of
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.quantized_weight import QuantizedWeight
 from hf_megatron.errors import ConfigError, UnsupportedError
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.tensor_parallel.quantization import eight_bit, four_bit, scheme
 from hf_megatron.testing.adapters import METHODS, find_targets
@@ -288,7 +288,7 @@ def test_what_is_refused(tmp_path):
         "zero_stage = 3: FSDP2 cuts rows out of codes",
         "compared with one process is Int8WeightOnlyConfig() with a scale for each row",
         "quantization_config = 'nf4': valid are a dict and configs of transformers",
-        "The checkpoint is quantised",
+        "The checkpoint is quantized",
         "mul of a quantised weight: its codes are no numbers",
         "save_pretrained of a LlamaForCausalLM whose weights are quantised",
         "A quantised weight is pickled",

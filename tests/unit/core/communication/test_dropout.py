@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, set_seed
 from hf_megatron import MegatronConfig, shard_safe
 from hf_megatron.core.communication.rng import StreamOfPart
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.integrations.transformers.verification_gate import ConfigUnderTest
+from hf_megatron.models.verification_gate import ConfigUnderTest
 
 # The calls of two layers: attention map, attention output, MLP output; the embedding's comes first.
 FORWARD = ["embedding", "map 0", "attention 0", "mlp 0", "map 1", "attention 1", "mlp 1"]

@@ -7,17 +7,17 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from transformers import CONFIG_MAPPING
 
-from ...compat.transformers_models import has_labels, is_base_model
-from ...config import MegatronConfig
-from ...context_parallel.comm_type import with_scheme
-from ...errors import UnsupportedError, UnverifiedLayoutError
-from ...models.fingerprint import Description, Features
-from ...models.verified import (
+from ..compat.transformers_models import has_labels, is_base_model
+from ..config import MegatronConfig
+from ..core.placement import ParameterSharding
+from ..errors import UnsupportedError, UnverifiedLayoutError
+from .fingerprint import Description, Features
+from .verified import (
     compared_modalities,
     differences,
     failed,
@@ -25,7 +25,6 @@ from ...models.verified import (
     layout_kinds,
     splits_weights,
 )
-from ...parallel_state import ParallelState
 
 # Number of differences listed in an error.
 _SHOWN = 6
@@ -33,11 +32,24 @@ _SHOWN = 6
 _BESIDE = ("architectures", "transformers_version", "dtype", "distributed_config", "_name_or_path", "model_type")
 
 
+class PlannedModel(Protocol):
+    """The members of `ParallelState` that the check reads.
+
+    Attributes:
+        shardings: name -> sharding of every parameter.
+        modalities: inputs that a pipeline accepts besides text and images; set by the check.
+    """
+
+    config: MegatronConfig
+    shardings: dict[str, ParameterSharding]
+    modalities: frozenset[str]
+
+
 class ConfigUnderTest(MegatronConfig):
     """Layout used by a parity check itself; it skips the verification check."""
 
 
-def require_verified(model: Any, state: ParallelState, description: Description) -> None:
+def require_verified(model: Any, state: PlannedModel, description: Description) -> None:
     """Raises `UnverifiedLayoutError`, with the check command, unless a parity result covers the model on its layout.
 
     With `allow_unverified=True` the parity check of a tiny model runs here in a subprocess, on its own CPU ranks, and a
@@ -81,7 +93,7 @@ def require_verified(model: Any, state: ParallelState, description: Description)
         raise UnverifiedLayoutError(f"{what}\nIts parity check failed (`{command}`):\n{report}")
 
 
-def why_unverified(model: Any, config: MegatronConfig, state: ParallelState, description: Description) -> list[str]:
+def why_unverified(model: Any, config: MegatronConfig, state: PlannedModel, description: Description) -> list[str]:
     """Returns a line with the reason for each layout kind without a matching parity result; empty if all are verified.
 
     Args:
@@ -105,13 +117,14 @@ def why_unverified(model: Any, config: MegatronConfig, state: ParallelState, des
     return lines
 
 
-def with_compared_scheme(model: Any, config: MegatronConfig, description: Description) -> MegatronConfig:
-    """Returns the config with `cp_comm_type` resolved: the ring (`"p2p"`) if unset and only the ring was verified.
+def choose_verified_scheme(
+    model: Any, config: MegatronConfig, stated: MegatronConfig, description: Description
+) -> MegatronConfig:
+    """Returns `stated`, or `config` with the ring (`"p2p"`) if no scheme was set and only the ring was verified.
 
-    Raises:
-        ConfigError: the number of heads is not divisible by the context-parallel ranks.
+    Args:
+        stated: `config` with the default `cp_comm_type` filled in.
     """
-    stated = with_scheme(config, model.config)
     if config.cp_size == 1 or config.cp_comm_type is not None:
         return stated
     features = description.features({})
@@ -129,7 +142,7 @@ def _base_prefix(model: Any) -> str | None:
     return model.base_model_prefix if is_base_model(model) else None
 
 
-def features_on(kind: str, description: Description, state: ParallelState) -> Features:
+def features_on(kind: str, description: Description, state: PlannedModel) -> Features:
     """Returns the features of a model on one kind of layout: of full modules if that kind splits no weights."""
     return description.features(state.shardings if splits_weights(kind) else {})
 
