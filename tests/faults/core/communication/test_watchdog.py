@@ -297,7 +297,7 @@ DIFFERENCES = {
     "MegatronConfig.seed": lambda patch: ({"seed": 7}, {}),
     "MegatronConfig.sequence_parallel": lambda patch: ({"sequence_parallel": True}, {}),
     "the model's config.rms_norm_eps": lambda patch: ({}, {"rms_norm_eps": 1e-3}),
-    "the version of hf_megatron": lambda patch: patch.setattr(integration, "__version__", "9.9") or ({}, {}),
+    "the version of hf_megatron": lambda patch: patch.setattr(parallelize, "__version__", "9.9") or ({}, {}),
     "the version of torch": lambda patch: patch.setattr(torch, "__version__", "9.9") or ({}, {}),
     "the version of transformers": (
         lambda patch: patch.setattr(parallelize.transformers, "__version__", "9.9") or ({}, {})
