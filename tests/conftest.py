@@ -27,7 +27,7 @@ FIRST_TIER = TESTS / "first_tier.txt"
 # What `addopts` of pyproject.toml selects.
 ONLY_FIRST = "not slow"
 # See `shared_twins`.
-TWINS = "SHARED_TWINS"
+TINY_MODELS = "SHARED_TINY_MODELS"
 
 torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()
@@ -45,13 +45,13 @@ def pytest_configure(config):
     if config.args_source is config.ArgsSource.ARGS and config.option.markexpr == ONLY_FIRST:
         config.option.markexpr = ""
     if not _is_worker(config):
-        os.environ[TWINS] = tempfile.mkdtemp(prefix="hf_megatron_twins_")
+        os.environ[TINY_MODELS] = tempfile.mkdtemp(prefix="hf_megatron_twins_")
 
 
 def pytest_unconfigure(config):
     # A usage error comes before it is there.
-    if not _is_worker(config) and TWINS in os.environ:
-        shutil.rmtree(os.environ.pop(TWINS), ignore_errors=True)
+    if not _is_worker(config) and TINY_MODELS in os.environ:
+        shutil.rmtree(os.environ.pop(TINY_MODELS), ignore_errors=True)
 
 
 def pytest_xdist_auto_num_workers():

@@ -20,7 +20,7 @@ def make_tiny_model(config: PreTrainedConfig, **arguments: Any) -> TinyModel:
     files.
     """
     key = json.dumps([type(config).__name__, config.to_dict(), arguments], sort_keys=True)
-    file = Path(os.environ["SHARED_TWINS"], hashlib.sha256(key.encode()).hexdigest())
+    file = Path(os.environ["SHARED_TINY_MODELS"], hashlib.sha256(key.encode()).hexdigest())
     with open(file.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not file.exists():
