@@ -28,7 +28,7 @@ from .context_parallel import axis as context_parallel
 from .context_parallel.comm_type import with_scheme
 from .core.axes import Axes
 from .core.communication.rank_errors import agree
-from .core.forward_hooks import ForwardHooks
+from .core.forward_hooks import ForwardHooks, HookOrder
 from .core.memory.training_kv_cache import leave_out_in_training, reject_cache
 from .core.mesh import ParallelMesh
 from .core.off_stage import local_named_parameters
@@ -97,6 +97,41 @@ EXIT_ORDER = (
     "sequence split",
     "forward input",
     "dynamic rope",
+)
+
+# Order of the hooks on one submodule, where several features have some.
+MODULE_ORDER = HookOrder(
+    enter=(
+        "context parallel layer",  # arguments of this rank's tokens; outermost
+        "zero 3",  # weights are unsharded; before FSDP2's own hook
+        "full-sequence region",  # gathers the sequence over tp for the hooks below
+        "local arguments",  # of this rank's heads
+        "partial heads",
+        "partial sum",  # the gradient of the inputs is summed over tp
+        "expert widths",
+        "sequence parallel stack",  # splits the sequence at the first layer
+        "per-token arguments",  # split like the hidden states
+        "uniform region",  # shared random numbers, full input
+        "full-sequence block",  # gathers the sequence over cp; innermost
+        "replaced functions",
+        "active forward",
+        "user hooks",
+        "sequence split",
+        "user hook checks",
+    ),
+    exit=(
+        "full-sequence block",
+        "latent with rotary",
+        "partial heads",
+        "partial sum",
+        "full-sequence region",
+        "sequence parallel stack",
+        "context parallel layer",
+        "sequence ends",
+        "active forward",
+        "sequence split",
+    ),
+    outside=frozenset({"context parallel layer", "zero 3", "full-sequence region"}),
 )
 
 # In the order in which they wrap a model, the innermost first.
@@ -191,7 +226,7 @@ def plan(model: Any, config: MegatronConfig, axes: Axes, *, is_quantized: bool =
         name: ParameterSharding(name, tuple(parameter.shape), "replicated", Placement(), GradientRule())
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
-    hooks = ForwardHooks(ENTER_ORDER, EXIT_ORDER)
+    hooks = ForwardHooks(ENTER_ORDER, EXIT_ORDER, MODULE_ORDER)
     state = ParallelState(config, axes, spec, shardings, hooks=hooks, is_quantized=is_quantized)
     for axis in AXES:
         axis.place(model, state)

@@ -78,7 +78,7 @@ def install(model: Any, state: ParallelState) -> None:
         region = regions.uniform.get(block) if regions is not None else None
         # Heads of the block split over cp, or all of it on every rank.
         around = FullSequenceBlock(stack, block, region) if heads is None else SharedHeadBlock(stack, block, heads)
-        around.install(modules[block])
+        around.install(modules[block], state.hooks)
     guards = place_head(model, state, stack, name)
     leaving = state.leaving
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..compat.shard_safe import shard_safe
 from ..compat.shared import Shared
+from ..core.forward_hooks import ForwardHooks
 from ..tensor_parallel.region import UniformRegion
 from .local_tokens import mapped
 from .mask_specs import ContextMask
@@ -37,11 +38,10 @@ class FullSequenceBlock(Shared):
         if region is not None:
             region.own_tokens = self._own_of_sum
 
-    def install(self, block: nn.Module) -> None:
+    def install(self, block: nn.Module, hooks: ForwardHooks) -> None:
         self.names = tuple(inspect.signature(block.forward).parameters)
         # Inner hooks: sequence parallelism gathers the inputs before them and splits the outputs after them.
-        block.register_forward_pre_hook(self._enter, with_kwargs=True)
-        block.register_forward_hook(self._leave, prepend=True, always_call=True)
+        hooks.add_to(block, "full-sequence block", self._enter, self._leave, always_exit=True)
 
     @shard_safe
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -123,8 +123,8 @@ class ContextStack(Shared):
         for index, layer in enumerate(layers):
             names = tuple(inspect.signature(layer.forward).parameters)
             enter = functools.partial(self._enter, names, index == 0)
-            layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
-        layers[-1].register_forward_hook(self._leave)
+            hooks.add_to(layer, "context parallel layer", enter)
+        hooks.add_to(layers[-1], "context parallel layer", exit=self._leave)
         self.modality_encoders.install(model, layers)
         base: Any = model.base_model
         for module in (model,) if base is model else (model, base):

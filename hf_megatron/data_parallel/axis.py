@@ -27,4 +27,4 @@ def install(model: Any, state: ParallelState) -> None:
         state.patches.replace(model, "_get_name", lambda: name)
     state.data_parallel = engine = DataParallel(model, state)
     if state.shards_weights:
-        install_guards(model, lambda: engine.has_run)
+        install_guards(model, state.hooks, lambda: engine.has_run)

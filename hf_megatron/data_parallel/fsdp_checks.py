@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ..compat.shared import Shared
 from ..compat.torch_fsdp import unsharded_parameters
+from ..core.forward_hooks import ForwardHooks
 from ..core.mesh import is_weight_axis
 from ..core.off_stage import is_off_stage
 from ..errors import UnsupportedError
@@ -26,10 +27,10 @@ class FullWithinForward(Shared):
     def __init__(self, name: str):
         self.name = name
 
-    def install(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(self._enter)
+    def install(self, module: nn.Module, hooks: ForwardHooks) -> None:
+        hooks.add_to(module, "zero 3", self._enter)
 
-    def _enter(self, module: nn.Module, args: tuple) -> None:
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling() and any(map(is_sharded, module._parameters.values())):
             raise UnsupportedError(
                 f"{self.name} ({type(module).__name__}) was called outside of the model's forward: with zero_stage=3 "
@@ -49,10 +50,10 @@ class AfterFirstForward(Shared):
     def __init__(self, name: str, has_run: Callable[[], bool]):
         self.name, self.has_run = name, has_run
 
-    def install(self, unit: nn.Module) -> None:
-        unit.register_forward_pre_hook(self._enter, prepend=True)
+    def install(self, unit: nn.Module, hooks: ForwardHooks) -> None:
+        hooks.add_to(unit, "zero 3", self._enter)
 
-    def _enter(self, unit: nn.Module, args: tuple) -> None:
+    def _enter(self, unit: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling() and not self.has_run():
             raise UnsupportedError(
                 f"{self.name} was called before the model's first forward: with zero_stage=3 "
@@ -65,7 +66,7 @@ def is_unit(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def install_guards(model: nn.Module, has_run: Callable[[], bool]) -> None:
+def install_guards(model: nn.Module, hooks: ForwardHooks, has_run: Callable[[], bool]) -> None:
     """Guards every module with parameters of its own, after FSDP2 has installed its hooks.
 
     Args:
@@ -73,9 +74,9 @@ def install_guards(model: nn.Module, has_run: Callable[[], bool]) -> None:
     """
     for name, module in model.named_modules():
         if any(parameter is not None for parameter in module._parameters.values()):
-            FullWithinForward(name).install(module)
+            FullWithinForward(name).install(module, hooks)
         if is_unit(module) and module is not model:
-            AfterFirstForward(name, has_run).install(module)
+            AfterFirstForward(name, has_run).install(module, hooks)
 
 
 class SplitPlaces:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..core.communication.collectives import copy_to_ranks
 from ..core.communication.mean_grad_ops import sum_over_ranks
+from ..core.forward_hooks import ForwardHooks
 from ..core.mesh import ParallelMesh
 from ..errors import PlanError, UnsupportedError
 from .local_parameters import local_view
@@ -32,8 +33,8 @@ class LocalArguments:
     heads: int
     mesh: ParallelMesh
 
-    def install(self, block: nn.Module) -> None:
-        block.register_forward_pre_hook(self._enter, with_kwargs=True)
+    def install(self, block: nn.Module, hooks: ForwardHooks) -> None:
+        hooks.add_to(block, "local arguments", self._enter)
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
         # Arguments may be positional or named.

@@ -292,16 +292,17 @@ def _install_style(
         rotary_dim=getattr(text, "qk_rope_head_dim", None),
         heads=plan.heads.get(name),
         loss_chunk_size=state.config.loss_chunk_size,
+        hooks=state.hooks,
     )
     rules.install(module, context)
     # Parameters that the style does not convert itself become local tensors on attribute access.
     if names := tuple(parameter for parameter in shardings if not rules.reads(parameter)):
         read_locally(module, mesh, forwards, _names(shardings, summed=True), _names(shardings, addends=True), names)
     if widths := split_widths(shardings.values(), state.axes):
-        GroupedWidths(widths, mesh.tp_size).install(module)
+        GroupedWidths(widths, mesh.tp_size).install(module, state.hooks)
     give_sizes(module, plan.local_sizes.get(name, {}))
     if (arguments := lookup(name, state.spec.tp.local_arguments)) is not None:
-        LocalArguments(arguments, text.num_attention_heads, mesh).install(module)
+        LocalArguments(arguments, text.num_attention_heads, mesh).install(module, state.hooks)
 
 
 def _names(

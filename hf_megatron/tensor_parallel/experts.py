@@ -10,6 +10,7 @@ from ..compat.shared import Shared
 from ..core.communication.collectives import copy_to_ranks, reduce_from_ranks
 from ..core.communication.mean_grad_ops import scale_gradient
 from ..core.communication.rng import TensorParallelRng
+from ..core.forward_hooks import ForwardHooks
 from ..errors import UnsupportedError
 
 
@@ -24,10 +25,8 @@ class PartialSum(Shared):
         self.group, self.streams = group, streams
         self.copy_inputs = copy_inputs
 
-    def install(self, module: nn.Module) -> None:
-        if self.copy_inputs:
-            module.register_forward_pre_hook(self._enter, with_kwargs=True)
-        module.register_forward_hook(self._leave)
+    def install(self, module: nn.Module, hooks: ForwardHooks) -> None:
+        hooks.add_to(module, "partial sum", self._enter if self.copy_inputs else None, self._leave)
 
     def _copy(self, value: Any) -> Any:
         # Integer inputs, such as expert indices, have no gradient to sum.
@@ -114,8 +113,8 @@ class LatentWithRotary(Shared):
         self.rotary_dim = rotary_dim
         self.group = group
 
-    def install(self, module: nn.Module) -> None:
-        module.register_forward_hook(self._leave)
+    def install(self, module: nn.Module, hooks: ForwardHooks) -> None:
+        hooks.add_to(module, "latent with rotary", exit=self._leave)
 
     def _leave(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         # [batch, sequence, latent + rotary_dim], replicated.

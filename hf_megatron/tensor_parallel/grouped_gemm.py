@@ -10,6 +10,7 @@ from torch import nn
 from ..compat.shared import Shared
 from ..compat.transformers_models import uses_grouped_product
 from ..core.axes import Axes
+from ..core.forward_hooks import ForwardHooks
 from ..core.placement import ParameterSharding
 from ..errors import ConfigError
 
@@ -65,10 +66,10 @@ class GroupedWidths(Shared):
         self.widths, self.tp_size = widths, tp_size
         self.seen: torch.dtype | None = None
 
-    def install(self, experts: nn.Module) -> None:
-        experts.register_forward_pre_hook(self._enter)
+    def install(self, experts: nn.Module, hooks: ForwardHooks) -> None:
+        hooks.add_to(experts, "expert widths", self._enter)
 
-    def _enter(self, experts: nn.Module, args: tuple) -> None:
+    def _enter(self, experts: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         dtype = next(iter(experts._parameters.values())).dtype  # type: ignore[union-attr]
         # Under torch.compile, only bfloat16 uses torch's grouped matmul.
         if dtype == self.seen or (torch.compiler.is_compiling() and dtype != torch.bfloat16):

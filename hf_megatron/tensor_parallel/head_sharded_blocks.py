@@ -27,6 +27,7 @@ from ..compat.shared import Shared
 from ..core.communication.collectives import copy_to_ranks, gather_from_ranks, reduce_from_ranks, split_over_ranks
 from ..core.communication.mean_grad_ops import sum_over_ranks
 from ..core.communication.rng import TensorParallelRng
+from ..core.forward_hooks import ForwardHooks
 from ..errors import UnsupportedError
 from ..models.spec import HeadBlock, Width
 from .attention_heads import norm_of_all_ranks
@@ -234,10 +235,9 @@ class PartialHeads(Shared):
         self.own = HeadsOfRank(heads, group)
         self._is_replicated = False
 
-    def install(self, block: nn.Module) -> None:
-        block.register_forward_pre_hook(self._enter, with_kwargs=True)
+    def install(self, block: nn.Module, hooks: ForwardHooks) -> None:
         # Recomputation stops in the middle of a forward by raising, so the block is restored in any case.
-        block.register_forward_hook(self._leave, always_call=True)
+        hooks.add_to(block, "partial heads", self._enter, self._leave, always_exit=True)
 
     def _copy(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point():

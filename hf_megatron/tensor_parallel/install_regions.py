@@ -86,25 +86,27 @@ class Regions(Shared):
             full_prefix: indices of the layers before which the loop reads full hidden states.
         """
         for block, region in self.uniform.items():
-            region.install(model.get_submodule(block))
+            region.install(model.get_submodule(block), hooks)
         for block, name in self.unsharded.items():
             further = lookup(block, per_token_inputs) or ()
-            FullSequenceRegion(self.stacks[name], self.streams, further).install(model.get_submodule(block))
+            FullSequenceRegion(self.stacks[name], self.streams, further).install(model.get_submodule(block), hooks)
         for name, stack in self.stacks.items():
             layers: Any = model.get_submodule(name)
             # With layer drop no fixed layer is the first or the last one.
             stack.may_leave_out = leaves_layers_out(model.config)
-            stack.install(layers, full_prefix)
+            stack.install(layers, hooks, full_prefix)
             # Off-stage layers are placeholders.
             owned = list(filter(computes_here, layers))
             for layer in owned:
                 draw_alone(layer, self.streams)
             if arguments or unsharded:
-                SequenceArguments(arguments, self.group, unsharded or {}).install(owned)
+                SequenceArguments(arguments, self.group, unsharded or {}).install(owned, hooks)
         if self.stacks:
             hooks.add("sequence ends", self._require_ends)
             for name in self.stacks:
-                _around_layers(model, name).register_forward_hook(functools.partial(self._require_left, name))
+                hooks.add_to(
+                    _around_layers(model, name), "sequence ends", exit=functools.partial(self._require_left, name)
+                )
         return self._leave_split if self.stacks else None
 
     def _leave_split(self, hidden_states: Tensor, layers: str) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..compat.shared import Shared
 from ..core.communication.collectives import split_over_ranks
+from ..core.forward_hooks import ForwardHooks
 from ..errors import UnsupportedError
 
 
@@ -44,9 +45,9 @@ class SequenceArguments(Shared):
         self.dims, self.refused = dims, refused
         self.group = group
 
-    def install(self, layers: Iterable[nn.Module]) -> None:
+    def install(self, layers: Iterable[nn.Module], hooks: ForwardHooks) -> None:
         for layer in layers:
-            layer.register_forward_pre_hook(self._enter, with_kwargs=True)
+            hooks.add_to(layer, "per-token arguments", self._enter)
 
     def _enter(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]):
         # [..., sequence, ...] -> [..., sequence / tp, ...], matching the layer's shard of the hidden states.

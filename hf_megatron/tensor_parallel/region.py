@@ -34,6 +34,7 @@ from ..core.communication.collectives import (
     split_over_ranks,
 )
 from ..core.communication.rng import TensorParallelRng
+from ..core.forward_hooks import ForwardHooks
 from ..core.memory.gqa_saved_kv import keep_heads_once
 from ..core.memory.recomputed_activations import recomputed_for
 from ..core.memory.saved_tensor_hooks import may_pack
@@ -83,11 +84,12 @@ class SequenceStack(Shared):
         """Returns the token dim of a tensor; between layers a dim of hyper-connection streams may precede the batch."""
         return self.sequence_dim + (self.streams_lead and tensor.dim() == 4)
 
-    def install(self, layers: nn.ModuleList, full_prefix: tuple[int, ...] = ()) -> None:
+    def install(self, layers: nn.ModuleList, hooks: ForwardHooks, full_prefix: tuple[int, ...] = ()) -> None:
         # Split before the first layer and gather after the last one, or around each layer or recorded position.
         for first in range(len(layers)) if self.may_leave_out else {0, *full_prefix}:
-            layers[first].register_forward_pre_hook(self._enter, with_kwargs=True)
-            layers[first - 1].register_forward_hook(self._leave)  # For 0 this is the last layer.
+            hooks.add_to(layers[first], "sequence parallel stack", self._enter)
+            # For 0 this is the last layer.
+            hooks.add_to(layers[first - 1], "sequence parallel stack", exit=self._leave)
 
     def require_ends(self, layers: nn.ModuleList, name: str) -> None:
         """Raises `UnsupportedError` if other layers are at the ends of the stack by now."""
@@ -198,8 +200,8 @@ class UniformRegion(Shared):
     is_inside: bool = False
     own_tokens: Callable[[Tensor], Tensor] | None = None
 
-    def install(self, block: nn.Module) -> None:
-        block.register_forward_pre_hook(self._enter, with_kwargs=True)
+    def install(self, block: nn.Module, hooks: ForwardHooks) -> None:
+        hooks.add_to(block, "uniform region", self._enter)
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
         # Before the column-parallel linears all ranks hold the same values.
@@ -270,10 +272,9 @@ class FullSequenceRegion(Shared):
     streams: TensorParallelRng
     further: tuple[str, ...] = ()
 
-    def install(self, block: nn.Module) -> None:
-        # Prepended: the hooks of the block's own style see gathered inputs.
-        block.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-        block.register_forward_hook(self._leave)
+    def install(self, block: nn.Module, hooks: ForwardHooks) -> None:
+        # Outer hooks: those of the block's own style see gathered inputs.
+        hooks.add_to(block, "full-sequence region", self._enter, self._leave)
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
         def gather(hidden_states: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..core.communication.rng import TensorParallelRng
+from ..core.forward_hooks import ForwardHooks
 from ..core.mesh import ParallelMesh
 from ..core.placement import GradientRule, Placement
 from ..errors import PlanError
@@ -63,6 +64,7 @@ class ModuleContext:
     gradient: Mapping[str, GradientRule]
     streams: TensorParallelRng
     forwards: ActiveForwards
+    hooks: ForwardHooks
     region: UniformRegion | None = None
     copies: int = 1
     rotary_dim: int | None = None
@@ -219,7 +221,7 @@ class _Latent(Style):
     def install(self, module: nn.Module, context: ModuleContext) -> None:
         if context.rotary_dim is None:
             raise PlanError(f"{context.name}: the config has no qk_rope_head_dim, which style 'mla_kv_a_proj' needs.")
-        LatentWithRotary(context.rotary_dim, context.mesh.tp_group).install(module)
+        LatentWithRotary(context.rotary_dim, context.mesh.tp_group).install(module, context.hooks)
 
 
 class _PartialSum(Style):
@@ -231,7 +233,7 @@ class _PartialSum(Style):
         return GradientRule() if placement.is_split else GradientRule(sum=AXIS)
 
     def install(self, module: nn.Module, context: ModuleContext) -> None:
-        PartialSum(context.mesh.tp_group, context.streams, copy_inputs=self.copy_inputs).install(module)
+        PartialSum(context.mesh.tp_group, context.streams, copy_inputs=self.copy_inputs).install(module, context.hooks)
 
 
 class _HeadsOfRank(Style):
@@ -244,7 +246,7 @@ class _HeadsOfRank(Style):
 
     def install(self, module: nn.Module, context: ModuleContext) -> None:
         assert context.heads is not None
-        PartialHeads(context.heads, context.mesh.tp_group, context.streams).install(module)
+        PartialHeads(context.heads, context.mesh.tp_group, context.streams).install(module, context.hooks)
 
 
 class _SummedInside(Style):

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ...core.forward_hooks import ForwardHooks
 from ...core.off_stage import is_off_stage
 from ...core.placement import GradientRule, Placement, copies_of_model
 from ...errors import UnsupportedError
@@ -132,7 +133,7 @@ def shard_adapters(model: nn.Module, state: ParallelState) -> None:
         if on_other_stage:
             innermost.list_around(tuner)
         if not kind.has_copies:
-            _move_hooks(base, tuner)
+            _move_hooks(state.hooks, base, tuner)
     _follow(model, state, {name: tuner for name, tuner, _ in found})
 
 
@@ -162,7 +163,7 @@ def forget_adapters(
             for sharding in [sharding for sharding in state.shardings if sharding.startswith(f"{name}.")]:
                 del state.shardings[sharding]
             _rename_shardings(state, f"{name}\0", name)
-            _move_hooks(tuner, module)
+            _move_hooks(state.hooks, tuner, module)
     _follow(model, state, there)
 
 
@@ -202,13 +203,9 @@ def _renamed(state: ParallelState, before: str, after: str) -> Iterator[tuple[st
         yield name, sharding
 
 
-def _move_hooks(source: nn.Module, target: nn.Module) -> None:
+def _move_hooks(hooks: ForwardHooks, source: nn.Module, target: nn.Module) -> None:
     """Moves hooks on the input and output of a linear that is a block of its own to its adapter layer."""
-    for hooks in (source._forward_pre_hooks, source._forward_hooks):
-        for number, hook in list(hooks.items()):
-            owner = getattr(hook, "__self__", None)
-            if isinstance(owner, LatentWithRotary | UniformRegion | FullSequenceRegion):
-                del hooks[number]
-                source._forward_pre_hooks_with_kwargs.pop(number, None)
-                source._forward_hooks_with_kwargs.pop(number, None)
-                owner.install(target)
+    for owner in hooks.owners(source):
+        if isinstance(owner, LatentWithRotary | UniformRegion | FullSequenceRegion):
+            hooks.remove_from(source, owner)
+            owner.install(target, hooks)

@@ -12,8 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaModel, LlamaPreTrained
 
 from hf_megatron import MegatronConfig, UnsupportedError, UnverifiedLayoutError
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.integrations.transformers import verification_gate
-from hf_megatron.models import verified
+from hf_megatron.models import verification_gate, verified
 from hf_megatron.testing.measure import _on_all_ranks
 from hf_megatron.testing.parity import check_tiny_model
 from hf_megatron.testing.tiny_config import tiny_config

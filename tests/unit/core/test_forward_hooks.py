@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_megatron.core.forward_hooks import ForwardHooks
+from hf_megatron.core.forward_hooks import ForwardHooks, HookOrder
 
 
 class Doubled(nn.Module):
@@ -114,3 +114,32 @@ def test_hooks_of_users_come_after_the_table():
     hooks.add("first", lambda module, args, kwargs: ((torch.ones(1),), kwargs))
     model(1)
     assert torch.is_tensor(seen[0][0])
+
+
+def test_hooks_of_a_module_inside_are_in_their_declared_order():
+    model, seen = nn.Sequential(Doubled()), []
+    order = HookOrder(("outer", "first", "second"), ("second", "first"), frozenset({"outer"}))
+    hooks = ForwardHooks(modules=order)
+    hooks.install(model)
+    model[0].register_forward_pre_hook(lambda *_: seen.append("other"))
+
+    def note(name):
+        return lambda *_: seen.append(name)
+
+    class Owner:
+        def enter(self, module, args, kwargs):
+            seen.append("owner")
+
+    owner = Owner()
+    for name in ("second", "first", "outer"):
+        hooks.add_to(model[0], name, note(name), note(f"after {name}"))
+    hooks.add_to(model[0], "first", owner.enter)
+    model(1)
+    assert seen == ["outer", "other", "first", "owner", "second", "after second", "after first", "after outer"]
+    assert [name for _, name, _ in hooks.module_rows()["0"]][:4] == ["outer", "first", "first", "second"]
+    assert "0\n  before  outer" in str(hooks)
+    assert hooks.owners(model[0]) == [owner]
+    hooks.remove_from(model[0], owner)
+    seen.clear()
+    model(1)
+    assert "owner" not in seen and seen[:2] == ["outer", "other"]
