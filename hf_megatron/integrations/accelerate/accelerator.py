@@ -54,7 +54,9 @@ def init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
     if config is not None and job_world_size() > 1 and arguments.get("parallelism_config") is None:
         for name in ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin"):
             if arguments.get(name) is not None:
-                raise UnsupportedError(f"Accelerator({name}=...) beside megatron_config: drop the plugin.")
+                raise UnsupportedError(
+                    f"Accelerator({name}=...) cannot be combined with megatron_config. Remove the plugin."
+                )
         arguments["parallelism_config"] = parallelism_config(config.ranks_per_replica)
     mine = type(arguments.get("parallelism_config")).__name__ == "MegatronParallelismConfig"
     original(self, **_with_data(arguments) if mine else arguments)
@@ -75,8 +77,9 @@ def _with_data(arguments: dict[str, Any]) -> dict[str, Any]:
     if layout.tp_size > 1 and layout.dp_shard_size > 1:
         if configuration.dispatch_batches:
             raise UnsupportedError(
-                f"dispatch_batches=True with {layout.dp_shard_size} dp ranks of {layout.tp_size} ranks each: "
-                "Accelerate would send all of them the same batch. Leave it out; each rank then reads its own batches."
+                f"dispatch_batches=True is not supported with {layout.dp_shard_size} data-parallel ranks and "
+                f"{layout.tp_size} ranks per replica: Accelerate would send the same batch to all of them. Leave it "
+                "unset; each replica then reads its own batches."
             )
         # None means True for an IterableDataset.
         configuration = dataclasses.replace(configuration, dispatch_batches=False)
@@ -148,9 +151,9 @@ def _require_fitting(self: Any, model: Any) -> None:
     state = _state(model)
     if not is_ours(self):
         raise ConfigError(
-            "This Accelerator was created before the model was loaded with megatron_config and splits batches over "
-            "all ranks. Create it after the model, pass it megatron_lm_plugin=MegatronPlugin(...), or launch with "
-            "an accelerate YAML of type MEGATRON_LM."
+            "This Accelerator was created before the model was loaded with megatron_config, so it gives every rank "
+            "different batches. Create it after the model, pass it megatron_lm_plugin=MegatronPlugin(...), or launch "
+            "with an accelerate YAML of type MEGATRON_LM."
         )
     _require_same_layout(self, state.config)
     if state.pipeline is not None and self.scaler is not None:
@@ -168,15 +171,17 @@ def _require_same_layout(accelerator: Any, config: MegatronConfig) -> None:
     ranks = accelerator.parallelism_config.tp_size
     if config.ranks_per_replica != ranks:
         raise ConfigError(
-            f"The model was loaded with {config.ranks_per_replica} ranks per batch (tp_size x cp_size x pp_size), this "
-            f"Accelerator was set up for {ranks}. Create it after the model, or pass both the same MegatronConfig."
+            f"The model was loaded with {config.ranks_per_replica} ranks per replica (tp_size x cp_size x pp_size), "
+            f"but this Accelerator was created for {ranks}. Create it after the model, or pass the same MegatronConfig "
+            "to both."
         )
     plugin = getattr(accelerator, "_hf_megatron_plugin", None)
     loaded = config.to_dict()
     asked = {} if plugin is None else plugin.to_dict() | {"dp_size": config.dp_size}
     if differing := [f"{k} = {loaded[k]!r} (plugin: {value!r})" for k, value in asked.items() if value != loaded[k]]:
         raise ConfigError(
-            f"The model was loaded with {', '.join(differing)}. Pass it the plugin's: megatron_config=plugin.config."
+            f"The model was loaded with {', '.join(differing)}. Load it with the plugin's config: "
+            "megatron_config=plugin.config."
         )
 
 

@@ -36,8 +36,8 @@ def _only_model(accelerator: Any) -> Any | None:
     if len(models) > 1:
         names = ", ".join(type(model).__name__ for model in models)
         raise UnsupportedError(
-            f"save_state and load_state of several models ({names}) with megatron_config: prepare each with an "
-            "Accelerator of its own, or leave those that do not train unprepared."
+            f"save_state and load_state support one model with megatron_config, got several ({names}). Prepare each "
+            "with its own Accelerator, or do not prepare models that are not trained."
         )
     return models[0]
 
@@ -68,7 +68,7 @@ def save_state(original: Callable, self: Any, output_dir: str | None = None, *ar
                 "`self.save_iteration` with what iteration to start with."
             )
     elif output_dir is None:
-        raise ValueError("save_state: no output_dir was given and automatic checkpoint naming is off.")
+        raise ValueError("save_state needs output_dir, because automatic checkpoint naming is off.")
     else:
         wanted = Path(output_dir).expanduser()
     target = choose_target(wanted, f"Saving {wanted}")
@@ -84,8 +84,8 @@ def save_state(original: Callable, self: Any, output_dir: str | None = None, *ar
 
     save_training_state(target, model, _optimizers(self), write_files, step=self.step, pointer=pointer)
     if naming.automatic_checkpoint_naming and naming.total_limit:
-        # All ranks wait: one that continued to load would list folders that rank 0 is removing.
-        with propagate_errors(f"Removing checkpoints older than {target}"):
+        # Together: a rank that goes on to load would list folders that the first one is removing.
+        with propagate_errors(f"Removing old checkpoints next to {target}"):
             if self.is_main_process:
                 prune(target.parent, naming.total_limit, pattern="checkpoint_*")
     naming.iteration += 1
@@ -156,7 +156,7 @@ def load_state(original: Callable, self: Any, input_dir: str | None = None, *arg
         return original(self, input_dir if path is None else str(path), *args, **kwargs)
     models = self._models
     if len(models) != 1:
-        raise UnsupportedError(f"{path} holds one model, this Accelerator has prepared {len(models)}.")
+        raise UnsupportedError(f"{path} holds one model, but this Accelerator has prepared {len(models)}.")
     for hook in self._load_model_state_pre_hook.values():
         hook(models, str(path))
     PATCH_REGISTRY.activate()
@@ -165,7 +165,10 @@ def load_state(original: Callable, self: Any, input_dir: str | None = None, *arg
     holders = {"schedulers": self._schedulers, "custom": self._custom_objects}
     for name, own in {} if loop is None else holders.items():
         if len(loop[name]) != len(own):
-            raise CheckpointError(f"{path} holds {len(loop[name])} {name} states, this Accelerator has {len(own)}.")
+            raise CheckpointError(
+                f"{path} holds {len(loop[name])} states of {name}, but this Accelerator has {len(own)}. Prepare or "
+                "register as many as when the checkpoint was saved."
+            )
     load_weights(models[0], checkpoint)
     load_optimizers(adapted_module(models[0]), _optimizers(self), checkpoint)
     if loop is None:
@@ -225,7 +228,7 @@ def _resolve(accelerator: Any, input_dir: str | None) -> Path | None:
     if passed_over := [path for path in later if _number(path) > _number(newest)]:
         warnings.warn(
             f"{max(passed_over, key=_number)} is passed over for {newest}: it has neither a valid manifest.json nor "
-            f"what plain Accelerate writes last, {_WRITTEN_LAST}. Delete it.",
+            f"the last file that plain Accelerate writes ({_WRITTEN_LAST}). Delete it.",
             stacklevel=2,
         )
     return newest
@@ -243,12 +246,12 @@ def _missing_state_message(accelerator: Any, input_dir: str | None, stock: Path 
         if input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming:
             return f"{_automatic_folder(accelerator)} holds no complete checkpoint (no valid manifest.json)."
         return (
-            f"{input_dir} is not a complete checkpoint (no valid manifest.json): save_state writes one, and "
-            "weights alone are read by from_pretrained."
+            f"{input_dir} is not a complete checkpoint (no valid manifest.json). Pass a folder that save_state wrote, "
+            "or load weights with from_pretrained."
         )
     older = committed(stock.parent)[0]
     return (
-        f"{stock} was written by plain Accelerate: its optimizer state cannot be sharded. Continue from it in a single "
-        f"process, or call load_state({str(older)!r}), the newest checkpoint that this run can resume; the training "
-        "since then is lost."
+        f"{stock} was written by plain Accelerate, whose optimizer state a parallelized model cannot load. Resume it "
+        f"in a single process, or pass load_state({str(older)!r}), the newest checkpoint that this run can resume; "
+        "training after it is lost."
     )

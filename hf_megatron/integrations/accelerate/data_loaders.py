@@ -49,8 +49,8 @@ def _require_own_order(loader: Any) -> None:
 
     if has_own_order(loader.dataset) and isinstance(sampler_of(loader), RandomSampler):
         raise DataError(
-            f"{type(loader.dataset).__name__} has an order of its own, and this loader shuffles it again: make it with "
-            "shuffle=False."
+            f"{type(loader.dataset).__name__} defines its own sample order, and this DataLoader shuffles it again. "
+            "Create it with shuffle=False."
         )
 
 
@@ -106,6 +106,6 @@ def _warn(loader: Any, ended: bool, read: int, group: Any) -> None:
     left = f"at most {max(others)}" if all(count > 0 for count in others) else "at least 1"
     warnings.warn(
         f"Rank {first} ran out of data first, after {read} batches; all ranks stop there and {left} of another rank's "
-        "batches is left unread. Use equally long shards (even_batches=True, or cut the IterableDataset).",
+        "batches is skipped. Use shards of equal length (even_batches=True, or truncate the IterableDataset).",
         stacklevel=2,
     )

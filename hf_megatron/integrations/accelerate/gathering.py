@@ -145,8 +145,9 @@ def reduce(original: Callable, self: Any, tensor: Any, reduction: str = "sum", s
         if group is not None:
             if is_sharded(own):
                 raise UnsupportedError(
-                    f"accelerator.reduce of a tensor of shape {tuple(own.shape)}: with zero_stage=3 the data parallel "
-                    "ranks hold parts of one tensor. With zero_stage=2 each of them has a whole one."
+                    f"accelerator.reduce does not support the sharded tensor of shape {tuple(own.shape)}: with "
+                    "zero_stage=3 each data-parallel rank holds a shard. Use zero_stage=2, where each rank holds the "
+                    "full tensor."
                 )
             local = local_tensor(own)
             # As upstream: "none" sums as well, only "mean" divides.

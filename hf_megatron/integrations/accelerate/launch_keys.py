@@ -49,7 +49,7 @@ class LaunchKey:
     instead: str = ""
 
 
-_MODEL = "it belongs to the model: leave the key out and set it in the model's config (from_pretrained(..., {})"
+_MODEL = "set it in the model's config instead (from_pretrained(..., {})"
 
 
 def _only(default: Any, instead: str) -> LaunchKey:
@@ -68,7 +68,7 @@ LAUNCH_KEYS: Mapping[str, LaunchKey] = {
         int,
         1,
         "etp_size",
-        instead="experts are split over the tp ranks: leave it out, set it to tp_degree, or state "
+        instead="expert weights are sharded over the tensor-parallel ranks: leave it out, set it to tp_degree, or set "
         "expert_model_parallel_size as well",
     ),
     "sequence_parallelism": LaunchKey(bool, False, "sequence_parallel"),
@@ -76,45 +76,45 @@ LAUNCH_KEYS: Mapping[str, LaunchKey] = {
     "optimizer_cpu_offload": LaunchKey(bool, False, "offload_optimizer"),
     "recompute_activations": LaunchKey(bool, False, "recompute", values={True: "selective", False: None}),
     "recompute_granularity": LaunchKey(str, "full", "recompute", values={"full": "full", "selective": "selective"}),
-    "recompute_method": _only("uniform", "every layer is recomputed; leave out the key for a part of them"),
-    "recompute_num_layers": _only(1, "every layer is recomputed by itself, not in chunks of several"),
+    "recompute_method": _only("uniform", "every layer is recomputed"),
+    "recompute_num_layers": _only(1, "every layer is recomputed separately"),
     "gradient_clipping": LaunchKey(float, 1.0, "gradient_clipping"),
     "num_micro_batches": LaunchKey(
         int,
         1,
         "num_microbatches",
         accepted=(1,),
-        instead="without pp_degree nothing is cut; use gradient_accumulation_steps",
+        instead="microbatches need pp_degree above 1; use gradient_accumulation_steps instead",
     ),
     "decoder_last_pipeline_num_layers": LaunchKey(
-        int, None, instead="the layers of every stage are stated together: HF_MEGATRON_PIPELINE_PARTITION=3,2"
+        int, None, instead="set the number of layers of all stages, such as HF_MEGATRON_PIPELINE_PARTITION=3,2"
     ),
-    "use_custom_fsdp": _only(False, "to split the weights over the dp ranks set HF_MEGATRON_ZERO_STAGE=3"),
-    "no_load_optim": _only(False, "to start with a new optimizer do not load the checkpoint's state"),
-    "no_save_optim": _only(False, "to save the weights only call save_pretrained, or set save_only_model"),
-    "use_precision_aware_optimizer": _only(False, "the optimizer state is kept in the precision its class gives it"),
+    "use_custom_fsdp": _only(False, "to shard the weights over the data-parallel ranks, set HF_MEGATRON_ZERO_STAGE=3"),
+    "no_load_optim": _only(False, "to start with a new optimizer, do not load the checkpoint's state"),
+    "no_save_optim": _only(False, "to save only the weights, call save_pretrained or set save_only_model"),
+    "use_precision_aware_optimizer": _only(False, "the optimizer class determines the precision of its state"),
     "overlap_cpu_optimizer_d2h_h2d": _only(False, "copies of an offloaded optimizer are not overlapped"),
-    "eod_mask_loss": _only(False, "mask labels with -100 in the data collator, as for any stock model"),
+    "eod_mask_loss": _only(False, "set the labels of masked tokens to -100 in the data collator"),
     "calculate_per_token_loss": _only(True, "the loss is a mean over tokens, as Trainer computes it"),
     "attention_backend": LaunchKey(
-        str, True, accepted=("true", "1", "auto"), instead="choose with from_pretrained(..., attn_implementation=)"
+        str, True, accepted=("true", "1", "auto"), instead="use from_pretrained(..., attn_implementation=)"
     ),
-    "attention_softmax_in_fp32": _only(True, "the model's attention implementation decides, all compute it in fp32"),
+    "attention_softmax_in_fp32": _only(True, "all attention implementations compute the softmax in fp32"),
     "attention_dropout": LaunchKey(float, 0.0, instead=_MODEL.format("attention_dropout=)")),
-    "hidden_dropout": LaunchKey(float, 0.0, instead=_MODEL.format("the dropout's name in its config)")),
-    "use_rotary_position_embeddings": LaunchKey(bool, True, instead="it follows from the model: leave the key out"),
+    "hidden_dropout": LaunchKey(float, 0.0, instead=_MODEL.format("<its dropout field>=)")),
+    "use_rotary_position_embeddings": LaunchKey(bool, True, instead="the model determines its position embeddings"),
 }
 
 # Attributes of accelerate's plugin without a variable or key, and their alternatives.
 _PLUGIN_ONLY = {
     "num_layers_per_virtual_pipeline_stage": (
-        "set the stages per rank, MegatronConfig(virtual_stages=...) or HF_MEGATRON_VIRTUAL_STAGES, and an interleaved "
-        "pipeline_schedule"
+        "set MegatronConfig(virtual_stages=...) or HF_MEGATRON_VIRTUAL_STAGES to the number of stages per rank, with "
+        "an interleaved pipeline_schedule"
     ),
 }
 # Keys that only have a meaning if the other key is above 1.
 _BESIDE = {"num_micro_batches": "pp_degree", "expert_tensor_parallel_size": "expert_model_parallel_size"}
-_ENGINE = "leave it out. It configures accelerate's own Megatron engine, which hf_megatron replaces"
+_ENGINE = "leave it out: it configures accelerate's Megatron engine, which hf_megatron replaces"
 
 
 def _parse(kind: type, text: str, source: str) -> Any:
@@ -153,10 +153,9 @@ def _fields(given: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
             if name == "expert_tensor_parallel_size":
                 valid = (given.get("tp_degree", (1, ""))[0],)
             if (value.lower() if isinstance(value, str) else value) not in valid:
-                listing = " or ".join(str(choice).lower() for choice in valid) if valid else "leave it out"
+                listing = f"valid: {' or '.join(str(choice).lower() for choice in valid)}" if valid else "leave it out"
                 raise UnsupportedError(
-                    f"{source} = {value!r} (megatron_lm_{name} in megatron_lm_config): not supported, valid: "
-                    f"{listing}; "
+                    f"{source} = {value!r} (megatron_lm_{name} in megatron_lm_config) is not supported, {listing}; "
                     f"{key.instead}."
                 )
             continue
@@ -172,7 +171,9 @@ def _fields(given: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
         if value is None and name != "gradient_clipping":
             continue
         if fields.get(key.field, value) != value:
-            raise ConfigError(f"{source} = {value!r} contradicts {key.field} = {fields[key.field]!r} of another key.")
+            raise ConfigError(
+                f"{source} = {value!r} contradicts {key.field} = {fields[key.field]!r}, which another key sets."
+            )
         fields[key.field] = value
     return fields
 
@@ -190,7 +191,7 @@ def fields_of_block(environment: Mapping[str, str]) -> dict[str, Any]:
             continue
         name = variable[len(PREFIX) :].lower()
         if name not in LAUNCH_KEYS:
-            raise _no_such_name(variable, text, "no such key of megatron_lm_config", PREFIX, list(LAUNCH_KEYS))
+            raise _no_such_name(variable, text, "not a key of megatron_lm_config", PREFIX, list(LAUNCH_KEYS))
         # An empty YAML value arrives as the text None.
         if text != "None":
             given[name] = _parse(LAUNCH_KEYS[name].parse, text, variable), variable
@@ -211,7 +212,7 @@ def fields_of_plugin(plugin: Any) -> dict[str, Any]:
         if key is None:
             if value != attribute.default:
                 instead = _PLUGIN_ONLY.get(attribute.name, _ENGINE)
-                raise UnsupportedError(f"{source} = {value!r} has no counterpart here; {instead}.")
+                raise UnsupportedError(f"{source} = {value!r} is not supported; {instead}.")
         elif value != key.default:
             given[attribute.name] = (str(value).lower() if key.parse is str else value), source
     return _fields(given)

@@ -25,8 +25,8 @@ from ...parallel_state import parallel_state
 from .environment import config_from_environment, export_layout, job_world_size
 
 _BY_HAND = (
-    "it was made by its class or put together of parts. Models are laid out where `from_pretrained` or an Auto class's "
-    "`from_config` makes them"
+    "it was created from its class or combined from other models. Create it with `from_pretrained`, or with an Auto "
+    "class's `from_config`"
 )
 
 
@@ -62,11 +62,11 @@ class Launch:
         except (UnsupportedError, UnverifiedLayoutError, PlanError) as error:
             made = unsharded(**arguments)
             self._reasons[_model(made)] = str(error)
-            self._say(f"{cls.__name__} is left whole on every rank: {error}")
+            self._say(f"{cls.__name__} was not parallelized (replicated on every rank): {error}")
         else:
             state = parallel_state(_model(made))
             assert state is not None
-            self._say(f"{cls.__name__} is laid out: {state.config.layout()}.")
+            self._say(f"{cls.__name__} is parallelized: {state.config.layout()}.")
         return made
 
     def require_parallelized(self, model: Any) -> None:
@@ -75,7 +75,7 @@ class Launch:
 
         if isinstance(model, PreTrainedModel) and any(parameter.requires_grad for parameter in model.parameters()):
             reason = self._reasons.get(model, _BY_HAND)
-            raise UnsupportedError(f"{type(model).__name__} is whole on every rank and would be trained: {reason}")
+            raise UnsupportedError(f"{type(model).__name__} was not parallelized and cannot be trained: {reason}")
 
     def _say(self, text: str) -> None:
         import torch.distributed as dist

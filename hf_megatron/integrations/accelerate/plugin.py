@@ -68,7 +68,7 @@ def parallelism_config(ranks_per_batch: int) -> Any:
         def _validate_accelerator(self, accelerator: Any) -> None:
             if self.total_size != accelerator.state.num_processes:
                 raise ConfigError(
-                    f"The layout uses {self.total_size} ranks, the job has {accelerator.state.num_processes}."
+                    f"The layout uses {self.total_size} ranks, but the job has {accelerator.state.num_processes}."
                 )
 
     # Set every size: omitted ones would be read from PARALLELISM_CONFIG_* variables.

@@ -41,7 +41,8 @@ def ensure_process_group(timeout: float, cpu: bool = False) -> "torch.device":
     for name in ("FSDP", "DEEPSPEED"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
             raise UnsupportedError(
-                f"ACCELERATE_USE_{name} is set (accelerate's {name} plugin) beside megatron_config: launch without it."
+                f"ACCELERATE_USE_{name} is set, but accelerate's {name} plugin cannot be combined with "
+                "megatron_config. Launch without the plugin."
             )
     use_cpu = cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
     use_cpu = use_cpu or not torch.accelerator.is_available()
@@ -49,7 +50,7 @@ def ensure_process_group(timeout: float, cpu: bool = False) -> "torch.device":
     state = PartialState(cpu=use_cpu, timeout=timedelta(seconds=max(timeout, _START_SECONDS)))
     if not dist.is_initialized():
         raise ConfigError(
-            "Accelerate's state was created before the model and did not join the job's ranks. On CPUs pass "
+            "Accelerate's state was created before the model and did not join the job's process group. On CPUs pass "
             "TrainingArguments(use_cpu=True) or Accelerator(cpu=True), or load the model first."
         )
     if dist.get_world_size() > 1:

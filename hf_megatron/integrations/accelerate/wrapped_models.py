@@ -13,9 +13,9 @@ from ...parallel_state import ParallelState, parallel_state, share_state_around
 
 _PREPARE = "Accelerator.prepare"
 _INSTEAD = (
-    "Prepare the laid out model itself, and call it through {name} as it is. Further weights that train have to be "
-    "part of the model before from_pretrained lays it out: use a class of transformers or of your own (a "
-    "PreTrainedModel) that has them."
+    "Prepare the parallelized model itself and call it through {name}, unprepared. Additional weights to train must "
+    "be part of the model when from_pretrained loads it: use a PreTrainedModel class (of transformers or your own) "
+    "that has them."
 )
 
 
@@ -50,7 +50,9 @@ def state_around(module: Any, what: str) -> ParallelState | None:
         share_state_around(module, model, state)
         return state
     for inner in parallelized_submodule(module):
-        raise UnsupportedError(f"{_named(what, module)} contains a laid out {type(inner).__name__}. {_instead(module)}")
+        raise UnsupportedError(
+            f"{_named(what, module)} contains a parallelized {type(inner).__name__}. {_instead(module)}"
+        )
     _reject_parts(module, what)
     return None
 
@@ -73,8 +75,8 @@ def model_to_prepare(module: nn.Module, what: str = _PREPARE) -> nn.Module | Non
     if len(inside) > 1:
         names = ", ".join(type(inner).__name__ for inner in inside)
         raise UnsupportedError(
-            f"{_named(what, module)} contains {len(inside)} laid out models ({names}): prepare each of them, with "
-            f"an optimizer each, and call them through {type(module).__name__} as it is."
+            f"{_named(what, module)} contains {len(inside)} parallelized models ({names}). Prepare each of them with "
+            f"its own optimizer, and call them through {type(module).__name__}, unprepared."
         )
     known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     tensors = (*module.named_parameters(), *module.named_buffers())
@@ -82,8 +84,8 @@ def model_to_prepare(module: nn.Module, what: str = _PREPARE) -> nn.Module | Non
     if own:
         listing = ", ".join(own[:3]) + (f" and {len(own) - 3} more" if len(own) > 3 else "")
         raise UnsupportedError(
-            f"{_named(what, module)} contains a laid out {type(model).__name__} and, beside it, {listing}, which "
-            f"is not part of its layout. {_instead(module)}"
+            f"{_named(what, module)} contains a parallelized {type(model).__name__} and weights that are not part of "
+            f"it ({listing}). {_instead(module)}"
         )
     return model
 
@@ -125,8 +127,8 @@ def _reject_parts(module: nn.Module, what: str) -> None:
         if id(weight) in name_of:
             name, model = name_of[id(weight)]
             raise UnsupportedError(
-                f"{_named(what, module)} contains {name} of a laid out {type(model).__name__}, and not the model "
-                f"itself, which alone is called and trained. {_instead(module)}"
+                f"{_named(what, module)} contains {name} of a parallelized {type(model).__name__} but not the model "
+                f"itself. Weights of a parallelized model can only be trained by calling the model. {_instead(module)}"
             )
 
 

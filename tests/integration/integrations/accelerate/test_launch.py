@@ -193,7 +193,7 @@ def test_a_command_of_trl(name, stories, tmp_path):
     command = [sys.executable, "-m", "trl.cli.main", name, "--config", str(tmp_path / "recipe.yaml")]
     result = run([*command, "--main_process_port", "0"], tmp_path, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert "hf_megatron: LlamaForCausalLM is laid out: tp2+sp" in result.stderr
+    assert "hf_megatron: LlamaForCausalLM is parallelized: tp2+sp" in result.stderr
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 

@@ -78,19 +78,19 @@ def test_accelerate_launches_a_script_that_knows_nothing(tmp_path, stories):
     for rank in seen:
         assert rank["name"] == "__main__" and rank["argv"][1:] == ["--its", "own flags"]
         assert rank["place"] == str(tmp_path / "scripts") and rank["split"] == ["model", "reference"]
-    assert said.count("hf_megatron: LlamaForCausalLM is laid out: tp2+sp.") == 1
+    assert said.count("hf_megatron: LlamaForCausalLM is parallelized: tp2+sp.") == 1
 
 
 def test_torchrun_launches_a_module(tmp_path, stories):
     launcher = ("torch.distributed.run", "--nproc_per_node", "2", "-m", "hf_megatron", "-m", "scripts.its_own")
     seen, said = launched(tmp_path, stories, *launcher, HF_MEGATRON_TP_SIZE="2")
     assert [rank["split"] for rank in seen] == [["model", "reference"]] * 2
-    assert said.count("hf_megatron: LlamaForCausalLM is laid out: tp2.") == 1
+    assert said.count("hf_megatron: LlamaForCausalLM is parallelized: tp2.") == 1
 
 
 def test_one_process_is_left_alone(tmp_path, stories):
     [seen], said = launched(tmp_path, stories, "hf_megatron", "scripts/its_own.py")
-    assert seen["split"] == [] and "laid out" not in said
+    assert seen["split"] == [] and "parallelized" not in said
 
 
 @pytest.mark.parametrize(
@@ -157,18 +157,18 @@ def make_models(path, output):
 def test_what_is_parallelized_and_what_is_left_replicated(stories, tmp_path, capfd):
     assert run_ranks(in_launch, 2, make_models, TP2, stories, tmp_path) == [True, True]
     said = capfd.readouterr().err
-    assert said.count("hf_megatron: LlamaForCausalLM is laid out: tp2.") == 1
-    assert said.count("hf_megatron: ViTModel is left whole on every rank: ") == 1
+    assert said.count("hf_megatron: LlamaForCausalLM is parallelized: tp2.") == 1
+    assert said.count("hf_megatron: ViTModel was not parallelized (replicated on every rank): ") == 1
 
 
 def train_full_model(path, output):
     arguments = TrainingArguments(str(output), use_cpu=True, report_to=[])
     by_hand = LlamaForCausalLM(AutoConfig.from_pretrained(path))
-    with pytest.raises(UnsupportedError, match="LlamaForCausalLM is whole on every rank and would be trained: it was"):
+    with pytest.raises(UnsupportedError, match="LlamaForCausalLM was not parallelized and cannot be trained: it was"):
         Trainer(by_hand, arguments)
     vit = ViTModel._from_config(tiny_vit())
     with pytest.raises(
-        UnsupportedError, match="ViTModel is whole on every rank and would be trained: ViTModel .* was not compared"
+        UnsupportedError, match="ViTModel was not parallelized and cannot be trained: ViTModel .* was not compared"
     ):
         Accelerator(cpu=True).prepare(vit)
     return True

@@ -229,7 +229,7 @@ def test_trackers_log_once():
 def test_an_accelerator_and_a_model_of_different_layouts_are_refused():
     def prepare():
         accelerator = started("tp2")
-        with pytest.raises(ConfigError, match="1 ranks per batch.*set up for 2"):
+        with pytest.raises(ConfigError, match="1 ranks per replica.*created for 2"):
             accelerator.prepare(Stub())
         with pytest.raises(ConfigError, match=r"zero_stage = 3 \(plugin: 1\).*plugin.config"):
             accelerator.prepare(Stub(tp_size=2, zero_stage=3))

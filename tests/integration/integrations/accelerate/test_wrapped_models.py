@@ -101,20 +101,20 @@ def test_modules_that_would_train_otherwise_are_refused(stories, config, tmp_pat
         accelerator = Accelerator(cpu=True)
         reward, part, two = RewardModel(model), Backbone(model), nn.ModuleList([model, RewardModel(model)])
         for module, text in (
-            (reward, r"of a RewardModel: it contains a laid out \w+ForCausalLM and, beside it, score.weight \(1, "),
-            (two, "beside it, 1.score.weight"),
-            (part, r"of a Backbone: it contains model\.layers\.[\w.]+ of a laid out (FSDP)?Llama"),
+            (reward, r"of a RewardModel: it contains a parallelized \w+ForCausalLM and weights .*\(score.weight \(1, "),
+            (two, r"not part of it \(1.score.weight"),
+            (part, r"of a Backbone: it contains model\.layers\.[\w.]+ of a parallelized (FSDP)?Llama"),
         ):
             with pytest.raises(UnsupportedError, match=text) as caught:
                 accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
-            assert "before from_pretrained" in str(caught.value)
+            assert "when from_pretrained loads it" in str(caught.value)
             assert not accelerator._models and not accelerator._optimizers
         for parameter in reward.parameters():
             parameter.requires_grad_(False)
         assert accelerator.prepare(reward) is reward
         with pytest.raises(UnsupportedError, match="DistributedDataParallel: a model laid out by hf_megatron"):
             nn.parallel.DistributedDataParallel(Whole(model))
-        with pytest.raises(UnsupportedError, match="Trainer of a RewardModel: it contains a laid out"):
+        with pytest.raises(UnsupportedError, match="Trainer of a RewardModel: it contains a parallelized"):
             Trainer(reward, TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]), train_dataset=rows(4, 0))
 
     run_ranks(on_rank, 2)
@@ -123,7 +123,7 @@ def test_modules_that_would_train_otherwise_are_refused(stories, config, tmp_pat
 def test_two_parallelized_models_in_one_module_are_refused(stories):
     def on_rank():
         models = [AutoModelForCausalLM.from_pretrained(stories, megatron_config=LAYOUTS[1]) for _ in range(2)]
-        with pytest.raises(UnsupportedError, match=r"contains 2 laid out models \(\w+, \w+\): prepare each"):
+        with pytest.raises(UnsupportedError, match=r"contains 2 parallelized models \(\w+, \w+\). Prepare each"):
             Accelerator(cpu=True).prepare(nn.ModuleList(models))
 
     run_ranks(on_rank, 2)
