@@ -70,7 +70,7 @@ def _push_model(
                 _fetch_card(repo_id, directory, private, token)
         # A card written by users is kept; a generated one is rewritten.
         model.save_pretrained(directory, max_shard_size=max_shard_size, repo_id=repo_id)
-        with propagate_errors(f"Making the card of {repo_id}"):
+        with propagate_errors(f"Creating the model card of {repo_id}"):
             if first:
                 wanted = [tags] if isinstance(tags, str) else list(tags or ())
                 _tag_card(repo_id, directory, [*(model.model_tags or ()), *wanted], token)
@@ -119,11 +119,11 @@ def init_hf_repo(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
     strategy = self.args.hub_strategy.value
     if self.args.push_to_hub and state.config.async_save and strategy != "end":
         raise UnsupportedError(
-            f"TrainingArguments.hub_strategy = {strategy!r} with "
-            "MegatronConfig(async_save=True): every push needs all ranks, which go on training meanwhile. Use "
-            "hub_strategy='end', or async_save=False."
+            f"TrainingArguments.hub_strategy = {strategy!r} is not supported with MegatronConfig(async_save=True): "
+            "each push needs all ranks, which continue training meanwhile. Use hub_strategy='end', or "
+            "async_save=False."
         )
-    with propagate_errors("Making the repository of TrainingArguments.push_to_hub"):
+    with propagate_errors("Creating the repository for TrainingArguments.push_to_hub"):
         original(self, *args, **kwargs)
     self.hub_model_id = gather(self.hub_model_id, None, "Making the repository")[0]
     self.push_in_progress = None
@@ -210,6 +210,6 @@ def check_part(model: Any, info: dict[str, Any], path: Any) -> None:
     model.config._name_or_path = model.name_or_path = os.fspath(path)
     if missing := sorted(info.get("missing_keys") or ()):
         raise CheckpointError(
-            f"{path} was pulled for other ranks or another layout ({PARTIAL}): {', '.join(missing[:5])} lie in "
+            f"{path} was pulled for other ranks or another layout ({PARTIAL}): {', '.join(missing[:5])} are stored in "
             f"{', '.join(sorted(off_stage))}. Run `hf-megatron pull` for this layout."
         )

@@ -77,7 +77,7 @@ def _axes_of(config: MegatronConfig | None, rank: int | Sequence[int] | None) ->
     if rank is None:
         return {}
     if config is None:
-        raise ConfigError(f"rank = {rank!r} without a layout: pass config=MegatronConfig(...) with it.")
+        raise ConfigError(f"rank = {rank!r} needs a layout. Pass config=MegatronConfig(...) as well.")
     numbers = [rank] if isinstance(rank, int) else list(rank)
     if not numbers:
         raise ConfigError("rank = []: expected at least one rank, or None for all.")
@@ -96,7 +96,9 @@ class _Pull:
         self.remote = {entry.path: entry for entry in listed if isinstance(entry, RepoFile)}
         for name in self.remote:
             if not is_plain_name(name):
-                raise CheckpointError(f"{repo_id} has a file {name!r}, which leaves the folder; refused.")
+                raise CheckpointError(
+                    f"{repo_id} has a file {name!r} with a path outside the folder; nothing is pulled."
+                )
         self.fetched = 0
 
     def run(self, config: MegatronConfig | None, ranks: Mapping[int, Axes], optimizer: bool) -> Pulled:
@@ -130,11 +132,13 @@ class _Pull:
         if manifest is None:
             return safe - {PARTIAL}
         if missing := sorted(manifest.files.keys() - self.remote.keys()):
-            raise CheckpointError(f"{self.repo_id} at {self.commit} lacks {', '.join(missing)} of its {MANIFEST}.")
+            raise CheckpointError(
+                f"{self.repo_id} at {self.commit} lacks files that its {MANIFEST} lists: {', '.join(missing)}."
+            )
         if unsafe := sorted(name for name in manifest.files.keys() - safe):
             raise CheckpointError(
-                f"{self.repo_id}: its {MANIFEST} lists {', '.join(unsafe)}: hidden files, and formats that can hold a "
-                "pickle, are not fetched."
+                f"{self.repo_id}: its {MANIFEST} lists {', '.join(unsafe)}. Hidden files, and formats that can contain "
+                "a pickle, are not pulled."
             )
         # Other text files, such as the card, are included; weights outside the manifest are not part of the checkpoint.
         text = {name for name in safe if not name.endswith(".safetensors") and "/" not in name} - {INDEX, PARTIAL}
@@ -145,8 +149,8 @@ class _Pull:
         if present.is_file() and present.read_bytes() != waiting.read_bytes():
             shutil.rmtree(self.target / WAITING)
             raise CheckpointError(
-                f"{self.target} holds another checkpoint than {self.repo_id} at {self.commit}; an existing checkpoint "
-                "is never written over. Pull to another folder."
+                f"{self.target} holds a different checkpoint than {self.repo_id} at {self.commit}, and existing "
+                "checkpoints are never overwritten. Pull into another folder."
             )
 
     def _needed(self, manifest: Manifest | None, names: set[str], optimizer: bool) -> set[str]:
@@ -156,7 +160,7 @@ class _Pull:
         if manifest is None:
             index = weight_map(self.target / WAITING / INDEX)
             if unknown := ", ".join(sorted(set(index.values()) - self.remote.keys())):
-                raise CheckpointError(f"{self.repo_id}: {INDEX} names {unknown}, which the repository has not.")
+                raise CheckpointError(f"{self.repo_id}: {INDEX} names {unknown}, which the repository does not have.")
         needed: set[str] = set()
         stages: dict[int, Stage] = {}
         for axes in self.ranks.values():
@@ -190,7 +194,7 @@ class _Pull:
         if (said := self._difference(path, name, entry)) is not None:
             # Delete it, so that a later call fetches it again.
             path.unlink()
-            raise CheckpointError(f"{path}: what {self.repo_id} sent is not what was pushed: {said}.")
+            raise CheckpointError(f"{path}: the file received from {self.repo_id} is corrupt: {said}. Pull again.")
 
     def _difference(self, path: Path, name: str, entry: FileDigest | None) -> str | None:
         if entry is not None:

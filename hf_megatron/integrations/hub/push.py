@@ -80,7 +80,7 @@ def push_checkpoint(folder: str | Path, repo_id: str, **arguments: Any) -> Commi
     error = None
     if rank_and_size(arguments.get("group"))[0] == 0 and not (Path(folder) / MANIFEST).is_file():
         error = CheckpointError(
-            f"{folder} has no {MANIFEST}: it is no sharded checkpoint. push_folder pushes Hugging Face files."
+            f"{folder} has no {MANIFEST}, so it is not a sharded checkpoint. Use push_folder for Hugging Face files."
         )
     raise_on_all_ranks(error, arguments.get("group"), f"Pushing {folder}")
     return push_folder(folder, repo_id, **arguments)
@@ -140,7 +140,7 @@ class _Push:
         wanted = gather((str(self.folder), self.repo_id, self.revision), self.group, self.doing)
         if len(set(wanted)) > 1:
             listing = ", ".join(f"rank {rank}: {other}" for rank, other in enumerate(wanted))
-            raise CheckpointError(f"The ranks want to push different things: {listing}.")
+            raise CheckpointError(f"The ranks disagree on what to push: {listing}.")
 
         def begin() -> tuple[Selection, str]:
             selection = select(self.folder, ignore)
@@ -150,7 +150,7 @@ class _Push:
             if self.revision not in (None, "main") and not str(self.revision).startswith("refs/"):
                 self.api.create_branch(repo_id, branch=str(self.revision), exist_ok=True)
             if selection.skipped:
-                warnings.warn(f"{self.folder}: {', '.join(selection.skipped)} are not pushed.", stacklevel=2)
+                warnings.warn(f"{self.folder}: not pushed: {', '.join(selection.skipped)}.", stacklevel=2)
             return selection, repo_id
 
         self.selection, self.repo_id = self._on_first(begin)
@@ -191,8 +191,8 @@ class _Push:
         found = path.stat().st_size
         if found != self.selection.sizes[name]:
             raise CheckpointError(
-                f"{path} has {found} bytes here and {self.selection.sizes[name]} on the first rank: uploaders have to "
-                "see the same folder."
+                f"{path} has {found} bytes on this rank and {self.selection.sizes[name]} on rank 0. All uploading "
+                "ranks must see the same folder."
             )
         return CommitOperationAdd(self.prefix + name, path)
 

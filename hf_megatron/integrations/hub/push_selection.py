@@ -85,10 +85,12 @@ def select(folder: Path, ignore: tuple[str, ...] = ()) -> Selection:
         _check_file(path)
         sizes[name] = path.stat().st_size
     if not sizes:
-        raise CheckpointError(f"{folder} holds nothing to push.")
+        raise CheckpointError(f"{folder} has no files to push.")
     # A checkpoint that lacks one of its files would be unreadable.
     if lacking := sorted(digests.keys() - sizes.keys()):
-        raise CheckpointError(f"{folder}: {', '.join(lacking)} belong to the checkpoint and are not pushed as such.")
+        raise CheckpointError(
+            f"{folder}: {', '.join(lacking)} are part of the checkpoint, but missing, hidden or ignored."
+        )
     if INDEX in sizes:
         _check_index(folder, sizes)
     return Selection(sizes, digests, tuple(skipped), sharded)
@@ -103,7 +105,7 @@ def _files(folder: Path, ignore: tuple[str, ...], skipped: list[str]) -> Iterato
             if directory.startswith(".") or any(fnmatch(name, pattern) for pattern in ignore):
                 directories.remove(directory)
             elif path.is_symlink():
-                raise CheckpointError(f"{path} is a link; a push sends plain files.")
+                raise CheckpointError(f"{path} is a symbolic link; only regular files can be pushed.")
         for file in sorted(files):
             path = Path(root, file)
             name = path.relative_to(folder).as_posix()
@@ -112,7 +114,7 @@ def _files(folder: Path, ignore: tuple[str, ...], skipped: list[str]) -> Iterato
             if any(fnmatch(file, pattern) for pattern in SKIPPED):
                 skipped.append(name)
             elif path.is_symlink() or not path.is_file():
-                raise CheckpointError(f"{path} is not a plain file; a push sends plain files.")
+                raise CheckpointError(f"{path} is not a regular file; only regular files can be pushed.")
             else:
                 yield name, path
 
@@ -123,8 +125,8 @@ def _check_file(path: Path) -> None:
         return
     if path.suffix.lower() in REFUSED or _is_pickle(path):
         raise CheckpointError(
-            f"{path} may hold a pickle, which runs code where it is loaded; weights go to the Hub as safetensors. Save "
-            "them with save_pretrained, or move the file away."
+            f"{path} may contain a pickle, which runs code when it is loaded; only safetensors weights are pushed. "
+            "Save the weights with save_pretrained, or move the file away."
         )
 
 
@@ -144,13 +146,14 @@ def _complete(folder: Path) -> Manifest:
     checkpoint = Checkpoint(folder)
     if checkpoint.off_stage:
         raise CheckpointError(
-            f"{folder} was pulled for some ranks only ({PARTIAL}) and lacks {', '.join(sorted(checkpoint.off_stage))}; "
-            "pull it without --ranks before you push it."
+            f"{folder} was pulled for some ranks only ({PARTIAL}) and lacks {', '.join(sorted(checkpoint.off_stage))}. "
+            "Pull it without --ranks before pushing it."
         )
     for where, text in _texts(checkpoint.manifest.metadata, "facts"):
         if os.path.isabs(text):
             raise CheckpointError(
-                f"{folder / MANIFEST}: {where} is {text!r}, a path of the machine that wrote it; not pushed."
+                f"{folder / MANIFEST}: {where} is {text!r}, a local path of the machine that wrote it; nothing is "
+                "pushed."
             )
     return checkpoint.manifest
 
@@ -178,7 +181,7 @@ def weight_map(index: Path) -> dict[str, str]:
 def _check_index(folder: Path, sizes: Mapping[str, int]) -> None:
     missing = sorted(set(weight_map(folder / INDEX).values()) - sizes.keys())
     if missing:
-        raise CheckpointError(f"{folder / INDEX} names {', '.join(missing)}, which are missing.")
+        raise CheckpointError(f"{folder / INDEX} names missing files: {', '.join(missing)}.")
 
 
 def explained(error: BaseException) -> str:
@@ -196,4 +199,4 @@ def check_card_metadata(path: Path) -> None:
     try:
         ModelCard.load(path).validate()
     except (TypeError, ValueError, YAMLError) as error:
-        raise CheckpointError(f"{path}: its metadata is refused: {explained(error)}") from error
+        raise CheckpointError(f"{path}: invalid metadata: {explained(error)}") from error

@@ -245,7 +245,7 @@ def test_what_is_not_safe_or_not_complete_is_refused_before_anything_is_sent(hub
 
         refused(add, Path(name).name, "pickle")
     refused(lambda folder: torch.save({"x": 1}, folder / "notes.json"), "notes.json", "pickle")
-    refused(lambda folder: (folder / "link.json").symlink_to("/etc/hostname"), "link.json", "plain file")
+    refused(lambda folder: (folder / "link.json").symlink_to("/etc/hostname"), "link.json", "regular file")
     refused(lambda folder: os.truncate(folder / "model.safetensors", 5), "model.safetensors", "header")
     index = json.dumps({"weight_map": {"x": "model-00001-of-00002.safetensors"}})
     refused(
@@ -263,8 +263,8 @@ def test_what_is_not_safe_or_not_complete_is_refused_before_anything_is_sent(hub
     refused(name_a_path, "facts.source.path", "/data/somebody", source=sharded[0])
     assert "uploaders = 'some'" in agent.error("push", stories, "tester/nothing", uploaders="some")
     assert "repo_id = 'a/b/c'" in agent.error("push", stories, "a/b/c")
-    assert "different" in agent.error("push_different", [str(stories), str(tmp_path)], "tester/nothing", ranks=2)
-    assert "no sharded checkpoint" in agent.error("push_shards", stories, "tester/nothing", ranks=2)
+    assert "disagree" in agent.error("push_different", [str(stories), str(tmp_path)], "tester/nothing", ranks=2)
+    assert "not a sharded checkpoint" in agent.error("push_shards", stories, "tester/nothing", ranks=2)
 
 
 def test_state_of_stock_loops_and_hidden_files_stay(hub, agent, stories, tmp_path):
@@ -282,7 +282,7 @@ def test_a_card_the_hub_refuses_is_an_error_before_the_upload(hub, agent, storie
     for metadata, said in (("tags: 5", "not iterable"), ("library_name: 7", "library_name"), ("a: [", "README.md")):
         (folder / "README.md").write_text(f"---\n{metadata}\n---\n")
         answer = agent.error("push", folder, "tester/card")
-        assert "README.md: its metadata is refused" in answer and said in answer
+        assert "README.md: invalid metadata" in answer and said in answer
     assert len(hub.puts) == before
 
 
@@ -359,7 +359,7 @@ def test_a_damaged_download_names_the_file_and_a_lost_connection_goes_on(hub, ag
 def test_an_existing_checkpoint_is_not_pulled_over(agent, stories, sharded, on_hub, tmp_path):
     folder = tmp_path / "checkpoint"
     agent("save_shards", stories, TP2, folder, ranks=2)
-    assert "never written over" in agent.error("pull_for", on_hub, folder)
+    assert "never overwritten" in agent.error("pull_for", on_hub, folder)
     Checkpoint(folder).verify()
 
 
@@ -399,7 +399,7 @@ def test_a_stage_pulls_its_files_of_merged_weights(hub, agent, stories, original
 def test_what_cannot_be_pulled_says_why(agent, on_hub, tmp_path):
     said = agent.error("pull_for", on_hub, tmp_path / "x", TP2_PP2, rank=4)
     assert "rank = 4" in said and "0 to 3" in said
-    assert "without a layout" in agent.error("pull_for", on_hub, tmp_path / "x", rank=0)
+    assert "needs a layout" in agent.error("pull_for", on_hub, tmp_path / "x", rank=0)
     assert "tester/nowhere" in agent.error("pull_for", "tester/nowhere", tmp_path / "x")
     assert "no-such-branch" in agent.error("pull_for", on_hub, tmp_path / "x", revision="no-such-branch")
     assert not (tmp_path / "x").exists()
