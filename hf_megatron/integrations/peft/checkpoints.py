@@ -84,7 +84,10 @@ def write_markers(directory: Path) -> None:
 
     Otherwise it would find PEFT's files and silently start with a new optimizer.
     """
-    text = "The optimizer's state lies in shards beside this file: `import hf_megatron` before the Trainer is made.\n"
+    text = (
+        "The optimizer state is in the shard files of this folder. Run `import hf_megatron` before you create the "
+        "Trainer.\n"
+    )
     for name in ("optimizer.pt", "scheduler.pt"):
         (directory / name).write_text(text, encoding="utf-8")
 
@@ -99,7 +102,7 @@ def load_weights(model: Any, checkpoint: Checkpoint) -> None:
     inner, saved, prefix = adapted_module(model), checkpoint.metadata.get(_BASE), adapter_prefix(model)
     if (saved is None) != (prefix is None):
         holds, is_one = ("a model", "adapters") if saved is None else ("adapters", "a model without any")
-        raise CheckpointError(f"{checkpoint.path} holds {holds}, and this run trains {is_one}.")
+        raise CheckpointError(f"{checkpoint.path} holds {holds}, but this run trains {is_one}.")
     if saved is None or prefix is None:
         load_model(model, checkpoint)
         return
@@ -107,8 +110,8 @@ def load_weights(model: Any, checkpoint: Checkpoint) -> None:
     own = identity_in_one_process(model.get_base_model(), prefix) if state is None else base_identity(inner)
     if differing := [name for name, value in own.items() if name != "name" and saved.get(name) != value]:
         raise CheckpointError(
-            f"{checkpoint.path} holds adapters of another base: {', '.join(differing)} of {saved['name']} differ from "
-            f"{own['name']}'s."
+            f"{checkpoint.path} holds adapters of another base model: {', '.join(differing)} of {saved['name']} and "
+            f"{own['name']} differ. Load the base model that the adapters were trained on."
         )
     for adapter in model.peft_config:
         folder = checkpoint.path if adapter == "default" else Path(checkpoint.path, adapter)

@@ -36,8 +36,8 @@ def require_full_base_weight(state: Any) -> None:
     if state.shards_weights:
         reject_adapter(
             "Merging a PEFT adapter with zero_stage = 3",
-            "FSDP2 holds rows of the base of which an adapter has none; save the adapter, and merge it into the base "
-            "in one process or with zero_stage=2",
+            "it shards the base weights but not the adapters. Save the adapter, and merge it in a single process or "
+            "with zero_stage=2",
         )
 
 
@@ -45,7 +45,7 @@ def require_method(config: Any) -> None:
     """Raises `UnsupportedError` for an unsupported method; some inspect the model before they inject."""
     method = config.peft_type.value
     if method not in (*_METHODS, *_PROMPTS):
-        reject_adapter(f"{method} of PEFT", f"laid out are {', '.join((*_METHODS, *_PROMPTS))}")
+        reject_adapter(f"{method} of PEFT", f"valid methods are {', '.join((*_METHODS, *_PROMPTS))}")
 
 
 def require_supported(config: Any, state: Any) -> None:
@@ -54,8 +54,8 @@ def require_supported(config: Any, state: Any) -> None:
     require_method(config)
     if getattr(config, "megatron_config", None) is not None:
         raise UnsupportedError(
-            "LoraConfig.megatron_config is PEFT's, for models of Megatron-Core. The layout of this library belongs to "
-            "from_pretrained(..., megatron_config=...), and is known of this model: leave it out."
+            "LoraConfig.megatron_config is PEFT's setting for Megatron-Core models and is not supported on a "
+            "parallelized model. Leave it unset; the layout was set by from_pretrained(..., megatron_config=...)."
         )
     for name, values in _OFF.items():
         value = getattr(config, name, values[0])
@@ -65,17 +65,20 @@ def require_supported(config: Any, state: Any) -> None:
     if not any(re.fullmatch(pattern, str(initial)) for pattern in _INITIAL):
         reject_adapter(f"LoraConfig.init_lora_weights = {initial!r}", f"valid are {', '.join(_INITIAL)}")
     if getattr(config, "use_dora", False) and config.bias != "none":
-        reject_adapter(f"LoraConfig.use_dora with bias = {config.bias!r}", "DoRA leaves biases out of what it scales")
+        reject_adapter(
+            f"LoraConfig.use_dora with bias = {config.bias!r}", "DoRA does not scale biases; valid is 'none'"
+        )
     if has_codes(state) and (getattr(config, "use_dora", False) or initial not in (True, False, "gaussian")):
         reject_adapter(
-            f"LoraConfig.use_dora = {config.use_dora}, init_lora_weights = {initial!r} on a quantised base",
-            "both read or change weights, of which there are codes; valid are False and True, False or 'gaussian'",
+            f"LoraConfig.use_dora = {config.use_dora}, init_lora_weights = {initial!r} with a quantized base",
+            "both read or change the unquantized weights; valid are use_dora = False and init_lora_weights = True, "
+            "False or 'gaussian'",
         )
     trains_base = method == "LN_TUNING" or config.modules_to_save or getattr(config, "bias", "none") != "none"
     if state.shards_weights and trains_base:
         reject_adapter(
             f"{method} of PEFT with zero_stage = 3, modules_to_save = {config.modules_to_save} and bias",
-            "FSDP2 splits a frozen base alone; zero_stage=2 splits gradients and moments",
+            "ZeRO stage 3 needs a frozen base; use zero_stage=2, which shards gradients and optimizer states",
         )
 
 
@@ -89,13 +92,13 @@ def require_prompts(config: Any, state: Any) -> None:
     if method == "PREFIX_TUNING" and split:
         reject_adapter(
             f"PREFIX_TUNING of PEFT with {split[0]}_size > 1",
-            "keys and values of a prefix are given as a cache, which training over stages or parts of rows has not; "
-            "PROMPT_TUNING and P_TUNING are laid out",
+            "prefixes are passed as a key-value cache, which training over pipeline stages or sequence shards does "
+            "not support; use PROMPT_TUNING or P_TUNING",
         )
     if method != "PREFIX_TUNING" and state.shards_weights:
         reject_adapter(
             f"{method} of PEFT with zero_stage = 3",
-            "PEFT calls the embedding before the model, and FSDP2 puts it together within; use zero_stage=2",
+            "PEFT calls the embedding outside the model's forward, where its weight is not gathered; use zero_stage=2",
         )
     if config.modules_to_save:
         reject_adapter(f"{method} of PEFT with modules_to_save = {config.modules_to_save}", "valid is None")
@@ -124,16 +127,16 @@ def require_targets(tuner: Any, model: Any, adapter: str, state: Any) -> None:
         if looked_up and state.cut is not None and ties_embeddings(model):
             reject_adapter(
                 f"A PEFT adapter on {looked_up[0]} with pp_size > 1",
-                "it is tied, and the last stage's copy would have the adapter as well",
+                "the embedding is tied to the head, whose copy on the last stage would need the adapter as well",
             )
         targets = [name for name in targets if name not in looked_up]
     for name in targets:
         if named[name] in (embedding, model.get_output_embeddings()):
-            reject_adapter(f"A PEFT adapter on {name}", "the loss and the split vocabulary read its weight themselves")
+            reject_adapter(f"A PEFT adapter on {name}", "the loss and the sharded embedding read its weight directly")
         if _METHODS[config.peft_type.value] != "linears":
             continue
         if not isinstance(named[name], nn.Linear) and type(named[name]).__name__ != "Conv1D":
-            reject_adapter(f"A PEFT adapter on {name} ({type(named[name]).__name__})", "only linears are laid out")
+            reject_adapter(f"A PEFT adapter on {name} ({type(named[name]).__name__})", "only linears are supported")
     if _METHODS[config.peft_type.value] == "linears":
         require_rules(state, targets)
     wanted = tuple(f".{name}" for name in getattr(config, "target_parameters", None) or ())
@@ -154,14 +157,14 @@ def require_saved(config: Any, model: Any, state: Any) -> None:
             continue
         setting = f"{type(config).__name__}.modules_to_save = {config.modules_to_save!r}"
         if ties_embeddings(model):
-            reject_adapter(setting, f"{name} is tied to the other end of the model, and a copy of it would not be")
+            reject_adapter(setting, f"{name} is tied, and the copy in modules_to_save would not be")
         if module is head and state.axes.size("cp") > 1:
-            reject_adapter(f"{setting} with cp_size > 1", "the head meets rows that are shared out")
+            reject_adapter(f"{setting} with cp_size > 1", "the head receives sequence shards")
 
 
 def reject_adapter(what: str, reason: str) -> None:
     """Raises `UnsupportedError` with a reason and the alternatives."""
     raise UnsupportedError(
-        f"{what} on a model laid out by hf_megatron is not supported: {reason}. Change it, or train the adapter on a "
-        "model loaded without megatron_config."
+        f"{what} is not supported on a parallelized model: {reason}. Change it, or train the adapter on a model loaded "
+        "without megatron_config."
     )

@@ -72,8 +72,8 @@ def shard_dora(tuner: Any, adapter: str, factors: Factors | None, site: Site) ->
         return
     if factors.b.has("gather_output"):
         raise UnsupportedError(
-            f"LoraConfig.use_dora on {site.name}: each rank has some rows of its weight and returns all. Leave it out "
-            "of target_modules, or load the model with tp_size=1."
+            f"LoraConfig.use_dora is not supported on {site.name}: each rank holds some rows of its weight and gathers "
+            "the full output. Remove it from target_modules, or load the model with tp_size=1."
         )
     site.place(layer, "weight", inner, factors.b.along(0), factors.b.rule)
     if site.is_off_stage:

@@ -133,6 +133,6 @@ def factors_of(name: str, style_name: str, sharding: ParameterSharding, region: 
         both = Factor(FullFactor, Placement(), Placement(), sharding.gradient, None, unsharded)
         return Factors(both, both, True)
     raise UnsupportedError(
-        f"A PEFT adapter on {name}: with tp_size > 1 adapters on {style_name!r} modules are not supported. Leave it "
-        "out of target_modules, or load the model with tp_size=1."
+        f"A PEFT adapter on {name}: adapters on {style_name!r} modules are not supported with tp_size > 1. Remove it "
+        "from target_modules, or load the model with tp_size=1."
     )

@@ -69,7 +69,7 @@ def init(original: Callable, self: Any, model: Any, peft_config: Any, *args: Any
     if state is not None:
         require_method(peft_config)
     if state is not None and kwargs.get("low_cpu_mem_usage"):
-        reject_adapter("low_cpu_mem_usage = True", "ranks make whole adapters, which are small, and keep their part")
+        reject_adapter("low_cpu_mem_usage = True", "all ranks create the full adapter and keep their shard")
     original(self, model, peft_config, *args, **kwargs)
     if state is not None:
         share_state(self, model, state)
@@ -80,7 +80,7 @@ def init_mixed(original: Callable, self: Any, model: Any, *args: Any, **kwargs: 
     from ...parallel_state import parallel_state
 
     if parallel_state(model) is not None:
-        reject_adapter("mixed=True", "adapters of several methods in one linear were not compared with one process")
+        reject_adapter("mixed=True", "several adapter methods on one linear have no recorded parity result")
     original(self, model, *args, **kwargs)
 
 
@@ -141,7 +141,7 @@ def inject_adapter(original: Callable, self: Any, model: Any, adapter_name: str,
     from .layout import shard_adapters
 
     if kwargs.get("low_cpu_mem_usage"):
-        reject_adapter("low_cpu_mem_usage = True", "ranks make whole adapters, which are small, and keep their part")
+        reject_adapter("low_cpu_mem_usage = True", "all ranks create the full adapter and keep their shard")
     require_supported(self.peft_config[adapter_name], state)
     require_targets(self, model, adapter_name, state)
     require_saved(self.peft_config[adapter_name], model, state)
@@ -157,7 +157,7 @@ def forward_hooks(original: Callable, self: Any, *args: Any, **kwargs: Any) -> A
     state = parallel_state(self.model)
     if state is not None and state.cut is not None and kwargs.get("adapter_names") is not None:
         reject_adapter(
-            "adapter_names= with pp_size > 1", "a batch is cut into microbatches, the names are those of all rows"
+            "adapter_names= with pp_size > 1", "the names refer to the full batch, which is split into microbatches"
         )
     return original(self, *args, **kwargs)
 
@@ -206,8 +206,8 @@ def merge_adapter(original: Callable, self: Any, *args: Any, **kwargs: Any) -> A
         require_full_base_weight(state)
         if has_codes(state):
             reject_adapter(
-                "merge_adapter on a quantised base",
-                "codes would be rounded a second time; merge_and_unload() puts weights in their place, and so does "
+                "merge_adapter with a quantized base",
+                "the weights would be quantized a second time. Use merge_and_unload(), or call "
                 "get_base_model().dequantize() before merge_adapter()",
             )
     return original(self, *args, **kwargs)
@@ -262,7 +262,7 @@ def save_adapter(
     if kwargs.get("path_initial_model_for_weight_conversion") is not None:
         reject_adapter(
             "save_pretrained(path_initial_model_for_weight_conversion=...)",
-            "PEFT loads the initial adapter on the first rank alone; save both, and convert in one process",
+            "PEFT loads the initial adapter on rank 0 only. Save both adapters, and convert in a single process",
         )
     import torch.distributed as dist
 

@@ -106,13 +106,13 @@ def require_parameter_rule(state: ParallelState, name: str, module: nn.Module) -
         return
     if not isinstance(module, LocalParameters):
         raise UnsupportedError(
-            f"LoraConfig.target_parameters names {name} ({type(module).__name__}): a linear that is split is adapted "
-            "by target_modules. Name it there, or load the model with tp_size=1."
+            f"LoraConfig.target_parameters names {name} ({type(module).__name__}), which is not supported for linears "
+            "of a tensor-parallel model. Use target_modules instead, or load the model with tp_size=1."
         )
     if len(sharding.shape) == 2 and (is_split or name.rpartition(".")[2] in module.addends):
         raise UnsupportedError(
-            f"LoraConfig.target_parameters names {name}, of whose rows or columns each rank has some, as of biases of "
-            "experts: PEFT takes it for one matrix. Leave it out, or load the model with tp_size=1 and ep_size=1."
+            f"LoraConfig.target_parameters names {name}, a sharded 2-D parameter (such as a bias of experts) that PEFT "
+            "would treat as one matrix. Leave it out, or load the model with tp_size=1 and ep_size=1."
         )
 
 
@@ -157,7 +157,7 @@ def forget_adapters(
         tuner, names = before[name]
         inner = names.get(id(module))
         if inner is None:
-            raise UnsupportedError(f"{name} was exchanged for a new {type(module).__name__} that nobody has laid out.")
+            raise UnsupportedError(f"{name} was replaced by a new {type(module).__name__} that has no sharding.")
         if inner:
             _rename_shardings(state, f"{name}.{inner}", f"{name}\0")
             for sharding in [sharding for sharding in state.shardings if sharding.startswith(f"{name}.")]:

@@ -498,7 +498,7 @@ def test_one_process_goes_on_and_stock_says_why_not(source, trained_once, tmp_pa
     losses, adapter = run_ranks(trained, 1, None, source, tmp_path / "one", tmp_path / "checkpoint-2")[0]
     assert losses == pytest.approx(trained_once[0], abs=2e-5)
     close(adapter, trained_once[1], 1e-4)
-    with pytest.raises(RankError, match="adapters of another base: weights of"):
+    with pytest.raises(RankError, match="adapters of another base model: weights of"):
         run_ranks(trained, 1, None, source, tmp_path / "other", tmp_path / "checkpoint-2", 4, 1.5)
     command = [sys.executable, "-c", STOCK, str(source), str(tmp_path / "stock"), str(tmp_path / "checkpoint-2")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -559,9 +559,9 @@ def test_another_base_is_refused(source, tmp_path):
     def on_rank(folder):
         layout = layout_of("tp2")
         trained(layout, source, folder, None, 2)
-        with pytest.raises(CheckpointError, match="adapters of another base: weights of"):
+        with pytest.raises(CheckpointError, match="adapters of another base model: weights of"):
             trained(layout, source, folder / "other", folder / "checkpoint-2", base_scale=1.5)
-        with pytest.raises(CheckpointError, match="holds adapters, and this run trains a model without any"):
+        with pytest.raises(CheckpointError, match="holds adapters, but this run trains a model without any"):
             model = loaded(source, layout)
             trainer = Trainer(
                 model, TrainingArguments(str(folder), report_to=[], use_cpu=True), train_dataset=Dataset.from_list(ROWS)
@@ -676,7 +676,7 @@ def test_what_is_refused(sources):
         with pytest.raises(UnsupportedError, match="PROMPT_TUNING of PEFT with zero_stage = 3"):
             get_peft_model(loaded(sources["llama"], layout_of("dp2+zero3")), PromptTuningConfig(**prompts))
         model = AutoModelForCausalLM.from_config(tied, megatron_config=layout_of("pp2"))
-        with pytest.raises(UnsupportedError, match="embed_tokens with pp_size > 1.*it is tied"):
+        with pytest.raises(UnsupportedError, match="embed_tokens with pp_size > 1.*embedding is tied"):
             get_peft_model(model, lora(target_modules=["embed_tokens"]))
         with pytest.raises(UnsupportedError, match="low_cpu_mem_usage = True"):
             get_peft_model(loaded(sources["llama"], layout_of("tp2")), lora(), low_cpu_mem_usage=True)
@@ -729,7 +729,7 @@ def test_conversions_of_a_saved_adapter_are_refused(source, tmp_path):
     def on_rank(folder):
         model = get_peft_model(loaded(source, layout_of("tp2")), lora(init_lora_weights="pissa"))
         model.save_pretrained(folder / "initial")
-        with pytest.raises(UnsupportedError, match="path_initial_model_for_weight_conversion.*in one process"):
+        with pytest.raises(UnsupportedError, match="path_initial_model_for_weight_conversion.*in a single process"):
             model.save_pretrained(folder, path_initial_model_for_weight_conversion=str(folder / "initial"))
 
     run_ranks(on_rank, 2, tmp_path)
