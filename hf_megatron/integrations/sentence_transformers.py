@@ -70,9 +70,9 @@ def _samples_on_all_ranks(tensor: Tensor, group: Any) -> int:
     rows = [int(count) for count in counts]
     if len(set(rows)) > 1:
         raise UnsupportedError(
-            f"gather_across_devices=True: the data parallel ranks have {rows} rows of this batch, and their embeddings "
-            "can only be joined where each has as many. Set dataloader_drop_last=True, or train on a number of rows "
-            "that per_device_train_batch_size times the data parallel ranks divides."
+            f"gather_across_devices=True needs the same batch size on all data-parallel ranks, got {rows}. Set "
+            "dataloader_drop_last=True, or train on a number of samples that is a multiple of "
+            "per_device_train_batch_size times the data-parallel ranks."
         )
     return sum(rows)
 
@@ -144,9 +144,9 @@ def _require_loss_of_rows(trainer: Any) -> None:
     for part in (part for loss in losses if isinstance(loss, nn.Module) for part in loss.modules()):
         if found := _COMPARE_ROWS.intersection(cls.__name__ for cls in type(part).__mro__):
             raise UnsupportedError(
-                f"{type(part).__name__} ({', '.join(sorted(found))}) compares the rows of a batch with each other, of "
-                "which each data parallel rank has some only, and sentence-transformers does not gather them. Use "
-                "dp_size=1, or a loss with gather_across_devices=True."
+                f"{type(part).__name__} ({', '.join(sorted(found))}) compares the samples of a batch with each other, "
+                "but each data-parallel rank holds only some of them and sentence-transformers does not gather them. "
+                "Use dp_size=1, or a loss with gather_across_devices=True."
             )
 
 

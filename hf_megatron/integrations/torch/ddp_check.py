@@ -33,14 +33,14 @@ _TRL_TRAINERS = (
 )
 _NAMES = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in _TRL_TRAINERS))
 _TRL = (
-    f"of TRL's trainers {_NAMES} train a model laid out by hf_megatron. Use "
-    "one of them, transformers.Trainer or an Accelerate loop."
+    f"a parallelized model can only be trained with these TRL trainers: {_NAMES}. Use one of them, "
+    "transformers.Trainer or an Accelerate loop."
 )
 
 # DDP around the model would average shards of different weights.
 data_parallel = _rejecting(
-    "a model laid out by hf_megatron reduces its own gradients and cannot be wrapped. Pass it to Trainer or "
-    "Accelerator.prepare as it is."
+    "a parallelized model reduces its own gradients and cannot be wrapped. Pass it unwrapped to Trainer or "
+    "Accelerator.prepare."
 )
 
 
@@ -48,9 +48,8 @@ def own_adapters(original: Callable, self: Any, *args: Any, **kwargs: Any) -> An
     """Rejects a parallelized model, whose `save_pretrained` would write a local shard of the adapter."""
     if "_hf_megatron" in vars(self):
         raise UnsupportedError(
-            f"{type(self).__name__}: transformers' own adapters on a model laid out by hf_megatron are not supported. "
-            "Use peft.get_peft_model(model, config), or peft.PeftModel.from_pretrained(model, folder) for an adapter "
-            "that is there."
+            f"{type(self).__name__}: adapters of transformers are not supported on a parallelized model. Use "
+            "peft.get_peft_model(model, config), or peft.PeftModel.from_pretrained(model, folder) to load an adapter."
         )
     return original(self, *args, **kwargs)
 

@@ -50,8 +50,8 @@ def _assign(parameter: Any, value: Any) -> None:
         value = dtensor_from_local(shard_like(local_tensor(value), parameter), parameter)
     if is_own and not (isinstance(value, DTensor) and value.placements == parameter.placements):
         raise UnsupportedError(
-            "`parameter.data = ...` on a split parameter takes a DTensor that lies like it, such as `parameter.data * "
-            "0.5`; `parameter.data.copy_(...)` takes whole tensors too."
+            "`parameter.data = ...` on a sharded parameter needs a DTensor with the same placements, such as "
+            "`parameter.data * 0.5`. To copy a full tensor, use `parameter.data.copy_(...)`."
         )
     Tensor.data.__set__(parameter, value)  # type: ignore[attr-defined]
     if is_own:
@@ -164,9 +164,9 @@ def _set_state(self: Any, state: Any) -> None:
     here, there = ((ranks == rank).nonzero().tolist() for rank in (dist.get_rank(), writer))
     if here != there:
         raise CheckpointError(
-            f"A pickled part of a tensor of shape {tuple(self.shape)} was written by rank {writer}, and rank "
-            f"{dist.get_rank()} holds another one: torch.save(model.state_dict()) writes the parts of the rank that "
-            "calls it. Save with save_pretrained() or accelerator.save_state(), or a file of every rank."
+            f"A pickled shard of a tensor of shape {tuple(self.shape)} was written by rank {writer}, and rank "
+            f"{dist.get_rank()} holds another one: torch.save(model.state_dict()) writes only the calling rank's "
+            "shards. Save with save_pretrained() or accelerator.save_state(), or write one file per rank."
         )
 
 

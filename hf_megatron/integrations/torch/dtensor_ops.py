@@ -132,8 +132,8 @@ def _view(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if tensor.requires_grad and torch.is_grad_enabled():
         if func in _RESHAPES and _axes_that_cut(tensor) > 1:
             raise UnsupportedError(
-                f"A view of a weight {tuple(tensor.shape)} that two axes have cut, by a function of torch in a "
-                "recorded graph: call the weight's own flatten(), view() or reshape()."
+                f"A torch function creates a view of a weight of shape {tuple(tensor.shape)} that is sharded over two "
+                "axes, while autograd records. Call the weight's own flatten(), view() or reshape()."
             )
         return _stock(func, args, kwargs)
     if func in _OF_A_DIM:
@@ -222,8 +222,9 @@ def _edit_list(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _transpose(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     raise UnsupportedError(
-        f"{func} of a split tensor of shape {tuple(args[0].shape)}, as `nn.init.orthogonal_` does for wide weights: "
-        "draw a whole one, `whole = nn.init.orthogonal_(torch.empty(weight.shape))`, and `weight.copy_(whole)`."
+        f"{func} is not supported on a sharded tensor of shape {tuple(args[0].shape)} (`nn.init.orthogonal_` uses it "
+        "for wide weights). Initialize a full tensor, `full = nn.init.orthogonal_(torch.empty(weight.shape))`, and "
+        "copy it with `weight.copy_(full)`."
     )
 
 

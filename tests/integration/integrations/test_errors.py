@@ -31,9 +31,9 @@ def test_adapters_of_transformers(stories):
 
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
         config = LoraConfig(target_modules=["q_proj", "down_proj"])
-        with pytest.raises(UnsupportedError, match="transformers' own adapters"):
+        with pytest.raises(UnsupportedError, match="adapters of transformers"):
             model.add_adapter(config)
-        with pytest.raises(UnsupportedError, match="transformers' own adapters"):
+        with pytest.raises(UnsupportedError, match="adapters of transformers"):
             model.load_adapter("folder")
 
     run_ranks(wrap, 2)
@@ -65,7 +65,7 @@ def test_every_trainer_of_trl_is_compared_or_refused():
         try:
             reject_other_trl_trainers(kind.__new__(kind))
         except UnsupportedError as error:
-            assert f"{name}: of TRL's trainers SFTTrainer, DPOTrainer, " in str(error)
+            assert str(error).startswith(f"{name}: ") and "these TRL trainers: SFTTrainer, DPOTrainer, " in str(error)
             refused.add(f"{module}.{name}")
     assert len(refused) >= 10 and all(name.startswith("trl.experimental.") for name in refused)
     assert not any(name.endswith(f".{kept}") for name in refused for kept in SUPPORTED["trl.experimental"])
@@ -81,10 +81,10 @@ def test_a_trainer_that_is_refused(stories, tmp_path):
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
         rows = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c", "reference": "d"}] * 2)
         given = {"use_cpu": True, "bf16": False, "report_to": "none"}
-        with pytest.raises(UnsupportedError, match="GMPOTrainer: of TRL's trainers SFTTrainer, DPO"):
+        with pytest.raises(UnsupportedError, match="GMPOTrainer: .* these TRL trainers: SFTTrainer, DPO"):
             args = GMPOConfig(str(tmp_path), num_generations=2, **given)
             GMPOTrainer(model, reward_funcs=len, args=args, train_dataset=rows)
-        with pytest.raises(UnsupportedError, match="TPOTrainer: of TRL's trainers SFTTrainer, DPO"):
+        with pytest.raises(UnsupportedError, match="TPOTrainer: .* these TRL trainers: SFTTrainer, DPO"):
             TPOTrainer(model, args=TPOConfig(str(tmp_path), **given), train_dataset=rows)
 
     run_ranks(build, 2)

@@ -252,7 +252,7 @@ def test_what_would_train_otherwise_is_refused(stories, tmp_path):
             uneven.train()
         compared = trainer_of(stories, tmp_path, layout, eval_strategy="no")
         compared.loss = MatryoshkaLoss(compared.model, CoSENTLoss(compared.model), [32, 16])
-        with pytest.raises(UnsupportedError, match="CoSENTLoss .* compares the rows"):
+        with pytest.raises(UnsupportedError, match="CoSENTLoss .* compares the samples"):
             compared.train()
         model = embedder(stories, layout, Dense(64, 16))
         with pytest.raises(
@@ -270,7 +270,7 @@ def test_ranks_with_other_numbers_of_rows_are_refused():
         from hf_megatron import MegatronPlugin
 
         accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronPlugin(dp_size=2))
-        with pytest.raises(UnsupportedError, match=r"have \[3, 4\] rows"):
+        with pytest.raises(UnsupportedError, match=r"same batch size .* got \[3, 4\]"):
             replaced.gather_embeddings(lambda *_: None, torch.zeros(3 + accelerator.process_index, 2))
 
     run_ranks(on_rank, 2)

@@ -112,7 +112,7 @@ def test_modules_that_would_train_otherwise_are_refused(stories, config, tmp_pat
         for parameter in reward.parameters():
             parameter.requires_grad_(False)
         assert accelerator.prepare(reward) is reward
-        with pytest.raises(UnsupportedError, match="DistributedDataParallel: a model laid out by hf_megatron"):
+        with pytest.raises(UnsupportedError, match="DistributedDataParallel: a parallelized model"):
             nn.parallel.DistributedDataParallel(Whole(model))
         with pytest.raises(UnsupportedError, match="Trainer of a RewardModel: it contains a parallelized"):
             Trainer(reward, TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]), train_dataset=rows(4, 0))
