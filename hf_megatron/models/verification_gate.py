@@ -73,16 +73,20 @@ def require_verified(model: Any, state: PlannedModel, description: Description) 
         return
     if not has_labels(type(model)) and not is_base_model(model):
         raise UnsupportedError(
-            f"{name} computes no loss, and only classes with one are compared with one process. Load one with a head, "
-            "such as AutoModelForCausalLM, and take outputs.hidden_states (output_hidden_states=True)."
+            f"{name} computes no loss, so it cannot be checked against the single-process run. Load a class with a "
+            "head, such as AutoModelForCausalLM, and read outputs.hidden_states (output_hidden_states=True)."
         )
-    what = f"{name} (model type {model_type!r}) was not compared with one process.\n  " + "\n  ".join(lines)
+    what = (
+        f"{name} (model type {model_type!r}) has no matching parity result against the single-process run.\n  "
+        + "\n  ".join(lines)
+    )
     layouts = _layouts(config, any(split.copies > 1 for c in state.shardings.values() for split in c.placement.splits))
     command = check_command(model.config, name, layouts)
     if not config.allow_unverified:
         raise UnverifiedLayoutError(
             f"{what}\nRun\n    {command}\n"
-            "or pass MegatronConfig(allow_unverified=True), which runs it and goes on if it passes."
+            "to check it, or pass MegatronConfig(allow_unverified=True), which runs this check and continues if it "
+            "passes."
         )
     judgment: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -90,7 +94,7 @@ def require_verified(model: Any, state: PlannedModel, description: Description) 
     dist.broadcast_object_list(judgment, src=0)
     code, report = judgment[0]
     if code:
-        raise UnverifiedLayoutError(f"{what}\nIts parity check failed (`{command}`):\n{report}")
+        raise UnverifiedLayoutError(f"{what}\nThe parity check failed (`{command}`):\n{report}")
 
 
 def why_unverified(model: Any, config: MegatronConfig, state: PlannedModel, description: Description) -> list[str]:
@@ -104,15 +108,13 @@ def why_unverified(model: Any, config: MegatronConfig, state: PlannedModel, desc
         features = features_on(kind, description, state)
         found = differences(name, model_type, kind, features, _base_prefix(model))
         if (worst := failed(name, model_type, config, kind, features)) is not None:
-            lines.append(f"{kind}: compared on as many ranks it differed ({worst})")
+            lines.append(f"{kind}: the parity check failed on the same number of ranks ({worst})")
         elif found is None:
             lines.append(f"{kind}: no parity result is recorded for {name}")
         elif found:
             further = f"\n    and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
             lines.append(
-                f"{kind}: it differs from every {name} that was compared in\n    "
-                + "\n    ".join(found[:_SHOWN])
-                + further
+                f"{kind}: it differs from every verified {name} in\n    " + "\n    ".join(found[:_SHOWN]) + further
             )
     return lines
 
@@ -161,8 +163,8 @@ def check_command(model_config: Any, class_name: str, layouts: str) -> str:
 def _warn_replicated_layers(model: Any, config: MegatronConfig, features: Features) -> None:
     if features.split < 0.5 and dist.get_rank() == 0:
         warnings.warn(
-            f"tp_size = {config.tp_size} splits {features.split:.0%} of the parameters in the layers of "
-            f"{type(model).__name__}; the others lie on every rank as a whole.",
+            f"tp_size = {config.tp_size} shards only {features.split:.0%} of the parameters in the layers of "
+            f"{type(model).__name__}; the others are replicated on every rank.",
             stacklevel=2,
         )
 

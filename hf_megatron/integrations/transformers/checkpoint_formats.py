@@ -52,7 +52,7 @@ def other_source(model_class: Any, path: Any, config: Any, layout: MegatronConfi
     names = gather("absent" if found is None else found.name, None, f"Opening {path}")
     if len(set(names)) > 1:
         listing = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
-        raise CheckpointError(f"{path} is not the same for all ranks ({listing}).")
+        raise CheckpointError(f"{path} differs between ranks ({listing}).")
     if found is None or found.name == "hf":
         return None
     from ...conversion.architecture import Architecture
@@ -166,7 +166,7 @@ def save_in_format(
     from ...conversion.export import export
 
     if kwargs:
-        raise TypeError(f"save_pretrained(format={format!r}) takes options= and no {', '.join(sorted(kwargs))}.")
+        raise TypeError(f"save_pretrained(format={format!r}) takes options=, but not {', '.join(sorted(kwargs))}.")
 
     def write_config(folder: Path) -> None:
         original(model, folder, state_dict={})

@@ -72,8 +72,8 @@ def init_continuous_batching(original: Callable, self: Any, *args: Any, **kwargs
     state = parallel_state(self)
     if state is not None and (state.config.ranks_per_replica > 1 or state.shards_weights):
         raise UnsupportedError(
-            f"{type(self).__name__}.generate_batch (continuous batching) on a model that is split over ranks: use "
-            "generate(), or serve the saved model with an inference engine."
+            f"{type(self).__name__}.generate_batch (continuous batching) is not supported on a model sharded over "
+            "ranks. Use generate(), or serve the saved model with an inference engine."
         )
     return original(self, *args, **kwargs)
 

@@ -33,8 +33,8 @@ def requested(settings: Any) -> Any:
             raise ConfigError(f"quantization_config = {settings!r}: {error}") from error
     if not isinstance(settings, QuantizationConfigMixin):
         raise ConfigError(
-            f"quantization_config = {settings!r}: valid are a dict and configs of transformers, such as "
-            f"BitsAndBytesConfig, of the methods {', '.join(AUTO_QUANTIZATION_CONFIG_MAPPING)}."
+            f"quantization_config = {settings!r} is not valid: expected a dict or a transformers config such as "
+            f"BitsAndBytesConfig. Valid methods: {', '.join(AUTO_QUANTIZATION_CONFIG_MAPPING)}."
         )
     _scheme(settings)
     quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=False)
@@ -54,8 +54,8 @@ def _scheme(settings: Any) -> Scheme:
     if kind == "BitsAndBytesConfig":
         if settings.llm_int8_has_fp16_weight or settings.llm_int8_enable_fp32_cpu_offload:
             raise UnsupportedError(
-                "BitsAndBytesConfig.llm_int8_has_fp16_weight and llm_int8_enable_fp32_cpu_offload beside "
-                "megatron_config: weights are eight bits on the rank's own device. Leave both False."
+                "BitsAndBytesConfig.llm_int8_has_fp16_weight and llm_int8_enable_fp32_cpu_offload are not supported "
+                "with megatron_config: weights are stored in 8 bits on the rank's device. Leave both False."
             )
         return EightBit(settings.llm_int8_threshold)
     if kind == "TorchAoConfig":
@@ -63,16 +63,16 @@ def _scheme(settings: Any) -> Scheme:
         if type(how).__name__ == "Int8WeightOnlyConfig" and _scales_rows(how):
             if settings.include_input_output_embeddings:
                 raise UnsupportedError(
-                    "TorchAoConfig.include_input_output_embeddings beside megatron_config: the split vocabulary and "
-                    "the loss read these weights. Set it False."
+                    "TorchAoConfig.include_input_output_embeddings is not supported with megatron_config: the sharded "
+                    "embedding and the loss read these weights. Set it to False."
                 )
             return Int8Rows(how)
         raise UnsupportedError(
-            f"TorchAoConfig({how!r}) beside megatron_config: compared with one process is Int8WeightOnlyConfig() with "
-            "a scale for each row."
+            f"TorchAoConfig({how!r}) is not supported with megatron_config. Use Int8WeightOnlyConfig() with one scale "
+            "per row."
         )
     raise UnsupportedError(
-        f"quantization_config = {kind} beside megatron_config: valid are BitsAndBytesConfig (four and eight bits) and "
+        f"quantization_config = {kind} is not supported with megatron_config. Use BitsAndBytesConfig (4 or 8 bits) or "
         "TorchAoConfig(Int8WeightOnlyConfig())."
     )
 
@@ -99,8 +99,8 @@ def plan_quantization(model: Any, quantizer: Any, state: ParallelState) -> None:
             continue
         if type(module).__name__ == "Conv1D":
             raise UnsupportedError(
-                f"quantization_config beside megatron_config: {name} is a Conv1D, whose weight lies the other way. "
-                "Load the model without quantization_config."
+                f"quantization_config is not supported for {name} with megatron_config: it is a Conv1D, whose weight "
+                "is transposed. Load the model without quantization_config."
             )
         if isinstance(module, nn.Linear):
             linears.append(name)
@@ -146,6 +146,7 @@ def require_dense(model: Any) -> None:
     state = parallel_state(model)
     if state is not None and NAME in state.placed:
         raise UnsupportedError(
-            f"save_pretrained of a {type(model).__name__} whose weights are quantised: a rank has codes of its part. "
-            "Save the adapter (PeftModel.save_pretrained), or weights after model.dequantize() or merge_and_unload()."
+            f"save_pretrained does not support a {type(model).__name__} with quantized weights, because each rank "
+            "holds only its quantized shard. Save the adapter (PeftModel.save_pretrained), or save the weights after "
+            "model.dequantize() or merge_and_unload()."
         )

@@ -90,7 +90,7 @@ def test_a_size_that_differed_is_refused_although_another_one_passed(monkeypatch
     changed = tuple(row | bad if row in four and row["layout"] == "cp" else row for row in rows)
     monkeypatch.setattr(verified, "records", lambda: changed)
     text = run_ranks(refused, 4, "llama", MegatronConfig(cp_size=4, cp_comm_type="p2p"))[0]
-    assert "cp: compared on as many ranks it differed (loss: 2 x the limit)" in text
+    assert "cp: the parity check failed on the same number of ranks (loss: 2 x the limit)" in text
     assert all(run_ranks(made, 2, "llama", MegatronConfig(cp_size=2, cp_comm_type="p2p")))
 
 
@@ -147,7 +147,7 @@ def test_a_small_share_that_is_split_is_said():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             make("doge", TP2, {})
-        return [str(warning.message) for warning in caught if "tp_size = 2 splits" in str(warning.message)]
+        return [str(warning.message) for warning in caught if "tp_size = 2 shards only" in str(warning.message)]
 
     [first, second] = run_ranks(on_rank, 2)
     assert len(first) == 1 and "of the parameters in the layers of DogeForCausalLM" in first[0] and not second
@@ -157,7 +157,7 @@ def test_a_check_that_fails_stops_the_load(no_jitter_compared, monkeypatch):
     monkeypatch.setattr(verification_gate.sys, "executable", "/bin/false")
     layout = MegatronConfig(tp_size=2, allow_unverified=True)
     [said, _] = run_ranks(refused, 2, "minimax", layout, router_jitter_noise=0.3)
-    assert "Its parity check failed" in said
+    assert "The parity check failed" in said
 
 
 def test_a_gradient_that_one_rank_lacks_is_worth_nothing_and_stops_no_rank():

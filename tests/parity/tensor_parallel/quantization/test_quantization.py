@@ -286,14 +286,14 @@ def test_what_is_refused(tmp_path):
         "inputs are quantised row by row, and a rank has 128 of their 256 entries",
         "columns of inputs that exceed llm_int8_threshold = 6.0",
         "zero_stage = 3: FSDP2 cuts rows out of codes",
-        "compared with one process is Int8WeightOnlyConfig() with a scale for each row",
-        "quantization_config = 'nf4': valid are a dict and configs of transformers",
-        "The checkpoint is quantized",
+        "Use Int8WeightOnlyConfig() with one scale per row",
+        "quantization_config = 'nf4' is not valid: expected a dict or a transformers config",
+        "The checkpoint is quantised",
         "mul of a quantised weight: its codes are no numbers",
-        "save_pretrained of a LlamaForCausalLM whose weights are quantised",
+        "save_pretrained does not support a LlamaForCausalLM with quantized weights",
         "A quantised weight is pickled",
-        "merge_adapter on a quantised base",
-        "on a quantised base",
+        "merge_adapter with a quantized base",
+        "with a quantized base",
     )
     assert len(found) == len(expected), found
     for text, words in zip(found, expected, strict=True):
