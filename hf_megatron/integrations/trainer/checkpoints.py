@@ -241,7 +241,7 @@ def load_best_model(original: Callable, self: Any) -> None:
         saver.wait()
     path = self.state.best_model_checkpoint
     if not is_committed(path):
-        warnings.warn(f"{path} is not a complete checkpoint: the model keeps its present weights.", stacklevel=2)
+        warnings.warn(f"{path} is not a complete checkpoint: the model keeps its current weights.", stacklevel=2)
     elif _holds_shards(path):
         load_weights(model_inside(self.model), open_verified(path, self.model))
     else:

@@ -55,7 +55,7 @@ def count_rows(trainer: Any, loader: Any) -> None:
     if (stream := stream_of(loader)) is not None:
         if args.dataloader_num_workers > 1:
             workers = f"dataloader_num_workers={args.dataloader_num_workers}"
-            raise DataError(f"{workers}: each would read a part of the stream. Expected 1 or 0.")
+            raise DataError(f"{workers}: each worker would read only some samples of the stream. Expected 1 or 0.")
         _require_countable(args, stream.ramp_up, batch)
         require_all_rows(stream, loader, args.world_size)
         stream.batch = batch
@@ -80,12 +80,14 @@ def require_all_rows(stream: SampleStream | None, loader: Any, ranks: int) -> No
     if stream is None or not stream.is_mosaic or ranks == 1:
         return
     if isinstance(loader, DataLoaderDispatcher):
-        raise DataError("dispatch_batches=True: processes of a host read a set of MosaicML's together.")
+        raise DataError(
+            "dispatch_batches=True is not supported for a MosaicML dataset: the processes of a host read it together."
+        )
     rows: Any = stream.rows
     if rows.replication != ranks:
         raise DataError(
-            f"StreamingDataset(replication={rows.replication}) gives each rank a part of its own. Expected "
-            f"replication={ranks}, the number of ranks: Trainer deals its rows out to the replicas."
+            f"StreamingDataset(replication={rows.replication}) gives each rank different samples. Set "
+            f"replication={ranks}, the number of ranks: Trainer itself distributes the samples over the replicas."
         )
 
 
@@ -104,12 +106,12 @@ def _first_rows(rows: SampleStream, is_dispatched: bool) -> str:
         dist.all_gather_object(found, (own, is_read))
     failed = [str(rank) for rank, (_, is_read) in enumerate(found) if not is_read]
     if failed:
-        raise DataError(f"rank {', '.join(failed)} could not read the stream.")
+        raise DataError(f"The stream could not be read on rank {', '.join(failed)}.")
     hashes = {one for one, _ in found if one is not None}
     if len(hashes) > 1:
         raise DataError(
-            "ranks read other rows of the stream each. What shuffles it, or draws rows, needs a seed, and it is not to "
-            "be split by rank: Trainer deals its rows out to the replicas."
+            "The ranks read different samples of the stream. Give shuffling and sampling a fixed seed, and do not "
+            "shard the stream by rank: Trainer itself distributes the samples over the replicas."
         )
     return hashes.pop()
 
@@ -132,8 +134,8 @@ def get_train_sampler(original: Callable, self: Any, train_dataset: Any = None) 
     dataset = ordered_of(given)
     if dataset is None:
         raise DataError(
-            f"{type(given).__name__} around a dataset with an order of its own would be shuffled: pass that one; "
-            "WithoutSamples leaves some of it out."
+            f"{type(given).__name__} wraps a dataset that defines its own sample order and would be shuffled. Pass the "
+            "dataset itself; to leave out samples, use WithoutSamples."
         )
     require_full(given)
     if is_shifted(given):
@@ -141,8 +143,8 @@ def get_train_sampler(original: Callable, self: Any, train_dataset: Any = None) 
         collated = self.data_collator([given[0]])
         if isinstance(collated, Mapping) and "labels" in collated and _SHIFTED not in collated:
             raise DataError(
-                f"the data collator leaves {_SHIFTED} out, and the model would shift labels that are shifted already: "
-                "default_data_collator keeps them."
+                f"The data collator drops {_SHIFTED}, so the model would shift the already shifted labels again. Use "
+                "default_data_collator."
             )
     elif given is not dataset:
         row = given[0]["labels"]
@@ -150,13 +152,13 @@ def get_train_sampler(original: Callable, self: Any, train_dataset: Any = None) 
         labels = collated.get("labels") if isinstance(collated, Mapping) else None
         if labels is None or labels[0][: len(row)].tolist() != row:
             raise DataError(
-                f"{type(self.data_collator).__name__} makes labels of its own and leaves out those of the table: "
-                "TRL's own collator and DataCollatorForSeq2Seq keep them."
+                f"{type(self.data_collator).__name__} replaces the labels of the dataset by its own. Use "
+                "DataCollatorForSeq2Seq or TRL's collator."
             )
     args = self.args
     if args.train_sampling_strategy not in _OWN_ORDER:
         strategy = f"train_sampling_strategy={args.train_sampling_strategy!r}"
-        raise DataError(f"{strategy}: {type(dataset).__name__} has an order of its own.")
+        raise DataError(f"{strategy} is not supported: {type(dataset).__name__} defines its own sample order.")
     batch = self.get_total_train_batch_size(args)
     _require_countable(args, dataset.ramp_up, batch)
     step, consumed = _reported(vars(self).get("_hf_megatron_resumed"))
@@ -168,17 +170,22 @@ def get_train_sampler(original: Callable, self: Any, train_dataset: Any = None) 
 
 def _require_countable(args: Any, sizes: BatchRampUp | None, batch: int) -> None:
     if args.accelerator_config.split_batches:
-        raise DataError("split_batches=True: how many samples a step has is counted for batches of each replica.")
+        raise DataError(
+            "split_batches=True is not supported, because samples are counted per replica. Set split_batches=False."
+        )
     if sizes is None:
         return
     call = batch // args.gradient_accumulation_steps
     if sizes.global_batch_size != batch:
-        raise DataError(f"{sizes}: a step has {batch} samples, of all replicas and gradient_accumulation_steps.")
+        raise DataError(
+            f"{sizes} does not match the batch size of {batch} samples per step (all replicas and "
+            "gradient_accumulation_steps)."
+        )
     wrong = [size for size in sizes.batch_sizes() if size % call]
     if wrong:
         raise DataError(
-            f"{sizes}: steps have to be whole calls of {call} samples, of all replicas, and {wrong[0]} are none. Set "
-            "per_device_train_batch_size lower and gradient_accumulation_steps higher."
+            f"{sizes}: batch sizes must be multiples of {call}, the samples of one call over all replicas, got "
+            f"{wrong[0]}. Lower per_device_train_batch_size and raise gradient_accumulation_steps."
         )
 
 
@@ -192,26 +199,26 @@ def get_eval_sampler(original: Callable, self: Any, eval_dataset: Any) -> Any:
 def _require_shifted(trainer: Any) -> None:
     if not trainer.model_accepts_loss_kwargs:
         raise DataError(
-            f"{type(trainer.model).__name__}: its forward takes no shift_labels, and would shift labels that are "
-            "shifted already."
+            f"The forward of {type(trainer.model).__name__} takes no shift_labels, so it would shift the already "
+            "shifted labels again."
         )
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(trainer.model, peft.PeftModel):
         adapter = trainer.model.active_peft_config
         if adapter.is_prompt_learning and adapter.peft_type != "PREFIX_TUNING":
             raise DataError(
-                f"{adapter.peft_type.value}: PEFT puts its prompt before the labels, and not before labels that are "
-                "shifted already. Use another adapter, as LoRA or prefix tuning."
+                f"{adapter.peft_type.value}: PEFT extends labels by the prompt, but not labels that are already "
+                "shifted. Use another adapter, such as LoRA or prefix tuning."
             )
     if trainer.compute_loss_func is not None:
         raise DataError(
-            "compute_loss_func: it gets labels that are shifted already. Override Trainer.compute_loss with a loss "
-            "that does not shift them."
+            "compute_loss_func is not supported, because it receives labels that are already shifted. Override "
+            "Trainer.compute_loss with a loss that does not shift them."
         )
     if trainer.args.label_smoothing_factor:
         raise DataError(
-            f"label_smoothing_factor={trainer.args.label_smoothing_factor}: Trainer's smoothing would shift labels "
-            "that are shifted already."
+            f"label_smoothing_factor={trainer.args.label_smoothing_factor} is not supported: Trainer's label smoothing "
+            "would shift the already shifted labels again."
         )
 
 

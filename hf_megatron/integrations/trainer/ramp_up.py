@@ -91,8 +91,9 @@ def _require_no_router_loss(model: Any) -> None:
         config = config.get_text_config()
     if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
         raise DataError(
-            "output_router_logits=True: routers' losses are added in each call, and steps have other numbers of calls "
-            "than they had. Set router_aux_loss_coef to 0, or keep the number of calls."
+            "output_router_logits=True is not supported if the number of microbatches per step changes, because "
+            "router losses are summed over microbatches. Set router_aux_loss_coef to 0, or keep the number of "
+            "microbatches constant."
         )
 
 
@@ -104,9 +105,9 @@ def _require_use(is_used: bool, trainer: Any) -> None:
         is_used = bool(used)
     if not is_used:
         raise DataError(
-            f"the loss of {type(trainer.model).__name__} does not divide by num_items_in_batch: Trainer adds those of "
-            "a step's calls up, and steps have other numbers of calls than they had. Set trainer.loss_is_scaled_for_ga "
-            "= False, which has Trainer take their mean."
+            f"The loss of {type(trainer.model).__name__} ignores num_items_in_batch, so Trainer sums the losses of a "
+            "step's microbatches, but their number changes between steps. Set trainer.loss_is_scaled_for_ga = False, "
+            "so that Trainer averages them."
         )
 
 

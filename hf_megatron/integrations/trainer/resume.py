@@ -60,8 +60,8 @@ def _newest(folder: Path) -> str | None:
     if incomplete := [path for path in passed_over if not is_committed(path)]:
         highest = max(incomplete, key=_step)
         warnings.warn(
-            f"{highest} is passed over for {newest}: it has neither manifest.json nor what plain Trainer writes last, "
-            f"{STATE}. Its save was cut short; delete it.",
+            f"{highest} is passed over for {newest}: it has neither manifest.json nor the last file that plain Trainer "
+            f"writes ({STATE}), so its save was interrupted. Delete it.",
             stacklevel=2,
         )
     return None if newest is None else str(newest)
@@ -83,14 +83,14 @@ def _has_optimizer(path: Path) -> bool:
 
 def _missing_state_message(path: Path) -> str:
     older = next(iter(committed(path.parent)), None)
-    said = f"{path} was written by plain Trainer: its optimizer state is that of one process, and this model is laid "
-    said += "out. Go on from it in one process"
+    said = f"{path} was written by plain Trainer, whose optimizer state a parallelized model cannot load. "
+    said += "Resume it in a single process"
     if older is None:
         weights = f"from_pretrained({str(path)!r}, megatron_config=...)"
         if (path / "adapter_config.json").is_file():
             weights = f"PeftModel.from_pretrained(model, {str(path)!r}, is_trainable=True)"
         return f"{said}, or start from its weights: {weights}."
     return (
-        f"{said}, or pass resume_from_checkpoint={str(older)!r}, the newest checkpoint that this run can resume; what "
-        "was trained after it is lost then."
+        f"{said}, or pass resume_from_checkpoint={str(older)!r}, the newest checkpoint that this run can resume; "
+        "training after it is lost."
     )

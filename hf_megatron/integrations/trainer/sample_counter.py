@@ -86,8 +86,7 @@ def require_ending(stream: Any, trained: Any) -> None:
     """
     if isinstance(stream, SampleStream) and (stream.passes is None or stream is trained):
         raise DataError(
-            "evaluation of a SampleStream without an end, or of the one that is trained on: evaluate one of its "
-            "own, with "
+            "Evaluation needs a finite SampleStream that is not the training stream. Pass another SampleStream with "
             "passes=1."
         )
 
@@ -141,17 +140,17 @@ class SamplesCallback(ToolCallback, ExportableState):
         has_more = sizes.after(last - step, self.consumed) < size
         last += has_more and not differs_from_stock and not args.dataloader_drop_last
         if args.max_steps <= 0 and differs_from_stock:
-            steps = "steps that grow" if grows else f"steps of {batch}"
+            steps = "steps of growing size" if grows else f"steps of {batch}"
             raise DataError(
-                f"{self.consumed} samples were seen in {step} {steps}, of which epochs know nothing: train for "
+                f"{self.consumed} samples were consumed in {step} {steps}, which num_train_epochs cannot count. Set "
                 f"max_steps={last}."
             )
         if state.max_steps > last:
             most = "up to " if grows else ""
             raise DataError(
-                f"{state.max_steps} steps of {most}{batch} samples need more than the {size} of the dataset, of which "
-                f"{self.consumed} were seen in {step} steps: it ends with step {last}. Build it with "
-                f"samples={sizes.after(state.max_steps - step, self.consumed)}, or train for max_steps={last}."
+                f"{state.max_steps} steps of {most}{batch} samples need more than the {size} samples of the dataset, "
+                f"of which {self.consumed} were consumed in {step} steps; it ends with step {last}. Build the dataset "
+                f"with samples={sizes.after(state.max_steps - step, self.consumed)}, or set max_steps={last}."
             )
 
     def _require_schedule(self, scheduler: Any, step: int, *, goes_on: bool) -> None:
@@ -160,29 +159,29 @@ class SamplesCallback(ToolCallback, ExportableState):
         has = self._order.dataset.ramp_up or self._order.batch
         if scheduler.samples_per_step != has:
             raise DataError(
-                f"MegatronScheduler(samples_per_step={scheduler.samples_per_step}): a step has {has} samples, of all "
-                "replicas and calls."
+                f"MegatronScheduler(samples_per_step={scheduler.samples_per_step}) does not match the {has} samples of "
+                "a step (all replicas and microbatches)."
             )
         # The scheduler does not count skipped steps, so its count may be lower after a resume. With a constant batch
         # size its rates are valid at any position.
         is_of_these = scheduler.samples == self.consumed or (goes_on and scheduler.samples < self.consumed)
         if not is_of_these and (step == 0 or self._order.dataset.ramp_up is not None):
             raise DataError(
-                f"MegatronScheduler(samples={scheduler.samples}): the data's first {self.consumed} samples were seen, "
-                "and rates would be those of other steps."
+                f"MegatronScheduler(samples={scheduler.samples}) does not match the {self.consumed} samples consumed "
+                "so far, so its learning rates would be wrong."
             )
 
     def _go_on(self, said: Any, dataset: OrderedDataset | SampleStream) -> None:
         if not isinstance(said, Mapping):
             raise DataError(
-                "the checkpoint does not say which samples it has seen: its run had other data. Pass "
-                "ignore_data_skip=True to begin with the first one."
+                "The checkpoint does not record the consumed samples: its run used other data. Pass "
+                "ignore_data_skip=True to start with the first sample."
             )
         found = said["attributes"]
         if changed := _changes(found["order_key"], self.order_key):
             raise DataError(
-                "the samples are not those of the checkpoint, in its order: " + "; ".join(changed) + ". Pass "
-                "ignore_data_skip=True to begin with the first one."
+                "The data differs from the checkpoint's samples or their order: " + "; ".join(changed) + ". Pass "
+                "ignore_data_skip=True to start with the first sample."
             )
         self.consumed = dataset.sample_at(int(found["consumed"]))
 
@@ -233,8 +232,9 @@ def _require_same_steps(said: Any, now: Mapping[str, Any]) -> None:
     before = said.get("attributes", {}).get("order_key", {}) if isinstance(said, Mapping) else {}
     if now.get("kind") == before.get("kind") == PLAIN and now["batch"] != before["batch"]:
         raise DataError(
-            f"a step has {now['batch']} rows of the stream, and had {before['batch']}: other rows than were seen would "
-            "be skipped. Give Trainer a SampleStream of it (hf_megatron.datasets.streams), which counts rows."
+            f"A step has {now['batch']} samples of the stream, but had {before['batch']} in the checkpoint, so the "
+            "wrong samples would be skipped. Give Trainer a SampleStream of the data (hf_megatron.datasets.streams), "
+            "which counts samples."
         )
 
 

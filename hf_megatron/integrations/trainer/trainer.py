@@ -45,16 +45,16 @@ def init(original: Callable, self: Any, model: Any = None, args: Any = None, *re
         return original(self, model, args, *rest, **kwargs)
     for name in ("deepspeed", "fsdp"):
         if getattr(args, name, None):
-            raise UnsupportedError(f"TrainingArguments.{name} beside megatron_config: drop it.")
+            raise UnsupportedError(f"TrainingArguments.{name} cannot be combined with megatron_config. Remove it.")
     if getattr(args, "torch_compile", False):
         raise UnsupportedError(
-            "TrainingArguments.torch_compile compiles the model as a whole; compile layer by layer instead: "
-            "`for layer in model.model.layers: layer.compile()`."
+            "TrainingArguments.torch_compile compiles the full model, which is not supported. Compile each layer "
+            "instead: `for layer in model.model.layers: layer.compile()`."
         )
     if args.world_size != dist.get_world_size():
         raise ConfigError(
-            f"TrainingArguments reports {args.world_size} process(es), the job has {dist.get_world_size()}. On "
-            "CPUs pass TrainingArguments(use_cpu=True), or create it after the model."
+            f"TrainingArguments reports {args.world_size} process(es), the job has {dist.get_world_size()}. On CPUs "
+            "pass TrainingArguments(use_cpu=True), or create them after the model."
         )
     reject_other_trl_trainers(self)
     if args.save_strategy != "no":
@@ -64,8 +64,8 @@ def init(original: Callable, self: Any, model: Any = None, args: Any = None, *re
     weights_only, args.save_only_model = args.save_only_model, True
     if not args.average_tokens_across_devices and state.mesh.dp_size > 1:
         warnings.warn(
-            "TrainingArguments.average_tokens_across_devices=False: the data parallel ranks of a laid out model work "
-            "on one batch, whose tokens are counted on all of them all the same.",
+            "TrainingArguments.average_tokens_across_devices=False is ignored: the loss of a parallelized model is "
+            "averaged over the tokens of all data-parallel ranks.",
             stacklevel=2,
         )
         args.average_tokens_across_devices = True
@@ -102,9 +102,9 @@ def call_model_init(original: Callable, self: Any, *args: Any, **kwargs: Any) ->
     model = original(self, *args, **kwargs)
     if parallel_state(model) is not None:
         raise ConfigError(
-            "Trainer(model_init=...) with a megatron_config: Trainer makes the model after the Accelerator that has to "
-            "know its layout. Call set_seed(args.seed), then pass Trainer(model=model_init()), and a new Trainer for "
-            "each trial of a search."
+            "Trainer(model_init=...) is not supported with megatron_config: Trainer calls it after creating the "
+            "Accelerator, which needs the layout. Call set_seed(args.seed), then pass Trainer(model=model_init()); "
+            "create a new Trainer for each trial of a hyperparameter search."
         )
     return model
 

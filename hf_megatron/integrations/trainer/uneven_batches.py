@@ -75,7 +75,7 @@ class _LastBatch(NamedTuple):
         return not has_targets_of_tokens(first_batch(self.loader.base_dataloader, self.samples_per_rank))
 
     def describe(self) -> str:
-        return f"the last of {self.number} batches of {self.size} rows has {self.rows}"
+        return f"the last of {self.number} batches of {self.size} samples has {self.rows}"
 
 
 def _last_batch(trainer: Any, loader: Any) -> _LastBatch | None:
@@ -98,7 +98,7 @@ def require_full_batch(trainer: Any, batch: Any, *, is_evaluated: bool = False) 
         return
     if is_filled_up(trainer.accelerator.gradient_state, state.mesh.dp_size):
         words = ("evaluate", "per_device_eval_batch_size") if is_evaluated else ("train", "per_device_train_batch_size")
-        _reject(trainer, "the last batch has fewer rows than the others", *words)
+        _reject(trainer, "the last batch has fewer samples than the others", *words)
 
 
 def takes_any_rows(trainer: Any) -> bool:
@@ -121,7 +121,7 @@ def has_targets_of_tokens(batch: Any) -> bool:
 def _reject(trainer: Any, what: str, verb: str, size: str) -> None:
     state: Any = parallel_state(trainer.model)
     raise UnsupportedError(
-        f"{type(trainer).__name__} on {state.mesh.dp_size} data parallel ranks: {what}. Accelerate repeats rows to "
-        f"fill it, which a loss of its own would count. Set dataloader_drop_last=True, or {verb} on a number of rows "
-        f"that {size} times the data parallel ranks divides."
+        f"{type(trainer).__name__} on {state.mesh.dp_size} data-parallel ranks: {what}. Accelerate fills it with "
+        f"repeated samples, which the trainer's loss may count. Set dataloader_drop_last=True, or {verb} on a number "
+        f"of samples that is a multiple of {size} times the data-parallel ranks."
     )

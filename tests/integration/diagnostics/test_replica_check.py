@@ -204,7 +204,7 @@ def test_trainer_ends_at_the_step(tmp_path):
 def test_what_cannot_be_compared_says_so():
     with pytest.raises(ConfigError, match="expected 1 or more"):
         ReplicaCallback(0)
-    with pytest.raises(ConfigError, match="was not laid out"):
+    with pytest.raises(ConfigError, match="the ranks of a parallelized model"):
         ReplicaCallback().on_train_begin(None, None, None, model=torch.nn.Linear(2, 2))
 
 

@@ -247,7 +247,7 @@ def test_what_is_no_run(tmp_path):
     for wrong in ({"memory_step": -1}, {"trace_step": "2"}, {"peak_tflops": 0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             RunCallback(tmp_path, **wrong)
-    with pytest.raises(ConfigError, match="expected two steps"):
+    with pytest.raises(ConfigError, match="expected two different steps"):
         RunCallback(tmp_path, memory_step=2, trace_step=2)
     result = CliRunner().invoke(app, ["debug", "report", str(tmp_path)])
     assert result.exit_code == 2

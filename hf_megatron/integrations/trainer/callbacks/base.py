@@ -37,7 +37,7 @@ def inner_training_loop(original: Callable, self: Any, *args: Any, **kwargs: Any
                     callback.abandon()
                 except (RuntimeError, OSError, ValueError) as error:
                     # Warn only: the exception that ended training must stay visible.
-                    warnings.warn(f"{type(callback).__name__} was not taken away: {error}", stacklevel=2)
+                    warnings.warn(f"{type(callback).__name__} could not be removed: {error}", stacklevel=2)
         raise
 
 

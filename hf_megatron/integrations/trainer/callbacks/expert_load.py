@@ -39,7 +39,7 @@ class ExpertLoadCallback(LoggingCallback):
 
     def __init__(self, limit: float = 2.0, directory: str | os.PathLike[str] | None = None) -> None:
         if not limit > 1:
-            raise ConfigError(f"ExpertLoadCallback(limit={limit!r}): expected more than 1, the mean.")
+            raise ConfigError(f"ExpertLoadCallback(limit={limit!r}): expected more than 1 (the mean load).")
         self.limit = limit
         self.directory = None if directory is None else Path(directory)
         if self.directory is not None:
@@ -66,9 +66,9 @@ class ExpertLoadCallback(LoggingCallback):
         held = load.held.of_rank(rank)
         own = load.tokens[layer, held]
         warnings.warn(
-            f"{load.layers[layer]}: experts {_runs(held.tolist())} lie on one rank and have "
-            f"{ranks[layer, rank]:.1f} times the tokens of a mean one, most of all expert {int(held[own.argmax()])} "
-            f"({int(own.max())} of {int(load.tokens[layer].sum())}). The other ranks wait for it.",
+            f"{load.layers[layer]}: the rank with experts {_runs(held.tolist())} has {ranks[layer, rank]:.1f} times "
+            f"the mean tokens per rank, most for expert {int(held[own.argmax()])} ({int(own.max())} of "
+            f"{int(load.tokens[layer].sum())}). The other ranks wait for it.",
             stacklevel=2,
         )
 

@@ -36,8 +36,8 @@ class ReplicaCallback(TrainerCallback):
     ) -> None:
         if parallel_state(model) is None:
             raise ConfigError(
-                "ReplicaCallback compares ranks, and the model was not laid out: load it with megatron_config=, or "
-                "leave the callback out."
+                "ReplicaCallback compares the ranks of a parallelized model. Load the model with megatron_config=, or "
+                "remove the callback."
             )
         self._check = ReplicaCheck(model, optimizer)
         self._check()

@@ -66,7 +66,9 @@ class RunCallback(ThroughputCallback, ToolCallback):
             if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
                 raise ConfigError(f"RunCallback({name}={step!r}): expected an optimizer step, counted from 0, or None.")
         if memory_step is not None and memory_step == trace_step:
-            raise ConfigError(f"RunCallback(memory_step={memory_step}, trace_step={trace_step}): expected two steps.")
+            raise ConfigError(
+                f"RunCallback(memory_step={memory_step}, trace_step={trace_step}): expected two different steps."
+            )
         super().__init__(peak_tflops)
         self.directory = Path(directory)
         self.memory_step, self.trace_step, self.stragglers = memory_step, trace_step, stragglers
@@ -85,7 +87,10 @@ class RunCallback(ThroughputCallback, ToolCallback):
     ) -> None:
         parallel = parallel_state(model)
         if parallel is None:
-            raise ConfigError("RunCallback records a model that was loaded with megatron_config=; leave it out.")
+            raise ConfigError(
+                "RunCallback records a parallelized model. Load the model with megatron_config=, or remove the "
+                "callback."
+            )
         facts = _facts(model, parallel)
         # Rank 0 checks the folder and broadcasts the result.
         answer = [""]

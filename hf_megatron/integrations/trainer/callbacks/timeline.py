@@ -48,8 +48,8 @@ class TimelineCallback(ToolCallback):
         parallel = parallel_state(model)
         if parallel is None or parallel.pipeline is None:
             raise ConfigError(
-                "TimelineCallback draws a pipeline, and the model has none: load it with "
-                "megatron_config=MegatronConfig(pp_size=...) of 2 or more, or leave the callback out."
+                "TimelineCallback draws a pipeline, but the model has none. Load it with "
+                "megatron_config=MegatronConfig(pp_size=...) and pp_size of at least 2, or remove the callback."
             )
         if dist.get_rank() == 0:
             require_plots()

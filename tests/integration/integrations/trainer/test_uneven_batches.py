@@ -52,7 +52,7 @@ def test_numbers_of_batches_that_are_read_ahead(stories, tmp_path, count, each):
             assert entry == pytest.approx(other, rel=2e-5, abs=1e-5)
 
 
-REFUSED = "2 data parallel ranks: .* Accelerate repeats rows to fill it, .* Set dataloader_drop_last=True"
+REFUSED = "2 data-parallel ranks: .* Accelerate fills it with repeated samples, .* Set dataloader_drop_last=True"
 
 
 PAIRED = {DPOTrainer: (DPOConfig, preferences), RewardTrainer: (RewardConfig, preferences)}
@@ -103,13 +103,13 @@ def test_evaluation_counts_no_row_twice(stories, tmp_path, trainer_class):
             return trainer.evaluate()["eval_first_loss"]
         # Two times two rows do not divide six.
         with pytest.raises(
-            UnsupportedError, match=f"{trainer_class.__name__} on 2 data parallel .* 2 batches of 4 rows has 2"
+            UnsupportedError, match=f"{trainer_class.__name__} on 2 data-parallel .* 2 batches of 4 samples has 2"
         ):
             trainer.evaluate()
-        with pytest.raises(UnsupportedError, match="per_device_eval_batch_size times the data parallel ranks"):
+        with pytest.raises(UnsupportedError, match="per_device_eval_batch_size times the data-parallel ranks"):
             trainer.predict(trainer.eval_dataset["first"])
         trainer.args.eval_strategy = "steps"
-        with pytest.raises(UnsupportedError, match="evaluate on a number of rows"):
+        with pytest.raises(UnsupportedError, match="evaluate on a number of samples"):
             trainer.train()
         assert trainer.state.global_step == 0
         trainer.args.eval_strategy = "no"

@@ -438,7 +438,7 @@ def test_losses_over_the_batch_that_are_refused(stories, tmp_path):
         with pytest.raises(UnsupportedError, match="Prefix tuning with a loss over the batch"):
             build(peft_config=PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")).train()
         stream = Dataset.from_list(preferences(5)).to_iterable_dataset()
-        with pytest.raises(UnsupportedError, match="evaluate on a number of rows"):
+        with pytest.raises(UnsupportedError, match="evaluate on a number of samples"):
             build(eval_dataset=stream).evaluate()
 
     run_ranks(on_rank, 2, timeout=200)

@@ -605,7 +605,7 @@ def test_what_is_refused(stories, tmp_path, text, given, message):
 def test_evaluation_of_rows_that_replicas_would_repeat_is_refused(stories, tmp_path):
     def build():
         trainer = trainer_of(stories, tmp_path, "dp2", vowels, per_device_eval_batch_size=4)
-        with pytest.raises(UnsupportedError, match="the last of 2 batches of 8 rows has 4"):
+        with pytest.raises(UnsupportedError, match="the last of 2 batches of 8 samples has 4"):
             trainer.evaluate(Dataset.from_list(prompts(3)))
 
     run_ranks(build, 2)

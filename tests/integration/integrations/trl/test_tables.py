@@ -110,7 +110,7 @@ def test_collators_that_make_labels_are_refused(stories, prefix, tmp_path):
         AutoModelForCausalLM.from_pretrained(stories),
         DataCollatorForLanguageModeling(tokenizer, mlm=False),
     )
-    with pytest.raises(DataError, match="DataCollatorForLanguageModeling makes labels of its own"):
+    with pytest.raises(DataError, match="DataCollatorForLanguageModeling replaces the labels"):
         Trainer(model, arguments, collator, table_of(dataset_of(prefix))).train()
 
 
