@@ -223,8 +223,9 @@ def _with_scores(
         if rows is not None:
             if kwargs.get("past_key_values") is not None:
                 raise UnsupportedError(
-                    "Prefix tuning with a loss over the batch of several data parallel ranks: the prefixes are those "
-                    "of all ranks' rows. Use dp_size=1, another adapter, or another loss."
+                    "Prefix tuning is not supported with a loss over the batch of several data-parallel ranks, "
+                    "because the prefixes belong to the samples of all ranks. Use dp_size=1, another adapter, or "
+                    "another loss."
                 )
             # Inputs hold the samples of all replicas; the model call only takes this rank's.
             targets = rows.own(targets)

@@ -8,14 +8,14 @@ from ...errors import UnsupportedError
 from ..accelerate.environment import job_world_size
 
 _REFUSED = {
-    "activation_offloading": "its hooks know one device's memory. Use MegatronConfig(recompute=...).",
-    "cast_lm_head_to_fp32": "it replaces the head, which is split over ranks. Drop it.",
+    "activation_offloading": "it only supports a single device. Use MegatronConfig(recompute=...).",
+    "cast_lm_head_to_fp32": "it replaces the head, which is sharded over ranks. Set it to False.",
     "use_vllm": (
-        "an engine beside the training would need the weights of all ranks after each step, in its own layout. Drop "
-        "it: the model itself generates, on the layout that it trains on."
+        "vLLM would need the weights of all ranks after each step, in its own layout. Set it to False; the "
+        "parallelized model generates itself."
     ),
-    "use_transformers_continuous_batching": "each rank would schedule requests by its own clock. Drop it.",
-    "use_liger_kernel": "its kernels replace the forwards of modules that are split over ranks. Drop it.",
+    "use_transformers_continuous_batching": "each rank would schedule requests independently. Set it to False.",
+    "use_liger_kernel": "its kernels replace the forwards of sharded modules. Set it to False.",
 }
 
 # DPO losses that are means over tokens or sort samples: each rank would compute them on its local samples.
@@ -27,7 +27,9 @@ def reject_arguments(trainer: Any, args: Any) -> None:
     """Raises `UnsupportedError` for arguments that only work on a single device."""
     for name, reason in _REFUSED.items():
         if value := getattr(args, name, False):
-            raise UnsupportedError(f"{type(trainer).__name__}, {name}={value} with megatron_config: {reason}")
+            raise UnsupportedError(
+                f"{type(trainer).__name__}, {name}={value} is not supported with megatron_config: {reason}"
+            )
 
 
 def reject_batch_wide_losses(trainer: Any, args: Any, dp_size: int) -> None:
@@ -38,14 +40,14 @@ def reject_batch_wide_losses(trainer: Any, args: Any, dp_size: int) -> None:
         return
     owner = next((cls for cls in type(trainer).__mro__ if _DPO_LOSS in vars(cls)), None)
     if is_of_other_versions("trl.trainer.dpo_trainer:add_fused_lm_head"):
-        reason = "TRL 1.14 takes it over each rank's own rows. Use TRL 1.15 or later"
+        reason = "TRL 1.14 computes it over each rank's own samples. Use TRL 1.15 or later"
     elif owner is None or owner.__module__ != "trl.trainer.dpo_trainer" or _DPO_LOSS in vars(trainer):
-        reason = f"{_DPO_LOSS} of its own takes it over each rank's own rows. Use DPOTrainer's"
+        reason = f"its {_DPO_LOSS} computes it over each rank's own samples. Use DPOTrainer's {_DPO_LOSS}"
     else:
         return
     raise UnsupportedError(
-        f"{type(trainer).__name__}, loss_type = {min(kinds)!r} on {dp_size} data parallel ranks: {reason}, tp_size and "
-        "pp_size with dp_size=1, or another loss."
+        f"{type(trainer).__name__}, loss_type = {min(kinds)!r} is not supported on {dp_size} data-parallel ranks: "
+        f"{reason}, dp_size=1 (with tp_size or pp_size), or another loss."
     )
 
 
@@ -62,7 +64,7 @@ def reject_in_memory_datasets(args: Any, arguments: Sequence[Any]) -> None:
         for dataset in value.values() if isinstance(value, Mapping) else (value,):
             if isinstance(dataset, Dataset) and not dataset.cache_files:
                 raise UnsupportedError(
-                    "precompute_ref_log_probs=True on several ranks with a dataset in memory: the others read what the "
-                    "first rank computed beside the dataset's file. Pass one that was loaded from files, or "
-                    "load_from_disk(...) after save_to_disk(...)."
+                    "precompute_ref_log_probs=True is not supported on several ranks for an in-memory dataset: rank 0 "
+                    "caches the results next to the dataset's files, where the other ranks read them. Load the "
+                    "dataset from files, or with load_from_disk(...) after save_to_disk(...)."
                 )

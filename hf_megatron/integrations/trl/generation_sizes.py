@@ -60,10 +60,10 @@ def require_replica_batches(args: Any, replicas: int) -> None:
     rows = args.per_device_train_batch_size * replicas * args.steps_per_generation
     if args.generation_batch_size != rows:
         raise ConfigError(
-            f"{type(args).__name__}.generation_batch_size = {args.generation_batch_size}: it has to be {rows}, "
-            f"which is per_device_train_batch_size={args.per_device_train_batch_size} on {replicas} data parallel "
-            f"rank(s) with steps_per_generation={args.steps_per_generation}. If you have not set it: the arguments "
-            "were made before hf_megatron was imported, and count all ranks. Import it first."
+            f"{type(args).__name__}.generation_batch_size = {args.generation_batch_size}: expected {rows}, which is "
+            f"per_device_train_batch_size={args.per_device_train_batch_size} on {replicas} data-parallel rank(s) times "
+            f"steps_per_generation={args.steps_per_generation}. If you did not set it, the arguments were created "
+            "before hf_megatron was imported and count all ranks: import it first."
         )
 
 
@@ -78,18 +78,18 @@ def settle_generation_sizes(args: Any, replicas: int) -> None:
         return
     rows = _fill_in(args, replicas)
     size, group = args.generation_batch_size, args.num_generations
-    of = f"per_device_train_batch_size={args.per_device_train_batch_size} on {replicas} data parallel rank(s)"
+    of = f"per_device_train_batch_size={args.per_device_train_batch_size} on {replicas} data-parallel rank(s)"
     if size % rows or not args.steps_per_generation:
-        raise ConfigError(f"generation_batch_size={size}: it has to be a multiple of {rows}, which is {of}.")
+        raise ConfigError(f"generation_batch_size={size}: expected a multiple of {rows}, which is {of}.")
     if size % group:
         raise ConfigError(
-            f"generation_batch_size={size}, by {of} and steps_per_generation={args.steps_per_generation}: it has to be "
-            f"a multiple of num_generations={group}, so that groups of completions are whole."
+            f"generation_batch_size={size} ({of}, steps_per_generation={args.steps_per_generation}): expected a "
+            f"multiple of num_generations={group}, so that groups of completions are not split."
         )
     evaluated = args.per_device_eval_batch_size * replicas
     group = args.num_generations_eval or group
     if args.eval_strategy != "no" and evaluated % group:
         raise ConfigError(
-            f"per_device_eval_batch_size={args.per_device_eval_batch_size} on {replicas} data parallel rank(s): "
-            f"together {evaluated} rows, which have to be a multiple of the {group} generations of an evaluation."
+            f"per_device_eval_batch_size={args.per_device_eval_batch_size} on {replicas} data-parallel rank(s) is "
+            f"{evaluated} samples: expected a multiple of the {group} generations per prompt in evaluation."
         )

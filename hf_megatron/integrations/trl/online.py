@@ -94,7 +94,7 @@ def calculate_rewards(original: Callable, self: Any, *args: Any, **kwargs: Any) 
     if failures:
         raise failures[0]
     if failed is not None:
-        raise RuntimeError(f"A reward function failed on the rank that calls it: {failed}")
+        raise RuntimeError(f"A reward function failed on another rank of this replica: {failed}")
     random.setstate(of_python)
     numpy.random.set_state(of_numpy)
     mesh = state.mesh
@@ -166,9 +166,9 @@ def _reject_split_model(module: nn.Module, args: Any) -> None:
     """Raises if a reward function calls a parallelized model, because only one of its ranks makes the call."""
     if (function := _CALLS_ALONE.get()) is not None and parallel_state(module) is not None:
         raise UnsupportedError(
-            f"{type(module).__name__} in the reward function {function}: one rank of those that share a batch calls "
-            "it, and the model is split over all of them. Pass the model itself in reward_funcs, or load it without "
-            "megatron_config."
+            f"The reward function {function} calls {type(module).__name__} on only one of the ranks that share a "
+            "batch, but the model is sharded over all of them. Pass the model itself in reward_funcs, or load it "
+            "without megatron_config."
         )
 
 
@@ -239,8 +239,8 @@ def loss_of_all_replicas(original: Callable, self: Any, model: Any, inputs: Any)
         return loss
     if self.aux_loss_enabled:
         raise UnsupportedError(
-            f'loss_type="bnpo" with a router loss on {state.mesh.dp_size} data parallel ranks: set '
-            "router_aux_loss_coef=0.0, or take another loss_type."
+            f'loss_type="bnpo" is not supported with a router loss on {state.mesh.dp_size} data-parallel ranks. Set '
+            "router_aux_loss_coef=0.0, or use another loss_type."
         )
     # "bnpo" divides by the tokens of the batch: weight this rank's mean by its share of the global token count.
     mask = inputs["completion_mask"]
@@ -280,11 +280,12 @@ def online_trainer_reason(trainer: Any, args: Any, given: dict[str, Any], ranks_
     for argument in ("tools", "environment_factory", "rollout_func"):
         if given.get(argument) and ranks_per_replica > 1:
             raise UnsupportedError(
-                f"{name}({argument}=...) on a model that {ranks_per_replica} ranks share: each of them would call it, "
-                "and get other results. Use dp_size alone, or generate beforehand."
+                f"{name}({argument}=...) is not supported on a model sharded over {ranks_per_replica} ranks, because "
+                "each of them would call it and get different results. Use only dp_size, or generate beforehand."
             )
     if dp_size > 1 and any(getattr(args, name, 0) for name in ("entropy_coef", "use_adaptive_entropy")):
         raise UnsupportedError(
-            f"{name}, entropy_coef or use_adaptive_entropy on {dp_size} data parallel ranks: the bonus is a mean over "
-            "the tokens of each rank's rows. Use tp_size and pp_size with dp_size=1, or drop it."
+            f"{name}, entropy_coef or use_adaptive_entropy is not supported on {dp_size} data-parallel ranks, because "
+            "the entropy bonus is averaged over the tokens of each rank only. Use dp_size=1 with tp_size or pp_size, "
+            "or leave it unset."
         )

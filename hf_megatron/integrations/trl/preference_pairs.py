@@ -62,8 +62,9 @@ class ReplicaBatches:
         if odd or most != -fewest:
             what = f"{most} and {-fewest} pairs" if most != -fewest else f"{others or 'inputs of another rank'}"
             raise UnsupportedError(
-                f"{what} in a batch of {self.ranks} data parallel ranks: a loss over all of them joins what there is "
-                "per token or per pair, of as many pairs on each, and no images. Use dp_size=1, or another loss."
+                f"{what} in a batch of {self.ranks} data-parallel ranks: a loss over all of them only supports inputs "
+                "per token or per pair, with the same number of pairs on each rank, and no images. Use dp_size=1, or "
+                "another loss."
             )
         joined = {}
         for name, value in inputs.items():

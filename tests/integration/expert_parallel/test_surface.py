@@ -560,7 +560,7 @@ def test_trainer_logs_the_load_of_experts(source, tmp_path):
     assert logs["expert_load/model.layers.1.mlp.experts"] >= logs["expert_load_of_ranks"] >= 1
     assert logs["expert_mib_sent"] > 0 and 0 <= logs["experts_idle"] < 1
     assert texts and not nothing
-    assert texts[0].startswith("model.layers.") and "most of all expert" in texts[0]
+    assert texts[0].startswith("model.layers.") and "most for expert" in texts[0]
     assert [path.name for path in sorted((tmp_path / "load").iterdir())] == ["experts-step1.png", "experts-step2.png"]
 
 

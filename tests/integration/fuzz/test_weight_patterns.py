@@ -341,7 +341,7 @@ def assign_full(path):
         expected[name], before = unsharded.to_local(), parameter.placements
         parameter.data = unsharded
         assert parameter.placements == before
-    with pytest.raises(UnsupportedError, match="takes a DTensor that lies like it"):
+    with pytest.raises(UnsupportedError, match="needs a DTensor with the same placements"):
         parameter.data = torch.zeros(parameter.shape)
     return {name: (parameter.full_tensor().detach(), expected[name]) for name, parameter in model.named_parameters()}
 

@@ -361,7 +361,7 @@ def test_what_is_refused(stories, tmp_path):
             with pytest.raises(UnsupportedError, match=name):
                 DPOTrainer(model, args=DPOConfig(str(tmp_path), **arguments, **{name: True}), train_dataset=rows)
 
-        with pytest.raises(UnsupportedError, match="precompute_ref_log_probs=True on several ranks with a dataset in"):
+        with pytest.raises(UnsupportedError, match="precompute_ref_log_probs=True is not supported on several ranks"):
             precomputed = DPOConfig(str(tmp_path), **arguments, precompute_ref_log_probs=True)
             DPOTrainer(model, args=precomputed, train_dataset=rows)
 
@@ -408,7 +408,7 @@ def test_losses_over_the_samples_of_a_batch_are_refused_on_dp(stories, tmp_path)
     def build():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=layout("dp2"))
         args = DPOConfig(str(tmp_path), report_to=[], use_cpu=True, bf16=False, loss_type="aot")
-        with pytest.raises(UnsupportedError, match="loss_type = 'aot' on 2 data parallel ranks"):
+        with pytest.raises(UnsupportedError, match="loss_type = 'aot' is not supported on 2 data-parallel ranks"):
             DPOTrainer(model, args=args, train_dataset=Dataset.from_list(preferences(2)))
 
     run_ranks(build, 2)
@@ -433,9 +433,9 @@ def test_losses_over_the_batch_that_are_refused(stories, tmp_path):
         return trainer_class(model, args=args, train_dataset=rows, eval_dataset=eval_dataset, **options)
 
     def on_rank():
-        with pytest.raises(UnsupportedError, match="OwnLoss, loss_type = 'aot' on 2 .*_compute_loss of its own"):
+        with pytest.raises(UnsupportedError, match="OwnLoss, loss_type = 'aot' .* on 2 .*its _compute_loss"):
             build(OwnLoss)
-        with pytest.raises(UnsupportedError, match="Prefix tuning with a loss over the batch"):
+        with pytest.raises(UnsupportedError, match="Prefix tuning is not supported with a loss over the batch"):
             build(peft_config=PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")).train()
         stream = Dataset.from_list(preferences(5)).to_iterable_dataset()
         with pytest.raises(UnsupportedError, match="evaluate on a number of samples"):

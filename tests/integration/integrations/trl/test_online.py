@@ -562,7 +562,7 @@ def test_arguments_that_were_made_before_the_library_was_there(stories, tmp_path
         del vars(args)["_hf_megatron_given"]
         args.generation_batch_size = 16
         model = test_base.policy(stories, test_base.layout("tp2"), GRPOTrainer)
-        with pytest.raises(ConfigError, match="generation_batch_size = 16: it has to be 8, .* count all ranks"):
+        with pytest.raises(ConfigError, match="generation_batch_size = 16: expected 8, .* count all ranks"):
             GRPOTrainer(model, vowels, args, train_dataset=Dataset.from_list(prompts(4)))
 
     run_ranks(build, 2)
@@ -577,21 +577,21 @@ TWO_ROWS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
         (
             "tp2",
             {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1},
-            "generation_batch_size=2, by .* 1 da",
+            r"generation_batch_size=2 \(.* 1 da",
         ),
-        ("tp2", {"generation_batch_size": 10}, "generation_batch_size=10: it has to be a multiple of 4"),
+        ("tp2", {"generation_batch_size": 10}, "generation_batch_size=10: expected a multiple of 4"),
         ("tp2", {"eval_strategy": "steps", "per_device_eval_batch_size": 2}, "per_device_eval_batch_size=2 on 1 data"),
         (
             "dp2",
             {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1},
-            "generation_batch_size=2, by .* 2 d",
+            r"generation_batch_size=2 \(.* 2 d",
         ),
-        ("tp2", {"use_vllm": True}, "use_vllm=True .*the model itself generates"),
+        ("tp2", {"use_vllm": True}, "use_vllm=True .*the parallelized model generates itself"),
         ("tp2", {"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching=True"),
         ("tp2", {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True"),
-        ("dp2", {"entropy_coef": 0.1}, "entropy_coef or use_adaptive_entropy on 2 data parallel ranks"),
-        ("tp2", {"more": {"rollout_func": vowels}}, "GRPOTrainer.rollout_func=.*2 ranks share"),
-        ("pp2", {"more": {"tools": [vowels]}}, "GRPOTrainer.tools=.*2 ranks share"),
+        ("dp2", {"entropy_coef": 0.1}, "entropy_coef or use_adaptive_entropy .* on 2 data-parallel ranks"),
+        ("tp2", {"more": {"rollout_func": vowels}}, "GRPOTrainer.rollout_func=.*sharded over 2 ranks"),
+        ("pp2", {"more": {"tools": [vowels]}}, "GRPOTrainer.tools=.*sharded over 2 ranks"),
     ],
 )
 def test_what_is_refused(stories, tmp_path, text, given, message):
