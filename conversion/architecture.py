@@ -32,7 +32,7 @@ class OwnWeights(CheckpointError):
 
     def __init__(self, where: str, names: Iterable[str]):
         self.names = tuple(names)
-        super().__init__(f"{where}: {', '.join(self.names)} are tied by the model, and weights of their own.")
+        super().__init__(f"{where}: {', '.join(self.names)} have separate values, but the model ties them.")
 
 
 def untie(model: Any, names: Iterable[str]) -> None:
@@ -83,9 +83,9 @@ class Architecture:
             if name.endswith(_QUANTIZATIONS) and value:
                 method = value.get("quant_method") if isinstance(value, dict) else value
                 raise CheckpointError(
-                    f"{Path(path) / CONFIG}: {safe_repr(name)} has quant_method {safe_repr(method)}: quantized "
-                    f"weights are not "
-                    "converted. Dequantize them first; where they are plain, delete it from the config."
+                    f"{Path(path) / CONFIG}: {safe_repr(name)} has quant_method {safe_repr(method)}; quantized "
+                    "weights cannot be converted. Dequantize them first, or delete this setting if the weights are "
+                    "not quantized."
                 )
         return made
 
@@ -150,7 +150,7 @@ class Architecture:
         if missing or surplus:
             raise CheckpointError(
                 f"{where} does not fit {type(self.model).__name__}: {_some('missing', missing)}"
-                f"{_some('surplus', surplus)}see that the config is the one of this checkpoint."
+                f"{_some('surplus', surplus)}check that the config belongs to this checkpoint."
             )
 
     def check_entries(self, entries: Mapping[Key, TensorMeta], where: str) -> None:
@@ -161,16 +161,16 @@ class Architecture:
         """
         for key, entry in entries.items():
             if Key(WEIGHT, key.name) not in entries:
-                raise CheckpointError(f"{where} has {key}, and no such weight.")
+                raise CheckpointError(f"{where} has {key}, but no weight of that name.")
             if entry.shape != self.shapes[key.name]:
                 raise CheckpointError(
-                    f"{where}: {key} has shape {entry.shape}, {type(self.model).__name__} with this config has "
+                    f"{where}: {key} has shape {entry.shape}, but {type(self.model).__name__} with this config has "
                     f"{self.shapes[key.name]}."
                 )
             if key.name in self._fractions and not entry.dtype.is_floating_point:
                 raise CheckpointError(
-                    f"{where}: {key} is of {entry.dtype}, and a floating point number in {type(self.model).__name__}: "
-                    "quantized weights are not converted."
+                    f"{where}: {key} has dtype {entry.dtype}, but is floating point in {type(self.model).__name__}; "
+                    "quantized weights cannot be converted. Dequantize them first."
                 )
 
     def sort_key(self, key: Key) -> tuple[int, bool, str]:

@@ -58,7 +58,7 @@ def check_small_files(source: Path) -> None:
         if _TEXT.fullmatch(path.name) and not path.is_file():
             is_file(path)
         elif path.is_file() and inside(source, path.name).stat().st_size > LARGEST_SMALL_FILE:
-            raise CheckpointError(f"{path} is neither weights nor a small file: move it out of the folder.")
+            raise CheckpointError(f"{path} is not a weight file and too large to copy. Move it out of the folder.")
 
 
 def note_of_tokenizer(source: Path, carried: Path, named: Any) -> list[str]:
@@ -79,7 +79,7 @@ def note_of_tokenizer(source: Path, carried: Path, named: Any) -> list[str]:
         if here
         else f"the source names {safe_repr(os.path.basename(named))}"
     )
-    return [f"no tokenizer goes along ({which}): there is none beside the config.json that was read"]
+    return [f"no tokenizer is copied ({which}): there is none next to the config.json that was read"]
 
 
 def note_of_adapter(*folders: Path) -> list[str]:

@@ -45,7 +45,9 @@ class ChunkedTensors(ABC):
         for name, (shape, dtype, chunks) in tensors.items():
             numbers = [*shape, *(number for chunk in chunks for number in (*chunk.box.offset, *chunk.box.shape))]
             if not all(type(number) is int and number >= 0 for number in numbers):
-                raise CheckpointError(f"{where}: {name} has the shape {list(shape)} and chunks at {numbers[:8]}.")
+                raise CheckpointError(
+                    f"{where}: {name} has invalid sizes or offsets: shape {list(shape)}, then chunks {numbers[:8]}."
+                )
             check_cover(f"{where}: {name}", shape, [chunk.box for chunk in chunks])
             filled = sorted((chunk for chunk in chunks if chunk.box.numel), key=lambda chunk: chunk.box.offset)
             reach = max((chunk.box.shape[0] for chunk in filled), default=0) if shape else 0
@@ -109,7 +111,7 @@ def check_cover(where: str, shape: Sequence[int], boxes: Sequence[TensorChunk]) 
     found, size = sum(box.numel for box in boxes), math.prod(shape)
     if found != size or not _disjoint([box for box in boxes if box.numel]):
         kind = "there are gaps" if found < size else "they overlap"
-        raise CheckpointError(f"{where}: {len(boxes)} chunks of {found} entries for a tensor of {size}: {kind}.")
+        raise CheckpointError(f"{where}: {len(boxes)} chunks hold {found} elements of a tensor with {size}: {kind}.")
 
 
 def _disjoint(boxes: list[TensorChunk]) -> bool:

@@ -50,7 +50,7 @@ class Comparison:
         """Returns a one-line summary of what was compared and what differs."""
         parts = [f"{self.compared} tensors compared, {len(self.different)} different"]
         if not self.compared and (self.only_first or self.only_second):
-            parts = ["two other models: no tensor is in both"]
+            parts = ["different models: no tensor is in both"]
         parts += [f"{key}: {what}" for key, what in list(self.different.items())[:20]]
         parts += [f"config.{name}: {what}" for name, what in list(self.settings.items())[:20]]
         for where, keys in (("first", self.only_first), ("second", self.only_second)):
@@ -59,7 +59,7 @@ class Comparison:
                 parts.append(f"{len(keys)} only in the {where}: {listing}")
         for where, count in zip(("first", "second"), self.left_out, strict=True):
             if count:
-                parts.append(f"{count} tensors of the {where} were not compared, as the model has no place for them")
+                parts.append(f"{count} tensors of the {where} were not compared because the model does not have them")
         if self.logits is not None:
             parts.append(_of_logits(self.logits))
         return "; ".join(parts)
@@ -67,8 +67,12 @@ class Comparison:
 
 def _of_logits(difference: float) -> str:
     if math.isnan(difference):
-        return "logits are NaN or infinite: nothing of them could be compared"
-    return f"largest difference of logits {difference:.3e}" if math.isfinite(difference) else "logits have other shapes"
+        return "logits are NaN or infinite and could not be compared"
+    return (
+        f"largest difference of logits {difference:.3e}"
+        if math.isfinite(difference)
+        else "logits have different shapes"
+    )
 
 
 def compare_readers(first: Reader, second: Reader, *, moments: bool, on_tensor: Callable[[int], object]) -> Comparison:
@@ -157,9 +161,13 @@ def _logits(
             # A config may request tuples, which have no names.
             said = dict(model(input_ids=tokens, return_dict=True, **decoder))
     except Exception as error:  # noqa: BLE001 - the class may need other inputs or another config
-        raise CheckpointError(f"{type(model).__name__} computes no logits of tokens: {error_summary(error)}") from error
+        raise CheckpointError(
+            f"{type(model).__name__} cannot compute logits from token ids alone: {error_summary(error)}"
+        ) from error
     found = {name: value for name, value in said.items() if isinstance(value, torch.Tensor)}
     logits = {name: tensor for name, tensor in found.items() if name.endswith("logits")} or found
     if not logits:
-        raise CheckpointError(f"{type(model).__name__} computes no logits of tokens: it returns {safe_repr([*said])}.")
+        raise CheckpointError(
+            f"{type(model).__name__} cannot compute logits from token ids alone: it returns {safe_repr([*said])}."
+        )
     return logits

@@ -184,7 +184,9 @@ def _verify(report: Report, logits: bool, on_check: Callable[[str, int, int], ob
         on_tensor=lambda size: on_check("comparing", size, report.nbytes),
     )
     if not found.equal:
-        raise CheckpointError(f"{report.target} is not shown to equal its source, and is removed: {found.summary()}")
+        raise CheckpointError(
+            f"{report.target} could not be verified against its source and is removed: {found.summary()}"
+        )
 
 
 def _report(
@@ -208,10 +210,10 @@ def _report(
         _check_sizes(found.architecture, options)
     check_small_files(found.config_folder)
     if os.path.lexists(target):
-        raise CheckpointError(f"{target} exists; give a folder that does not.")
+        raise CheckpointError(f"{target} already exists. Choose a folder that does not exist.")
     report = Report(found, Path(os.path.abspath(target)), to_format)
     if report.target.resolve().is_relative_to(found.path.resolve()):
-        raise CheckpointError(f"{target} lies inside of the source {source}; give a folder outside of it.")
+        raise CheckpointError(f"{target} is inside the source {source}. Choose a folder outside it.")
     if found.format.megatron or to_format.megatron:
         report.notes.extend(notes_of(found.architecture.config))
     return report
@@ -235,10 +237,10 @@ def _plan(report: Report, reader: Reader, options: TargetOptions, optimizer: boo
     report.notes += note_of_adapter(source.path, source.config_folder)
     there = reader.optimizer is not None or reader.optimizer_unsupported_reason is not None
     if there and not (optimizer and to.moments):
-        why = "--no-optimizer" if to.moments else f"{to.title} does not hold one"
+        why = "--no-optimizer" if to.moments else f"{to.title} cannot store it"
         report.notes.append(f"the optimizer's state is left out: {why}")
     if any(key.kind == MAIN_WEIGHT for key in reader.entries) and to.main_weights == "never":
-        report.notes.append(f"fp32 copies of the weights are left out: {to.title} does not hold them")
+        report.notes.append(f"fp32 copies of the weights are left out: {to.title} cannot store them")
     if to.megatron:
         _check_sizes(reader.architecture, options)
         megatron_plan(plan, rules, str(report.source.path))

@@ -42,7 +42,7 @@ def export(
     stored, fetch = stream_weights(model)
     with propagate_errors(f"Saving {target}"):
         if first and os.path.lexists(target):
-            raise CheckpointError(f"{target} exists; give a folder that does not.")
+            raise CheckpointError(f"{target} already exists. Choose a folder that does not exist.")
         architecture = Architecture.from_class(stock_class(model), model.config)
         # Tied weights are stored once, so a second name in `stored` means a separate weight.
         taken = {architecture.first_name(name) for name in stored if architecture.first_name(name) == name}
@@ -109,4 +109,7 @@ def stock_class(model: Any) -> Any:
     for found in type(model).__mro__:
         if found.__module__.startswith("transformers.models."):
             return found
-    raise UnsupportedError(f"{type(model).__name__} is no model of transformers: call save_pretrained without format=.")
+    raise UnsupportedError(
+        f"{type(model).__name__} is not a transformers model and has no other formats. Call `save_pretrained` without "
+        "`format`."
+    )

@@ -60,7 +60,7 @@ def check_options(format: Format, options: TargetOptions) -> None:
         value = getattr(options, field.name)
         if value != field.default and field.name not in format.options:
             known = ", ".join(sorted(format.options)) or "none"
-            raise ConfigError(f"{field.name}={value!r} means nothing to {format.name}; the sizes it has are: {known}.")
+            raise ConfigError(f"{field.name}={value!r} has no effect on {format.name}. Its options: {known}.")
 
 
 def recognise(path: Path) -> Format:
@@ -70,7 +70,7 @@ def recognise(path: Path) -> Format:
         CheckpointError: the folder matches no known format; lists what each format looks for.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder.")
+        raise CheckpointError(f"{path} is not a folder.")
     folder = iteration_folder(path)
     names = os.listdir(folder)
     for format in FORMATS.values():
@@ -78,7 +78,7 @@ def recognise(path: Path) -> Format:
             return format
     marks = ", ".join(f"{format.marks} ({format.name})" for format in FORMATS.values())
     raise CheckpointError(
-        f"{path} is no checkpoint of a known format: there is no {marks}. Name the format with --from."
+        f"{path} is not a checkpoint of a known format: it has no {marks}. Set the format with --from (from_format=)."
     )
 
 
@@ -117,8 +117,8 @@ def open_reader(
         if format.megatron and reader.left_out and not without_mtp:
             raise CheckpointError(
                 f"{path} has {len(reader.left_out)} tensors of multi-token prediction ({reader.left_out[0]}, ...), "
-                f"which {type(architecture.model).__name__} itself has no place for: hf-megatron convert --without-mtp "
-                "(without_mtp=True) leaves them out."
+                f"which {type(architecture.model).__name__} does not have. Use `hf-megatron convert --without-mtp` "
+                "(`without_mtp=True`) to leave them out."
             )
     except CheckpointError:
         reader.close()

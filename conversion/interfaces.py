@@ -161,13 +161,13 @@ class Writer(ABC):
         """Checks the same, and that the tensor has not been written before."""
         self.check(key, tensor)
         if key not in self._missing:
-            raise CheckpointError(f"{key} came twice.")
+            raise CheckpointError(f"{key} was written twice.")
         del self._missing[key]
 
     def check_complete(self) -> None:
         """Checks that every planned tensor has been written."""
         if self._missing:
-            raise CheckpointError(f"{[str(key) for key in self._missing][:5]} were planned and never came.")
+            raise CheckpointError(f"{[str(key) for key in self._missing][:5]} were planned but not written.")
 
     def arrange(self, key: Key, tensor: Tensor) -> Iterable[tuple[Key, Tensor]]:
         """Returns the tensors to pass to `write` after a planned tensor of any shape has arrived.

@@ -64,8 +64,8 @@ def count_mtp_layers(names: Iterable[str], config: Any) -> int:
     numbers = sorted(number if mtp or layers is None else number - layers for mtp, number in found)
     if numbers != list(range(len(numbers))):
         raise CheckpointError(
-            f"Behind the last layer of the config, those of multi-token prediction are numbered {safe_repr(numbers)}: "
-            f"expected {len(numbers)} from 0 on. --without-mtp (without_mtp=True) leaves them out."
+            f"The layers of multi-token prediction after the config's last layer have indices {safe_repr(numbers)}, "
+            f"expected {len(numbers)} from 0 on. Use --without-mtp (without_mtp=True) to leave them out."
         )
     return len(numbers)
 
@@ -85,7 +85,7 @@ def include_mtp(architecture: Architecture, count: int) -> Architecture | None:
     if said != count:
         name = config.attribute_map.get("num_mtp_layers", "num_mtp_layers")
         raise CheckpointError(
-            f"The checkpoint has {count} layers of multi-token prediction, and {name} is {said} by the config: correct "
-            "the config.json, or leave them out with --without-mtp (without_mtp=True)."
+            f"The checkpoint has {count} layers of multi-token prediction, but {name} is {said} in the config. Correct "
+            "config.json, or use --without-mtp (without_mtp=True) to leave them out."
         )
     return architecture.include_mtp(made)

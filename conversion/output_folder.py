@@ -82,7 +82,7 @@ class Output:
                 durable = [thread.submit(file.close) for file in self._files]
                 for file in self._files:
                     if hash_file(file.path, lambda size: self._on_read_back(size, total)) != file.digest:
-                        raise CheckpointError(f"{file.path} was read back with other content than was written.")
+                        raise CheckpointError(f"{file.path} was read back with different content than was written.")
                 for future in durable:
                     future.result()
             for path in [self.directory, *self.directory.rglob("*")]:

@@ -87,7 +87,7 @@ def local_folder(name: str | os.PathLike[str]) -> Path:
     try:
         return Path(snapshot_download(os.fspath(name), allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(f"{name} is no folder, and not to be had from the Hub: {error}") from error
+        raise CheckpointError(f"{name} is not a folder and cannot be loaded from the Hub: {error}") from error
 
 
 def check_record(path: Path) -> None:
@@ -109,6 +109,6 @@ def check_record(path: Path) -> None:
     wrong = [name for name in own if not inside(holder, name).is_file() or hash_file(holder / name) != files[name]]
     if wrong:
         raise CheckpointError(
-            f"{holder}: {', '.join(wrong[:5])} missing or other than when they were written; where that was on "
-            f"purpose, delete {RECORD} or leave checksums out."
+            f"{holder}: {', '.join(wrong[:5])} are missing or have changed since they were written. If this is "
+            f"intended, delete {RECORD} or skip the checksums."
         )

@@ -30,7 +30,7 @@ def notes_of(config: Any) -> list[str]:
     family = family_of(config)
     reason = family.unchecked(config)
     notes = [f"format checked by round trip only: {reason}"] if reason else []
-    return [*notes, *(f"not said by Megatron's arguments: {what}" for what in family.unstored(config))]
+    return [*notes, *(f"not expressed by Megatron's arguments: {what}" for what in family.unstored(config))]
 
 
 def note_of_left_out(reader: Reader, model_class: str) -> list[str]:
@@ -38,8 +38,8 @@ def note_of_left_out(reader: Reader, model_class: str) -> list[str]:
     if not reader.left_out:
         return []
     return [
-        f"{len(reader.left_out)} tensors of the source (multi-token prediction) are left out, as {model_class} has no "
-        "place for them"
+        f"{len(reader.left_out)} tensors of the source (multi-token prediction) are left out, as {model_class} does "
+        "not have them"
     ]
 
 
@@ -53,8 +53,8 @@ def planned_entries(reader: Reader, to: Format, optimizer: bool) -> dict[Key, Te
         return {key: entry for key, entry in reader.entries.items() if key.kind == WEIGHT}
     if reader.optimizer_unsupported_reason:
         raise CheckpointError(
-            f"The optimizer's state cannot be converted: {reader.optimizer_unsupported_reason}. Weights alone: "
-            f"--no-optimizer."
+            f"The optimizer's state cannot be converted: {reader.optimizer_unsupported_reason}. Use --no-optimizer "
+            "(optimizer=False) to convert the weights alone."
         )
     plan: dict[Key, TensorMeta] = {}
     for key, entry in reader.entries.items():

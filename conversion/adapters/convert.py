@@ -67,23 +67,23 @@ def _read_peft(folder: Path) -> dict[str, LowRank]:
         raise CheckpointError(f"{folder}: {error}") from error
     if config.get("peft_type") != "LORA" or config.get("use_dora") or config.get("lora_bias"):
         raise UnsupportedError(
-            f"{folder}: peft_type {config.get('peft_type')!r}, use_dora {config.get('use_dora')}, lora_bias "
-            f"{config.get('lora_bias')}: what is converted is LoRA without either. Merge the adapter, and convert the "
-            "model."
+            f"{folder}: only LoRA without DoRA and biases can be converted, got peft_type "
+            f"{config.get('peft_type')!r}, use_dora {config.get('use_dora')}, lora_bias {config.get('lora_bias')}. "
+            "Merge the adapter into the base model and convert the merged model."
         )
     factors: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         match = re.fullmatch(r"(.+)\.(lora_[AB])\.weight", name.removeprefix(_WRAPPED))
         if match is None:
             raise UnsupportedError(
-                f"{folder}: {name} is no factor of LoRA, but a module or a bias that was saved with it. Merge the "
-                "adapter, and convert the model."
+                f"{folder}: {name} is not a LoRA factor; modules and biases saved with an adapter cannot be converted. "
+                "Merge the adapter into the base model and convert the merged model."
             )
         factors.setdefault(match[1], {})[match[2]] = tensor
     found = {}
     for module, pair in factors.items():
         if pair.keys() != {"lora_A", "lora_B"}:
-            raise CheckpointError(f"{folder}: {module} has one factor of two: {sorted(pair)}.")
+            raise CheckpointError(f"{folder}: {module} must have lora_A and lora_B, got only {sorted(pair)}.")
         rank = pair["lora_A"].shape[0]
         alpha = _of_pattern(config.get("alpha_pattern") or {}, module, config.get("lora_alpha"))
         root = math.sqrt(rank) if config.get("use_rslora") else rank
@@ -128,11 +128,11 @@ def _read_bridge(folder: Path, targets: list[Target]) -> dict[str, LowRank]:
         scale = float(settings["alpha"]) / int(settings["dim"])
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise CheckpointError(
-            f"{at}: neither adapter_config.json of PEFT nor {_RUN} of Megatron-Bridge with peft.dim and peft.alpha "
+            f"{at}: expected PEFT's adapter_config.json, or Megatron-Bridge's {_RUN} with peft.dim and peft.alpha "
             f"({type(error).__name__}: {error})."
         ) from error
     if "dora" in str(settings.get("_target_", "")).lower():
-        raise UnsupportedError(f"{at}: {settings['_target_']}: what is converted is LoRA.")
+        raise UnsupportedError(f"{at}: {settings['_target_']} is not supported; only LoRA can be converted.")
     store, tensors = StoreReader(at), {}
     for stored, entry in store.entries.items():
         if ".adapter." not in stored or stored.startswith("optimizer."):

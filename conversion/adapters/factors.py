@@ -91,8 +91,8 @@ def to_bridge(
     known = {module for target in targets for module in target.modules}
     if untracked := sorted(adapters.keys() - known):
         raise UnsupportedError(
-            f"Megatron-Bridge has no adapters of {', '.join(untracked[:5])}: it adapts query, key, value and output "
-            "projections and dense MLPs. Merge the adapter, and convert the model."
+            f"Megatron-Bridge has no adapters for {', '.join(untracked[:5])}; it supports query, key, value and output "
+            "projections and dense MLPs. Merge the adapter into the base model and convert the merged model."
         )
     unsharded: dict[str, LowRank] = {}
     for target in targets:
@@ -153,7 +153,9 @@ def to_peft(tensors: Mapping[str, Tensor], targets: Sequence[Target], scale: flo
             used.update(names)
             a, b = (tensors[name] for name in names)
             if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
-                raise CheckpointError(f"{prefix}: factors of shapes {list(a.shape)} and {list(b.shape)} do not fit.")
+                raise CheckpointError(
+                    f"{prefix}: the factors have incompatible shapes {list(a.shape)} and {list(b.shape)}."
+                )
             if module is not None:
                 found[module] = LowRank(a, b, scale)
                 continue
@@ -161,8 +163,8 @@ def to_peft(tensors: Mapping[str, Tensor], targets: Sequence[Target], scale: flo
                 found[part] = LowRank(a, rows, scale)
     if unknown := sorted(tensors.keys() - used):
         raise CheckpointError(
-            f"{len(unknown)} tensors are no adapter's of this model: {', '.join(unknown[:5])}; see that the config is "
-            "the one of its base."
+            f"{len(unknown)} tensors do not belong to an adapter of this model: {', '.join(unknown[:5])}. Check that "
+            "the config is the base model's."
         )
     return found
 

@@ -117,7 +117,7 @@ class DcpReader(Reader):
             prefix and not stored.startswith(prefix) and not store.entries[stored].dtype.is_floating_point
         ):
             return None
-        raise CheckpointError(f"{self.path} has the tensor {stored}, which the model has no place for.")
+        raise CheckpointError(f"{self.path} has the tensor {stored}, which the model does not have.")
 
     def _ordered(self) -> Iterator[tuple[Key, list[tuple[ChunkedTensors, str]]]]:
         """Yields the tensors in model order, each weight before its moments."""
@@ -130,25 +130,28 @@ class DcpReader(Reader):
         self, others: Sequence[str], moments: Sequence[Key], steps: Sequence[tuple[ChunkedTensors, str]]
     ) -> str | None:
         if others:
-            return f"it is not Adam's: it keeps {', '.join(sorted(set(others))[:5])}"
+            return f"it is not Adam's: it has {', '.join(sorted(set(others))[:5])}"
         if moments and len({store.read(name).item() for store, name in steps}) != 1:
-            return "its parameters have taken different numbers of steps, or it does not say how many"
+            return "its parameters have different step counts or none"
         lone = next((key for key in moments if any(Key(k, key.name) not in self.entries for k in MOMENTS)), None)
-        return f"it has only {lone}" if lone is not None else None
+        return f"it is incomplete: it has only {lone}" if lone is not None else None
 
     def read(self, key: Key) -> Tensor:
         (store, name), *copies = self._sources[key]
         tensor = store.read(name, self.memory)
         for other, copy in copies:
             if not same_bytes(other.read(copy), tensor):
-                raise CheckpointError(f"{self.path}: {name} and {copy} are one weight of the model and differ.")
+                raise CheckpointError(f"{self.path}: {name} and {copy} are the same weight of the model but differ.")
         return tensor
 
 
 def _same(path: Path, found: Sequence[tuple[ChunkedTensors, str]]) -> TensorMeta:
     entries = {store.entries[name] for store, name in found}
     if len(entries) > 1:
-        raise CheckpointError(f"{path}: {', '.join(name for _, name in found)} are one weight of the model and differ.")
+        raise CheckpointError(
+            f"{path}: {', '.join(name for _, name in found)} are the same weight of the model but differ in shape or "
+            "dtype."
+        )
     return entries.pop()
 
 

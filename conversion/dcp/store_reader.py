@@ -95,7 +95,9 @@ class StoreReader(ChunkedTensors):
         self._where = str(path / METADATA)
         with DataFile(path / METADATA) as file:
             if file.size > LARGEST_METADATA:
-                raise CheckpointError(f"{self._where} has {file.size:,} bytes, more than {LARGEST_METADATA:,}.")
+                raise CheckpointError(
+                    f"{self._where} has {file.size:,} bytes, more than the maximum of {LARGEST_METADATA:,}."
+                )
             names = {**_NAMES, _TENSOR: Named(_TENSOR, most=most, plural="tensors")}
             metadata = unpickle(file.read(0, file.size), self._where, names)
         self._sizes: dict[str, int] = {}
@@ -113,7 +115,7 @@ class StoreReader(ChunkedTensors):
             paths = metadata.get("planner_data") or {}
             self.paths = {name: tuple(path) for name, path in paths.items() if name in items}
         except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
-            raise CheckpointError(f"{self._where} does not describe a checkpoint: {error_summary(error)}.") from error
+            raise CheckpointError(f"{self._where} is not valid checkpoint metadata: {error_summary(error)}.") from error
         super().__init__(self._where, tensors)
         self.objects = frozenset(self._objects)
 
@@ -121,18 +123,20 @@ class StoreReader(ChunkedTensors):
         found = {}
         for index, info in storage.items():
             if info.get("transform_descriptors"):
-                raise CheckpointError(f"{self._where}: {index['fqn']} is stored in a transformed way.")
+                raise CheckpointError(
+                    f"{self._where}: {index['fqn']} is stored with transforms, which are not supported."
+                )
             place = Place(info["relative_path"], info["offset"], info["length"])
             numbers = type(place.offset) is int and type(place.length) is int
             if not (numbers and isinstance(place.file, str) and isinstance(index["fqn"], str)):
-                raise ValueError(f"{index['fqn']} lies at {place}")
+                raise ValueError(f"{index['fqn']} has the invalid location {place}")
             if place.file not in self._sizes:
                 with DataFile(inside(self.path, place.file)) as file:
                     self._sizes[place.file] = file.size
             size = self._sizes[place.file]
             if place.offset < 0 or place.length < 0 or place.offset + place.length > size:
                 raise CheckpointError(
-                    f"{self.path / place.file} has {size} bytes; {index['fqn']} should lie in "
+                    f"{self.path / place.file} has {size} bytes, but {index['fqn']} is at bytes "
                     f"[{place.offset}, {place.offset + place.length})."
                 )
             found[index["fqn"], _spelled(index.get("offset"))] = place
@@ -145,7 +149,8 @@ class StoreReader(ChunkedTensors):
             place = places[name, offset]
             if place.length < box.numel * _dtype(item).itemsize:
                 raise CheckpointError(
-                    f"{self._where}: {name} has a chunk of {list(box.shape)} {_dtype(item)} in {place.length} bytes."
+                    f"{self._where}: {name} has a chunk of {list(box.shape)} {_dtype(item)} in only {place.length} "
+                    "bytes."
                 )
             found.append(Chunk(box, place))
         return found
@@ -157,8 +162,8 @@ class StoreReader(ChunkedTensors):
             stored = blob.tensor()
             if (stored.shape, stored.dtype) != (chunk.box.shape, target.dtype):
                 raise CheckpointError(
-                    f"{file.path}: {name} has a chunk of {list(stored.shape)} {stored.dtype} where "
-                    f"{list(chunk.box.shape)} {target.dtype} should be."
+                    f"{file.path}: {name} has a chunk of {list(stored.shape)} {stored.dtype}, expected "
+                    f"{list(chunk.box.shape)} {target.dtype}."
                 )
             blob.read_into(stored, starts, target)
 
@@ -178,5 +183,5 @@ def _dtype(item: Record) -> torch.dtype:
     properties = item["properties"].state
     dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"a tensor has the dtype {dtype}")
+        raise ValueError(f"a tensor has the invalid dtype {dtype}")
     return dtype

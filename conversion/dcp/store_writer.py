@@ -58,9 +58,9 @@ class StoreWriter:
         item = self._items.setdefault(name, TensorStorageMetadata(properties, torch.Size(shape), []))
         index = MetadataIndex(name, offsets)
         if not isinstance(item, TensorStorageMetadata) or index in self._places:
-            raise CheckpointError(f"{name} at {list(offsets)} came twice.")
+            raise CheckpointError(f"{name} at offset {list(offsets)} was written twice.")
         if (tuple(item.size), item.properties.dtype) != (tuple(shape), tensor.dtype):
-            raise CheckpointError(f"{name} has chunks of tensors that differ in shape or dtype.")
+            raise CheckpointError(f"{name} has chunks with different global shapes or dtypes.")
         item.chunks.append(ChunkStorageMetadata(torch.Size(offsets), tensor.shape))
         file = self._open()
         self._places[index] = storage_info(self._names[-1], *write_tensor(file, tensor))
@@ -68,7 +68,7 @@ class StoreWriter:
     def write_object(self, name: str, value: Any) -> None:
         """Writes a small object under its own name."""
         if name in self._items:
-            raise CheckpointError(f"{name} came twice.")
+            raise CheckpointError(f"{name} was written twice.")
         self._items[name] = BytesStorageMetadata()
         file = self._open()
         self._places[MetadataIndex(name)] = storage_info(self._names[-1], *write_object(file, value))

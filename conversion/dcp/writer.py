@@ -32,7 +32,9 @@ class DcpWriter(Writer):
         self._paths: dict[str, tuple[str | int, ...]] = {}
         unknown = [str(key) for key in plan if key.kind not in (WEIGHT, EXP_AVG, EXP_AVG_SQ)]
         if unknown or (optimizer is None and any(key.kind != WEIGHT for key in plan)):
-            raise CheckpointError(f"{', '.join(unknown[:5]) or 'Moments without a step'} cannot be stored here.")
+            raise CheckpointError(
+                f"{', '.join(unknown[:5]) or 'Moments without a step'} cannot be stored in the dcp format."
+            )
 
     def write(self, key: Key, tensor: Tensor) -> None:
         self.check_once(key, tensor)

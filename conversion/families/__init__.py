@@ -43,8 +43,8 @@ def family_of(config: Any) -> Family | MultimodalFamily:
     if family is None:
         known = ", ".join(sorted(known_families()))
         raise UnsupportedError(
-            f"Megatron's names for model type {config.model_type!r} are not known; known are {known}. A new one is a "
-            "file in conversion/families."
+            f"Megatron's tensor names for model type {config.model_type!r} are not known. Known model types: {known}. "
+            "To add one, add a module to conversion/families."
         )
     return family
 

@@ -85,6 +85,8 @@ FAMILY = Family(
     layer=_layer,
     arguments=_arguments,
     unsupported_reason=lambda config: (
-        "attention_bias: the linears of Megatron-Core's latent attention have none" if config.attention_bias else None
+        "attention_bias: the linear layers of Megatron-Core's latent attention have no biases"
+        if config.attention_bias
+        else None
     ),
 )

@@ -47,7 +47,7 @@ def _arguments(config: Any) -> Arguments:
 
 def _unchecked(config: Any) -> str | None:
     if config.model_type == "qwen3_moe" and config.attention_bias:
-        return "the bias of o_proj has no switch of its own in Megatron-Core"
+        return "Megatron-Core has no separate switch for the bias of o_proj"
     return None
 
 

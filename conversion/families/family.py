@@ -12,8 +12,8 @@ Arguments = dict[str, Any]
 
 # Names of the tanh approximation of GELU.
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
-BIASES_TOGETHER = "add_bias_linear of Megatron-Core switches the biases of attention and MLP together"
-NORMS_BEHIND = "Megatron-Core 0.16.1 has no norms behind attention and MLP; the names are Megatron-Bridge's"
+BIASES_TOGETHER = "Megatron-Core's add_bias_linear enables the biases of attention and MLP together"
+NORMS_BEHIND = "Megatron-Core 0.16.1 has no norms after attention and MLP; the names are Megatron-Bridge's"
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ class Family:
         if "ffn_hidden_size" not in arguments or arguments.get("squared_relu"):
             return None
         if self.gated and not (arguments.get("swiglu") or arguments.get("quick_geglu")):
-            return f"a gated {name}, which gated_linear_unit and activation_func of TransformerConfig say"
+            return f"a gated {name}; set gated_linear_unit and activation_func of TransformerConfig"
         if not self.gated and name not in ("gelu", "gelu_python", *_TANH_GELU):
-            return f"the activation {name}, which activation_func of TransformerConfig says"
+            return f"the activation {name}; set activation_func of TransformerConfig"
         return None
 
     def rules(self, config: Any, padded: int, num_mtp_layers: int = 0, names: Collection[str] = ()) -> Iterator[Rule]:

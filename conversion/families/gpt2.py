@@ -33,7 +33,7 @@ def _arguments(config: Any) -> Arguments:
 
 def _unchecked(config: Any) -> str | None:
     if config.scale_attn_by_inverse_layer_idx or not config.scale_attn_weights:
-        return "attention scores scaled by layer, or not scaled, have no argument in Megatron-LM"
+        return "Megatron-LM has no argument for attention scores that are scaled by layer or not scaled"
     return None
 
 

@@ -32,7 +32,7 @@ def _arguments(config: Any) -> Arguments:
 
 def _unchecked(config: Any) -> str | None:
     if config.use_parallel_residual:
-        return "attention and MLP beside each other (use_parallel_residual) are no layer of Megatron-Core"
+        return "Megatron-Core has no layer with parallel attention and MLP (use_parallel_residual)"
     return None if config.attention_bias else BIASES_TOGETHER
 
 

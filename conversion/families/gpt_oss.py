@@ -37,7 +37,7 @@ def _arguments(config: Any) -> Arguments:
 
 def _unsupported_reason(config: Any) -> str | None:
     if not config.attention_bias:
-        return "attention_bias=False: add_bias_linear of Megatron-Core covers attention and experts"
+        return "attention_bias=False: Megatron-Core's add_bias_linear covers both attention and experts"
     return None
 
 

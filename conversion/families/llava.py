@@ -52,19 +52,19 @@ def _encoder_sizes(config: Any) -> Mapping[str, int]:
 
 def _unsupported_reason(config: Any) -> str | None:
     if config.vision_config.model_type != "clip_vision_model":
-        return f"a tower of type {config.vision_config.model_type!r} is not known; known is clip_vision_model"
+        return f"vision encoder type {config.vision_config.model_type!r} is not supported; expected clip_vision_model"
     if not isinstance(config.vision_feature_layer, int):
-        return "vision_feature_layer: LLaVAModel of Megatron-Core projects the output of one layer"
+        return "vision_feature_layer: Megatron-Core's LLaVAModel projects the output of a single layer"
     return None
 
 
 def _unstored(config: Any) -> Iterator[str]:
     if config.vision_feature_layer not in (_LAST_LAYER, config.vision_config.num_hidden_layers):
         yield (
-            f"vision_feature_layer={config.vision_feature_layer}, where LLaVAModel projects the output of the last of "
-            "its layers, and all of them are written"
+            f"vision_feature_layer={config.vision_feature_layer}: all layers are written, and LLaVAModel projects the "
+            "output of the last one"
         )
-    yield "vision_model.ln_post, which CLIPViTModel does not have: torch_dist is loaded without it, rank files strictly"
+    yield "vision_model.ln_post, which CLIPViTModel does not have: torch_dist loads without it, rank files do not"
 
 
 FAMILY = MultimodalFamily(

@@ -34,7 +34,7 @@ def _arguments(config: Any) -> Arguments:
 def _unstored(config: Any) -> Iterator[str]:
     yield from limited_steps(*config.time_step_limit)
     if config.residual_in_fp32:
-        yield "residual_in_fp32, which MambaStack of Megatron-Core is built without: the same in fp32"
+        yield "residual_in_fp32, which Megatron-Core's MambaStack does not set; results are equal in fp32"
 
 
 FAMILY = Family(

@@ -46,8 +46,8 @@ def _unsupported_reason(config: Any) -> str | None:
     if config.add_cross_attention:
         return "add_cross_attention has no counterpart in Megatron's BertModel"
     if config.is_decoder:
-        return "is_decoder: attention of Megatron's BertModel looks both ways"
-    return None if config.tie_word_embeddings else "Megatron's BertModel ties the head to the embeddings"
+        return "is_decoder: Megatron's BertModel has bidirectional attention"
+    return None if config.tie_word_embeddings else "tie_word_embeddings=False: Megatron's BertModel ties them"
 
 
 FAMILY = Family(

@@ -59,7 +59,7 @@ class MultimodalFamily:
         """Returns why a config cannot be expressed at all, `None` if it can."""
         if self.text_type is None and config.text_config.model_type not in self.text.model_types:
             known = ", ".join(self.text.model_types)
-            return f"a text part of type {config.text_config.model_type!r} is not known; known are {known}"
+            return f"text model type {config.text_config.model_type!r} is not supported; supported are {known}"
         return self.own_unsupported_reason(config) or self.text.unsupported_reason(self.text_config(config))
 
     def unchecked(self, config: Any) -> str | None:

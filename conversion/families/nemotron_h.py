@@ -79,11 +79,11 @@ def _arguments(config: Any) -> Arguments:
 
 def _unsupported_reason(config: Any) -> str | None:
     if config.mlp_bias:
-        return "mlp_bias: add_bias_linear of Megatron-Core would give attention biases too"
+        return "mlp_bias: Megatron-Core's add_bias_linear would add biases to attention too"
     if config.mlp_hidden_act != _ACTIVATION:
-        return f"mlp_hidden_act={config.mlp_hidden_act}: known is {_ACTIVATION}, which squared_relu says"
+        return f"mlp_hidden_act={config.mlp_hidden_act}: expected {_ACTIVATION} (Megatron's squared_relu)"
     if "moe" in config.layers_block_type and config.norm_topk_prob is not (config.num_experts_per_tok > 1):
-        return "norm_topk_prob: Megatron-Core divides the weights of experts by their sum where a token has several"
+        return "norm_topk_prob: Megatron-Core normalizes expert weights if, and only if, a token has several experts"
     return unsupported_mixer_reason(config, "mamba_hidden_act")
 
 
@@ -93,7 +93,7 @@ FAMILY = Family(
     arguments=_arguments,
     gated=False,
     unchecked=lambda config: (
-        "experts behind moe_latent_size need TransformerEngine in Megatron-Core" if config.moe_latent_size else None
+        "experts with moe_latent_size need TransformerEngine in Megatron-Core" if config.moe_latent_size else None
     ),
     unsupported_reason=_unsupported_reason,
     embedding="model.embeddings",

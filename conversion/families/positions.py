@@ -66,11 +66,11 @@ def unstored_positions(config: Any) -> str | None:
     rope = _rope(config)
     kind = _kind(rope)
     if kind not in _STORED:
-        return f"rotary positions of type {kind!r} have no arguments in Megatron-LM, which would turn them unscaled"
+        return f"rope_type {kind!r} has no argument in Megatron-LM, which would apply unscaled rotary positions"
     if kind == "llama3" and (other := [name for name, value in _LLAMA3.items() if rope.get(name, value) != value]):
-        return f"Megatron-Core scales positions of llama3 with its own {', '.join(other)}; the config has others"
+        return f"Megatron-Core has fixed values of {', '.join(other)} for llama3 scaling; the config has different ones"
     if kind == "yarn" and rope.get("attention_factor") is not None:
-        return "attention_factor of yarn has no argument in Megatron-LM"
+        return "yarn's attention_factor has no argument in Megatron-LM"
     return None
 
 

@@ -54,6 +54,6 @@ FAMILY = MultimodalFamily(
     mrope_section=(24, 20, 20),
     own_unchecked=lambda config: BRIDGE_ONLY,
     own_unstored=lambda config: (
-        "positions whose sections alternate (mrope_interleaved), as Bridge's model turns them",
+        "interleaved position sections (mrope_interleaved), which Megatron-Bridge's model applies",
     ),
 )

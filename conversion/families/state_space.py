@@ -62,13 +62,13 @@ def unsupported_mixer_reason(config: Any, activation: str) -> str | None:
     other = next((name for name, value in wanted.items() if getattr(config, name) != value), None)
     if other is None:
         return None
-    return f"{other}={getattr(config, other)}: MambaMixer of Megatron-Core has {wanted[other]}"
+    return f"{other}={getattr(config, other)}: Megatron-Core's MambaMixer has {wanted[other]}"
 
 
 def limited_steps(smallest: float, largest: float) -> Iterator[str]:
     """Yields a note if transformers clamps a mixer's time steps."""
     if (smallest, largest) != (0.0, float("inf")):
         yield (
-            f"time steps between {smallest:g} and {largest:g}, to which transformers clamps them and MambaMixer of "
-            "Megatron-Core does not"
+            f"time steps limited to {smallest:g} and {largest:g}: transformers clamps them, Megatron-Core's MambaMixer "
+            "does not"
         )

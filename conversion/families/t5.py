@@ -60,9 +60,9 @@ def _arguments(config: Any) -> Arguments:
 
 def _unsupported_reason(config: Any) -> str | None:
     if getattr(config, "scale_decoder_outputs", False):
-        return "scale_decoder_outputs, as T5 1.0 has it: T5Model of Megatron-Core does not scale what the head reads"
+        return "scale_decoder_outputs (T5 1.0): Megatron-Core's T5Model does not scale the input of the head"
     if not config.is_gated_act:
-        return f"feed_forward_proj={config.feed_forward_proj}: known are gated ones, as T5 1.1 has"
+        return f"feed_forward_proj={config.feed_forward_proj}: expected a gated one, as in T5 1.1"
     return None
 
 

@@ -48,11 +48,11 @@ def weight_files(path: Path) -> list[str]:
             names = sorted(set(read_weight_map(index).values()))
             missing = [name for name in names if not inside(path, name).is_file()]
             if missing:
-                raise CheckpointError(f"{path}: {', '.join(missing[:5])} of {index.name} are missing.")
+                raise CheckpointError(f"{path}: {', '.join(missing[:5])}, listed in {index.name}, are missing.")
             return sorted({*names, kind} if (path / kind).is_file() else names)
         if is_file(path / kind):
             return [kind]
-    raise CheckpointError(f"{path} has no model.safetensors, no pytorch_model.bin and no index of several.")
+    raise CheckpointError(f"{path} has no model.safetensors, no pytorch_model.bin and no index of weight files.")
 
 
 class HuggingFaceReader(Reader):
@@ -75,7 +75,9 @@ class HuggingFaceReader(Reader):
                 holders = self._holders.setdefault(weight, [])
                 first = holders[0].locations[weight] if holders else location
                 if (first.shape, first.dtype) != (location.shape, location.dtype):
-                    raise CheckpointError(f"{path}: {_both(holders[0], opened)} have a {weight} each, and they differ.")
+                    raise CheckpointError(
+                        f"{path}: {_both(holders[0], opened)} both have {weight}, but with different shapes or dtypes."
+                    )
                 holders.append(opened)
         repeated = repeated_names(self._holders, architecture)
         groups, surplus = loading_groups(architecture.model, [name for name in self._holders if name not in repeated])
@@ -109,8 +111,8 @@ class HuggingFaceReader(Reader):
             self._repeats.setdefault(Key(WEIGHT, architecture.first_name(own)), []).append(name)
         if repeated:
             self.notes = (
-                f"{', '.join(repeated)} repeat the model's own weights, which multi-token prediction shares, and are "
-                "left out",
+                f"{', '.join(repeated)} are left out: they duplicate weights that multi-token prediction shares with "
+                "the model",
             )
         saved = [key for key in entries if key.name in architecture.saved_names]
         self.entries = {key: entries[key] for key in sorted(saved, key=architecture.sort_key)}
@@ -138,10 +140,10 @@ class HuggingFaceReader(Reader):
         for group in self._copies.get(key, ()):
             if not same_bytes(tensor, self._converted(group)[key]):
                 names = ", ".join(name for name, _ in (*self._group_of[key].sources, *group.sources))
-                raise CheckpointError(f"{self.path}: {names} are one tied weight of the model, and differ.")
+                raise CheckpointError(f"{self.path}: {names} are tied in the model but differ.")
         for name in self._repeats.get(key, ()):
             if not same_bytes(tensor, self._stored(name)):
-                raise CheckpointError(f"{self.path}: {name} differs from {key.name}, which it is shared with.")
+                raise CheckpointError(f"{self.path}: {name} differs from {key.name}, although the model shares them.")
         return tensor
 
     def _converted(self, group: LoadingGroup) -> dict[Key, Tensor]:
@@ -154,7 +156,7 @@ class HuggingFaceReader(Reader):
         tensor = first.read(name, self.memory)
         for other in others:
             if not same_bytes(tensor, other.read(name, self.memory)):
-                raise CheckpointError(f"{self.path}: {_both(first, other)} have a {name} each, and they differ.")
+                raise CheckpointError(f"{self.path}: {_both(first, other)} both have {name}, but they differ.")
         return tensor
 
     def close(self) -> None:

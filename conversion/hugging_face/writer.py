@@ -53,7 +53,9 @@ class HuggingFaceWriter(Writer):
             waiting[key.name] = entry.meta()
             files |= {name: TensorMeta.of(tensor) for name, tensor in self._complete(key.name, waiting).items()}
         if waiting:
-            raise CheckpointError(f"{', '.join(waiting)} lie in one tensor of the file with others that are not there.")
+            raise CheckpointError(
+                f"{', '.join(waiting)} must be stored in one tensor of the file with weights that are missing."
+            )
         return files
 
     def _complete(self, name: str, waiting: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -121,7 +121,7 @@ def stored_arguments(content: Mapping[Any, Any], where: object) -> dict[Any, Any
         if found.state is None and found.kind in _NAMESPACES:
             return {}
     said = f"an object of {safe_repr(found.kind)}" if isinstance(found, Record) else safe_repr(found)
-    raise CheckpointError(f"{where}: args is {said}: expected a namespace of Megatron-LM's arguments.")
+    raise CheckpointError(f"{where}: args is {said}, expected a namespace with Megatron-LM's arguments.")
 
 
 def check_arguments(found: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> None:
@@ -149,25 +149,24 @@ def check_arguments(found: Mapping[str, Any], expected: Mapping[str, Any], where
         if (given is None or wanted is None) and known not in NEUTRAL:
             continue
         if not _is_identical(known, given, wanted, found, expected):
-            different.append(f"{name} is {safe_repr(given)}, and {safe_repr(wanted)} by the config")
+            different.append(f"{name} is {safe_repr(given)}, but {safe_repr(wanted)} in the config")
     if different:
         more = f" and {len(different) - _MOST_SHOWN} more" if len(different) > _MOST_SHOWN else ""
         raise CheckpointError(
-            f"{where}: its own arguments are not those of the config: {'; '.join(different[:_MOST_SHOWN])}{more}. "
-            "Convert it with the config.json that it was trained with."
+            f"{where}: its arguments differ from the config: {'; '.join(different[:_MOST_SHOWN])}{more}. "
+            "Use the config.json that the model was trained with."
         )
 
 
 def notes_of_arguments(found: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns notes on arguments of the run that no config can express, or on missing arguments."""
     if not found:
-        return ("no arguments of Megatron to compare the config with: only shapes were compared",)
+        return ("the checkpoint has no Megatron arguments: only shapes were compared with the config",)
     factor = found.get("moe_expert_capacity_factor")
     if not found.get("num_experts") or not isinstance(factor, (int, float)) or factor < 0:
         return ()
     return (
-        f"the run dropped tokens beyond moe_expert_capacity_factor={safe_repr(factor)} of each expert, where "
-        f"transformers "
+        f"the run dropped tokens beyond each expert's moe_expert_capacity_factor={safe_repr(factor)}; transformers "
         "computes all of them",
     )
 

@@ -32,8 +32,8 @@ def iteration_folder(path: Path) -> Path:
     with open(tracker, "rb") as file:
         text = file.read(64).decode("ascii", "replace").strip()
     if text != RELEASE and not re.fullmatch(r"[0-9]{1,12}", text):
-        raise CheckpointError(f"{tracker} says {text!r}: expected a number or {RELEASE!r}.")
+        raise CheckpointError(f"{tracker} contains {text!r}, expected an iteration number or {RELEASE!r}.")
     folder = path / folder_name(None if text == RELEASE else int(text))
     if not folder.is_dir():
-        raise CheckpointError(f"{tracker} names {folder.name}, which is missing from {path}.")
+        raise CheckpointError(f"{tracker} refers to {folder.name}, which is missing from {path}.")
     return folder

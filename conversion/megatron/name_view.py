@@ -81,8 +81,7 @@ class TransformersView(Reader):
             listing = ", ".join(unknown[:50]) + (", ..." if len(unknown) > 50 else "")
             raise CheckpointError(
                 f"{where}: {len(unknown)} tensors have no counterpart in {type(architecture.model).__name__}: "
-                f"{listing}; "
-                "see that the config is the one of this checkpoint."
+                f"{listing}. Check that the config belongs to this checkpoint."
             )
         dtypes = [entry.dtype for key, entry in entries.items() if key.kind == WEIGHT]
         usual = max(dict.fromkeys(dtypes), key=dtypes.count, default=torch.float32)
@@ -131,7 +130,7 @@ class TransformersView(Reader):
         if not self._filled:
             return ()
         names = ", ".join(f"{key.name} with {value:g}" for key, value in self._filled.items())
-        return (f"weights that no computation reads and the checkpoint does not have are filled: {names}",)
+        return (f"unused weights that are missing from the checkpoint are filled: {names}",)
 
 
 def _check_parts(rules: Sequence[Rule], found: Iterable[Key], where: str) -> None:
@@ -140,13 +139,13 @@ def _check_parts(rules: Sequence[Rule], found: Iterable[Key], where: str) -> Non
     there = {_part(key.name) for key in found} - {""}
     if missing := sorted(wanted - there):
         raise CheckpointError(
-            f"{where} has no {_listed(missing)}: by the config it holds a model of images and text; is it the "
-            "checkpoint of a text model, or of another part?"
+            f"{where} has no {_listed(missing)}, but the config is for a vision-language model. Check that this is not "
+            "the checkpoint of a text model or another submodel."
         )
     if surplus := sorted(there - wanted):
         raise CheckpointError(
-            f"{where} has {_listed(surplus)}, of which the config knows nothing; is it that of a text model, or of "
-            "another one of images and text?"
+            f"{where} has {_listed(surplus)}, which the config does not describe. Check that this is not the config of "
+            "a text model or another vision-language model."
         )
 
 
@@ -196,9 +195,8 @@ class Regrouping:
         if self._waiting:
             listing = ", ".join(map(str, list(self._waiting)[:20]))
             raise CheckpointError(
-                f"{where}: {listing} become one tensor of Megatron with others that are not there; frozen "
-                f"weights have "
-                "no moments."
+                f"{where}: {listing} must be merged into one Megatron tensor with tensors that are missing (frozen "
+                "weights have no moments)."
             )
 
 
@@ -206,11 +204,11 @@ def _check_types(tensors: Mapping[Key, Tensor]) -> None:
     """Checks that tensors of any shapes that are merged share one dtype; reports the ones that deviate."""
     types = [tensor.dtype for tensor in tensors.values()]
     usual = max(dict.fromkeys(types), key=types.count)
-    odd = [f"{key} is of {tensor.dtype}" for key, tensor in tensors.items() if tensor.dtype != usual]
+    odd = [f"{key} has dtype {tensor.dtype}" for key, tensor in tensors.items() if tensor.dtype != usual]
     if odd:
         others = ", ".join(str(key) for key, tensor in tensors.items() if tensor.dtype == usual)
         raise CheckpointError(
-            f"{', '.join(odd)}, and {others} of {usual}: they become one tensor of Megatron, and need one type."
+            f"{', '.join(odd)}, expected {usual} as for {others}: they are merged into one Megatron tensor."
         )
 
 
@@ -223,7 +221,7 @@ def megatron_plan(plan: Mapping[Key, TensorMeta], rules: Sequence[Rule], where: 
     known = {name for rule in rules for name in rule.transformers}
     unknown = sorted({key.name for key in plan} - known)
     if unknown:
-        raise CheckpointError(f"{where}: no rule says what {', '.join(unknown[:5])} is in Megatron.")
+        raise CheckpointError(f"{where}: no rule maps {', '.join(unknown[:5])} to Megatron.")
     regrouping = Regrouping(rules)
     converted: dict[Key, TensorMeta] = {}
     for key, entry in plan.items():

@@ -93,7 +93,7 @@ class GroupedQKV(Operation):
         (packed,) = tensors
         wanted = (self.heads + 2 * self.groups) * self.head_dim
         if packed.shape[0] != wanted:
-            raise CheckpointError(f"query, key and value have {packed.shape[0]} rows together, expected {wanted}.")
+            raise CheckpointError(f"query, key and value have {packed.shape[0]} rows in total, expected {wanted}.")
         rows = packed.reshape(self.groups, -1, self.head_dim, *packed.shape[1:])
         queries = self.heads // self.groups
         parts = rows[:, :queries], rows[:, queries : queries + 1], rows[:, queries + 1 :]
@@ -117,7 +117,9 @@ class GroupedKV(Operation):
     def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
         (packed,) = tensors
         if packed.shape[0] != 2 * self.heads * self.head_dim:
-            raise CheckpointError(f"key and value have {packed.shape[0]} rows together, expected {self.heads} heads'.")
+            raise CheckpointError(
+                f"key and value have {packed.shape[0]} rows in total, which do not match {self.heads} heads."
+            )
         rows = packed.reshape(self.heads, 2, self.head_dim, *packed.shape[1:])
         return [memory.contiguous(part).view(-1, *packed.shape[1:]) for part in rows.unbind(1)]
 
@@ -193,7 +195,7 @@ class Reshaped(Operation):
 
     def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
         if any(tensor.shape[:-1].numel() != 1 for tensor in tensors):
-            raise CheckpointError(f"expected one row, found the shape {tuple(tensors[0].shape)}.")
+            raise CheckpointError(f"expected a single row, got shape {tuple(tensors[0].shape)}.")
         return [tensor.reshape(tensor.shape[-1]) for tensor in tensors]
 
 

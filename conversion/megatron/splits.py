@@ -132,7 +132,7 @@ def tensor_parallel_split(name: str) -> RankSplit | None:
     for pattern, split in _RULES:
         if pattern.fullmatch(name):
             return split
-    raise CheckpointError(f"{name} is not a tensor of a model of Megatron-Core that can be converted.")
+    raise CheckpointError(f"{name} is not a supported Megatron-Core tensor.")
 
 
 def blocks_of(name: str, split: RankSplit | None, length: int, model: MegatronModel) -> tuple[int, ...]:
@@ -156,10 +156,12 @@ def rank_views(
     length = tensor.shape[split.dim]
     blocks = blocks or (length,)
     if sum(blocks) != length:
-        raise CheckpointError(f"{length} in dimension {split.dim}, expected {' + '.join(map(str, blocks))}.")
+        raise CheckpointError(f"length {length} in dimension {split.dim}, expected {' + '.join(map(str, blocks))}.")
     if any(block % size for block in blocks):
-        each = f", each of {', '.join(map(str, blocks))} by itself" if len(blocks) > 1 else ""
-        raise CheckpointError(f"{length} in dimension {split.dim} do not divide evenly over {size} ranks{each}.")
+        each = f" in separate blocks of {', '.join(map(str, blocks))}" if len(blocks) > 1 else ""
+        raise CheckpointError(
+            f"length {length} in dimension {split.dim} cannot be split evenly over {size} ranks{each}."
+        )
     views, start = [], 0
     for block in blocks:
         views.append(tensor.narrow(split.dim, start + rank * (block // size), block // size))

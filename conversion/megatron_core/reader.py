@@ -89,7 +89,7 @@ class MegatronCoreReader(MegatronReader):
             None if self.optimizer_unsupported_reason or len(weights) == len(entries) else optimizer_of(common)
         )
         if self.optimizer is None and len(weights) < len(entries) and self.optimizer_unsupported_reason is None:
-            self.optimizer_unsupported_reason = f"{COMMON} does not say how many steps it has taken"
+            self.optimizer_unsupported_reason = f"{COMMON} has no step count"
         self.entries = weights if self.optimizer is None else entries
 
     def _common(self) -> Mapping[Any, Any]:
@@ -100,9 +100,9 @@ class MegatronCoreReader(MegatronReader):
             found = self._store.read_object(COMMON_OBJECT)
             found = found[0] if isinstance(found, list) and len(found) == 1 else found
         else:
-            raise CheckpointError(f"{self.path} has no {COMMON}, and no {COMMON_OBJECT} in its store.")
+            raise CheckpointError(f"{self.path} has neither {COMMON} nor {COMMON_OBJECT} in its store.")
         if not isinstance(found, dict):
-            raise CheckpointError(f"{self.path}: its common state is a {type(found).__name__}, not a table.")
+            raise CheckpointError(f"{self.path}: its common state is a {type(found).__name__}, not a dict.")
         return found
 
     def _add(
@@ -112,7 +112,7 @@ class MegatronCoreReader(MegatronReader):
         names: list[tuple[str, int | None]] = [(name, None)]
         if match := _STACKED.fullmatch(name):
             if not entry.shape or entry.shape[0] > _MOST_LAYERS:
-                raise CheckpointError(f"{self.path}: {stored} of shape {list(entry.shape)} has no axis of layers.")
+                raise CheckpointError(f"{self.path}: {stored} of shape {list(entry.shape)} has no valid layer axis.")
             names = [(f"{match[1]}.{layer}.{match[2]}", layer) for layer in range(entry.shape[0])]
         for full, layer in names:
             half, expert = -1, -1
@@ -134,7 +134,7 @@ class MegatronCoreReader(MegatronReader):
         halves = sorted({half for _, half in found})
         unsharded = experts in ([-1], list(range(len(experts)))) and halves in ([-1], list(range(_parts_of(key.name))))
         if not unsharded or len(found) != len(experts) * len(halves):
-            raise CheckpointError(f"{self.path}: parts of {key} are missing; there are {sorted(found)[:8]}.")
+            raise CheckpointError(f"{self.path}: {key} is incomplete: found (expert, half) {sorted(found)[:8]}.")
         return tuple(tuple(found[expert, half] for half in halves) for expert in experts)
 
     def _shape(self, part: _Part) -> tuple[int, ...]:
@@ -150,7 +150,9 @@ class MegatronCoreReader(MegatronReader):
         dtypes = {self._store.entries[part.stored].dtype for row in rows for part in row}
         (shape, *others), *more = shapes
         if more or len(dtypes) > 1 or (others and any(not one or one[1:] != shape[1:] for one in (shape, *others))):
-            raise CheckpointError(f"{self.path}: parts of {key} have the shapes {sorted(shapes)[:4]}.")
+            raise CheckpointError(
+                f"{self.path}: {key} is stored in tensors of inconsistent shapes or dtypes: {sorted(shapes)[:4]}."
+            )
         if others:
             shape = (shape[0] + sum(other[0] for other in others), *shape[1:])
         return TensorMeta((len(rows), *shape) if self._stacks_experts(rows[0][0]) else shape, dtypes.pop())
@@ -182,7 +184,7 @@ def check_format(path: Path) -> None:
         CheckpointError: it does not; names the tool that can convert it.
     """
     if not (path / CONFIG).is_file():
-        tool = "; fsdp_dtensor is turned into torch_dist by Megatron-LM's tools/checkpoint/checkpoint_inspector.py"
+        tool = "; convert fsdp_dtensor to torch_dist with Megatron-LM's tools/checkpoint/checkpoint_inspector.py"
         raise CheckpointError(f"{path} has no {CONFIG}{tool if (path / METADATA).is_file() else ''}.")
     with DataFile(path / CONFIG) as file:
         try:
@@ -190,17 +192,17 @@ def check_format(path: Path) -> None:
             backend, version = config["sharded_backend"], config.get("sharded_backend_version", 1)
             common = config.get("common_backend", "torch"), config.get("common_backend_version", 1)
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{file.path} does not describe a checkpoint: {error_summary(error)}.") from error
+            raise CheckpointError(f"{file.path} is not valid checkpoint metadata: {error_summary(error)}.") from error
     if backend == "fsdp_dtensor":
         raise CheckpointError(
-            f"{path} is in Megatron's fsdp_dtensor format: turn it into torch_dist with Megatron-LM's "
-            "tools/checkpoint/checkpoint_inspector.py."
+            f"{path} is in Megatron's fsdp_dtensor format, which is not supported. Convert it to torch_dist with "
+            "Megatron-LM's tools/checkpoint/checkpoint_inspector.py."
         )
     if (backend, version, *common) != ("torch_dist", 1, "torch", 1):
         raise CheckpointError(
             f"{path} is in the format {safe_repr(backend)} {safe_repr(version)} (common state: "
-            f"{' '.join(map(safe_repr, common))}), expected torch_dist 1: load it with the Megatron that wrote it and "
-            "save it with --ckpt-format torch_dist."
+            f"{' '.join(map(safe_repr, common))}), expected torch_dist 1. Load it with the Megatron version that wrote "
+            "it and save it with --ckpt-format torch_dist."
         )
 
 
@@ -214,14 +216,14 @@ def _optimizer_unsupported_reason(
     hidden = [name for name in objects if _OF_OPTIMIZER.match(name)]
     if kinds or others or hidden:
         kind = ", ".join(sorted(kinds)[:_MOST_SHOWN]) or f"one with {(others or hidden)[0]}"
-        return f"its format is {kind}, which only the layout it was trained on reads: {_RESAVE}"
+        return f"its format is {kind}, which only the same parallel layout can read: {_RESAVE}"
     for key, entry in entries.items():
         weight = entries.get(Key(WEIGHT, key.name))
         if weight is None or weight.shape != entry.shape:
-            return f"{key} has not the shape of its weight: {_RESAVE}"
+            return f"{key} does not have the shape of its weight: {_RESAVE}"
     moments = {key for key in entries if key.kind in (EXP_AVG, EXP_AVG_SQ)}
     missing = [key for key in moments if not {Key(EXP_AVG, key.name), Key(EXP_AVG_SQ, key.name)} <= moments]
-    return f"it has only {missing[0]}" if missing else None
+    return f"it is incomplete: it has only {missing[0]}" if missing else None
 
 
 def _order(key: Key) -> tuple[bool, list[tuple[bool, int, str]], bool, str]:

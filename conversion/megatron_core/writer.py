@@ -67,10 +67,10 @@ class MegatronCoreWriter(Writer):
             kinds.setdefault(key.name, set()).add(key.kind)
         for name, found in kinds.items():
             if WEIGHT not in found:
-                raise CheckpointError(f"{name} has moments and no weight.")
+                raise CheckpointError(f"{name} has optimizer moments but no weight.")
             if found - {WEIGHT} not in (set(), set(_MOMENTS)) or (len(found) > 1 and self._optimizer is None):
                 raise CheckpointError(
-                    f"{name}: an optimizer of Megatron has {', '.join(_MOMENTS)} of a weight, planned {sorted(found)}."
+                    f"{name}: Megatron's optimizer has {', '.join(_MOMENTS)} for a weight, planned {sorted(found)}."
                 )
 
     def _layers_are_identical(self) -> bool:
@@ -83,7 +83,7 @@ class MegatronCoreWriter(Writer):
         for name, found in {**dict.fromkeys(sizes, {}), **stacks}.items():
             size = sizes.get(name, len(found))
             if found.keys() != set(range(size)):
-                raise CheckpointError(f"The model has {size} layers ({name}), planned are {sorted(found)}.")
+                raise CheckpointError(f"The model has {size} layers ({name}), but layers {sorted(found)} are planned.")
             self._stack_sizes[name] = size
         arguments = self._model.arguments
         if not self._model.stacked:

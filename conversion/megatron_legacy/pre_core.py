@@ -68,13 +68,13 @@ def flattened(path: Path, model: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in _entries(path, model, "", _DEEPEST):
         if found.setdefault(name, value) is not value:
-            raise CheckpointError(f"{path} is refused: it has {safe_repr(name)} twice.")
+            raise CheckpointError(f"{path} is rejected: it has {safe_repr(name)} twice.")
     return found
 
 
 def _entries(path: Path, table: Any, prefix: str, deeper: int) -> Iterator[tuple[str, Any]]:
     if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
-        raise CheckpointError(f"{path} is refused: its weights are no table of names.")
+        raise CheckpointError(f"{path} is rejected: its weights are not a dict with string keys.")
     for key, value in table.items():
         if isinstance(value, dict) and deeper:
             yield from _entries(path, value, f"{prefix}{key}.", deeper - 1)
@@ -101,12 +101,10 @@ def core_names(path: Path, tensors: Mapping[str, Any], block: str) -> dict[str, 
         core = _core_name(name, block)
         if core is None:
             raise CheckpointError(
-                f"{path}: {safe_repr(name)} is no tensor of a GPT or BERT of Megatron-LM before Megatron-Core that "
-                f"can be "
-                "converted."
+                f"{path}: {safe_repr(name)} is not a supported tensor of a GPT or BERT from before Megatron-Core."
             )
         if core in found:
-            raise CheckpointError(f"{path} is refused: it has {core} twice, once as {safe_repr(name)}.")
+            raise CheckpointError(f"{path} is rejected: it has {core} twice, once as {safe_repr(name)}.")
         found[core] = value
     return found
 
@@ -131,14 +129,11 @@ def check_version(path: Path, version: float, older: bool) -> None:
         CheckpointError: naming the file and its version.
     """
     if older and version not in _VERSIONS:
-        raise CheckpointError(
-            f"{path}: checkpoint_version is {safe_repr(version)}: expected one of 0, 1.0, 2.0 and 3.0."
-        )
+        raise CheckpointError(f"{path}: checkpoint_version is {safe_repr(version)}, expected 0, 1.0, 2.0 or 3.0.")
     if not older and not version >= _GROUPED:
         raise CheckpointError(
-            f"{path}: checkpoint_version is {safe_repr(version)}, and the names are Megatron-Core's, which has "
-            f"written 3.0 "
-            "from the start: the order of query, key and value is not known."
+            f"{path}: checkpoint_version is {safe_repr(version)}, but Megatron-Core, whose names it has, has always "
+            "written 3.0: the order of query, key and value is not known."
         )
 
 
@@ -149,7 +144,7 @@ def reorder_encoder_qkv(packed: Tensor, version: float) -> Tensor:
         CheckpointError: the version predates modality encoders.
     """
     if version < _GROUPED:
-        raise CheckpointError(f"Megatron-LM had no towers when it wrote checkpoint_version {version}.")
+        raise CheckpointError(f"Megatron-LM had no modality encoders when it wrote checkpoint_version {version}.")
     return packed
 
 
@@ -172,8 +167,8 @@ def grouped_by_head(packed: Tensor, version: float, arguments: Mapping[str, Any]
     groups = arguments.get("num_query_groups") or heads
     if groups != heads or heads % ranks or packed.shape[0] % (3 * heads):
         raise CheckpointError(
-            f"{packed.shape[0]} rows of query, key and value on {ranks} ranks are not those of {heads} heads and "
-            f"{groups} groups in checkpoint_version {version}."
+            f"{packed.shape[0]} rows of query, key and value on {ranks} ranks do not match {heads} heads and {groups} "
+            f"groups in checkpoint_version {version}."
         )
     head_dim, rest = packed.shape[0] // (3 * heads), packed.shape[1:]
     if version == 1:

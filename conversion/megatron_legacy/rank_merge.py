@@ -39,7 +39,7 @@ class RankShard(NamedTuple):
         # Experts are contiguous in memory, whatever the shape of the tensor.
         shape = (first, second // count) if self.key.endswith("weight1") else (first // count, second)
         if stored.stride != (second, 1) or not first * second == shape[0] * shape[1] * count > 0:
-            raise CheckpointError(f"{self} has no {count} experts of one size.")
+            raise CheckpointError(f"{self} cannot be split into {count} experts of equal size.")
         return replace(stored, shape=shape, stride=(shape[1], 1), offset=stored.offset + index * shape[0] * shape[1])
 
     def entry(self) -> TensorMeta:
@@ -76,11 +76,11 @@ class MergedTensor:
         first = self.pieces[0][0].entry()
         for piece in (piece for ranks in self.pieces for piece in ranks):
             if piece.entry() != first:
-                raise CheckpointError(f"{piece}: {piece.entry()} where another rank has {first}.")
+                raise CheckpointError(f"{piece}: {piece.entry()}, but another rank has {first}.")
         shape = list(first.shape)
         if self.split is not None:
             if len(shape) <= self.split.dim:
-                raise CheckpointError(f"{self.pieces[0][0]} has the shape {first.shape}.")
+                raise CheckpointError(f"{self.pieces[0][0]} has too few dimensions to be split: shape {first.shape}.")
             shape[self.split.dim] *= len(self.pieces[0])
         return TensorMeta((len(self.pieces), *shape) if self.experts else tuple(shape), first.dtype)
 
@@ -97,7 +97,7 @@ class MergedTensor:
         """
         for first, other in self.copies:
             if not _equal(first, other):
-                raise CheckpointError(f"{name}: {first} and {other} differ, and should be copies.")
+                raise CheckpointError(f"{name}: {first} and {other} should be copies but differ.")
         entry = self.entry()
         merged = memory.empty(entry.shape, entry.dtype)
         for index, ranks in enumerate(self.pieces):

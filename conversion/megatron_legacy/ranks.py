@@ -80,16 +80,16 @@ class RankFile:
         blob = open_saved(files.enter_context(DataFile(path)))
         content = blob.value
         if not isinstance(content, dict):
-            raise CheckpointError(f"{path} is refused: it holds no table.")
+            raise CheckpointError(f"{path} is rejected: it does not contain a dict.")
         arguments: Mapping[Any, Any] = stored_arguments(content, path)
         # Megatron-LM treats a file without a version as version 0.
         version, iteration = content.get("checkpoint_version", 0), content.get("iteration", 0)
         if type(version) not in (int, float) or type(iteration) is not int:
-            raise CheckpointError(f"{path} is refused: checkpoint_version or iteration is not what it should be.")
+            raise CheckpointError(f"{path} is rejected: checkpoint_version or iteration has an invalid type.")
         numbered = takewhile(content.__contains__, (f"model{number}" for number in count()))
         models = [flattened(path, content[key]) for key in (["model"] if "model" in content else numbered)]
         if not models:
-            raise CheckpointError(f"{path} is refused: it has no weights (model, or model0 and so on).")
+            raise CheckpointError(f"{path} is rejected: it has no weights (model, or model0, model1, ...).")
         check_count(path, sum(map(len, models)))
         older = any(map(is_older, models))
         check_version(path, version, older)
@@ -111,9 +111,9 @@ def _weights(model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _checked(blob: Saved, path: Path, key: str, value: Any) -> StoredTensor:
     """Checks that all bytes of a tensor are in the file, so that it is safe to allocate memory for it."""
     if not isinstance(value, StoredTensor) or not value.shape:
-        raise CheckpointError(f"{path} is refused: {key} is no tensor.")
+        raise CheckpointError(f"{path} is rejected: {key} is not a tensor.")
     if math.prod(value.shape) * value.dtype.itemsize > value.storage_nbytes:
-        raise CheckpointError(f"{path} is refused: {key} repeats the entries of a smaller storage.")
+        raise CheckpointError(f"{path} is rejected: {key} is an expanded view of a smaller storage.")
     # An empty read checks that the record exists.
     dims = len(value.shape)
     blob.read_into(value, [0] * dims, torch.empty((0,) * dims, dtype=value.dtype))
@@ -151,7 +151,7 @@ class Ranks:
         """
         folder = iteration_folder(Path(path))
         if not folder.is_dir():
-            raise CheckpointError(f"{folder} is no folder.")
+            raise CheckpointError(f"{folder} is not a folder.")
         found = {
             tuple(int(number) for number in match.groups() if number is not None): entry
             for entry in sorted(folder.iterdir())
@@ -159,7 +159,9 @@ class Ranks:
         }
         lengths = {len(numbers) for numbers in found}
         if len(lengths) != 1:
-            raise CheckpointError(f"{folder} has no folders mp_rank_* of one kind: {[p.name for p in found.values()]}.")
+            raise CheckpointError(
+                f"{folder}: expected mp_rank_* folders of one kind, found {[p.name for p in found.values()]}."
+            )
         for entry in found.values():
             if not (entry / FILE).is_file():
                 raise CheckpointError(f"{entry / FILE} is missing.")
@@ -175,7 +177,7 @@ class Ranks:
         arguments, version = files[min(files)].arguments, files[min(files)].version
         if other := next((file for file in files.values() if file.version != version), None):
             raise CheckpointError(
-                f"{other.path}: checkpoint_version is {other.version} where another rank has {version}."
+                f"{other.path}: checkpoint_version is {other.version}, but another rank has {version}."
             )
         found = [max(numbers) + 1 for numbers in zip(*files, strict=True)]
         sizes = Rank(*(_size(folder, arguments, *each) for each in zip(_KINDS, found, strict=True)))
@@ -210,7 +212,7 @@ def _size(folder: Path, arguments: Mapping[str, Any], kind: str, found: int) -> 
     name = f"{kind}_model_parallel_size"
     size = arguments.get(name) or found
     if type(size) is not int or size < found:
-        raise CheckpointError(f"{folder} has folders of {found} ranks where args has {name} {size}.")
+        raise CheckpointError(f"{folder} has folders of {found} ranks, but args has {name} {size}.")
     return size
 
 

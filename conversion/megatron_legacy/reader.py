@@ -70,9 +70,7 @@ class MegatronLegacyReader(MegatronReader):
         keys = first.chunks[chunk].keys()
         for file in stage.values():
             if different := sorted(keys ^ file.chunks[chunk].keys()):
-                raise CheckpointError(
-                    f"{file.path} and {first.path} differ in which tensors they have: {different[0]}."
-                )
+                raise CheckpointError(f"{file.path} and {first.path} have different tensors: {different[0]}.")
         main = f"{self._model.prefix}{self._model.block}.layers."
         blocks: dict[str, set[int]] = {main: set()}
         for key in keys:
@@ -80,9 +78,13 @@ class MegatronLegacyReader(MegatronReader):
                 blocks.setdefault(match[1], set()).add(int(match[2]))
         for numbers in map(sorted, blocks.values()):
             if numbers != list(range(len(numbers))):
-                raise CheckpointError(f"{first.path}: its layers are numbered {numbers}.")
+                raise CheckpointError(
+                    f"{first.path}: its layer indices are {numbers}, expected consecutive ones from 0."
+                )
         if offset and len(blocks) > 1:
-            raise CheckpointError(f"{first.path}: which layers of {', '.join(blocks)} a later stage has is not known.")
+            raise CheckpointError(
+                f"{first.path}: the layers of {', '.join(blocks)} on a later pipeline stage cannot be determined."
+            )
         named = {_global_name(key, offset): key for key in keys}
         experts: dict[str, dict[int | None, str]] = {}
         for name, key in named.items():
@@ -103,7 +105,7 @@ class MegatronLegacyReader(MegatronReader):
         if there is made:
             return
         if name != self._model.prefix + EMBEDDING:
-            raise CheckpointError(f"{name} is in two stages: {there.pieces[0][0]} and {made.pieces[0][0]}.")
+            raise CheckpointError(f"{name} is on two pipeline stages: {there.pieces[0][0]} and {made.pieces[0][0]}.")
         # multi_token_prediction.py: a stage with MTP layers has a copy of the embedding.
         there.copies += [*made.copies, *zip(there.pieces[0], made.pieces[0], strict=True)]
 
@@ -136,14 +138,17 @@ class MegatronLegacyReader(MegatronReader):
             router = keys[None].partition(".experts.")[0] + ".router.weight"
             if len(keys) > 1 or router not in tensors or tensors[router].shape[0] % self._ranks.sizes.ep:
                 raise CheckpointError(
-                    f"{keys[None]} in {stage[min(stage)].path}: the number of its experts is unclear."
+                    f"{keys[None]} in {stage[min(stage)].path}: the number of experts cannot be determined."
                 )
             count = tensors[router].shape[0] // self._ranks.sizes.ep
             local = [(keys[None], (index, count)) for index in range(count)]
         else:
             numbers = sorted(number for number in keys if number is not None)
             if numbers != list(range(len(numbers))):
-                raise CheckpointError(f"{stage[min(stage)].path}: the experts of {name} are numbered {numbers}.")
+                raise CheckpointError(
+                    f"{stage[min(stage)].path}: the expert indices of {name} are {numbers}, expected consecutive ones "
+                    "from 0."
+                )
             local = [(keys[number], None) for number in numbers]
         made = MergedTensor(split, True, [])
         for ep in range(self._ranks.sizes.ep):
@@ -207,21 +212,20 @@ def _is_replicated(key: str, tensors: Mapping[str, StoredTensor]) -> bool:
     """
     up = tensors.get(key.replace("_down_proj", "_up_proj"))
     if up is None or len(up.shape) != 2:
-        raise CheckpointError(f"{key} has no up projection beside it.")
+        raise CheckpointError(f"{key} has no matching up projection.")
     made = tensors[key].shape[0]
     return made > up.shape[1] if "linear_kv" in key else made >= up.shape[1]
 
 
 def _same(folder: Path, name: str, expected: object, found: object) -> None:
     if expected != found:
-        raise CheckpointError(f"{folder}: {name} is {found}, and {expected} in the model.")
+        raise CheckpointError(f"{folder}: {name} is {found}, but {expected} in the model.")
 
 
 def _optimizer_unsupported_reason(ranks: Ranks) -> str | None:
     if not any(file.optimizer for file in ranks.files.values()):
         return None
     return (
-        f"{ranks.folder}: optimizer state of the legacy format is numbered by parameter or lies in flat buffers and is "
-        "not converted. Load the checkpoint in Megatron-LM and save it with --ckpt-format torch_dist "
-        "--dist-ckpt-optim-fully-reshardable, or convert the weights alone."
+        f"{ranks.folder}: optimizer state of the legacy format is indexed by parameter or stored in flat buffers. Load "
+        "the checkpoint in Megatron-LM and save it with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable"
     )

@@ -111,7 +111,7 @@ class MegatronLegacyWriter(Writer):
         """Returns the shards of a tensor, with the files they are written to."""
         if key.kind != WEIGHT:
             raise CheckpointError(
-                f"{key}: the legacy format is written without optimizer state; leave it out or write torch_dist."
+                f"{key}: the legacy format is written without optimizer state. Leave it out, or write torch_dist."
             )
         split = tensor_parallel_split(key.name)
         if split is not None and split.replicated_in_te and not self._local:
@@ -126,7 +126,7 @@ class MegatronLegacyWriter(Writer):
             except CheckpointError as error:
                 raise CheckpointError(f"{key}, tp_size {size}: {error}") from error
         if experts and entry.shape[0] % self._sizes.ep:
-            raise CheckpointError(f"{key}: {entry.shape[0]} experts do not divide over ep_size {self._sizes.ep}.")
+            raise CheckpointError(f"{key}: {entry.shape[0]} experts are not divisible by ep_size {self._sizes.ep}.")
         indices: Iterable[int | None] = range(entry.shape[0]) if experts else (None,)
         if experts and split is not None:
             split = split.of_expert()
@@ -148,7 +148,7 @@ class MegatronLegacyWriter(Writer):
             layers = self._model.layers_of[match[1].split(".")[-3]]
             number, of_stage = int(match[2]), layers // self._sizes.pp
             if number >= layers:
-                raise CheckpointError(f"{name}: num_layers is {layers}.")
+                raise CheckpointError(f"{name}: the layer index is out of range, num_layers is {layers}.")
             stage = number // of_stage
             own = f"{match[1]}{number % of_stage}.{name[match.end() :]}"
         elif is_encoder_weight(name) or name.startswith(f"{self._model.prefix}embedding."):
@@ -231,7 +231,9 @@ class MegatronLegacyWriter(Writer):
 
     def finish(self) -> None:
         if self._missing:
-            raise CheckpointError(f"{next(iter(self._missing))} and {len(self._missing) - 1} others never came.")
+            raise CheckpointError(
+                f"{next(iter(self._missing))} and {len(self._missing) - 1} others were planned but not written."
+            )
         for file in self._files.values():
             file.finish()
 

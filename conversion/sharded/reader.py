@@ -41,13 +41,13 @@ class ShardedReader(Reader):
             self.optimizer, self.optimizer_unsupported_reason = _optimizer(described, facts.get("converted"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
-                f"{path}: what its manifest says of the optimizer cannot be read: {error_summary(error)}"
+                f"{path}: the optimizer entry of its manifest cannot be read: {error_summary(error)}"
             ) from error
         names = {Key(WEIGHT, name): name for name in self._checkpoint.names() if not name.startswith("optimizer/")}
         architecture.check((key.name for key in names), str(path))
         stored_kinds = {name.split("/")[2] for name in self._checkpoint.names() if name.startswith("optimizer/0/")}
         if further := sorted(stored_kinds - set(_KINDS)):
-            self.optimizer, self.optimizer_unsupported_reason = None, f"it keeps {', '.join(further)} too"
+            self.optimizer, self.optimizer_unsupported_reason = None, f"it also has {', '.join(further)}"
         if self.optimizer is not None:
             for kind in _KINDS:
                 prefix = f"optimizer/0/{kind}/"
@@ -55,7 +55,7 @@ class ShardedReader(Reader):
                 names |= {Key(kind, name.removeprefix(prefix)): name for name in stored}
         if unknown := [str(key) for key in names if key.name not in architecture.names]:
             raise CheckpointError(
-                f"{path} has {', '.join(unknown[:5])}, which {type(architecture.model).__name__} has not."
+                f"{path} has {', '.join(unknown[:5])}, which {type(architecture.model).__name__} does not have."
             )
         self._names = {key: names[key] for key in sorted(names, key=architecture.sort_key)}
         self.entries = {
@@ -70,7 +70,7 @@ class ShardedReader(Reader):
             file, stored = self._file(pieces[0].file), pieces[0].key
             span = file.locations.get(stored)
             if span is None or (span.dtype, span.numel) != (entry.dtype, entry.numel):
-                raise CheckpointError(f"{file.path}: {stored!r} is not what the manifest says of {name}.")
+                raise CheckpointError(f"{file.path}: {stored!r} does not match the manifest entry of {name}.")
             return file.read(stored, self.memory).view(entry.shape)
         out = self.memory.empty([entry.numel], entry.dtype)
         self._checkpoint.read(name, [full_chunk(entry)], out)
@@ -102,13 +102,13 @@ def _optimizer(described: list[dict[str, Any]], converted: Any) -> tuple[Optimiz
     if not described:
         return None, None
     if len(described) > 1:
-        return None, f"the checkpoint holds {len(described)} optimizers, one can be converted"
+        return None, f"the checkpoint has {len(described)} optimizers, but only one can be converted"
     (optimizer,) = described
     if optimizer["class"] not in ("Adam", "AdamW"):
-        return None, f"the moments of {optimizer['class']} have no counterpart, those of Adam and AdamW have"
+        return None, f"the state of {optimizer['class']} has no counterpart; only Adam and AdamW can be converted"
     scalars = [unpack(values, {}) for values in optimizer["scalars"].values()]
     steps = {int(values["step"]) for values in scalars if "step" in values}
     if len(steps) > 1:
-        return None, f"its parameters have taken different numbers of steps, from {min(steps)} to {max(steps)}"
+        return None, f"its parameters have different step counts, from {min(steps)} to {max(steps)}"
     packed = converted["hyperparameters"] if converted else [g["hyperparameters"] for g in optimizer["groups"]]
     return OptimizerState(steps.pop() if steps else 0, tuple(unpack(group, {}) for group in packed)), None

@@ -48,11 +48,11 @@ class ShardFolder(ChunkedTensors):
                 offset = offsets.get(name, (0,) * len(span.shape))
                 if len(offset) != len(span.shape) or dtypes.setdefault(name, span.dtype) != span.dtype:
                     raise CheckpointError(
-                        f"{file}: {safe_repr(name)} differs from other files in its dims or its dtype."
+                        f"{file}: {safe_repr(name)} differs from other files in its number of dimensions or dtype."
                     )
                 if not all(type(start) is int and start >= 0 for start in offset):
                     raise CheckpointError(
-                        f"{file}: {safe_repr(name)} begins at {safe_repr(offset)} of the whole tensor."
+                        f"{file}: {safe_repr(name)} has the invalid offset {safe_repr(offset)} in the full tensor."
                     )
                 chunks.setdefault(name, []).append(Chunk(TensorChunk(offset, span.shape), ((file, span),)))
         # The format does not store global shapes: a tensor ends where its last chunk ends.
@@ -72,7 +72,7 @@ class ShardFolder(ChunkedTensors):
             copy = torch.empty_like(target)
             _read(path, span, starts, copy)
             if not same_bytes(copy, target):
-                raise CheckpointError(f"{path}: {name} differs from the one in {first.name}.")
+                raise CheckpointError(f"{path}: {name} differs from its copy in {first.name}.")
 
 
 def _once(chunks: Sequence[Chunk]) -> list[Chunk]:
@@ -98,5 +98,5 @@ def _offsets(path: Path) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(entry["saved_offsets"]) for name, entry in table.items()}
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{path}: the header does not say where its tensors belong: {error_summary(error)}."
+            f"{path}: the header has no valid offsets of its tensors: {error_summary(error)}."
         ) from error

@@ -32,7 +32,7 @@ class _Archive(Window):
     def read(self, size: int = -1) -> bytes:
         data = super().read(size)
         if len(data) > LARGEST_PICKLE or data.count(_ENTRY) > MOST_TENSORS:
-            raise ValueError(f"a directory of {len(data)} bytes")
+            raise ValueError(f"its directory has {len(data)} bytes, more than the maximum")
         return data
 
 
@@ -58,25 +58,25 @@ class Blob(Saved):
                 infos = archive.infolist()
                 # No bytes may precede or follow the archive: both would shift the offsets of the directory.
                 if file.read(offset, min(length, 4)) != b"PK\3\4" or archive.comment:
-                    raise ValueError("it does not begin and end with one")
+                    raise ValueError("bytes before or after the archive")
                 # `zipfile` reads the last of several concatenated archives.
                 if min((info.header_offset for info in infos), default=0):
-                    raise ValueError("it is several")
+                    raise ValueError("it is several concatenated archives")
             if any(file.read(offset + length - _LAST_RECORD + 4, 4)):
-                raise ValueError("it is one of several parts")
+                raise ValueError("it is a fragment of a split archive")
             _check_entries(file.read(offset + self._end, length - self._end), len(infos))
         except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error, UnicodeError) as error:
-            raise CheckpointError(f"{self.where} is no file of torch.save: {safe_repr(str(error))}") from error
+            raise CheckpointError(f"{self.where} is not a torch.save file: {safe_repr(str(error))}") from error
         self._records = {info.filename: info for info in infos}
         pickles = [name for name in self._records if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(self._records) != len(infos) or len(pickles) != 1:
             raise CheckpointError(
-                f"{self.where} is no file of torch.save: it has the records {safe_repr(list(self._records))}."
+                f"{self.where} is not a torch.save file: it has the records {safe_repr(list(self._records))}."
             )
         self._root = pickles[0].removesuffix("data.pkl")
         self._check_directory(infos)
         if f"{self._root}byteorder" in self._records and self._record("byteorder") != b"little":
-            raise CheckpointError(f"{self.where} was written on a machine of another byte order.")
+            raise CheckpointError(f"{self.where} was written on a machine with a different byte order.")
         if f"{self._root}.data/version" not in self._records:
             # torch rejects an archive that has neither version record.
             self._locate("version")
@@ -90,12 +90,12 @@ class Blob(Saved):
             if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
                 raise CheckpointError(f"{where} is compressed.")
             if info.flag_bits & _ENCRYPTED or info.volume:
-                raise CheckpointError(f"{where} is encrypted or lies in another file.")
+                raise CheckpointError(f"{where} is encrypted or stored in another file.")
             if info.header_offset < end:
-                raise CheckpointError(f"{where} lies inside of another one.")
+                raise CheckpointError(f"{where} overlaps another one.")
             end = info.header_offset + _HEADER + info.compress_size
             if end > self._end or not info.filename.startswith(self._root):
-                raise CheckpointError(f"{where} lies outside of the others.")
+                raise CheckpointError(f"{where} is outside the archive.")
 
     def _locate(self, name: str) -> tuple[int, int]:
         """Returns the offset in the file and the size of a record's data."""
@@ -107,10 +107,10 @@ class Blob(Saved):
             named, extra = struct.unpack_from("<HH", header, 26)
             written = self.file.read(self._start + info.header_offset + _HEADER, named)
         except CheckpointError as error:
-            raise CheckpointError(f"{self.where}: record {safe_repr(name)} is cut off.") from error
+            raise CheckpointError(f"{self.where}: record {safe_repr(name)} is truncated.") from error
         begin = info.header_offset + _HEADER + named + extra
         if header[:4] != b"PK\3\4" or written != info.filename.encode() or begin + info.file_size > self._end:
-            raise CheckpointError(f"{self.where}: record {safe_repr(name)} is not where the directory says.")
+            raise CheckpointError(f"{self.where}: record {safe_repr(name)} is not where the directory expects it.")
         return self._start + begin, info.file_size
 
     def _record(self, name: str) -> bytes:
@@ -133,9 +133,7 @@ class Blob(Saved):
         """Compares a record with its checksum, if it has one; torch can omit checksums."""
         expected = self._records[self._root + name].CRC
         if expected and zlib.crc32(content) != expected:
-            raise CheckpointError(
-                f"{self.where}: record {safe_repr(name)} has another checksum than it was written with."
-            )
+            raise CheckpointError(f"{self.where}: record {safe_repr(name)} does not match its checksum.")
 
 
 def _check_entries(directory: bytes, count: int) -> None:
@@ -145,4 +143,4 @@ def _check_entries(directory: bytes, count: int) -> None:
         # Lengths of the name, of extra fields and of a comment.
         position += _ENTRY_SIZE + sum(struct.unpack_from("<HHH", directory, position + 28))
     if directory[position : position + 4] not in _BEHIND_ENTRIES:
-        raise ValueError("its directory does not end where its entries do")
+        raise ValueError("its directory does not end after its last entry")

@@ -30,10 +30,10 @@ class Stream(Saved):
         self._numels: dict[str, tuple[torch.dtype, int]] = {}
         self._data, self._end = file.read(0, min(file.size, LARGEST_PICKLE)), 0
         if self._next() != _MAGIC or self._next() != _VERSION:
-            raise CheckpointError(f"{self.where} is no file of torch.save.")
+            raise CheckpointError(f"{self.where} is not a torch.save file.")
         system = self._next()
         if not isinstance(system, dict) or system.get("little_endian") is not True:
-            raise CheckpointError(f"{self.where} was written on a machine of another byte order.")
+            raise CheckpointError(f"{self.where} was written on a machine with a different byte order.")
         self.value = self._next()
         keys = self._next()
         del self._data
@@ -57,18 +57,18 @@ class Stream(Saved):
     def _located(self, keys: Any) -> dict[str, tuple[int, int]]:
         named = isinstance(keys, list) and all(type(key) is str for key in keys)
         if not named or len(keys) != len(self._numels) or set(keys) != self._numels.keys():
-            raise CheckpointError(f"{self.where} is damaged: its storages are not those of its tensors.")
+            raise CheckpointError(f"{self.where} is damaged: its storages do not match its tensors.")
         places, position = {}, self._end
         for key in keys:
             dtype, numel = self._numels[key]
             self.file.check(position, _COUNT)
             if int.from_bytes(self.file.read(position, _COUNT), "little") != numel:
-                raise CheckpointError(f"{self.where} is damaged: a storage has another size than its tensors say.")
+                raise CheckpointError(f"{self.where} is damaged: the size of a storage does not match its tensors.")
             places[key] = position + _COUNT, numel * dtype.itemsize
             position += _COUNT + numel * dtype.itemsize
         if position != self.file.size:
             raise CheckpointError(
-                f"{self.where} is damaged: {self.file.size} bytes where its storages end at {position}."
+                f"{self.where} is damaged: it has {self.file.size} bytes, but its storages end at {position}."
             )
         return places
 

@@ -22,7 +22,7 @@ _PARTS, _BYTES_PER_PART = 6_000_000, 8
 _READ_PER_BYTE, _READ = 4, 1 << 20
 # Number of keys, over all dicts, whose hashes the file can choose; colliding keys take quadratic time.
 _FORESEEN_KEYS = 10_000
-_TOO_LARGE = "what it makes of its bytes is far larger than they are."
+_TOO_LARGE = "the objects it creates are far larger than the pickle."
 # Length up to which a string counts as one part, and types without inner parts.
 _LONG_TEXT = 256
 _PLAIN = frozenset({int, float, bool, type(None), Named, torch.dtype})
@@ -85,14 +85,16 @@ class Machine:
         length, foreseen = cost_of_keys(keys, there)
         self._foreseen -= foreseen
         if self._foreseen < 0:
-            raise CheckpointError(f"it has more than {_FORESEEN_KEYS} keys that are neither text nor count on from 0.")
+            raise CheckpointError(
+                f"it has more than {_FORESEEN_KEYS} keys that are neither strings nor consecutive integers from 0."
+            )
         self._read(length)
         return keys
 
     def _take(self, count: int) -> bytes:
         start, self._position = self._position, self._position + count
         if self._position > len(self._data):
-            raise ValueError("it is cut off")
+            raise ValueError("it is truncated")
         return self._data[start : self._position]
 
     def _line(self) -> str:
@@ -166,13 +168,13 @@ class Machine:
             elif operation in operands:
                 end = position + operands[operation]
                 if end > len(data):
-                    raise ValueError("it is cut off")
+                    raise ValueError("it is truncated")
                 number = int.from_bytes(data[position:end], "little", signed=operation == ops.SIGNED)
                 position = end
                 if operation in ops.COUNTED:
                     position = end + number
                     if position > len(data):
-                        raise ValueError("it is cut off")
+                        raise ValueError("it is truncated")
                     stack.append(ops.decoded(operation, data[end:position]))
                 elif operation in ops.PUTS:
                     memo[number] = stack[-1]
@@ -198,7 +200,7 @@ class Machine:
                     count = tuples[operation]
                     made = tuple(stack[-count:])
                     if len(made) != count:
-                        raise ValueError("its stack is out of order")
+                        raise ValueError("its stack is invalid")
                     stack[-count:] = [made]
                 elif operation == ops.DICT:
                     stack.append({})
@@ -211,7 +213,7 @@ class Machine:
                     rare[operation]()
                     position = self._position
                 else:
-                    raise ValueError(f"operation {operation:#04x} at byte {position - 1} is not one that is written")
+                    raise ValueError(f"operation {operation:#04x} at byte {position - 1} is not supported")
 
     def _protocol(self) -> None:
         version = self._take(1)[0]
@@ -221,36 +223,36 @@ class Machine:
     def _check_frame(self) -> None:
         size = int.from_bytes(self._take(8), "little")
         if self._position + size > len(self._data):
-            raise ValueError("it is cut off")
+            raise ValueError("it is truncated")
 
     def _marked(self) -> list[Any]:
         """Pops the values pushed since the last mark."""
         start = self._marks.pop()
         if start > len(self._stack):
-            raise ValueError("its stack is out of order")
+            raise ValueError("its stack is invalid")
         values = self._stack[start:]
         del self._stack[start:]
         return values
 
     def _extend(self, values: list[Any]) -> None:
         if type(self._stack[-1]) is not list:
-            raise TypeError("it appends to what is no list")
+            raise TypeError("it appends to a value that is not a list")
         self._stack[-1].extend(values)
 
     def _update(self, values: list[Any]) -> None:
         if type(self._stack[-1]) is not dict or len(values) % 2:
-            raise TypeError("it sets items of what is no table")
+            raise TypeError("it sets items of a value that is not a dict")
         table = self._stack[-1]
         table.update(zip(self._keys(values[::2], len(table)), values[1::2], strict=True))
 
     def _add(self, values: list[Any]) -> None:
         if type(self._stack[-1]) is not set:
-            raise TypeError("it adds to what is no set")
+            raise TypeError("it adds to a value that is not a set")
         self._stack[-1].update(self._keys(values, len(self._stack[-1])))
 
     def _name(self, module: Any, name: Any) -> Any:
         if not isinstance(module, str) or not isinstance(name, str):
-            raise TypeError("a class is named by what is no text")
+            raise TypeError("the name of a class is not a string")
         full = f"{module}.{name}"
         if full in self._names:
             return self._names[full]
@@ -258,7 +260,7 @@ class Machine:
             return Named(full, has_members=True)
         if full in _NAMES_OF_GETATTR:
             return _GETATTR
-        raise CheckpointError(f"it names {full}, which is not read.")
+        raise CheckpointError(f"it references {full}, which is not allowed.")
 
     def _call_without_keywords(self) -> None:
         self._stack.pop()
@@ -268,7 +270,7 @@ class Machine:
     def _call(self, called: Any, arguments: Any, operation: int) -> Any:
         kind = type(called)
         if kind not in (Named, Getattr) or type(arguments) is not tuple:
-            raise TypeError("it calls what is no class")
+            raise TypeError("it calls a value that is not a class")
         for value in arguments:
             given = type(value)
             if given in COUNTED_TYPES:
@@ -277,7 +279,7 @@ class Machine:
                 self._read(value.bit_length() >> 6)
         if kind is Getattr:
             if operation != ops.REDUCE:
-                raise CheckpointError("it makes an object of builtins.getattr.")
+                raise CheckpointError("it creates an object of builtins.getattr.")
         elif called.keys is not None:
             self._keys(called.keys(arguments))
         elif called.most is not None:

@@ -72,7 +72,7 @@ class Getattr:
         match arguments:
             case (Named(has_members=True, name=enumeration), str(member)) if _is_member(member):
                 return Record(enumeration, (member,))
-        raise CheckpointError("it names builtins.getattr, which is read of enumerations alone.")
+        raise CheckpointError("it references builtins.getattr, which is only allowed for enumerations.")
 
 
 def _is_member(name: str) -> bool:
@@ -87,7 +87,7 @@ def hashable(key: Any) -> Any:
     kind = type(key)
     if kind in _SCALARS or (kind is tuple and all(type(part) in _SCALARS for part in key)):
         return key
-    raise CheckpointError(f"it has a {kind.__name__} as a key.")
+    raise CheckpointError(f"it has a {kind.__name__} as a dict key.")
 
 
 _UNFORESEEN = frozenset({bytes, Record})
@@ -119,7 +119,7 @@ def cost_of_keys(keys: Sequence[Any], there: int) -> tuple[int, int]:
         hashable(key)
         if kind is int:
             if key.bit_length() > _LONGEST_KEY:
-                raise CheckpointError(f"it has an integer of {key.bit_length()} bits as a key.")
+                raise CheckpointError(f"it has an integer of {key.bit_length()} bits as a dict key.")
             foreseen += key != place
         else:
             foreseen += kind not in _UNFORESEEN
@@ -141,7 +141,7 @@ def check_expansion(value: Any, most: int) -> None:
         if is_done:
             sizes[id(one)] = 1 + sum(sizes.get(id(part)) or _size_of(part) for part in parts)
             if sizes[id(one)] > most:
-                raise CheckpointError("it holds the same parts again and again, more often than it has bytes.")
+                raise CheckpointError("it repeats shared objects more often than it has bytes.")
         elif parts and id(one) not in sizes:
             # Sentinel until its parts are counted: a value that contains itself exceeds the limit.
             sizes[id(one)] = most + 1

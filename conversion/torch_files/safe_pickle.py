@@ -107,6 +107,6 @@ def unpickle_first(
         machine = Machine(data, {**CONTAINERS, **names}, persistent, prefixes)
         return machine.run(), machine.end
     except CheckpointError as error:
-        raise CheckpointError(f"{where} is refused: {error}") from error
+        raise CheckpointError(f"{where} is rejected: {error}") from error
     except _BAD as error:
         raise CheckpointError(f"{where} is damaged: its pickle cannot be read ({error}).") from error

@@ -69,12 +69,12 @@ class StoredTensor:
 def _stored(storage: Any, offset: Any, shape: Any, stride: Any, dtype: Any, pending: Any = None) -> StoredTensor:
     """Checks that a view stays inside its storage, and that no negation or conjugation is `pending`."""
     if pending:
-        raise ValueError(f"a tensor with {safe_repr(pending)}: its entries are not those that are stored")
+        raise ValueError(f"a tensor with {safe_repr(pending)}: its values differ from the stored ones")
     kind, name, numel = storage
     numbers = (numel, offset, *shape, *stride)
     if not all(type(number) is int and number >= 0 for number in numbers) or len(shape) != len(stride):
         raise ValueError(
-            f"a tensor of shape {safe_repr(shape)} with strides {safe_repr(stride)} at {safe_repr(offset)}"
+            f"a tensor has invalid shape {safe_repr(shape)}, strides {safe_repr(stride)} or offset {safe_repr(offset)}"
         )
     held = kind if kind is not None else torch.uint8
     dtype = kind if dtype is None else dtype
@@ -83,7 +83,8 @@ def _stored(storage: Any, offset: Any, shape: Any, stride: Any, dtype: Any, pend
     last = offset + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
     if 0 not in shape and (last + 1) * dtype.itemsize > numel * held.itemsize:
         raise ValueError(
-            f"a tensor of shape {safe_repr(shape)} with strides {safe_repr(stride)} leaves its storage of {numel}"
+            f"a tensor of shape {safe_repr(shape)} with strides {safe_repr(stride)} exceeds its storage of {numel} "
+            "elements"
         )
     return StoredTensor(dtype, tuple(shape), tuple(stride), offset, name, numel * held.itemsize)
 
@@ -165,7 +166,9 @@ class Saved(ABC):
     def _found(self, stored: StoredTensor) -> tuple[int, int]:
         begin, size = self.find(stored.storage)
         if size != stored.storage_nbytes:
-            raise CheckpointError(f"{self.where}: {size} bytes where a storage has {safe_repr(stored.storage_nbytes)}.")
+            raise CheckpointError(
+                f"{self.where}: a storage has {size} bytes, expected {safe_repr(stored.storage_nbytes)}."
+            )
         return begin, size
 
     def read_into(self, stored: StoredTensor, starts: Sequence[int], out: Tensor) -> None:
@@ -185,7 +188,9 @@ class Saved(ABC):
         """Reads a full tensor of any shape."""
         # Check that the storage has this many bytes before allocating memory.
         if math.prod(stored.shape) * stored.dtype.itemsize > stored.storage_nbytes:
-            raise CheckpointError(f"{self.where}: {safe_repr(stored.shape)} entries repeat those of a smaller storage.")
+            raise CheckpointError(
+                f"{self.where}: a tensor of shape {safe_repr(stored.shape)} is an expanded view of a smaller storage."
+            )
         self._found(stored)
         out = memory.empty(stored.shape, stored.dtype)
         self.read_into(stored, [0] * len(stored.shape), out)

@@ -32,7 +32,7 @@ class PickledFile:
             if not isinstance(content, dict) or not all(
                 isinstance(name, str) and isinstance(value, StoredTensor) for name, value in content.items()
             ):
-                raise CheckpointError(f"{path} is refused: it holds more than a table of tensors.")
+                raise CheckpointError(f"{path} is rejected: it contains more than a dict of tensors.")
         except CheckpointError:
             self._file.close()
             raise

@@ -166,7 +166,7 @@ def test_unknown_and_missing_tensors_are_named(llama, tmp_path):
     config = json.loads((tmp_path / "core" / "config.json").read_text())
     config["num_hidden_layers"] = 1
     (tmp_path / "core" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="num_layers is 2, and 1 by the config"):
+    with pytest.raises(CheckpointError, match="num_layers is 2, but 1 in the config"):
         convert(tmp_path / "core", tmp_path / "out", "hf")
     common = tmp_path / "core" / "release" / "common.pt"
     torch.save({"iteration": torch.load(common, weights_only=False)["iteration"]}, common)
@@ -180,7 +180,7 @@ def test_a_config_of_another_model_is_refused(llama, tmp_path):
     config = json.loads((tmp_path / "core" / "config.json").read_text())
     config["num_key_value_heads"] = 4
     (tmp_path / "core" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="num_query_groups is 2, and 4 by the config"):
+    with pytest.raises(CheckpointError, match="num_query_groups is 2, but 4 in the config"):
         convert(tmp_path / "core", tmp_path / "out", "hf")
     (tmp_path / "core" / "config.json").unlink()
     with pytest.raises(CheckpointError, match="--config"):
@@ -204,16 +204,16 @@ def test_families_without_names_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("model_type", "changes", "reason"),
     [
-        ("bert", {}, "norms before attention and MLP, BERT behind them; .* is megatron-bert"),
-        ("umt5", {}, "one bias of relative positions for all layers, UMT5 one in each"),
-        ("mamba", {}, "that of Mamba2"),
-        ("megatron-bert", {"is_decoder": True}, "is_decoder: attention of Megatron's BertModel looks both ways"),
-        ("mamba2", {"conv_kernel": 3}, "conv_kernel=3: MambaMixer of Megatron-Core has 4"),
-        ("mamba2", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06: MambaMixer of Megatron-Core has 1e-05"),
-        ("mamba2", {"use_bias": True}, "use_bias=True: MambaMixer of Megatron-Core has False"),
-        ("nemotron_h", {"mlp_bias": True}, "mlp_bias: add_bias_linear of Megatron-Core would give attention biases"),
-        ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act=silu: known is relu2"),
-        ("nemotron_h", {"norm_topk_prob": False}, "norm_topk_prob: Megatron-Core divides the weights of experts"),
+        ("bert", {}, "norms before attention and MLP, BERT after them; .* is megatron-bert"),
+        ("umt5", {}, "one relative position bias for all layers, .*UMT5 one per layer"),
+        ("mamba", {}, "MambaMixer is Mamba2's"),
+        ("megatron-bert", {"is_decoder": True}, "is_decoder: Megatron's BertModel has bidirectional attention"),
+        ("mamba2", {"conv_kernel": 3}, "conv_kernel=3: Megatron-Core's MambaMixer has 4"),
+        ("mamba2", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06: Megatron-Core's MambaMixer has 1e-05"),
+        ("mamba2", {"use_bias": True}, "use_bias=True: Megatron-Core's MambaMixer has False"),
+        ("nemotron_h", {"mlp_bias": True}, "mlp_bias: Megatron-Core's add_bias_linear would add biases to attention"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act=silu: expected relu2"),
+        ("nemotron_h", {"norm_topk_prob": False}, "norm_topk_prob: Megatron-Core normalizes expert weights"),
     ],
 )
 def test_what_megatron_computes_otherwise_is_refused_by_name(model_type, changes, reason):
@@ -403,9 +403,9 @@ def test_round_trip_only_is_said(tmp_path):
 def test_sizes_are_checked(llama, tmp_path):
     with pytest.raises(ConfigError, match="tp_size=0"):
         TargetOptions(tp_size=0)
-    with pytest.raises(ConfigError, match="pp_size=3 means nothing to megatron_core.*tp_size"):
+    with pytest.raises(ConfigError, match="pp_size=3 has no effect on megatron_core.*tp_size"):
         plan_conversion(llama, tmp_path / "out", "megatron_core", options=TargetOptions(pp_size=3))
-    with pytest.raises(ConfigError, match="tp_size=2 means nothing to sharded.*none"):
+    with pytest.raises(ConfigError, match="tp_size=2 has no effect on sharded.*none"):
         convert(llama, tmp_path / "out", "sharded", options=TargetOptions(tp_size=2))
     with pytest.raises((CheckpointError, ConfigError), match="3"):
         convert(llama, tmp_path / "out", "megatron_legacy", options=TargetOptions(pp_size=3))

@@ -49,7 +49,7 @@ def test_small_files_are_files_of_the_folder(hf, tmp_path, name, instead):
     (source / name).unlink(missing_ok=True)
     make(source / name)
     if name not in ("README.md", "loss.png") and instead == "endless":
-        message = "is neither weights nor a small file"
+        message = "is not a weight file and too large to copy"
     for to in ("hf", "torch_dist"):
         said = refused(source, tmp_path / "out", to)
         assert name in said and message.replace("README.md", name) in said

@@ -91,7 +91,7 @@ def test_stores_of_more_tensors_than_the_model_can_have(hf, tmp_path, source):
     # Each with its own description, as files have them; what is shared is read once.
     metadata.state_dict_metadata = {name: copy(one) for name, one in metadata.state_dict_metadata.items()}
     file.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"\.metadata is refused: it has more than 10\d\d\d tensors\.") as seen:
+    with pytest.raises(CheckpointError, match=r"\.metadata is rejected: it has more than 10\d\d\d tensors\.") as seen:
         convert(tmp_path / "source", tmp_path / "out", "sharded")
     assert lines_of(seen) == 1 and not (tmp_path / "out").exists()
 
@@ -114,7 +114,7 @@ def test_the_collector_rests_while_a_pickle_is_read_and_goes_on():
 
 # Options, what is wrong, and what would fit.
 UNFIT = {
-    "heads": ({"tp_size": 3}, "num_attention_heads 8 does not divide over tp_size 3: sizes that fit are 1, 2, 4, 8"),
+    "heads": ({"tp_size": 3}, "num_attention_heads 8 is not divisible by tp_size 3. Valid sizes: 1, 2, 4, 8"),
     "more_than_heads": ({"tp_size": 16}, "num_attention_heads 8 .* tp_size 16"),
     "no_experts": ({"ep_size": 2}, "ep_size 2: the model has no experts"),
 }
@@ -135,9 +135,9 @@ def test_groups_widths_and_experts_divide_too(tmp_path):
     llama(intermediate_size=50).save_pretrained(tmp_path / "width")
     tiny_model("deepseek_v3").save_pretrained(tmp_path / "experts")
     cases = (
-        ("groups", {"tp_size": 6}, "num_query_groups 4 neither divides nor is divided by tp_size 6"),
-        ("width", {"tp_size": 4}, "ffn_hidden_size 50 does not divide over tp_size 4: sizes that fit are 1, 2"),
-        ("experts", {"ep_size": 3}, "num_experts 8 does not divide over ep_size 3: sizes that fit are 1, 2, 4, 8"),
+        ("groups", {"tp_size": 6}, "num_query_groups 4 is neither a divisor nor a multiple of tp_size 6"),
+        ("width", {"tp_size": 4}, "ffn_hidden_size 50 is not divisible by tp_size 4. Valid sizes: 1, 2"),
+        ("experts", {"ep_size": 3}, "num_experts 8 is not divisible by ep_size 3. Valid sizes: 1, 2, 4, 8"),
     )
     for source, sizes, message in cases:
         for to in ("megatron_core", "megatron_legacy"):
@@ -154,11 +154,11 @@ def test_targets_inside_of_the_source_are_refused(hf, tmp_path):
     inside = (source / "out", source / "deep" / "out", tmp_path / "link" / "out")
     for target in inside:
         for refused in (convert, plan_conversion):
-            with pytest.raises(CheckpointError, match="lies inside of the source") as seen:
+            with pytest.raises(CheckpointError, match="is inside the source") as seen:
                 refused(source, target, "sharded")
             assert lines_of(seen) == 1
     for target in (source, tmp_path, tmp_path / "link"):
-        with pytest.raises(CheckpointError, match="exists; give a folder that does not"):
+        with pytest.raises(CheckpointError, match="already exists. Choose a folder that does not exist"):
             convert(source, target, "sharded")
     assert sorted(source.rglob("*")) == before
     convert(source, tmp_path / "source-2", "sharded")
@@ -309,5 +309,7 @@ def test_the_one_of_another_type_is_named(hf, tmp_path, to):
     with pytest.raises(CheckpointError) as seen:
         convert(source, tmp_path / "out", to)
     others = ", ".join(name.replace("q_proj", f"{part}_proj") for part in "kv")
-    assert f"{name} is of torch.bfloat16, and {others} of torch.float32: they become one" in str(seen.value)
+    assert f"{name} has dtype torch.bfloat16, expected torch.float32 as for {others}: they are merged" in str(
+        seen.value
+    )
     convert(source, tmp_path / "out", "hf", verify=True)

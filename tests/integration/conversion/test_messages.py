@@ -110,7 +110,7 @@ def test_a_tensor_without_a_rule_is_one_of_the_source(tmp_path):
         )
     ).save_pretrained(tmp_path / "source")
     said = refused(tmp_path / "source", tmp_path / "out", "megatron_core")
-    assert said.startswith(f"{tmp_path / 'source'}: no rule says what score.weight is")
+    assert said.startswith(f"{tmp_path / 'source'}: no rule maps score.weight to Megatron")
 
 
 def run(*arguments: str | Path) -> tuple[int, list[str]]:
@@ -125,9 +125,9 @@ def test_arguments_that_cannot_be_are_one_line(hf, tmp_path):
         (("convert", hf, "", "--to", "hf"), 2, "target='': expected a folder."),
         (("convert", "", target, "--to", "hf"), 2, "source='': expected a folder."),
         (("convert", hf, target, "--to", "torch_dist", "--tp", "0"), 2, "tp_size=0: expected 1 or more."),
-        (("convert", hf, target, "--to", "torch_dist", "--tp", "3"), 1, "num_attention_heads 8 does not divide"),
+        (("convert", hf, target, "--to", "torch_dist", "--tp", "3"), 1, "num_attention_heads 8 is not divisible"),
         (("convert", tmp_path / "nowhere", target, "--to", "hf"), 1, "nowhere does not exist."),
-        (("convert", hf, target, "--to", "hf"), 1, "there exists; give a folder that does not."),
+        (("convert", hf, target, "--to", "hf"), 1, "there already exists. Choose a folder that does not exist."),
         (("plan", hf, "--tp", "0"), 2, "MegatronConfig.tp_size = 0: expected an integer of 1 or more."),
     )
     for arguments, code, message in cases:
@@ -140,7 +140,7 @@ def test_two_unlike_models_are_not_called_equal(hf, tmp_path):
     other = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=16))
     other.save_pretrained(tmp_path / "gpt2")
     found = compare(hf, tmp_path / "gpt2")
-    assert not found.equal and found.summary().startswith("two other models: no tensor is in both; ")
+    assert not found.equal and found.summary().startswith("different models: no tensor is in both; ")
     assert compare(hf, hf).summary() == "21 tensors compared, 0 different"
 
 
@@ -184,15 +184,15 @@ def test_logits_that_are_no_numbers_are_not_called_equal(hf, tmp_path):
     weights["model.norm.weight"] *= float("nan")
     safetensors.torch.save_file(weights, source / "model.safetensors", {"format": "pt"})
     found = compare(source, source, logits=True)
-    assert not found.different and "logits are NaN or infinite: nothing of them could be compared" in found.summary()
+    assert not found.different and "logits are NaN or infinite and could not be compared" in found.summary()
     assert run("compare", source, source, "--logits")[0] == 1 and run("compare", source, source)[0] == 0
     said = refused(source, tmp_path / "out", logits=True)
-    assert "is not shown to equal its source, and is removed: " in said and "logits are NaN" in said
+    assert "could not be verified against its source and is removed: " in said and "logits are NaN" in said
 
 
 def test_a_conversion_that_is_not_shown_to_be_equal_leaves_nothing(hf, tmp_path, monkeypatch):
     target = tmp_path / "out"
-    for error in (CheckpointError("no logits"), KeyboardInterrupt(), RuntimeError("memory")):
+    for error in (CheckpointError("cannot compute logits"), KeyboardInterrupt(), RuntimeError("memory")):
         monkeypatch.setattr("hf_megatron.conversion.open_pair.compare_logits", raising(error))
         with pytest.raises(type(error)):
             convert(hf, target, "hf", verify=True, logits=True)
@@ -223,7 +223,7 @@ def test_integers_are_no_weights(hf, tmp_path, dtype):
     for folder in (source, legacy):
         for to in ("hf", "megatron_core"):
             said = refused(folder, tmp_path / "out", to)
-            assert f"{name} is of {dtype}, and a floating point number in LlamaForCausalLM" in said
+            assert f"{name} has dtype {dtype}, but is floating point in LlamaForCausalLM" in said
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "fp8", "\x1b[31m"])
@@ -233,6 +233,6 @@ def test_a_quantization_is_refused_by_name(hf, tmp_path, to, method):
     source = with_config(hf, tmp_path / "source", quantization_config={"quant_method": method, "load_in_4bit": True})
     said = refused(source, tmp_path / "out", to)
     listing = method.replace("\x1b", "\\x1b")
-    assert f"config.json: quantization_config has quant_method {listing}: quantized weights are not converted" in said
+    assert f"config.json: quantization_config has quant_method {listing}; quantized weights cannot be converted" in said
     with pytest.raises(CheckpointError, match="quantization_config"):
         compare(source, hf)

@@ -171,7 +171,9 @@ def test_what_cannot_be_converted(base, tmp_path):
     adapter = adapter_of(base, tmp_path / "adapter")
     with pytest.raises(ConfigError, match="to = 'nemo': valid are peft, bridge, bridge_canonical"):
         convert_adapter(adapter, tmp_path / "x", "nemo", base)
-    with pytest.raises(CheckpointError, match="neither adapter_config.json of PEFT nor run_config.yaml"):
+    with pytest.raises(
+        CheckpointError, match="expected PEFT's adapter_config.json, or Megatron-Bridge's run_config.yaml"
+    ):
         convert_adapter(base, tmp_path / "x", "peft", base)
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
@@ -182,9 +184,9 @@ def test_what_cannot_be_converted(base, tmp_path):
     name = "base_model.model.lm_head.lora_{}.weight"
     further = {name.format("A"): torch.zeros(4, 32), name.format("B"): torch.zeros(64, 4)}
     save_file(tensors | further, adapter / "adapter_model.safetensors")
-    with pytest.raises(UnsupportedError, match="Megatron-Bridge has no adapters of lm_head"):
+    with pytest.raises(UnsupportedError, match="Megatron-Bridge has no adapters for lm_head"):
         convert_adapter(adapter, tmp_path / "x", "bridge", base)
     save_file(dict(list(tensors.items())[1:]), adapter / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match="has one factor of two"):
+    with pytest.raises(CheckpointError, match="must have lora_A and lora_B"):
         convert_adapter(adapter, tmp_path / "x", "bridge", base)
     assert not (tmp_path / "x").exists()

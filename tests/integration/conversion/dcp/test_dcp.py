@@ -106,7 +106,7 @@ def test_every_form_is_read(saved, form, named):
 def test_names_that_do_not_fit(saved):
     folder, expected = saved
     names = [key.name for key in expected if key.kind == WEIGHT]
-    with pytest.raises(CheckpointError, match=r"k_proj\.weight, which the model has no place for"):
+    with pytest.raises(CheckpointError, match=r"k_proj\.weight, which the model does not have"):
         DcpReader(folder / "together", [name for name in names if "k_proj" not in name])
     with pytest.raises(CheckpointError, match=r"missing.*other\.weight"):
         DcpReader(folder / "plain", [*names, "other.weight"])
@@ -155,7 +155,7 @@ def test_optimizers_that_are_not_read(tmp_path):
     assert "momentum_buffer" in refusal("sgd", torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     assert "max_exp_avg_sq" in refusal("amsgrad", torch.optim.AdamW(model.parameters(), amsgrad=True))
     norm = "model.norm.weight"
-    assert "numbers of steps" in refusal("steps", adamw(model), lambda state: state[norm]["step"].add_(1))
+    assert "step counts" in refusal("steps", adamw(model), lambda state: state[norm]["step"].add_(1))
     assert norm in refusal("half", adamw(model), lambda state: state[norm].pop("exp_avg"))
 
 

@@ -65,7 +65,7 @@ def test_moments_come_along(tmp_path, case):
     [
         (
             {"z": 128, "x": 128, "B": 32, "C": 32, "rest": 8},
-            "parts of decoder.layers.0.mixer.in_proj.weight are missing",
+            "decoder.layers.0.mixer.in_proj.weight is incomplete",
         ),
         ({"z": 128, "x": 128, "B": 32, "C": 32, "dt": 8, "rest": 8}, "tensors have no counterpart"),
     ],

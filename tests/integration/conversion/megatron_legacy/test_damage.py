@@ -34,7 +34,7 @@ def test_a_pickle_does_not_run(tmp_path, tensors, function, place):
     write(tmp_path / "out", tensors, model())
     path = ["model", "output_layer._extra_state"] if place == "extra_state" else [place]
     change(tmp_path / "out" / FIRST, set_value(path, Bomb(function, command)))
-    with pytest.raises(CheckpointError, match=f"names .*{function.__name__}") as caught:
+    with pytest.raises(CheckpointError, match=f"references .*{function.__name__}") as caught:
         read(tmp_path / "out", model())
     assert str(tmp_path / "out" / FIRST) in str(caught.value)
     assert not marker.exists()

@@ -35,11 +35,15 @@ def tensors():
 @pytest.mark.parametrize(
     ("layout", "further", "message"),
     [
-        (TargetOptions(pp_size=3), {}, "num_layers 4 does not divide over pp_size 3"),
-        (TargetOptions(tp_size=3), {}, "num_attention_heads 4 does not divide over tp_size 3"),
+        (TargetOptions(pp_size=3), {}, "num_layers 4 is not divisible by pp_size 3"),
+        (TargetOptions(tp_size=3), {}, "num_attention_heads 4 is not divisible by tp_size 3"),
         (TargetOptions(tp_size=4), {"num_query_groups": 3}, "num_query_groups 3"),
-        (TargetOptions(ep_size=3), {}, "4 experts do not divide over ep_size 3"),
-        (TargetOptions(tp_size=16), {"num_attention_heads": 16}, "embedding.word_embeddings.weight, tp_size 16: 24"),
+        (TargetOptions(ep_size=3), {}, "4 experts are not divisible by ep_size 3"),
+        (
+            TargetOptions(tp_size=16),
+            {"num_attention_heads": 16},
+            "embedding.word_embeddings.weight, tp_size 16: length 24",
+        ),
         (TargetOptions(), {"settings": Namespace()}, "argument settings"),
     ],
 )
@@ -56,7 +60,7 @@ def test_a_writer_wants_every_tensor_once(tmp_path, tensors):
         write(tmp_path / "out", {Key(WEIGHT, "decoder.layers.0.not_there.weight"): torch.zeros(1)}, model())
     plan = {key: TensorMeta.of(tensor) for key, tensor in tensors.items()}
     key = Key(WEIGHT, QKV)
-    with pytest.raises(CheckpointError, match="never came"), Output(tmp_path / "out") as output:
+    with pytest.raises(CheckpointError, match="not written"), Output(tmp_path / "out") as output:
         writer = MegatronLegacyWriter(output, plan, model(), TargetOptions(), 1)
         writer.write(key, tensors[key])
         with pytest.raises(CheckpointError, match="twice"):
@@ -76,32 +80,32 @@ BROKEN = {
     ),
     "before_core": (
         set_value(["model", "language_model.encoder.weight"], torch.zeros(1)),
-        "embedding.word_embeddings.weight is no tensor of a GPT or BERT of Megatron-LM before Megatron-Core",
+        "embedding.word_embeddings.weight is not a supported tensor of a GPT or BERT",
     ),
     "no_weights": (lambda content: content.pop("model"), "has no weights"),
-    "no_table": (set_value(["model"], [1]), "no table of names"),
+    "no_table": (set_value(["model"], [1]), "not a dict with string keys"),
     "repeated": (
         set_value(["model", QKV], torch.zeros(1).expand(1 << 40, 16)),
-        "linear_qkv.weight repeats the entries",
+        "linear_qkv.weight is an expanded view",
     ),
-    "no_shape": (set_value(["model", QKV], torch.tensor(1.0)), "linear_qkv.weight is no tensor"),
+    "no_shape": (set_value(["model", QKV], torch.tensor(1.0)), "linear_qkv.weight is not a tensor"),
     "no_columns": (
         set_value(["model", "decoder.layers.1.self_attention.linear_proj.weight"], torch.zeros(4)),
-        r"linear_proj\.weight in .* has the shape \(4,\)",
+        r"linear_proj\.weight in .* shape \(4,\)",
     ),
     "no_experts": (
         set_value(["model", "decoder.layers.1.mlp.experts.weight1"], torch.zeros(3)),
-        "its experts is unclear",
+        "number of experts cannot be determined",
     ),
     "no_number": (set_value(["model", f"decoder.layers.{'9' * 5000}.x"], torch.zeros(1)), "is not a tensor"),
-    "no_tensor": (set_value(["model", QKV], "text"), "linear_qkv.weight is no tensor"),
+    "no_tensor": (set_value(["model", QKV], "text"), "linear_qkv.weight is not a tensor"),
     "no_layer": (
         lambda content: [content["model"].pop(key) for key in list(content["model"]) if ".layers.1." in key],
-        r"numbered \[0, 2, 3\]",
+        r"indices are \[0, 2, 3\]",
     ),
     "too_few_layers": (
         lambda content: [content["model"].pop(key) for key in list(content["model"]) if ".layers.3." in key],
-        "num_layers is 3, and 4 in the model",
+        "num_layers is 3, but 4 in the model",
     ),
     "more_ranks": (lambda content: setattr(content["args"], "tensor_model_parallel_size", 2), "mp_rank_01 is missing"),
 }
@@ -131,13 +135,17 @@ def test_a_missing_file_and_folder_are_named(tmp_path, tensors):
     with pytest.raises(CheckpointError, match=f"mp_rank_01/{FILE} is missing"):
         read(tmp_path / "out", model())
     tracker = tmp_path / "out" / "latest_checkpointed_iteration.txt"
-    for text, message in (("8", "names iter_0000008"), ("../../x", "expected a number"), ("", "expected")):
+    for text, message in (
+        ("8", "refers to iter_0000008"),
+        ("../../x", "expected an iteration number"),
+        ("", "expected"),
+    ):
         tracker.write_text(text)
         with pytest.raises(CheckpointError, match=message):
             read(tmp_path / "out", model())
-    with pytest.raises(CheckpointError, match="is no folder"):
+    with pytest.raises(CheckpointError, match="is not a folder"):
         read(tmp_path / "nowhere", model())
-    with pytest.raises(CheckpointError, match="no folders mp_rank"):
+    with pytest.raises(CheckpointError, match="expected mp_rank"):
         read(tmp_path, model())
 
 
@@ -167,11 +175,11 @@ def test_ranks_with_other_tensors_or_shapes_are_refused(tmp_path, tensors):
     second = tmp_path / "out" / "iter_0000007" / "mp_rank_01" / FILE
     saved = second.read_bytes()
     change(second, lambda content: content["model"].pop(NORM))
-    with pytest.raises(CheckpointError, match="differ in which tensors"):
+    with pytest.raises(CheckpointError, match="have different tensors"):
         read(tmp_path / "out", model())
     second.write_bytes(saved)
     change(second, set_value(["model", QKV], torch.zeros(3, 16)))
-    with pytest.raises(CheckpointError, match="where another rank has"):
+    with pytest.raises(CheckpointError, match="but another rank has"):
         read(tmp_path / "out", model())
 
 

@@ -61,39 +61,42 @@ DAMAGED = {
     ),
     "a layer is missing": (
         lambda content: [layers(content).pop(name) for name in list(layers(content)) if "layers.1." in name],
-        "num_layers is 1, and 2 in the model",
+        "num_layers is 1, but 2 in the model",
     ),
     "an unknown tensor": (
         lambda content: layers(content).update({"layers.0.inter_attention.query.weight": torch.zeros(1)}),
-        r"transformer\.layers\.0\.inter_attention\.query\.weight is no tensor of a GPT or BERT",
+        r"transformer\.layers\.0\.inter_attention\.query\.weight is not a supported tensor of a GPT or BERT",
     ),
     "an unknown model": (
         lambda content: content["model"].update(classification_head={"weight": torch.zeros(2, 2)}),
-        r"classification_head\.weight is no tensor",
+        r"classification_head\.weight is not a supported tensor",
     ),
     "a decoder beside it": (
         lambda content: content["model"]["language_model"].update(decoder={"layers.0.x": torch.zeros(1)}),
-        r"language_model\.decoder\.layers\.0\.x is no tensor",
+        r"language_model\.decoder\.layers\.0\.x is not a supported tensor",
     ),
     "one tensor under two names": (twice, "linear_qkv.weight twice"),
-    "no tensor": (lambda content: layers(content).update({LAYER: "text"}), "linear_qkv.weight is no tensor"),
+    "no tensor": (lambda content: layers(content).update({LAYER: "text"}), "linear_qkv.weight is not a tensor"),
     "deeper tables": (
         lambda content: content["model"]["language_model"]["embedding"]["word_embeddings"].update(more={"weight": {}}),
-        r"word_embeddings\.more is no tensor",
+        r"word_embeddings\.more is not a supported tensor",
     ),
-    "a table that holds itself": (nested_in_itself, "the same parts again and again"),
-    "a number as a name": (lambda content: layers(content).update({5: torch.zeros(1)}), "no table of names"),
+    "a table that holds itself": (nested_in_itself, "repeats shared objects"),
+    "a number as a name": (lambda content: layers(content).update({5: torch.zeros(1)}), "not a dict with string keys"),
     "rows that do not divide": (
         lambda content: layers(content).update({LAYER: layers(content)[LAYER][:-1].clone()}),
-        "191 rows of query, key and value on 1 ranks are not those of 4 heads",
+        "191 rows of query, key and value on 1 ranks do not match 4 heads",
     ),
-    "version 1.5": (lambda content: content.update(checkpoint_version=1.5), "checkpoint_version is 1.5: expected one"),
-    "version 4.0": (lambda content: content.update(checkpoint_version=4.0), "checkpoint_version is 4.0: expected one"),
-    "version -1": (lambda content: content.update(checkpoint_version=-1), "checkpoint_version is -1: expected one"),
-    "no number": (lambda content: content.update(checkpoint_version="2.0"), "checkpoint_version or iteration is not"),
+    "version 1.5": (lambda content: content.update(checkpoint_version=1.5), "checkpoint_version is 1.5, expected 0"),
+    "version 4.0": (lambda content: content.update(checkpoint_version=4.0), "checkpoint_version is 4.0, expected 0"),
+    "version -1": (lambda content: content.update(checkpoint_version=-1), "checkpoint_version is -1, expected 0"),
+    "no number": (
+        lambda content: content.update(checkpoint_version="2.0"),
+        "checkpoint_version or iteration has an invalid type",
+    ),
     "a truth value": (
         lambda content: content.update(checkpoint_version=True),
-        "checkpoint_version or iteration is not",
+        "checkpoint_version or iteration has an invalid type",
     ),
 }
 
@@ -108,8 +111,8 @@ def test_damage_is_named(gpt2, tmp_path, case):
 
 
 ARGUMENTS = {
-    "heads": ({"num_attention_heads": 8}, "num_attention_heads is 8, and 4 by the config"),
-    "norms": ({"layernorm_epsilon": 1e-6}, "norm_epsilon is 1e-06, and 1e-05 by the config"),
+    "heads": ({"num_attention_heads": 8}, "num_attention_heads is 8, but 4 in the config"),
+    "norms": ({"layernorm_epsilon": 1e-6}, "norm_epsilon is 1e-06, but 1e-05 in the config"),
     "ranks": ({"model_parallel_size": 2}, "mp_rank_01 is missing"),
     "residual": (
         {"apply_residual_connection_post_layernorm": True},
@@ -133,7 +136,7 @@ def test_ranks_of_two_versions(gpt2, tmp_path):
     folder, model = gpt2
     source = write_checkpoint(tmp_path / "megatron", gpt2_parts(model), "2020", 2.0, tp=2)
     change(sorted(source.rglob("*.pt"))[1], lambda content: content.update(checkpoint_version=1.0))
-    assert "checkpoint_version is 1.0 where another rank has 2.0" in refusal(source, folder)
+    assert "checkpoint_version is 1.0, but another rank has 2.0" in refusal(source, folder)
 
 
 def test_older_orders_know_no_groups(tmp_path):

@@ -156,5 +156,5 @@ def test_a_store_is_not_finished_with_gaps(tmp_path):
             store.finish()
 
     refused(lambda: write(0, 1), "w:", "gaps")
-    refused(lambda: write(0, 1, 1, 2), "w at [1, 0] came twice")
+    refused(lambda: write(0, 1, 1, 2), "w at offset [1, 0] was written twice")
     assert not list(tmp_path.iterdir())

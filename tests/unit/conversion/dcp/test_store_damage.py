@@ -84,12 +84,12 @@ def test_places_beyond_a_file_and_chunks_that_do_not_fit(damaged):
     def tensor(edit):
         return lambda metadata: edit(metadata.state_dict_metadata["w"])
 
-    damaged(place(offset=10**12), "__0_0.distcp", "w should lie")
+    damaged(place(offset=10**12), "__0_0.distcp", "w is at bytes")
     damaged(place(length=10**12), "__0_0.distcp")
     damaged(place(offset=-5), "__0_0.distcp")
     damaged(place(length=20), "w has a chunk")
-    damaged(place(offset=1), "no file of torch.save")
-    damaged(place(transform_descriptors=["zstd"]), "w is stored in a transformed way")
+    damaged(place(offset=1), "not a torch.save file")
+    damaged(place(transform_descriptors=["zstd"]), "w is stored with transforms")
     damaged(lambda metadata: metadata.storage_data.pop(index), ".metadata")
     damaged(lambda metadata: metadata.storage_data.clear(), ".metadata")
     damaged(lambda metadata: metadata.__dict__.pop("state_dict_metadata"), ".metadata")
@@ -97,7 +97,7 @@ def test_places_beyond_a_file_and_chunks_that_do_not_fit(damaged):
     damaged(tensor(lambda item: setattr(item, "size", torch.Size((5, 6)))), "w:", "gaps")
     damaged(tensor(lambda item: setattr(item, "size", torch.Size((10**9, 10**9)))), "w:", "gaps")
     damaged(tensor(lambda item: setattr(item, "size", torch.Size((3, 6)))), "w", "leaves")
-    damaged(tensor(lambda item: setattr(item.properties, "dtype", torch.float16)), "float16 should be")
+    damaged(tensor(lambda item: setattr(item.properties, "dtype", torch.float16)), " torch.float16.")
     damaged(tensor(lambda item: setattr(item.properties, "dtype", torch.float64)), "w has a chunk")
     twice = ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((2, 6)))
 
@@ -187,4 +187,4 @@ def test_more_tensors_than_any_model_has(tmp_path):
     folder = tmp_path / "store"
     save(folder, {f"t{number}": torch.zeros(()) for number in range(most + 1)})
     assert len(StoreReader(folder).entries) == len(StoreReader(folder, most + 1).entries) == most + 1
-    refused(lambda: StoreReader(folder, most), str(folder / ".metadata"), "is refused", "more than 1000 tensors")
+    refused(lambda: StoreReader(folder, most), str(folder / ".metadata"), "is rejected", "more than 1000 tensors")

@@ -183,9 +183,9 @@ def test_columns_are_views():
 
 
 def test_what_does_not_divide_is_refused():
-    with pytest.raises(CheckpointError, match="10 in dimension 0 do not divide evenly over 4 ranks"):
+    with pytest.raises(CheckpointError, match="length 10 in dimension 0 cannot be split evenly over 4 ranks"):
         rank_views(torch.empty(10), RankSplit(0), 0, 4)
-    with pytest.raises(CheckpointError, match="over 2 ranks, each of 3, 3 by itself"):
+    with pytest.raises(CheckpointError, match="over 2 ranks in separate blocks of 3, 3"):
         rank_views(torch.empty(6), RankSplit(0, halves=True), 0, 2, (3, 3))
     with pytest.raises(CheckpointError, match=r"6 in dimension 0, expected 4 \+ 4"):
         rank_views(torch.empty(6), RankSplit(0), 0, 2, (4, 4))

@@ -167,7 +167,7 @@ def test_towers_order_queries_keys_and_values_by_heads():
     (token,) = Reshaped(3).to_megatron([rows])
     assert token.shape == (1, 1, 6)
     assert torch.equal(Reshaped(3).to_transformers([token])[0], rows)
-    with pytest.raises(CheckpointError, match=r"one row, found the shape \(1, 2, 3\)"):
+    with pytest.raises(CheckpointError, match=r"a single row, got shape \(1, 2, 3\)"):
         Reshaped(3).to_transformers([rows.reshape(1, 2, 3)])
 
 
@@ -199,7 +199,7 @@ def test_queries_are_grouped_with_their_key_and_value():
     assert packed.tolist() == [0, 1, 2, 3, 10, 11, 20, 21, 4, 5, 6, 7, 12, 13, 22, 23]
     with pytest.raises(CheckpointError, match=r"\(8, 8, 4\).*\(8, 4, 4\)"):
         GroupedQKV(heads=4, groups=2, head_dim=2).to_megatron([query, query, value])
-    with pytest.raises(CheckpointError, match="16 rows together, expected 24"):
+    with pytest.raises(CheckpointError, match="16 rows in total, expected 24"):
         GroupedQKV(heads=4, groups=4, head_dim=2).to_transformers([packed])
 
 

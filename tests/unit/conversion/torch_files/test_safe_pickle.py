@@ -160,7 +160,7 @@ def test_members_of_enumerations_are_read_however_pythons_write_them():
 @pytest.mark.parametrize("data", NO_MEMBERS.values(), ids=NO_MEMBERS)
 def test_getattr_is_read_of_enumerations_alone(data):
     names = {**record_names("argparse.Namespace"), **enumeration_names("enums.Shape")}
-    with pytest.raises(CheckpointError, match="here is (refused|damaged)"):
+    with pytest.raises(CheckpointError, match="here is (rejected|damaged)"):
         unpickle(b"\x80\x04" + data, "here", names)
 
 
@@ -185,12 +185,12 @@ def test_signals_are_read_however_pythons_write_them():
         (b"\x80\x01N.", "protocol 1"),
         (b"\x80\x07N.", "protocol 7"),
         (b"(S'text'\ni.", "operation"),
-        (b"\x80\x04\x95" + b"\xff" * 8 + b"N.", "cut off"),
+        (b"\x80\x04\x95" + b"\xff" * 8 + b"N.", "truncated"),
         # Claims of lengths that are not there.
-        (b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"x.", "cut off"),
-        (b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b"x.", "cut off"),
-        (b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b"x.", "cut off"),
-        (b"\x80\x02\x8b" + struct.pack("<I", 1 << 31) + b"x.", "cut off"),
+        (b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"x.", "truncated"),
+        (b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b"x.", "truncated"),
+        (b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b"x.", "truncated"),
+        (b"\x80\x02\x8b" + struct.pack("<I", 1 << 31) + b"x.", "truncated"),
         # Places of the memo and the stack that do not exist.
         (b"\x80\x02h\x05.", "damaged"),
         (b"\x80\x04\x94.", "damaged"),
@@ -224,7 +224,7 @@ def test_a_tuple_whose_hash_takes_exponential_time():
 
 
 def test_parts_that_are_there_again_and_again_are_seen_wherever_they_come_from():
-    said = "again and again"
+    said = "repeats shared objects"
     doubled = b"]q\x00" + b"0]q\x010h\x01h\x00ah\x00aq\x00" * 60
     refused(b"\x80\x02" + doubled + b".", said)
     # Records that get their states when all of them are in the memo.
