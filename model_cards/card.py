@@ -106,13 +106,11 @@ def check_card(card: ModelCard) -> None:
             raise ConfigError(f"The card's evaluation results do not read back as they were written: {results}.")
     license_ = expected.get("license")
     if license_ is not None and license_ not in LICENSES:
-        raise ConfigError(
-            f"The card's license {license_!r} is not one that the Hub knows: `other`, with a license_name."
-        )
+        raise ConfigError(f"The card's license {license_!r} is not known to the Hub. Use `other` with a license_name.")
     if license_ == "other" and "license_name" not in expected:
-        raise ConfigError("The card's license is `other`: it needs a license_name.")
+        raise ConfigError("The card's license is `other`, which requires a license_name.")
     if found := _ABSOLUTE_PATH.search(content):
-        raise ConfigError(f"The card names a path of this machine: {found[0]!r}.")
+        raise ConfigError(f"The card contains a local path: {found[0]!r}.")
 
 
 def _read(file: Path) -> str:

@@ -132,7 +132,7 @@ def test_no_recorded_result_is_said():
     "note", ["read from /data/models/llama", "see file:///etc/hosts", "from ~/models", r"from C:\models"]
 )
 def test_a_path_of_the_machine_is_refused(tmp_path, note):
-    with pytest.raises(ConfigError, match="path of this machine"):
+    with pytest.raises(ConfigError, match="local path"):
         write_card(tmp_path, dataclasses.replace(FACTS, notes=(note,)))
     assert not list(tmp_path.iterdir())
 
