@@ -98,7 +98,9 @@ def check_later_losses(groups, steps=CHECKED_STEPS, expected=None):
             expected = found[name] if expected is None else expected
             difference = abs(found[name] - expected)
             if not difference <= LATER_LOSS_TOLERANCE:
-                raise SystemExit(f"{name}: loss {found[name]} after {steps} updates, one process {expected}")
+                raise SystemExit(
+                    f"{name}: loss {found[name]} after {steps} updates, but the single-process run has {expected}"
+                )
             print(f"  {name} loss {found[name]:.6f} after {steps} updates, difference {difference:.1e}")
     return found
 

@@ -76,7 +76,9 @@ def start_groups(variants, folder, dtype, batch, expected=None):
             expected = group.first_loss if expected is None else expected
             difference = abs(group.first_loss - expected)
             if not difference <= LOSS_TOLERANCE[dtype]:
-                raise SystemExit(f"{name} {dtype}: first loss {group.first_loss} but one process has {expected}")
+                raise SystemExit(
+                    f"{name} {dtype}: first loss {group.first_loss}, but the single-process run has {expected}"
+                )
             print(f"  {name} first loss {group.first_loss:.6f}, difference {difference:.1e}", flush=True)
     except BaseException:
         for group in groups.values():
