@@ -97,7 +97,7 @@ BROKEN = {
         set_value(["model", "decoder.layers.1.mlp.experts.weight1"], torch.zeros(3)),
         "number of experts cannot be determined",
     ),
-    "no_number": (set_value(["model", f"decoder.layers.{'9' * 5000}.x"], torch.zeros(1)), "is not a tensor"),
+    "no_number": (set_value(["model", f"decoder.layers.{'9' * 5000}.x"], torch.zeros(1)), "is not a supported"),
     "no_tensor": (set_value(["model", QKV], "text"), "linear_qkv.weight is not a tensor"),
     "no_layer": (
         lambda content: [content["model"].pop(key) for key in list(content["model"]) if ".layers.1." in key],
