@@ -29,9 +29,9 @@ _GIB = 2**30
 HEAD = f"""# Which layout do I need
 
 What `hf-megatron plan` answers for models trained in full, in bf16 with AdamW, on H100s of 80 GiB, in sequences
-of {LENGTH} tokens; written by `python benchmarks/which_layout.py`. Find the model that is nearest to yours, or plan your
-own: it takes seconds and only reads a config. [Planning](planner.md) describes how memory and time are predicted, and how far
-off the seconds are: they are **not measured on a GPU with this library**, take them for a ranking.
+of {LENGTH} tokens; written by `python benchmarks/which_layout.py`. Find the model that is nearest to yours, or plan
+your own: it takes seconds and only reads a config. [Planning](planner.md) describes how memory and time are predicted,
+and how far off the seconds are: they are **not measured on a GPU with this library**, take them for a ranking.
 
 - A layout such as `tp4+sp+pp2+dp8+zero1` is what `megatron_config=MegatronConfig(tp_size=4, sequence_parallel=True,
   pp_size=2)` makes of 64 devices: the remaining factor is data parallel. `--yaml layout.yaml` writes it.
