@@ -84,7 +84,7 @@ def save_state(original: Callable, self: Any, output_dir: str | None = None, *ar
 
     save_training_state(target, model, _optimizers(self), write_files, step=self.step, pointer=pointer)
     if naming.automatic_checkpoint_naming and naming.total_limit:
-        # Together: a rank that goes on to load would list folders that the first one is removing.
+        # All ranks wait: one that continued to load would list folders that rank 0 is removing.
         with propagate_errors(f"Removing old checkpoints next to {target}"):
             if self.is_main_process:
                 prune(target.parent, naming.total_limit, pattern="checkpoint_*")
