@@ -37,4 +37,5 @@ def test_the_model_has_two_hooks_whose_table_is_in_the_declared_order(text):
             names = [name for row, name, _ in rows if row == when]
             assert set(names) <= {*order} and names == sorted(names, key=order.index)
         assert {"enabled", "loss", "data parallel"} <= {name for _, name, _ in rows}
-        assert printed.splitlines()[: len(rows)] == [line for line in printed.splitlines() if line.startswith(("before", "after"))]
+        lines = printed.splitlines()
+        assert lines[: len(rows)] == [line for line in lines if line.startswith(("before", "after"))]
