@@ -5,7 +5,7 @@ import difflib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,54 @@ _EARLIER_NAMES = {
     "replay_routing": "router_replay",
     "main_weights_in_fp32": "fp32_main_params",
 }
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return _is_integer(value) and value >= 1
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+# (fields, test of the value, what is expected). `huggingface_hub.dataclasses.strict` validates no frozen dataclass.
+_FIELD_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    ((*SIZES, "max_skipped_steps"), _is_count, "an integer of 1 or more"),
+    (
+        (
+            *("dp_size", "etp_size", "bucket_size", "loss_chunk_size"),
+            *("mlp_chunk_size", "num_microbatches", "virtual_stages"),
+        ),
+        lambda value: value is None or _is_count(value),
+        "an integer of 1 or more",
+    ),
+    (("zero_stage",), lambda value: _is_integer(value) and value in (0, 1, 2, 3), "0, 1, 2 or 3"),
+    (
+        (
+            *("sequence_parallel", "strict_loading", "allow_unverified", "fp32_main_params", "async_save"),
+            *("offload_optimizer", "offload_activations", "verify_checksums", "router_replay"),
+        ),
+        lambda value: isinstance(value, bool),
+        "True or False",
+    ),
+    (("shard_saved_activations",), lambda value: value is None or isinstance(value, bool), "True or False"),
+    (("seed",), _is_integer, "an integer"),
+    (("timeout",), lambda value: _is_finite(value) and value > 0, "seconds, more than 0"),
+    (
+        ("router_bias_update_rate", "router_z_loss_coef"),
+        lambda value: _is_finite(value) and value >= 0,
+        "a number of 0 or more",
+    ),
+    (
+        ("gradient_clipping",),
+        lambda value: value is None or (_is_finite(value) and value > 0),
+        "None or a norm, more than 0",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -183,33 +231,14 @@ class MegatronConfig:
     timeout: float = 1800.0
 
     def __post_init__(self) -> None:
-        optional = (
-            "dp_size",
-            "etp_size",
-            "bucket_size",
-            "loss_chunk_size",
-            "mlp_chunk_size",
-            "num_microbatches",
-            "virtual_stages",
-        )
-        for name in (*SIZES, *optional, "max_skipped_steps"):
-            value = getattr(self, name)
-            if name in optional and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"MegatronConfig.{name} = {value!r}: expected an integer of 1 or more.")
-        if isinstance(self.zero_stage, bool) or self.zero_stage not in (0, 1, 2, 3):
-            raise ConfigError(f"MegatronConfig.zero_stage = {self.zero_stage!r}: expected 0, 1, 2 or 3.")
+        for names, is_valid, expected in _FIELD_CHECKS:
+            for name in names:
+                if not is_valid(getattr(self, name)):
+                    raise ConfigError(f"MegatronConfig.{name} = {getattr(self, name)!r}: expected {expected}.")
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 listed = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
                 raise ConfigError(f"MegatronConfig.{name} = {getattr(self, name)!r}: expected {listed}.")
-        switches = ("sequence_parallel", "strict_loading", "allow_unverified", "fp32_main_params", "async_save")
-        offloads = ("offload_optimizer", "offload_activations")
-        for name in (*switches, *offloads, "verify_checksums", "router_replay", "shard_saved_activations"):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and (value is not None or name != "shard_saved_activations"):
-                raise ConfigError(f"MegatronConfig.{name} = {value!r}: expected True or False.")
         if self.shard_saved_activations and not self.sequence_parallel:
             raise ConfigError("MegatronConfig.shard_saved_activations = True: needs sequence_parallel=True.")
         if self.offload_activations and self.recompute != "full":
@@ -219,19 +248,6 @@ class MegatronConfig:
                 f"MegatronConfig.mlp_chunk_size = {self.mlp_chunk_size}: tokens are split over the tp ranks around an "
                 "MLP with sequence_parallel=True. Use cp_size to share out tokens, or leave one of them out."
             )
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ConfigError(f"MegatronConfig.seed = {self.seed!r}: expected an integer.")
-        if not isinstance(self.timeout, int | float) or not math.isfinite(self.timeout) or self.timeout <= 0:
-            raise ConfigError(f"MegatronConfig.timeout = {self.timeout!r}: expected seconds, more than 0.")
-        for name in ("router_bias_update_rate", "router_z_loss_coef"):
-            rate = getattr(self, name)
-            if isinstance(rate, bool) or not isinstance(rate, int | float) or not math.isfinite(rate) or rate < 0:
-                raise ConfigError(f"MegatronConfig.{name} = {rate!r}: expected a number of 0 or more.")
-        norm = self.gradient_clipping
-        if norm is not None and (
-            isinstance(norm, bool) or not isinstance(norm, int | float) or not math.isfinite(norm) or norm <= 0
-        ):
-            raise ConfigError(f"MegatronConfig.gradient_clipping = {norm!r}: expected None or a norm, more than 0.")
         self._check_partition()
         self._check_context()
         self._check_frozen()

@@ -1,4 +1,4 @@
-"""Distributed checkpoints of torch, transformers and Accelerate, under the model's names in memory."""
+"""Format entry of torch distributed checkpoints (see the package)."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Hugging Face folders: `config.json` and safetensors or `.bin` files under the names of the model's files."""
+"""Format entry of Hugging Face folders (see the package)."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Megatron-Core's `torch_dist` checkpoints, read and written without Megatron."""
+"""Format entry of Megatron-Core's `torch_dist` checkpoints (see the package)."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Megatron's legacy `torch` format: one `mp_rank_*` folder per rank."""
+"""Format entry of Megatron's legacy `torch` checkpoints (see the package)."""
 
 import re
 

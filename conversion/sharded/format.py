@@ -1,4 +1,4 @@
-"""This library's sharded checkpoints, which resume on every layout."""
+"""Format entry of this library's sharded checkpoints (see the package)."""
 
 from ...checkpoint.manifest import MANIFEST
 from ..format import Format

@@ -1,4 +1,4 @@
-"""Folders of `shard-*.safetensors` as written by several transformers ranks; read by `dcp`."""
+"""Format entry of `shard-*.safetensors` folders (see the package)."""
 
 from collections.abc import Mapping
 
