@@ -65,7 +65,10 @@ class LocalArguments:
             # [batch * heads, 1, ...] -> [batch * heads / tp, 1, ...]
             per_head = value.unflatten(0, (-1, self.heads))
             return per_head.narrow(1, rank * share, share).flatten(0, 1)
-        raise UnsupportedError(f"argument {name!r} of shape {tuple(value.shape)} does not show its {self.heads} heads.")
+        raise UnsupportedError(
+            f"argument {name!r} of shape {tuple(value.shape)} has no dim of {self.heads} heads. Expected "
+            "[batch, heads, ...] or [batch * heads, 1, ...]."
+        )
 
 
 class NormPerHead(nn.Module):
@@ -125,7 +128,9 @@ def norm_of_all_ranks(norm: Any, group: dist.ProcessGroup) -> Callable[[Tensor],
 def check_norm_of_ranks(module: nn.Module, name: str) -> None:
     """Raises `PlanError` unless the module is an RMS norm as in transformers, with a weight only."""
     if "variance_epsilon" not in vars(module) or [*module._parameters] != ["weight"]:
-        raise PlanError(f"{name}: {type(module).__name__} is no RMS norm with a weight alone, for 'sharded_rms_norm'.")
+        raise PlanError(
+            f"{name}: style 'sharded_rms_norm' needs an RMS norm with only a weight, got {type(module).__name__}."
+        )
 
 
 def check_norm_per_head(module: nn.Module, name: str) -> None:
@@ -133,7 +138,10 @@ def check_norm_per_head(module: nn.Module, name: str) -> None:
     norms = module._modules.get("norms")
     plain = isinstance(norms, nn.ModuleList) and all(type(n) is nn.LayerNorm and n.bias is None for n in norms)
     if not plain:
-        raise PlanError(f"{name}: {type(module).__name__} lacks `norms`, LayerNorms without bias, for 'per_head_norm'.")
+        raise PlanError(
+            f"{name}: style 'per_head_norm' needs `norms`, a list of LayerNorms without bias, got a "
+            f"{type(module).__name__}."
+        )
 
 
 # Prefix of attributes that a module reads from its config.

@@ -73,8 +73,8 @@ def place(model: Any, state: ParallelState) -> None:
         return
     if sequence_parallel and spec.sp.no_sequence_parallel is not None:
         raise UnsupportedError(
-            f"model type {spec.model_type!r} has no sequence parallelism: {spec.sp.no_sequence_parallel} Set "
-            "sequence_parallel=False."
+            f"model type {spec.model_type!r} does not support sequence parallelism: {spec.sp.no_sequence_parallel} "
+            "Set sequence_parallel=False."
         )
     styles = expand_plan(model, spec)
     # Expert parallelism keeps each expert unsharded on its rank, so tp rules of modules inside experts are dropped.
@@ -101,7 +101,10 @@ def place(model: Any, state: ParallelState) -> None:
         pointwise=frozenset(name for parts in moe_blocks.values() for name in parts),
     )
     if sequence_parallel and not structure.stacks:
-        raise UnsupportedError(f"model type {spec.model_type!r}: no stack of layers found to split the sequence of.")
+        raise UnsupportedError(
+            f"model type {spec.model_type!r}: no stack of layers found for sequence parallelism. Set "
+            "sequence_parallel=False."
+        )
     # Linears with fewer heads than tp ranks: several ranks hold the same shard.
     copies = shared_heads(model, styles, tp_size)
     sizes = local_sizes(model, spec, styles, copies, tp_size)
@@ -204,10 +207,13 @@ def install(model: Any, state: ParallelState) -> None:
         state.loss.join_tokens = regions.gather_token_outputs
         state.hooks.add("router logits", exit=regions.join_router_logits)
     install_pending_loss(model, state)
-    refused = {"output_attentions": "each rank has the maps of its own heads only; load without megatron_config."}
+    refused = {
+        "output_attentions": "each rank has only the attention maps of its heads. Load the model without "
+        "megatron_config."
+    }
     if config.sequence_parallel:
         refused["output_hidden_states"] = (
-            "between layers each rank has its part of the sequence only; set sequence_parallel=False."
+            "between layers each rank has only its shard of the sequence. Set sequence_parallel=False."
         )
     OutputChecks(refused).install(state.hooks)
     # A previous forward may have raised inside a layer, with the local RNG state active.

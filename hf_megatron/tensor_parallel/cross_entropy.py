@@ -200,7 +200,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
         ctx.contents.check("the weight of the head")
         if ctx.gradients is None:
-            raise RuntimeError("The vocab-parallel loss was backpropagated twice; its gradients exist only once.")
+            raise RuntimeError(
+                "The vocab-parallel loss was backpropagated twice. Use backward(retain_graph=True) first."
+            )
         if ctx.upstream is None:
             # Comparing with 1 on the host would synchronize with an accelerator; there the gradients are always scaled.
             scaled = is_async_device(upstream.device) or upstream.item() != 1.0
@@ -214,7 +216,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             check_soon(
                 same | (ctx.upstream != 0),
                 lambda: RuntimeError(
-                    "The vocab-parallel loss was backpropagated with the gradient 0, then with another."
+                    "The vocab-parallel loss was backpropagated with gradient 0, then with a nonzero one; its "
+                    "gradients are already scaled to 0. Compute the loss again."
                 ),
             )
             ratio = torch.where(same, 1.0, upstream / ctx.upstream)

@@ -12,7 +12,10 @@ from .vocab_range import require_tokens
 
 def _reject_options(embedding: nn.Embedding) -> None:
     if embedding.max_norm is not None or embedding.scale_grad_by_freq:
-        raise UnsupportedError("A split embedding has no max_norm and no scale_grad_by_freq; set both off.")
+        raise UnsupportedError(
+            "Sharded embeddings do not support max_norm or scale_grad_by_freq. Set max_norm=None and "
+            "scale_grad_by_freq=False."
+        )
 
 
 class VocabParallelEmbedding(nn.Embedding):

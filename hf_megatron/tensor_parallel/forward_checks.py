@@ -34,10 +34,13 @@ class ParameterCheck:
         for name, parameter in local_named_parameters(model):
             if name not in self.expected_names:
                 raise PlanError(
-                    f"{name} appeared after the plan was made; nobody claims it. Add modules before loading."
+                    f"{name} was added after the model was parallelized and has no sharding. Add modules before "
+                    "loading."
                 )
             if not isinstance(parameter, DTensor | QuantizedWeight) or parameter.device.type == "meta":
-                raise PlanError(f"{name} is not laid out as planned: {type(parameter).__name__} on {parameter.device}.")
+                raise PlanError(
+                    f"{name} was not sharded as planned: it is a {type(parameter).__name__} on {parameter.device}."
+                )
 
 
 class OutputChecks:

@@ -92,9 +92,9 @@ def _require(experts: Any, widths: tuple[SplitWidth, ...], dtype: torch.dtype, t
         if all(width.unsharded % size == 0 and width.unsharded // size % entries == 0 for width in odd)
     ]
     raise ConfigError(
-        f"MegatronConfig.tp_size = {tp_size}: of {first.name}, {first.unsharded} wide"
+        f"MegatronConfig.tp_size = {tp_size}: {first.name} has width {first.unsharded}"
         + (f" (config.{fields[0]})" if fields else "")
-        + f", a rank has {min(first.local)}, and experts_implementation='grouped_mm' multiplies multiples of {entries} "
-        f"entries of {dtype} only. Load the model with experts_implementation='eager' or 'batched_mm'"
-        + (f", or with a tp_size among {sizes}." if len(sizes) > 1 else ".")
+        + f" and a rank's shard {min(first.local)}, but experts_implementation='grouped_mm' needs a multiple of "
+        f"{entries} with {dtype}. Load the model with experts_implementation='eager' or 'batched_mm'"
+        + (f", or with a tp_size in {sizes}." if len(sizes) > 1 else ".")
     )

@@ -184,8 +184,8 @@ class HeadsOfRank:
             if parameter.requires_grad:
                 own_name = name.replace(f"{_BASE}.", "")
                 raise UnsupportedError(
-                    f"{own_name} of a {type(block).__name__}: with tp_size > 1 its heads are shared out, and beside "
-                    "PEFT adapters inside of it no weight of its own is trained. Freeze it, leave the block out of "
+                    f"{own_name} of a {type(block).__name__} is trainable: with tp_size > 1, the base weights of a "
+                    "head-sharded block with PEFT adapters have to be frozen. Freeze it, exclude the block from "
                     "target_modules and modules_to_save, or load the model with tp_size=1."
                 )
             unsharded = parameter.detach()
@@ -264,7 +264,9 @@ class PartialHeads(Shared):
             return reduce_from_ranks(output, self.group)
         if isinstance(output, tuple) and isinstance(output[0], Tensor):
             return (reduce_from_ranks(output[0], self.group), *output[1:])
-        raise UnsupportedError(f"{type(block).__name__} returned {type(output).__name__}, expected a tensor first.")
+        raise UnsupportedError(
+            f"{type(block).__name__} returned {type(output).__name__}, expected a tensor or a tuple starting with one."
+        )
 
 
 def product_of_all_ranks(weight: Tensor, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:

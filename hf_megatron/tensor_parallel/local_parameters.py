@@ -73,8 +73,8 @@ class ActiveForwards(Shared):
         """Raises `UnsupportedError` if a module with sharded inputs or outputs (`name` is set) is called outside."""
         if name is not None and not (torch.compiler.is_compiling() or self):
             raise UnsupportedError(
-                f"{name} ({type(module).__name__}) was called outside of the model's forward: it takes or returns this "
-                "rank's part of a tensor. Call the model, or a whole block without sequence_parallel, or load the "
+                f"{name} ({type(module).__name__}) was called outside the model's forward; its input or output is "
+                "sharded across ranks. Call the model, or a complete block with sequence_parallel=False, or load the "
                 "model with tp_size=1."
             )
 
@@ -118,8 +118,8 @@ def _reading(name: str) -> Callable[[LocalParameters], Tensor | None]:
     def read(module: LocalParameters) -> Tensor | None:
         if name not in module._parameters:
             raise UnsupportedError(
-                f"{name} of a {type(module).__name__} is no parameter any more (torch.nn.utils.parametrize): what is "
-                "made of it would not be split as it is. Change the weight itself, or train with tp_size=1."
+                f"{name} of a {type(module).__name__} is no longer a parameter (torch.nn.utils.parametrize); the "
+                "parametrized value would not be sharded like it. Change the weight itself, or train with tp_size=1."
             )
         parameter = module._parameters[name]
         if is_sharded(parameter):
@@ -129,8 +129,8 @@ def _reading(name: str) -> Callable[[LocalParameters], Tensor | None]:
             return parameter
         if module.forwards.in_hook is not None and (name in module.summed or is_split_parameter(parameter)):
             raise UnsupportedError(
-                f"{module.forwards.in_hook} reads {name} of a {type(module).__name__}: inside of forwards that is this "
-                "rank's part, or its gradient a sum over ranks. Read it before the forward, or use tp_size=1."
+                f"{module.forwards.in_hook} reads {name} of a {type(module).__name__}: during the forward it is this "
+                "rank's shard, or its gradient is summed over ranks. Read it before the forward, or use tp_size=1."
             )
         # Local shard, any shape; a replicated parameter used on sharded activations gets its gradient all-reduced.
         value = local_view(parameter, module.mesh.tp_group if name in module.summed else None)

@@ -96,8 +96,8 @@ class SequenceStack(Shared):
         hooks = [*layers[0]._forward_pre_hooks.values()], [*layers[-1]._forward_hooks.values()]
         if not all(any(getattr(hook, "__self__", None) is self for hook in ends) for ends in hooks):
             raise UnsupportedError(
-                f"The first or last layer of {name} was removed or exchanged: with sequence_parallel=True they split "
-                "and join the sequence. Save the changed model from one process and load that, or set "
+                f"The first or last layer of {name} was removed or replaced; with sequence_parallel=True they split "
+                "and gather the sequence. Save the changed model in a single process and load it, or set "
                 "sequence_parallel=False."
             )
 
@@ -170,9 +170,9 @@ class SequenceStack(Shared):
         if self.is_inside:
             self.is_inside = False
             raise UnsupportedError(
-                f"The last layer of {name} was not called, as with another config.num_hidden_layers: with "
-                "sequence_parallel=True it joins the sequence. Save the changed model from one process and load that, "
-                "or set sequence_parallel=False."
+                f"The last layer of {name} was not called (was config.num_hidden_layers changed?); with "
+                "sequence_parallel=True it gathers the sequence. Save the changed model in a single process and load "
+                "it, or set sequence_parallel=False."
             )
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
@@ -281,7 +281,7 @@ class FullSequenceRegion(Shared):
             if hidden_states.dim() < 3:
                 raise UnsupportedError(
                     f"{type(block).__name__} was called with flattened tokens {tuple(hidden_states.shape)}, which "
-                    "cannot be joined along the sequence. Set sequence_parallel=False."
+                    "cannot be gathered along the sequence. Set sequence_parallel=False."
                 )
             # [batch, sequence / tp, hidden] -> [batch, sequence, hidden]. The gradient is complete on every rank (the
             # block computes the same everywhere, or its style sums it): split in the backward, no reduction.

@@ -56,7 +56,8 @@ def expand_regions(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
         rows = sorted(matching(model, (row_pattern,)))
         if not blocks or len(blocks) != len(rows):
             raise PlanError(
-                f"model type {spec.model_type!r}: region {block_pattern} -> {row_pattern} does not pair up."
+                f"model type {spec.model_type!r}: region {block_pattern} -> {row_pattern} needs as many row-parallel "
+                "linears as blocks."
             )
         pairs.update(zip(blocks, rows, strict=True))
     return pairs
@@ -133,7 +134,8 @@ def assign_shardings(
             for split in placement.splits:
                 if parameter.shape[split.dim] % split.groups:
                     raise PlanError(
-                        f"{name}: dim {split.dim} of {tuple(parameter.shape)} is not {split.groups} equal blocks."
+                        f"{name}: dim {split.dim} of {tuple(parameter.shape)} does not divide into {split.groups} "
+                        "equal blocks."
                     )
             gradient = rules.gradient(placement)
             is_pointwise = name in of_layers or structure.is_pointwise_parameter(name)
@@ -146,7 +148,9 @@ def assign_shardings(
     for name, other in tied.items():
         one, two = shardings[name], shardings[other]
         if (one.placement, one.gradient) != (two.placement, two.gradient):
-            raise PlanError(f"{name} is tied to {other} but claimed as {one.placement}, the other as {two.placement}.")
+            raise PlanError(
+                f"{name} is tied to {other}, but their shardings differ: {one.placement} and {two.placement}."
+            )
     return shardings
 
 
@@ -162,7 +166,7 @@ def local_sizes(
             value = attrgetter(attribute)(module)
             if value % shards:
                 raise ConfigError(
-                    f"MegatronConfig.tp_size = {tp_size} does not divide {name}.{attribute} = {value}; valid sizes do."
+                    f"MegatronConfig.tp_size = {tp_size} does not divide {name}.{attribute} = {value}. Use a divisor."
                 )
             sizes.setdefault(name, {})[attribute] = value // shards
         groups = vars(module).get("num_key_value_groups")

@@ -120,9 +120,9 @@ class _Linear(Style):
         plain = type(module).__name__ in plain_linear_classes or type(module).forward is nn.Linear.forward
         if not _is_transposed(module) and not (plain and isinstance(module, nn.Linear)):
             raise PlanError(
-                f"{name} is a {type(module).__name__} with a forward of its own; style {self.name!r} replaces the "
-                "forward of nn.Linear and Conv1D only. Name the class in the family's `plain_linear_classes` if it "
-                "computes the same."
+                f"{name} is a {type(module).__name__} with its own forward; style {self.name!r} supports only the "
+                "forward of nn.Linear and Conv1D. Add the class to the family's `plain_linear_classes` if it computes "
+                "the same."
             )
 
     def install(self, module: nn.Module, context: ModuleContext) -> None:

@@ -34,7 +34,7 @@ def divergences_of_calls(
         UnsupportedError: a head that is not linear, or a teacher whose vocabulary is split differently.
     """
     if not 0 <= beta <= 1 or temperature <= 0:
-        raise ConfigError(f"beta = {beta}, temperature = {temperature}: expected 0 to 1, and more than 0.")
+        raise ConfigError(f"beta = {beta}, temperature = {temperature}: expected 0 <= beta <= 1 and temperature > 0.")
     _require_same_vocabulary_split(student, teacher)
     last: list[DeferredLogits] = []
 
@@ -92,8 +92,8 @@ def _require_same_vocabulary_split(student: Any, teacher: Any) -> None:
     of_student, of_teacher = split(student), split(teacher)
     if of_teacher not in ("tp_size=1, pp_size=1", of_student):
         raise UnsupportedError(
-            f"A divergence of a student with {of_student} from a teacher with {of_teacher}: lay the teacher out as the "
-            "student, or with tp_size=1 and pp_size=1."
+            f"The student has {of_student}, the teacher {of_teacher}: their divergence needs the same vocabulary "
+            "sharding. Parallelize the teacher like the student, or with tp_size=1 and pp_size=1."
         )
 
 
@@ -124,7 +124,7 @@ def _deferred(output: Any, model: Any) -> DeferredLogits:
     logits = output["logits"]
     if not isinstance(logits, DeferredLogits):
         raise UnsupportedError(
-            f"{type(model).__name__}: a divergence reads the hidden states of heads that are linear."
+            f"{type(model).__name__} has no linear LM head; divergences are computed from its input hidden states."
         )
     return logits
 

@@ -91,8 +91,8 @@ def divergences(
     head, of_teacher = logits.head, teacher.logits.head
     if head.out_features != of_teacher.out_features:
         raise ConfigError(
-            f"A divergence between {head.out_features} tokens of the student's and {of_teacher.out_features} of the "
-            "teacher's vocabulary: they have to be the same."
+            f"The student's vocabulary has {head.out_features} tokens, the teacher's {of_teacher.out_features}; their "
+            "divergence needs the same vocabulary."
         )
     tokens, hidden = logits.tokens, teacher.hidden
     if tokens is not None:

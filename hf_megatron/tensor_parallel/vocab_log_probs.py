@@ -124,7 +124,7 @@ def token_scores(
         hidden = logits[mask]
         options = ScoreOptions(kept, logits.shape[-1], hidden.dtype)
     else:
-        raise UnsupportedError(f"{type(logits).__name__} in place of logits: no log-probabilities can be read of it.")
+        raise UnsupportedError(f"Expected logits, got {type(logits).__name__}: it has no log-probabilities.")
     options = replace(options, sampling=sampling)
     require_tokens(targets, options.vocabulary, "label", IGNORE_INDEX)
     found = dict(zip(FIELDS, _TokenScores.apply(hidden, weight, bias, targets[mask], options), strict=True))

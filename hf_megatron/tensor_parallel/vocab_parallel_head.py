@@ -173,8 +173,8 @@ class ShardedLogits(LateOutput):
         head = self.head
         if self.steps != head.steps.number:
             raise UnsupportedError(
-                "outputs.logits are read behind an optimizer step: they are computed when they are read, and the "
-                "weights are others now. Read them before optimizer.step()."
+                "`outputs.logits` was read after `optimizer.step()`. Logits are computed lazily, so they would use the "
+                "updated weights; read them before the step."
             )
         unit: Any = head.model() if is_sharded(head.weight) else None
         if unit is None:
@@ -208,9 +208,8 @@ class ShardedLogits(LateOutput):
         tokens = None if self.loss_taken else rows_everywhere(index, self.shape)
         if tokens is None or not isinstance(value, int | float):
             raise UnsupportedError(
-                "Logits of a vocab-parallel head: only the model itself can set some, before it takes its loss, and "
-                "only to a number for some tokens in all places, as in `logits[..., tokens] = value`. Set those of "
-                "`logits.clone()`, which are gathered from all ranks."
+                "Logits of a vocab-parallel head support only `logits[..., tokens] = value` with a number, at all "
+                "positions and before the loss. Use `logits.clone()` for other assignments, which gathers the logits."
             )
         first = self.head.vocab_start if isinstance(self.head, VocabParallelHead) else 0
         self.functions = (*self.functions, filling(tokens, value, first))

@@ -17,7 +17,7 @@ def require_tokens(ids: Tensor, vocabulary: int, what: str, ignore_index: int | 
         outside &= ids != ignore_index
     check_soon(
         ~outside.any(),
-        lambda: IndexError(f"{what} {int(ids[outside][0])} is out of bounds: there are {vocabulary}, from 0 on."),
+        lambda: IndexError(f"{what} {int(ids[outside][0])} is out of bounds for a vocabulary of {vocabulary} tokens."),
     )
 
 

@@ -29,8 +29,8 @@ class EightBit:
         if self.threshold == 0:
             return None
         return (
-            f"columns of inputs that exceed llm_int8_threshold = {self.threshold} anywhere in a call are computed in "
-            "full for all of its rows. Set llm_int8_threshold=0.0, or train on dp alone."
+            f"input columns with a value above llm_int8_threshold = {self.threshold} are not quantized for any token "
+            "of a call. Set llm_int8_threshold=0.0, or use only data parallelism."
         )
 
     def misfit(self, part: WeightShard) -> str | None:
@@ -38,8 +38,8 @@ class EightBit:
         if part.lacks_columns:
             held = sum(stop - start for start, stop in part.ranges[1])
             return (
-                f"inputs are quantised row by row, and a rank has {held} of their {part.shape[1]} entries; four bits "
-                "(load_in_4bit) and torchao's Int8WeightOnlyConfig leave inputs alone."
+                f"inputs are quantized with one scale per token, and a rank has {held} of its {part.shape[1]} entries; "
+                "load_in_4bit and torchao's Int8WeightOnlyConfig do not quantize inputs."
             )
         return None
 

@@ -36,9 +36,14 @@ class FourBit:
         [*columns] = part.ranges[1]
         if part.lacks_columns and (width % _BLOCK or any(edge % _BLOCK for both in columns for edge in both)):
             held = sum(stop - start for start, stop in columns)
-            return f"blocks have {_BLOCK} entries of a row, and this rank {held} of its {width}."
+            return (
+                f"quantization blocks have {_BLOCK} entries of a row, but this rank has {held} of its {width} entries."
+            )
         if any(edge * width % _BLOCK for both in part.ranges[0] for edge in both):
-            return f"blocks have {_BLOCK} entries, and a rank's rows of {width} do not end with one."
+            return (
+                f"quantization blocks have {_BLOCK} entries, but this rank's shard, with rows of {width} entries, does "
+                "not begin and end at block boundaries."
+            )
         return None
 
     def waits(self, part: WeightShard) -> bool:

@@ -79,8 +79,8 @@ class Quantization:
         """Raises `UnsupportedError` for linears whose shards cannot be quantized like the full weight."""
         if state.shards_weights:
             raise UnsupportedError(
-                f"{self.settings} with zero_stage = {state.config.zero_stage}: FSDP2 cuts rows out of codes and loses "
-                "their scales. Set zero_stage=2; only the adapter has gradients and moments to share out."
+                f"{self.settings} with zero_stage = {state.config.zero_stage}: FSDP2 would shard the quantized weights "
+                "without their scales. Set zero_stage=2; only the adapter has gradients and optimizer states to shard."
             )
         if self.scheme.mixes_tokens is not None and max(state.axes.size("pp"), state.axes.size("cp")) > 1:
             raise UnsupportedError(
@@ -95,8 +95,8 @@ class Quantization:
             if reason is not None:
                 raise UnsupportedError(
                     f"{self.settings}: {name}.weight {list(sharding.shape)} over tp_size = {state.axes.size('tp')}: "
-                    f"{reason} Choose another tp_size, name the module in the config's modules that are left out, or "
-                    "split the model over pp or dp."
+                    f"{reason} Choose another tp_size, exclude the module in the quantization config, or use pp or dp "
+                    "instead of tp."
                 )
 
     def take(self, model: nn.Module, name: str, state: ParallelState, *, is_last: bool = False) -> None:

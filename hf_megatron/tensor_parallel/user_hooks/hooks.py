@@ -49,8 +49,8 @@ class _Opened:
         """Raises `UnsupportedError` for hooks on the gradient of an input, which other modules may read as well."""
         if self.unsharded is not self.part and (self.unsharded.retains_grad or self.unsharded._backward_hooks):
             raise UnsupportedError(
-                f"{hook} asks for the gradient of an input, of which it has seen a copy. Hook the module that the "
-                "input is the output of, or load the model with tp_size=1."
+                f"{hook} requests the gradient of an input, but it received a copy. Hook the module that "
+                "computes the input, or load the model with tp_size=1."
             )
 
 
@@ -61,8 +61,8 @@ def _reject_extra_shards(given: Form, hidden: Any, call: tuple, hook: str) -> No
     for tensor in (*call[0][1:], *call[1].values()):
         if isinstance(tensor, Tensor) and tensor is not hidden and tensor.dim() > 2 and given.holds(tensor):
             raise UnsupportedError(
-                f"{hook} is given a tensor of shape {tuple(tensor.shape)} beside the hidden states, of which each "
-                "rank has its tokens. Hook another module, mark the hook with hf_megatron.shard_safe if a part is "
+                f"{hook} would receive only this rank's tokens of a tensor of shape {tuple(tensor.shape)}, in addition "
+                "to the hidden states. Hook another module, mark the hook with hf_megatron.shard_safe if a shard is "
                 "enough, or set sequence_parallel=False."
             )
 
@@ -72,8 +72,8 @@ def reject_hook_inputs(tensors: Iterable[Any]) -> None:
     for tensor in tensors:
         if isinstance(tensor, Tensor) and (hook := vars(tensor).get(_GIVEN_TO)) is not None:
             raise UnsupportedError(
-                f"The gradient by an input that was given to a hook ({hook}): it has seen a copy. Take it by the "
-                "output of the module that the input comes from, or load the model with tp_size=1."
+                f"Gradient with respect to an input that was passed to a hook ({hook}): the hook received a copy. "
+                "Use the output of the module that computes the input, or load the model with tp_size=1."
             )
 
 
@@ -181,7 +181,7 @@ class UserHooks:
             if name == outer or module is before:
                 return self.activations.of(outer, before)
             if name.startswith(f"{outer}."):
-                return unknown("an adapter's factors see parts of its linear's tensors")
+                return unknown("an adapter's factors receive shards of its linear's tensors")
         return self.activations.of(name, module)
 
     @leave_uncompiled
@@ -189,9 +189,9 @@ class UserHooks:
         for hook in global_forward_hooks():
             if not is_marked(hook) and not is_of_checked_library(hook):
                 raise UnsupportedError(
-                    f"A forward hook of all modules ({_name_of(hook)}): in a split model most of them see a part of a "
-                    "tensor. Register it with modules, mark it with hf_megatron.shard_safe if parts are enough, or "
-                    "load the model with tp_size=1."
+                    f"A global forward hook ({_name_of(hook)}) would receive shards in most modules of a "
+                    "tensor-parallel model. Register it on single modules, mark it with hf_megatron.shard_safe if "
+                    "shards are enough, or load the model with tp_size=1."
                 )
         for name, module in self.modules.items():
             if module._forward_pre_hooks and self._are_new(module._forward_pre_hooks):
@@ -254,16 +254,16 @@ def _reject_split_arguments(module: nn.Module, hook: str) -> None:
     names = [name for arguments in cut if isinstance(arguments, LocalArguments) for name in arguments.names]
     if names:
         raise UnsupportedError(
-            f"{hook} is given {', '.join(names)} of this rank's heads with tp_size > 1. Register it without "
-            "with_kwargs, or mark it with hf_megatron.shard_safe if a part is enough."
+            f"{hook} would receive {', '.join(names)} of this rank's heads only with tp_size > 1. Register it without "
+            "with_kwargs, or mark it with hf_megatron.shard_safe if a shard is enough."
         )
 
 
 def _require(form: Form | str, hook: str) -> Form:
     if isinstance(form, str):
         raise UnsupportedError(
-            f"{hook}: with tp_size > 1 {form}. Hook a linear, the whole block or the layer, mark the hook with "
-            "hf_megatron.shard_safe if a part is enough, or load the model with tp_size=1."
+            f"{hook}: with tp_size > 1 {form}. Hook a linear, the complete block or the layer, mark the hook with "
+            "hf_megatron.shard_safe if a shard is enough, or load the model with tp_size=1."
         )
     return form
 

@@ -56,7 +56,7 @@ class CallsInHooks(Shared):
         forms = None if name is None else self.activations.of(name, module)
         if forms is not None and not (forms.given is WHOLE and forms.returned is WHOLE):
             raise UnsupportedError(
-                f"{hook} calls {name} ({type(module).__name__}), which takes or returns this rank's part of a tensor: "
-                "what the hook has is whole. Call a whole block without sequence_parallel, or load the model with "
+                f"{hook} calls {name} ({type(module).__name__}), whose input or output is sharded across ranks; hooks "
+                "receive full tensors. Call a complete block with sequence_parallel=False, or load the model with "
                 "tp_size=1."
             )

@@ -81,9 +81,9 @@ class Activations(Shared):
         style_name, outer = self.styles.get(name, "replicated"), self._outer(name)
         rules, region = style(style_name), self.regions.of_linear.get(name)
         if self._within(name, [other for other, of in self.styles.items() if of in _SUMS]):
-            return unknown("experts compute addends of a sum, each rank its part of their width")
+            return unknown("experts are sharded along their width and return partial sums")
         if self._within(name, [other for other, of in self.styles.items() if of == "expert_parallel"]):
-            return unknown("experts compute tokens of all ranks that share them")
+            return unknown("experts receive tokens of all expert-parallel ranks")
         # The caller's tokens go in and come back: dispatch happens inside.
         if style_name == "expert_parallel":
             return Forms(outer, outer, outer)
@@ -98,7 +98,7 @@ class Activations(Shared):
             before = self._width(name)
             return Forms(before, before, self._trailing(region))
         if style_name == "mla_kv_a_proj":
-            return Forms(outer, outer, "of its output a part goes to this rank's heads alone")
+            return Forms(outer, outer, "only this rank's heads read a part of its output")
         if style_name in _SUMS:
             return Forms(outer, Addends(self.group) if style_name in _ADDENDS else outer, outer)
         if style_name in ("colwise_gather_output", "rowwise_split_input") or (
@@ -115,11 +115,11 @@ class Activations(Shared):
             return Forms(outer, Addends(self.group), outer if inside else self._width(row))
         if self._ends_what_it_splits(name):
             return Forms(outer, WHOLE if name in self.regions.unsharded else outer, outer)
-        return unknown("its weights are split, and how its tensors are is not known")
+        return unknown("its weights are sharded, and the layout of its activations is unknown")
 
     def _inside(self, name: str, block: str, module: nn.Module) -> Forms:
         if block in self.attention or any(True for _ in module.parameters()):
-            return unknown(f"it sees this rank's heads or features of {block}")
+            return unknown(f"it receives only this rank's heads or features of {block}")
         row = self.structure.uniform[block]
         form = InsideMLP(self.regions.uniform[block], self._width(row), self._trailing(self.regions.uniform[block]))
         return Forms(form, form, form)
@@ -127,11 +127,11 @@ class Activations(Shared):
     def _replicated(self, name: str, module: nn.Module, outer: Form) -> Forms:
         shardings = [self.shardings[f"{name}.{parameter}"] for parameter, _ in module.named_parameters()]
         if not shardings and (block := self._within(name, self.split_blocks)):
-            return unknown(f"it may see a part of what {block} computes")
+            return unknown(f"it may receive shards of tensors inside {block}")
         # A gradient that is summed over tp implies local heads, features or tokens.
         partial = [sharding.gradient.sum is not None for sharding in shardings]
         if any(partial) and (not outer.is_split or any(style(c.style).works_on_heads for c in shardings)):
-            return unknown("it sees this rank's heads or features")
+            return unknown("it receives only this rank's heads, features or tokens")
         return Forms(outer, outer, outer)
 
     def _outer(self, name: str) -> Form:
@@ -144,7 +144,7 @@ class Activations(Shared):
         sharding = self.shardings[f"{name}.weight"]
         [split] = sharding.placement.splits
         if split.copies > 1:
-            return "several ranks have the same key and value heads, and a part of their gradient each"
+            return "several ranks have the same key and value heads, each with a partial gradient"
         return Columns(sharding.shape[split.dim], self.group, split.groups)
 
     def _width(self, row: str) -> Columns:

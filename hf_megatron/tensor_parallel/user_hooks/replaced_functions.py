@@ -98,15 +98,15 @@ class ExchangedFunctions:
         for child, found in module._modules.items() if module._modules != self.children[name] else ():
             before = self.children[name].get(child)
             if found is not before and before is not None and not _works_on_entries(found, before):
-                yield f"{name}.{child} ({type(found).__name__} in the place of {type(before).__name__})"
+                yield f"{name}.{child} ({type(found).__name__} instead of {type(before).__name__})"
         if "forward" in module.__dict__ and not _is_own(module.__dict__["forward"], module):
             yield f"{name}.forward"
 
     def _reject(self, what: str) -> None:
         raise UnsupportedError(
-            f"{what} was exchanged: it is called with this rank's part of a tensor. Mark it "
-            "with hf_megatron.shard_safe if it looks at single entries (attention: heads; layers: tokens), or load "
-            f"the model with {self.field}=1."
+            f"{what} was replaced, but it is called with this rank's shard of a tensor. Mark it with "
+            "hf_megatron.shard_safe if it is elementwise (attention: per head; layers: per token), or load the model "
+            f"with {self.field}=1."
         )
 
 

@@ -93,8 +93,8 @@ class Tokens(Form):
         dim = self.stack.dim_of_tokens(unsharded)
         if unsharded.shape[dim] != self.stack.length:
             raise UnsupportedError(
-                f"A forward hook made {unsharded.shape[dim]} tokens of {self.stack.length}: with "
-                "sequence_parallel=True each rank has its part of them between layers. Set sequence_parallel=False."
+                f"A forward hook returned {unsharded.shape[dim]} tokens, expected {self.stack.length}: with "
+                "sequence_parallel=True they are sharded between layers. Set sequence_parallel=False."
             )
         # [batch, sequence, ...] -> [batch, local, ...]
         return split_over_ranks(unsharded, dim, self.stack.group)
@@ -164,7 +164,7 @@ class InsideMLP(Form):
         start, stop = bounds(self.features.size, self.features.group.size(), dist.get_rank(self.features.group))
         if held != (stop - start if has == "part" else self.features.size):
             raise UnsupportedError(
-                f"A forward hook inside an MLP meets {held} features: how they are split is unknown."
+                f"A forward hook inside an MLP received or returned {held} features, whose sharding is unknown."
             )
         return self.features
 

@@ -383,7 +383,7 @@ def late(model):
 def test_logits_are_not_read_after_a_step(llama, layout):
     def on_rank():
         output = late(AutoModelForCausalLM.from_pretrained(llama, megatron_config=MegatronConfig(**layout)))
-        with pytest.raises(UnsupportedError, match="behind an optimizer step"):
+        with pytest.raises(UnsupportedError, match=r"was read after `optimizer.step\(\)`"):
             output.logits.sum()
 
     run_ranks(on_rank, 2)
@@ -509,12 +509,12 @@ def with_dropout(model):
 
 REFUSED = {
     "a hook": (hooked, {}, "forward hook of model.layers.0.mlp"),
-    "an exchanged function": (exchanged, {}, "model.layers.0.mlp.forward was exchanged"),
-    "maps": (None, {"output_attentions": True}, "each rank has the maps of its own tokens"),
-    "hidden states": (None, {"output_hidden_states": True}, "between layers each rank has its tokens"),
+    "an exchanged function": (exchanged, {}, "model.layers.0.mlp.forward was replaced"),
+    "maps": (None, {"output_attentions": True}, "each rank has only the attention maps of its tokens"),
+    "hidden states": (None, {"output_hidden_states": True}, "between layers each rank has only its tokens"),
     "a mask of four dims": (None, {"attention_mask": torch.ones(2, 1, 13, 13).tril() == 1}, "a mask (2, 1, 13, 13)"),
     "a flag of sdpa": (without_causal, {}, "is_causal = False"),
-    "dropout of attention": (with_dropout, {}, "dropout of 0.1 inside of attention"),
+    "dropout of attention": (with_dropout, {}, "attention dropout of 0.1"),
 }
 
 

@@ -289,8 +289,8 @@ def test_equal(runs, loop_pattern, text):
 
 OF_SPLIT_LAYERS = {
     module_hook: "A backward hook of a module",
-    norm_limited: "A split embedding has no max_norm",
-    scaled_by_frequency: "A split embedding has no max_norm",
+    norm_limited: "Sharded embeddings do not support max_norm",
+    scaled_by_frequency: "Sharded embeddings do not support max_norm",
 }
 
 

@@ -457,7 +457,7 @@ def test_experts_that_a_loop_exchanges_are_refused(source):
         model = loaded(source, MegatronConfig(dp_size=2, ep_size=2))
         model.model.layers[0].mlp.experts.forward = lambda hidden, chosen, weights: hidden
         ids = torch.arange(1, 9).view(1, 8)
-        with pytest.raises(UnsupportedError, match=r"experts.forward was exchanged.*ep_size=1"):
+        with pytest.raises(UnsupportedError, match=r"experts.forward was replaced.*ep_size=1"):
             model(input_ids=ids, labels=ids)
 
     run_ranks(on_rank, 2)

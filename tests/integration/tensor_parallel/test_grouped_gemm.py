@@ -32,9 +32,14 @@ def save_qwen(path, width):
 @pytest.mark.parametrize(
     ("made", "width", "dtype", "error"),
     [
-        (save, 40, torch.float32, r"40 wide \(config.intermediate_size\), a rank has 10.*multiples of 4.*\[1, 2\]"),
-        (save, 48, torch.bfloat16, r"48 wide \(config.intermediate_size\), a rank has 12.*multiples of 8"),
-        (save_qwen, 40, torch.float32, r"40 wide \(config.moe_intermediate_size\), a rank has 10"),
+        (
+            save,
+            40,
+            torch.float32,
+            r"width 40 \(config.intermediate_size\) and a rank's shard 10.*multiple of 4.*\[1, 2\]",
+        ),
+        (save, 48, torch.bfloat16, r"width 48 \(config.intermediate_size\) and a rank's shard 12.*multiple of 8"),
+        (save_qwen, 40, torch.float32, r"width 40 \(config.moe_intermediate_size\) and a rank's shard 10"),
         (save_qwen, 48, torch.float32, None),
     ],
 )
@@ -50,7 +55,7 @@ def test_widths_are_refused_before_weights_are_read(tmp_path, made, width, dtype
         ids = torch.arange(18).view(2, 9)
         model(input_ids=ids, labels=ids).loss.backward()
         # A cast that halves the bytes of a row.
-        with pytest.raises(ConfigError, match="multiples of 8 entries of torch.bfloat16"):
+        with pytest.raises(ConfigError, match="multiple of 8 with torch.bfloat16"):
             model.bfloat16()(input_ids=ids)
         model.set_experts_implementation("eager")
         model(input_ids=ids)

@@ -153,7 +153,9 @@ def test_weights_tied_by_name_alone_must_agree():
     model = llama()
     state = plan(model, TP2, Axes.of(TP2, 0)).placed["tp"]
     tied = {"lm_head.weight": "model.norm.weight"}
-    with pytest.raises(PlanError, match=r"lm_head.weight is tied to model.norm.weight but claimed as split"):
+    with pytest.raises(
+        PlanError, match=r"lm_head.weight is tied to model.norm.weight, but their shardings differ: split"
+    ):
         assign_shardings(model, state.styles, state.structure, state.head_copies, False, tied)
 
 

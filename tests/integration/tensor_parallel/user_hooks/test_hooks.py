@@ -447,32 +447,32 @@ class Centred(nn.Module):
 
 
 REFUSED = {
-    "all modules": (hook_of_all_modules, "tp2", "A forward hook of all modules"),
-    "input's gradient": (gradient_of_an_input, "tp2", "asks for the gradient of an input"),
+    "all modules": (hook_of_all_modules, "tp2", "A global forward hook"),
+    "input's gradient": (gradient_of_an_input, "tp2", "requests the gradient of an input"),
     "softmax for an activation": (
         exchanged("mlp.act_fn", nn.Softmax(-1)),
         "tp2",
-        "model.layers.0.mlp.act_fn (Softmax in the place of",
+        "model.layers.0.mlp.act_fn (Softmax instead of",
     ),
-    "module of one's own": (exchanged("mlp.act_fn", Centred()), "tp2", "mlp.act_fn (Centred in the place of"),
-    "forward": (exchanged("mlp.forward", lambda x: x), "tp2", "model.layers.0.mlp.forward was exchanged"),
+    "module of one's own": (exchanged("mlp.act_fn", Centred()), "tp2", "mlp.act_fn (Centred instead of"),
+    "forward": (exchanged("mlp.forward", lambda x: x), "tp2", "model.layers.0.mlp.forward was replaced"),
     "layer's forward": (exchanged("forward", lambda hidden_states, **_: hidden_states), "tp2+sp", "layers.0.forward"),
-    "norm": (exchanged("input_layernorm", Centred()), "tp2+sp", "input_layernorm (Centred in the place of"),
-    "class of a module": (other_class, "tp2", "model.layers.0.mlp.__class__ (Centred) was exchanged"),
+    "norm": (exchanged("input_layernorm", Centred()), "tp2+sp", "input_layernorm (Centred instead of"),
+    "class of a module": (other_class, "tp2", "model.layers.0.mlp.__class__ (Centred) was replaced"),
     "call of a part": (called_by_a_hook("mlp.up_proj"), "tp2", "calls model.layers.0.mlp.up_proj (ColumnParallel"),
     "call of its forward": (called_by_a_hook("mlp", "forward"), "tp2", "calls model.layers.0.mlp.gate_proj (Column"),
     "call of a norm": (called_by_a_hook("input_layernorm"), "tp2+sp", "calls model.layers.0.input_layernorm (Llama"),
     "weight of a norm": (weight_in_a_hook, "tp2+sp", "reads weight of a LlamaRMSNorm"),
-    "class": (patched_class, "tp2", "LlamaMLP.forward was exchanged"),
-    "function": (patched_function, "tp2", "modeling_llama.apply_rotary_pos_emb was exchanged"),
-    "experts": (experts_of_ones_own, "tp2", "experts_implementation='mixed' was exchanged"),
-    "attention": (attention_of_ones_own, "tp2", "attn_implementation='mixed' was exchanged"),
-    "torch's function": (patched(F, "silu"), "tp2", "torch.nn.functional.silu was exchanged"),
+    "class": (patched_class, "tp2", "LlamaMLP.forward was replaced"),
+    "function": (patched_function, "tp2", "modeling_llama.apply_rotary_pos_emb was replaced"),
+    "experts": (experts_of_ones_own, "tp2", "experts_implementation='mixed' was replaced"),
+    "attention": (attention_of_ones_own, "tp2", "attn_implementation='mixed' was replaced"),
+    "torch's function": (patched(F, "silu"), "tp2", "torch.nn.functional.silu was replaced"),
     "torch's attention": (patched(F, "scaled_dot_product_attention"), "tp2", "functional.scaled_dot_product_attention"),
-    "torch's loss": (patched(F, "cross_entropy"), "tp2", "torch.nn.functional.cross_entropy was exchanged"),
-    "torch's module": (patched(nn.Embedding, "forward"), "tp2", "Embedding.forward was exchanged"),
-    "transformers' loss": (patched(loss_utils, "fixed_cross_entropy"), "tp2", "fixed_cross_entropy was exchanged"),
-    "other length": (shorter, "tp2+sp", "made 8 tokens of 9"),
+    "torch's loss": (patched(F, "cross_entropy"), "tp2", "torch.nn.functional.cross_entropy was replaced"),
+    "torch's module": (patched(nn.Embedding, "forward"), "tp2", "Embedding.forward was replaced"),
+    "transformers' loss": (patched(loss_utils, "fixed_cross_entropy"), "tp2", "fixed_cross_entropy was replaced"),
+    "other length": (shorter, "tp2+sp", "returned 8 tokens, expected 9"),
 }
 
 
@@ -509,9 +509,9 @@ def test_modules_called_outside_of_the_model(path, name, text):
         width = module.in_features if isinstance(module, nn.Linear) else model.config.hidden_size
         x = torch.linspace(-1, 1, 2 * 6 * width).reshape(2, 6, width)
         if config is not None and text not in CALLED[name]:
-            with pytest.raises(UnsupportedError, match=rf"layers.0.{name}.* was called outside of the model's forward"):
+            with pytest.raises(UnsupportedError, match=rf"layers.0.{name}.* was called outside the model's forward"):
                 module(x)
-            with pytest.raises(UnsupportedError, match="was called outside of the model's forward"):
+            with pytest.raises(UnsupportedError, match="was called outside the model's forward"):
                 copy.deepcopy(model).model.layers[0].get_submodule(name)(x)
             # The model itself goes on.
             return model(**batch(0)).loss.item(), None
@@ -535,7 +535,7 @@ def test_what_was_exchanged_before_loading_is_refused_unless_it_is_marked(path, 
         stock = getattr(owner, attribute)
         setattr(owner, attribute, lambda *args, **kwargs: stock(*args, **kwargs))
         model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout("tp2")).train()
-        with pytest.raises(UnsupportedError, match=f"{name} was exchanged"):
+        with pytest.raises(UnsupportedError, match=f"{name} was replaced"):
             model(**batch(0))
         setattr(owner, attribute, shard_safe(lambda *args, **kwargs: stock(*args, **kwargs)))
         return AutoModelForCausalLM.from_pretrained(path, megatron_config=layout("tp2"))(**batch(0)).loss.item()
@@ -548,8 +548,8 @@ def test_what_was_exchanged_before_loading_is_refused_unless_it_is_marked(path, 
 @pytest.mark.parametrize(
     ("text", "name", "match"),
     [
-        ("tp2", "mlp.experts.act_fn", "experts compute addends of a sum"),
-        ("tp2+sp", "mlp.experts.act_fn", "experts compute addends of a sum"),
+        ("tp2", "mlp.experts.act_fn", "experts are sharded along their width"),
+        ("tp2+sp", "mlp.experts.act_fn", "experts are sharded along their width"),
         ("tp4", "self_attn.k_proj", "several ranks have the same key and value heads"),
     ],
 )
@@ -600,7 +600,7 @@ def test_gradients_by_what_a_hook_was_given_are_refused(path):
         given = []
         handle = model.model.layers[1].register_forward_hook(lambda module, args, output: given.append(args[0]))
         loss = model(**batch(0)).loss
-        with pytest.raises(UnsupportedError, match="The gradient by an input that was given to a hook"):
+        with pytest.raises(UnsupportedError, match="Gradient with respect to an input that was passed to a hook"):
             torch.autograd.grad(loss, given)
         handle.remove()
         model(**batch(0)).loss.backward()
@@ -611,8 +611,8 @@ def test_gradients_by_what_a_hook_was_given_are_refused(path):
 @pytest.mark.parametrize(
     ("text", "name", "match"),
     [
-        ("tp2+sp", "transformer.h.0.mlp", "is given a tensor of shape .* of which each rank has its tokens"),
-        ("tp2", "transformer.h.0.self_attention", "is given alibi of this rank's heads"),
+        ("tp2+sp", "transformer.h.0.mlp", "would receive only this rank's tokens of a tensor of shape"),
+        ("tp2", "transformer.h.0.self_attention", "would receive alibi of this rank's heads"),
     ],
 )
 def test_hooks_that_are_given_other_parts_are_refused(tmp_path, text, name, match):

@@ -282,12 +282,12 @@ def test_what_is_refused(tmp_path):
 
     found = run_ranks(on_rank, 2)[0]
     expected = (
-        "gate_proj.weight [90, 64] over tp_size = 2|down_proj.weight [64, 90] over tp_size = 2: blocks have 64",
-        "inputs are quantised row by row, and a rank has 128 of their 256 entries",
-        "columns of inputs that exceed llm_int8_threshold = 6.0",
-        "zero_stage = 3: FSDP2 cuts rows out of codes",
-        "Use Int8WeightOnlyConfig() with one scale per row",
-        "quantization_config = 'nf4' is not valid: expected a dict or a transformers config",
+        "gate_proj.weight [90, 64] over tp_size = 2|down_proj.weight [64, 90] over tp_size = 2: quantization blocks",
+        "one scale per token, and a rank has 128 of its 256 entries",
+        "input columns with a value above llm_int8_threshold = 6.0",
+        "zero_stage = 3: FSDP2 would shard the quantized weights",
+        "compared with one process is Int8WeightOnlyConfig() with a scale for each row",
+        "quantization_config = 'nf4': valid are a dict and configs of transformers",
         "The checkpoint is quantised",
         "mul of a quantised weight: its codes are no numbers",
         "save_pretrained does not support a LlamaForCausalLM with quantized weights",
