@@ -60,11 +60,11 @@ def _describe(
     **kwargs: Any,
 ) -> Any:
     if attention_mask is not None and not (kv_offset or q_offset) and attention_mask.shape[-1] != q_length:
-        raise ConfigError(f"attention_mask {tuple(attention_mask.shape)}: rows have {q_length} tokens.")
+        raise ConfigError(f"attention_mask {tuple(attention_mask.shape)}: expected [batch, {q_length}].")
     if q_length != kv_length or kv_offset or q_offset:
         raise UnsupportedError(
-            f"{q_length} queries of {kv_length} keys: with cp_size > 1 a model takes whole rows, without a cache. Call "
-            "it with use_cache=False and all tokens, or load it with cp_size=1."
+            f"{q_length} queries with {kv_length} keys: with cp_size > 1 a model needs full sequences without a KV "
+            "cache. Call it with use_cache=False and all tokens, or load it with cp_size=1."
         )
     stocks = partial(
         stock,
@@ -100,11 +100,11 @@ def _attend(
     if not isinstance(attention_mask, ContextMask):
         stack = RUNTIME.context
         if stack is not None and stack.has_parts and module not in stack.modality_encoders:
-            given = "no mask" if attention_mask is None else f"a mask {tuple(attention_mask.shape)} of its own"
+            given = "no mask" if attention_mask is None else f"a mask {tuple(attention_mask.shape)}"
             raise UnsupportedError(
-                f"{type(module).__name__} with cp_size > 1: its attention was given {given}, where transformers' "
-                "functions of masks say which tokens of other ranks it sees. Pass attention_mask [batch, sequence], or "
-                "use cp_size=1."
+                f"{type(module).__name__} with cp_size > 1: its attention received {given} that was not created by "
+                "transformers' mask functions, so it cannot be sharded. Pass attention_mask [batch, sequence], or use "
+                "cp_size=1."
             )
         return unsharded(module, query, key, value, attention_mask, *args, **kwargs)
     # Unknown arguments could change attention in ways that the kernel does not implement.
@@ -112,18 +112,18 @@ def _attend(
     unknown = sorted(name for name, given in kwargs.items() if name not in known and given is not None)
     if unknown or args:
         raise UnsupportedError(
-            f"{type(module).__name__} with cp_size > 1: its attention takes {', '.join(unknown) or 'further arguments'}"
-            ", which attention over several ranks does not know. Load the model with cp_size=1."
+            f"{type(module).__name__} with cp_size > 1: context-parallel attention does not support "
+            f"{', '.join(unknown) or 'further arguments'}. Load the model with cp_size=1."
         )
     if kwargs.get("dropout"):
         raise UnsupportedError(
-            f"{type(module).__name__}: dropout of {kwargs['dropout']} inside of attention with cp_size > 1. Set it to "
-            "0 in the config, or load the model with cp_size=1."
+            f"{type(module).__name__}: attention dropout of {kwargs['dropout']} is not supported with cp_size > 1. Set "
+            "it to 0 in the config, or load the model with cp_size=1."
         )
     if not (attention_mask.spreads or getattr(module, "is_causal", True)) and attention_mask.leaves_out_causal:
         raise UnsupportedError(
-            f"{type(module).__name__}.is_causal = False with cp_size > 1: sdpa looks at it where a mask says no "
-            "more than that attention is causal. Set it to True, or use cp_size=1."
+            f"{type(module).__name__}.is_causal = False with cp_size > 1: for a causal mask, sdpa gets `is_causal` "
+            "instead of the mask. Set it to True, or use cp_size=1."
         )
     # Custom autograd functions are not covered by autocast.
     query, key, value = _autocast(query, key, value)

@@ -35,13 +35,13 @@ def place(model: Any, state: ParallelState) -> None:
         return
     if state.spec.cp.no_context_parallel is not None:
         raise UnsupportedError(
-            f"model type {state.spec.model_type!r} has no context parallelism: {state.spec.cp.no_context_parallel} Set "
-            "cp_size=1."
+            f"model type {state.spec.model_type!r} does not support context parallelism: "
+            f"{state.spec.cp.no_context_parallel} Set cp_size=1."
         )
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedError(
-            f"MegatronConfig.cp_size = {state.config.cp_size}: {type(model).__name__} has rows of an encoder and of a "
-            "decoder, and only those of one stack of layers can be shared out. Set cp_size=1."
+            f"MegatronConfig.cp_size = {state.config.cp_size}: {type(model).__name__} is an encoder-decoder model; "
+            "context parallelism supports a single stack of layers. Set cp_size=1."
         )
     # cp ranks hold different tokens of the same samples: their gradients are averaged like dp's.
     for name, sharding in state.shardings.items():
@@ -91,8 +91,9 @@ def install(model: Any, state: ParallelState) -> None:
     state.loss.join_tokens = lambda part: stack.gather_token_outputs(within(part))
     OutputChecks(
         {
-            "output_attentions": "each rank has the maps of its own tokens only; load without megatron_config.",
-            "output_hidden_states": "between layers each rank has its tokens only; set cp_size=1.",
+            "output_attentions": "each rank has only the attention maps of its tokens. Load the model without "
+            "megatron_config.",
+            "output_hidden_states": "between layers each rank has only its tokens. Set cp_size=1.",
         }
     ).install(state.hooks)
     guards.install(model, state.hooks)

@@ -36,8 +36,8 @@ def with_scheme(config: MegatronConfig, model_config: Any) -> MegatronConfig:
         inner = max((size for size in fitting if 1 < size < config.cp_size), default=None)
         if inner is None:
             raise ConfigError(
-                f"MegatronConfig.cp_comm_type = 'a2a+p2p': no part of cp_size = {config.cp_size} divides the {heads} "
-                "attention heads of a tp rank. Use 'p2p' or 'a2a'."
+                f"MegatronConfig.cp_comm_type = 'a2a+p2p': no proper divisor of cp_size = {config.cp_size} except 1 "
+                f"divides the {heads} attention heads of a tp rank. Use 'p2p' or 'a2a'."
             )
         sizes = inner, config.cp_size // inner
     if scheme == "a2a+p2p" and sizes is not None and heads % sizes[0]:

@@ -64,7 +64,7 @@ class ContextMask:
 
 def _unsupported_mask(what: str) -> UnsupportedError:
     return UnsupportedError(
-        f"Attention reads {what} of its mask: with cp_size > 1 it has to hand the mask on to transformers' attention "
+        f"Attention reads {what} of its mask: with cp_size > 1 it has to pass the mask on to transformers' attention "
         "functions. Load the model with cp_size=1."
     )
 

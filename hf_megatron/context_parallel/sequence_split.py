@@ -263,7 +263,7 @@ class ContextStack(Shared):
         if is_first:
             if hidden.dim() < 3 or hidden.shape[_TOKENS] != row.length:
                 raise UnsupportedError(
-                    f"{type(layer).__name__} was called with hidden states {tuple(hidden.shape)} of a row of "
+                    f"{type(layer).__name__} was called with hidden states {tuple(hidden.shape)} for a sequence of "
                     f"{row.length} tokens: with cp_size > 1 they have to be [batch, sequence, ...]."
                 )
             self._rows = hidden.shape[0]
@@ -282,8 +282,8 @@ class ContextStack(Shared):
             if is_number and row.length in value.shape[1:3] and name not in self.unshardable_arguments:
                 raise UnsupportedError(
                     f"{type(layer).__name__} takes `{name}` {tuple(value.shape)} with an entry for each token, which "
-                    "the ranks of a row cannot share out: state it in the family's `per_token_arguments` or "
-                    "`sequence_dims`, or use cp_size=1."
+                    "would not be sharded. Add it to the family's `per_token_arguments` or `sequence_dims`, or use "
+                    "cp_size=1."
                 )
             return value
 

@@ -76,7 +76,7 @@ class UserHookChecks(Shared):
 def _reject(where: str, hook: Any) -> None:
     named = getattr(hook, "__qualname__", type(hook).__qualname__)
     raise UnsupportedError(
-        f"A forward hook of {where} ({named}): with cp_size > 1 it sees this rank's tokens of each row. Hook the "
-        "model, its base or its norm, mark the hook with hf_megatron.shard_safe if a part is enough, or use "
-        "cp_size=1."
+        f"A forward hook of {where} ({named}): with cp_size > 1 it would receive only this rank's tokens of each "
+        "sequence. Hook the model, its base model or its final norm, mark the hook with hf_megatron.shard_safe if a "
+        "shard is enough, or use cp_size=1."
     )

@@ -294,7 +294,10 @@ def every_argument_is_known():
 
 def test_an_argument_that_attention_over_ranks_does_not_know_is_refused(tmp_path):
     path = made(tmp_path, LlamaConfig(**SIZES, num_attention_heads=4))
-    assert all("its attention takes position_bias" in text for text in run_ranks(with_a_further_argument, 2, path))
+    assert all(
+        "context-parallel attention does not support position_bias" in text
+        for text in run_ranks(with_a_further_argument, 2, path)
+    )
     # The seeded fault.
     assert run_ranks(with_a_further_argument, 2, path, every_argument_is_known) == ["", ""]
 
@@ -450,7 +453,7 @@ def test_a_mask_of_other_rows_is_an_error(llama):
 def test_a_mask_of_another_length_is_named(llama, entries):
     def on_rank():
         model = AutoModelForCausalLM.from_pretrained(llama, megatron_config=MegatronConfig(cp_size=2))
-        with pytest.raises(ConfigError, match=rf"attention_mask \(1, {entries}\): rows have 13 tokens"):
+        with pytest.raises(ConfigError, match=rf"attention_mask \(1, {entries}\): expected \[batch, 13\]"):
             model(input_ids=IDS[:1], attention_mask=torch.ones(1, entries), labels=IDS[:1])
 
     run_ranks(on_rank, 2)
