@@ -64,10 +64,10 @@ def place(model: Any, state: ParallelState) -> None:
     if not experts:
         if (unknown := _unknown_experts(model)) is not None:
             raise UnsupportedError(
-                f"{setting}: {unknown} of {type(model).__name__} is called otherwise than transformers' experts "
-                "(hidden states, choices, weights). Set ep_size=1."
+                f"{setting}: {unknown} of {type(model).__name__} is not called like transformers' experts, with hidden "
+                "states, expert indices and weights. Set ep_size=1."
             )
-        raise ConfigError(f"{setting}: {type(model).__name__} has no layer with experts. Set ep_size=1.")
+        raise ConfigError(f"{setting}: {type(model).__name__} has no MoE layers. Set ep_size=1.")
     identity = find_identity_experts(model, spec, experts)
     # A weight may have entries for identity experts after the real ones: this block size divides both.
     block = {name: math.gcd(count, identity.get(name, 0)) for name, count in experts.items()}
@@ -75,7 +75,7 @@ def place(model: Any, state: ParallelState) -> None:
         if size % ranks:
             count, more = experts[name], identity.get(name, 0)
             valid = [number for number in range(1, size + 1) if size % number == 0]
-            trailing, divide = (f" and {more} that hand tokens back", "both") if more else ("", "them")
+            trailing, divide = (f" and {more} identity experts", "both") if more else ("", "them")
             raise ConfigError(f"{setting}: {name} has {count} experts{trailing}; valid sizes divide {divide}: {valid}.")
     for name, module in names_inside(model, experts).items():
         sharding, count = state.shardings[name], experts[module]
@@ -88,7 +88,7 @@ def place(model: Any, state: ParallelState) -> None:
             )
         if any(split.dim == 0 for split in sharding.placement.splits):
             raise UnsupportedError(
-                f"{setting}: {name} is split along dim 0 already ({sharding.placement}). Set ep_size=1."
+                f"{setting}: {name} is already sharded along dim 0 ({sharding.placement}). Set ep_size=1."
             )
         groups = sharding.shape[0] // block[module] if module in identity else 1
         state.shardings[name] = replace(

@@ -113,7 +113,7 @@ def expert_load(model: Any) -> ExpertLoad:
     counts = None if state is None else state.placed.get(NAME)
     if counts is None:
         raise ConfigError(
-            f"expert_load: {type(model).__name__} has no experts over several ranks; load it with "
+            f"expert_load: {type(model).__name__} has no expert-parallel layers. Load it with "
             "MegatronConfig(ep_size=...) of 2 or more."
         )
     found: ExpertLoad = counts.read()

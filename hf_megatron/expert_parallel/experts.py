@@ -82,9 +82,9 @@ class ParallelExperts:
         ]
         if present != own * ranks.dispatcher.ranks or found:
             raise UnsupportedError(
-                f"{found[0] if found else f'{ranks.name}.{ranks.counter}'} is of another number of experts or of other "
-                f"widths than those that were loaded over {ranks.dispatcher.ranks} ranks ({ranks.dispatcher.ranks} x "
-                f"{own} experts). Prune or add experts in one process, save the model and load it."
+                f"{found[0] if found else f'{ranks.name}.{ranks.counter}'} has another number or width of experts than "
+                f"was loaded over {ranks.dispatcher.ranks} expert-parallel ranks ({ranks.dispatcher.ranks} x {own} "
+                "experts). Prune or add experts in a single process, save the model and load it."
             )
         setattr(self, ranks.counter, own)
         try:
@@ -101,8 +101,8 @@ class ParallelExperts:
         chosen, weights = routing if len(routing) == 2 else (self._one_after_another(tokens), None)
         if len(routing) not in (0, 2) or chosen.is_floating_point() or len(chosen) != len(tokens):
             raise UnsupportedError(
-                f"{type(self).__name__} was called with {[tuple(part.shape) for part in (hidden, *routing)]}: experts "
-                "over several ranks take hidden states, and for each token its choices and their weights."
+                f"{type(self).__name__} was called with {[tuple(part.shape) for part in (hidden, *routing)]}: with "
+                "ep_size > 1, experts take hidden states and each token's expert indices and weights."
             )
         count, group, dispatcher = len(tokens), self.ranks.shared_with, self.ranks.dispatcher
         # tp ranks hold the same tokens: each dispatches [tokens / tp], and the outputs are gathered at the end.

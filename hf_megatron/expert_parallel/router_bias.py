@@ -41,13 +41,13 @@ def require_router_bias(model: Any, state: ParallelState) -> None:
     ]
     if not found:
         raise ConfigError(
-            f"{setting}: no router of {type(model).__name__} has a bias beside its scores ({', '.join(_NAMES)}). Leave "
-            "it 0."
+            f"{setting}: no router of {type(model).__name__} has a bias added to its scores ({', '.join(_NAMES)}). Set "
+            "it to 0."
         )
     if state.shards_weights and any(isinstance(value, nn.Parameter) for value in found):
         raise UnsupportedError(
-            f"{setting} with zero_stage = 3: the routers' biases of {type(model).__name__} are parameters, which are "
-            "split. Set zero_stage=2."
+            f"{setting} with zero_stage = 3: the router biases of {type(model).__name__} are parameters, which ZeRO "
+            "stage 3 shards. Set zero_stage=2."
         )
 
 

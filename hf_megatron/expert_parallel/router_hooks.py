@@ -47,7 +47,7 @@ class Routers:
             self.experts[name] += more
         self.layers = self._of_all_stages(tuple(self.experts))
         if not self.layers:
-            raise ConfigError(f"record_routing, replay_routing: {type(model).__name__} has no layer with experts.")
+            raise ConfigError(f"record_routing, replay_routing: {type(model).__name__} has no MoE layers.")
         plan = None if self.state is None else self.state.placed.get("tp")
         self._split = frozenset() if plan is None else plan.sequence_sharded_moe
 
@@ -86,8 +86,8 @@ class Routers:
         rows = call.batch if part is None else part.rows
         if count != rows * len(held):
             raise UnsupportedError(
-                f"record_routing, replay_routing: {name} was given {count} tokens, of which it cannot be told which of "
-                f"the {call.batch} x {call.tokens} tokens of the call they are."
+                f"record_routing, replay_routing: {name} received {count} tokens, which cannot be matched to the "
+                f"{call.batch} x {call.tokens} tokens of the call."
             )
         # Index of token t of sample b: first_token + b * length + t.
         first = 0 if part is None else part.first_token
@@ -196,8 +196,8 @@ class RouterWatch:
         looks_up = any(isinstance(value, Tensor) and not value.is_floating_point() for value in values)
         if output is not None and not mode.has_chosen and not looks_up:
             raise UnsupportedError(
-                f"record_routing, replay_routing: the router of {name} ({type(block).__name__}) does not choose by "
-                "torch.topk: its choices can be neither seen nor replaced."
+                f"record_routing, replay_routing: the router of {name} ({type(block).__name__}) does not select "
+                "experts with torch.topk, so its routing can be neither recorded nor replayed."
             )
         self.chosen()
         mode.call.seen.add(name)

@@ -59,11 +59,11 @@ class Routing:
         """
         rows = {call.shape[1] for call in self.calls}
         if len(rows) != 1:
-            raise ConfigError(f"Routing.joined: calls of {sorted(rows)} rows do not continue each other.")
+            raise ConfigError(f"Routing.joined: expected calls of one batch size, got batch sizes {sorted(rows)}.")
         lengths = [call.shape[2] for call in self.calls]
         if len(lengths) > 1 and lengths[1] > lengths[0]:
             raise ConfigError(
-                f"Routing.joined: calls of {lengths} tokens do not continue each other: generate with use_cache=True."
+                f"Routing.joined: calls of {lengths} tokens are not incremental. Generate with use_cache=True."
             )
         return torch.cat(self.calls, 2)[:, :, :tokens]
 
@@ -191,7 +191,7 @@ class _Player(RouterWatch):
         self._calls = 0
         if isinstance(routing, Routing) and routing.layers != routers.layers:
             raise ConfigError(
-                f"replay_routing: recorded of the layers {list(routing.layers)}, and the model has "
+                f"replay_routing: the routing was recorded for the layers {list(routing.layers)}, but the model has "
                 f"{list(routers.layers)}."
             )
         for recorded in routing.calls if isinstance(routing, Routing) else (routing,):
@@ -202,14 +202,14 @@ class _Player(RouterWatch):
         layers, experts = len(self.routers.layers), max(self.routers.experts.values(), default=0)
         if recorded.dim() != 4 or recorded.is_floating_point() or recorded.shape[0] != layers:
             raise ConfigError(
-                f"replay_routing: routing of {tuple(recorded.shape)} in {recorded.dtype}; it has to be [layers, "
-                f"batch, tokens, choices] of integers, with the {layers} layers of the model that have experts."
+                f"replay_routing: got routing of shape {tuple(recorded.shape)} and dtype {recorded.dtype}; expected "
+                f"integers [layers, batch, tokens, choices] for the model's {layers} MoE layers."
             )
         largest = int(recorded.max()) if recorded.numel() else ABSENT
         if experts and largest >= experts or (recorded.numel() and int(recorded.min()) < ABSENT):
             raise ConfigError(
-                f"replay_routing: experts are {int(recorded.min())} to {largest}; the model's are 0 to {experts - 1}, "
-                "and -1 is a choice that was not recorded."
+                f"replay_routing: expert indices are {int(recorded.min())} to {largest}; valid are 0 to {experts - 1}, "
+                "and -1 for a choice that was not recorded."
             )
 
     def _keep_tapes(self) -> None:
@@ -222,8 +222,8 @@ class _Player(RouterWatch):
                 continue
             if reentrant_checkpoints(layer):
                 raise UnsupportedError(
-                    "replay_routing: checkpoints with use_reentrant=True route again in backward. Enable them with "
-                    '{"use_reentrant": False}.'
+                    "replay_routing: gradient checkpointing with use_reentrant=True runs the router again in backward. "
+                    'Enable it with {"use_reentrant": False}.'
                 )
             if not is_taped(layer):
                 install_tapes(layer, block)
@@ -233,15 +233,15 @@ class _Player(RouterWatch):
         if isinstance(routing, Routing):
             if self._calls >= len(routing.calls):
                 raise ConfigError(
-                    f"replay_routing: call {self._calls + 1} of the model, and {len(routing.calls)} were recorded."
+                    f"replay_routing: call {self._calls + 1} of the model, but only {len(routing.calls)} were recorded."
                 )
             routing = routing.calls[self._calls]
         self._calls += 1
         batch, tokens = routing.shape[1:3]
         if batch != call.batch or tokens > call.tokens:
             raise ConfigError(
-                f"replay_routing: routing of {batch} rows of {tokens} tokens for a call of {call.batch} rows of "
-                f"{call.tokens}."
+                f"replay_routing: routing of {batch} samples of {tokens} tokens for a call with {call.batch} samples "
+                f"of {call.tokens} tokens."
             )
         # [layers, batch, tokens, choices] -> [layers, batch * call tokens, choices], -1 for tokens without a record.
         missing = call.tokens - tokens
@@ -250,8 +250,8 @@ class _Player(RouterWatch):
     def end(self, call: RoutedCall) -> None:
         if left := [name for name in self.routers.experts if name not in call.seen]:
             raise UnsupportedError(
-                f"replay_routing: the router of {left[0]} was not asked in this call, as in compiled or left out "
-                "layers: nothing was replayed in it."
+                f"replay_routing: the router of {left[0]} did not run in this call (compiled or skipped layer?), so "
+                "its routing was not replayed."
             )
 
     def choose(self, name: str, call: RoutedCall, live: Tensor, is_group: bool) -> Tensor:
@@ -265,7 +265,8 @@ class _Player(RouterWatch):
             return live
         if recorded.shape[1] < choices:
             raise ConfigError(
-                f"replay_routing: routing of {recorded.shape[1]} choices, and the router of {name} makes {choices}."
+                f"replay_routing: {recorded.shape[1]} experts per token were recorded, but the router of {name} "
+                f"selects {choices}."
             )
         # Tokens with an unrecorded choice keep all of their own choices.
         recorded = recorded[:, :choices]
