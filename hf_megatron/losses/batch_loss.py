@@ -221,7 +221,7 @@ class BatchLoss(Shared):
         share = self.share
         if name not in share.targets:
             raise UnsupportedError(
-                f"A loss of {name}, which a pipeline cannot count. Compute the loss from the outputs."
+                f"A loss over {name} is not supported with pipeline parallelism. Compute the loss from the outputs."
             )
         expected = self._terms(name, share.arguments)
         if share.is_probe and name_of_all(name) == "labels" and terms != expected and self.shifts is not None:
@@ -235,8 +235,8 @@ class BatchLoss(Shared):
         check_soon(
             terms == expected.to(terms.device),
             lambda: UnsupportedError(
-                f"A loss with {int(terms)} terms where the {name} have {int(expected)}: with a pipeline call the model "
-                "without labels and compute the loss from its logits."
+                f"Expected {int(expected)} loss terms for the {name}, got {int(terms)}. With pipeline parallelism, "
+                "call the model without labels and compute the loss from its logits."
             ),
         )
 

@@ -155,9 +155,9 @@ def _mean(
             # transformers' own losses divide this sum by the caller's count.
             return function(**values) / batch.given(1)
         raise UnsupportedError(
-            f"torch.nn.functional.{function.__name__}(reduction={values['reduction']!r}) inside a model's forward: "
-            "what it is divided by is known to the model alone, and would be this rank's. Call the model without "
-            "labels and compute the loss from its outputs, or with dp_size=1 and pp_size=1."
+            f"torch.nn.functional.{function.__name__}(reduction={values['reduction']!r}) inside a model's forward: the "
+            "model would divide it by this rank's count only. Call the model without labels and compute the loss from "
+            "its outputs, or use dp_size=1 and pp_size=1."
         )
     # Local number of terms, a scalar; `mean` sums it over the ranks of the batch.
     terms = _MEANS[function](values)
@@ -232,8 +232,9 @@ class LossHooks:
             return args, kwargs
         if given.get("return_loss"):
             raise UnsupportedError(
-                f"{type(model).__name__}(return_loss=True): its loss compares the rows of a batch with each other, of "
-                "which every rank has some only. Call it without, and compute the loss from what it returns."
+                f"{type(model).__name__}(return_loss=True): its loss compares all samples of a batch with each other, "
+                "but each data-parallel rank has only some of them. Call it without return_loss, and compute the loss "
+                "from its outputs."
             )
         if self.pipelined:
             # The stages are called with microbatches, whose labels carry the batch.
@@ -261,8 +262,8 @@ class LossHooks:
             return output
         if not terms and loss.requires_grad:
             raise UnsupportedError(
-                f"{type(model).__name__} computes its loss in a way that cannot be taken over the rows of all data "
-                "parallel ranks. Call it without labels and compute the loss from its outputs, or use dp_size=1."
+                f"{type(model).__name__} computes its loss in a way that cannot be normalized over all data-parallel "
+                "ranks. Call it without labels and compute the loss from its outputs, or use dp_size=1."
             )
         # The caller multiplies by the number of ranks.
         return _with_loss(output, loss / batch.mesh.dp_size) if counted else output
@@ -279,10 +280,10 @@ def _require_known_loss(model: Any) -> None:
     function = model.loss_function
     if not (is_marked(function) or is_of_checked_library(function)):
         raise UnsupportedError(
-            f"{type(model).__name__}.loss_function is not one of transformers' own: each data parallel rank, or each "
-            "microbatch of a pipeline, would call it with a part of the batch. Mark it with hf_megatron.shard_safe "
-            "if all that it returns is the mean of one of torch's losses over the labels. Else call the model without "
-            "labels and compute the loss from its outputs."
+            f"{type(model).__name__}.loss_function is not one of transformers' loss functions: each data-parallel "
+            "rank, or each pipeline microbatch, would call it with a part of the batch. Mark it with "
+            "hf_megatron.shard_safe if it returns just the mean of a torch loss over the labels. Otherwise call the "
+            "model without labels and compute the loss from its outputs."
         )
 
 

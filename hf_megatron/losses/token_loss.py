@@ -103,6 +103,6 @@ def _require_loss(kind: Any, model: Any, args: tuple, kwargs: dict[str, Any]) ->
     """Raises `UnsupportedError` if the model's `loss_type` selects another function than when it was loaded."""
     if isinstance(model.loss_function, TokenLoss) and loss_of_type(model) is not kind:
         raise UnsupportedError(
-            f"loss_type={model.loss_type!r} gives another loss function than when {type(model).__name__} was loaded: "
-            "assign model.loss_function, or change transformers' LOSS_MAPPING before from_pretrained."
+            f"loss_type={model.loss_type!r} selects another loss function than when {type(model).__name__} was loaded. "
+            "Assign model.loss_function, or change transformers' LOSS_MAPPING before from_pretrained."
         )

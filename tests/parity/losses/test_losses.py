@@ -336,7 +336,7 @@ def test_a_mean_of_means_is_found(folder, family, head, layout, fault):
 
 
 def test_a_loss_that_did_not_see_the_batch_is_refused(folder):
-    with pytest.raises(Exception, match="cannot be taken over the rows of all data parallel ranks"):
+    with pytest.raises(Exception, match="cannot be normalized over all data-parallel ranks"):
         errors("Bert", "masked", folder, "dp2", sabotage=_each_rank_on_its_own)
 
 
@@ -412,7 +412,7 @@ def test_uncountable_targets_are_refused_before_the_schedule(folder):
         (lambda logits, labels: F.cross_entropy(logits, labels, reduction="none").mean(), "reduction='none'"),
         (
             lambda logits, labels: -logits.log_softmax(-1).gather(1, labels.clamp(min=0)[:, None]).mean(),
-            "be taken over",
+            "be normalized over",
         ),
     ],
 )
@@ -433,7 +433,7 @@ def test_a_loss_function_of_ones_own_is_refused_unless_it_is_marked(folder, text
     def run(model, batch):
         stock = model.loss_function
         model.train().loss_function = lambda logits, labels, **kwargs: stock(logits, labels, **kwargs) ** 2
-        with pytest.raises(UnsupportedError, match="loss_function is not one of transformers' own"):
+        with pytest.raises(UnsupportedError, match="loss_function is not one of transformers' loss functions"):
             model(**batch)
         model.loss_function = shard_safe(lambda logits, labels, **kwargs: stock(logits, labels, **kwargs))
         return model(**batch).loss.item()
@@ -464,7 +464,7 @@ def test_another_type_of_loss_after_loading_is_refused(folder, text):
         for change in changes:
             known = dict(LOSS_MAPPING), model.loss_type
             change()
-            with pytest.raises(UnsupportedError, match="gives another loss function than when LlamaForCausalLM was"):
+            with pytest.raises(UnsupportedError, match="selects another loss function than when LlamaForCausalLM was"):
                 model(**batch)
             LOSS_MAPPING.update(known[0])
             model.loss_type = known[1]
@@ -483,7 +483,7 @@ def test_a_loss_that_compares_rows_is_refused(tmp_path):
 
     def on_rank():
         model = transformers.CLIPModel.from_pretrained(tmp_path, megatron_config=_layout("dp2")).train()
-        with pytest.raises(UnsupportedError, match="compares the rows of a batch"):
+        with pytest.raises(UnsupportedError, match="compares all samples of a batch"):
             model(**batch, return_loss=True)
         return tuple(model(**batch).logits_per_image.shape)
 
