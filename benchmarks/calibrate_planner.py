@@ -135,13 +135,13 @@ def line_of(row: Row, model: dict, constants: Constants) -> Line:
     """Counts how often each piece is on the critical path, from the increase of the step time per increase of it."""
     pieces = step_pieces(row, model, *applied(constants, row.device))
     sizes = _sizes(pieces)
-    unsharded = pipeline_seconds(row, model, pieces)
+    seconds = pipeline_seconds(row, model, pieces)
     parts = []
     for index, size in enumerate(sizes):
         nudge = size * _NUDGE
         more = [value + nudge * (number == index) for number, value in enumerate(sizes)]
         longer = replace(pieces, layer=(more[0], more[1]), head=(more[2], more[3]), send=more[4])
-        parts.append((pipeline_seconds(row, model, longer) - unsharded) / nudge if nudge else 0.0)
+        parts.append((pipeline_seconds(row, model, longer) - seconds) / nudge if nudge else 0.0)
     return Line(row, model, tuple(parts))
 
 
@@ -167,7 +167,7 @@ def fitted(lines: list[Line], start: Constants, free: list[str]) -> Constants:
     return best
 
 
-def unreported(lines: list[Line], constants: Constants) -> list[str]:
+def without_effect_on(lines: list[Line], constants: Constants) -> list[str]:
     """Returns the constants that have no effect on these rows."""
     before = [line.error(constants) for line in lines]
     return [
@@ -178,7 +178,7 @@ def unreported(lines: list[Line], constants: Constants) -> list[str]:
 def fit_without(source: str | None, lines: list[Line], start: Constants) -> Constants:
     """Fits on all rows except a source's; constants that no row determines are kept or replaced by a substitute."""
     rest = [line for line in lines if line.row.source != source]
-    unknown = unreported(rest, start)
+    unknown = without_effect_on(rest, start)
     found = fitted(rest, start, [name for name in BOUNDS if name not in unknown])
     # The order matters for chained substitutes: the first in the chain is set first.
     for name in (name for name in UNTOLD if name in unknown):
@@ -224,10 +224,10 @@ def table(entries: list[dict]) -> str:
     for entry in entries:
         mark = " !" if abs(entry["error"]) > FAILS else ""
         other = entry["left_out"]
-        alongside = "never fitted" if other is None else f"{other:+.1%}" + (" !" if abs(other) > FAILS else "")
+        left_out_error = "never fitted" if other is None else f"{other:+.1%}" + (" !" if abs(other) > FAILS else "")
         lines.append(
             f"| {entry['source']} | {entry['name']} | {entry['precision']} | {entry['published']:g} "
-            f"| {entry['error']:+.1%}{mark} | {alongside} |"
+            f"| {entry['error']:+.1%}{mark} | {left_out_error} |"
         )
     return "\n".join(lines)
 
@@ -244,15 +244,15 @@ def main() -> None:
         return
     sources, models, rows = read_rows()
     constants, left_out = committed(), [math.nan] * len(rows)
-    reported_by = [row for row in rows if not row.held_out]
-    reported_by_none = unreported([line_of(row, models[row.model], constants) for row in reported_by], constants)
+    fitted_rows = [row for row in rows if not row.held_out]
+    without_effect = without_effect_on([line_of(row, models[row.model], constants) for row in fitted_rows], constants)
     if not options.only_check:
         constants = dict(START)
         for _ in range(options.rounds):
-            lines = [line_of(row, models[row.model], constants) for row in reported_by]
+            lines = [line_of(row, models[row.model], constants) for row in fitted_rows]
             constants = fit_without(None, lines, constants)
         constants = {name: float(f"{value:.3g}") for name, value in constants.items()}
-        lines = [line_of(row, models[row.model], dict(START)) for row in reported_by]
+        lines = [line_of(row, models[row.model], dict(START)) for row in fitted_rows]
         for source in sources:
             own = [index for index, row in enumerate(rows) if row.source == source and not row.held_out]
             without = fit_without(source, lines, dict(START))
@@ -262,14 +262,14 @@ def main() -> None:
     orders = right_orders(rows, errors)
     for row, error, other in zip(rows, errors, left_out, strict=True):
         mark = ("! fails" if abs(error) > FAILS else "") + (" (held out)" if row.held_out else "")
-        alongside = " " * 8 if math.isnan(other) else f"{other:+8.1%}"
-        print(f"{row.source} {row.precision} {row.name:54} {row.published:8g} {error:+7.1%} {alongside} {mark}")
+        left_out_error = " " * 8 if math.isnan(other) else f"{other:+8.1%}"
+        print(f"{row.source} {row.precision} {row.name:54} {row.published:8g} {error:+7.1%} {left_out_error} {mark}")
     print(f"fit: {summary([error for row, error in zip(rows, errors, strict=True) if not row.held_out])}")
     if not options.only_check:
         print(f"one source left out: {summary([error for error in left_out if not math.isnan(error)])}")
     print("order of step times right:", ", ".join(f"{source} {right}" for source, right in orders.items()))
     print("constants:", ", ".join(f"{name} {value:.3g}" for name, value in constants.items()))
-    print("told by no row:", ", ".join(reported_by_none) or "none")
+    print("told by no row:", ", ".join(without_effect) or "none")
     if options.out:
         entries = [
             {"source": row.source, "name": row.name, "precision": row.precision, "published": row.published}
@@ -284,7 +284,7 @@ def main() -> None:
         found = {
             "versions": versions,
             "constants": constants,
-            "told_by_no_row": reported_by_none,
+            "told_by_no_row": without_effect,
             "orders_right": orders,
             "rows": entries,
         }

@@ -128,13 +128,14 @@ def clean_runs(given):
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
         AutoModelForCausalLM.from_config(LlamaConfig(**SMALL)).save_pretrained(folder)
-        for alongside in (0, 4):
-            busy = [multiprocessing.Process(target=compute, daemon=True) for _ in range(alongside)]
+        for busy_count in (0, 4):
+            busy = [multiprocessing.Process(target=compute, daemon=True) for _ in range(busy_count)]
             for process in busy:
                 process.start()
             for sizes in LAYOUTS:
                 found = run_ranks(alarms, 2, folder, sizes, given.clean, timeout=3000)[0]
-                name = MegatronConfig(**sizes).layout() + (f", beside {alongside} busy processes" if alongside else "")
+                more = f", beside {busy_count} busy processes" if busy_count else ""
+                name = MegatronConfig(**sizes).layout() + more
                 rows[name] = {"steps": given.clean, "alarms": found}
                 print(f"{name}: {found}", flush=True)
             for process in busy:

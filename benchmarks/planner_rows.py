@@ -195,10 +195,10 @@ def step_pieces(row: Row, model: dict, device: Device, efficiency: Efficiency) -
     experts = layers * parameters["experts"]
     # Weights are gathered and gradients scattered in bf16; with FSDP, per microbatch: weights twice, gradients once.
     each = 6 * row.microbatches if row.sharded else 4
-    unsharded = dp * layout.cp
-    sent = each * (dense * (unsharded - 1) / unsharded + experts * (copies - 1) / copies)
+    dp_cp = dp * layout.cp
+    sent = each * (dense * (dp_cp - 1) / dp_cp + experts * (copies - 1) / copies)
     reduction = communication_seconds("dp", 1, sent, device, efficiency, links)
-    kept = dense / unsharded + experts / copies
+    kept = dense / dp_cp + experts / copies
     optimizer = OPTIMIZER_BYTES * kept / (device.memory_tb_s * 1e12 * device.memory_share)
     # The head stays in bf16.
     layer = both(layer_work(model, row), row.precision)

@@ -148,9 +148,9 @@ def full_divergence(student, teacher, batch):
     own = student(**batch).logits[:, :-1].float().log_softmax(-1)
     with torch.no_grad():
         other = teacher(**batch).logits[:, :-1].float().log_softmax(-1)
-    moe_block = torch.logaddexp(own, other) - torch.log(torch.tensor(2.0))
-    terms = F.kl_div(moe_block, own, log_target=True, reduction="none")
-    return (terms + F.kl_div(moe_block, other, log_target=True, reduction="none")).sum(-1) / 2
+    mixture = torch.logaddexp(own, other) - torch.log(torch.tensor(2.0))
+    terms = F.kl_div(mixture, own, log_target=True, reduction="none")
+    return (terms + F.kl_div(mixture, other, log_target=True, reduction="none")).sum(-1) / 2
 
 
 def loss_alone(path, variant, kind, tokens):

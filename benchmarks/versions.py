@@ -160,10 +160,10 @@ def _converting(scenario, folder, layout, shape):
     from hf_megatron.conversion import convert
 
     _, _, source, to = scenario.split()
-    alongside = tempfile.mkdtemp()
-    first, made = folder, os.path.join(alongside, "made")
+    scratch = tempfile.mkdtemp()
+    first, made = folder, os.path.join(scratch, "made")
     if source != "hf":
-        first = os.path.join(alongside, "first")
+        first = os.path.join(scratch, "first")
         convert(folder, first, source)
 
     def step():

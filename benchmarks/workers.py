@@ -161,14 +161,14 @@ class WorkerGroup:
         ranks = self.ask("steps", steps)
         wall = time.perf_counter() - start
         own = sum(record[3] for rank in ranks for record in rank) + time.process_time() - parent
-        untracked = max(0.0, busy_seconds() - busy - own) / (wall * os.cpu_count())
+        other_processes = max(0.0, busy_seconds() - busy - own) / (wall * os.cpu_count())
         by_step = list(zip(*ranks, strict=True))
         # A late rank keeps the other waiting in a collective, so the longest time of the ranks is the step's.
         return {
             "step": median(max(r[2] - r[0] for r in step) for step in by_step),
             "forward_backward": median(max(r[1] - r[0] for r in step) for step in by_step),
             "cpu": median(sum(r[3] for r in step) for step in by_step),
-            "foreign": untracked,
+            "foreign": other_processes,
         }
 
     def close(self):

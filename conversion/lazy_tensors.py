@@ -29,10 +29,10 @@ class LazyTensor:
 
     def __getitem__(self, index: Any) -> Tensor:
         with self._lock:
-            unsharded = self._reader.read(self._key)
-        part = unsharded[index]
+            full = self._reader.read(self._key)
+        part = full[index]
         # A view would keep the full tensor alive.
-        return part if part.numel() == unsharded.numel() else part.clone()
+        return part if part.numel() == full.numel() else part.clone()
 
 
 def lazy_weights(reader: Reader) -> dict[str, LazyTensor]:

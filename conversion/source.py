@@ -66,8 +66,8 @@ def find_source(
 
 def with_config(path: Path) -> Path:
     """Returns the folder that has the config.json: for an iteration folder of Megatron it may be the parent."""
-    alongside = path.parent if re.fullmatch(r"iter_\d{7,}|release", path.name) else path
-    return alongside if (alongside / "config.json").is_file() and not (path / "config.json").is_file() else path
+    folder = path.parent if re.fullmatch(r"iter_\d{7,}|release", path.name) else path
+    return folder if (folder / "config.json").is_file() and not (path / "config.json").is_file() else path
 
 
 def local_folder(name: str | os.PathLike[str]) -> Path:

@@ -251,10 +251,10 @@ class MegatronConfig:
         self._check_partition()
         self._check_context()
         self._check_frozen()
-        unsharded = 1 if self.ep_size > 1 else self.tp_size
-        if self.etp_size not in (None, unsharded, self.tp_size):
+        default_etp_size = 1 if self.ep_size > 1 else self.tp_size
+        if self.etp_size not in (None, default_etp_size, self.tp_size):
             raise ConfigError(
-                f"MegatronConfig.etp_size = {self.etp_size}: expected {unsharded} or tp_size = {self.tp_size}"
+                f"MegatronConfig.etp_size = {self.etp_size}: expected {default_etp_size} or tp_size = {self.tp_size}"
                 + (", with ep_size = 1 the tp ranks split every expert." if self.ep_size == 1 else ".")
             )
         if self.dp_size is not None and self.dp_size % (copies := self.dp_replicate_size):

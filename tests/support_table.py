@@ -45,14 +45,14 @@ def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
     by_class: dict[tuple[str, str], dict[tuple[Any, ...], Mapping[str, Any]]] = defaultdict(dict)
     further: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     reasons: dict[str, list[str]] = defaultdict(list)
-    unsharded: dict[str, float] = {}
+    split_shares: dict[str, float] = {}
     gathered: dict[str, float] = {}
     for row in records() if rows is None else rows:
         name, layout = (row["model_type"], row["class"]), _layout(row)
         if not row["changes"]:
             by_class[name][layout] = row
             if row["passed"] and row.get("split", 1.0) < 0.5:
-                unsharded[row["class"]] = row["split"]
+                split_shares[row["class"]] = row["split"]
             if row["passed"] and "whole" in row:
                 gathered[row["class"]] = row["whole"]
         else:
@@ -69,7 +69,8 @@ def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
             if column in results and not results[column]["passed"]:
                 reasons[_REASON.sub("", results[column]["worst"])].append(f"{name[1]} on {heading.replace(' ', '')}")
     shares, blocks = (
-        ", ".join(f"{name} ({share:.0%})" for name, share in sorted(found.items())) for found in (unsharded, gathered)
+        ", ".join(f"{name} ({share:.0%})" for name, share in sorted(found.items()))
+        for found in (split_shares, gathered)
     )
     refused = "".join(f"- {', '.join(cases)}: {reason}\n" for reason, cases in reasons.items())
     return (

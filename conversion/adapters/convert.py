@@ -137,12 +137,12 @@ def _read_bridge(folder: Path, targets: list[Target]) -> dict[str, LowRank]:
     for stored, entry in store.entries.items():
         if ".adapter." not in stored or stored.startswith("optimizer."):
             continue
-        unsharded = FRESH.empty(entry.shape, entry.dtype)
-        store.read_into(stored, [0] * unsharded.dim(), unsharded)
+        stacked = FRESH.empty(entry.shape, entry.dtype)
+        store.read_into(stored, [0] * stacked.dim(), stacked)
         if _STACKED.fullmatch(stored) or not stored.startswith("decoder.layers."):
-            tensors[stored] = unsharded
+            tensors[stored] = stacked
             continue
-        for layer, tensor in enumerate(unsharded):
+        for layer, tensor in enumerate(stacked):
             tensors[stored.replace("decoder.layers.", f"decoder.layers.{layer}.", 1)] = tensor
     return to_peft(tensors, targets, scale)
 
@@ -178,12 +178,12 @@ def _settings(
         for module in adapters.keys() & set(target.modules):
             is_part = to == "bridge_canonical" and len(target.modules) > 1
             wanted.add(PARTS[module.rpartition(".")[2]][1] if is_part else target.kind)
-    unsharded = int(alpha) if alpha == int(alpha) else alpha
+    alpha_value = int(alpha) if alpha == int(alpha) else alpha
     return {
         "_target_": f"megatron.bridge.peft.{_CLASSES[to]}",
         "target_modules": sorted(wanted),
         "dim": rank,
-        "alpha": unsharded,
+        "alpha": alpha_value,
         "dropout": 0.0,
     }
 

@@ -89,28 +89,28 @@ def to_bridge(
         UnsupportedError: naming adapters of modules that Megatron-Bridge does not adapt.
     """
     known = {module for target in targets for module in target.modules}
-    if untracked := sorted(adapters.keys() - known):
+    if unsupported := sorted(adapters.keys() - known):
         raise UnsupportedError(
-            f"Megatron-Bridge has no adapters for {', '.join(untracked[:5])}; it supports query, key, value and output "
-            "projections and dense MLPs. Merge the adapter into the base model and convert the merged model."
+            f"Megatron-Bridge has no adapters of {', '.join(unsupported[:5])}: it adapts query, key, value and output "
+            "projections and dense MLPs. Merge the adapter, and convert the model."
         )
-    unsharded: dict[str, LowRank] = {}
+    megatron_adapters: dict[str, LowRank] = {}
     for target in targets:
         parts = [adapters.get(module) for module in target.modules]
         if not any(parts):
             continue
         if len(parts) == 1 and parts[0] is not None:
-            unsharded[target.megatron] = parts[0]
+            megatron_adapters[target.megatron] = parts[0]
         elif fused:
-            unsharded[target.megatron] = _fused(target, parts)
+            megatron_adapters[target.megatron] = _fused(target, parts)
         else:
             for module, part in zip(target.modules, parts, strict=True):
                 if part is not None:
-                    unsharded[f"{target.megatron}\0{PARTS[module.rpartition('.')[2]][0]}"] = part
-    rank = max(adapter.rank for adapter in unsharded.values())
+                    megatron_adapters[f"{target.megatron}\0{PARTS[module.rpartition('.')[2]][0]}"] = part
+    rank = max(adapter.rank for adapter in megatron_adapters.values())
     scale = next(iter(adapters.values())).scale
     tensors = {}
-    for name, adapter in unsharded.items():
+    for name, adapter in megatron_adapters.items():
         filled, prefix = adapter.filled(rank, scale), name.replace("\0", ".adapter.")
         prefix = prefix if "\0" in name else f"{prefix}.adapter"
         tensors[f"{prefix}.linear_in.weight"] = filled.a
@@ -171,10 +171,10 @@ def to_peft(tensors: Mapping[str, Tensor], targets: Sequence[Target], scale: flo
 
 def _places(target: Target, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str | None, str]]:
     """Yields the adapter prefixes a linear may have, with the module they adapt; `None` for all of its modules."""
-    unsharded = f"{target.megatron}.adapter"
+    prefix = f"{target.megatron}.adapter"
     if len(target.modules) == 1:
-        yield target.modules[0], unsharded
+        yield target.modules[0], prefix
         return
-    yield None, unsharded
+    yield None, prefix
     for module in target.modules:
-        yield module, f"{unsharded}.{PARTS[module.rpartition('.')[2]][0]}"
+        yield module, f"{prefix}.{PARTS[module.rpartition('.')[2]][0]}"

@@ -17,8 +17,8 @@ def _layer(config: Any, number: int, source: str, target: str) -> Iterator[Rule]
     if config.model_type == "gemma":
         yield from dense_mlp(config, source, target)
         return
-    trailing = f"{target}.self_attention.linear_proj.post_layernorm"
-    yield from renamed(f"{source}.post_attention_layernorm", trailing)
+    post_norm = f"{target}.self_attention.linear_proj.post_layernorm"
+    yield from renamed(f"{source}.post_attention_layernorm", post_norm)
     yield from renamed(f"{source}.post_feedforward_layernorm", f"{target}.mlp.linear_fc2.post_layernorm")
     yield from dense_mlp(config, source, target, norm="pre_feedforward_layernorm")
 

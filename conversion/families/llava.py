@@ -35,7 +35,7 @@ def _encoder_rules(config: Any, names: Collection[str]) -> Iterator[Rule]:
         yield from encoder_mlp(f"{block}.mlp", f"{layer}.mlp", "fc1", "fc2", f"{block}.layer_norm2")
     for suffix, neutral in (("weight", 1.0), ("bias", 0.0)):
         name = f"{source}.post_layernorm.{suffix}"
-        yield Rule((name,), (f"{target}.ln_post.{suffix}",), off_stage=neutral)
+        yield Rule((name,), (f"{target}.ln_post.{suffix}",), fill_value=neutral)
     bias = config.multimodal_projector_bias
     for number in (1, 2):
         linear = f"vision_projection.encoder.linear_fc{number}"

@@ -13,8 +13,8 @@ from .family import NORMS_BEHIND, Family, attention, gated_mlp, renamed, rotary_
 def _layer(config: Any, number: int, source: str, target: str) -> Iterator[Rule]:
     bias = bool(config.attention_bias)
     yield from attention(config, source, target, norm=False, qkv_bias=bias, output_bias=bias, qk_norms=True)
-    trailing = f"{target}.self_attention.linear_proj.post_layernorm"
-    yield from renamed(f"{source}.post_attention_layernorm", trailing)
+    post_norm = f"{target}.self_attention.linear_proj.post_layernorm"
+    yield from renamed(f"{source}.post_attention_layernorm", post_norm)
     yield from gated_mlp(config.intermediate_size, f"{source}.mlp", f"{target}.mlp")
     yield from renamed(f"{source}.post_feedforward_layernorm", f"{target}.mlp.linear_fc2.post_layernorm")
 

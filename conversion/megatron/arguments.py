@@ -148,8 +148,8 @@ def check_arguments(found: Mapping[str, Any], expected: Mapping[str, Any], where
         given = NEUTRAL.get(known) if given is None else given
         if (given is None or wanted is None) and known not in NEUTRAL:
             continue
-        if not _is_identical(known, given, wanted, found, expected):
-            different.append(f"{name} is {safe_repr(given)}, but {safe_repr(wanted)} in the config")
+        if not _agrees(known, given, wanted, found, expected):
+            different.append(f"{name} is {safe_repr(given)}, and {safe_repr(wanted)} by the config")
     if different:
         more = f" and {len(different) - _MOST_SHOWN} more" if len(different) > _MOST_SHOWN else ""
         raise CheckpointError(
@@ -200,7 +200,7 @@ def _left_out(expected: Mapping[str, Any]) -> set[str]:
     return left_out
 
 
-def _is_identical(name: str, given: Any, wanted: Any, found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+def _agrees(name: str, given: Any, wanted: Any, found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
     if name == "num_query_groups" and found.get("group_query_attention") is False:
         # Megatron-LM ignores its default of one group in this case.
         given = expected.get("num_attention_heads")

@@ -61,8 +61,8 @@ class TransformersView(Reader):
             for kind in kinds:
                 sources = self._present(kind, rule)
                 if sources is None:
-                    if rule.off_stage is not None and kind == WEIGHT:
-                        self._filled |= {Key(kind, name): rule.off_stage for name in rule.transformers}
+                    if rule.fill_value is not None and kind == WEIGHT:
+                        self._filled |= {Key(kind, name): rule.fill_value for name in rule.transformers}
                     continue
                 used.update(sources)
                 try:

@@ -59,8 +59,8 @@ class Joined(Operation):
         return [memory.joined(tensors, self.dim)]
 
     def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
-        (unsharded,) = tensors
-        return [memory.contiguous(part) for part in unsharded.split(self.sizes, self.dim)]
+        (fused,) = tensors
+        return [memory.contiguous(part) for part in fused.split(self.sizes, self.dim)]
 
 
 @dataclass(frozen=True)
@@ -240,14 +240,14 @@ class Rule:
     """Tensors of a model that one operation converts to Megatron's; names contain no placeholders.
 
     Args:
-        off_stage: fill value for weights of the model that a checkpoint may lack because no computation reads them and
+        fill_value: fill value for weights of the model that a checkpoint may lack because no computation reads them and
             Megatron has no module for them. `None`: every checkpoint has them.
     """
 
     transformers: tuple[str, ...]
     megatron: tuple[str, ...]
     operation: Operation = Same()
-    off_stage: float | None = None
+    fill_value: float | None = None
 
     @property
     def copied(self) -> bool:

@@ -132,9 +132,11 @@ class MegatronCoreReader(MegatronReader):
         """Orders the parts of a tensor: for each expert its halves or blocks, or a single part if it is not split."""
         experts = sorted({expert for expert, _ in found})
         halves = sorted({half for _, half in found})
-        unsharded = experts in ([-1], list(range(len(experts)))) and halves in ([-1], list(range(_parts_of(key.name))))
-        if not unsharded or len(found) != len(experts) * len(halves):
-            raise CheckpointError(f"{self.path}: {key} is incomplete: found (expert, half) {sorted(found)[:8]}.")
+        is_complete = experts in ([-1], list(range(len(experts)))) and (
+            halves in ([-1], list(range(_parts_of(key.name))))
+        )
+        if not is_complete or len(found) != len(experts) * len(halves):
+            raise CheckpointError(f"{self.path}: parts of {key} are missing; there are {sorted(found)[:8]}.")
         return tuple(tuple(found[expert, half] for half in halves) for expert in experts)
 
     def _shape(self, part: _Part) -> tuple[int, ...]:

@@ -52,8 +52,8 @@ class RankShard(NamedTuple):
         if self.expert is None:
             self.file.blob.read_into(self.stored, starts, out)
         else:
-            unsharded = self.file.blob.read(self.stored).T
-            out.copy_(unsharded[tuple(slice(s, s + length) for s, length in zip(starts, out.shape, strict=True))])
+            expert_weight = self.file.blob.read(self.stored).T
+            out.copy_(expert_weight[tuple(slice(s, s + length) for s, length in zip(starts, out.shape, strict=True))])
 
 
 @dataclass

@@ -97,8 +97,8 @@ class RankFile:
             models = [core_names(path, model, block) for model in models]
             arguments = core_arguments(arguments)
         chunks = tuple({key: _checked(blob, path, key, value) for key, value in _weights(model)} for model in models)
-        alongside = (path.parent / "distrib_optim.pt").exists()
-        return cls(path, blob, chunks, arguments, version, iteration, alongside or "optimizer" in content)
+        has_optimizer_file = (path.parent / "distrib_optim.pt").exists()
+        return cls(path, blob, chunks, arguments, version, iteration, has_optimizer_file or "optimizer" in content)
 
 
 def _weights(model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

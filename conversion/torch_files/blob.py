@@ -126,8 +126,8 @@ class Blob(Saved):
     def find(self, storage: str) -> tuple[int, int]:
         return self._locate(f"data/{storage}")
 
-    def compare(self, storage: str, unsharded: Tensor) -> None:
-        self._compare(f"data/{storage}", unsharded.view(-1).view(torch.uint8).numpy().data)
+    def compare(self, storage: str, content: Tensor) -> None:
+        self._compare(f"data/{storage}", content.view(-1).view(torch.uint8).numpy().data)
 
     def _compare(self, name: str, content: bytes | memoryview) -> None:
         """Compares a record with its checksum, if it has one; torch can omit checksums."""

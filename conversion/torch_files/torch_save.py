@@ -154,7 +154,7 @@ class Saved(ABC):
     def find(self, storage: str) -> tuple[int, int]:
         """Returns the offset in the file and the size of a storage's bytes."""
 
-    def compare(self, storage: str, unsharded: Tensor) -> None:  # noqa: B027 - the older format has no checksums
+    def compare(self, storage: str, content: Tensor) -> None:  # noqa: B027 - the older format has no checksums
         """Compares a full storage, read into a tensor of any shape, with its checksum."""
 
     def tensor(self) -> StoredTensor:

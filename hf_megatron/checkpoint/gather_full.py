@@ -172,12 +172,14 @@ def full_state_dict(model: Any) -> dict[str, Tensor]:
     first = {name: names.setdefault(id(parameters.get(name, tensor)), name) for name, tensor in tensors.items()}
     # Only the head's stage knows the name of the weight it is tied to.
     first = join_stages(state, {name: other for name, other in first.items() if name != other})
-    unsharded = tensors_of_all_stages(state, {name: tensor for name, tensor in tensors.items() if name not in first})
-    fetched = ((name, fetch(model, state, name, entry, tensors.get(name))) for name, entry in unsharded.items())
+    owned_tensors = tensors_of_all_stages(
+        state, {name: tensor for name, tensor in tensors.items() if name not in first}
+    )
+    fetched = ((name, fetch(model, state, name, entry, tensors.get(name))) for name, entry in owned_tensors.items())
     gathered = {name: full for name, full in fetched if full is not None}
     if not gathered:
         return {}
-    order = in_order(state, [*unsharded, *first]) if state.names.all else tensors
+    order = in_order(state, [*owned_tensors, *first]) if state.names else tensors
     return {name: gathered[first.get(name, name)] for name in order}
 
 
@@ -198,5 +200,5 @@ def stream_weights(model: Any) -> tuple[dict[str, OwnedTensor], Callable[[str], 
         described = {name: OwnedTensor(0, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         return described, lambda name: tensors[name].cpu()
     check_copies(state, tied_weights(model))
-    unsharded = tensors_of_all_stages(state, tensors)
-    return unsharded, lambda name: fetch(model, state, name, unsharded[name], tensors.get(name))
+    owned_tensors = tensors_of_all_stages(state, tensors)
+    return owned_tensors, lambda name: fetch(model, state, name, owned_tensors[name], tensors.get(name))

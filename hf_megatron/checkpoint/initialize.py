@@ -122,10 +122,10 @@ def initialize_missing(model: Any, state: ParallelState, names: set[str]) -> Non
     """
     # The loader may consider a tied weight loaded.
     tied = getattr(model, "all_tied_weights_keys", {})
-    unsharded = all(name in names or name in tied for name, _ in model.named_parameters(remove_duplicate=False))
+    all_missing = all(name in names or name in tied for name, _ in model.named_parameters(remove_duplicate=False))
     ranks: list[tuple[bool, bool]] = [(False, False)] * dist.get_world_size()
-    dist.all_gather_object(ranks, (bool(names), unsharded))
-    if all(unsharded for _, unsharded in ranks):
+    dist.all_gather_object(ranks, (bool(names), all_missing))
+    if all(all_missing for _, all_missing in ranks):
         seed, device = state.config.seed, state.mesh.device
         return initialize(model, state.shardings, names, seed=seed, axes=state.axes, device=device)
     drawing = [rank for rank, (some, _) in enumerate(ranks) if some]

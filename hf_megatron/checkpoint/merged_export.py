@@ -28,19 +28,19 @@ def _converted(
     model: Any,
     state: ParallelState,
     tensors: Mapping[str, Tensor],
-    unsharded: Mapping[str, OwnedTensor],
+    owned_tensors: Mapping[str, OwnedTensor],
     keep_names: bool,
 ) -> Iterator[dict[str, Tensor]]:
     """Yields full tensors under their file names, one group that is converted together at a time; empty off rank 0."""
-    groups = [[name] for name in unsharded] if keep_names else conversion_groups(model, list(unsharded))
+    groups = [[name] for name in owned_tensors] if keep_names else conversion_groups(model, list(owned_tensors))
     mesh, first = state.mesh, dist.get_rank() == 0
     gathers = mesh.axes.rank("stage") == 0
-    alone = [unsharded[group[0]] for group in groups if len(group) == 1]
+    alone = [owned_tensors[group[0]] for group in groups if len(group) == 1]
     sizes = [entry.nbytes for entry in alone if gathers and mesh.pp_rank in (0, entry.owner)]
     staging = Staging(max(sizes, default=0))
     for group in groups:
         place = staging if len(group) == 1 else None
-        gathered = {name: fetch(model, state, name, unsharded[name], tensors.get(name), place) for name in group}
+        gathered = {name: fetch(model, state, name, owned_tensors[name], tensors.get(name), place) for name in group}
         full = {name: tensor for name, tensor in gathered.items() if first and tensor is not None}
         yield full if keep_names or not first else revert_conversion(model, full)
 
@@ -58,7 +58,7 @@ def _given(model: Any, tensors: Mapping[str, Tensor], keep_names: bool) -> Itera
         yield full if keep_names else revert_conversion(model, full)
 
 
-def _is_replicated(state_dict: Mapping[str, Any]) -> bool:
+def _has_full_tensors(state_dict: Mapping[str, Any]) -> bool:
     """Returns on every rank whether rank 0 was passed full tensors."""
     # An empty state dict would mean a model without weights.
     judgment = [bool(state_dict) and all(type(value) in (Tensor, torch.nn.Parameter) for value in state_dict.values())]
@@ -102,7 +102,7 @@ def save_merged(
         raise UnsupportedError(
             "save_pretrained(distributed_checkpoint=True): sharded checkpoints are not supported yet."
         )
-    if state_dict is not None and not _is_replicated(state_dict):
+    if state_dict is not None and not _has_full_tensors(state_dict):
         raise UnsupportedError(
             "save_pretrained(state_dict=...) takes whole tensors on rank 0, as accelerator.get_state_dict(model) gives "
             "them; without it the weights are streamed from the ranks."
@@ -115,12 +115,12 @@ def save_merged(
     with without_progress_bars():
         original(model, directory, is_main_process=is_main_process, state_dict={}, variant=variant)
 
-    unsharded = tensors_of_all_stages(state, tensors)
-    planned: Mapping[str, Any] = unsharded
+    owned_tensors = tensors_of_all_stages(state, tensors)
+    planned: Mapping[str, Any] = owned_tensors
     if state_dict is None:
-        streamed = _converted(model, state, tensors, unsharded, not save_original_format)
+        streamed = _converted(model, state, tensors, owned_tensors, not save_original_format)
     else:
-        planned = _untied(state_dict, unsharded)
+        planned = _untied(state_dict, owned_tensors)
         streamed = _given(model, planned, not save_original_format)
     meta = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in planned.items()}
     writes = dist.get_rank() == 0 and is_main_process

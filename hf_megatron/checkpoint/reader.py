@@ -29,7 +29,7 @@ class Checkpoint:
     an error when checked or read.
 
     Attributes:
-        off_stage (`frozenset[str]`): files that were omitted deliberately.
+        omitted (`frozenset[str]`): files that were omitted deliberately.
 
     Raises:
         CheckpointError: the manifest is missing or invalid, files are missing, or a file's size differs from the
@@ -42,10 +42,10 @@ class Checkpoint:
         self._shards: dict[str, MappedSafetensors] = {}
         left_out = read_partial(self.path)
         gone = [name for name in self.manifest.files if not (self.path / name).is_file()]
-        self.off_stage = left_out.intersection(gone)
+        self.omitted = left_out.intersection(gone)
         if missing := [name for name in gone if name not in left_out]:
             raise CheckpointError(f"{self.path}: {len(missing)} files are missing: {', '.join(missing)}.")
-        present = ((name, entry.size) for name, entry in self.manifest.files.items() if name not in self.off_stage)
+        present = ((name, entry.size) for name, entry in self.manifest.files.items() if name not in self.omitted)
         sizes = ((name, (self.path / name).stat().st_size, size) for name, size in present)
         wrong = [f"{name} has {found} bytes instead of {size}" for name, found, size in sizes if found != size]
         if wrong:
@@ -77,8 +77,8 @@ class Checkpoint:
         Raises:
             CheckpointError: digests differ; lists the files.
         """
-        present = [item for item in self.manifest.files.items() if item[0] not in self.off_stage]
-        if self.off_stage:
+        present = [item for item in self.manifest.files.items() if item[0] not in self.omitted]
+        if self.omitted:
             # Other ranks may have different files, in a folder of their own.
             rank, ranks = 0, 1
         # Largest first, so that the shares have similar sizes.
@@ -122,11 +122,11 @@ class Checkpoint:
             raise CheckpointError(f"{where}: {lacking} entries are in no file of the checkpoint{self._where(entry)}.")
 
     def _present(self, entry: TensorEntry) -> list[ChunkEntry]:
-        return [piece for piece in entry.pieces if piece.file not in self.off_stage]
+        return [piece for piece in entry.pieces if piece.file not in self.omitted]
 
     def _where(self, entry: TensorEntry) -> str:
         """Returns a note for errors that lists the omitted files with chunks of a tensor."""
-        files = sorted({piece.file for piece in entry.pieces} & self.off_stage)
+        files = sorted({piece.file for piece in entry.pieces} & self.omitted)
         if not files:
             return ""
         return (
@@ -187,14 +187,14 @@ def read_partial(folder: Path) -> frozenset[str]:
     """Returns the files that `pull` omitted from a folder; raises `CheckpointError` if the list is unreadable."""
     path = folder / PARTIAL
     try:
-        off_stage = json.loads(read_small(path, LARGEST_JSON))["absent"]
-        if not isinstance(off_stage, list) or not all(isinstance(name, str) for name in off_stage):
-            raise ValueError(f"'absent' is {str(off_stage)[:100]!r}, expected a list of names")
+        omitted = json.loads(read_small(path, LARGEST_JSON))["absent"]
+        if not isinstance(omitted, list) or not all(isinstance(name, str) for name in omitted):
+            raise ValueError(f"'absent' is {str(omitted)[:100]!r}, expected a list of names")
     except FileNotFoundError:
         return frozenset()
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: {error!r}; delete the folder and pull it again.") from error
-    return frozenset(off_stage)
+    return frozenset(omitted)
 
 
 def open_checkpoint(path: str | Path, group: ProcessGroup | None = None, verify: bool = True) -> Checkpoint:

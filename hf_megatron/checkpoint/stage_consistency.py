@@ -52,8 +52,8 @@ def join_stages(state: ParallelState, own: Mapping[str, Any]) -> dict[str, Any]:
     """Merges the stages' dictionaries, keyed by tensor name, in the full model's order; collective."""
     if state.cut is None:
         return dict(own)
-    unsharded = {name: value for part in of_all_stages(state, own) for name, value in part.items()}
-    return {name: unsharded[name] for name in in_order(state, unsharded)}
+    merged = {name: value for part in of_all_stages(state, own) for name, value in part.items()}
+    return {name: merged[name] for name in in_order(state, merged)}
 
 
 def of_all_stages(state: ParallelState, value: Any) -> list[Any]:

@@ -158,7 +158,7 @@ def _from_full_model(state: ParallelState, described: list[dict[str, Any]]) -> l
     """Merges the optimizer descriptions of all stages into single-process descriptions."""
     parts = of_all_stages(state, described)
     _check_same_optimizers(parts)
-    unsharded = []
+    merged = []
     for number, own in enumerate(described):
         stages = [part[number] for part in parts]
         groups = [
@@ -166,8 +166,8 @@ def _from_full_model(state: ParallelState, described: list[dict[str, Any]]) -> l
             for index, group in enumerate(own["groups"])
         ]
         by_name = {key: join_stages(state, own[key]) for key in ("scalars", "moments")}
-        unsharded.append({"class": own["class"], "groups": groups, **by_name})
-    return unsharded
+        merged.append({"class": own["class"], "groups": groups, **by_name})
+    return merged
 
 
 def _check_same_optimizers(parts: list[list[dict[str, Any]]]) -> None:

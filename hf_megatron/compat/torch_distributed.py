@@ -143,13 +143,13 @@ class _Through:
         """Replaces the current method by a call of `function`."""
         original = getattr(self.owner, self.name)
 
-        def grad_proxy(own: Any, *args: Any, **kwargs: Any) -> Any:
+        def wrapper(own: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.is_active:
                 return original(own, *args, **kwargs)
             return function(lambda: original(own, *args, **kwargs), own, self.name, args)
 
-        vars(grad_proxy)[_THROUGH] = self
-        setattr(self.owner, self.name, grad_proxy)
+        vars(wrapper)[_THROUGH] = self
+        setattr(self.owner, self.name, wrapper)
 
     def remove(self) -> None:
         """Removes the wrapper, and those below it that are inactive."""

@@ -126,8 +126,8 @@ def dtensor_from_local(local: torch.Tensor, like: DTensor) -> DTensor:
 def all_reduce_partial_(tensor: DTensor) -> None:
     """All-reduces a partial DTensor of any shape in place (`_spec` and `_local_tensor` are private)."""
     placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-    unsharded = tensor.redistribute(placements=placements)
-    tensor._local_tensor, tensor._spec = unsharded._local_tensor, unsharded._spec
+    reduced = tensor.redistribute(placements=placements)
+    tensor._local_tensor, tensor._spec = reduced._local_tensor, reduced._spec
 
 
 # Storages of gradients passed on as DTensors, while anything references them.

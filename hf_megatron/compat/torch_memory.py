@@ -9,19 +9,17 @@ import torch
 import torch.distributed as dist
 
 
-def storage_id(tensor: torch.Tensor) -> int:
-    """Returns an id shared by views of the same memory (`_cdata` is private; fake tensors have no `data_ptr`)."""
+def storage_key(tensor: torch.Tensor) -> int:
+    """Returns an id of a tensor's storage, which views share, unique while it exists.
+
+    `_cdata` is private; fake tensors and storages without memory have no `data_ptr` to compare.
+    """
     return tensor.untyped_storage()._cdata
 
 
 def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Returns whether two tensors of any shape, possibly empty, share one storage (`_cdata` is private)."""
     return storage_key(first) == storage_key(second)
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Returns an id of a tensor's storage, unique while it exists, also for storages without memory (private)."""
-    return tensor.untyped_storage()._cdata  # type: ignore[attr-defined]
 
 
 def fake_mode() -> Any:

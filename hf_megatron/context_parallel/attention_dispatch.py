@@ -87,7 +87,7 @@ def _describe(
 
 
 def _attend(
-    unsharded: Callable,
+    stock_attention: Callable,
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -106,7 +106,7 @@ def _attend(
                 "transformers' mask functions, so it cannot be sharded. Pass attention_mask [batch, sequence], or use "
                 "cp_size=1."
             )
-        return unsharded(module, query, key, value, attention_mask, *args, **kwargs)
+        return stock_attention(module, query, key, value, attention_mask, *args, **kwargs)
     # Unknown arguments could change attention in ways that the kernel does not implement.
     known = _KNOWN | attention_mask.row.handed_on
     unknown = sorted(name for name, given in kwargs.items() if name not in known and given is not None)

@@ -52,12 +52,12 @@ class FullSequenceBlock(Shared):
         # Local tokens: [batch, local, hidden].
         hidden = args[0] if args else kwargs[self.names[0]]
 
-        def unsharded(name: str, value: Any) -> Any:
+        def to_full_sequence(name: str, value: Any) -> Any:
             if isinstance(value, ContextMask):
                 return value.dense
             if type(value) is dict:
                 # Masks of several kinds, as in ZAYA's layers.
-                return {kind: unsharded(name, part) for kind, part in value.items()}
+                return {kind: to_full_sequence(name, part) for kind, part in value.items()}
             # A block that adds to the residual stream gets it as a further argument. In short sequences other tensors
             # may have the same shape; they were sliced by `row.own`, which keeps their full version.
             is_hidden = isinstance(value, Tensor) and value.is_floating_point() and value.shape == hidden.shape
@@ -66,8 +66,8 @@ class FullSequenceBlock(Shared):
                 return gather_tokens(value, _TOKENS, row.order, stack.group)
             return mapped(value, row.unsharded)
 
-        args = tuple(unsharded(name, value) for name, value in zip(self.names, args, strict=False))
-        return args, {name: unsharded(name, value) for name, value in kwargs.items()}
+        args = tuple(to_full_sequence(name, value) for name, value in zip(self.names, args, strict=False))
+        return args, {name: to_full_sequence(name, value) for name, value in kwargs.items()}
 
     @shard_safe
     def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:

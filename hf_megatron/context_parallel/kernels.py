@@ -88,18 +88,18 @@ class Kernel:
                 causal=group.causal,
                 scale=self.scale,
             )
-            for unsharded, intervals, part in zip(
+            for gradient, intervals, part in zip(
                 gradients, (group.queries, group.keys, group.keys), parts, strict=True
             ):
                 for interval, own in zip(intervals, group.apart(part, intervals), strict=True):
-                    tokens_of(unsharded, interval).add_(own)
+                    tokens_of(gradient, interval).add_(own)
         for block in single:
             places = block.queries, block.keys, block.keys
             own, keys, values = (tokens_of(tensor, place) for tensor, place in zip((q, k, v), places, strict=True))
             towards, made, logarithm = (tokens_of(tensor, block.queries) for tensor in (given, out, lse))
             parts = self.backward(towards, own, keys, values, made, logarithm, causal=block.causal, mask=block.mask)
-            for unsharded, place, part in zip(gradients, places, parts, strict=True):
-                tokens_of(unsharded, place).add_(part)
+            for gradient, place, part in zip(gradients, places, parts, strict=True):
+                tokens_of(gradient, place).add_(part)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns the output `[batch, heads, queries, width]` and its logsumexp `[batch, heads, queries]`.
@@ -109,7 +109,7 @@ class Kernel:
             causal: a query sees keys up to its own position.
             mask: `[batch or 1, 1, queries, keys]`, true where a query sees a key.
         """
-        mask = _sibling(mask, q)
+        mask = _to_device(mask, q)
         if self._is_fused(q):
             # Fused kernel for the full block; tiles below for soft-capped scores and other devices.
             out, lse = flash_forward_on_cpu(q, k, v, causal, _additive(mask, q), self.scale)
@@ -136,7 +136,7 @@ class Kernel:
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns this block's gradients of q, k and v; `out` and `lse` cover all keys."""
-        lse, mask = _finite(lse), _sibling(mask, q)
+        lse, mask = _finite(lse), _to_device(mask, q)
         if self._is_fused(q):
             return flash_backward_on_cpu(gradient, q, k, v, out, lse, causal, _additive(mask, q), self.scale)
         # dk and dv accumulate over tiles and shared heads, hence in the logsumexp's precision.
@@ -217,7 +217,7 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == _NOTHING, 0)
 
 
-def _sibling(mask: Tensor | None, q: Tensor) -> Tensor | None:
+def _to_device(mask: Tensor | None, q: Tensor) -> Tensor | None:
     """Copies a mask, which is computed on the host, to the queries' device."""
     return None if mask is None else mask.to(q.device, non_blocking=True)
 

@@ -187,9 +187,9 @@ class SequenceMask:
         keys = max(keys[0], low), min(keys[1], high)
         if keys[0] >= keys[1]:
             return
-        unsharded = self._unmasked(queries, keys)
-        if unsharded is not None:
-            yield unsharded
+        single_block = self._unmasked(queries, keys)
+        if single_block is not None:
+            yield single_block
         elif queries[1] - queries[0] > TILE:
             # Split into tiles, so that most of them need no mask.
             for start in range(*queries, TILE):

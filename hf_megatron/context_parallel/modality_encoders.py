@@ -23,7 +23,7 @@ class ModalityEncoders(Shared):
 
     def install(self, model: nn.Module, layers: nn.ModuleList) -> None:
         """Registers hooks around each encoder."""
-        for encoder in _sibling(model, layers):
+        for encoder in _find_encoders(model, layers):
             self._modules.update(encoder.modules())
             encoder.register_forward_pre_hook(self._enter)
             encoder.register_forward_hook(self._leave, prepend=True, always_call=True)
@@ -39,7 +39,7 @@ class ModalityEncoders(Shared):
             RUNTIME.context = self._before.pop()
 
 
-def _sibling(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
+def _find_encoders(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
     """Returns the modules with attention that are siblings of the layers or of modules around the layers."""
     path = module_name(model, layers).split(".")
     chain = [".".join(path[:depth]) for depth in range(len(path) + 1)]

@@ -55,9 +55,9 @@ class _OfAllRanks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         # Each rank's gradient covers its local tokens only, cp_size times too large: the mean is complete.
-        unsharded = gradient.clone()
-        dist.all_reduce(unsharded, group=ctx.group)
-        return unsharded / dist.get_world_size(ctx.group), None
+        summed = gradient.clone()
+        dist.all_reduce(summed, group=ctx.group)
+        return summed / dist.get_world_size(ctx.group), None
 
 
 class _RestoreRow(torch.autograd.Function):
@@ -183,8 +183,8 @@ class ContextStack(Shared):
             if row is None or not self.shares_out():
                 return function(hidden_states, *args, **kwargs)
             # [batch, local, hidden] -> [batch, length, hidden] for the function -> [batch, local, hidden]
-            unsharded = function(gather_tokens(hidden_states, _TOKENS, row.order, self.group), *args, **kwargs)
-            return take_tokens(unsharded, _TOKENS, row.order, self.groups.rank)
+            full_output = function(gather_tokens(hidden_states, _TOKENS, row.order, self.group), *args, **kwargs)
+            return take_tokens(full_output, _TOKENS, row.order, self.groups.rank)
 
         return of_full
 

@@ -69,7 +69,7 @@ def grouped(blocks: Sequence[MaskBlock], batch: int) -> tuple[list[JoinedBlocks]
     groups = []
     for causal in (True, False):
         # A kernel call has a single causal flag.
-        identical = tuple(block for block in blocks if block.mask is None and block.causal is causal)
-        if identical:
-            groups.append(JoinedBlocks(identical, batch))
+        unmasked = tuple(block for block in blocks if block.mask is None and block.causal is causal)
+        if unmasked:
+            groups.append(JoinedBlocks(unmasked, batch))
     return groups, [block for block in blocks if block.mask is not None]

@@ -76,9 +76,9 @@ class Axis:
     def inner(self, size: int) -> "Axis":
         """Returns the innermost `size` ranks as an axis; raises `ConfigError` if `size` does not divide the axis."""
         digits, left = [], size
-        for stride, unsharded in self.digits:
-            taken = min(unsharded, left)
-            if unsharded % taken or left % taken:
+        for stride, extent in self.digits:
+            taken = min(extent, left)
+            if extent % taken or left % taken:
                 break
             digits.append((stride, taken))
             left //= taken

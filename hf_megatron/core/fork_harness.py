@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -241,10 +241,6 @@ def first_reason(text: str) -> str:
     last = [lines[-1].strip() for lines in ranks if lines]
     named = [line for line in last if line.startswith("hf_megatron.errors.")]
     return (named or last)[0].removeprefix("hf_megatron.errors.")[:300]
-
-
-if TYPE_CHECKING:
-    pass
 
 
 def set_rank_environment(rank: int, world_size: int) -> None:

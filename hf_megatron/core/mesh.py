@@ -144,8 +144,8 @@ class ParallelMesh(Shared):
         """Builds a mesh from axes outside the world mesh."""
         key = tuple(self.axes[name] for name in names)
         if key not in self._meshes:
-            unsharded = key[0].joined(*key[1:])
-            first_ranks = sorted({unsharded.ranks(rank)[0] for rank in range(self.axes.size("world"))})
+            joined_axis = key[0].joined(*key[1:])
+            first_ranks = sorted({joined_axis.ranks(rank)[0] for rank in range(self.axes.size("world"))})
             ranks = torch.tensor([_grid(key, first) for first in first_ranks])
             mesh = DeviceMesh(self.device_type, ranks, mesh_dim_names=("others", *names))
             setattr(mesh, _MARK, True)

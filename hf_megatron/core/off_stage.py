@@ -224,13 +224,13 @@ def gradients_of(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[
     outputs, inputs = own_terms(outputs), (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     asked = [tensor for tensor in inputs if not is_off_stage(tensor)]
     if not asked:
-        grad_proxy = inputs[0].owner.any_trained_parameter() if inputs and inputs[0].owner is not None else None
-        if grad_proxy is None:
+        local_parameter = inputs[0].owner.any_trained_parameter() if inputs and inputs[0].owner is not None else None
+        if local_parameter is None:
             raise UnsupportedError(
                 "torch.autograd.grad or backward(inputs=...) of weights that all lie on other pipeline stages, and of "
                 "this stage none is trained: call loss.backward()."
             )
-        asked, kwargs = [grad_proxy], {**kwargs, "allow_unused": True}
+        asked, kwargs = [local_parameter], {**kwargs, "allow_unused": True}
     found = iter(torch.autograd.grad(outputs, asked, *args, **kwargs))
     return tuple(tensor.gradient() if isinstance(tensor, OffStageTensor) else next(found) for tensor in inputs)
 

@@ -35,7 +35,7 @@ class SharedBatch(Shared):
         if not self.groups or self.calls & (self.calls - 1):
             return
         given = {f"argument {place}": value for place, value in enumerate(args)} | dict(kwargs)
-        numbers = {name: value for name, value in given.items() if isinstance(value, Tensor) and _is_replicated(value)}
+        numbers = {name: value for name, value in given.items() if isinstance(value, Tensor) and _is_integer(value)}
         if any(map(is_fake, numbers.values())):
             return
         own = {name: (tuple(value.shape), _checksum(value)) for name, value in numbers.items()}
@@ -52,7 +52,7 @@ class SharedBatch(Shared):
                 )
 
 
-def _is_replicated(tensor: Tensor) -> bool:
+def _is_integer(tensor: Tensor) -> bool:
     # Embeddings are computed, and may differ in their last bits.
     return type(tensor) is Tensor and not tensor.is_floating_point() and not tensor.is_complex()
 

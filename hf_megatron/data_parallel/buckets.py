@@ -50,14 +50,14 @@ class Slot:
             part.copy_(columns)
 
     def _pairs(self, rows: Tensor, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-        unsharded = self.entries // self.width if self.width else 0
+        full_rows = self.entries // self.width if self.width else 0
         pairs = []
-        if unsharded:
-            columns = rows[:unsharded, self.start : self.start + self.width]
-            pairs.append((columns, flat[: unsharded * self.width].view(unsharded, self.width)))
-        rest = self.entries - unsharded * self.width
+        if full_rows:
+            columns = rows[:full_rows, self.start : self.start + self.width]
+            pairs.append((columns, flat[: full_rows * self.width].view(full_rows, self.width)))
+        rest = self.entries - full_rows * self.width
         if rest:
-            pairs.append((rows[unsharded, self.start : self.start + rest], flat[unsharded * self.width :]))
+            pairs.append((rows[full_rows, self.start : self.start + rest], flat[full_rows * self.width :]))
         return pairs
 
     def own_columns(self, row: Tensor, ranks: int, rank: int) -> Tensor:
@@ -113,7 +113,7 @@ class Bucket:
         self.recv_buffer: Tensor | None = None
         self.flags: Tensor | None = None
         # What this rank had no gradient of when `flags` were added up.
-        self._off_stage: set[int] = set()
+        self._without_grad: set[int] = set()
         self.in_rows = False
 
     def open_buffer(self) -> Tensor:
@@ -169,12 +169,12 @@ class Bucket:
             self.used.update(range(len(self.slots)))
         else:
             self.flags = reduced[self.width :].float()
-            self._off_stage = set(range(len(self.slots))) - self.written
+            self._without_grad = set(range(len(self.slots))) - self.written
         gradient = reduced[: self.width]
         if self.shard is not None:
             self.shard.add_(gradient)
         else:
-            # Of an recv_buffer that has other rows too, it would keep these.
+            # Of a receive buffer that has other rows too, it would keep these.
             is_alone = self.recv_buffer is None or self.recv_buffer.shape[0] == 1
             self.shard = gradient if keep or is_alone else gradient.clone()
             self.in_rows = keep and self.rows is not None and share_memory(gradient, self.rows)
@@ -187,7 +187,7 @@ class Bucket:
         """Takes in how many ranks have a gradient of each parameter; returns the slots of those that others have."""
         self.used.update(index for index, count in enumerate(counts) if count)
         self.flags = None
-        return sorted(self._off_stage & self.used)
+        return sorted(self._without_grad & self.used)
 
     def exchange(self, other: GradBuffer) -> GradBuffer:
         """Puts another sum in place of the present one, which is returned; no reduction may be under way."""

@@ -418,8 +418,10 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, *, elementwise: bool = F
     # Adagrad makes its state when it is made.
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError(f"{name} has stepped already; prepare it before its first step.")
-    unsharded = engine.config.zero_stage == 0 and not any(engine.parameters.is_split(p) for p in _parameters(optimizer))
-    if not (elementwise or unsharded or is_elementwise(type(optimizer))):
+    sees_full_params = engine.config.zero_stage == 0 and not any(
+        engine.parameters.is_split(p) for p in _parameters(optimizer)
+    )
+    if not (elementwise or sees_full_params or is_elementwise(type(optimizer))):
         raise UnsupportedError(
             f"{type(optimizer).__module__}.{name} is not known to be elementwise (known: {', '.join(known())}): it "
             "would see parts of parameters and compute something else. Use zero_stage=0 with tp_size=1, where it sees "

@@ -363,8 +363,8 @@ def _zero_grad(model: Any, set_to_none: bool = True) -> None:
     if engine.model is model:
         if set_to_none and engine.reducer is not None:
             engine.reducer.discard()
-        for cleared in (*engine.callbacks.on_cleared, *engine.callbacks.on_discarded):
-            cleared()
+        for callback in (*engine.callbacks.on_cleared, *engine.callbacks.on_discarded):
+            callback()
 
 
 def engine_of(parameter: Tensor) -> DataParallel | None:

@@ -105,9 +105,9 @@ class SplitPlaces:
             self._taken = found
         if len(found) == len(self._taken) and all(map(operator.is_, found, self._taken)):
             return
-        unsharded = {id(parameter) for parameter in unsharded_parameters(self.model)}
+        unsharded_ids = {id(parameter) for parameter in unsharded_parameters(self.model)}
         if len(found) != len(self._taken) or any(
-            new is not old and id(new) not in unsharded for new, old in zip(found, self._taken, strict=True)
+            new is not old and id(new) not in unsharded_ids for new, old in zip(found, self._taken, strict=True)
         ):
             raise UnsupportedError(
                 "A parameter of a model with zero_stage=3 was tied, untied or exchanged, and FSDP2 would go on with "

@@ -129,11 +129,11 @@ def clip_grad_norm(
     listed, shares = ListOfRanks(parameters, in_step=in_step), local_gradients(parameters)
     norm, reduced = _norm(listed, shares, norm_type)
     total, *flags = reduced.tolist()
-    is_replicated, is_finite = listed.judge(flags), math.isfinite(total)
+    is_global, is_finite = listed.judge(flags), math.isfinite(total)
     if error_if_nonfinite:
         _require_finite(is_finite)
     for engine in listed.engines:
-        engine.step_status.record_clipping(max_norm, is_finite=is_finite, is_replicated=is_replicated)
+        engine.step_status.record_clipping(max_norm, is_finite=is_finite, is_global=is_global)
     _scale(shares, norm, max_norm)
     return norm
 
@@ -146,8 +146,8 @@ def clip_with_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, total
     is_finite = bool(engines) and bool(torch.isfinite(norm))
     for engine in engines:
         # Of all stages' parameters these say nothing.
-        is_replicated = engine.state.cut is None and has_all(parameters, [engine])
-        engine.step_status.record_clipping(max_norm, is_finite=is_finite, is_replicated=is_replicated)
+        is_global = engine.state.cut is None and has_all(parameters, [engine])
+        engine.step_status.record_clipping(max_norm, is_finite=is_finite, is_global=is_global)
     _scale(local_gradients(parameters), norm, max_norm)
 
 

@@ -32,7 +32,7 @@ class ListedShard:
     Attributes:
         held: trained parameters of this rank that have a gradient.
         own: those of them that are listed.
-        absent: listed parameters of other stages.
+        off_stage: listed parameters of other stages.
     """
 
     held: frozenset[str]
@@ -53,10 +53,10 @@ class ListOfRanks:
     def __init__(self, parameters: Sequence[Tensor], *, in_step: bool = False):
         self.parameters, self.in_step = parameters, in_step
         self.engines = engines_of(parameters)
-        self.is_replicated = bool(self.engines) and has_all(parameters, self.engines)
+        self.is_complete = bool(self.engines) and has_all(parameters, self.engines)
         concerned = not parameters or any(engine.state.cut is not None for engine in self.engines)
         self.flags: tuple[float, ...] = (
-            (not self.is_replicated, in_step, not in_step) if concerned and pipelines() else ()
+            (not self.is_complete, in_step, not in_step) if concerned and pipelines() else ()
         )
 
     def judge(self, added: Sequence[float]) -> bool:
@@ -67,7 +67,7 @@ class ListOfRanks:
         Raises `UnsupportedError` on every rank of a pipeline whose lists cannot be told to be parts of one.
         """
         if not self.flags:
-            return self.is_replicated
+            return self.is_complete
         is_partial, steps, norms = added
         if steps and norms:
             raise _error("some ranks have gone on to the optimizer's step.")

@@ -140,8 +140,8 @@ def without_asking(stock: Callable) -> Callable:
 def _mask(stock: Callable, known: list[PackingInfo], **given: Any) -> Any:
     mask: Any = given.get("attention_mask")
     keys = given.get("kv_length")
-    is_replicated = mask is not None and given.get("q_length") == keys and mask.shape == (given.get("batch_size"), keys)
-    answers = [rows.hides_tokens(mask) for rows in known] if is_replicated else []
+    is_full_mask = mask is not None and given.get("q_length") == keys and mask.shape == (given.get("batch_size"), keys)
+    answers = [rows.hides_tokens(mask) for rows in known] if is_full_mask else []
     hides = next((answer for answer in answers if answer is not None), None)
     if hides:
         given |= {name: False for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip") if name in given}

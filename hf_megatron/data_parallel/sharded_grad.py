@@ -196,9 +196,9 @@ def _lies_like(gradient: ShardedGrad, operand: Tensor) -> bool:
         same = operand.shape == gradient.shape and isinstance(operand, DTensor) == isinstance(gradient, DTensor)
         return same and operand.owner.owned_range(operand.key) == gradient.owner.owned_range(gradient.key)
     if isinstance(operand, DTensor):
-        unsharded = all(placement.is_replicate() for placement in operand.placements)
+        is_replicated = all(placement.is_replicate() for placement in operand.placements)
         like = isinstance(gradient, DTensor) and operand.placements == gradient.placements
-        return (operand.dim() == 0 and unsharded) or (like and operand.shape == gradient.shape)
+        return (operand.dim() == 0 and is_replicated) or (like and operand.shape == gradient.shape)
     return operand.dim() == 0 or (operand.shape == gradient.shape and not isinstance(gradient, DTensor))
 
 

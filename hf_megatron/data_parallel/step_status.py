@@ -59,17 +59,17 @@ class StepStatus:
         self.skipped_steps = 0
         self._skipped_in_a_row = 0
 
-    def record_clipping(self, max_norm: float, *, is_finite: bool, is_replicated: bool) -> None:
+    def record_clipping(self, max_norm: float, *, is_finite: bool, is_global: bool) -> None:
         """Records that the gradient norm was computed, and whether gradients were clipped to it.
 
         Args:
             max_norm (`float`): infinity if only the norm was asked for.
             is_finite (`bool`): whether the norm is finite.
-            is_replicated (`bool`): whether it is the norm of all gradients of the model, identical on all ranks.
+            is_global (`bool`): whether it is the norm of all gradients of the model, identical on all ranks.
         """
         gradients = self._open()
         gradients.clipped = gradients.clipped or math.isfinite(max_norm)
-        if not is_finite or is_replicated:
+        if not is_finite or is_global:
             gradients.finite = is_finite
 
     def record_scaler(self) -> None:

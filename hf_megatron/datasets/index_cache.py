@@ -75,8 +75,8 @@ class _File:
     def of(cls, value: Any) -> Any:
         """Returns the file of a fully mapped array, and any other value unchanged."""
         # A view of a memmap has `filename` as well, but is only a part of the file.
-        is_replicated = isinstance(value, np.memmap) and not isinstance(value.base, np.ndarray)
-        return cls(str(value.filename)) if is_replicated and value.filename is not None else value
+        is_full_file = isinstance(value, np.memmap) and not isinstance(value.base, np.ndarray)
+        return cls(str(value.filename)) if is_full_file and value.filename is not None else value
 
     def map(self) -> np.ndarray:
         """Returns the memory-mapped array."""

@@ -115,9 +115,9 @@ def datasets_from_megatron_args(
         cache=given["data_cache_path"],
     )
     ramp_up = _ramp_up(given)
-    wanted, unsharded = _samples(given, ramp_up), _blend(given, "data_path", "data_args_path")
+    wanted, shared_blend = _samples(given, ramp_up), _blend(given, "data_path", "data_args_path")
     own = _blends_of_splits(given)
-    if (unsharded is None) == (own is None):
+    if (shared_blend is None) == (own is None):
         raise DataError("expected data_path (or data_args_path), or paths of each split; " + _present(given))
     if own is not None:
         if given["split"] is not None:
@@ -127,7 +127,9 @@ def datasets_from_megatron_args(
         found = [_dataset(alone[split], (0.0, 1.0), wanted[split], make) for split in SPLITS]
     else:
         shares = parse_split(given["split"] or _SPLIT)
-        found = [_dataset(unsharded, share, wanted[split], make) for split, share in zip(SPLITS, shares, strict=True)]
+        found = [
+            _dataset(shared_blend, share, wanted[split], make) for split, share in zip(SPLITS, shares, strict=True)
+        ]
     if found[0] is not None:
         found[0].ramp_up = ramp_up
     return PretrainingSplits(found[0], found[1], found[2], wanted["test"])

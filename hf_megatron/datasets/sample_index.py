@@ -287,9 +287,9 @@ def _greedy(weights: list[float], samples: int, sizes: list[int]) -> BlendOrder:
         passed = float(max(number, 1))
         best, most = open_ones[0], -math.inf
         for one in open_ones:
-            trailing = weights[one] * passed - counts[one]
-            if trailing > most:
-                best, most = one, trailing
+            deficit = weights[one] * passed - counts[one]
+            if deficit > most:
+                best, most = one, deficit
         dataset[number], sample[number] = best, counts[best]
         counts[best] += 1
         if counts[best] == sizes[best]:

@@ -43,7 +43,7 @@ def texts_of(paths: Sequence[Path], key: str, start: int = 0) -> Iterator[str]:
             yield from (lines := _Lines(path, key, start))
             found, size = iter(()), lines.count
         elif kind in (".txt", ".txt.gz"):
-            found, size = iter([] if start else [_unsharded(path)]), 1
+            found, size = iter([] if start else [_read_text(path)]), 1
         else:
             raise DataError(f"{path}: expected .jsonl, .parquet, .txt or a folder of datasets.save_to_disk.")
         yield from found
@@ -60,7 +60,7 @@ def _opened(path: Path) -> Iterator[Any]:
         raise DataError(f"{path}: is no whole gzip file ({error}).") from None
 
 
-def _unsharded(path: Path) -> str:
+def _read_text(path: Path) -> str:
     with _opened(path) as file:
         return _decoded(file.read(), path)
 

@@ -107,11 +107,11 @@ def _ways(state: ParallelState | None, length: int) -> Iterator[tuple[Interval, 
     yield ((0, length),)
     if state is None:
         return
-    unsharded: tuple[Interval, ...] = ((0, length),)
+    intervals: tuple[Interval, ...] = ((0, length),)
     stack = state.placed.get(STACK)
     if stack is not None and stack.row is not None and stack.row.order.length == length:
-        unsharded = stack.row.order.parts[stack.groups.rank]
-        yield unsharded
+        intervals = stack.row.order.parts[stack.groups.rank]
+        yield intervals
     if state.config.sequence_parallel and state.axes.size("tp") > 1:
-        size = sum(stop - start for start, stop in unsharded)
-        yield cut_intervals(unsharded, *bounds(size, state.axes.size("tp"), state.axes.rank("tp")))
+        size = sum(stop - start for start, stop in intervals)
+        yield cut_intervals(intervals, *bounds(size, state.axes.size("tp"), state.axes.rank("tp")))

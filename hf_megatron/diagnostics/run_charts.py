@@ -116,13 +116,13 @@ class Bar(NamedTuple):
 
 def stacked_bars(bars: Sequence[Bar], *, unit: str, label: str) -> str:
     """Draws a bar per rank; if there are too many, draws the first ones and adds a caption."""
-    listing = bars[:_RANKS]
-    high = max(max(sum(size for _, _, size in bar.parts), bar.mark or 0.0) for bar in listing) or 1.0
-    row = 20 if len(listing) <= 16 else 9
-    height, left, right = len(listing) * row + 4, 64, 130 if any(bar.note for bar in listing) else 8
+    shown = bars[:_RANKS]
+    high = max(max(sum(size for _, _, size in bar.parts), bar.mark or 0.0) for bar in shown) or 1.0
+    row = 20 if len(shown) <= 16 else 9
+    height, left, right = len(shown) * row + 4, 64, 130 if any(bar.note for bar in shown) else 8
     scale = (940 - left - right) / high
     parts = [f'<svg viewBox="0 0 940 {height}" role="img" aria-label="{escape(label)}">']
-    for number, bar in enumerate(listing):
+    for number, bar in enumerate(shown):
         top, x = number * row + 1, float(left)
         if row > 12 or number % 8 == 0:
             parts.append(f'<text class="end" x="{left - 6}" y="{top + row / 2 + 3:.1f}">{escape(bar.label)}</text>')
@@ -167,19 +167,19 @@ def shares_chart(shares: Sequence[TraceShares]) -> str:
 
 def step_picture(traces: Sequence[RankTrace], ranks: Sequence[int]) -> str:
     """Draws the traced step of `ranks` over time; all traces are needed to find the ranks that these waited for."""
-    listing = [trace for trace in traces if trace.rank in ranks]
-    beginning = min(trace.start - trace.offset for trace in listing)
-    duration = max(trace.stop - trace.offset for trace in listing) - beginning
+    shown = [trace for trace in traces if trace.rank in ranks]
+    beginning = min(trace.start - trace.offset for trace in shown)
+    duration = max(trace.stop - trace.offset for trace in shown) - beginning
     row, left = 22, 64
     scale = (940 - left - 8) / duration
-    height = len(listing) * row + _BOTTOM
+    height = len(shown) * row + _BOTTOM
     waits = waits_of(traces)
     parts = [f'<svg viewBox="0 0 940 {height}" role="img" aria-label="a step by rank and time">']
     for seconds in _ticks(0.0, duration * 1e3):
         at = left + seconds / 1e3 * scale
         parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{height - _BOTTOM}"/>')
         parts.append(f'<text class="middle" x="{at:.1f}" y="{height - 6}">{_short(seconds)} ms</text>')
-    for number, trace in enumerate(listing):
+    for number, trace in enumerate(shown):
         top = number * row + 2
         parts.append(f'<text class="end" x="{left - 6}" y="{top + 13}">rank {trace.rank}</text>')
         spans = [(label, start - trace.offset, stop - trace.offset) for label, start, stop in trace.computed]

@@ -103,7 +103,7 @@ def _chart(run: RunRecord, name: str) -> str:
 
 def _cards(run: RunRecord, shares: Sequence[TraceShares]) -> list[tuple[str, str]]:
     found = []
-    for name, title, safe_repr in (
+    for name, title, form in (
         ("loss", "loss", "{:.4g}"),
         ("tokens_per_second", "tokens per second", "{:,.0f}"),
         ("mfu", "MFU", "{:.1%}"),
@@ -113,7 +113,7 @@ def _cards(run: RunRecord, shares: Sequence[TraceShares]) -> list[tuple[str, str
         if values:
             # Use the median speed: the first steps of a run are slower.
             recent = values[-1] if name == "loss" else sorted(values)[len(values) // 2]
-            found.append((title, safe_repr.format(recent)))
+            found.append((title, form.format(recent)))
     if shares:
         total = sum(one.step for one in shares)
         found.append(("time of a step", f"{max(one.step for one in shares) * 1e3:.4g} ms"))

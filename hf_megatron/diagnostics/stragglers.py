@@ -65,7 +65,7 @@ class StepWindow:
     stage: int
     seconds: float
     places: Mapping[str, float]
-    unsharded: float = 0.0
+    step_seconds: float = 0.0
 
 
 class StragglerWatch:
@@ -182,7 +182,7 @@ class SlowRanks:
             if usual is None and len(earlier) >= self.windows:
                 usual = statistics.median(before.seconds for before in earlier)
             is_slow = usual is not None and window.seconds > max(
-                self.factor * usual, usual + _NOTICEABLE * window.unsharded
+                self.factor * usual, usual + _NOTICEABLE * window.step_seconds
             )
             if not is_slow:
                 earlier.append(window)

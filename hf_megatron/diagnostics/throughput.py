@@ -75,9 +75,11 @@ def work_of_model(config: Any) -> ModelWork | None:
     one = float(heads * (keys + values))
     window = getattr(text, "sliding_window", None)
     looking_back = [kind for kind in kinds if kind == "sliding_attention"] if window else []
-    unsharded = [kind for kind in kinds if kind not in looking_back and not kind.startswith(_NO_ATTENTION)]
+    full_attention_layers = [kind for kind in kinds if kind not in looking_back and not kind.startswith(_NO_ATTENTION)]
     return ModelWork(
-        per_token, one * len(unsharded), ((int(window), one * len(looking_back)),) if window and looking_back else ()
+        per_token,
+        one * len(full_attention_layers),
+        ((int(window), one * len(looking_back)),) if window and looking_back else (),
     )
 
 

@@ -97,11 +97,11 @@ def shares_of(traces: Sequence[RankTrace]) -> list[TraceShares]:
             if start >= wait.stop:
                 continue
             middle = min(max(start, wait.complete), wait.stop)
-            alongside = _overlap((start, wait.stop), busy) if trace.overlaps else 0.0
+            overlapped = _overlap((start, wait.stop), busy) if trace.overlaps else 0.0
             idle = middle - start - (_overlap((start, middle), busy) if trace.overlaps else 0.0)
-            shares.hidden[wait.call.axis] += alongside
+            shares.hidden[wait.call.axis] += overlapped
             shares.waiting[wait.call.axis] += idle
-            shares.communicating[wait.call.axis] += wait.stop - start - alongside - idle
+            shares.communicating[wait.call.axis] += wait.stop - start - overlapped - idle
             if wait.last != trace.rank:
                 shares.waited_for[wait.last] += idle
         found.append(shares)
@@ -169,8 +169,8 @@ def write_merged(traces: Sequence[RankTrace], path: str | os.PathLike[str]) -> N
             events.append(_event(trace.rank, _COMPUTE, label, start - trace.offset - beginning, stop - start))
         for wait in waits[trace.rank]:
             events += _events_of(trace.rank, wait, beginning)
-    reported = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"layout": traces[0].layout}}
-    replace_file(Path(path), lambda partial: partial.write_text(json.dumps(reported), encoding="utf-8"))
+    content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"layout": traces[0].layout}}
+    replace_file(Path(path), lambda partial: partial.write_text(json.dumps(content), encoding="utf-8"))
 
 
 def _names(rank: int) -> Iterator[dict[str, Any]]:

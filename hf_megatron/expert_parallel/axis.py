@@ -75,8 +75,8 @@ def place(model: Any, state: ParallelState) -> None:
         if size % ranks:
             count, more = experts[name], identity.get(name, 0)
             valid = [number for number in range(1, size + 1) if size % number == 0]
-            trailing, divide = (f" and {more} identity experts", "both") if more else ("", "them")
-            raise ConfigError(f"{setting}: {name} has {count} experts{trailing}; valid sizes divide {divide}: {valid}.")
+            suffix, divide = (f" and {more} identity experts", "both") if more else ("", "them")
+            raise ConfigError(f"{setting}: {name} has {count} experts{suffix}; valid sizes divide {divide}: {valid}.")
     for name, module in names_inside(model, experts).items():
         sharding, count = state.shardings[name], experts[module]
         has_more = module in identity and sharding.shape[0] == count + identity[module]

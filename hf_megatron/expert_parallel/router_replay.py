@@ -158,16 +158,16 @@ class _Recorder(RouterWatch):
         full_tensors = [
             torch.full((size[0], c.batch * c.tokens, size[1]), ABSENT, dtype=torch.int32) for c, _ in self.calls
         ]
-        for (_, parts), unsharded in zip(self.calls, full_tensors, strict=True):
+        for (_, parts), full in zip(self.calls, full_tensors, strict=True):
             for name, found in parts.items():
                 for places, part in found:
                     # Layers with fewer choices than the widest one keep -1 in the remaining entries.
-                    unsharded[layers.index(name), places, : part.shape[1]] = part.cpu()
+                    full[layers.index(name), places, : part.shape[1]] = part.cpu()
         if not full_tensors:
             return []
         total = torch.cat(full_tensors, 1).to(device)
         self._over_ranks(total)
-        parts_of_calls = total.split([unsharded.shape[1] for unsharded in full_tensors], 1)
+        parts_of_calls = total.split([full.shape[1] for full in full_tensors], 1)
         pairs = zip(self.calls, parts_of_calls, strict=True)
         return [part.unflatten(1, (call.batch, call.tokens)) for (call, _), part in pairs]
 

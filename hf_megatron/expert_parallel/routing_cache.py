@@ -97,8 +97,8 @@ class LayerTapes:
         self._routes = 0
 
     def __deepcopy__(self, memo: dict) -> "LayerTapes":
-        tiny_model = memo[id(self)] = LayerTapes()
-        return tiny_model
+        duplicate = memo[id(self)] = LayerTapes()
+        return duplicate
 
     def enter(self, hidden: Tensor, *, is_kept: bool) -> None:
         """Begins a forward of the layer, with an input of any shape."""

@@ -44,10 +44,10 @@ class SharedExperts:
         self._is_early = False
 
     def __deepcopy__(self, memo: dict) -> "SharedExperts":
-        tiny_model = memo[id(self)] = SharedExperts(self.module)
-        tiny_model.takes = self.takes
-        tiny_model.module = copy.deepcopy(self.module, memo)
-        return tiny_model
+        duplicate = memo[id(self)] = SharedExperts(self.module)
+        duplicate.takes = self.takes
+        duplicate.module = copy.deepcopy(self.module, memo)
+        return duplicate
 
     def enter(self, hidden: Any) -> None:
         """Begins a forward of the block, with its hidden states."""

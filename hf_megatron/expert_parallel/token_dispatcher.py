@@ -146,8 +146,8 @@ class AllToAll(Shared):
             # One exchange for choices and weights, [rows, 2 * choices]: expert ids are exact in fp32.
             weights = weights.index_select(0, route.tokens).masked_fill(~is_theirs, 0)
             kind = torch.promote_types(weights.dtype, torch.float32)
-            alongside = torch.cat([local.to(kind), weights.to(kind)], 1)
-            arrived, shares = exchange_rows(alongside, route.sent, route.received, self.group).chunk(2, 1)
+            payload = torch.cat([local.to(kind), weights.to(kind)], 1)
+            arrived, shares = exchange_rows(payload, route.sent, route.received, self.group).chunk(2, 1)
             shares = shares.to(weights.dtype)
         # [rows sent, width] -> [rows received, width]
         rows = hidden.index_select(0, route.tokens)

@@ -75,8 +75,8 @@ def load_balancing_loss(
 def _of_batch(original: Callable, call: "_Call", gate_logits: Any, experts: int, top_k: int, mask: Any) -> Tensor:
     batch = call.batch
     if not batch.over_ranks:
-        unsharded: Tensor = original(gate_logits, experts, top_k, mask)
-        return unsharded
+        loss: Tensor = original(gate_logits, experts, top_k, mask)
+        return loss
     # Sums over local tokens: choices and probabilities [experts], tokens [1]; one all-reduce over the batch's ranks.
     chosen, probabilities, tokens = _statistics(gate_logits, experts, top_k, mask, 1)
     sums = batch.sum(torch.cat([chosen.flatten(), probabilities.flatten(), tokens]))

@@ -86,17 +86,17 @@ def has_plan_of_layers(model: Any) -> bool:
 
 def with_head(model: Any, plan: Mapping[str, str]) -> dict[str, str]:
     """Returns the plan with a vocab-parallel head, if it shards the head or the embedding that the head is tied to."""
-    head, unsharded = model.get_output_embeddings(), dict(plan)
+    head, new_plan = model.get_output_embeddings(), dict(plan)
     if isinstance(head, nn.Linear):
         name, embedding = module_name(model, head), _embedding_of(model, head)
         if plan.get(name) == "colwise_gather_output" or (
             name not in plan and plan.get(embedding) == "embedding_rowwise"
         ):
-            unsharded[name] = "vocab_parallel_head"
+            new_plan[name] = "vocab_parallel_head"
             if embedding:
                 # transformers plans the untied head only; a tied embedding must have the same vocabulary shard.
-                unsharded.setdefault(embedding, "embedding_rowwise")
-    return unsharded
+                new_plan.setdefault(embedding, "embedding_rowwise")
+    return new_plan
 
 
 def _embedding_of(model: Any, head: nn.Linear) -> str:

@@ -50,8 +50,8 @@ def inferred_spec(model: Any) -> ModelSpec:
             f"model type {model.config.model_type!r}: its attention and its MLPs are of no structure that is known."
         )
     containers = {parent for block in found.blocks for parent in _parents(block, modules)} - found.blocks
-    unsharded = found.around_several | {name for name in containers if _chooses_among_parts(modules[name])}
-    containers = {name for name in containers if not any(f"{name}.".startswith(f"{other}.") for other in unsharded)}
+    excluded = found.around_several | {name for name in containers if _chooses_among_parts(modules[name])}
+    containers = {name for name in containers if not any(f"{name}.".startswith(f"{other}.") for other in excluded)}
     return ModelSpec.from_fields(
         model.config.model_type,
         plan=_generic({**_ends(model), **found.plan}),
@@ -76,8 +76,8 @@ def _no_sequence_parallel(model: Any, blocks: set[str]) -> str | None:
     # Several lists under one parent: the loop interleaves them, so a layer is not one module.
     lists = {block[: match.start()] for block in blocks if (match := re.search(r"\.\d+(?=\.|$)", block)) is not None}
     for parent in {name.rpartition(".")[0] for name in lists}:
-        if len(alongside := [name for name in sorted(lists) if name.rpartition(".")[0] == parent]) > 1:
-            return f"the parts of a layer lie in lists side by side: {', '.join(alongside)}."
+        if len(siblings := [name for name in sorted(lists) if name.rpartition(".")[0] == parent]) > 1:
+            return f"the parts of a layer lie in lists side by side: {', '.join(siblings)}."
     return None
 
 

@@ -69,11 +69,11 @@ def corrected_spec(
     )
 
 
-def _without(spec: ModelSpec, unsharded: list[str]) -> ModelSpec:
+def _without(spec: ModelSpec, module_names: list[str]) -> ModelSpec:
     """Removes a spec's tensor and sequence parallel entries for the given modules and everything inside them."""
 
     def is_left(pattern: str) -> bool:
-        return not any(f"{pattern}.".startswith(f"{module}.") for module in unsharded)
+        return not any(f"{pattern}.".startswith(f"{module}.") for module in module_names)
 
     return spec.updated(
         plan={pattern: style for pattern, style in spec.tp.plan.items() if is_left(pattern)},
@@ -105,15 +105,15 @@ def family_spec(
     model; names that the class does not have are dropped. `changes` has patterns from the model's root.
     """
     prefix = base_prefix(model)
-    unsharded = {prefix + pattern: style for pattern, style in plan.items()}
+    model_plan = {prefix + pattern: style for pattern, style in plan.items()}
     names = {name for name, _ in model.named_modules()} | {n for n, _ in model.named_parameters(remove_duplicate=False)}
-    unsharded |= {name: style for name, style in (head_plan or {}).items() if name in names}
+    model_plan |= {name: style for name, style in (head_plan or {}).items() if name in names}
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear):
-        unsharded[module_name(model, head)] = "vocab_parallel_head"
+        model_plan[module_name(model, head)] = "vocab_parallel_head"
     return ModelSpec.from_fields(
         model.config.model_type,
-        plan=unsharded,
+        plan=model_plan,
         local_attributes={prefix + pattern: names for pattern, names in (local_attributes or {}).items()},
         local_arguments={prefix + pattern: names for pattern, names in (local_arguments or {}).items()},
         regions={prefix + block: prefix + row for block, row in (regions or {}).items()},

@@ -140,8 +140,8 @@ def differences(
     compared = {part for row in passed for part in row["parts"]}
     found = []
     for part in sorted(features.parts - compared, key=lambda part: part.name):
-        identical = [other.lines for other in compared if other.name == part.name]
-        by_distance = sorted(identical, key=lambda lines: (len(lines ^ part.lines), sorted(lines)))
+        same_name = [other.lines for other in compared if other.name == part.name]
+        by_distance = sorted(same_name, key=lambda lines: (len(lines ^ part.lines), sorted(lines)))
         nearest = by_distance[0] if by_distance else frozenset()
         found += [f"{part.name}: {text}" for text in _changed(part.lines, nearest)]
     drawn = {site for row in passed for site in row["draws"]}
@@ -163,8 +163,8 @@ def _without_head(row: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 def _inside(lines: frozenset[str], prefix: str) -> frozenset[str]:
     named = prefix.removesuffix(".") + ": "
-    unsharded = {line.removeprefix(named) for line in lines if line.startswith(named)}
-    return frozenset(unsharded | {line.removeprefix(prefix) for line in lines if line.startswith(prefix)})
+    matching = {line.removeprefix(named) for line in lines if line.startswith(named)}
+    return frozenset(matching | {line.removeprefix(prefix) for line in lines if line.startswith(prefix)})
 
 
 def failed(class_name: str, model_type: str, config: MegatronConfig, kind: str, features: Features) -> str | None:
@@ -208,8 +208,8 @@ def recorded_draw(model_type: str, changes: Mapping[str, Any], made_of: Mapping[
     own = tested_versions()
     for row in records():
         if row["model_type"] == model_type and "draw" in row and row["changes"] == changes:
-            identical = all(row["versions"].get(name) == own[name] for name in ("torch", "transformers"))
-            if identical and row["draw"] == {**made_of, "number": row["draw"]["number"]}:
+            same_versions = all(row["versions"].get(name) == own[name] for name in ("torch", "transformers"))
+            if same_versions and row["draw"] == {**made_of, "number": row["draw"]["number"]}:
                 return row["draw"]["number"]
     return None
 

@@ -120,9 +120,9 @@ class _Entries:
         self.name, self.cache, self.ranges = name, cache, ranges
         self._check(may_be_longer=may_be_longer)
         held = {index for stage in own for index in range(*ranges[stage])}
-        self._untracked = [index for index in range(ranges[-1][1]) if index not in held]
+        self._of_other_stages = [index for index in range(ranges[-1][1]) if index not in held]
         if isinstance(cache, QuantizedCache):
-            for index in self._untracked:
+            for index in self._of_other_stages:
                 if type(cache.layers[index]) is not DynamicLayer:
                     # Nothing one value wide can be quantised in groups.
                     cache.layers[index] = DynamicLayer()
@@ -164,7 +164,7 @@ class _Entries:
         return view
 
     def advance(self, inputs: Tensor) -> None:
-        for index in self._untracked:
+        for index in self._of_other_stages:
             _grow(self.cache.layers[index], inputs)
 
 

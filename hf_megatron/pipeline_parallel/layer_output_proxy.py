@@ -18,7 +18,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 class LayerOutputProxy(Tensor):
-    """What a layer that is not run hands to the loop in a trial_forward, and by what the next one knows it.
+    """What a layer that is not run hands to the loop in a trial forward, and by what the next one knows it.
 
     Operators see a plain tensor, and its first entry is itself, for layers that return tuples.
     """

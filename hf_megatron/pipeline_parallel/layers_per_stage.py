@@ -55,10 +55,10 @@ def share_out(model: Any, costs: Sequence[float], stages: int) -> tuple[int, ...
 def layers_with_features(config: Any) -> int:
     """Counts the layers behind which features of images are added, with those in between."""
     values = config.to_dict()
-    trailing = len((values.get("vision_config") or {}).get("deepstack_visual_indexes") or ())
+    deepstack = len((values.get("vision_config") or {}).get("deepstack_visual_indexes") or ())
     # Or the layers that they are added before.
     before = [layer for _, layer in values.get("deepstack_layer_map") or ()]
-    return max([trailing, *before, *(values.get("spatial_target_layers") or () if before else ())])
+    return max([deepstack, *before, *(values.get("spatial_target_layers") or () if before else ())])
 
 
 def require_features_on_first_stage(model: Any, stages: Stages) -> None:

@@ -54,7 +54,7 @@ class OffStageImages:
         Later stages are given what the first one made of images for layers that read it, too.
 
         Args:
-            is_probe (`bool`): for a trial_forward, in which no layer reads them.
+            is_probe (`bool`): for a trial forward, in which no layer reads them.
         """
         found: dict[str, Any] = self._required | without_pixels(given) if stage and not self._stand_before else given
         if stage and (not is_probe or pixels_of(given) is not None):

@@ -45,7 +45,106 @@ class StageRunner(Shared):
         recorder (`SpanRecorder`, *optional*): measures the actions of this rank.
     """
 
-    def __init__(
+    def __init__(self, model: Any, state: ParallelState, cut: ModelPartition, engine: DataParallel):
+        self.model, self.config, self.mesh, self.engine = model, state.config, state.mesh, engine
+        self.boundary, self.cut, self.loss = cut.boundary, cut, state.loss
+        self.forward = functools.partial(type(model).forward, model)
+        self.signature = inspect.signature(self.forward)
+        self.schedule = schedule(self.config.pipeline_schedule)
+        self.stages_per_rank = stages_per_rank(self.config)
+        self.transport = Transport(self.mesh.pp_group, self.mesh.device)
+        self.recorder: SpanRecorder | None = None
+        self.loss_scale = LossScale(self._usual_scale)
+        self.wants_logits = True
+        self.read: Callable[[Any, slice], tuple[Tensor, ...]] | None = None
+        self.shards_weights = state.shards_weights
+        self.checks = CallChecks(model, state, mixes_documents=cut.mixes_documents)
+        self.images = OffStageImages(model, state.spec, self.forward, cut.boundary)
+        self.trial_forward = TrialForward(model, state, cut, self.forward, self.images)
+        self.streams = MicrobatchStreams(self.mesh.device, self.mesh.host_group("pp"))
+        self.last, self.holders = cut.boundary.stages.rank_of[-1], cut.boundary.stages.ends
+        self._in_lockstep = state.in_lockstep
+        self._state = state
+        self._auxiliary: dict[Hashable, bool] = {}
+        self._packing_info: PackingInfo | None = None
+        self._calls = 0
+        # Implementations of attention.
+        self._keep_documents_apart: set[str] = set()
+        engine.callbacks.guards.append(lambda: self.loss_scale.require_final(engine.gradients))
+        engine.callbacks.on_cleared.append(self.loss_scale.clear)
+
+    # Microbatches
+
+    def microbatches_at_most(self) -> int:
+        """Returns into how many microbatches a batch with enough rows is cut."""
+        return self.config.num_microbatches or _PER_RANK * self.config.pp_size
+
+    def prepare(
+        self, arguments: dict[str, Any], *, for_backward: bool, fills_cache: bool = False
+    ) -> tuple[list[dict[str, Any]], list[float], Denominators | None]:
+        """Makes microbatches, their shares of the rows, and the denominators of the batch's loss."""
+        self.checks.require_one_stage_each(arguments, fills_cache=fills_cache)
+        self.checks.reject_skipped_layers()
+        self.cut.require_order(self.model)
+        if for_backward:
+            self.cut.reject_added(self.model, self._state.shardings)
+        rows = batch_size(arguments)
+        given = arguments.pop("num_items_in_batch", None)
+        packed = self._packed_row(arguments) if for_backward else None
+        units = rows if packed is None else len(packed.microbatches(self.microbatches_at_most()))
+        at_most = min(units, self.microbatches_at_most())
+        if self._in_lockstep or self.checks.counts_over_ranks(arguments):
+            at_most = self._same_on_dp_ranks(at_most)
+        losses = target_names(arguments)
+        if fills_cache or (not for_backward and self.checks.has_batch_statistics(arguments)):
+            count = 1
+        elif for_backward:
+            count = valid_microbatches(self.schedule.name, self.config.pp_size, self.stages_per_rank, at_most)
+        else:
+            count = at_most
+        # In evaluation a decoder behind an encoder may mask by whether it has a cache (T5Gemma).
+        keeps = fills_cache or (self.cut.layers.decoder > 0 and not self.model.training)
+        if not keeps and "use_cache" in self.signature.parameters:
+            leave_out(self.model, arguments)
+        if count > 1 and (self.read is not None or losses):
+            self.checks.reject_batch_statistics(arguments)
+        if packed is None:
+            microbatches = split(arguments, min(count, rows), self.model.config, modalities=self._state.modalities)
+            weights = [batch_size(microbatch) / rows for microbatch in microbatches]
+        else:
+            microbatches = packed.microbatches(count)
+            weights = [count_tokens(microbatch) / packed.length for microbatch in microbatches]
+        if not fills_cache:
+            self.trial_forward.of_call(microbatches[0], is_read=self.read is not None)
+        denominators: Denominators | None = None
+        if losses:
+            # Behind the trial forward, which shows how a class counts its labels.
+            denominators = self.loss.denominators(arguments, rows, given, over_ranks=torch.is_grad_enabled())
+        elif self.read is not None:
+            denominators = {"labels": 1}, self.loss.row_denominator(rows)
+        missing = count - len(microbatches)
+        shortest = mask_all_targets(microbatches[min(range(len(weights)), key=weights.__getitem__)])
+        return microbatches + [shortest] * missing, weights + [0.0] * missing, denominators
+
+    def _packed_row(self, arguments: dict[str, Any]) -> PackedRow | None:
+        """Finds documents to cut a row between, once the model was seen to keep them apart in an earlier call."""
+        known, self._packing_info = self._packing_info, None
+        kind = self.model.config.get_text_config()._attn_implementation
+        if known is not None and known.finds_documents:
+            self._keep_documents_apart.add(kind)
+        if kind not in self._keep_documents_apart or self.checks.mixes_documents(arguments):
+            return None
+        return PackedRow.of_call(arguments)
+
+    def _same_on_dp_ranks(self, microbatches: int) -> int:
+        """Lets ranks with fewer rows decide for all: dp ranks wait for each other in a forward."""
+        lowest = torch.tensor(microbatches, device=self.mesh.device)
+        dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self.mesh.dp_group)
+        return int(lowest)
+
+    # Stages
+
+    def execution(
         self,
         model: Any,
         state: ParallelState,

@@ -66,6 +66,6 @@ def hold_shared(model: nn.Module, row: LayerSequence, held: Mapping[str, nn.Modu
                     f"MegatronConfig.pp_size > 1: {name}.{part} of {type(model).__name__} is shared by layers of "
                     f"several stages, and {min(weights - own)} in it is not. Load it with pp_size=1."
                 )
-            untracked = model.get_submodule(name)
-            assert isinstance(untracked, OffStageLayer)
-            untracked.hold_real(part, layer.get_submodule(part))
+            off_stage_layer = model.get_submodule(name)
+            assert isinstance(off_stage_layer, OffStageLayer)
+            off_stage_layer.hold_real(part, layer.get_submodule(part))

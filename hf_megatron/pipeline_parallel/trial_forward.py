@@ -78,10 +78,10 @@ class TrialForward(Shared):
         self.cut.boundary.carry(place for *_, read in of_ranks for place in read)
         if wrong is not None and all(is_wrong for *_, is_wrong, _ in of_ranks):
             raise wrong
-        for rank, (judgment, *_) in enumerate(of_ranks):
-            if judgment is not None:
+        for rank, (reason, *_) in enumerate(of_ranks):
+            if reason is not None:
                 raise UnsupportedError(
-                    f"{type(self.model).__name__} on pp rank {rank}: {judgment} Nothing has been computed yet."
+                    f"{type(self.model).__name__} on pp rank {rank}: {reason} Nothing has been computed yet."
                 ) from (found if rank == self.mesh.pp_rank else None)
         self.logits = next((names for _, names, *_ in of_ranks if names), self.logits)
         self._done.add(kind)

@@ -113,7 +113,7 @@ class Estimator:
             sizes = layout.pp_size, per_rank, microbatches
             duration = simulated_seconds(layout.pipeline_schedule, *sizes, times.stages, send)
             traffic["pp"] = 2.0 * hidden * microbatches * per_rank
-        unsharded, waiting, step = self._with_step(layout, microbatches, duration)
+        step_seconds, waiting, step = self._with_step(layout, microbatches, duration)
         if reduced := self._reduced_bytes(layout, microbatches):
             traffic["dp"] = reduced
         exposed = dict(own.exposed) | ({"dp": waiting} if waiting else {})
@@ -122,7 +122,7 @@ class Estimator:
             rows,
             microbatches,
             self.memory.categories(layout, rows, microbatches),
-            unsharded,
+            step_seconds,
             own.compute + step,
             exposed,
             duration - own.total,

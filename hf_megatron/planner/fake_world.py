@@ -138,7 +138,7 @@ def run_fake_places(
         # RNG states are real host tensors, which the fake broadcast from another rank would not fill.
         rng.broadcast_state = lambda *args: None  # type: ignore[assignment]
         nn.Module._apply = _replaced  # type: ignore[assignment, method-assign]
-        norm_checks.ListOfRanks.judge = lambda self, added: self.is_replicated  # type: ignore[method-assign]
+        norm_checks.ListOfRanks.judge = lambda self, added: self.is_complete  # type: ignore[method-assign]
         if as_gloo:
             dist.get_backend = lambda group=None: dist.Backend("gloo")
             watchdog.watch_ranks = lambda *args, **kwargs: None  # type: ignore[assignment]

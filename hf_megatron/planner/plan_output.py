@@ -82,9 +82,9 @@ def plan_as_text(found: SearchResult, name: str, tokens: float | None = None) ->
     ]
     head = ["", "layout", "schedule", "recompute", "rows", "microbatches", "GiB", "s/step", "tokens/s/device"]
     head += ["bubble", "waits"] + (["days"] if tokens is not None else [])
-    listing = [(str(place + 1), one) for place, one in enumerate(found.best)]
-    listing += [("-", found.nearest)] if found.nearest is not None else []
-    lines += _table([head, *([place, *_cells(found, one, tokens)] for place, one in listing)])
+    plans = [(str(place + 1), one) for place, one in enumerate(found.best)]
+    plans += [("-", found.nearest)] if found.nearest is not None else []
+    lines += _table([head, *([place, *_cells(found, one, tokens)] for place, one in plans)])
     lines += ["", *_reasons(found)]
     for reason, count in found.reasons.items():
         lines.append(f"left out: {reason}" + (f" ({count} times)" if count > 1 else ""))

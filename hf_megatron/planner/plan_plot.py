@@ -104,10 +104,10 @@ def _draw_step(axes: Any, one: Estimate) -> None:
     per_rank = stages_per_rank(layout)
     count = one.microbatches
     # A multiple of the pipeline size is valid for every schedule.
-    listing = min(count, 2 * layout.pp_size if layout.pp_size > 1 else _SHOWN)
-    played = simulate(layout.pipeline_schedule, layout.pp_size, per_rank, listing, one.stages, one.send)
-    timeline = simulated_timeline(played, layout.pipeline_schedule, listing)
+    num_shown = min(count, 2 * layout.pp_size if layout.pp_size > 1 else _SHOWN)
+    played = simulate(layout.pipeline_schedule, layout.pp_size, per_rank, num_shown, one.stages, one.send)
+    timeline = simulated_timeline(played, layout.pipeline_schedule, num_shown)
     draw_bars(axes, timeline, _WIDTH)
-    said = f"{listing} of {count} microbatches" if listing < count else f"{count} microbatches"
+    said = f"{num_shown} of {count} microbatches" if num_shown < count else f"{count} microbatches"
     share = one.bubble / one.seconds
     axes.set_title(f"the step as simulated: {one.seconds:.2f} s, bubble {share:.1%}; {said} drawn", fontsize=11)

@@ -47,13 +47,13 @@ def as_text(ranks: Sequence[PredictedRank], layout: MegatronConfig, device_gib: 
     Args:
         device_gib (`float`, *optional*): memory of a device, to compare peaks with.
     """
-    identical = {kind: [rank for rank in ranks if rank.kind == kind] for kind in dict.fromkeys(r.kind for r in ranks)}
-    lines = [f"{layout.layout()}: {len(ranks)} pipeline ranks of {len(identical)} kinds, GiB of one rank"]
+    by_kind = {kind: [rank for rank in ranks if rank.kind == kind] for kind in dict.fromkeys(r.kind for r in ranks)}
+    lines = [f"{layout.layout()}: {len(ranks)} pipeline ranks of {len(by_kind)} kinds, GiB of one rank"]
     names = list(
         dict.fromkeys(name for rank in ranks for name, size in rank.kept.items() if size > rank.peak.size / 1e3)
     )
     lines.append(_line("pipeline ranks", ["parameters", *names, "peak", "when"]))
-    for same in identical.values():
+    for same in by_kind.values():
         # Show the fullest: ranks of a kind hold the same layers, but differ in their in-flight microbatches.
         rank = max(same, key=lambda found: found.peak.size)
         kept = [f"{rank.kept.get(name, 0) / _GIB:.2f}" for name in names]

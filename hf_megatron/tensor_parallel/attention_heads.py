@@ -154,17 +154,17 @@ class LocalConfig:
     A copy would miss later changes of the config, such as another attention implementation.
     """
 
-    def __init__(self, unsharded: Any, sizes: Mapping[str, int]):
-        vars(self).update(_unsharded=unsharded, _sizes=dict(sizes))
+    def __init__(self, config: Any, sizes: Mapping[str, int]):
+        vars(self).update(_config=config, _sizes=dict(sizes))
 
     def __getattr__(self, name: str) -> Any:
-        return self._sizes[name] if name in self._sizes else getattr(self._unsharded, name)
+        return self._sizes[name] if name in self._sizes else getattr(self._config, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._unsharded, name, value)
+        setattr(self._config, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._unsharded, self._sizes)
+        return type(self), (self._config, self._sizes)
 
 
 def give_sizes(module: nn.Module, sizes: Mapping[str, int]) -> None:

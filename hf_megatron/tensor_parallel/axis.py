@@ -249,12 +249,12 @@ def _guard_activations(
     models = (model,) if model.base_model is model else (model, model.base_model)
     exchanged = ExchangedFunctions({n: module for n, module in modules.items() if activations.see_parts(n)})
     exchanged.install(state.hooks, *models)
-    unsharded = {name for name, module in modules.items() if activations.of(name, module).is_replicated}
-    for name in modules.keys() - unsharded:
+    replicated_names = {name for name, module in modules.items() if activations.of(name, module).is_replicated}
+    for name in modules.keys() - replicated_names:
         if isinstance(modules[name], LocalParameters | ParallelLinear):
             modules[name].shard_name = name
     # Calls of these modules count as forwards: the sharded modules inside are called with the shards they expect.
-    for name in unsharded | _around((*structure.stacks, *names_in_encoder(model))):
+    for name in replicated_names | _around((*structure.stacks, *names_in_encoder(model))):
         if next(model.get_submodule(name).children(), None) is not None:
             forwards.install(model.get_submodule(name), state.hooks)
     calls = CallsInHooks(activations, {id(module): name for name, module in modules.items()}, forwards)

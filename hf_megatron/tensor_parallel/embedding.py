@@ -32,7 +32,7 @@ class VocabParallelEmbedding(nn.Embedding):
         # Ids in [start, stop) are owned by this rank; `weight` is [stop - start, hidden].
         start, stop = bounds(self.weight.shape[0], self.mesh.tp_size, self.mesh.tp_rank)
         # [batch, sequence]: ids that other ranks own.
-        untracked = (input < start) | (input >= stop)
+        off_shard = (input < start) | (input >= stop)
         weight = local_view(self.weight)
         assert weight is not None
         if stop == start:
@@ -40,8 +40,8 @@ class VocabParallelEmbedding(nn.Embedding):
             rows = weight.new_zeros(*input.shape, weight.shape[1]) + weight.sum()
         else:
             # Local lookup [batch, sequence, hidden], zeroed for the ids of other ranks.
-            local_ids = (input - start).masked_fill(untracked, 0)
-            rows = F.embedding(local_ids, weight).masked_fill(untracked.unsqueeze(-1), 0)
+            local_ids = (input - start).masked_fill(off_shard, 0)
+            rows = F.embedding(local_ids, weight).masked_fill(off_shard.unsqueeze(-1), 0)
             if self.padding_idx is not None:
                 # The padding entry is looked up but gets no gradient, as in nn.Embedding.
                 padding = (input == self.padding_idx).unsqueeze(-1)

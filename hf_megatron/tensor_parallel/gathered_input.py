@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..compat.shared import Shared
 from ..compat.torch_autograd import in_backward
-from ..compat.torch_memory import storage_id
+from ..compat.torch_memory import storage_key
 from ..core.communication.collectives import all_gather
 from ..core.memory.saved_tensor_hooks import Kept, Packed, Remade, Version, saved_as
 
@@ -67,7 +67,7 @@ class GatheredInput:
         If `x` is another tensor, or was modified since it was gathered, `x` itself is saved.
         """
         # `x` is not a view of the gathered tensor.
-        if storage_id(x) != self._storage.cdata or not self._version.is_current():
+        if storage_key(x) != self._storage.cdata or not self._version.is_current():
             return x, nullcontext()
         return saved_as(x, partial(_save, weakref.ref(self), x.dtype))
 

@@ -188,10 +188,8 @@ class HeadsOfRank:
                     "head-sharded block with PEFT adapters have to be frozen. Freeze it, exclude the block from "
                     "target_modules and modules_to_save, or load the model with tp_size=1."
                 )
-            unsharded = parameter.detach()
-            self._replace(
-                owner._parameters, own, unsharded.full_tensor() if isinstance(unsharded, DTensor) else unsharded
-            )
+            weight = parameter.detach()
+            self._replace(owner._parameters, own, weight.full_tensor() if isinstance(weight, DTensor) else weight)
 
     def _part(self, cut: "_Cut", parameter: Tensor, weight: Tensor) -> Tensor:
         """Returns this rank's slice of `weight`, the full or at-rest sharded tensor that forwards read."""

@@ -71,7 +71,7 @@ class Regions(Shared):
         hooks: ForwardHooks,
         arguments: Mapping[str, int],
         per_token_inputs: Mapping[str, tuple[str, ...]],
-        unsharded: Mapping[str, str] | None = None,
+        unshardable: Mapping[str, str] | None = None,
         full_prefix: tuple[int, ...] = (),
     ) -> Callable[[Tensor, str], Tensor] | None:
         """Installs all hooks; returns the function that ends a stack where a pipeline stage ends inside of it.
@@ -82,7 +82,7 @@ class Regions(Shared):
             hooks: hook table of the model.
             arguments: further per-token arguments of the layers -> the sequence dim along which they are split.
             per_token_inputs: patterns of blocks -> their further arguments that are gathered along the sequence.
-            unsharded: arguments with which layers of a sharded sequence cannot be called -> why.
+            unshardable: arguments with which layers of a sharded sequence cannot be called -> why.
             full_prefix: indices of the layers before which the loop reads full hidden states.
         """
         for block, region in self.uniform.items():
@@ -99,8 +99,8 @@ class Regions(Shared):
             owned = list(filter(computes_here, layers))
             for layer in owned:
                 draw_alone(layer, self.streams)
-            if arguments or unsharded:
-                SequenceArguments(arguments, self.group, unsharded or {}).install(owned, hooks)
+            if arguments or unshardable:
+                SequenceArguments(arguments, self.group, unshardable or {}).install(owned)
         if self.stacks:
             hooks.add("sequence ends", self._require_ends)
             for name in self.stacks:

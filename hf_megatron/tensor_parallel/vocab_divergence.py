@@ -142,7 +142,7 @@ def _expected(log_probs: Tensor, values: Tensor) -> Tensor:
     return torch.where(log_probs > -torch.inf, log_probs.exp() * values, 0).sum(-1)
 
 
-def _moe_block(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+def _mixture(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     return torch.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
 
 
@@ -199,7 +199,7 @@ class _TokenDivergences(torch.autograd.Function):
                 if beta == 0:
                     gradient = probabilities - teacher.exp()
                 else:
-                    against = teacher if beta == 1 else _moe_block(student, teacher, beta)
+                    against = teacher if beta == 1 else _mixture(student, teacher, beta)
                     weighted = student - against - of_student[chunk].unsqueeze(-1)
                     gradient = torch.where(probabilities > 0, probabilities * weighted, 0)
                     gradient *= 1 if beta == 1 else 1 - beta
@@ -237,6 +237,6 @@ def _terms(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tenso
     if beta == 1:
         found = _expected(student, student - teacher)
         return found, found
-    moe_block = _moe_block(student, teacher, beta)
-    of_student = _expected(student, student - moe_block)
-    return beta * _expected(teacher, teacher - moe_block) + (1 - beta) * of_student, of_student
+    mixture = _mixture(student, teacher, beta)
+    of_student = _expected(student, student - mixture)
+    return beta * _expected(teacher, teacher - mixture) + (1 - beta) * of_student, of_student

@@ -114,10 +114,10 @@ def default_task(config: PreTrainedConfig) -> str:
     """Returns the task of the class that users of a type load: causal, if it has a text-only class."""
     if _is_of_images(config):
         return "image"
-    audio_clips: str | None = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
-    if audio_clips == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type) and config.model_type in audio_types():
+    class_name: str | None = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
+    if class_name == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type) and config.model_type in audio_types():
         # By default, types that also have a text-only head are compared on that head.
-        return "causal" if audio_clips is None or audio_clips.endswith("ForCausalLM") else "audio"
+        return "causal" if class_name is None or class_name.endswith("ForCausalLM") else "audio"
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         for task, names in _OTHER_CLASSES.items():
             if config.model_type in names:
@@ -187,14 +187,14 @@ def cases_of(models: list[str], task: str = "causal", *, given_class: bool = Fal
             every += [(name, "video") for name in image_types() if task == "video" and takes_videos(name)]
             every += [(name, "audio") for name in audio_types()]
             every += [(name, "masked") for name in MODEL_FOR_MASKED_LM_MAPPING_NAMES if name in CONFIG_MAPPING]
-            audio_clips = {*audio_types()}
+            with_audio = {*audio_types()}
             every += [
                 (name, "seq2seq")
                 for name in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-                if name in CONFIG_MAPPING and name not in audio_clips
+                if name in CONFIG_MAPPING and name not in with_audio
             ]
             of_speech = MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
-            every += [(name, "speech") for name in of_speech if name in CONFIG_MAPPING and name not in audio_clips]
+            every += [(name, "speech") for name in of_speech if name in CONFIG_MAPPING and name not in with_audio]
             every += [(name, other) for name, tasks in OTHER_TASKS.items() for other in tasks]
             every = list(dict.fromkeys(every))
             yield from (case for case in every if task in ("causal", case[1]))

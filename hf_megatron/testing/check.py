@@ -267,7 +267,7 @@ def _check_layout(
         return row | {"passed": False, "worst": reason}
     try:
         if adapter is not None:
-            return row | _grad_status(check_tiny_model(tiny_model, layout, timeout=timeout, device=device), tiny_model)
+            return row | _parity_row(check_tiny_model(tiny_model, layout, timeout=timeout, device=device), tiny_model)
         features = features_on_layout(tiny_model.model_on_meta(), layout)
         row |= {"parts": list(features.parts)} | (
             {"split": _split_share(tiny_model, layout)} if layout.tp_size > 1 else {}
@@ -291,7 +291,7 @@ def _check_layout(
     except MegatronError as error:
         refused = not isinstance(error, RankError)
         return row | {"passed": False, "worst": first_reason(str(error)), "refused": refused}
-    return row | _grad_status(comparison, tiny_model)
+    return row | _parity_row(comparison, tiny_model)
 
 
 def _modalities(tiny_model: TinyModel | None) -> dict[str, Any]:
@@ -301,7 +301,7 @@ def _modalities(tiny_model: TinyModel | None) -> dict[str, Any]:
     return {"modalities": list(tiny_model.modalities)} if tiny_model.modalities else {}
 
 
-def _grad_status(comparison: Judgement, tiny_model: TinyModel) -> dict[str, Any]:
+def _parity_row(comparison: Judgement, tiny_model: TinyModel) -> dict[str, Any]:
     found: dict[str, Any] = {"passed": comparison.passed, "worst": str(comparison.worst)}
     if reasons := without_gradient(tiny_model.config, tiny_model.modalities):
         found["no_gradient"] = sorted(reasons.values())

@@ -98,12 +98,12 @@ def image_forms(canvas: Canvas, asked: set[str], counts: Sequence[int]) -> Itera
     if "qformer_input_ids" in asked:
         yield lambda: _with_questions(canvas, total)
         yield lambda: _with_questions(canvas, total, _FRAMES)
-    yield lambda: _unsharded(canvas, asked, total)
+    yield lambda: _full_images(canvas, asked, total)
     if "num_local_patches" in asked:
         # Or as lists instead of tensors.
-        yield lambda: {name: _as_list(name, value) for name, value in _unsharded(canvas, asked, total).items()}
+        yield lambda: {name: _as_list(name, value) for name, value in _full_images(canvas, asked, total).items()}
     # Models that support several kinds of vision encoders may use one that accepts no sizes.
-    yield lambda: _unsharded(canvas, asked - {"image_sizes"}, total)
+    yield lambda: _full_images(canvas, asked - {"image_sizes"}, total)
     # Models without a vision encoder project raw patches.
     if canvas.is_of_patches:
         yield lambda: {PIXELS: canvas.draw(total, canvas.channels * canvas.patch**2)}
@@ -193,11 +193,11 @@ def _crops(canvas: Canvas, total: int) -> dict[str, Tensor]:
     pooled = places.transpose(2, 3).reshape(-1, 4).clone()
     # A missing patch at the edge.
     pooled[::5, -1] = -1
-    unsharded = torch.tensor([rows // 2, columns // 2]).repeat(total, 1)
+    base_grids = torch.tensor([rows // 2, columns // 2]).repeat(total, 1)
     return {
         PIXELS: canvas.draw(int(numbers.sum()), rows * columns, canvas.channels * canvas.patch**2),
         "image_token_pooling": pooled,
-        "image_grids": torch.cat([unsharded, unsharded * torch.stack([numbers - 1, torch.ones_like(numbers)], 1)], 1),
+        "image_grids": torch.cat([base_grids, base_grids * torch.stack([numbers - 1, torch.ones_like(numbers)], 1)], 1),
         "image_num_crops": numbers,
     }
 
@@ -253,7 +253,7 @@ def tiles_of_rows(canvas: Canvas, counts: Sequence[int]) -> dict[str, Tensor]:
     return {PIXELS: pixels, "aspect_ratio_ids": kinds, "aspect_ratio_mask": mask.long()}
 
 
-def _unsharded(canvas: Canvas, asked: set[str], total: int) -> dict[str, Tensor]:
+def _full_images(canvas: Canvas, asked: set[str], total: int) -> dict[str, Tensor]:
     """Returns full images of one size, `[images, channels, height, width]`."""
     images = {PIXELS: canvas.draw(total, canvas.channels, canvas.height, canvas.width)}
     if "high_res_pixel_values" in asked:

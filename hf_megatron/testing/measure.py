@@ -170,13 +170,13 @@ def _of_all_stages(own: dict[str, Tensor | None], mesh: ParallelMesh) -> dict[st
     """Merges the tensors of all pipeline stages; a tied tensor whose copies differ becomes NaN."""
     parts: list[dict[str, Tensor | None]] = [{}] * mesh.pp_size
     dist.all_gather_object(parts, own, group=mesh.pp_group)
-    unsharded: dict[str, Tensor | None] = {}
+    merged: dict[str, Tensor | None] = {}
     for part in parts:
         for name, tensor in part.items():
-            other = unsharded.setdefault(name, tensor)
+            other = merged.setdefault(name, tensor)
             if tensor is not None and other is not None and not torch.equal(tensor, other):
-                unsharded[name] = torch.full_like(tensor, math.nan)
-    return unsharded
+                merged[name] = torch.full_like(tensor, math.nan)
+    return merged
 
 
 def loss_of_batch(
@@ -204,12 +204,12 @@ def loss_of_batch(
     state = parallel_state(model)
     # Divide by the global size: the data-parallel ranks' losses then sum to the single-process mean.
     loss = loss / (len(batch["input_ids"]) * values[0].numel() * batches)
-    unsharded = loss.detach().clone()
+    global_loss = loss.detach().clone()
     if state is not None and state.mesh.dp_size > 1 and not shared:
-        dist.all_reduce(unsharded, group=state.mesh.dp_group)
+        dist.all_reduce(global_loss, group=state.mesh.dp_group)
         # The gradient reduction averages over data-parallel ranks, so the local loss is scaled up.
         loss = loss * state.mesh.dp_size
-    return loss, unsharded
+    return loss, global_loss
 
 
 def _backward(model: nn.Module, batches: list[dict[str, Tensor]]) -> float:

@@ -145,9 +145,9 @@ def _with_videos(
     sizes = _features(named[0].get_video_features, of_features, sum(counts))
     grids = videos.get("video_grid_thw")
     frames = [1] * len(sizes) if grids is None else grids[:, 0].tolist()
-    for are_siblings in (True, False):
-        of_video = token if are_siblings else image_token(model.config)
-        if are_siblings and token in (None, image_token(model.config)):
+    for with_images in (True, False):
+        of_video = token if with_images else image_token(model.config)
+        if with_images and token in (None, image_token(model.config)):
             continue
         for is_apart in (False, True):
             left = iter(
@@ -155,10 +155,10 @@ def _with_videos(
                 for size, number in zip(sizes, frames, strict=True)
             )
             found = [
-                [*(of_row if are_siblings else ()), *(next(left) for _ in range(count))]
+                [*(of_row if with_images else ()), *(next(left) for _ in range(count))]
                 for of_row, count in zip(pieces, counts, strict=True)
             ]
-            yield (dict(images) if are_siblings else {}) | videos, found
+            yield (dict(images) if with_images else {}) | videos, found
 
 
 def _with_audio_clips(

@@ -99,10 +99,10 @@ def check_draws(
         outcomes = [_train_alone(tiny_model, layout, trial, timeout, device) for trial in alone]
         last = None
     apart = {name for [name], outcome in zip(alone, outcomes, strict=True) if outcome.problem}
-    identical = [name for name in together if name not in apart]
+    passed = [name for name in together if name not in apart]
     if last is None or apart:
-        last = _train_alone(tiny_model, layout, identical, timeout, device)
-    trials = zip([*alone, identical], [*outcomes, last], strict=True)
+        last = _train_alone(tiny_model, layout, passed, timeout, device)
+    trials = zip([*alone, passed], [*outcomes, last], strict=True)
     said = {"+".join(names): outcome.problem for names, outcome in trials if outcome.problem}
     problem = "; ".join(f"{names}: {problem}" for names, problem in said.items())
     return (frozenset() if last.problem else last.sites), problem

@@ -53,8 +53,8 @@ def make_speech_batch(
 def _in_codebooks(config: Any, books: int, labels: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
     """Returns a batch of text and codebook tokens per position, `input_ids` of `[batch, sequence, 1 + books]`."""
     text = labels.where(labels >= 0, config.pad_token_id)
-    audio_clips = torch.randint(config.codebook_vocab_size, (*labels.shape, books), generator=generator)
-    return {"input_ids": torch.cat([text[..., None], audio_clips], dim=-1), "labels": labels}
+    codes = torch.randint(config.codebook_vocab_size, (*labels.shape, books), generator=generator)
+    return {"input_ids": torch.cat([text[..., None], codes], dim=-1), "labels": labels}
 
 
 @torch.no_grad()

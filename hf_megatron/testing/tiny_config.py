@@ -429,9 +429,9 @@ def _tiny_rope(tiny: Mapping[str, Any]) -> dict[str, Any]:
                 new[name] = new[name][::step][: rotary_dim // 2]
         if "mrope_section" in new:
             first, second, *_ = sections = parameters["mrope_section"]
-            identical = [rotary_dim // 2 // len(sections)] * (len(sections) - 1)
-            other = [rotary_dim // 2 - sum(identical)]
-            new["mrope_section"] = identical + other if first == second else other + identical
+            equal_sections = [rotary_dim // 2 // len(sections)] * (len(sections) - 1)
+            other = [rotary_dim // 2 - sum(equal_sections)]
+            new["mrope_section"] = equal_sections + other if first == second else other + equal_sections
         return new
 
     if head_dim is None or not isinstance(tiny.get("rope_parameters"), Mapping):

@@ -146,5 +146,5 @@ def full_share(model: nn.Module, state: ParallelState) -> float:
     blocks = find_full_sequence_blocks(model, state.spec, layers)
     known = [name for name in blocks if heads_to_share(model.get_submodule(name), name, state) is None]
     sizes = {name: parameter.numel() for name, parameter in model.get_submodule(layers).named_parameters(prefix=layers)}
-    unsharded = sum(size for name, size in sizes.items() if any(name.startswith(f"{block}.") for block in known))
-    return unsharded / max(1, sum(sizes.values()))
+    replicated_numel = sum(size for name, size in sizes.items() if any(name.startswith(f"{block}.") for block in known))
+    return replicated_numel / max(1, sum(sizes.values()))

@@ -85,8 +85,8 @@ def _failure(
         return {"judgment": "hang", "worst": worst, "traceback": found["traceback"]}
     if speaks and len(failed) == len(ranks):
         if found["steps"] <= acts or (one is not None and "error" in one and found["steps"] == one["steps"]):
-            identical = not any("MegatronError" in rank["kinds"] for rank in speaks)
-            return {"judgment": "raises alike" if identical else "refused", "worst": worst}
+            is_alike = not any("MegatronError" in rank["kinds"] for rank in speaks)
+            return {"judgment": "raises alike" if is_alike else "refused", "worst": worst}
         return {"judgment": "refused late", "worst": f"after {found['steps']} steps: {worst}"}
     if speaks:
         return {"judgment": "ranks disagree", "worst": f"{len(failed)} of {len(ranks)} raise: {worst}"}

@@ -34,11 +34,11 @@ def batch(seed=0, count=5):
     return {name: torch.stack([row[name] for row in samples]) for name in ("input_ids", "labels")}
 
 
-def local_samples(model, unsharded):
+def local_samples(model, global_batch):
     state = parallel_state(model)
     if state is None:
-        return unsharded
-    return {name: value.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank] for name, value in unsharded.items()}
+        return global_batch
+    return {name: value.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank] for name, value in global_batch.items()}
 
 
 def backward(model, seeds=(0,), scale=lambda loss: loss):

@@ -131,7 +131,7 @@ def plain_hashes(repo, revision="main"):
 
 def pull_for(repo, target, layout=None, **kwargs):
     pulled = pull_checkpoint(repo, target, config=None if layout is None else MegatronConfig(**layout), **kwargs)
-    return {"files": pulled.files, "absent": pulled.off_stage, "bytes": pulled.bytes, "total": pulled.total_bytes} | {
+    return {"files": pulled.files, "absent": pulled.omitted, "bytes": pulled.bytes, "total": pulled.total_bytes} | {
         "fetched": pulled.fetched_bytes
     }
 

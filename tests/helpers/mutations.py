@@ -81,14 +81,14 @@ def change_value(value: Any, draw: Draw) -> Any:
         return draw.choice(VALUES)
     holder, key = draw.choice(places)
     old = holder[key]
-    identical = [(table, name) for table, name in places if type(table[name]) is type(old) and table[name] is not old]
+    same_type = [(table, name) for table, name in places if type(table[name]) is type(old) and table[name] is not old]
     kind = draw.choice(("delete", "rename", "tweak", "exchange", "exchange", "copy", "replace", "thin"))
     if kind == "delete":
         del holder[key]
     elif kind == "rename" and isinstance(holder, dict):
         holder[_other_name(key, draw, places)] = holder.pop(key)
-    elif kind in ("exchange", "copy") and identical:
-        other, name = draw.choice(identical)
+    elif kind in ("exchange", "copy") and same_type:
+        other, name = draw.choice(same_type)
         new = other[name]
         if kind == "exchange":
             other[name] = old

@@ -39,9 +39,9 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         # The input may be needed by other operations, so reduce a copy.
-        unsharded = part.clone()
-        dist.all_reduce(unsharded, group=group)
-        return unsharded
+        summed = part.clone()
+        dist.all_reduce(summed, group=group)
+        return summed
 
     @staticmethod
     @once_differentiable

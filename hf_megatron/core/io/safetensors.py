@@ -204,10 +204,10 @@ def _location(where: str, entry: Any, origin: int, size: int) -> Location:
     try:
         dtype, shape, (begin, end) = _BY_NAME[entry["dtype"]], entry["shape"], entry["data_offsets"]
         numel = math.prod(shape)
-        audio_task = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+        is_valid = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{where} has the unreadable header entry {safe_repr(entry)}.") from error
-    if not audio_task or end - begin != numel * dtype.itemsize or origin + end > size:
+    if not is_valid or end - begin != numel * dtype.itemsize or origin + end > size:
         raise CheckpointError(
             f"{where}: bytes [{safe_repr(begin)}, {safe_repr(end)}) for {safe_repr(shape)} {dtype} in a file of "
             f"{size} bytes."

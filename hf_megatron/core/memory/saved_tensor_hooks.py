@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...compat.torch_autograd import hooks_on_saved_tensors_are_free, in_backward
-from ...compat.torch_memory import storage_id
+from ...compat.torch_memory import storage_key
 
 
 class Packed(Protocol):
@@ -104,10 +104,10 @@ def saved_as(x: Tensor, form: Callable[[Tensor, torch.dtype], Packed]) -> tuple[
     if torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64:
         # Cast here rather than inside the matmul, whose own copy would not be recognized by `pack`.
         read = x.to(torch.get_autocast_dtype(x.device.type))
-    number, dtype = storage_id(read), read.dtype
+    number, dtype = storage_key(read), read.dtype
 
     # Views are matched by storage: a linear saves a flattened view of its input.
     def pack(saved: Tensor) -> Packed:
-        return form(saved, dtype) if storage_id(saved) == number else Kept(saved)
+        return form(saved, dtype) if storage_key(saved) == number else Kept(saved)
 
     return read, saved_tensors_hooks(pack, lambda packed: packed.unpack())

@@ -102,8 +102,8 @@ class _Hook(Shared):
             return None
         # Rebuild the output, so that the cache has its usual position in the tuple form.
         values = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
-        off_stage = {name: UnavailableCache() for name in _CACHES if name in values and values[name] is None}
-        return type(output)(**values | off_stage) if off_stage else None
+        unavailable = {name: UnavailableCache() for name in _CACHES if name in values and values[name] is None}
+        return type(output)(**values | unavailable) if unavailable else None
 
 
 def leave_out(model: Any, arguments: dict[str, Any]) -> None:

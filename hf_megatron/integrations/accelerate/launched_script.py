@@ -43,24 +43,28 @@ class Launch:
         self._said: set[str] = set()
 
     def make(
-        self, cls: type, parallelized: Callable[..., Any], unsharded: Callable[..., Any], arguments: Mapping[str, Any]
+        self,
+        cls: type,
+        load_parallelized: Callable[..., Any],
+        load_unsharded: Callable[..., Any],
+        arguments: Mapping[str, Any],
     ) -> Any:
         """Creates a model from the arguments of a script that is unaware of the layout.
 
         Args:
             cls: class of the model.
-            parallelized: creates the model from `megatron_config` and the arguments.
-            unsharded: creates the model as upstream does, from the arguments.
+            load_parallelized: creates the model from `megatron_config` and the arguments.
+            load_unsharded: creates the model as upstream does, from the arguments.
             arguments: keyword arguments of the script.
         """
         if _is_part_of_a_model():
-            return unsharded(**arguments)
+            return load_unsharded(**arguments)
         # A script's `device_map` refers to the devices of one process.
         given = {name: value for name, value in arguments.items() if name != "device_map"}
         try:
-            made = parallelized(megatron_config=self.layout, **given)
+            made = load_parallelized(megatron_config=self.layout, **given)
         except (UnsupportedError, UnverifiedLayoutError, PlanError) as error:
-            made = unsharded(**arguments)
+            made = load_unsharded(**arguments)
             self._reasons[_model(made)] = str(error)
             self._say(f"{cls.__name__} was not parallelized (replicated on every rank): {error}")
         else:

@@ -104,11 +104,11 @@ def full_state_dict_around(module: nn.Module) -> dict[str, Tensor] | None:
     for prefix, inner in module.named_modules():
         if parallel_state(inner) is None:
             continue
-        unsharded = full_state_dict(inner)
-        found |= {f"{prefix}.{name}": tensor for name, tensor in unsharded.items()}
+        inner_state = full_state_dict(inner)
+        found |= {f"{prefix}.{name}": tensor for name, tensor in inner_state.items()}
         # The wrapper may register the same parameters under other names.
         own = inner.named_parameters(remove_duplicate=False)
-        known |= {id(tensor): unsharded[name] for name, tensor in own if name in unsharded}
+        known |= {id(tensor): inner_state[name] for name, tensor in own if name in inner_state}
     if not found:
         return {}
     tensors, parameters = module.state_dict(), dict(module.named_parameters(remove_duplicate=False))

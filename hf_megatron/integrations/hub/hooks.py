@@ -204,12 +204,12 @@ def check_part(model: Any, info: dict[str, Any], path: Any) -> None:
 
     Without this check they would be initialized at random although the repository has them.
     """
-    if path is None or not os.path.isdir(path) or not (off_stage := read_partial(Path(path))):
+    if path is None or not os.path.isdir(path) or not (omitted := read_partial(Path(path))):
         return
     # Record the folder itself as the origin of the weights, not its `PART` subfolder.
     model.config._name_or_path = model.name_or_path = os.fspath(path)
     if missing := sorted(info.get("missing_keys") or ()):
         raise CheckpointError(
-            f"{path} was pulled for other ranks or another layout ({PARTIAL}): {', '.join(missing[:5])} are stored in "
-            f"{', '.join(sorted(off_stage))}. Run `hf-megatron pull` for this layout."
+            f"{path} was pulled for other ranks or another layout ({PARTIAL}): {', '.join(missing[:5])} lie in "
+            f"{', '.join(sorted(omitted))}. Run `hf-megatron pull` for this layout."
         )

@@ -22,7 +22,7 @@ from ...core.axes import Axes
 from ...core.io.checksums import FileDigest, hash_file
 from ...core.io.safe_paths import is_plain_name
 from ...errors import CheckpointError, ConfigError, MegatronError
-from .pulled_folder import WAITING, Pulled, link_part, put_in_place, record_off_stage, sha256_of
+from .pulled_folder import WAITING, Pulled, link_part, put_in_place, record_omitted, sha256_of
 from .push_selection import INDEX, REFUSED, explained, weight_map
 from .required_files import Stage, files_for, merged_files_for, stage_of
 
@@ -213,22 +213,20 @@ class _Pull:
 
     def _finish(self, last: str | None, names: set[str], files: set[str]) -> Pulled:
         files = files | ({last} if last is not None else set())
-        off_stage = sorted(names - files)
-        if off_stage:
+        omitted = sorted(names - files)
+        if omitted:
             assert self.config is not None
             layout = {"layout": self.config.to_dict(), "ranks": sorted(self.ranks)}
-            record_off_stage(
-                self.target, {"repo_id": self.repo_id, "commit": self.commit, "absent": off_stage, **layout}
-            )
+            record_omitted(self.target, {"repo_id": self.repo_id, "commit": self.commit, "absent": omitted, **layout})
         else:
             (self.target / PARTIAL).unlink(missing_ok=True)
         if last == INDEX:
-            link_part(self.target, files if off_stage else set())
+            link_part(self.target, files if omitted else set())
         if last is not None:
             put_in_place(self.target, last)
         sizes = {name: self.remote[name].size for name in names}
         present = sum(sizes[name] for name in files)
-        listed = tuple(sorted(files)), tuple(off_stage)
+        listed = tuple(sorted(files)), tuple(omitted)
         return Pulled(self.target, self.commit, *listed, present, sum(sizes.values()), self.fetched)
 
 

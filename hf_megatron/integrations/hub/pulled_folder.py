@@ -27,7 +27,7 @@ class Pulled:
 
     Attributes:
         files: names of the files in the folder.
-        off_stage: names of the files that were left out.
+        omitted: names of the files that were left out.
         bytes: size of `files`.
         total_bytes: size of all files of the commit that a pull without a rank would fetch.
         fetched_bytes: bytes downloaded by this call.
@@ -36,13 +36,13 @@ class Pulled:
     path: Path
     commit: str
     files: tuple[str, ...]
-    off_stage: tuple[str, ...]
+    omitted: tuple[str, ...]
     bytes: int
     total_bytes: int
     fetched_bytes: int
 
 
-def record_off_stage(folder: Path, note: Mapping[str, Any]) -> None:
+def record_omitted(folder: Path, note: Mapping[str, Any]) -> None:
     """Writes `partial.json` with the names of the files that were left out."""
     write_durably(folder / f".{PARTIAL}", json.dumps(note, indent=2) + "\n")
     os.replace(folder / f".{PARTIAL}", folder / PARTIAL)

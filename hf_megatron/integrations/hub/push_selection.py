@@ -144,10 +144,10 @@ def _is_pickle(path: Path) -> bool:
 
 def _complete(folder: Path) -> Manifest:
     checkpoint = Checkpoint(folder)
-    if checkpoint.off_stage:
+    if checkpoint.omitted:
         raise CheckpointError(
-            f"{folder} was pulled for some ranks only ({PARTIAL}) and lacks {', '.join(sorted(checkpoint.off_stage))}. "
-            "Pull it without --ranks before pushing it."
+            f"{folder} was pulled for some ranks only ({PARTIAL}) and lacks {', '.join(sorted(checkpoint.omitted))}; "
+            "pull it without --ranks before you push it."
         )
     for where, text in _texts(checkpoint.manifest.metadata, "facts"):
         if os.path.isabs(text):

@@ -125,12 +125,12 @@ def factors_of(name: str, style_name: str, sharding: ParameterSharding, region: 
         sums = region is not None and region.stack is not None
         along = (("split_input", style_name == "rowwise_split_input"),)
         first = Factor(RowParallelLinear, Placement.split(AXIS, 1), Placement(), GradientRule(), region, along)
-        unsharded = (("sum_gradient", sums),)
-        second = Factor(FullFactor, Placement(), Placement(), _SUMMED if sums else GradientRule(), None, unsharded)
+        switches = (("sum_gradient", sums),)
+        second = Factor(FullFactor, Placement(), Placement(), _SUMMED if sums else GradientRule(), None, switches)
         return Factors(first, second, style_name == "rowwise_split_input")
     if style_name in ("replicated", "replicated_with_grad_allreduce", "mla_kv_a_proj"):
-        unsharded = (("sum_gradient", sharding.gradient.sum == AXIS),)
-        both = Factor(FullFactor, Placement(), Placement(), sharding.gradient, None, unsharded)
+        switches = (("sum_gradient", sharding.gradient.sum == AXIS),)
+        both = Factor(FullFactor, Placement(), Placement(), sharding.gradient, None, switches)
         return Factors(both, both, True)
     raise UnsupportedError(
         f"A PEFT adapter on {name}: adapters on {style_name!r} modules are not supported with tp_size > 1. Remove it "

@@ -59,7 +59,7 @@ def _assign(parameter: Any, value: Any) -> None:
         take_memory(parameter, value)
 
 
-def _sibling(tensor: Any, split: Any) -> Any:
+def _replicate_loss(tensor: Any, split: Any) -> Any:
     """Returns a plain scalar loss `[]` as a replicated DTensor on a split tensor's mesh; its gradient stays plain."""
     plain = type(tensor) is Tensor and tensor.dim() == 0 and tensor.requires_grad
     if not plain or not torch.is_grad_enabled() or not _is_own(split):
@@ -71,7 +71,7 @@ def _sibling(tensor: Any, split: Any) -> Any:
 def _with_plain_losses(stock: Callable[..., Any]) -> Callable[..., Any]:
     # torch adds a plain loss to a DTensor, but the plain loss's backward would then receive a DTensor.
     def operator(self: Any, other: Any) -> Any:
-        return stock(self, _sibling(other, self))
+        return stock(self, _replicate_loss(other, self))
 
     return operator
 

@@ -186,15 +186,15 @@ class _GlobalBatches(BatchSamplerShard):
     """Yields the global batches, without repeated samples."""
 
     def __iter__(self) -> Iterator[list]:
-        unsharded: list = []
+        global_batch: list = []
         batches = 1 if self.split_batches else self.num_processes
         for number, batch in enumerate(self.batch_sampler, 1):
-            unsharded += batch
-            if number % batches == 0 and len(unsharded) == batches * self.batch_size:
-                yield unsharded
-                unsharded = []
-        if unsharded and not self.drop_last:
-            yield unsharded
+            global_batch += batch
+            if number % batches == 0 and len(global_batch) == batches * self.batch_size:
+                yield global_batch
+                global_batch = []
+        if global_batch and not self.drop_last:
+            yield global_batch
 
 
 class _OwnRows:

@@ -87,8 +87,8 @@ def get_stopping_criteria(original: Callable, self: Any, *args: Any, **kwargs: A
     # Imported here because importing the library must not pull in transformers' tokenizers.
     from transformers.generation import stopping_criteria
 
-    identical = {getattr(stopping_criteria, name) for name in _ALIKE}
-    return type(criteria)(one if type(one) in identical else AgreedCriterion(one, state.mesh) for one in criteria)
+    synced = {getattr(stopping_criteria, name) for name in _ALIKE}
+    return type(criteria)(one if type(one) in synced else AgreedCriterion(one, state.mesh) for one in criteria)
 
 
 def valid_auto_compile_criteria(original: Callable, self: Any, *args: Any, **kwargs: Any) -> bool:

@@ -191,13 +191,13 @@ def shuffle(original: Callable, seq_dict: dict[str, Any]) -> dict[str, Any]:
     if state is None or state.mesh.dp_size == 1 or not all(map(_is_tensor, seq_dict.values())):
         return original(seq_dict)
     group = state.mesh.group("dp")
-    unsharded = {name: _of_all_replicas(name, value, trainer, group) for name, value in seq_dict.items()}
-    count = max(len(value) for value in unsharded.values() if value is not None and value.dim())
+    global_batch = {name: _of_all_replicas(name, value, trainer, group) for name, value in seq_dict.items()}
+    count = max(len(value) for value in global_batch.values() if value is not None and value.dim())
     # Use the first replica's permutation: its random state matches the single-process run.
     order = torch.randperm(count).to(state.mesh.device)
     dist.broadcast(order, group=group, group_src=0)
     own = order[state.mesh.dp_rank :: state.mesh.dp_size]
-    return {name: value[own.to(value.device)] if _has_rows(value) else value for name, value in unsharded.items()}
+    return {name: value[own.to(value.device)] if _has_rows(value) else value for name, value in global_batch.items()}
 
 
 def _is_tensor(value: Any) -> bool:

@@ -69,8 +69,8 @@ def token_numbers(
     generated = _GENERATED.get()
     context: AbstractContextManager[None] = nullcontext()
     if generated and model is self.model and not _is_reference(model):
-        unsharded = _fitted(generated[-1], input_ids.shape[1])
-        calls = [part.contiguous() for part in unsharded.split(batch_size or len(input_ids), 1)]
+        recorded_routing = _fitted(generated[-1], input_ids.shape[1])
+        calls = [part.contiguous() for part in recorded_routing.split(batch_size or len(input_ids), 1)]
         context = replay_routing(unwrap_parallel_model(model), Routing(generated[-1].layers, calls))
     with context:
         return original(self, model, input_ids, attention_mask, logits_to_keep, *args, batch_size=batch_size, **kwargs)

@@ -14,8 +14,10 @@ CONNECTIONS = ("layers.*.attn_hyper_connection", "layers.*.mlp_hyper_connection"
 @register_model("qwen4_exp_text")
 def qwen4_exp_text(model: Any) -> ModelSpec:
     # transformers shards the first of two small projections; its sum would mix ranks that hold different tokens.
-    unsharded = {f"{connection}.input_mix_weight_down": "replicated" for connection in CONNECTIONS}
-    return corrected_spec(model, unsharded, pointwise_containers=CONNECTIONS, head_sharded_blocks={BLOCK: OF_QWEN3_5})
+    plan_changes = {f"{connection}.input_mix_weight_down": "replicated" for connection in CONNECTIONS}
+    return corrected_spec(
+        model, plan_changes, pointwise_containers=CONNECTIONS, head_sharded_blocks={BLOCK: OF_QWEN3_5}
+    )
 
 
 register_facts(

@@ -82,9 +82,9 @@ def eight_bit_class() -> Any:
             return bitsandbytes.functional.int8_vectorwise_dequant(self.codes, self.SCB)
 
         def __deepcopy__(self, memo: dict) -> Any:
-            tiny_model = super().__deepcopy__(memo)
-            tiny_model.CB, tiny_model.threshold, tiny_model.entries = tiny_model.codes, self.threshold, self.entries
-            return tiny_model
+            duplicate = super().__deepcopy__(memo)
+            duplicate.CB, duplicate.threshold, duplicate.entries = duplicate.codes, self.threshold, self.entries
+            return duplicate
 
     EightBitWeight.__name__ = "Int8Params"
     return EightBitWeight
@@ -143,9 +143,9 @@ class RowsWeight(QuantizedWeight):
         return self.codes * self.factors[:, None]
 
     def __deepcopy__(self, memo: dict) -> "RowsWeight":
-        tiny_model = RowsWeight(self.codes.clone(), requires_grad=False)
-        tiny_model.factors, tiny_model.entries = self.factors.clone(), self.entries
-        return tiny_model
+        duplicate = RowsWeight(self.codes.clone(), requires_grad=False)
+        duplicate.factors, duplicate.entries = self.factors.clone(), self.entries
+        return duplicate
 
 
 class _MultiplyCodes(torch.autograd.Function):

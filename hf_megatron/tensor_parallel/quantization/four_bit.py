@@ -118,13 +118,13 @@ def four_bit_class() -> Any:
             return dequantize_4bit(self.codes, self.quant_state)
 
         def __deepcopy__(self, memo: dict) -> Any:
-            tiny_model = super().__deepcopy__(memo)
-            tiny_model.compute_dtype, tiny_model.entries, tiny_model.entries_in_one = (
+            duplicate = super().__deepcopy__(memo)
+            duplicate.compute_dtype, duplicate.entries, duplicate.entries_in_one = (
                 self.compute_dtype,
                 self.entries,
                 self.entries_in_one,
             )
-            return tiny_model
+            return duplicate
 
     # PEFT, TRL and transformers look for this class name.
     FourBitWeight.__name__ = "Params4bit"

@@ -46,7 +46,7 @@ class ExchangedFunctions:
         self.methods = {base: vars(base)["forward"] for base in bases if "forward" in vars(base)}
         files = {base.__module__ for base in bases if base.__module__.startswith("transformers.models.")} | {*_SHARED}
         self.files = {name: _functions_of(vars(sys.modules[name])) for name in files}
-        self.exchanged_before = [f"{file}.{name}" for file in files for name in _untracked(file, self.files[file])]
+        self.exchanged_before = [f"{file}.{name}" for file in files for name in _replaced_in(file, self.files[file])]
         configs = [vars(module).get("config") for module in modules.values()]
         self.configs = list({id(config): config for config in configs if config is not None}.values())
 
@@ -136,7 +136,7 @@ def _is_users(function: Any) -> bool:
     return not is_of_checked_library(function) and not is_marked(function)
 
 
-def _untracked(file: str, functions: dict[str, Any]) -> list[str]:
+def _replaced_in(file: str, functions: dict[str, Any]) -> list[str]:
     """Returns the functions that a transformers module defines in its source but that come from elsewhere now."""
     users = [name for name, function in functions.items() if _is_users(function)]
     source = inspect.getsource(sys.modules[file]) if users else ""

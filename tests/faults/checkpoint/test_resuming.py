@@ -60,11 +60,11 @@ def test_fault_15_resume_on_the_same_layout_is_bit_equal(stories, tmp_path, name
     """Dropout on: random states, scheduler, moments and the data position all have to continue."""
     config = LAYOUTS[name]
     ranks = ranks_of(config)
-    unsharded = run_ranks(train, ranks, stories, tmp_path / "whole", config, dropout=0.1, save_strategy="no")
+    uninterrupted = run_ranks(train, ranks, stories, tmp_path / "whole", config, dropout=0.1, save_strategy="no")
     run_ranks(train, ranks, stories, tmp_path / "parts", config, dropout=0.1, stop=4)
     assert latest(tmp_path / "parts").name == "checkpoint-4"
     resumed = run_ranks(train, ranks, stories, tmp_path / "parts", config, dropout=0.1, resume=True)
-    for (log, weights, _), (expected_log, expected, _) in zip(resumed, unsharded, strict=True):
+    for (log, weights, _), (expected_log, expected, _) in zip(resumed, uninterrupted, strict=True):
         assert log[-2:] == expected_log[-2:]
         assert weights.keys() == expected.keys()
         assert all(torch.equal(weights[key], expected[key]) for key in expected)

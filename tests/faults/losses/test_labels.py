@@ -15,12 +15,12 @@ LAYOUTS = ["dp2", "dp2+zero0", "tp2+dp2+zero2", "tp2+sp+dp2", "dp2+zero3"]
 
 def ignored(rank, ranks=2):
     """A batch in which the rows of one dp rank have no label; of every rank with `None`."""
-    unsharded = batch(0)
-    labels = unsharded["labels"].clone()
+    full_batch = batch(0)
+    labels = full_batch["labels"].clone()
     for index, rows in enumerate(labels.tensor_split(ranks)):
         if rank in (index, None):
             rows.fill_(-100)
-    return unsharded | {"labels": labels}
+    return full_batch | {"labels": labels}
 
 
 def local_norms(model):

@@ -122,8 +122,8 @@ def test_numbers_per_token(llama, layout):
 def routed(model):
     output = model(input_ids=IDS, labels=IDS, attention_mask=torch.ones_like(IDS), output_router_logits=True)
     output.loss.backward()
-    unsharded = [logits for logits in output.router_logits if logits is not None]
-    return [value.detach() for value in (output.loss, output.aux_loss, *unsharded, *gradients(model).values())]
+    router_logits = [logits for logits in output.router_logits if logits is not None]
+    return [value.detach() for value in (output.loss, output.aux_loss, *router_logits, *gradients(model).values())]
 
 
 @pytest.mark.parametrize("scheme", ["p2p", "a2a"])

@@ -168,8 +168,8 @@ def test_bytes_that_are_needed_are_those_that_are_written(hf, tmp_path, monkeypa
     asked = []
     monkeypatch.setattr(StagedFolder, "require_space", lambda self, expected: asked.append(expected))
     report = convert(hf, tmp_path / "out", "hf")
-    alongside = sum((hf / name).stat().st_size for name in ("config.json", "generation_config.json"))
-    assert asked == [report.nbytes + alongside]
+    config_bytes = sum((hf / name).stat().st_size for name in ("config.json", "generation_config.json"))
+    assert asked == [report.nbytes + config_bytes]
     assert asked[0] <= sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
 
 

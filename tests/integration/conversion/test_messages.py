@@ -213,11 +213,11 @@ def test_integers_are_no_weights(hf, tmp_path, dtype):
     shutil.copytree(hf, source)
     convert(source, legacy, "megatron_legacy")
     weights = safetensors.torch.load_file(source / "model.safetensors")
-    unsharded = weights[name].view(dtype) if dtype == torch.int32 else weights[name].to(dtype)
-    safetensors.torch.save_file(weights | {name: unsharded}, source / "model.safetensors", {"format": "pt"})
+    integers = weights[name].view(dtype) if dtype == torch.int32 else weights[name].to(dtype)
+    safetensors.torch.save_file(weights | {name: integers}, source / "model.safetensors", {"format": "pt"})
     [file] = legacy.rglob("*.pt")
     content = torch.load(file, weights_only=False)
-    content["model"]["decoder.layers.0.mlp.linear_fc2.weight"] = unsharded
+    content["model"]["decoder.layers.0.mlp.linear_fc2.weight"] = integers
     torch.save(content, file)
     (legacy / "conversion.json").unlink()
     for folder in (source, legacy):
@@ -232,7 +232,7 @@ def test_a_quantization_is_refused_by_name(hf, tmp_path, to, method):
     """It was left out of what Megatron's formats have, and copied beside plain weights in the others."""
     source = with_config(hf, tmp_path / "source", quantization_config={"quant_method": method, "load_in_4bit": True})
     said = refused(source, tmp_path / "out", to)
-    listing = method.replace("\x1b", "\\x1b")
-    assert f"config.json: quantization_config has quant_method {listing}; quantized weights cannot be converted" in said
+    shown = method.replace("\x1b", "\\x1b")
+    assert f"config.json: quantization_config has quant_method {shown}: quantized weights are not converted" in said
     with pytest.raises(CheckpointError, match="quantization_config"):
         compare(source, hf)

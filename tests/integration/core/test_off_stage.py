@@ -370,8 +370,8 @@ def test_what_needs_values_of_several_stages_is_refused(folder):
         total = torch.zeros(())
         total.add_(off_stage.grad.norm())
         assert total.isnan()
-        tiny_model = copy.deepcopy(model)
-        assert [(n, p.shape, p.requires_grad) for n, p in tiny_model.named_parameters()] == [
+        duplicate = copy.deepcopy(model)
+        assert [(n, p.shape, p.requires_grad) for n, p in duplicate.named_parameters()] == [
             (n, p.shape, p.requires_grad) for n, p in model.named_parameters()
         ]
         model.zero_grad()

@@ -212,12 +212,12 @@ def test_state_shrinks_with_the_dp_ranks(stories):
         tensors = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
         return sum(t.untyped_storage().nbytes() for t in tensors)
 
-    unsharded = state_bytes()
+    full_bytes = state_bytes()
     for ranks in (2, 4):
         for found in run_ranks(state_bytes, ranks, MegatronConfig(dp_size=ranks)):
-            assert found == pytest.approx(unsharded / ranks, rel=0.02)
+            assert found == pytest.approx(full_bytes / ranks, rel=0.02)
     for found in run_ranks(state_bytes, 2, MegatronConfig(dp_size=2, zero_stage=0)):
-        assert found == unsharded
+        assert found == full_bytes
 
 
 def test_optimizers_of_the_past_are_freed(stories):

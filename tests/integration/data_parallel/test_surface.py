@@ -89,16 +89,16 @@ def test_drawn_weights_do_not_depend_on_the_layout(stories):
 def test_a_deep_copy_evaluates_and_stays(stories):
     def on_rank():
         model = load(stories, layout("dp2"))
-        tiny_model = copy.deepcopy(model)
-        before = snapshot(tiny_model)
+        duplicate = copy.deepcopy(model)
+        before = snapshot(duplicate)
         backward(model)
-        tiny_model.zero_grad()
+        duplicate.zero_grad()
         assert all(gradient is not None for gradient in gradients(model).values())
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-        assert unmoved(tiny_model, before)
-        return tiny_model.eval()(input_ids=torch.tensor([[1, 403, 407]])).logits.detach()
+        assert unmoved(duplicate, before)
+        return duplicate.eval()(input_ids=torch.tensor([[1, 403, 407]])).logits.detach()
 
     expected = load(stories)(input_ids=torch.tensor([[1, 403, 407]])).logits
     for logits in run_ranks(on_rank, 2):
@@ -107,9 +107,9 @@ def test_a_deep_copy_evaluates_and_stays(stories):
 
 def test_training_a_deep_copy_is_refused(stories):
     def on_rank():
-        tiny_model = copy.deepcopy(load(stories, layout("dp2")))
+        duplicate = copy.deepcopy(load(stories, layout("dp2")))
         with pytest.raises(UnsupportedError, match="deep copy"):
-            backward(tiny_model)
+            backward(duplicate)
 
     run_ranks(on_rank, 2)
 

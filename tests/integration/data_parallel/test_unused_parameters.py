@@ -14,8 +14,8 @@ def backward(loop, seed):
     """The last layer's MLP sees the first two rows only."""
     seen = local_samples(loop.model, {"seen": torch.tensor([1.0, 1.0, 0.0, 0.0])})["seen"]
     mlp = loop.model.model.layers[1].mlp
-    unsharded = type(mlp).forward
-    mlp.forward = shard_safe(lambda x: unsharded(mlp, x) * seen[:, None, None] if seen.any() else x * 0)
+    stock_forward = type(mlp).forward
+    mlp.forward = shard_safe(lambda x: stock_forward(mlp, x) * seen[:, None, None] if seen.any() else x * 0)
     try:
         loss = loop.loss(seed)
     finally:

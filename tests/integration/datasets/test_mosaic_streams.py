@@ -41,13 +41,13 @@ def test_stopped_runs_take_every_row_once(tmp_path):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(LLAMA).save_pretrained(tmp_path / "model")
     stream = iter(stream_of(tmp_path, None))
-    unsharded = [next(stream)["input_ids"].tolist() for _ in range(60)]
-    assert sorted(row[0] for row in unsharded[:ROWS]) == list(range(ROWS)) != [row[0] for row in unsharded[:ROWS]]
+    samples = [next(stream)["input_ids"].tolist() for _ in range(60)]
+    assert sorted(row[0] for row in samples[:ROWS]) == list(range(ROWS)) != [row[0] for row in samples[:ROWS]]
     # Begun anew where it has been further, and where it had ended.
     again = stream_of(tmp_path, None)
     for begin in (0, 30, 7):
         again.begin = begin
-        assert [row["input_ids"].tolist() for row in itertools.islice(again, 25)] == unsharded[begin : begin + 25]
+        assert [row["input_ids"].tolist() for row in itertools.islice(again, 25)] == samples[begin : begin + 25]
     with pytest.raises(DataError, match="num_canonical_nodes is missing"):
         SampleStream(streaming.StreamingDataset(local=str(tmp_path / "set"), batch_size=1))
     done, first = 0, 0
@@ -63,7 +63,7 @@ def test_stopped_runs_take_every_row_once(tmp_path):
         found = joined([({int(step): ids for step, ids in steps.items()}, rank, None) for steps, rank in read])
         for step in range(done - steps + 1, done + 1):
             of_step = replicas * rows * accumulate
-            assert found[step] == dealt(unsharded[first : first + of_step], replicas, rows)
+            assert found[step] == dealt(samples[first : first + of_step], replicas, rows)
             first += of_step
     assert first > 1.5 * ROWS
 

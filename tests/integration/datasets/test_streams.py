@@ -360,8 +360,8 @@ def find_batch(folder, output):
 
 def test_batches_that_were_too_large_do_not_count(folder, tmp_path):
     ranks = run_ranks(find_batch, 2, folder, tmp_path)
-    unsharded = taken(folder, 0, 8)
-    assert [seen for seen, _ in ranks] == [unsharded[0:2] + unsharded[4:6], unsharded[2:4] + unsharded[6:8]]
+    uncut = taken(folder, 0, 8)
+    assert [seen for seen, _ in ranks] == [uncut[0:2] + uncut[4:6], uncut[2:4] + uncut[6:8]]
     assert [begin for _, begin in ranks] == [0, 0]
     said = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())["stateful_callbacks"]
     assert said["SamplesCallback"]["attributes"]["consumed"] == 8

@@ -103,16 +103,16 @@ def test_a_device_that_is_slow_is_waited_for(layout, tmp_path):
     run_ranks(_traced_on_rank, 2, sizes, tmp_path, device="cuda")
     traces = traces_in(tmp_path)
     first, second = shares_of(traces)
-    reported = f"{[asdict(one) for one in (first, second)]}"
-    assert axis in first.communicating and set(first.communicating) <= {axis, "job", "dp_cp", "dp_shard"}, reported
+    details = f"{[asdict(one) for one in (first, second)]}"
+    assert axis in first.communicating and set(first.communicating) <= {axis, "job", "dp_cp", "dp_shard"}, details
     # Ranks that share a device wait for each other's turns as well.
-    assert first.waited_for.get(1, 0) > 0.5 * SECONDS, reported
-    assert any("gemm" in name or "nvjet" in name or "cutlass" in name for name, *_ in traces[0].computed), reported
+    assert first.waited_for.get(1, 0) > 0.5 * SECONDS, details
+    assert any("gemm" in name or "nvjet" in name or "cutlass" in name for name, *_ in traces[0].computed), details
     longest = max(traces[1].computed, key=lambda span: span[2] - span[1])
     assert "spin" in longest[0], longest
     for one in (first, second):
         parts = one.computing + sum(one.communicating.values()) + sum(one.waiting.values())
-        assert parts <= one.step * 1.02, reported
+        assert parts <= one.step * 1.02, details
     write_merged(traces, tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text("utf-8"))["traceEvents"]
 

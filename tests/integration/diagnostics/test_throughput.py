@@ -71,12 +71,12 @@ def test_work_is_what_torch_counts(name):
 
 def test_windows_and_other_models():
     config = LlamaConfig(**SIZES, intermediate_size=512, num_hidden_layers=2)
-    unsharded = work_of_model(config)
+    full_attention = work_of_model(config)
     config.layer_types, config.sliding_window = ["full_attention", "sliding_attention"], 16
     half = work_of_model(config)
-    assert half.per_pair == unsharded.per_pair / 2
+    assert half.per_pair == full_attention.per_pair / 2
     pairs, tokens = 256 * 256 / 2, 256
-    assert unsharded.flops(1, 256) - half.flops(1, 256) == 2 * half.per_pair * (pairs - tokens * 16)
+    assert full_attention.flops(1, 256) - half.flops(1, 256) == 2 * half.per_pair * (pairs - tokens * 16)
     assert work_of_model(T5Config(num_layers=2, d_model=32, d_ff=64)) is None
     masked = BertConfig(
         num_hidden_layers=2,

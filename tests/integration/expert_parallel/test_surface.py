@@ -164,10 +164,10 @@ def test_the_load_of_ranks_is_that_of_the_experts_they_hold():
         ("one", "two"), tokens, token_dispatcher.ExpertBlocks(8, 2, 2), 0
     )
     assert load.ranks_over_mean.tolist() == [[2.0, 0.0], [1.0, 1.0]]
-    unsharded = hf_megatron.expert_parallel.expert_load.ExpertLoad(
+    of_experts = hf_megatron.expert_parallel.expert_load.ExpertLoad(
         ("one", "two"), tokens, token_dispatcher.ExpertBlocks(8, 2), 0
     )
-    assert unsharded.ranks_over_mean.tolist() == [[1.0, 1.0], [0.0, 2.0]]
+    assert of_experts.ranks_over_mean.tolist() == [[1.0, 1.0], [0.0, 2.0]]
 
 
 # Trainer
@@ -448,8 +448,8 @@ def test_megatrons_names():
     """Megatron splits experts over tp unless it is told not to."""
     arguments = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4}
     assert MegatronConfig.from_megatron_args(arguments).etp_size == 2
-    unsharded = MegatronConfig.from_megatron_args(arguments | {"expert_tensor_parallel_size": 1})
-    assert (unsharded.ep_size, unsharded.etp_size) == (4, 1)
+    unsplit_experts = MegatronConfig.from_megatron_args(arguments | {"expert_tensor_parallel_size": 1})
+    assert (unsplit_experts.ep_size, unsplit_experts.etp_size) == (4, 1)
 
 
 def test_experts_that_a_loop_exchanges_are_refused(source):

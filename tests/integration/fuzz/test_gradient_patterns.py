@@ -310,9 +310,9 @@ def freezes_between_microbatches(loop):
 
 @loop_pattern
 def trains_inputs(loop):
-    unsharded = torch.randn(4, 9, 32, generator=torch.Generator().manual_seed(0))
+    all_inputs = torch.randn(4, 9, 32, generator=torch.Generator().manual_seed(0))
     for seed in range(2):
-        own = local_samples(loop.model, {"x": unsharded, **batch(seed)})
+        own = local_samples(loop.model, {"x": all_inputs, **batch(seed)})
         inputs = own["x"].clone().requires_grad_()
         loss = loop.model(inputs_embeds=inputs, labels=own["labels"]).loss
         loss.backward()

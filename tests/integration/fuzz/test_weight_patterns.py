@@ -294,13 +294,13 @@ def test_edits_stay_in_half_precision(half_runs, text, name):
 
 def train_a_copy(path, text=None):
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=None if text is None else layout(text)).train()
-    tiny_model = copy.deepcopy(model)
+    duplicate = copy.deepcopy(model)
     before = weights(model)
     losses = []
-    for one in (tiny_model, model):
+    for one in (duplicate, model):
         loop = Loop(one)
         loop.step(0)
-        if one is tiny_model:
+        if one is duplicate:
             untouched = weights(model)
             assert all(torch.equal(untouched[name], before[name]) for name in before)
         loop.step(1)

@@ -43,9 +43,9 @@ def embeddings_of_its_own(path, text, prompts):
     if prompt.grad is not None:
         losses.append(prompt.grad.norm())
     with torch.no_grad():
-        unsharded = batch(5)
-        inputs = model.eval().get_input_embeddings()(unsharded["input_ids"]) / 2
-        losses.append(model(inputs_embeds=inputs, labels=unsharded["labels"]).loss)
+        full_batch = batch(5)
+        inputs = model.eval().get_input_embeddings()(full_batch["input_ids"]) / 2
+        losses.append(model(inputs_embeds=inputs, labels=full_batch["labels"]).loss)
         tokens = model.generate(inputs_embeds=inputs, max_new_tokens=3, do_sample=False, pad_token_id=0)
         losses += tokens.flatten().float()
     return torch.stack(losses)
@@ -158,12 +158,12 @@ def test_parts_of_other_stages(folder):
             except UnsupportedError as error:
                 assert "lies on stage" in str(error)
                 refused.add(name)
-        untracked = model.model.layers[0 if "self_attn" in refused else 1]
+        off_stage_layer = model.model.layers[0 if "self_attn" in refused else 1]
         assert model.model.norm.variance_epsilon == model.config.rms_norm_eps
-        assert untracked.mlp.hidden_size == 32 and not hasattr(untracked.mlp, "rotary_emb")
-        assert untracked.mlp.gate_proj.weight is dict(untracked.named_parameters())["mlp.gate_proj.weight"]
+        assert off_stage_layer.mlp.hidden_size == 32 and not hasattr(off_stage_layer.mlp, "rotary_emb")
+        assert off_stage_layer.mlp.gate_proj.weight is dict(off_stage_layer.named_parameters())["mlp.gate_proj.weight"]
         with pytest.raises(UnsupportedError, match="A LlamaMLP was called by itself"):
-            untracked.mlp(torch.zeros(1, 1, 32))
+            off_stage_layer.mlp(torch.zeros(1, 1, 32))
         with pytest.raises(UnsupportedError, match="mlp of a LlamaDecoderLayer: it lies on stage"):
             give_a_layer_another_part(model)
         if "self_attn" not in refused:
@@ -227,9 +227,9 @@ def step_in_evaluation_mode(path, text):
     """A step of a model without dropout; the rows of the replicas have unequal numbers of labels."""
     model = load(path, text).eval()
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    unsharded = batch(0)
-    unsharded["labels"][0] = -100
-    loss = model(**local_samples(model, unsharded)).loss
+    full_batch = batch(0)
+    full_batch["labels"][0] = -100
+    loss = model(**local_samples(model, full_batch)).loss
     loss.backward()
     optimizer.step()
     with torch.no_grad():

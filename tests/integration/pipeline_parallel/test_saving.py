@@ -92,10 +92,10 @@ def test_merged_files_are_those_of_one_process(tiny_models, tmp_path, model_type
         targets = [tmp_path / f"{world_size}-{index}" for index in range(len(configs))]
         if not configs:
             continue
-        unsharded, *others = run_ranks(save_merged, world_size, source, targets, configs)
+        merged, *others = run_ranks(save_merged, world_size, source, targets, configs)
         expected = stock.state_dict()
-        assert list(unsharded) == list(expected) and not any(others)
-        assert all(torch.equal(unsharded[name], expected[name]) for name in expected)
+        assert list(merged) == list(expected) and not any(others)
+        assert all(torch.equal(merged[name], expected[name]) for name in expected)
         for target in targets:
             assert_same_files(target, tmp_path / "stock")
             several, expected = target / "several", tmp_path / "stock" / "several"
@@ -143,11 +143,11 @@ CHAIN = {
 
 def batch(model):
     some = rows(4, 3, length=17)
-    unsharded = {name: torch.stack([row[name] for row in some]) for name in ("input_ids", "labels")}
+    full_batch = {name: torch.stack([row[name] for row in some]) for name in ("input_ids", "labels")}
     state = parallel_state(model)
     if state is None:
-        return unsharded
-    return {name: value.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank] for name, value in unsharded.items()}
+        return full_batch
+    return {name: value.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank] for name, value in full_batch.items()}
 
 
 def make(path, config, dtype=torch.float32):
@@ -315,10 +315,10 @@ def test_trainer_loads_its_best_checkpoint(stories, tmp_path, weights_only):
 
 def test_accelerate_state_continues_bit_equal(stories, tmp_path):
     config = layout(pp_size=2)
-    unsharded = run_ranks(loop, 2, stories, tmp_path / "whole", config, steps=4)
+    uninterrupted = run_ranks(loop, 2, stories, tmp_path / "whole", config, steps=4)
     run_ranks(loop, 2, stories, tmp_path / "parts", config, steps=2, save_at=(2,))
     resumed = run_ranks(loop, 2, stories, tmp_path / "parts", config, steps=4, load=True)
-    for (losses, rate, seen), (expected, expected_rate, _) in zip(resumed, unsharded, strict=True):
+    for (losses, rate, seen), (expected, expected_rate, _) in zip(resumed, uninterrupted, strict=True):
         assert losses == expected[4:] and rate == expected_rate and seen == 4
 
 

@@ -421,8 +421,8 @@ def test_positions_of_several_dims_are_cut_along_their_rows():
     parts = split(batch, 2)
     assert torch.equal(torch.cat([part["position_ids"] for part in parts], dim=1), three)
     assert all(torch.equal(part["cache_position"], batch["cache_position"]) for part in parts)
-    unsharded = split({**batch, "position_ids": torch.arange(5)[None], "cu_seq_lens_q": torch.arange(5)}, 1)
-    assert unsharded[0]["cu_seq_lens_q"].shape == (5,)
+    microbatches = split({**batch, "position_ids": torch.arange(5)[None], "cu_seq_lens_q": torch.arange(5)}, 1)
+    assert microbatches[0]["cu_seq_lens_q"].shape == (5,)
 
 
 # Loops over layers that a pipeline cannot cut

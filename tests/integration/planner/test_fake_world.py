@@ -178,11 +178,11 @@ def test_stage_one_keeps_no_more_than_megatron(ranks):
 
 def test_stage_three_keeps_its_share_of_every_parameter():
     """It was divided by what a rank holds: two bytes of weights per parameter, whatever the number of ranks."""
-    unsharded, split = (predicted({"zero_stage": stage}, ranks=4) for stage in (1, 3))
-    assert split.parameters == unsharded.parameters
+    replicated, split = (predicted({"zero_stage": stage}, ranks=4) for stage in (1, 3))
+    assert split.parameters == replicated.parameters
     assert split.per_parameter["weights"] == pytest.approx(2 / 4, rel=1e-3)
     assert sum(split.per_parameter.values()) == pytest.approx((2 + 12) / 4, rel=0.01)
-    assert predicted({"tp_size": 2, "zero_stage": 3}, ranks=4).parameters < 0.6 * unsharded.parameters
+    assert predicted({"tp_size": 2, "zero_stage": 3}, ranks=4).parameters < 0.6 * replicated.parameters
 
 
 def keep_grad_buffer_of_weights(monkeypatch):
@@ -277,8 +277,8 @@ def test_stages_of_a_large_job():
 
 def test_recomputed_layers_keep_their_input():
     layout = {"tp_size": 2, "sequence_parallel": True}
-    unsharded, recomputed = (predicted(layout | more) for more in ({}, {"recompute": "full"}))
-    sizes = [sum(figures.layers["model.layers.1", 0].values()) for figures in (unsharded, recomputed)]
+    plain, recomputed = (predicted(layout | more) for more in ({}, {"recompute": "full"}))
+    sizes = [sum(figures.layers["model.layers.1", 0].values()) for figures in (plain, recomputed)]
     # [rows, tokens / ranks, hidden] in bf16.
     assert sizes[1] == 4 * 64 // 2 * 128 * 2 and sizes[0] > 10 * sizes[1]
 

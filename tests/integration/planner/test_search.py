@@ -254,11 +254,11 @@ def test_packed_documents_and_offloaded_states_are_priced():
     packed = UnitBook(book.short, replace(job, document_length=LENGTH / 4))
     packed._costs = book._costs
     layout = MegatronConfig(dp_size=8)
-    unsharded, short = (Estimator(one).estimate(layout, 1, 1) for one in (book, packed))
-    assert short.compute < unsharded.compute and short.memory == unsharded.memory
+    unpacked, short = (Estimator(one).estimate(layout, 1, 1) for one in (book, packed))
+    assert short.compute < unpacked.compute and short.memory == unpacked.memory
     offloaded = Estimator(book).estimate(replace(layout, offload_optimizer=True), 1, 1)
     assert not {"main weights", "moments"} & offloaded.memory[0].keys()
-    assert offloaded.seconds > unsharded.seconds
+    assert offloaded.seconds > unpacked.seconds
     with pytest.raises(ConfigError, match="Job.document_length = 1000: expected 1 to 512"):
         replace(job, document_length=1000)
 
@@ -395,8 +395,8 @@ def test_more_work_takes_longer():
     costs = book.costs(MegatronConfig(dp_size=8))
     forward, backward = costs.layers[0].forward, costs.layers[0].backward
     arguments = device("h100"), book.job.efficiency, "bf16", {}
-    unsharded = [seconds(replace(work, traffic={}), *arguments) for work in (forward, backward)]
-    assert unsharded[1].compute > 1.5 * unsharded[0].compute
+    times = [seconds(replace(work, traffic={}), *arguments) for work in (forward, backward)]
+    assert times[1].compute > 1.5 * times[0].compute
 
 
 def test_the_command_searches_and_still_prints_claims(tmp_path):
@@ -469,10 +469,8 @@ def test_what_loading_refuses_is_left_out_and_what_it_asks_to_check_is_said():
     assert any(reason.startswith("sequences shared by ranks of tp") for reason in found.reasons)
     several = {"tp_size": 1, "cp_size": 1}
     uncut = XLMConfig(**without_sp.to_dict() | {"pre_norm": True})
-    unsharded = search_layouts(uncut, Job(4, device("h100"), LENGTH, 16), Bounds(fixed=several, recomputes=(None,)))
-    assert {one.layout.pp_size for one in unsharded.best} == {1} and any(
-        r.startswith("pp: ") for r in unsharded.reasons
-    )
+    search = search_layouts(uncut, Job(4, device("h100"), LENGTH, 16), Bounds(fixed=several, recomputes=(None,)))
+    assert {one.layout.pp_size for one in search.best} == {1} and any(r.startswith("pp: ") for r in search.reasons)
     scaled = GPT2Config(**TIED.to_dict() | {"scale_attn_by_inverse_layer_idx": True})
     changed = search_layouts(scaled, Job(4, device("h100"), LENGTH, 16), Bounds(fixed=layouts, recomputes=(None,)))
     assert "scale_attn_by_inverse_layer_idx" in changed.uncompared[0][0]

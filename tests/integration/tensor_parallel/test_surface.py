@@ -163,11 +163,11 @@ def test_state_dict_round_trip_with_full_tensors(stories):
 
 def test_deepcopy_is_independent(stories):
     def check(model):
-        tiny_model = copy.deepcopy(model)
+        duplicate = copy.deepcopy(model)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0)
-        loss = tiny_model(**batch()).loss
+        loss = duplicate(**batch()).loss
         loss.backward()
         assert all(parameter.grad is None for parameter in model.parameters())
         return loss.detach()

@@ -32,8 +32,8 @@ def plain_divergences(student, teacher, labels, beta, temperature, **batch):
     elif beta == 1:
         found = (own.exp() * (own - other)).sum(-1)
     else:
-        moe_block = (beta * other.exp() + (1 - beta) * own.exp()).log()
-        found = (beta * other.exp() * (other - moe_block) + (1 - beta) * own.exp() * (own - moe_block)).sum(-1)
+        mixture = (beta * other.exp() + (1 - beta) * own.exp()).log()
+        found = (beta * other.exp() * (other - mixture) + (1 - beta) * own.exp() * (own - mixture)).sum(-1)
     return found.masked_fill(labels[:, 1:] == -100, 0)
 
 

@@ -100,14 +100,14 @@ def over_ranks(scheme, cases, length, joins=None):
     for number in range(len(cases)):
         parts = [result[number] for result in results]
         width = max(order.sizes)
-        unsharded = [
+        gathered = [
             torch.cat([torch.nn.functional.pad(p, (0, 0, 0, width - p.shape[2])) for p in tensors], 2)[
                 :, :, order.natural
             ]
             for tensors in list(zip(*parts, strict=True))[:4]
         ]
         # Each rank has its part of the gradient of what all of them hold.
-        joined.append(unsharded + [sum(tensors) for tensors in list(zip(*parts, strict=True))[4:]])
+        joined.append(gathered + [sum(tensors) for tensors in list(zip(*parts, strict=True))[4:]])
     return joined
 
 

@@ -193,14 +193,14 @@ def test_bad_routing_is_named(tiny_model):
     batch = tiny_model.batches[0]["input_ids"]
     with record_routing(model) as routing:
         model(input_ids=batch)
-    unsharded = routing.calls[0]
+    recorded = routing.calls[0]
     for wrong, message in (
-        (unsharded[:-1], "expected integers"),
-        (unsharded.float(), "expected integers"),
-        (unsharded + 1000, "expert indices are"),
-        (unsharded[:, :1], "routing of 1 samples"),
-        (unsharded[..., :1], "1 experts per token were recorded"),
-        (torch.cat([unsharded, unsharded], 2), "for a call with"),
+        (recorded[:-1], "expected integers"),
+        (recorded.float(), "expected integers"),
+        (recorded + 1000, "expert indices are"),
+        (recorded[:, :1], "routing of 1 samples"),
+        (recorded[..., :1], "1 experts per token were recorded"),
+        (torch.cat([recorded, recorded], 2), "for a call with"),
     ):
         with pytest.raises(ConfigError, match=message), replay_routing(model, wrong):
             model(input_ids=batch)

@@ -71,8 +71,8 @@ def test_what_must_be_supported_is_recorded():
 
 
 def test_a_causal_class_may_be_made_of_a_part_of_its_types_config():
-    unsharded = CONFIG_MAPPING["musicgen"]()
-    assert case_of(unsharded, "causal", None) == (unsharded.decoder, "causal", "MusicgenForCausalLM")
+    musicgen = CONFIG_MAPPING["musicgen"]()
+    assert case_of(musicgen, "causal", None) == (musicgen.decoder, "causal", "MusicgenForCausalLM")
     # Auto classes find a text config, and most classes take their type's.
     for config in (CONFIG_MAPPING["gemma3"](), CONFIG_MAPPING["llama"]()):
         found, _, class_name = case_of(config, "causal", None)
@@ -95,8 +95,8 @@ def test_causal_types_that_were_split_also_share_rows_or_are_refused_by_name():
 def test_causal_types_that_were_split_are_also_cut_or_refused_by_name():
     classes = ("ForCausalLM", "LMHeadModel")
     causal = {row["model_type"] for row in verified.records() if row["class"].endswith(classes) and row["passed"]}
-    unsharded = [row for row in verified.records() if not row["changes"]]
-    cuts = [row for row in unsharded if row["layout"] == "pp" and row["class"].endswith(classes)]
+    unchanged = [row for row in verified.records() if not row["changes"]]
+    cuts = [row for row in unchanged if row["layout"] == "pp" and row["class"].endswith(classes)]
     rows = {row["model_type"]: row for row in cuts}
     assert not causal - rows.keys()
     # What it does with several streams of tokens ends in a crash of one rank, and is no layout to be loaded.

@@ -359,9 +359,9 @@ def test_only_owned_layers_exist():
         own = dict(local_named_parameters(model))
         return set(own), sum(p.numel() for p in own.values())
 
-    unsharded = {name: parameter.numel() for name, parameter in tiny_model.load().named_parameters()}
+    sizes = {name: parameter.numel() for name, parameter in tiny_model.load().named_parameters()}
     (first, first_size), (second, second_size) = run_ranks(on_rank, 2)
-    assert first | second == unsharded.keys() and not first & second
-    assert first_size + second_size == sum(unsharded.values())
+    assert first | second == sizes.keys() and not first & second
+    assert first_size + second_size == sum(sizes.values())
     assert "model.embed_tokens.weight" in first and "lm_head.weight" in second
-    assert {name for name in unsharded if name.startswith(("model.layers.0.", "model.layers.1."))} < first
+    assert {name for name in sizes if name.startswith(("model.layers.0.", "model.layers.1."))} < first

@@ -79,21 +79,21 @@ def test_seeded_faults_are_found(model_type, fault):
 
 
 def test_adapters_inside_of_mixers():
-    unsharded = adapted(tiny_model("bamba"), "lora")
-    comparison = check_tiny_model(unsharded, ConfigUnderTest(tp_size=2, sequence_parallel=True))
+    bamba = adapted(tiny_model("bamba"), "lora")
+    comparison = check_tiny_model(bamba, ConfigUnderTest(tp_size=2, sequence_parallel=True))
     assert comparison.passed, comparison.report()
 
 
 def test_weights_that_are_trained_with_adapters_are_refused():
-    unsharded = tiny_model("bamba")
+    bamba = tiny_model("bamba")
 
     def call():
         from peft import LoraConfig, get_peft_model
 
-        model = unsharded.load(megatron_config=ConfigUnderTest(tp_size=2))
+        model = bamba.load(megatron_config=ConfigUnderTest(tp_size=2))
         model = get_peft_model(model, LoraConfig(target_modules=["in_proj"], r=2))
         model.get_base_model().model.layers[0].mamba.A_log.requires_grad_(True)
-        model(**unsharded.batches[0])
+        model(**bamba.batches[0])
 
     with pytest.raises(RankError, match=r"A_log of a BambaMixer: .*Freeze it"):
         run_ranks(call, 2)
@@ -102,17 +102,17 @@ def test_weights_that_are_trained_with_adapters_are_refused():
 @pytest.mark.parametrize("fails", [False, True])
 def test_weights_are_there_again_after_a_forward_that_ends_inside(fails):
     """As recomputation does in backward, and an error."""
-    unsharded = tiny_model("bamba")
+    bamba = tiny_model("bamba")
 
     def shapes():
-        model = unsharded.load(megatron_config=ConfigUnderTest(tp_size=2, recompute="full"))
+        model = bamba.load(megatron_config=ConfigUnderTest(tp_size=2, recompute="full"))
         expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         if fails:
             model.model.layers[0].mamba.chunk_size = None
             with contextlib.suppress(TypeError):
-                model(**unsharded.batches[0])
+                model(**bamba.batches[0])
         else:
-            model(**unsharded.batches[0]).loss.backward()
+            model(**bamba.batches[0]).loss.backward()
         found = {name: tuple(value.shape) for name, value in model.state_dict().items()}
         return expected == {name: found[name] for name in expected}
 
@@ -120,10 +120,10 @@ def test_weights_are_there_again_after_a_forward_that_ends_inside(fails):
 
 
 def test_weights_are_split_at_rest():
-    unsharded = tiny_model("bamba")
+    bamba = tiny_model("bamba")
 
     def sizes():
-        model = unsharded.load(megatron_config=ConfigUnderTest(tp_size=2))
+        model = bamba.load(megatron_config=ConfigUnderTest(tp_size=2))
         mixer = model.model.layers[0].mamba
         return [
             (parameter.numel(), parameter.to_local().numel())

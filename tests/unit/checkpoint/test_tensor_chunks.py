@@ -127,14 +127,14 @@ def test_any_layout_is_copied_from_any_other(shape):
 
 
 def test_copy_returns_what_both_have():
-    unsharded = (TensorChunk((0, 0), (4, 4)),)
+    full = (TensorChunk((0, 0), (4, 4)),)
     out = torch.zeros(16)
-    assert copy_overlap((TensorChunk((1, 2), (2, 2)),), torch.ones(4), unsharded, out) == 4
+    assert copy_overlap((TensorChunk((1, 2), (2, 2)),), torch.ones(4), full, out) == 4
     assert out.view(4, 4)[1:3, 2:].sum() == out.sum() == 4
-    assert copy_overlap((), torch.ones(0), unsharded, out) == 0
-    assert uncovered([(TensorChunk((1, 2), (2, 2)),), (TensorChunk((0, 0), (3, 4)),)], unsharded) == 4
+    assert copy_overlap((), torch.ones(0), full, out) == 0
+    assert uncovered([(TensorChunk((1, 2), (2, 2)),), (TensorChunk((0, 0), (3, 4)),)], full) == 4
     with pytest.raises(CheckpointError, match="4 entries and the data 5"):
-        copy_overlap((TensorChunk((1, 2), (2, 2)),), torch.ones(5), unsharded, out)
+        copy_overlap((TensorChunk((1, 2), (2, 2)),), torch.ones(5), full, out)
 
 
 def test_thousands_of_boxes_are_fast_and_small_in_the_manifest():

@@ -83,8 +83,8 @@ def save_grid(path, tp, dp):
 @pytest.mark.parametrize("tp,dp", [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (3, 1)])
 def test_every_layout_reads_every_other(tmp_path, tp, dp):
     path = tmp_path / "checkpoint-3"
-    listing = run_ranks(save_grid, tp * dp, path, tp, dp)
-    assert listing == [[path, tmp_path / "latest"]] * (tp * dp)
+    saved = run_ranks(save_grid, tp * dp, path, tp, dp)
+    assert saved == [[path, tmp_path / "latest"]] * (tp * dp)
     assert latest(tmp_path) == path == find(tmp_path, "checkpoint-3")
     checkpoint = Checkpoint(path)
     assert checkpoint.metadata == {"tp": tp}

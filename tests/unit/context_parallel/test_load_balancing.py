@@ -51,8 +51,8 @@ def test_a_zigzag_is_balanced(ranks):
         mask = SequenceMask.causal(length).documents(begins)
         packed = work(SequenceOrder.zigzag(length, ranks, borders), mask)
         assert max(packed) / (sum(packed) / ranks) < 1.05
-        unsharded = work(SequenceOrder.zigzag(length, ranks), mask)
-        assert max(unsharded) / (sum(unsharded) / ranks) > max(packed) / (sum(packed) / ranks)
+        unpacked = work(SequenceOrder.zigzag(length, ranks), mask)
+        assert max(unpacked) / (sum(unpacked) / ranks) > max(packed) / (sum(packed) / ranks)
 
 
 def test_borders_are_found_in_masks():

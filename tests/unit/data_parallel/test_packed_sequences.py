@@ -51,12 +51,12 @@ def test_what_is_no_mask_of_the_call_is_not_known():
 
 
 def test_each_microbatch_has_its_own_answer(monkeypatch):
-    unsharded = {
+    full_batch = {
         "attention_mask": torch.tensor([*FULL, *RIGHT]),
         "position_ids": torch.tensor([[0, 1, 2, 3, 4, 5]] * 4),
     }
-    unsharded["position_ids"][3] = torch.tensor([0, 1, 0, 1, 2, 3])
-    parts = [{name: value[start : start + 2] for name, value in unsharded.items()} for start in (0, 2)]
+    full_batch["position_ids"][3] = torch.tensor([0, 1, 0, 1, 2, 3])
+    parts = [{name: value[start : start + 2] for name, value in full_batch.items()} for start in (0, 2)]
     known = PackingInfo(parts)
     for part in parts:
         known.note_mask(part["attention_mask"], part["attention_mask"])

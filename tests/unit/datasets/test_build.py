@@ -140,8 +140,8 @@ def test_a_tokenizer_that_was_saved_with_limits(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz"])
 def test_a_compressed_file_that_is_cut_off(tmp_path, name):
-    unsharded = gzip.compress(b'{"text": "w1 w2"}\n' * 2000)
-    (tmp_path / name).write_bytes(unsharded[: len(unsharded) // 2])
+    content = gzip.compress(b'{"text": "w1 w2"}\n' * 2000)
+    (tmp_path / name).write_bytes(content[: len(content) // 2])
     with pytest.raises(DataError, match=f"{name}: is no whole gzip file"):
         build_pair(tmp_path / "ours", [tmp_path / name], make_tokenizer())
 

@@ -175,9 +175,9 @@ def test_t5_equals_megatron_core(tmp_path, one_process, tokenizer, seed):
             assert found["decoder_input_ids"].tolist() == wanted["text_dec"].tolist()
             assert found["attention_mask"].tolist() == wanted["enc_mask"].tolist()
             assert found["decoder_attention_mask"].tolist() == wanted["dec_mask"].tolist()
-            reported = wanted["loss_mask"] == 1
-            assert (found["labels"] != -100).tolist() == reported.tolist()
-            assert found["labels"][reported].tolist() == wanted["labels"][reported].tolist()
+            is_counted = wanted["loss_mask"] == 1
+            assert (found["labels"] != -100).tolist() == is_counted.tolist()
+            assert found["labels"][is_counted].tolist() == wanted["labels"][is_counted].tolist()
             compared += 1
     assert compared
 

@@ -164,9 +164,9 @@ def test_blends_equal_golden_vectors(tmp_path):
     assert _digest(found.train.order.sample) == "4fd38226e3db3581"
     assert found.test is None
     datasets = [PretrainingDataset(name, 32, share=(0.0, 0.9)) for name in NAMES]
-    unsharded = BlendedDataset(datasets)
-    assert (len(unsharded), _digest(unsharded.order.dataset)) == (172, "a4018939a6d700b9")
-    assert _digest(unsharded.order.sample) == "f354d01ac35fe15f"
+    blend = BlendedDataset(datasets)
+    assert (len(blend), _digest(blend.order.dataset)) == (172, "a4018939a6d700b9")
+    assert _digest(blend.order.sample) == "f354d01ac35fe15f"
 
 
 def test_the_last_sample_is_filled_up(tmp_path):
@@ -192,8 +192,8 @@ def test_positions_begin_again_with_documents(tmp_path):
             expected = [place for size in sizes for place in range(size)][:10]
         else:
             tokens = row["input_ids"].tolist()
-            trailing = tokens.index(EOD) + 1
-            expected = [*range(trailing), *range(10 - trailing)]
+            begin = tokens.index(EOD) + 1
+            expected = [*range(begin), *range(10 - begin)]
         assert row["position_ids"].tolist() == expected
 
 
@@ -431,12 +431,9 @@ def test_one_prefix_with_a_weight(tmp_path):
     assert isinstance(
         datasets_from_megatron_args({**given, "train-data-path": ["1.0", NAMES[0]]}).train, PretrainingDataset
     )
-    unsharded = datasets_from_megatron_args({**given, "data-path": ["1.0", NAMES[0]], "split": "80,10,10"})
-    assert isinstance(unsharded.train, BlendedDataset)
-    assert (
-        len(unsharded.evaluation) == 2
-        and unsharded.evaluation[1]["labels"].tolist() == unsharded.valid[1]["labels"].tolist()
-    )
+    splits = datasets_from_megatron_args({**given, "data-path": ["1.0", NAMES[0]], "split": "80,10,10"})
+    assert isinstance(splits.train, BlendedDataset)
+    assert len(splits.evaluation) == 2 and splits.evaluation[1]["labels"].tolist() == splits.valid[1]["labels"].tolist()
 
 
 def test_batches_that_grow_are_those_of_arguments():

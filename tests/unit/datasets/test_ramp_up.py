@@ -37,8 +37,8 @@ def test_equals_megatron_core(seed):
     assert [sizes.after(steps + 1) for steps in range(200)] == ends
     assert sizes.after(30, ends[20]) == ends[50]
     for samples in range(0, ends[150], 7):
-        unsharded = sum(1 for end in ends if end <= samples)
-        assert sizes.full_steps(0, samples) == unsharded
+        full_steps = sum(1 for end in ends if end <= samples)
+        assert sizes.full_steps(0, samples) == full_steps
     assert sizes.full_steps(ends[9], ends[40]) == 31
 
 

@@ -57,9 +57,9 @@ def test_files_of_older_torch_are_read_and_others_refused(tmp_path, tensors):
 def test_a_truncated_file_is_refused(tmp_path, tensors):
     write(tmp_path / "out", tensors, model())
     path = tmp_path / "out" / FIRST
-    unsharded = path.read_bytes()
-    for length in (0, 10, 100, len(unsharded) // 2, len(unsharded) - 1000, len(unsharded) - 20, len(unsharded) - 1):
-        path.write_bytes(unsharded[:length])
+    content = path.read_bytes()
+    for length in (0, 10, 100, len(content) // 2, len(content) - 1000, len(content) - 20, len(content) - 1):
+        path.write_bytes(content[:length])
         with pytest.raises(CheckpointError, match=re.escape(str(path))):
             read(tmp_path / "out", model())
 
@@ -69,12 +69,12 @@ def test_a_flipped_byte_of_the_directory_is_refused_or_harmless(tmp_path):
     of = model(layers=1)
     write(tmp_path / "out", expected, of)
     path = tmp_path / "out" / FIRST
-    unsharded = path.read_bytes()
-    start = struct.unpack("<I", unsharded[-6:-2])[0]
+    content = path.read_bytes()
+    start = struct.unpack("<I", content[-6:-2])[0]
     refused = 0
-    for position in range(start, len(unsharded), 2):
+    for position in range(start, len(content), 2):
         for bit in (0x01, 0x80):
-            damaged = bytearray(unsharded)
+            damaged = bytearray(content)
             damaged[position] ^= bit
             path.write_bytes(damaged)
             try:
@@ -84,18 +84,18 @@ def test_a_flipped_byte_of_the_directory_is_refused_or_harmless(tmp_path):
                 refused += 1
             else:
                 check_equal(found, expected)
-    assert refused > (len(unsharded) - start) / 4
+    assert refused > (len(content) - start) / 4
 
 
 def test_a_flipped_byte_of_the_pickle_is_never_another_error(tmp_path):
     of = model(layers=1)
     write(tmp_path / "out", weights(layers=1, experts=0), of)
     path = tmp_path / "out" / FIRST
-    unsharded = path.read_bytes()
+    content = path.read_bytes()
     with zipfile.ZipFile(path) as archive:
         size = archive.getinfo("archive/data.pkl").file_size
     for position in range(64, 64 + size, 3):
-        damaged = bytearray(unsharded)
+        damaged = bytearray(content)
         damaged[position] ^= 0x10
         path.write_bytes(damaged)
         try:
@@ -107,10 +107,10 @@ def test_a_flipped_byte_of_the_pickle_is_never_another_error(tmp_path):
 def test_record_names_lead_nowhere(tmp_path, tensors):
     write(tmp_path / "out", tensors, model())
     path = tmp_path / "out" / FIRST
-    unsharded = path.read_bytes()
+    content = path.read_bytes()
     for name in (b"archive/data/1", b"archive/data.pkl"):
         evil = (b"../../../" * 3)[: len(name)]
-        path.write_bytes(unsharded.replace(name, evil))
+        path.write_bytes(content.replace(name, evil))
         with pytest.raises(CheckpointError, match=re.escape(str(path))):
             read(tmp_path / "out", model())
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out"]

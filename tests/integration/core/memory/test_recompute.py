@@ -72,9 +72,9 @@ def batch(padded=True):
 
 
 def with_mode(model, mode):
-    tiny_model = copy.deepcopy(model)
-    apply_recompute(tiny_model, mode)
-    return tiny_model
+    duplicate = copy.deepcopy(model)
+    apply_recompute(duplicate, mode)
+    return duplicate
 
 
 def local(tensor):
@@ -138,31 +138,31 @@ def counted():
 
 def test_any_registered_implementation_and_only_in_training(counted):
     model = make("llama", "counting")
-    tiny_model = with_mode(model, "selective")
-    assert_identical(step(tiny_model), step(model))
+    recomputing = with_mode(model, "selective")
+    assert_identical(step(recomputing), step(model))
     forward, backward = [0, 1], [1, 0]
     assert counted == forward + backward + forward
     counted.clear()
-    step(copy.deepcopy(tiny_model))
+    step(copy.deepcopy(recomputing))
     assert counted == forward + backward, "a copy recomputes too"
     counted.clear()
-    step(tiny_model.eval())
+    step(recomputing.eval())
     assert counted == forward
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_evaluation_and_generation(implementation):
     model = make("llama", implementation)
-    tiny_model = with_mode(model, "selective").eval()
+    recomputing = with_mode(model, "selective").eval()
     model.eval()
     with torch.no_grad():
-        assert torch.equal(tiny_model(**batch()).logits, model(**batch()).logits)
+        assert torch.equal(recomputing(**batch()).logits, model(**batch()).logits)
     prompt = {"input_ids": batch()["input_ids"], "max_new_tokens": 5, "pad_token_id": 0}
     for use_cache in (True, False):
-        found, expected = (one.generate(**prompt, use_cache=use_cache) for one in (tiny_model, model))
+        found, expected = (one.generate(**prompt, use_cache=use_cache) for one in (recomputing, model))
         assert torch.equal(found, expected)
     # A cache that a training forward fills is filled once.
-    assert tiny_model.train()(**batch(), use_cache=True).past_key_values.get_seq_length() == LENGTH
+    assert recomputing.train()(**batch(), use_cache=True).past_key_values.get_seq_length() == LENGTH
 
 
 class Kept:
@@ -330,28 +330,28 @@ def test_the_table_of_the_docs(stories):
         for name, numbers in found.items():
             # What a kernel keeps beside its map differs a little between releases of torch.
             # The hook that splits the sequence is called with all of it.
-            unsharded = 128 * 64 * 4 if _RECOMPUTES_HOOKS and "sp" in name else 0
-            expected = [*table[name][:2], table[name][2] + unsharded]
+            gathered_bytes = 128 * 64 * 4 if _RECOMPUTES_HOOKS and "sp" in name else 0
+            expected = [*table[name][:2], table[name][2] + gathered_bytes]
             assert numbers == pytest.approx(expected, rel=0.02), name
 
 
 def test_with_gradient_checkpointing_on_top():
     model = make("llama")
-    tiny_model = with_mode(model, "selective")
-    tiny_model.gradient_checkpointing_enable()
-    assert_identical(step(tiny_model), step(model))
-    tiny_model.gradient_checkpointing_enable({"use_reentrant": True})
-    tiny_model.zero_grad()
-    tiny_model.enable_input_require_grads()
-    assert_identical(step(tiny_model), step(with_mode(model, None)))
+    recomputing = with_mode(model, "selective")
+    recomputing.gradient_checkpointing_enable()
+    assert_identical(step(recomputing), step(model))
+    recomputing.gradient_checkpointing_enable({"use_reentrant": True})
+    recomputing.zero_grad()
+    recomputing.enable_input_require_grads()
+    assert_identical(step(recomputing), step(with_mode(model, None)))
 
 
 def test_compiled_layers():
     model = make("llama", attention_dropout=0.0)
-    tiny_model = with_mode(model, "selective")
-    for layer in tiny_model.model.layers:
+    recomputing = with_mode(model, "selective")
+    for layer in recomputing.model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
-    found, expected = step(tiny_model), step(model)
+    found, expected = step(recomputing), step(model)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-7)
 

@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 from hf_megatron import ConfigError, MegatronConfig, local_named_parameters, prepare_optimizer, shard_safe
 from hf_megatron.compat.torch_autograd import nodes_can_pack
 from hf_megatron.compat.torch_dtensor import local_tensor
-from hf_megatron.compat.torch_memory import storage_id
+from hf_megatron.compat.torch_memory import storage_key
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.memory import saved_tensor_hooks
 from hf_megatron.models.verification_gate import ConfigUnderTest
@@ -121,17 +121,17 @@ class Alive(TorchDispatchMode):
 
     def __init__(self, model):
         super().__init__()
-        self.seen = {storage_id(local_tensor(parameter)): None for parameter in model.parameters()}
+        self.seen = {storage_key(local_tensor(parameter)): None for parameter in model.parameters()}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
             return NotImplemented
         found = function(*args, **(kwargs or {}))
         for tensor in found if isinstance(found, tuple | list) else (found,):
-            if isinstance(tensor, torch.Tensor) and storage_id(tensor) not in self.seen:
+            if isinstance(tensor, torch.Tensor) and storage_key(tensor) not in self.seen:
                 storage = tensor.untyped_storage()
                 # The reference also keeps the number from being used again.
-                self.seen[storage_id(tensor)] = StorageWeakRef(storage), storage.nbytes()
+                self.seen[storage_key(tensor)] = StorageWeakRef(storage), storage.nbytes()
         return found
 
     @property
@@ -325,7 +325,7 @@ def test_retained_graphs(folder):
 
 def test_gradients_of_some(folder):
     """What a backward for some weights has gathered is let go when another block gathers, and with the graph."""
-    unsharded = 4 * ids().numel() * SIZES["hidden_size"]
+    gathered_bytes = 4 * ids().numel() * SIZES["hidden_size"]
 
     def run(model):
         weights = dict(local_named_parameters(model))
@@ -348,7 +348,7 @@ def test_gradients_of_some(folder):
         (packed, stay, after), (plain, stay_plain, after_plain) = (run(load(folder, packs)) for packs in BOTH)
         assert_identical(packed, plain)
         first, second = (one - other for one, other in zip(stay, stay_plain, strict=True))
-        assert first == unsharded >= second, "one gathered input at a time"
+        assert first == gathered_bytes >= second, "one gathered input at a time"
         assert after == after_plain
 
     run_ranks(on_rank, 2)
@@ -374,9 +374,9 @@ def test_bytes_under_autocast(folder):
         return [bytes_kept(load(folder, packs), forward) for packs in BOTH]
 
     for packed, plain in run_ranks(on_rank, 2):
-        unsharded = 2 * ROWS * LENGTH * SIZES["hidden_size"]
+        gathered_bytes = 2 * ROWS * LENGTH * SIZES["hidden_size"]
         # Five linears of each layer keep a copy of their gathered input in bf16, and a shard in fp32 stays.
-        assert plain - packed > LAYERS * 4 * unsharded
+        assert plain - packed > LAYERS * 4 * gathered_bytes
 
 
 # Which tensor a loop gets hold of: module, and whether it is its input or its output.

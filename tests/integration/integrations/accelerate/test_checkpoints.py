@@ -84,10 +84,10 @@ def ranks_of(config):
 @pytest.mark.parametrize("config", LAYOUTS, ids=lambda config: config.layout())
 def test_load_state_continues_bit_equal(stories, tmp_path, config):
     torch.manual_seed(0)
-    unsharded = run_ranks(loop, ranks_of(config), stories, tmp_path / "whole", config, steps=4)
+    uninterrupted = run_ranks(loop, ranks_of(config), stories, tmp_path / "whole", config, steps=4)
     run_ranks(loop, ranks_of(config), stories, tmp_path / "parts", config, steps=2, save_at=(1, 2))
     resumed = run_ranks(loop, ranks_of(config), stories, tmp_path / "parts", config, steps=4, load=True)
-    for (losses, rate, seen), (expected, expected_rate, _) in zip(resumed, unsharded, strict=True):
+    for (losses, rate, seen), (expected, expected_rate, _) in zip(resumed, uninterrupted, strict=True):
         assert losses == expected[4:]
         assert rate == expected_rate and seen == 4
 

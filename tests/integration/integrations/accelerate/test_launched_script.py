@@ -145,12 +145,12 @@ def make_models(path, output):
     config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=9)
     parts = EncoderDecoderModel(config=EncoderDecoderConfig.from_encoder_decoder_configs(config, config))
     assert parallel_state(parts.encoder) is None and parallel_state(parts.decoder) is None
-    unsharded = ViTModel._from_config(tiny_vit())
-    assert parallel_state(unsharded) is None
-    unsharded.save_pretrained(f"{output}/vit{torch.distributed.get_rank()}")
+    vit = ViTModel._from_config(tiny_vit())
+    assert parallel_state(vit) is None
+    vit.save_pretrained(f"{output}/vit{torch.distributed.get_rank()}")
     # Asked, not trained.
-    unsharded.requires_grad_(False)(torch.zeros(1, 3, 8, 8))
-    assert Accelerator(cpu=True).prepare_model(unsharded) is unsharded
+    vit.requires_grad_(False)(torch.zeros(1, 3, 8, 8))
+    assert Accelerator(cpu=True).prepare_model(vit) is vit
     return True
 
 

@@ -318,7 +318,7 @@ def unsharded(folder, start, other):
     """Arguments of `check` for a moment that another rank's files hold."""
     checkpoint = Checkpoint(folder)
     for name, entry in checkpoint.manifest.tensors.items():
-        if name.startswith(start) and {piece.file for piece in entry.pieces} <= set(checkpoint.off_stage):
+        if name.startswith(start) and {piece.file for piece in entry.pieces} <= set(checkpoint.omitted):
             return name, entry.shape, entry.dtype, [TensorChunk((0,) * len(entry.shape), entry.shape)]
     raise AssertionError(f"everything is in {folder}, {other}")
 
@@ -436,7 +436,7 @@ def test_command_line(hub, environment, sharded, on_hub, tmp_path):
     layout = ("--tp", 2, "--pp", 2, "--ranks", "0-1")
     pulled = run("pull", "tester/cli", tmp_path / "out", *layout, "--revision", "next")
     assert pulled.returncode == 0, pulled.stderr
-    assert Checkpoint(tmp_path / "out").off_stage and " of " in pulled.stdout
+    assert Checkpoint(tmp_path / "out").omitted and " of " in pulled.stdout
 
 
 def test_documented_commands(environment, sharded, on_hub, tmp_path):

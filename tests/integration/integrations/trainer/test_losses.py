@@ -13,8 +13,8 @@ from tests.parity.losses.test_losses import _CONFIGS, HEADS, _layout, batch
 
 
 def _rows(head, count, seed):
-    unsharded = batch(head, seed, rows=count)
-    return [{name: values[index] for name, values in unsharded.items()} for index in range(count)]
+    samples = batch(head, seed, rows=count)
+    return [{name: values[index] for name, values in samples.items()} for index in range(count)]
 
 
 class Penalised(Trainer):

@@ -188,8 +188,8 @@ def test_labels_are_shifted_once(prefix):
     model, dataset = AutoModelForCausalLM.from_config(LLAMA), dataset_of(prefix)
     batch = default_data_collator([dataset[0], dataset[1]])
     tokens = torch.stack([torch.from_numpy(dataset.tokens(sample)[0]) for sample in (0, 1)])
-    unsharded = model(input_ids=tokens, labels=tokens).loss
-    torch.testing.assert_close(model(**batch).loss, unsharded)
+    expected = model(input_ids=tokens, labels=tokens).loss
+    torch.testing.assert_close(model(**batch).loss, expected)
 
 
 def draws():
@@ -375,8 +375,8 @@ def test_blends_are_taken_in_turns(prefix, tmp_path):
 def test_samples_are_left_out_from_where_a_run_goes_on(prefix, tmp_path, monkeypatch):
     """Of a run that was stopped after 8 samples, 12 to 17 are left out; another begins where Megatron-LM had ended."""
     train(prefix, tmp_path, None, rows=4, steps=3, stop=2)
-    unsharded = dataset_of(prefix)
-    rows = [unsharded[sample]["input_ids"].tolist() for sample in range(30)]
+    dataset = dataset_of(prefix)
+    rows = [dataset[sample]["input_ids"].tolist() for sample in range(30)]
     with monkeypatch.context() as patched:
         patched.setattr(
             "tests.integration.integrations.trainer.test_ordered_data.dataset_of",
@@ -384,8 +384,8 @@ def test_samples_are_left_out_from_where_a_run_goes_on(prefix, tmp_path, monkeyp
         )
         steps, *_ = train(prefix, tmp_path, None, rows=4, steps=4, resume=str(tmp_path / "checkpoint-2"))
     assert steps == {3: rows[8:12], 4: rows[17:21]}
-    unsharded.seen = 6
-    monkeypatch.setattr("tests.integration.integrations.trainer.test_ordered_data.dataset_of", lambda *args: unsharded)
+    dataset.seen = 6
+    monkeypatch.setattr("tests.integration.integrations.trainer.test_ordered_data.dataset_of", lambda *args: dataset)
     steps, *_ = train(prefix, tmp_path / "other", None, rows=4, steps=2, accumulate=2)
     assert steps == {1: rows[6:14], 2: rows[14:22]}
 
@@ -490,8 +490,8 @@ def test_batches_grow(prefix, tmp_path, layout):
     taken = {**given(begun), **given(went_on)}
     dataset = dataset_of(prefix)
     for step, (first, stop) in enumerate(itertools.pairwise([0, *ends]), 1):
-        unsharded = [row for replica in taken[step] for row in replica]
-        assert sorted(unsharded) == sorted(dataset[sample]["input_ids"].tolist() for sample in range(first, stop))
+        taken_rows = [row for replica in taken[step] for row in replica]
+        assert sorted(taken_rows) == sorted(dataset[sample]["input_ids"].tolist() for sample in range(first, stop))
     # The last of the logs of a stopped run is a summary.
     assert begun[0][2][:3] + went_on[0][2][3:] == pytest.approx(by_hand(prefix, ends), abs=2e-4)
 
@@ -585,12 +585,12 @@ def sentences_of(tmp_path, kind):
 def test_masked_sentences_train_identically(tmp_path, kind):
     """Samples with as many masked tokens as they happen to have, over replicas that have other ones."""
     prefix, dataset = sentences_of(tmp_path, kind)
-    [(unsharded, losses)] = run_ranks(train_masked, 1, prefix, tmp_path, None, kind)
-    assert unsharded == [dataset[sample]["input_ids"].tolist() for sample in range(32)]
+    [(taken_rows, losses)] = run_ranks(train_masked, 1, prefix, tmp_path, None, kind)
+    assert taken_rows == [dataset[sample]["input_ids"].tolist() for sample in range(32)]
     assert len(losses) == 4
     for layout in ("dp2", "tp2+dp2"):
         ranks = run_ranks(train_masked, ranks_of(LAYOUTS[layout]), prefix, tmp_path, LAYOUTS[layout], kind)
-        assert sorted(ranks[0][0] + ranks[-1][0]) == sorted(unsharded)
+        assert sorted(ranks[0][0] + ranks[-1][0]) == sorted(taken_rows)
         assert ranks[0][1] == pytest.approx(losses, abs=2e-4)
 
 

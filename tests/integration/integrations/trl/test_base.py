@@ -656,9 +656,9 @@ def fused(tiny_model, config, chunk):
 
 @pytest.mark.parametrize("text", ["tp2", "pp2+mb1"])
 def test_every_field_equals_trls_own(text):
-    moe_block = tiny_model("qwen3_moe")
-    [(expected, reference)] = run_ranks(fused, 1, moe_block, None, 1024)
-    for fields, measurement in run_ranks(fused, ranks_of(layout(text)), moe_block, layout(text), 7):
+    source = tiny_model("qwen3_moe")
+    [(expected, reference)] = run_ranks(fused, 1, source, None, 1024)
+    for fields, measurement in run_ranks(fused, ranks_of(layout(text)), source, layout(text), 7):
         assert list(fields) == list(expected)
         for name, value in expected.items():
             torch.testing.assert_close(fields[name], value, rtol=1e-5, atol=1e-5)

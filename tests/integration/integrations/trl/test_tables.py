@@ -69,7 +69,7 @@ def train(stories, prefix, output, sizes, *, rows, steps, stop=None, resume=None
 
 
 def test_losses_and_rows_are_those_of_trainer(stories, prefix, tmp_path):
-    unsharded = [dataset_of(prefix)[sample]["input_ids"].tolist() for sample in range(SAMPLES)]
+    samples = [dataset_of(prefix)[sample]["input_ids"].tolist() for sample in range(SAMPLES)]
     [(_, _, losses)] = run_ranks(train, 1, stories, prefix, tmp_path, None, rows=4, steps=3, table=False)
     for sizes, ranks in ((None, 1), ({"tp_size": 2}, 2), ({"dp_size": 2}, 2)):
         replicas = (sizes or {}).get("dp_size", 1)
@@ -77,15 +77,15 @@ def test_losses_and_rows_are_those_of_trainer(stories, prefix, tmp_path):
         assert found[0][2] == pytest.approx(losses, abs=2e-4)
         for ids, rank, _ in found:
             each = 4 // replicas
-            assert ids == [unsharded[4 * call + each * rank :][:each] for call in range(6)]
+            assert ids == [samples[4 * call + each * rank :][:each] for call in range(6)]
 
 
 def test_they_go_on_with_the_next(stories, prefix, tmp_path):
-    unsharded = [dataset_of(prefix)[sample]["input_ids"].tolist() for sample in range(SAMPLES)]
+    samples = [dataset_of(prefix)[sample]["input_ids"].tolist() for sample in range(SAMPLES)]
     run_ranks(train, 2, stories, prefix, tmp_path, {"tp_size": 2}, rows=2, steps=3, stop=2)
     resume = str(tmp_path / "checkpoint-2")
     for ids, rank, _ in run_ranks(train, 2, stories, prefix, tmp_path, {"dp_size": 2}, rows=3, steps=4, resume=resume):
-        assert ids == [unsharded[8 + 6 * call + 3 * rank :][:3] for call in range(4)]
+        assert ids == [samples[8 + 6 * call + 3 * rank :][:3] for call in range(4)]
 
 
 def shuffled(table):

@@ -642,9 +642,9 @@ def scaled_activation(model):
 
 
 def copied(model):
-    tiny_model = copy.deepcopy(model)
-    tiny_model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: change(output))
-    return tiny_model
+    duplicate = copy.deepcopy(model)
+    duplicate.model.layers[0].mlp.register_forward_hook(lambda module, args, output: change(output))
+    return duplicate
 
 
 @pytest.mark.parametrize("prepare", [scaled_activation, copied])

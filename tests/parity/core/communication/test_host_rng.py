@@ -59,11 +59,11 @@ def test_ranks_draw_what_one_process_draws(model_type, task, changes, layout):
     tiny_model = make_tiny_model(CONFIG_MAPPING[model_type](), task=task, class_name=CLASSES.get(model_type))
     [(expected, drawn)] = run_ranks(losses, 1, tiny_model, changes, lambda: 0)
     assert len({*expected}) > 2
-    for found, trailing in run_ranks(
+    for found, drawn_by_ranks in run_ranks(
         losses, 2, tiny_model, changes, dist.get_rank, megatron_config=ConfigUnderTest(**layout)
     ):
         assert found == pytest.approx(expected, rel=1e-5)
-        assert trailing == drawn
+        assert drawn_by_ranks == drawn
 
 
 def test_states_of_each_rank_are_found():

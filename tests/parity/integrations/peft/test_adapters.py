@@ -210,9 +210,9 @@ def recorded():
     rows = [row for row in read_results(RECORDED.read_text("utf-8")) if row["passed"]]
     draw = random.Random(metadata.version("hf_megatron"))
     for count, of_images in ((12, False), (3, True)):
-        identical = [row for row in rows if ("modalities" in row) == of_images]
-        for model_type in draw.sample(sorted({row["model_type"] for row in identical}), count):
-            row = draw.choice([row for row in identical if row["model_type"] == model_type])
+        candidates = [row for row in rows if ("modalities" in row) == of_images]
+        for model_type in draw.sample(sorted({row["model_type"] for row in candidates}), count):
+            row = draw.choice([row for row in candidates if row["model_type"] == model_type])
             layout, method = row["layout"].split(" ")
             # Some types have several classes.
             yield pytest.param(model_type, row["class"], layout, method, id=f"{model_type} {layout}")
@@ -345,8 +345,8 @@ def test_a_file_of_one_rank_is_found():
         found = saving.full_adapter({n: p for n, p in model.named_parameters() if "lora" in n}, parallel_state(model))
         return {name: tuple(tensor.shape) for name, tensor in found.items()}
 
-    unsharded = {name: tuple(parameter.shape) for name, parameter in tiny_model.load().named_parameters()}
-    assert any(shape != unsharded[name] for name, shape in run_ranks(on_rank, 2)[0].items())
+    full_shapes = {name: tuple(parameter.shape) for name, parameter in tiny_model.load().named_parameters()}
+    assert any(shape != full_shapes[name] for name, shape in run_ranks(on_rank, 2)[0].items())
 
 
 # Dropout

@@ -73,11 +73,11 @@ def test_clips_that_are_added_to_the_tokens_of_their_rows():
 def test_pipelines_refuse_audio_of_types_that_were_not_compared_with_them(monkeypatch):
     rows = tuple(row | {"modalities": ["images"]} for row in verified.records())
     monkeypatch.setattr(verified, "records", lambda: rows)
-    unsharded = tiny_model("glmasr")
+    glmasr = tiny_model("glmasr")
 
     def call():
-        model = unsharded.load(megatron_config=MegatronConfig(pp_size=2, num_microbatches=2))
-        model(**unsharded.batches[0])
+        model = glmasr.load(megatron_config=MegatronConfig(pp_size=2, num_microbatches=2))
+        model(**glmasr.batches[0])
 
     with pytest.raises(RankError, match=r"input_features: .*types that were compared so"):
         run_ranks(call, 2)
@@ -85,12 +85,12 @@ def test_pipelines_refuse_audio_of_types_that_were_not_compared_with_them(monkey
 
 def test_a_weight_that_the_class_froze_is_trained_where_a_file_has_it():
     """As in one process, where the loader puts a new parameter in the place of the frozen one."""
-    unsharded = make_tiny_model(CONFIG_MAPPING["voxtral"](audio_token_id=24), task="audio", microbatches=1)
+    voxtral = make_tiny_model(CONFIG_MAPPING["voxtral"](audio_token_id=24), task="audio", microbatches=1)
     frozen = "model.audio_tower.embed_positions.weight"
-    assert unsharded.load().get_parameter(frozen).requires_grad
+    assert voxtral.load().get_parameter(frozen).requires_grad
 
     def flags():
-        model = unsharded.load(megatron_config=ConfigUnderTest(tp_size=2))
+        model = voxtral.load(megatron_config=ConfigUnderTest(tp_size=2))
         return model.get_parameter(frozen).requires_grad
 
     assert run_ranks(flags, 2) == [True, True]

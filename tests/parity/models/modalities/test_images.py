@@ -101,8 +101,8 @@ class FrozenEncoders(TinyModel):
         return model
 
 
-def frozen(unsharded):
-    return measured(FrozenEncoders(**vars(unsharded)))
+def frozen(base):
+    return measured(FrozenEncoders(**vars(base)))
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def frozen(unsharded):
 )
 def test_frozen_towers(layout):
     """As fine-tuning of the text alone does, with features between layers."""
-    unsharded = make_tiny_model(CONFIG_MAPPING["qwen3_vl"](), task="image", microbatches=2, min_layers=4, batch_size=4)
-    comparison = check_tiny_model(frozen(unsharded), ConfigUnderTest(**layout))
+    qwen3_vl = make_tiny_model(CONFIG_MAPPING["qwen3_vl"](), task="image", microbatches=2, min_layers=4, batch_size=4)
+    comparison = check_tiny_model(frozen(qwen3_vl), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
 
 
@@ -170,9 +170,9 @@ def test_a_count_of_placeholders_that_fits_no_image_is_refused():
 
 
 def test_tokens_that_are_ruled_out_and_heads_with_norms_of_their_own():
-    unsharded = make_tiny_model(CONFIG_MAPPING["chameleon"](), task="image", microbatches=2)
+    chameleon = make_tiny_model(CONFIG_MAPPING["chameleon"](), task="image", microbatches=2)
     layout = ConfigUnderTest(tp_size=2, sequence_parallel=True)
-    comparison = check_tiny_model(unsharded, layout)
+    comparison = check_tiny_model(chameleon, layout)
     assert comparison.passed, comparison.report()
 
     def sabotage():
@@ -180,17 +180,17 @@ def test_tokens_that_are_ruled_out_and_heads_with_norms_of_their_own():
         original = vocab_parallel_head.filling
         vocab_parallel_head.filling = lambda tokens, value, vocab_start: original(tokens, value, 0)
 
-    assert not check_tiny_model(unsharded, layout, sabotage=sabotage).passed
+    assert not check_tiny_model(chameleon, layout, sabotage=sabotage).passed
 
 
 def test_norms_by_the_statistics_of_a_batch_are_refused_for_parts_of_it():
-    unsharded = make_tiny_model(CONFIG_MAPPING["emu3"](), task="image")
+    emu3 = make_tiny_model(CONFIG_MAPPING["emu3"](), task="image")
 
     def call():
-        model = unsharded.load(megatron_config=ConfigUnderTest(pp_size=2, num_microbatches=2)).train()
+        model = emu3.load(megatron_config=ConfigUnderTest(pp_size=2, num_microbatches=2)).train()
         with pytest.raises(UnsupportedError, match=r"BatchNorm3d.*get_submodule\('model.vqmodel"):
-            model(**unsharded.batches[0])
+            model(**emu3.batches[0])
         model.get_submodule("model.vqmodel").eval()
-        model(**unsharded.batches[0])
+        model(**emu3.batches[0])
 
     run_ranks(call, 2)

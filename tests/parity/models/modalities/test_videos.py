@@ -61,11 +61,11 @@ def test_types_without_a_known_form_say_so():
 def test_pipelines_refuse_videos_of_types_that_were_not_compared_with_them(monkeypatch):
     rows = tuple(row | {"modalities": ["images"]} for row in verified.records())
     monkeypatch.setattr(verified, "records", lambda: rows)
-    unsharded = tiny_model("llava_onevision")
+    llava = tiny_model("llava_onevision")
 
     def call():
-        model = unsharded.load(megatron_config=MegatronConfig(pp_size=2, num_microbatches=2))
-        model(**unsharded.batches[0])
+        model = llava.load(megatron_config=MegatronConfig(pp_size=2, num_microbatches=2))
+        model(**llava.batches[0])
 
     with pytest.raises(RankError, match=r"pixel_values_videos: .*types that were compared so"):
         run_ranks(call, 2)

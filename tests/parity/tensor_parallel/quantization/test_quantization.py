@@ -104,8 +104,8 @@ def dense_weights(name, text, sabotage=None):
     differences = []
     for linear, weight in found.items():
         stock = reference.get_submodule(linear).weight
-        unsharded = stock.dequantize() if name == "torchao" else dequantize_4bit(stock.data, stock.quant_state)
-        differences.append((unsharded - weight).abs().max().item())
+        dense = stock.dequantize() if name == "torchao" else dequantize_4bit(stock.data, stock.quant_state)
+        differences.append((dense - weight).abs().max().item())
     return max(differences)
 
 

@@ -141,12 +141,12 @@ def test_bombs_and_cut_files(damaged, tmp_path):
         refused(lambda: StoreReader(folder), str(path))
     path.write_bytes(before)
     data = folder / "__0_0.distcp"
-    unsharded = data.read_bytes()
-    data.write_bytes(unsharded[: len(unsharded) // 2])
+    content = data.read_bytes()
+    data.write_bytes(content[: len(content) // 2])
     refused(lambda: StoreReader(folder), str(data))
     place = pickle.loads(before).storage_data[MetadataIndex("w", (0, 0))]
     for position in range(place.offset, place.offset + 30):
-        changed = bytearray(unsharded)
+        changed = bytearray(content)
         changed[position] ^= 0x10
         data.write_bytes(changed)
         try:
@@ -156,9 +156,7 @@ def test_bombs_and_cut_files(damaged, tmp_path):
     with zipfile.ZipFile(tmp_path / "z.zip", "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(Bomb(), 2))
     bomb = (tmp_path / "z.zip").read_bytes()
-    data.write_bytes(
-        unsharded[: place.offset] + bomb.ljust(place.length, b"\0") + unsharded[place.offset + place.length :]
-    )
+    data.write_bytes(content[: place.offset] + bomb.ljust(place.length, b"\0") + content[place.offset + place.length :])
     refused(lambda: StoreReader(folder).read("w"), str(data))
     assert not canary.exists()
 

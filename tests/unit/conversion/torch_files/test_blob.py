@@ -46,13 +46,13 @@ def test_blobs_are_those_of_torch_save(tmp_path, dtype):
 
 
 def test_boxes_of_any_view(tmp_path):
-    unsharded = some((6, 8, 10))
+    base = some((6, 8, 10))
     views = [
-        unsharded,
-        unsharded.transpose(0, 2),
-        unsharded[1:5, ::2, 3:],
-        unsharded.permute(1, 2, 0),
-        unsharded[:1].expand(6, 8, 10),
+        base,
+        base.transpose(0, 2),
+        base[1:5, ::2, 3:],
+        base.permute(1, 2, 0),
+        base[:1].expand(6, 8, 10),
     ]
     for view in views:
         with open(tmp_path / "view", "wb") as file:
