@@ -222,7 +222,7 @@ class StepTrace:
         )
         if self._state is None:
             return named
-        same_ranks = [name for name, axis in self._axes.named if axis.size > 1 and axis.ranks(self.rank) == ranks]
+        same_ranks = [name for name, axis in self._state.axes.named if axis.size > 1 and axis.ranks(self.rank) == ranks]
         names = [name for name in _ROOMS.values() if name in same_ranks]
         if named in names or not names:
             return "job" if len(ranks) == self.ranks and not names else named

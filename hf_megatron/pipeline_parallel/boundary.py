@@ -249,8 +249,8 @@ class StageBoundary(Shared):
         """Returns layer arguments that the model's forward accepts too, instead of the inputs they are computed from.
 
         Args:
-            parameters: names of the forward's.
-            is_probe (`bool`): for a trial forward, in which no layer reads them.
+            parameters: names of the forward's parameters.
+            is_probe (`bool`): whether it is a trial forward, in which no layer reads them.
         """
         if is_probe:
             return {name: torch.zeros(()) for name in self.carried.arguments if name in parameters}

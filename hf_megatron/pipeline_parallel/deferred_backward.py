@@ -72,10 +72,11 @@ def values_of(
     read: Callable[[Any, slice], tuple[Tensor, ...]],
     cache: StagedCache | None = None,
 ) -> tuple[Tensor, ...]:
-    """Returns what `read` makes of the microbatches' outputs, together and on every rank; see `Pipeline.reading`."""
-    inputs = TrainedInputs(arguments, runner.mesh.host_group("pp"))
-    microbatches, weights, denominators = runner.prepare(
-        inputs.arguments, for_backward=False, fills_cache=cache is not None
+    """Returns the results of `read` for all microbatches, concatenated, on every rank; see `Pipeline.reading`."""
+    runner = pipeline.runner
+    inputs = TrainedInputs(arguments, pipeline.state.mesh.host_group("pp"))
+    plan = pipeline.batches.prepare(
+        inputs.arguments, for_backward=False, unsharded=cache is not None, is_read=pipeline.read is not None
     )
     edges = [0, *itertools.accumulate(map(batch_size, plan.microbatches))]
     spans = [slice(start, stop) for start, stop in itertools.pairwise(edges)]

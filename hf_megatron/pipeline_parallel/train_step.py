@@ -99,34 +99,31 @@ class TrainStep:
             # Counted losses are divided by the count of all ranks already.
             self.state.loss.mean_over_ranks(self.losses[1:2] if self.is_counted else self.losses[:2])
 
-    require_unedited = runner.engine.unedited()
-    contents = Contents(parameter for _, parameter in local_named_parameters(runner.model))
-
-    def backward(upstream: tuple[Tensor, ...], *, accumulates: bool, wants_weights: bool) -> Gradients:
-        require_unedited()
-        contents.check("a weight")
-        runner.require_possible(accumulates, wants_weights, gradients.is_direct)
-        runner.engine.pipeline_backwards += accumulates
-        keep = keeps_graph()
-        # Known, it decides whether there is anything to multiply; a device would be waited for.
-        is_read = not is_async_device(runner.mesh.device) or runner.loss_scale.is_unproven(gradients)
-        given = upstream[0]
-        mean_gradient = runner.loss.factor_of_ranks(given)
-        if is_counted and is_read and not math.isclose(given.item(), mean_gradient.item(), rel_tol=_SAME):
-            raise ConfigError(
-                f"The loss of a pipelined model received the gradient {given.item()} on this rank and "
-                f"{mean_gradient.item()} "
-                "on average: gradients of a loss with num_items_in_batch are added up over data parallel ranks before "
-                "that is known. Multiply it by the same factor on all of them."
-            )
-        scale = mean_gradient.item() if is_read else mean_gradient
+    def backward(self, upstream: tuple[Tensor, ...], *, accumulates: bool, wants_weights: bool) -> Gradients:
+        """Scales the gradients of the schedule by the gradient of the loss; see `outputs.Backward`."""
+        pipeline, gradients = self.pipeline, self.gradients
+        self._require_unedited()
+        self._contents.check("a weight")
+        pipeline.require_possible(accumulates, wants_weights, gradients.is_direct)
+        pipeline.engine.pipeline_backwards += accumulates
+        # A known scale avoids a multiplication by 1, but reading it makes the host wait for an asynchronous device.
+        is_read = not is_async_device(self.state.mesh.device) or pipeline.loss_scale.is_unproven(gradients)
+        average = self.state.loss.factor_of_ranks(upstream[0])
+        if self.is_counted and is_read:
+            self._require_same_scale(upstream[0], average)
+        scale = average.item() if is_read else average
+        weight_gradients: Any = [None] * len(self._reached)
+        if accumulates or wants_weights:
+            weight_gradients = gradients.finalize(scale, keep=keeps_graph())
         factor = scale / gradients.seed
         return [gradient * factor for gradient in self.input_gradients], weight_gradients
 
-    reached = gradients.reached()
-    [loss] = with_backward(backward, (losses[0],), inputs.tensors, reached)
-    aux_loss = None
-    if runner.has_auxiliary_loss(losses[2], execution.kinds[0][:2]):
-        aux_loss = reported("aux_loss", losses[1])
-    unavailable = {name: UnavailableLogits() for name in runner.trial_forward.logits}
-    return PipelineOutput(loss=loss, aux_loss=aux_loss, **unavailable)
+    @staticmethod
+    def _require_same_scale(local: Tensor, average: Tensor) -> None:
+        """Raises `ConfigError` if data-parallel ranks scale a counted loss differently."""
+        if not math.isclose(local.item(), average.item(), rel_tol=_SAME):
+            raise ConfigError(
+                f"The loss of a pipelined model received the gradient {local.item()} on this rank and {average.item()} "
+                "on average over data-parallel ranks. With num_items_in_batch, gradients are summed over these ranks "
+                "before the factor is known: multiply the loss by the same factor on all of them."
+            )

@@ -100,7 +100,7 @@ class Regions(Shared):
             for layer in owned:
                 draw_alone(layer, self.streams)
             if arguments or unshardable:
-                SequenceArguments(arguments, self.group, unshardable or {}).install(owned)
+                SequenceArguments(arguments, self.group, unshardable or {}).install(owned, hooks)
         if self.stacks:
             hooks.add("sequence ends", self._require_ends)
             for name in self.stacks:

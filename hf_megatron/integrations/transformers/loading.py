@@ -187,24 +187,7 @@ def _reject_router_settings(config: MegatronConfig) -> None:
             )
 
 
-def from_pretrained(
-    original: Callable,
-    cls: Any,
-    pretrained_model_name_or_path: Any = None,
-    *args: Any,
-    megatron_config: Any = None,
-    **kwargs: Any,
-) -> Any:
-    """Loads a model laid out as `megatron_config` says, or as the script's launch does, from any kind of checkpoint."""
-    load_unsharded = functools.partial(original, cls, pretrained_model_name_or_path, *args)
-    load_parallelized = functools.partial(_load, original, cls, pretrained_model_name_or_path, *args)
-    if megatron_config is not None:
-        return load_parallelized(megatron_config=megatron_config, **kwargs)
-    return (
-        load_unsharded(**kwargs)
-        if RUNTIME.launch is None
-        else RUNTIME.launch.make(cls, load_parallelized, load_unsharded, kwargs)
-    )
+# 2. Open
 
 
 def _load(original: Callable, cls: Any, config: MegatronConfig, path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -232,34 +215,8 @@ def _load(original: Callable, cls: Any, config: MegatronConfig, path: Any, *args
     return (model, info) if output_loading_info else model
 
 
-def auto_from_pretrained(
-    original: Callable, cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Refuses a layout that cannot be before the Auto classes read a config to find the class."""
-    if kwargs.get("megatron_config") is not None:
-        _start(kwargs["megatron_config"], kwargs)
-    return original(cls, pretrained_model_name_or_path, *args, **kwargs)
-
-
-def from_config(original: Callable, cls: Any, config: Any, *, megatron_config: Any = None, **kwargs: Any) -> Any:
-    """Makes a model laid out as `megatron_config` says, with the same global weights on every layout."""
-    create_unsharded, create_parallelized = (
-        functools.partial(original, cls, config),
-        functools.partial(_draw, original, cls, config),
-    )
-    if megatron_config is not None:
-        return create_parallelized(megatron_config=megatron_config, **kwargs)
-    return (
-        create_unsharded(**kwargs)
-        if RUNTIME.launch is None
-        else RUNTIME.launch.make(cls, create_parallelized, create_unsharded, kwargs)
-    )
-
-
-def _draw(original: Callable, cls: Any, config: Any, *, megatron_config: Any, **kwargs: Any) -> Any:
-    layout = _start(megatron_config, kwargs)
-    if not layout.is_parallel:
-        return original(cls, config, **kwargs)
+def _initialize(cls: Any, config: Any, layout: MegatronConfig, **kwargs: Any) -> Any:
+    """Creates a model with random weights through transformers' loader."""
     dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None)) or config.dtype or torch.get_default_dtype()
     # The loader gets no weights, so it finds all parameters missing: `initialize_missing_keys` draws them.
     with quiet_loading():
