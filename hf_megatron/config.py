@@ -63,14 +63,16 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+_OPTIONAL_COUNTS = (
+    *("dp_size", "etp_size", "bucket_size", "loss_chunk_size"),
+    *("mlp_chunk_size", "num_microbatches", "virtual_stages"),
+)
+_COUNTS = (*(name for name in SIZES if name not in _OPTIONAL_COUNTS), "max_skipped_steps")
 # (fields, test of the value, what is expected). `huggingface_hub.dataclasses.strict` validates no frozen dataclass.
 _FIELD_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    ((*SIZES, "max_skipped_steps"), _is_count, "an integer of 1 or more"),
+    (_COUNTS, _is_count, "an integer of 1 or more"),
     (
-        (
-            *("dp_size", "etp_size", "bucket_size", "loss_chunk_size"),
-            *("mlp_chunk_size", "num_microbatches", "virtual_stages"),
-        ),
+        _OPTIONAL_COUNTS,
         lambda value: value is None or _is_count(value),
         "an integer of 1 or more",
     ),

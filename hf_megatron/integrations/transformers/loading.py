@@ -190,32 +190,32 @@ def _reject_router_settings(config: MegatronConfig) -> None:
 # 2. Open
 
 
-def _load(original: Callable, cls: Any, config: MegatronConfig, path: Any, *args: Any, **kwargs: Any) -> Any:
+def _load(original: Callable, cls: Any, layout: MegatronConfig, path: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Loads a checkpoint of any format through transformers' loader."""
     quantizer = None
-    if config.is_parallel:
+    if layout.is_parallel:
         quantizer = requested(kwargs.pop("quantization_config", None))
     output_loading_info = kwargs.pop("output_loading_info", False)
-    with opened(cls, path, kwargs, config) as source:
+    with opened(cls, path, kwargs, layout) as source:
         arguments = {**kwargs, **source.arguments, "output_loading_info": True}
-        if config.is_parallel:
-            arguments = {"weights_only": True, **arguments, "distributed_config": LoadRequest(config, quantizer)}
+        if layout.is_parallel:
+            arguments = {"weights_only": True, **arguments, "distributed_config": LoadRequest(layout, quantizer)}
         with quiet_loading() if dist.is_initialized() and dist.get_rank() else contextlib.nullcontext():
             # Steps 3 to 5 run inside.
             model, info = original(cls, source.path, *args, **arguments)
     source.complete(model)
     if arguments.get("state_dict") is not None:
         forget_conversions(model)
-    if config.is_parallel:
+    if layout.is_parallel:
         # 6. Check. Each rank of a pipeline knows only of its own stages' weights, so errors are shared.
         with propagate_errors(f"Loading {path}"):
             check_part(model, info, path)
-            check_loaded(model, info, strict=config.strict_loading)
+            check_loaded(model, info, strict=layout.strict_loading)
         _finish(model, quantizer)
     return (model, info) if output_loading_info else model
 
 
-def _initialize(cls: Any, config: Any, layout: MegatronConfig, **kwargs: Any) -> Any:
+def _initialize(cls: Any, config: Any, layout: MegatronConfig, /, **kwargs: Any) -> Any:
     """Creates a model with random weights through transformers' loader."""
     dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None)) or config.dtype or torch.get_default_dtype()
     # The loader gets no weights, so it finds all parameters missing: `initialize_missing_keys` draws them.
