@@ -103,8 +103,9 @@ EXIT_ORDER = (
 MODULE_ORDER = HookOrder(
     enter=(
         "context parallel layer",  # arguments of this rank's tokens; outermost
-        "zero 3",  # weights are unsharded; before FSDP2's own hook
+        "zero 3 unit",  # the model was called before; outside FSDP2's own hook
         "full-sequence region",  # gathers the sequence over tp for the hooks below
+        "zero 3 weights",  # weights are unsharded; inside FSDP2's own hook
         "local arguments",  # of this rank's heads
         "partial heads",
         "partial sum",  # the gradient of the inputs is summed over tp
@@ -131,7 +132,7 @@ MODULE_ORDER = HookOrder(
         "active forward",
         "sequence split",
     ),
-    outside=frozenset({"context parallel layer", "zero 3", "full-sequence region"}),
+    outside=frozenset({"context parallel layer", "zero 3 unit", "full-sequence region"}),
 )
 
 # In the order in which they wrap a model, the innermost first.
