@@ -83,7 +83,7 @@ class Axis:
             digits.append((stride, taken))
             left //= taken
         if left != 1:
-            raise ConfigError(f"{size} ranks cannot be cut from an axis of {self.size}.")
+            raise ConfigError(f"{size} does not divide the axis of {self.size} ranks.")
         return Axis(tuple(digits))
 
     def without(self, *others: "Axis") -> "Axis":
@@ -123,9 +123,9 @@ def _filled(size: int, *axes: Axis) -> Axis:
         left //= taken
     if left != 1:
         raise ConfigError(
-            f"ep_size = {size}: it takes the ranks of tp, then cp, then dp, here "
-            f"{' x '.join(str(axis.size) for axis in axes)}, and has to divide or be a multiple of each: 1 to "
-            f"{math.prod(axis.size for axis in axes)}, such as that of all."
+            f"ep_size = {size} is not supported: expert-parallel ranks are taken from tp, then cp, then dp, here "
+            f"{' x '.join(str(axis.size) for axis in axes)}. Use a divisor or a multiple of each in turn, such as "
+            f"{math.prod(axis.size for axis in axes)} (all ranks) or 1."
         )
     return Axis().joined(*parts)
 
@@ -153,7 +153,9 @@ class Axes:
         copies = None if config.zero_stage == 0 else replicas
         world_size = config.ranks_per_replica * dp_size
         if not 0 <= world_rank < world_size:
-            raise ConfigError(f"rank = {world_rank}: the layout {config.layout()} has the ranks 0 to {world_size - 1}.")
+            raise ConfigError(
+                f"rank = {world_rank} is out of range: the layout {config.layout()} has ranks 0 to {world_size - 1}."
+            )
         sizes = {"tp": config.tp_size, "cp": config.cp_size, "pp": config.pp_size, "dp": dp_size}
         inner = (config.hierarchical_context_parallel_sizes or (1,))[0]
         experts = {"ep": config.ep_size, "etp": (config.etp_size or 1) if config.ep_size > 1 else 1}

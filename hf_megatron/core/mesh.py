@@ -127,16 +127,16 @@ class ParallelMesh(Shared):
         if self.axes.size("cp") == 1:
             return self.dp
         raise UnsupportedError(
-            "MegatronConfig.dp_replicate_size with zero_stage = 3 and cp_size > 1: weights are split over dp and cp "
-            "ranks together. Set dp_replicate_size=1, or zero_stage=2."
+            "MegatronConfig.dp_replicate_size > 1 with zero_stage=3 and cp_size > 1 is not supported: weights are "
+            "sharded over the dp and cp ranks together. Set dp_replicate_size=1 or zero_stage=2."
         )
 
     def expert_shards(self, placement: Placement) -> DeviceMesh:
         """Returns the mesh over which ZeRO-3 shards experts with this placement."""
         if self.axes.size("edp_replicate") > 1:
             raise UnsupportedError(
-                "MegatronConfig.dp_replicate_size with zero_stage = 3 and ep_size > 1: experts are split over all "
-                "ranks that repeat them. Set dp_replicate_size=1, or zero_stage=2."
+                "MegatronConfig.dp_replicate_size > 1 with zero_stage=3 and ep_size > 1 is not supported: experts are "
+                "sharded over all their replicas. Set dp_replicate_size=1 or zero_stage=2."
             )
         return self._mesh_of("edp", *(split.axis for split in placement.splits))["edp"]
 

@@ -227,8 +227,8 @@ def gradients_of(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[
         local_parameter = inputs[0].owner.any_trained_parameter() if inputs and inputs[0].owner is not None else None
         if local_parameter is None:
             raise UnsupportedError(
-                "torch.autograd.grad or backward(inputs=...) of weights that all lie on other pipeline stages, and of "
-                "this stage none is trained: call loss.backward()."
+                "torch.autograd.grad or backward(inputs=...) got only off-stage weights, and this pipeline stage has "
+                "no trained parameter. Call loss.backward()."
             )
         asked, kwargs = [local_parameter], {**kwargs, "allow_unused": True}
     found = iter(torch.autograd.grad(outputs, asked, *args, **kwargs))

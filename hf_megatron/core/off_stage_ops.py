@@ -124,19 +124,18 @@ def each(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def off_stage_values_error(place: str) -> UnsupportedError:
     """Returns the error for an operation that needs values held by another rank; `place` describes that rank."""
     return UnsupportedError(
-        f"The values of this tensor are not on this rank: what it comes from {place}. Of weights, "
-        "model.save_pretrained(folder) writes all and Accelerator.get_state_dict(model) gathers them on rank 0; "
-        "torch.nn.utils.get_total_norm takes the norm of any gradients. Every rank calls them. "
-        "hf_megatron.local_named_parameters(model) lists what this rank has."
+        f"The values of this tensor are not on this rank: its source {place}. Use model.save_pretrained(folder) or "
+        "Accelerator.get_state_dict(model) to gather weights, and torch.nn.utils.get_total_norm for gradient norms; "
+        "call them on all ranks. hf_megatron.local_named_parameters(model) lists this rank's parameters."
     )
 
 
 def several_stages(name: str) -> UnsupportedError:
     """Returns the error for an operator that would differentiate values of several ranks."""
     return UnsupportedError(
-        f"{name} of weights that lie on several pipeline stages, differentiated: each stage knows its own values only. "
-        "Sums of terms of one weight each, also with a loss, can be scaled and differentiated, and no rank can read "
-        "them: read the loss before. Load the model with pp_size=1 for what is more."
+        f"{name} of weights on several pipeline stages cannot be differentiated: each stage has only its own values. "
+        "Sums with one weight per term, also added to a loss, can be scaled and differentiated, but not read on any "
+        "rank. For other operations, load the model with pp_size=1."
     )
 
 

@@ -46,8 +46,8 @@ class QuantizedWeight(nn.Parameter):
             return args[0]
         if name not in _PASSING:
             raise UnsupportedError(
-                f"{name} of a quantised weight: its codes are no numbers. Linears multiply by it; everything else "
-                "needs model.dequantize() first, or a model loaded without quantization_config."
+                f"{name} is not supported on a quantized weight, whose storage holds codes. Call model.dequantize() "
+                "first, or load the model without quantization_config."
             )
         return super().__torch_function__(func, types, args, kwargs or {})
 
@@ -63,8 +63,8 @@ class QuantizedWeight(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            "A quantised weight is pickled (torch.save of a state dict): its codes would go without what they are "
-            "multiplied by. Save the adapter, or weights after model.dequantize()."
+            "A quantized weight cannot be pickled (torch.save of a state dict): its codes would be saved without their "
+            "scales. Save the adapter, or call model.dequantize() first."
         )
 
     def project(self, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -142,7 +142,7 @@ class Timeline:
 
     def __post_init__(self) -> None:
         if len(self.spans) != self.ranks:
-            raise ConfigError(f"Timeline.ranks = {self.ranks}: got the spans of {len(self.spans)} ranks.")
+            raise ConfigError(f"Timeline.ranks = {self.ranks}: got spans of {len(self.spans)} ranks.")
 
     @property
     def start(self) -> float:
@@ -173,7 +173,7 @@ def bubble_share(timeline: Timeline) -> float:
     """
     compute = [span for spans in timeline.spans for span in spans if span.kind in COMPUTE]
     if not compute:
-        raise ConfigError("The timeline has no forward or backward span: the recorder was not on during a step.")
+        raise ConfigError("The timeline has no forward or backward span. Keep the recorder on during a step.")
     window = max(span.stop for span in compute) - min(span.start for span in compute)
     return 1 - sum(span.duration for span in compute) / (timeline.ranks * window)
 

@@ -161,8 +161,8 @@ def reject_second_derivatives() -> None:
     """
     if torch.is_grad_enabled():
         raise UnsupportedError(
-            "create_graph=True: the loss of a head that is split over ranks cannot be differentiated twice. Load the "
-            "model with tp_size=1."
+            "create_graph=True is not supported with a vocab-parallel head: its loss cannot be differentiated twice. "
+            "Load the model with tp_size=1."
         )
 
 

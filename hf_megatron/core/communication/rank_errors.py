@@ -45,14 +45,13 @@ def gather(value: Any, group: ProcessGroup | None, doing: str, *, on_first: bool
         else:
             dist.all_gather_object(values, _Sent(doing, value), group=group)
     except RuntimeError as error:
-        raise CheckpointError(f"{doing}: rank {rank} lost contact with the other ranks: {error}") from error
+        raise CheckpointError(f"{doing}: rank {rank} lost the connection to the other ranks: {error}") from error
     for other, sent in enumerate(values):
         there = sent.doing if isinstance(sent, _Sent) else "another collective"
         if there.partition(" ")[0] != doing.partition(" ")[0]:
             raise CheckpointError(
-                f"{doing}: rank {other} of {size} was not there, but at: {there}. A branch that one rank alone has "
-                "taken, or an error that it has caught, leaves the ranks apart: all of them make the same calls, and "
-                "end on the same errors."
+                f"{doing}: rank {other} of {size} is at another collective: {there}. All ranks must make the same "
+                "calls in the same order; check for branches taken, or errors caught, on one rank only."
             )
     return [sent.value for sent in values]
 

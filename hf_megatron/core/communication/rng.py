@@ -136,8 +136,8 @@ class TensorParallelRng(Shared):
             return
         if known is None:
             raise UnsupportedError(
-                "A part of a layer is computed again, with random numbers of too long ago: call backward() before "
-                "further forwards, or use gradient_checkpointing_enable()."
+                "Activation recomputation needs a random state that is no longer stored. Call backward() before "
+                "running further forward passes, or use gradient_checkpointing_enable()."
             )
         replicated, start = known
         was_used = _distinction(self._generator.get_state()) != start

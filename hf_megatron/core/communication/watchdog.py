@@ -263,10 +263,13 @@ class RankWatchdog(threading.Thread):
         try:
             path = write_flight_record(self._records, self.steps, waits)
         except OSError as error:
-            self._say(f"rank {self.rank}: its flight record was not written: {error}")
+            self._say(f"rank {self.rank}: could not write the flight record: {error}")
             return
         if path is not None:
-            self._say(f"rank {self.rank} stands still: {path}; read all ranks': hf-megatron debug hang {self._records}")
+            self._say(
+                f"rank {self.rank} hangs. Flight record: {path}; analyze all ranks with: hf-megatron debug hang "
+                f"{self._records}"
+            )
 
     def _read_beats(self) -> dict[int, dict[str, Any]]:
         return {rank: json.loads(self._store.get(f"beat/{rank}")) for rank in self._read_names("beat")}
@@ -337,8 +340,8 @@ class RankWatchdog(threading.Thread):
             show()
             where = f"was waiting in {waits}" if waits else f"failed: {report['error']}"
             self._say(
-                f"rank {self.rank} {where} {_after(self.steps)}. The job's store does not answer: rank 0 or the "
-                "launcher, which holds it, has ended or is stopped."
+                f"rank {self.rank} {where} {_after(self.steps)}. The job's store does not answer: its host process "
+                "(rank 0 or the launcher) has exited or is stopped."
             )
         self._leave(130 if isinstance(error, KeyboardInterrupt) else 1)
 
@@ -360,7 +363,7 @@ class RankWatchdog(threading.Thread):
             self._say(f"rank {self.rank} failed like rank {first['rank']}.")
             return
         show()
-        self._say(f"rank {self.rank} failed {_after(self.steps)}: {report['error']}\nThe other ranks are told.")
+        self._say(f"rank {self.rank} failed {_after(self.steps)}: {report['error']}\nThe other ranks are notified.")
         if first["rank"] != self.rank:
             self._say(self._because_of(first, None))
 
@@ -397,14 +400,14 @@ class RankWatchdog(threading.Thread):
                 )
         if not found:
             for rank, beat in beats.items():
-                verb = "waits in" if beat["waits"] else "has not come to it, it is in"
+                verb = "waits in" if beat["waits"] else "has not reached it and is in"
                 found.append(f"Rank {rank} {verb} {beat['at']}, {_after(beat['steps'])}.")
         return " ".join(found)
 
     def _because_of(self, first: dict[str, Any], waits: str | None) -> str:
         where = f"It was waiting in {waits}.\n" if waits else ""
         if first["cause"]:
-            what = f"{first['cause']} Rank {first['rank']} found that first, {_after(first['steps'])}."
+            what = f"{first['cause']} Rank {first['rank']} detected this first, {_after(first['steps'])}."
             return f"rank {self.rank} ends, {_after(self.steps)}. {where}{what}"
         return (
             f"rank {self.rank} ends because rank {first['rank']} failed first, {_after(first['steps'])}: "

@@ -95,7 +95,8 @@ class WrittenBack(ProxyTensor):
             return func(*args, **kwargs)
         if not all(isinstance(tensor, WrittenBack) for tensor in edited):
             raise UnsupportedError(
-                f"{func} would edit rows of a split tensor and other tensors at once: edit them one by one."
+                f"{func} writes to a view of a sharded tensor and to other tensors in one call. Edit them in separate "
+                "calls."
             )
         # The operator runs on the local copy of each rank; writing back then keeps only the local shard of the edit.
         plain_args, plain_kwargs = tree_map_only(Tensor, _plain, (args, kwargs))

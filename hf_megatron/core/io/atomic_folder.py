@@ -75,7 +75,7 @@ class StagedFolder:
             OSError: from the file system.
         """
         if os.path.lexists(self.target):
-            raise CheckpointError(f"{self.target} has come into existence while it was written.")
+            raise CheckpointError(f"{self.target} was created by another process during the write.")
         os.rename(self.path, self.target)
         on_step("rename")
         sync_directory(self.parent)

@@ -39,7 +39,9 @@ class Memory:
         """Concatenates tensors along a dim into newly allocated memory."""
         dtypes = {part.dtype for part in parts}
         if len(dtypes) > 1:
-            raise CheckpointError(f"tensors of {', '.join(sorted(map(str, dtypes)))} do not become one.")
+            raise CheckpointError(
+                f"Tensors with different dtypes ({', '.join(sorted(map(str, dtypes)))}) cannot be concatenated."
+            )
         shape = list(parts[0].shape)
         dim %= len(shape)
         shape[dim] = sum(part.shape[dim] for part in parts)

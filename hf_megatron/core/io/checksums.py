@@ -68,7 +68,7 @@ class NewFile:
         """
         if at is not None and at != self.size:
             if self._digest is not None:
-                raise CheckpointError(f"{self.path}: bytes for place {at} came when {self.size} was due.")
+                raise CheckpointError(f"{self.path}: got bytes for offset {at}, expected offset {self.size}.")
             self.size = at
         return sum(self.write(block) for block in _bytes_of(tensor))
 

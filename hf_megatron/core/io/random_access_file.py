@@ -34,7 +34,7 @@ class DataFile:
         self.size = found.st_size
         if self.size < _LARGEST_POINTER and os.pread(self._descriptor, len(_POINTER), 0) == _POINTER:
             os.close(self._descriptor)
-            raise CheckpointError(f"{path} is a pointer of git-lfs, not the file itself: git lfs pull fetches it.")
+            raise CheckpointError(f"{path} is a git-lfs pointer, not the file itself. Run `git lfs pull`.")
 
     def read(self, offset: int, length: int) -> bytes:
         """Reads bytes of the file; `CheckpointError` if it is too short."""
@@ -48,15 +48,15 @@ class DataFile:
         while buffer:
             count = os.preadv(self._descriptor, [buffer], offset)
             if not count:
-                raise CheckpointError(
-                    f"{self.path} ends at byte {offset}, {len(buffer)} before the end of what should be there."
-                )
+                raise CheckpointError(f"{self.path} is truncated: it ends at byte {offset}, {len(buffer)} bytes short.")
             buffer, offset = buffer[count:], offset + count
 
     def check(self, offset: int, length: int) -> None:
         """Raises `CheckpointError` unless the byte range lies inside the file."""
         if offset < 0 or length < 0 or offset + length > self.size:
-            raise CheckpointError(f"{self.path}: bytes [{offset}, {offset + length}) of a file of {self.size} bytes.")
+            raise CheckpointError(
+                f"{self.path}: bytes [{offset}, {offset + length}) are out of range for a file of {self.size} bytes."
+            )
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -83,7 +83,7 @@ class Window(io.RawIOBase):
     def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
         origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
         if origin + position < 0:
-            raise ValueError(f"a place {origin + position} before the start")
+            raise ValueError(f"negative file position {origin + position}")
         self._position = origin + position
         return self._position
 

@@ -26,13 +26,13 @@ def inside(directory: Path, name: str) -> Path:
         CheckpointError: the name or its links lead out of the folder, or no file can have the name.
     """
     if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
-        raise CheckpointError(f"{directory} names the file {safe_repr(name)}, which lies outside of it.")
+        raise CheckpointError(f"{directory} references the file {safe_repr(name)}, which is outside the folder.")
     if any(len(part.encode("utf-8", "surrogatepass")) > _LONGEST_PART for part in Path(name).parts):
-        raise CheckpointError(f"{directory} names the file {safe_repr(name)}: no file has so long a name.")
+        raise CheckpointError(f"{directory} references the file {safe_repr(name)}: the name is too long.")
     try:
         os.fsencode(name)
     except UnicodeEncodeError as error:
-        raise CheckpointError(f"{directory} names the file {safe_repr(name)}: no file can have this name.") from error
+        raise CheckpointError(f"{directory} references the file {safe_repr(name)}: the name is invalid.") from error
     real, root = Path(os.path.realpath(directory / name)), Path(os.path.realpath(directory))
     allowed = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
     if not any(real.is_relative_to(folder) for folder in allowed):
@@ -48,7 +48,7 @@ def is_file(path: Path) -> bool:
     """
     if path.is_file() or not os.path.lexists(path):
         return path.is_file()
-    what = "a folder" if path.is_dir() else "a named pipe" if path.is_fifo() else "no regular file"
+    what = "a folder" if path.is_dir() else "a named pipe" if path.is_fifo() else "not a regular file"
     raise CheckpointError(f"{path} is {what if path.exists() else 'a link to nothing'}: expected a file.")
 
 

@@ -49,7 +49,7 @@ def check_count(where: object, count: int) -> None:
         CheckpointError: it declares more than `MOST_TENSORS`.
     """
     if count > MOST_TENSORS:
-        raise CheckpointError(f"{where}: {count} tensors in one file, more than the {MOST_TENSORS} that are read.")
+        raise CheckpointError(f"{where}: {count} tensors in one file exceed the limit of {MOST_TENSORS}.")
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class SafetensorsWriter:
         encoded = json.dumps(header, separators=(",", ":")).encode()
         encoded += b" " * (-len(encoded) % 8)
         if len(encoded) > LARGEST_HEADER:
-            raise CheckpointError(f"{file.path}: a header of {len(encoded)} bytes; {LARGEST_HEADER} can be read back.")
+            raise CheckpointError(f"{file.path}: the header has {len(encoded)} bytes; the limit is {LARGEST_HEADER}.")
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         self._missing = {
             name: Location(tensor.shape, tensor.dtype, file.size + header[name]["data_offsets"][0])
@@ -128,7 +128,7 @@ class SafetensorsWriter:
         location = self._missing.pop(name, None)
         if location is None or (location.shape, location.dtype) != (tuple(tensor.shape), tensor.dtype):
             raise CheckpointError(
-                f"{self._file.path}: {name} {tuple(tensor.shape)} {tensor.dtype}, planned is {location}."
+                f"{self._file.path}: got {name} {tuple(tensor.shape)} {tensor.dtype}, expected {location}."
             )
         self._file.write_tensor(tensor, location.start)
 
@@ -139,7 +139,7 @@ class SafetensorsWriter:
             CheckpointError: tensors of the header are missing.
         """
         if self._missing:
-            raise CheckpointError(f"{self._file.path}: {list(self._missing)[:5]} were planned and never came.")
+            raise CheckpointError(f"{self._file.path}: tensors {list(self._missing)[:5]} were never written.")
 
 
 def read_header(path: Path) -> dict[str, Location]:
@@ -165,7 +165,7 @@ def _read_header(path: Path) -> tuple[dict[str, Location], Mapping[str, Any]]:
         prefix = file.read(0, min(8, file.size))
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > min(LARGEST_HEADER, file.size - 8):
-            raise CheckpointError(f"{path}: a header of {length} bytes is announced in a file of {file.size} bytes.")
+            raise CheckpointError(f"{path}: invalid header length of {length} bytes in a file of {file.size} bytes.")
         text = file.read(8, length)
         # Check before parsing, which takes seconds for a million tensors.
         check_count(path, text.count(b'"data_offsets"'))
@@ -197,7 +197,9 @@ def _check_filled(path: Path, locations: Collection[Location], origin: int, size
             break
         end += location.nbytes
     if end != size:
-        raise CheckpointError(f"{path}: from byte {end} on, its {size} bytes are not those of one tensor each.")
+        raise CheckpointError(
+            f"{path}: the tensor data does not cover the file exactly: mismatch at byte {end} of {size}."
+        )
 
 
 def _location(where: str, entry: Any, origin: int, size: int) -> Location:
@@ -206,11 +208,11 @@ def _location(where: str, entry: Any, origin: int, size: int) -> Location:
         numel = math.prod(shape)
         is_valid = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where} has the unreadable header entry {safe_repr(entry)}.") from error
-    if not is_valid or end - begin != numel * dtype.itemsize or origin + end > size:
+        raise CheckpointError(f"{where} has an invalid header entry: {safe_repr(entry)}.") from error
+    if not audio_task or end - begin != numel * dtype.itemsize or origin + end > size:
         raise CheckpointError(
-            f"{where}: bytes [{safe_repr(begin)}, {safe_repr(end)}) for {safe_repr(shape)} {dtype} in a file of "
-            f"{size} bytes."
+            f"{where}: bytes [{safe_repr(begin)}, {safe_repr(end)}) do not match {safe_repr(shape)} {dtype} in a file "
+            f"of {size} bytes."
         )
     return Location(tuple(shape), dtype, origin + begin)
 
@@ -261,7 +263,7 @@ class MappedSafetensors:
         """
         location = self.locations.get(key)
         if location is None:
-            raise CheckpointError(f"{self.path}: there is no tensor {key!r} in this file.")
+            raise CheckpointError(f"{self.path} has no tensor {key!r}.")
         if location.numel == 0:
             return torch.empty(0, dtype=location.dtype)
         return torch.frombuffer(self._memory, dtype=location.dtype, count=location.numel, offset=location.start)

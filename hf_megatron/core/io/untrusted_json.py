@@ -22,7 +22,7 @@ def read_small(path: Path, most: int) -> bytes:
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError(f"{path} is not a regular file.")
     if found.st_size > most:
-        raise CheckpointError(f"{path} has {found.st_size} bytes: no more than {most} are read.")
+        raise CheckpointError(f"{path} has {found.st_size} bytes; the limit is {most}.")
     return path.read_bytes()
 
 
@@ -40,7 +40,7 @@ def read_json_table(path: Path, most: int = LARGEST_JSON) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {safe_repr(str(error))}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds {safe_repr(content)}: expected a table.")
+        raise CheckpointError(f"{path} contains {safe_repr(content)}: expected a JSON object.")
     return content
 
 
@@ -52,5 +52,5 @@ def read_weight_map(path: Path) -> dict[str, str]:
     """
     weight_map = read_json_table(path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{path} has no table `weight_map` of weights and their files.")
+        raise CheckpointError(f"{path} has no table `weight_map` from weight names to file names.")
     return weight_map

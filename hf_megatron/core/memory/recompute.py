@@ -42,7 +42,7 @@ def apply_recompute(model: Any, mode: str | None) -> None:
             recompute_layers(model)
         except ValueError as error:
             name = type(model).__name__
-            raise UnsupportedError(f"recompute='full': {name} has no gradient checkpointing.") from error
+            raise UnsupportedError(f"recompute='full': {name} does not support gradient checkpointing.") from error
     elif mode == "selective":
         _recompute_cores(model)
 
@@ -54,8 +54,8 @@ def _recompute_cores(model: nn.Module) -> None:
             cores.append((name, module))
         elif computes_own_attention(type(module)):
             raise UnsupportedError(
-                f"recompute='selective': {name} of {type(model).__name__} ({type(module).__name__}) computes its "
-                "attention in its own forward. Use recompute='full'."
+                f"recompute='selective': {name} of {type(model).__name__} ({type(module).__name__}) computes attention "
+                "in its own forward. Use recompute='full'."
             )
     if not cores:
         raise UnsupportedError(
@@ -96,8 +96,8 @@ class RecomputedCore:
         # Some forwards call the interface only in some configurations (GPT-2's `reorder_and_upcast_attn`).
         if _is_training(module) and not self.ran:
             raise UnsupportedError(
-                f"recompute='selective': {self.name} ({type(module).__name__}) went past transformers' attention "
-                "interface, nothing would be recomputed. Use recompute='full'."
+                f"recompute='selective': {self.name} ({type(module).__name__}) did not call transformers' attention "
+                "interface, so nothing would be recomputed. Use recompute='full'."
             )
         self.ran = False
 

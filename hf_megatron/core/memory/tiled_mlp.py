@@ -116,7 +116,7 @@ class TiledMLP(nn.Module):
         limit = 0.05 * together.abs().amax()
         if not bool(((apart - together).abs() <= limit).all()):
             raise UnsupportedError(
-                f"MegatronConfig.mlp_chunk_size = {self._tile}: {self._mlp_name} ({kind.__name__}) does not compute "
-                "each token by itself. Leave it out."
+                f"MegatronConfig.mlp_chunk_size = {self._tile} is not supported for {self._mlp_name} "
+                f"({kind.__name__}): it does not process tokens independently. Use mlp_chunk_size=None."
             )
         self._compared.add(kind)

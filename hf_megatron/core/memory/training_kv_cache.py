@@ -26,9 +26,9 @@ class UnavailableCache(UnavailableOutput):
     """Placeholder for the KV cache that the single-process model returns."""
 
     message = (
-        "Keys and values were not kept: a training forward, and any of a pipeline or with cp_size > 1, keeps them only "
-        "where the call asks with use_cache=True, and a pipeline in training with labels never does. Where it has "
-        "asked, states of this kind cannot be kept: call generate() with use_cache=False."
+        "No KV cache is available. Training forwards, and all forwards with pp_size > 1 or cp_size > 1, return one "
+        "only if called with use_cache=True; a training forward with labels under pipeline parallelism never does. "
+        "Otherwise the model's cache type is not supported: call generate() with use_cache=False."
     )
 
 
@@ -62,8 +62,8 @@ def reject_cache(model: Any, hooks: ForwardHooks, why: str) -> None:
         given = dict(zip(names, args, strict=False)) | kwargs
         if given.get("use_cache") or given.get("state") is not None:
             raise UnsupportedError(
-                f"{type(model).__name__} with states from call to call: {why} Call it, and generate(), with "
-                "use_cache=False."
+                f"{type(model).__name__} does not support a cache between calls: {why} Call the model and generate() "
+                "with use_cache=False."
             )
         return args, kwargs if "use_cache" in given else kwargs | {"use_cache": False}
 
@@ -133,7 +133,7 @@ def _reject_documents(model: Any, arguments: Mapping[str, Any]) -> None:
         return
     if positions.shape[1] > 1 and not bool((positions.diff(dim=1) == 1).all()):
         raise UnsupportedError(
-            "position_ids of several documents in a row, while use_cache = True: one process makes a cache, and "
-            f"takes such a row for one document. Call {type(model).__name__} with use_cache=False, or set "
-            "model.config.use_cache = False, and documents are told apart, there and here."
+            "position_ids of packed documents with use_cache=True are not supported: with a cache, transformers treats "
+            f"the sequence as one document. Call {type(model).__name__} with use_cache=False, or set "
+            "model.config.use_cache = False."
         )

@@ -69,7 +69,7 @@ def too_late(path):
 
 
 def test_a_stream_of_long_ago_is_refused(tiny):
-    with pytest.raises(RankError, match="random numbers of too long ago"):
+    with pytest.raises(RankError, match="random state that is no longer stored"):
         run_ranks(too_late, 2, tiny)
 
 

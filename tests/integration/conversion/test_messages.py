@@ -63,7 +63,7 @@ def test_a_name_that_no_file_can_have_is_refused(hf, tmp_path):
     (source / "model.safetensors").rename(source / "model-1.safetensors")
     index = {"weight_map": dict.fromkeys(("lm_head.weight",), "model\ud800.safetensors")}
     (source / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
-    assert "no file can have this name" in refused(source, tmp_path / "out")
+    assert "the name is invalid" in refused(source, tmp_path / "out")
 
 
 def test_the_format_of_a_store_is_shown_in_bounds(hf, tmp_path):
@@ -80,7 +80,7 @@ OTHER_KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "link": (lambda path: path.symlink_to(path.with_name("nowhere")), "is a link to nothing: expected a file"),
     "pointer": (
         lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "utf-8"),
-        "is a pointer of git-lfs",
+        "is a git-lfs pointer",
     ),
 }
 

@@ -222,9 +222,9 @@ def test_a_cache_that_was_left_out_says_so(text):
         given = {"input_ids": ids, "labels": ids, "use_cache": True} if text == "pp2" else {"input_ids": ids}
         output = model(**given)
         for read in (len, list, bool, lambda cache: cache.layers):
-            with pytest.raises(UnsupportedError, match="Keys and values were not kept"):
+            with pytest.raises(UnsupportedError, match="No KV cache is available"):
                 read(output.past_key_values)
-        with pytest.raises(UnsupportedError, match="Keys and values were not kept"):
+        with pytest.raises(UnsupportedError, match="No KV cache is available"):
             model(input_ids=ids, past_key_values=output.past_key_values)
         # In the places of one process.
         assert list(model(input_ids=ids)) == ["logits", "past_key_values"]
@@ -245,7 +245,7 @@ def test_documents_that_one_process_would_join(text):
         positions = torch.arange(ids.shape[1]).expand_as(ids)
         packed = {"input_ids": ids, "labels": ids, "position_ids": positions % 5}
         model.config.use_cache = True
-        with pytest.raises(UnsupportedError, match="position_ids of several documents"):
+        with pytest.raises(UnsupportedError, match="position_ids of packed documents"):
             model(**packed)
         model(**{**packed, "position_ids": positions})
         found = [model(**packed, use_cache=False).loss.item()]
@@ -288,7 +288,7 @@ def test_documents_that_a_cache_joins(text):
         model, found = tiny_model_of().load(megatron_config=config_of(text)), {}
         for name in CALLS_WITH_A_CACHE:
             if text == "pp2":
-                with pytest.raises(UnsupportedError, match="position_ids of several documents"):
+                with pytest.raises(UnsupportedError, match="position_ids of packed documents"):
                     loss_of(model, name)
             else:
                 found[name] = loss_of(model, name)

@@ -63,7 +63,7 @@ def test_bubble_counts_computation_only():
 
 
 def test_nothing_recorded_is_an_error():
-    with pytest.raises(ConfigError, match="recorder was not on"):
+    with pytest.raises(ConfigError, match="no forward or backward span"):
         bubble_share(Timeline([[], []], "1f1b", 2, 2, 8))
     with pytest.raises(ConfigError, match="spans of 1 ranks"):
         Timeline([[]], "1f1b", 2, 2, 8)

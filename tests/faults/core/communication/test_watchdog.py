@@ -237,11 +237,11 @@ def test_fault_19_sigstop_slow_rank(stories, start, monkeypatch):
     assert re.search(WAITING["tp2"], jobs["stopped"].text(0))
     assert "Rank 1 has gone silent (killed or stopped)" in jobs["stopped"].text(0)
     # The stopped rank holds the store: nobody can say more.
-    assert "The job's store does not answer: rank 0 or the launcher" in jobs["stopped host"].text(1)
-    found = r"Rank 1 has not come to it, it is in .*be_slow \(test_watchdog\.py:\d+\), after 3 optimizer steps"
+    assert "The job's store does not answer: its host process (rank 0 or the launcher)" in jobs["stopped host"].text(1)
+    found = r"Rank 1 has not reached it and is in .*be_slow \(test_watchdog\.py:\d+\), after 3 optimizer steps"
     assert re.search(f"{WAITING['dp2']}.*{found}", jobs["slow"].text(0)), jobs["slow"].text(0)
     assert jobs["slow"].wait(BUSY_SECONDS)[1] == 1, "a rank that is alive ends as well"
-    assert "Rank 0 found that first" in jobs["slow"].text(1)
+    assert "Rank 0 detected this first" in jobs["slow"].text(1)
 
 
 def stop_rank_0(step):

@@ -118,7 +118,7 @@ def test_tokens_that_meet_are_seen():
     model.layers[0].mlp = Mixing()
     assert tiled_mlp.tile_mlps(model, "layers", 8) == ["layers.0.mlp"]
     model.train()
-    with pytest.raises(Exception, match=r"layers.0.mlp \(Mixing\) does not compute each token by itself"):
+    with pytest.raises(Exception, match=r"layers.0.mlp \(Mixing\): it does not process tokens independently"):
         model.layers[0].mlp(torch.randn(2, 12, 4))
     model.eval()
     assert model.layers[0].mlp(torch.randn(2, 12, 4)).shape == (2, 12, 4)

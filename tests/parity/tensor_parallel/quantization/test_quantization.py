@@ -289,11 +289,11 @@ def test_what_is_refused(tmp_path):
         "compared with one process is Int8WeightOnlyConfig() with a scale for each row",
         "quantization_config = 'nf4': valid are a dict and configs of transformers",
         "The checkpoint is quantised",
-        "mul of a quantised weight: its codes are no numbers",
-        "save_pretrained does not support a LlamaForCausalLM with quantized weights",
-        "A quantised weight is pickled",
-        "merge_adapter with a quantized base",
-        "with a quantized base",
+        "mul is not supported on a quantized weight",
+        "save_pretrained of a LlamaForCausalLM whose weights are quantised",
+        "A quantized weight cannot be pickled",
+        "merge_adapter on a quantised base",
+        "on a quantised base",
     )
     assert len(found) == len(expected), found
     for text, words in zip(found, expected, strict=True):

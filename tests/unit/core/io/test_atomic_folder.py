@@ -131,7 +131,7 @@ def test_a_target_that_exists_or_comes_to_exist(tmp_path):
     stage = StagedFolder(tmp_path / "later")
     stage.open()
     (tmp_path / "later").mkdir()
-    with pytest.raises(CheckpointError, match="later has come into existence"):
+    with pytest.raises(CheckpointError, match="later was created by another process"):
         stage.publish()
     stage.discard()
     assert names(tmp_path) == ["later", "run"]
