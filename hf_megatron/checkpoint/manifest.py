@@ -107,13 +107,13 @@ class Manifest:
         check = _Checker(where)
         version = check.value(check.table(data, "content"), "format_version", int)
         if version != FORMAT_VERSION:
-            raise CheckpointError(f"{where}: format version {version}, this library reads {FORMAT_VERSION}.")
+            raise CheckpointError(f"{where}: format version {version} is not supported, expected {FORMAT_VERSION}.")
         files = {}
         for name, entry in check.value(data, "files", dict).items():
             check.file_name(name)
             size, digest = check.value(entry, "size", int), check.value(entry, "blake3", str)
             if size < 0 or not re.fullmatch("[0-9a-f]{64}", digest):
-                raise CheckpointError(f"{where}: file {name!r} has size {size} and blake3 {digest!r}.")
+                raise CheckpointError(f"{where}: file {name!r} has invalid size {size} or invalid blake3 {digest!r}.")
             files[name] = FileDigest(size, digest)
             # A size in the manifest is only trusted if the file is not present.
             present = size_of(name)
@@ -148,11 +148,11 @@ class _Checker:
 
     def table(self, value: Any, what: str) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise CheckpointError(f"{self.where}: {what} is {str(value)[:100]!r}, not a table.")
+            raise CheckpointError(f"{self.where}: {what} is {str(value)[:100]!r}, expected a JSON object.")
         return value
 
     def value(self, table: Any, key: str, kind: type) -> Any:
-        value = self.table(table, f"the table with {key!r}").get(key)
+        value = self.table(table, f"the entry with {key!r}").get(key)
         # In Python, JSON's true is an int.
         if not isinstance(value, kind) or isinstance(value, bool):
             raise CheckpointError(f"{self.where}: {key!r} is {str(value)[:100]!r}, expected a {kind.__name__}.")
@@ -178,7 +178,9 @@ class _Checker:
         for piece in self.value(entry, "pieces", list):
             file, key = self.value(piece, "file", str), self.value(piece, "key", str)
             if file not in self.sizes:
-                raise CheckpointError(f"{self.where}: {name} lies in {file!r}, which is not among the files.")
+                raise CheckpointError(
+                    f"{self.where}: {name} is stored in {file!r}, which is not in the manifest's file list."
+                )
             entries = self.sizes[file] // _DTYPE_OF_NAME[dtype].itemsize
             boxes = self.decode_boxes(self.value(piece, "boxes", list), name, file, 0 in shape, entries)
             check_boxes(f"{self.where}: {name}", shape, boxes)
@@ -191,7 +193,7 @@ class _Checker:
         """Expands the chunks of a tensor in a file that has room for `entries` entries."""
         boxes: list[TensorChunk] = []
         for run in runs:
-            repeat = self.value(run, "repeat", int) if "repeat" in self.table(run, f"{name}: a box") else 1
+            repeat = self.value(run, "repeat", int) if "repeat" in self.table(run, f"{name}: a chunk") else 1
             corners = self.value(run, "offset", list), self.value(run, "shape", list)
             step = self.value(run, "step", list) if repeat != 1 else []
             steps = self.integers(step, f"{name}: step")
@@ -201,18 +203,23 @@ class _Checker:
             ]
             self.boxes += max(repeat, 1) * len(pattern)
             if self.boxes > MOST_BOXES or not pattern or len(corners[0]) != len(corners[1]):
-                raise CheckpointError(f"{self.where}: {name} has boxes that do not pair up, none at all, or too many.")
+                raise CheckpointError(
+                    f"{self.where}: the chunks of {name} are invalid: no chunks, too many, or offsets and shapes "
+                    "differ in number."
+                )
             # Check before expanding: a run of a few bytes can encode any number of chunks.
             entries -= repeat * sum(box.numel for box in pattern)
             if entries < 0 or any(not box.numel for box in pattern) is not is_empty or (is_empty and repeat > 1):
                 raise CheckpointError(
-                    f"{self.where}: the boxes of {name} are empty, or have more entries than {file!r}, of "
-                    f"{self.sizes[file]} bytes."
+                    f"{self.where}: the chunks of {name} are empty, or exceed the size of {file!r}, {self.sizes[file]} "
+                    "bytes."
                 )
             if repeat == 1:
                 boxes.extend(pattern)
             elif any(len(steps) != len(box.offset) for box in pattern):
-                raise CheckpointError(f"{self.where}: {name}: step {list(steps)} does not fit its boxes.")
+                raise CheckpointError(
+                    f"{self.where}: {name}: step {list(steps)} does not match the dims of its chunks."
+                )
             else:
                 boxes.extend(_shifted(box, steps, turn) for turn in range(repeat) for box in pattern)
         return tuple(boxes)

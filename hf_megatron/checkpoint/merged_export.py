@@ -104,8 +104,8 @@ def save_merged(
         )
     if state_dict is not None and not _has_full_tensors(state_dict):
         raise UnsupportedError(
-            "save_pretrained(state_dict=...) takes whole tensors on rank 0, as accelerator.get_state_dict(model) gives "
-            "them; without it the weights are streamed from the ranks."
+            "save_pretrained(state_dict=...) requires full tensors on rank 0, as returned by "
+            "accelerator.get_state_dict(model). Omit state_dict to stream the weights from the ranks."
         )
     check_copies(state, tied_weights(model))
     directory = os.fspath(save_directory)

@@ -48,16 +48,18 @@ def meta_model_of(path: str | os.PathLike[str]) -> Any:
     file = Path(path) / CONFIG
     if not is_file(file):
         raise CheckpointError(
-            f"{path} has no config.json, so its architecture is not known: name with --config a folder or a model of "
-            "the Hub that has one."
+            f"{path} has no config.json, so the architecture is unknown. Pass --config with a folder or a Hub model "
+            "that has one."
         )
     config = read_config(path)
     names = config.architectures or []
     is_one = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
     model_class = getattr(transformers, names[0], None) if is_one else None
     if not isinstance(model_class, type):
-        raise CheckpointError(f"{file} names the architectures {safe_repr(names)}: expected one class of transformers.")
+        raise CheckpointError(f"{file} lists the architectures {safe_repr(names)}: expected one transformers class.")
     try:
         return meta_model(model_class, config)
     except Exception as error:  # noqa: BLE001 - model classes raise arbitrary errors for unusual sizes
-        raise CheckpointError(f"{file} makes no {names[0]}: {reason(config.to_dict(), error)}") from error
+        raise CheckpointError(
+            f"{file} does not define a valid {names[0]}: {reason(config.to_dict(), error)}"
+        ) from error

@@ -48,14 +48,16 @@ def pack(value: Any, tensors: dict[str, Tensor], place: str = "state") -> Any:
     if isinstance(value, Mapping):
         kind = "counter" if isinstance(value, collections.Counter) else "dict"
         if any(type(key) not in _PLAIN for key in value):
-            raise CheckpointError(f"{place} has a key that is no number or text; it cannot be stored without pickle.")
+            raise CheckpointError(
+                f"{place} has a key that is neither a number nor a string; it cannot be stored without pickle."
+            )
         return {kind: [[key, pack(item, tensors, f"{place}.{key}")] for key, item in value.items()]}
     if isinstance(value, _PLAIN):
         # Subclasses such as string enums compare equal to their plain value.
         return next(base(value) for base in _PLAIN if isinstance(value, base))
     raise CheckpointError(
-        f"{place} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored without pickle. Let "
-        "state_dict() return numbers, text, lists, mappings, tensors and arrays."
+        f"{place} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored without pickle. "
+        "Return numbers, strings, lists, mappings, tensors or arrays from state_dict()."
     )
 
 
@@ -96,4 +98,4 @@ def read_packed(path: str | os.PathLike[str]) -> Any:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing from the checkpoint.") from None
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} holds no state of this library: {error}") from error
+        raise CheckpointError(f"{path} is not a state file of this library: {error}") from error

@@ -85,7 +85,7 @@ class Checkpoint:
         ordered = sorted(present, key=lambda item: (-item[1].size, item[0]))
         wrong = [name for name, entry in ordered[rank::ranks] if hash_file(self.path / name) != entry]
         if wrong:
-            raise CheckpointError(f"{self.path}: the checksums of {', '.join(wrong)} are not those of the save.")
+            raise CheckpointError(f"{self.path}: the checksums of {', '.join(wrong)} do not match the manifest.")
 
     def compare(
         self, expected: Mapping[str, Sequence[int]] | Iterable[str], strict: bool = True
@@ -119,7 +119,9 @@ class Checkpoint:
             raise CheckpointError(f"{where} is {entry.dtype}, expected {dtype}: load the model with that dtype.")
         lacking = uncovered([piece.boxes for piece in self._present(entry)], boxes)
         if lacking:
-            raise CheckpointError(f"{where}: {lacking} entries are in no file of the checkpoint{self._where(entry)}.")
+            raise CheckpointError(
+                f"{where}: {lacking} entries are missing from the checkpoint files{self._where(entry)}."
+            )
 
     def _present(self, entry: TensorEntry) -> list[ChunkEntry]:
         return [piece for piece in entry.pieces if piece.file not in self.omitted]
@@ -130,7 +132,7 @@ class Checkpoint:
         if not files:
             return ""
         return (
-            f" that is here; it was pulled for other ranks or another layout ({PARTIAL}) without {', '.join(files)}: "
+            f" here. This folder was pulled for other ranks or another layout ({PARTIAL}) without {', '.join(files)}; "
             "run `hf-megatron pull` for this layout"
         )
 
@@ -158,7 +160,8 @@ class Checkpoint:
         lacking = uncovered([piece.boxes for piece in needed], boxes)
         if lacking:
             raise CheckpointError(
-                f"{where}: {lacking} of {out.numel()} entries are in no file of the checkpoint{self._where(entry)}."
+                f"{where}: {lacking} of {out.numel()} entries are missing from the checkpoint "
+                f"files{self._where(entry)}."
             )
         # Open and check all files before copying from the first.
         sources = [(piece.boxes, self._contents(name, entry, piece)) for piece in needed]
@@ -177,8 +180,8 @@ class Checkpoint:
         data = shard.tensor(piece.key)
         if data.dtype != entry.dtype or data.numel() != sum(box.numel for box in piece.boxes):
             raise CheckpointError(
-                f"{shard.path}: {piece.key!r} has {data.numel()} entries of {data.dtype}, which is not what the "
-                f"manifest says of {name}."
+                f"{shard.path}: {piece.key!r} has {data.numel()} entries of {data.dtype}, which does not match the "
+                f"manifest entry of {name}."
             )
         return data
 

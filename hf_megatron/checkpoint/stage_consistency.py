@@ -99,7 +99,7 @@ def check_copies(state: ParallelState, tensors: Mapping[str, Tensor]) -> None:
     error = None
     if differing:
         error = CheckpointError(
-            f"{', '.join(differing[:5])}: the first and the last pipeline stage hold different copies, and "
-            "neither is known to be right. Change tied weights on both, and modify gradients on all ranks alike."
+            f"{', '.join(differing[:5])}: the first and the last pipeline stage hold different copies of tied weights. "
+            "Change tied weights on both stages, and modify gradients identically on all ranks."
         )
     raise_on_all_ranks(error, None, "Saving")

@@ -25,9 +25,7 @@ def check_weight_index(path: str | os.PathLike[str]) -> None:
         for shard in sorted(set(read_weight_map(Path(index)).values())):
             inside = os.path.commonpath([root, os.path.abspath(os.path.join(root, shard))]) == root
             if os.path.isabs(shard) or not inside:
-                raise CheckpointError(
-                    f"{index} names {shard!r}, which lies outside the checkpoint's directory; refused."
-                )
+                raise CheckpointError(f"{index} references {shard!r}, which is outside the checkpoint folder.")
 
 
 def check_loaded(model: Any, info: dict[str, Any], *, strict: bool) -> None:
@@ -60,8 +58,8 @@ def check_loaded(model: Any, info: dict[str, Any], *, strict: bool) -> None:
         problems.append(str(info["error_msgs"]))
     if problems:
         raise CheckpointError(
-            f"The weights do not match {type(model).__name__}: {'; '.join(problems)}. Weights to draw anew or to leave "
-            "out need MegatronConfig(strict_loading=False)."
+            f"The weights do not match {type(model).__name__}: {'; '.join(problems)}. To initialize missing weights or "
+            "ignore unexpected ones, load with MegatronConfig(strict_loading=False)."
         )
 
 

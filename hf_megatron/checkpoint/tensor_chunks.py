@@ -55,7 +55,9 @@ class LocalChunk:
 
     def __post_init__(self) -> None:
         if self.data.dim() != 1:
-            raise CheckpointError(f"{self.name}: the data of a piece has one dim, got {tuple(self.data.shape)}.")
+            raise CheckpointError(
+                f"{self.name}: the data of a chunk must have one dim, got shape {tuple(self.data.shape)}."
+            )
         check_boxes(self.name, self.shape, self.boxes)
         _check_length(self.name, self.boxes, self.data)
 
@@ -69,14 +71,15 @@ def check_boxes(name: str, shape: Sequence[int], boxes: Sequence[TensorChunk]) -
         )
         if not inside:
             raise CheckpointError(
-                f"{name}: the box at {list(box.offset)} of shape {list(box.shape)} leaves the tensor's {list(shape)}."
+                f"{name}: the chunk at offset {list(box.offset)} with shape {list(box.shape)} exceeds the tensor shape "
+                f"{list(shape)}."
             )
 
 
 def _check_length(name: str, boxes: Sequence[TensorChunk], data: Tensor) -> None:
     expected = sum(box.numel for box in boxes)
     if data.numel() != expected:
-        raise CheckpointError(f"{name}: the boxes have {expected} entries and the data {data.numel()}.")
+        raise CheckpointError(f"{name}: the chunks have {expected} entries, but the data has {data.numel()}.")
 
 
 def local_boxes(
@@ -92,7 +95,9 @@ def local_boxes(
     size = math.prod(local)
     stop = size if stop is None else stop
     if not 0 <= start <= stop <= size:
-        raise CheckpointError(f"Entries [{start}, {stop}) of a shard of shape {list(local)}, which has {size} entries.")
+        raise CheckpointError(
+            f"Entries [{start}, {stop}) are out of range for a shard of shape {list(local)} with {size} entries."
+        )
     boxes = list(_flat_range(local, start, stop))
     # Innermost dims first: a chunk that is split along a dim has a single entry in the dims before it, or lies in one
     # interval.

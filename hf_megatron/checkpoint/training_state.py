@@ -147,8 +147,8 @@ def _describe(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     scalars = {leaf.name: pack(values, tensors, leaf.name) for leaf in leaves if (values := _scalars(optimizer, leaf))}
     if tensors:
         raise CheckpointError(
-            f"{type(optimizer).__name__} keeps state that belongs to no single entry of a parameter: "
-            f"{', '.join(sorted(tensors)[:3])}. It cannot be read in another layout and is not saved."
+            f"{type(optimizer).__name__} has state tensors that are not per parameter entry: "
+            f"{', '.join(sorted(tensors)[:3])}. Such state cannot be resharded for another layout and is not supported."
         )
     moments = {leaf.name: sorted(keys) for leaf in leaves if (keys := _stored(optimizer, leaf))}
     return {"class": type(optimizer).__name__, "groups": groups, "scalars": scalars, "moments": moments}
@@ -183,10 +183,9 @@ def _check_same_optimizers(parts: list[list[dict[str, Any]]]) -> None:
                 for number, other in ((0, outlines[0]), (rank, outline))
             )
             raise CheckpointError(
-                f"The optimizers differ between pipeline stages in their class, groups or hyperparameters "
-                f"({listing}). "
-                "Make every stage the same groups in the same order, each with the parameters that this stage holds; "
-                "a group may be empty."
+                f"The optimizers differ between pipeline stages in class, groups or hyperparameters ({listing}). "
+                "Create the same groups in the same order on every stage, each with the parameters of its stage; a "
+                "group may be empty."
             )
 
 

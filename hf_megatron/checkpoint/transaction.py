@@ -79,7 +79,7 @@ class Transaction:
         if any(path != str(self.target) for path, _ in proposals):
             listing = ", ".join(f"rank {rank}: {path}" for rank, (path, _) in enumerate(proposals))
             self.finished = True
-            raise CheckpointError(f"The ranks want to save to different directories: {listing}.")
+            raise CheckpointError(f"The ranks have different save directories: {listing}.")
         self._stage = StagedFolder(self.target, proposals[0][1])
         self.directory = self._stage.path
         self._together(self._prepare if self.rank == 0 else None)
@@ -188,7 +188,7 @@ class Transaction:
         tensors: dict[str, TensorEntry] = {}
         for rank, (written, entries) in enumerate(parts):
             if twice := sorted(files.keys() & written.keys()):
-                raise CheckpointError(f"rank {rank} wrote {twice}, and so did a rank before it.")
+                raise CheckpointError(f"rank {rank} wrote {twice}, which another rank also wrote.")
             files |= written
             for name, shape, entry in entries:
                 known = tensors.setdefault(name, TensorEntry(tuple(shape), entry.dtype, ()))
@@ -241,7 +241,7 @@ class Transaction:
             sync_directory(self.parent)
             self._on_step("pointer durable")
         except OSError as error:
-            raise CheckpointError(f"{self.target} is complete, but {pointer} could not be advanced: {error}") from error
+            raise CheckpointError(f"{self.target} is complete, but {pointer} could not be updated: {error}") from error
 
     def abort(self, error: BaseException | None = None) -> None:
         """Aborts on every rank and removes everything that was written.
@@ -291,7 +291,7 @@ def prune(
         CheckpointError: `keep` is below 1.
     """
     if keep < 1:
-        raise CheckpointError(f"keep={keep}: at least one checkpoint stays.")
+        raise CheckpointError(f"keep={keep}: expected 1 or more.")
     root = Path(parent)
     current = pointed_at(root, pointer)
     kept = {current, *map(Path, protected)}

@@ -79,21 +79,22 @@ def _unsafe_settings(table: Mapping[str, Any], known: Any) -> Iterator[str]:
     kind = table.get("model_type")
     if table.get("auto_map") and not (isinstance(kind, str) and kind in known):
         yield (
-            f"auto_map names code of its own for model_type {safe_repr(kind)}, which is not run: expected a model "
-            f"type of "
-            "transformers"
+            f"auto_map specifies custom code for model_type {safe_repr(kind)}, which is not executed: expected a model "
+            "type of transformers"
         )
     if table.get("configuration_files"):
-        yield "configuration_files names other configs in its place, which are not read: rename the one that counts"
+        yield "configuration_files lists replacement configs, which are not read: rename the one to use to config.json"
     for name, value in settings(table):
         key = name.rpartition(".")[2]
         most = _MOST_ENTRIES.get(type(value))
         if most is not None and len(value) > most:
-            yield f"{safe_repr(name)} has {len(value)} entries: no more than {most} are read"
+            yield f"{safe_repr(name)} has {len(value)} entries; the limit is {most}"
         elif isinstance(value, str) and _IMPLEMENTATION.search(name) and "/" in value:
             # A kernel of the Hub would be downloaded and run.
-            yield f"{safe_repr(name)} is {safe_repr(value)}, code of the Hub, which is not run: expected a name "
-            "such as 'sdpa'"
+            yield (
+                f"{safe_repr(name)} is {safe_repr(value)}, code from the Hub, which is not executed: expected a name "
+                "such as 'sdpa'"
+            )
         elif type(value) is int:
             if not value and key in _WIDTHS:
                 yield f"{safe_repr(name)} is 0: expected 1 or more"
@@ -109,13 +110,13 @@ def _impossible(table: Mapping[str, Any]) -> Iterator[str]:
         if key in ("dtype", "torch_dtype") and value is not None:
             named = getattr(torch, str(value).removeprefix("torch."), None)
             if not isinstance(value, str) or not isinstance(named, torch.dtype):
-                yield f"{safe_repr(name)} is {safe_repr(value)}: expected a type of torch, such as 'bfloat16'"
+                yield f"{safe_repr(name)} is {safe_repr(value)}: expected a torch dtype, such as 'bfloat16'"
         elif key == "rope_type" and not (isinstance(value, str) and value in rope_types()):
             yield f"{safe_repr(name)} is {safe_repr(value)}: expected {', '.join(sorted(rope_types()))}"
         elif isinstance(value, int) and value < 0 and _SIZE.search(key):
             yield f"{safe_repr(name)} is {safe_repr(value)}: expected a size"
         elif not isinstance(value, (int, float, type(None))) and _NUMBER.search(key):
-            kind = "the text " if isinstance(value, str) else ""
+            kind = "the string " if isinstance(value, str) else ""
             yield f"{safe_repr(name)} is {kind}{safe_repr(value)}: expected a number"
 
 

@@ -16,11 +16,11 @@ def _require_device(device: str, record: Path | None) -> None:
     from ..errors import ConfigError
 
     if device not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {device}: valid are cpu, cuda.")
+        raise ConfigError(f"--device {device}: expected cpu or cuda.")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no GPU here.")
+        raise ConfigError("--device cuda: torch finds no GPU.")
     if device == "cuda" and record is not None:
-        raise ConfigError("--device cuda with --record: recorded results are those of CPU ranks.")
+        raise ConfigError("--device cuda with --record is not supported: results are recorded on CPU ranks only.")
 
 
 def _workers(models: list[str], device: str) -> int:
@@ -89,7 +89,7 @@ def check(
     with failing():
         _require_device(device, record)
         if record is not None and not record.parent.is_dir():
-            raise ConfigError(f"--record {record}: {record.parent} is no folder.")
+            raise ConfigError(f"--record {record}: {record.parent} is not a folder.")
         wanted = parse_layouts(layouts or layout_of_sizes(tp, sp, cp, pp, ep))
         try:
             changed = json.loads(changes)

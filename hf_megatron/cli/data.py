@@ -100,7 +100,7 @@ def show_samples(
             raise DataError(f"--part {part}: expected one of {', '.join(SPLITS)}.")
         share = shares[part]
         if share is None:
-            raise DataError(f"--split {split}: nothing of {Path(prefix).name} is {part}.")
+            raise DataError(f"--split {split}: the {part} split of {Path(prefix).name} is empty.")
         found = sample_order(dataset.lengths, documents_of_split(share, len(dataset)), seq, samples, seed)
         typer.echo(f"{len(found):,} samples of {seq} tokens in {found.epochs} epoch{'s' if found.epochs > 1 else ''}")
         for number in range(min(printed, len(found))):

@@ -55,7 +55,7 @@ def compare_memory(
     from ..planner.memory_report import memory_table, plan_for
 
     with failing():
-        found, planned, reason = memory_in(directory), None, "some of the model is frozen"
+        found, planned, reason = memory_in(directory), None, "some parameters are frozen"
         if found[0].trains_all:
             try:
                 planned = plan_for(found[0])
@@ -63,7 +63,7 @@ def compare_memory(
                 reason = first_reason(str(error))
         typer.echo(memory_table(found, planned))
         if planned is None:
-            typer.echo(f"nothing was planned: {reason}")
+            typer.echo(f"no planned memory: {reason}")
 
 
 @app.command("hang")
@@ -99,7 +99,7 @@ def make_report(
             try:
                 planned = {one.pipeline_rank: one.peak.size for one in plan_for(run.memory[0])}
             except RankError as error:
-                typer.echo(f"nothing was planned: {first_reason(str(error))}")
+                typer.echo(f"no planned memory: {first_reason(str(error))}")
         path = output or directory / "page.html"
         write_page(run, path, planned)
         typer.echo(path)

@@ -72,7 +72,7 @@ def recompute_mode(word: str) -> str | None:
     """Parses a value of `MegatronConfig.recompute`, with `none` for `None`; raises `ConfigError` for other words."""
     modes = {"none" if mode is None else str(mode): mode for mode in CHOICES["recompute"]}
     if word not in modes:
-        raise ConfigError(f"--recompute {word}: valid are {', '.join(modes)}.")
+        raise ConfigError(f"--recompute {word}: expected one of {', '.join(modes)}.")
     return modes[word]
 
 

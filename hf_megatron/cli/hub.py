@@ -86,6 +86,6 @@ def parse_ranks(text: str) -> list[int]:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and (not last.isdecimal() or int(last) < int(first))):
-            raise ConfigError(f"--ranks {text!r}: expected numbers and ranges joined by commas, such as 0-3,6.")
+            raise ConfigError(f"--ranks {text!r}: expected comma-separated ranks and ranges such as 0-3,6.")
         found.extend(range(int(first), int(last or first) + 1))
     return list(dict.fromkeys(found))

@@ -79,14 +79,14 @@ def plan(
                 ("--picture", picture),
             ):
                 if given:
-                    raise ConfigError(f"{name} is of a search: state --gpus.")
+                    raise ConfigError(f"{name} is only valid for a search: pass --gpus.")
             sizes = 2 if tp is None else tp, sp, 1 if cp is None else cp, 1 if pp is None else pp, ep or 1
             typer.echo(print_plan(model, parse_layouts(layout_of_sizes(*sizes))[0]))
             return
 
         for path in (yaml, accelerate, picture):
             if path is not None and not path.absolute().parent.is_dir():
-                raise ConfigError(f"{path}: there is no folder {path.parent}.")
+                raise ConfigError(f"{path}: the folder {path.parent} does not exist.")
         from ..planner.candidates import Bounds
         from ..planner.devices import device
         from ..planner.job import Job
@@ -153,13 +153,13 @@ def dry_run_kinds(
     dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     with failing():
         if dtype not in dtypes:
-            raise ConfigError(f"--dtype {dtype}: valid are {', '.join(dtypes)}.")
+            raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(dtypes)}.")
         layouts = parse_layouts(layout)
         if len(layouts) != 1:
             raise ConfigError(f"--layout {layout}: expected one layout.")
         stated = layouts[0].num_microbatches
         if microbatches and stated not in (None, microbatches):
-            raise ConfigError(f"--microbatches {microbatches} and --layout {layout}: two numbers of microbatches.")
+            raise ConfigError(f"--microbatches {microbatches} conflicts with --layout {layout}.")
         if layouts[0].pp_size == 1 and schedule != "1f1b":
             raise ConfigError(f"--schedule {schedule}: --layout {layout} has no pipeline stages.")
         config = replace(

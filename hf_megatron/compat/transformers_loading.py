@@ -35,9 +35,10 @@ def untied_state_dict(model: Any, state_dict: Mapping[str, torch.Tensor]) -> dic
         if first != name:
             if not any(re.search(pattern, one) for pattern in patterns for one in (first, name)):
                 raise CheckpointError(
-                    f"{first} and {name} are one weight, which {type(model).__name__} does not tie: "
-                    "read from files, one of them would be drawn anew. Give each its own "
-                    "(`torch.nn.Parameter(weight.detach().clone())`) before saving; stock transformers refuses it too."
+                    f"{first} and {name} share one weight, but {type(model).__name__} does not tie them, so one of "
+                    "them would be initialized anew on loading. Give each its own parameter "
+                    "(`torch.nn.Parameter(weight.detach().clone())`) before saving; stock transformers also rejects "
+                    "this model."
                 )
             state_dict.pop(name if name in tied or first not in tied else first, None)
     plain = {name: value for name, value in state_dict.items() if not isinstance(value, DTensor)}

@@ -71,7 +71,7 @@ def _warn_of_version(library: str, version: str) -> None:
     if not _minor(first) <= _minor(version) <= _minor(last):
         checked = ", ".join(f"{name} {low} to {high}" for name, (low, high) in CHECKED.items())
         warnings.warn(
-            f"hf_megatron was not checked with {library} {version}, but with {checked}. Its numbers may differ from "
-            "those of one process; install a version of this range, or compare with `hf-megatron check`.",
+            f"hf_megatron was not tested with {library} {version} (tested: {checked}). Results may differ from a "
+            "single-process run. Install a tested version, or compare with `hf-megatron check`.",
             stacklevel=2,
         )

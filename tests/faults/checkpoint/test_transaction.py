@@ -396,7 +396,7 @@ def test_fault_12_entries_that_were_not_saved(tmp_path):
                 [LocalChunk("x", (9,), (TensorChunk((0,), (5,)),), torch.ones(5))], file=f"{number}.safetensors"
             )
     out = torch.zeros(9)
-    with pytest.raises(CheckpointError, match="x: 4 of 9 entries are in no file"):
+    with pytest.raises(CheckpointError, match="x: 4 of 9 entries are missing"):
         Checkpoint(tmp_path / "step-1").read("x", [TensorChunk((0,), (9,))], out)
     assert out.sum() == 0
 
@@ -406,7 +406,7 @@ def test_fault_13_shape_and_dtype_mismatch(parent):
     with pytest.raises(CheckpointError, match=r"weight is \[6000\], expected \[5999\]"):
         checkpoint.compare({"weight": (5999,), "exponential": (6000,)})
     for boxes in ([TensorChunk((1,), (size,))], [TensorChunk((0, 0), (size, 1))], [TensorChunk((-1,), (size,))]):
-        with pytest.raises(CheckpointError, match="weight: the box"):
+        with pytest.raises(CheckpointError, match="weight: the chunk"):
             checkpoint.read("weight", boxes, torch.empty(size))
     out = torch.zeros(size, dtype=torch.bfloat16)
     with pytest.raises(CheckpointError, match="weight is torch.float32 and torch.bfloat16 was asked for; pass cast"):

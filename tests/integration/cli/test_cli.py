@@ -125,8 +125,8 @@ def test_help_names_every_format():
 
 def test_what_cannot_be_written_or_drawn_is_said_first(tmp_path):
     for words, said in (
-        (("check", "llama", "--record", str(tmp_path / "no" / "verified.json")), "is no folder"),
-        (("check", "llama", "--device", "tpu"), "valid are cpu, cuda"),
+        (("check", "llama", "--record", str(tmp_path / "no" / "verified.json")), "is not a folder"),
+        (("check", "llama", "--device", "tpu"), "expected cpu or cuda"),
         (("check", "llama", "--timeout", "0"), "--timeout"),
         (("timeline", "llama", "--layers", "1", "--output", str(tmp_path / "out")), "layers = 1: expected 2"),
         (("merge", str(tmp_path), str(tmp_path / "out"), "--max-shard-size", "-5GB"), "max_shard_size='-5GB'"),
@@ -169,4 +169,4 @@ def test_a_check_on_gpus_needs_one(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "no GPU" in run(*words).output
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert "those of CPU ranks" in run(*words, "--record", "verified.json").output
+    assert "recorded on CPU ranks only" in run(*words, "--record", "verified.json").output

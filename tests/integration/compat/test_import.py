@@ -109,7 +109,7 @@ with warnings.catch_warnings(record=True) as caught:
         LlamaForCausalLM.from_pretrained({str(stories)!r}, megatron_config={{}})
 texts = [str(warning.message) for warning in caught if "not checked" in str(warning.message)]
 imported = [name for name in ("transformers", "peft") if name in sys.modules]
-expected = ["hf_megatron was not checked with " + name + " 99.1" for name in imported]
+expected = ["hf_megatron was not tested with " + name + " 99.1" for name in imported]
 assert [text.partition(", ")[0] for text in texts] == expected
 assert all(f"{{name}} {{first}} to {{last}}" in texts[0] for name, (first, last) in CHECKED.items())
 """

@@ -73,12 +73,15 @@ def test_links_of_the_cache_of_the_hub_are_followed(hf, tmp_path):
 OWN_CODE = {"model_type": "zz", "auto_map": {"AutoConfig": "m.C", "AutoModelForCausalLM": "m.M"}}
 # What each says, in one line.
 CONFIGS: dict[str, tuple[dict, str]] = {
-    "code": (OWN_CODE, "config.json: auto_map names code of its own for model_type zz, which is not run"),
-    "a kernel": ({"attn_implementation": "a/b"}, "attn_implementation is a/b, code of the Hub, which is not run"),
-    "another file": ({"configuration_files": ["config.4.0.0.json"]}, "configuration_files names other configs"),
+    "code": (OWN_CODE, "config.json: auto_map specifies custom code for model_type zz, which is not executed"),
+    "a kernel": (
+        {"attn_implementation": "a/b"},
+        "attn_implementation is a/b, code from the Hub, which is not executed",
+    ),
+    "another file": ({"configuration_files": ["config.4.0.0.json"]}, "configuration_files lists replacement configs"),
     "long": (
         {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [1.0] * 10**6}},
-        "rope_parameters.long_factor has 1000000 entries: no more than 10000 are read",
+        "rope_parameters.long_factor has 1000000 entries; the limit is 10000",
     ),
     "layers": ({"num_layers": 10**9}, "config.json: num_layers is 1000000000, more than 2000"),
     "no width": ({"hidden_size": 0}, "config.json: hidden_size is 0: expected 1 or more"),
@@ -151,7 +154,7 @@ def test_checks_of_a_folder_run_none_of_its_code(hf, tmp_path, command):
     source = with_config(hf, tmp_path / "source", **OWN_CODE)
     (source / "m.py").write_text("raise SystemExit('ran')\n", "utf-8")
     code, lines = run(command, source)
-    assert code == 2 and len(lines) == 1 and "auto_map names code of its own" in lines[0]
+    assert code == 2 and len(lines) == 1 and "auto_map specifies custom code" in lines[0]
 
 
 def test_configs_of_gigabytes_are_not_read(hf, tmp_path):
@@ -174,5 +177,7 @@ def test_a_model_of_more_modules_than_any_is_not_made(hf, tmp_path, monkeypatch)
     shutil.copytree(hf, source)
     config.num_sparse_encoder_layers = config.encoder_sparse_step = 1
     config.save_pretrained(source)
-    assert "makes no SwitchTransformersForConditionalGeneration" in (said := refused(source, tmp_path / "out"))
+    assert "does not define a valid SwitchTransformersForConditionalGeneration" in (
+        said := refused(source, tmp_path / "out")
+    )
     assert "it has more than 1000 modules" in said

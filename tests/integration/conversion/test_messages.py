@@ -44,8 +44,8 @@ CONFIGS = {
     "NaN": ({"rms_norm_eps": float("nan")}, "config.json: rms_norm_eps is NaN"),
     "NaN inside": ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_parameters.rope_theta is NaN"),
     "text": ({"hidden_size": "64"}, "'hidden_size': TypeError"),
-    "a number as type": ({"dtype": 5}, "dtype is 5: expected a type of torch"),
-    "no type": ({"dtype": "x"}, "dtype is x: expected a type of torch"),
+    "a number as type": ({"dtype": 5}, "dtype is 5: expected a torch dtype"),
+    "no type": ({"dtype": "x"}, "dtype is x: expected a torch dtype"),
     "no kind of positions": ({"rope_parameters": {"rope_type": "text", "rope_theta": 1e4}}, "rope_type is text: exp"),
     "negative": ({"vocab_size": -3}, "vocab_size is -3: expected a size"),
 }

@@ -118,7 +118,7 @@ def test_what_is_not_planned(tmp_path):
 
     run_ranks(on_rank, 2)
     result = CliRunner().invoke(app, ["debug", "memory", str(tmp_path)])
-    assert "nothing was planned: some of the model is frozen" in result.output
+    assert "no planned memory: some parameters are frozen" in result.output
     with pytest.raises(ConfigError, match="loaded with megatron_config"):
         StepMemory(tmp_path, AutoModelForCausalLM.from_config(LLAMA), None)
     with pytest.raises(ConfigError, match="has no file rank"):

@@ -405,7 +405,7 @@ def test_the_command_searches_and_still_prints_claims(tmp_path):
     shardings = runner.invoke(app, ["plan", str(tmp_path / "model"), "--tp", "4"])
     assert shardings.exit_code == 0 and "split dim 0 over tp" in shardings.output
     wrong = runner.invoke(app, ["plan", str(tmp_path / "model"), "--json"])
-    assert wrong.exit_code == 2 and "--json is of a search: state --gpus" in wrong.output
+    assert wrong.exit_code == 2 and "--json is only valid for a search: pass --gpus" in wrong.output
     unknown = runner.invoke(app, ["plan", str(tmp_path / "model"), "--gpus", "8", "--gpu", "h1000"])
     assert unknown.exit_code == 2 and "expected one of" in unknown.output
     arguments = ["--gpus", "4", "--seq", "256", "--global-batch", "16", "--json", "--tp", "1", "--cp", "1"]

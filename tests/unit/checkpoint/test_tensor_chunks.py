@@ -131,10 +131,10 @@ def test_copy_returns_what_both_have():
     out = torch.zeros(16)
     assert copy_overlap((TensorChunk((1, 2), (2, 2)),), torch.ones(4), full, out) == 4
     assert out.view(4, 4)[1:3, 2:].sum() == out.sum() == 4
-    assert copy_overlap((), torch.ones(0), full, out) == 0
-    assert uncovered([(TensorChunk((1, 2), (2, 2)),), (TensorChunk((0, 0), (3, 4)),)], full) == 4
-    with pytest.raises(CheckpointError, match="4 entries and the data 5"):
-        copy_overlap((TensorChunk((1, 2), (2, 2)),), torch.ones(5), full, out)
+    assert copy_overlap((), torch.ones(0), unsharded, out) == 0
+    assert uncovered([(TensorChunk((1, 2), (2, 2)),), (TensorChunk((0, 0), (3, 4)),)], unsharded) == 4
+    with pytest.raises(CheckpointError, match="4 entries, but the data has 5"):
+        copy_overlap((TensorChunk((1, 2), (2, 2)),), torch.ones(5), unsharded, out)
 
 
 def test_thousands_of_boxes_are_fast_and_small_in_the_manifest():
@@ -166,9 +166,9 @@ def test_manifest_keeps_all_boxes(shape):
 
 def test_piece_checks_itself():
     assert LocalChunk("scalar", (), (TensorChunk((), ()),), torch.ones(1)).boxes[0].numel == 1
-    with pytest.raises(CheckpointError, match="weight: the box .* leaves"):
+    with pytest.raises(CheckpointError, match="weight: the chunk .* exceeds"):
         LocalChunk("weight", (4, 4), (TensorChunk((3, 0), (2, 4)),), torch.ones(8))
-    with pytest.raises(CheckpointError, match="weight: the boxes have 8 entries and the data 7"):
+    with pytest.raises(CheckpointError, match="weight: the chunks have 8 entries, but the data has 7"):
         LocalChunk("weight", (4, 4), (TensorChunk((2, 0), (2, 4)),), torch.ones(7))
     with pytest.raises(CheckpointError, match="one dim"):
         LocalChunk("weight", (4, 4), (TensorChunk((2, 0), (2, 4)),), torch.ones(2, 4))

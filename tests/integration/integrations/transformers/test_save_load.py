@@ -54,7 +54,7 @@ def _save_with_a_shared_mlp(source, target, config):
     # Of the last stage, on a pipeline.
     first, second = [layer for layer in model.model.layers if isinstance(layer, torch.nn.Module)][-2:]
     second.mlp.up_proj.weight = first.mlp.up_proj.weight
-    with pytest.raises(CheckpointError, match=r"mlp\.up_proj\.weight are one weight, which LlamaForCausalLM does not"):
+    with pytest.raises(CheckpointError, match=r"mlp\.up_proj\.weight share one weight, but LlamaForCausalLM does not"):
         model.save_pretrained(target)
     return not target.exists()
 
