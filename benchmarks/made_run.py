@@ -42,7 +42,9 @@ def make_run(directory, ranks=64, steps=10_000, broken=None, slow=None):
         for step in range(1, steps + 1):
             file.write(json.dumps(_logged(step, steps, drawn, broken)) + "\n")
     if slow is not None:
-        add_straggler(folder, steps // 2, f"after {steps // 2} steps: rank {slow} (stage 2) takes 1.61 x what is usual")
+        add_straggler(
+            folder, steps // 2, f"after {steps // 2} steps: rank {slow} (stage 2) is slow: 1.61 x the usual time"
+        )
     for rank, place in enumerate(places):
         _write_memory(folder, rank, ranks, place[1])
         _write_trace(folder, rank, ranks, place[1], is_slow=rank == slow)

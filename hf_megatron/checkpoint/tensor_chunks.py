@@ -95,9 +95,7 @@ def local_boxes(
     size = math.prod(local)
     stop = size if stop is None else stop
     if not 0 <= start <= stop <= size:
-        raise CheckpointError(
-            f"Entries [{start}, {stop}) are out of range for a shard of shape {list(local)} with {size} entries."
-        )
+        raise CheckpointError(f"Entries [{start}, {stop}) of a shard of shape {list(local)}, which has {size} entries.")
     boxes = list(_flat_range(local, start, stop))
     # Innermost dims first: a chunk that is split along a dim has a single entry in the dims before it, or lies in one
     # interval.

@@ -262,7 +262,7 @@ def _answer(func: Any, tensor: Tensor) -> Any:
         return True
     if func is _aten.nonzero.default:
         return tensor.new_zeros((tensor.numel(), tensor.dim()), dtype=torch.int64)
-    raise NotImplementedError(f"{func}: how many entries it returns depends on values, which a fake tensor has not.")
+    raise NotImplementedError(f"{func}: its output size depends on values, which fake tensors do not have.")
 
 
 def _outermost_layers(model: nn.Module) -> Iterator[str]:

@@ -51,7 +51,7 @@ class Difference:
         if self.rows is not None and self.tokens is not None:
             text += f", rows {self.rows[0]} to {self.rows[1]}, tokens {self.tokens[0]} to {self.tokens[1]}"
         text += f": off by {self.error:.2g}, limit {self.limit:.1g}"
-        return text + (f"; it is {self.like}" if self.like else "")
+        return text + (f"; it equals {self.like}" if self.like else "")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Divergence:
         for which, names in (("first", self.only_first), ("second", self.only_second)):
             if names:
                 more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-                lines.append(f"in the {which} recording alone: {', '.join(names[:_SHOWN])}{more}")
+                lines.append(f"only in the {which} recording: {', '.join(names[:_SHOWN])}{more}")
         return "\n".join(lines)
 
 

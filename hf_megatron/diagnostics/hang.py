@@ -78,7 +78,7 @@ class Discord:
             return f"{group}: collective {self.number} differs: {parts}"
         [(waited, waiting), *_] = kinds.items()
         lasts = ", ".join(f"{_ranks([rank])} last called {call}" for rank, call in self.last.items())
-        text = f"{group}: {_ranks(self.missing)} did not come to collective {self.number}, {waited}"
+        text = f"{group}: {_ranks(self.missing)} did not reach collective {self.number}, {waited}"
         return f"{text}, in which {_ranks(waiting)} wait{'' if len(waiting) > 1 else 's'}" + (
             f" ({lasts})" if lasts else ""
         )
@@ -136,7 +136,7 @@ def tell_hang(records: Sequence[FlightRecord]) -> str:
     """Returns a report of the mismatched collectives, and the call in which each rank was blocked."""
     lines = [str(found) for found in find_discords(records)] or ["all ranks with a record called the same collectives"]
     if missing := sorted({*range(records[0].ranks)} - {one.rank for one in records}):
-        lines.append(f"{_ranks(missing)}: no record; they had ended, or did not stand still")
+        lines.append(f"{_ranks(missing)}: no record; they had ended, or did not hang")
     for one in records:
         lines.append(f"rank {one.rank}: after {one.steps} optimizer steps, in {one.waits or 'no collective'}")
     return "\n".join(lines)

@@ -47,12 +47,12 @@ class NonFiniteReport:
     def __str__(self) -> str:
         if self.first is None:
             return (
-                f"step {self.step}, counted from 0, had a gradient that is not finite, and the same calls again were "
-                "finite on all ranks: a fault of a machine, or what a loop did to the gradients or made of the outputs."
+                f"step {self.step} (counted from 0) had a non-finite gradient, but repeating the same calls gave "
+                "finite values on all ranks: a hardware fault, or a training loop that changes gradients or outputs."
             )
-        text = f"step {self.step}, counted from 0, first not finite, found by the same calls again: {self.first}"
+        text = f"step {self.step} (counted from 0), first non-finite value, found by repeating the calls: {self.first}"
         if len(self.ranks) > 1:
-            text += f"; ranks {', '.join(map(str, self.ranks))} alike, between which it was added up before"
+            text += f"; same on ranks {', '.join(map(str, self.ranks))}, over which it was reduced before"
         others = [str(one.rank) for one in self.also if one.rank not in self.ranks]
         return text + (f"; later on ranks {', '.join(others)}" if others else "")
 
@@ -98,8 +98,8 @@ class NonFiniteWatch:
         state, held = parallel_state(model), sharded(optimizer)
         if state is None or held is None:
             raise ConfigError(
-                "NonFiniteWatch follows a model that was loaded with megatron_config= and an optimizer that "
-                "prepare_optimizer, Trainer or Accelerate has prepared."
+                "NonFiniteWatch requires a model loaded with megatron_config= and an optimizer prepared by "
+                "prepare_optimizer, Trainer or Accelerate."
             )
         self.model, self.optimizer, self.limit = model, optimizer, limit
         self.reports: list[NonFiniteReport] = []

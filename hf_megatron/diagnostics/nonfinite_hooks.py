@@ -63,7 +63,7 @@ class NonFinite:
         if self.kind == WEIGHT:
             return f"rank {self.rank}: weight {name} at {list(self.entry)}"
         where = f"call {self.call} of the step, microbatch {self.microbatch}, stage {self.stage}"
-        after = f", in the backward behind the output of {self.after}" if self.after else ""
+        after = f", in the backward after the output of {self.after}" if self.after else ""
         return f"rank {self.rank}: {_SAID[self.kind]} {name}{after}, {where}"
 
 

@@ -40,7 +40,7 @@ def read_json(path: Path, kind: str, make: Callable[[dict[str, Any]], T]) -> T:
         raise ConfigError(f"{path}: is damaged: {error}") from error
     found = said.pop(_KIND, None) if isinstance(said, dict) else None
     if found != kind:
-        raise ConfigError(f"{path}: is no {kind}" + (f" but a {found}." if isinstance(found, str) else "."))
+        raise ConfigError(f"{path}: is not a {kind}" + (f" but a {found}." if isinstance(found, str) else "."))
     try:
         return make(said)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -49,7 +49,9 @@ class Recording:
         said = {int(file.stem.removeprefix("rank")): read_json(file, RECORDING, dict) for file in files}
         first = said[min(said)]
         if missing := sorted({*range(first["ranks"])} - said.keys()):
-            raise ConfigError(f"{str(directory)!r} is of {first['ranks']} ranks, and rank {missing[0]}'s is missing.")
+            raise ConfigError(
+                f"{str(directory)!r} has recordings of {first['ranks']} ranks, but rank {missing[0]} is missing."
+            )
         self.model, self.layout, self.version = first["model"], first["layout"] or "one process", first["version"]
         self.factor: float = first["factor"]
         self.losses = _losses(said)

@@ -102,10 +102,15 @@ class StepRecorder:
         self.directory, self.model, self.optimizer = Path(directory), model, stepping_optimizer(optimizer)
         self.inner, self.state = unwrap_parallel_model(model), parallel_state(model)
         if self.state is not None and self.state.shards_weights:
-            raise UnsupportedError("StepRecorder with zero_stage=3: weights are whole for moments. Use stage 0 to 2.")
+            raise UnsupportedError(
+                "StepRecorder with zero_stage=3 is not supported: full weights are available only during forward and "
+                "backward. Use zero_stage=2 or below."
+            )
         self.rank = 0 if self.state is None else dist.get_rank()
         if self._file("json").exists():
-            raise ConfigError(f"StepRecorder({str(directory)!r}): has a recording already; name another folder.")
+            raise ConfigError(
+                f"StepRecorder({str(directory)!r}): the folder already has a recording; choose another one."
+            )
         named = {strip_adapter_prefix(name): module for name, module in self.inner.named_modules()}
         own = {id(parameter) for _, parameter in local_named_parameters(self.inner)}
         self.modules = {
@@ -115,7 +120,7 @@ class StepRecorder:
             if name and re.search(modules, name) and any(id(weight) in own for weight in module.parameters())
         }
         if not self.modules:
-            raise ConfigError(f"StepRecorder(modules={modules!r}): is in no module's name.")
+            raise ConfigError(f"StepRecorder(modules={modules!r}): matches no module name.")
         self._tensors: dict[str, Tensor] = {}
         self._pieces: list[RecordedPiece] = []
         self._losses: list[float] = []

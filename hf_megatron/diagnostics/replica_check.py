@@ -55,7 +55,7 @@ class UnequalReplica:
 
     def __str__(self) -> str:
         if self.ranks == self.holders:
-            text = f"{self.kind} {self.name}: ranks {_listed(self.holders)} differ, none of them from most"
+            text = f"{self.kind} {self.name}: ranks {_listed(self.holders)} differ without a majority"
             # List the groups only if some ranks agree.
             return text + (
                 f": {' against '.join(map(_listed, self.identical))}" if len(self.identical) < len(self.holders) else ""
@@ -91,7 +91,7 @@ class ReplicaCheck:
         if found := self.differences():
             lines = [f"  {one}" for one in found[:_SHOWN]]
             lines += [f"  and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-            raise ReplicaError("\n".join(["What ranks repeat is no longer equal:", *lines]))
+            raise ReplicaError("\n".join(["Replicated values differ between ranks:", *lines]))
 
     def differences(self) -> list[UnequalReplica]:
         """Returns the differences, identical on every rank, in the order in which ranks hold the tensors."""

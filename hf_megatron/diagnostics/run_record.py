@@ -116,7 +116,7 @@ def why_not_another(directory: Path, step: int) -> str:
         step (`int`): first step of the run.
     """
     if step == 0 and (directory / _LOGS).exists():
-        return f"{directory}: has a run already, and this one begins anew; name another folder."
+        return f"{directory}: the folder already has a run, and this one starts at step 0; choose another folder."
     return ""
 
 
@@ -173,11 +173,13 @@ def _there(
         notes.append(f"No {name}: {error}")
         return ()
     if len(found) < found[0].ranks:
-        notes.append(f"The {name} is of {len(found)} of {found[0].ranks} ranks.")
+        notes.append(f"The {name} covers {len(found)} of {found[0].ranks} ranks.")
     layout = found[0].layout
     of = layout if isinstance(layout, str) else MegatronConfig.from_saved(_as_fields(layout)).layout()
     if (of, found[0].ranks) != (facts.layout, facts.ranks):
-        notes.append(f"The {name} is of {found[0].ranks} ranks with {of}, before the run went on with {facts.layout}.")
+        notes.append(
+            f"The {name} is from {found[0].ranks} ranks with {of}, before the run continued with {facts.layout}."
+        )
     return found
 
 

@@ -85,18 +85,18 @@ class StepMemory:
         self.directory, self.optimizer = Path(directory), stepping_optimizer(optimizer)
         self.model, state = unwrap_parallel_model(model), parallel_state(model)
         if state is None:
-            raise ConfigError(f"StepMemory counts a model that was loaded with megatron_config=, not {type(model)}.")
+            raise ConfigError(f"StepMemory requires a model that was loaded with megatron_config=, got {type(model)}.")
         self.state = state
         self.path = rank_file(self.directory, dist.get_rank())
         if self.path.exists():
-            raise ConfigError(f"StepMemory({str(directory)!r}): has a record already; name another folder.")
+            raise ConfigError(f"StepMemory({str(directory)!r}): the folder already has a record; choose another one.")
         self._tracker = AllocationTracker(self.model)
         self._shape = (0, 0)
 
     def __enter__(self) -> "StepMemory":
         if any(isinstance(mode, AllocationTracker) for mode in dispatch_modes()):
             raise ConfigError(
-                "StepMemory: this step is counted already. Leave MemoryCallback out beside RunCallback, or give it "
+                "StepMemory: this step is already recorded. Remove MemoryCallback if RunCallback is used, or give it "
                 "other steps."
             )
         self._hook = self.model.register_forward_pre_hook(self._note_batch, with_kwargs=True)

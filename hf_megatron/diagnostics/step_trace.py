@@ -76,7 +76,7 @@ class StepTrace:
         )
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if rank_file(self.directory, self.rank).exists():
-            raise ConfigError(f"StepTrace({str(directory)!r}): has a trace already; name another folder.")
+            raise ConfigError(f"StepTrace({str(directory)!r}): the folder already has a trace; choose another one.")
         state = parallel_state(model)
         self._state = state
         layers = {id(layer) for layer in outermost_layers(self.model)}

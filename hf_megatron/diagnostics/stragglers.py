@@ -52,8 +52,8 @@ class Straggler:
     def __str__(self) -> str:
         times = f"{self.seconds / self.usual:.2f} x " if self.usual else ""
         text = (
-            f"after {self.step} steps: rank {self.rank} (stage {self.stage}) takes {times}what is usual in its stage, "
-            f"{1e3 * self.seconds:.1f} ms of a step in place of {1e3 * self.usual:.1f}"
+            f"after {self.step} steps: rank {self.rank} (stage {self.stage}) is slow: {times}the usual time of its "
+            f"stage, {1e3 * self.seconds:.1f} ms per step instead of {1e3 * self.usual:.1f}"
         )
         return text + (f", most of it in {self.place}" if self.place else "")
 
@@ -104,15 +104,15 @@ class StragglerWatch:
         state, optimizer = parallel_state(model), stepping_optimizer(optimizer)
         if state is None or sharded(optimizer) is None:
             raise ConfigError(
-                "StragglerWatch follows a model that was loaded with megatron_config= and an optimizer that "
-                "prepare_optimizer, Trainer or Accelerate has prepared."
+                "StragglerWatch requires a model loaded with megatron_config= and an optimizer prepared by "
+                "prepare_optimizer, Trainer or Accelerate."
             )
         for name, value, least in (("steps", steps, 1), ("windows", windows, 1)):
             if value < least:
                 raise ConfigError(f"StragglerWatch({name}={value}): expected {least} or more.")
         if factor <= 1 or interval <= 0:
             raise ConfigError(
-                f"StragglerWatch(factor={factor}, interval={interval}): expected more than 1, and than 0."
+                f"StragglerWatch(factor={factor}, interval={interval}): expected factor > 1 and interval > 0."
             )
         self.steps = steps
         self.reports: list[Straggler] = []

@@ -73,7 +73,7 @@ class Candidates:
                 raise ConfigError(f"{name} = {size}: does not divide {self.job.devices} devices.")
             if name == "ep_size" and size > 1 and (self.experts or 1) % size:
                 kind = self.book.short.config.model_type
-                has = f"{self.experts} experts, which {size} ranks cannot share" if self.experts else "no experts"
+                has = f"{self.experts} experts, which {size} does not divide" if self.experts else "no experts"
                 raise ConfigError(f"ep_size = {size}: model type {kind!r} has {has}.")
 
     def _allowed(self, name: str, sizes: Iterable[int]) -> list[int]:
@@ -85,7 +85,7 @@ class Candidates:
         quantized = self.job.training.quantized
         if quantized is None or 3 not in self.bounds.zero_stages:
             return self.bounds.zero_stages
-        self.leave_out(f"zero 3: rows of {quantized} codes cannot be split, only the adapter has gradients to share")
+        self.leave_out(f"zero 3: {quantized} codes cannot be sharded, and only the adapter has gradients to shard")
         return tuple(stage for stage in self.bounds.zero_stages if stage != 3)
 
     def tensor_sizes(self) -> list[int]:
@@ -93,12 +93,14 @@ class Candidates:
         device, found = self.job.device, []
         for size in self._allowed("tp_size", _divisors(self.job.devices)):
             if size > device.devices_per_link:
-                self.leave_out(f"tp {size} and more: links connect {device.devices_per_link} of {device.name}")
+                self.leave_out(
+                    f"tp {size} and more: {device.name} has {device.devices_per_link} devices per link domain"
+                )
                 break
             if reason := self.book.why_not(MegatronConfig(tp_size=size)):
                 self.leave_out(f"tp {size}: {reason}")
             elif size > 1 and (reason := self.book.why_not_sequence_parallel):
-                self.leave_out(f"sequences shared by ranks of tp: {reason}")
+                self.leave_out(f"sequence parallelism: {reason}")
                 found.append(size)
             else:
                 found.append(size)
@@ -111,7 +113,9 @@ class Candidates:
             if size > 1 and self.job.sequence_length < size * _LEAST_TOKENS and "cp_size" not in self.bounds.fixed:
                 break
             if self.job.sequence_length % (2 * size) and size > 1:
-                self.leave_out(f"cp {size}: rows of {self.job.sequence_length} tokens are no multiple of {2 * size}")
+                self.leave_out(
+                    f"cp {size}: the sequence length {self.job.sequence_length} is not a multiple of {2 * size}"
+                )
             elif size > 1 and (reason := self.book.why_not(MegatronConfig(cp_size=size))):
                 self.leave_out(f"cp {size}: {reason}")
             else:
@@ -153,11 +157,11 @@ class Candidates:
                         self.leave_out(f"pp: {reason}")
                         continue
                     if pp > layers:
-                        self.leave_out(f"pp {pp}: there are {layers} layers")
+                        self.leave_out(f"pp {pp}: the model has {layers} layers")
                         continue
                     dp = self.job.devices // inner
                     if self.job.global_batch % dp:
-                        self.leave_out(f"dp {dp}: does not divide {self.job.global_batch} rows")
+                        self.leave_out(f"dp {dp}: does not divide the global batch size {self.job.global_batch}")
                         continue
                     for ep in self.expert_sizes(tp, cp, dp):
                         yield MegatronConfig(
@@ -174,7 +178,7 @@ class Candidates:
         if pp == 1:
             return ""
         if self.book.short.config.is_encoder_decoder:
-            return "what travels from an encoder to its decoder is not priced"
+            return "communication from the encoder to the decoder is not estimated"
         # The reason does not depend on how many tp or pp ranks there are, beyond two.
         key = self.book.shares_sequences(tp), tp > 1, schedule
         if key not in self._not_cut:

@@ -59,7 +59,7 @@ class Device:
             value = getattr(self, one.name)
             if one.type is str:
                 if not isinstance(value, str) or (one.name == "name" and not value):
-                    raise self._wrong(one.name, value, "a text")
+                    raise self._wrong(one.name, value, "a string")
             elif one.type in (float, int):
                 if not _is_positive(value) or (one.type is int and value != int(value)):
                     kind = "an integer of 1 or more" if one.type is int else "a number above 0"
@@ -83,7 +83,9 @@ class Device:
         precision = self._own(precision)
         if precision not in self.peak_tflops:
             known = ", ".join(self.peak_tflops)
-            raise ConfigError(f"precision = {precision!r}: Device {self.name!r} has peak_tflops of {known} only.")
+            raise ConfigError(
+                f"precision = {precision!r} is not supported: Device {self.name!r} has peak_tflops for {known} only."
+            )
         return self.peak_tflops[precision] * 1e12
 
     def reached(self, precision: str) -> float:
@@ -141,7 +143,7 @@ def read_device(path: str | os.PathLike[str]) -> Device:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"device file {path} cannot be read: {error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"device file {path} is no YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"device file {path} is not valid YAML: {' '.join(str(error).split())}") from error
     return _device(values, path)
 
 
@@ -166,7 +168,7 @@ def _device(values: object, path: object) -> Device:
         raise ConfigError(f"device file {path}: unknown {', '.join(unknown)}; fields are {', '.join(known)}.")
     needed = [name for name, one in known.items() if one.default is one.default_factory is dataclasses.MISSING]
     if missing := [name for name in needed if name not in values]:
-        raise ConfigError(f"device file {path}: without {', '.join(missing)}.")
+        raise ConfigError(f"device file {path}: missing {', '.join(missing)}.")
     try:
         return Device(**values)
     except ConfigError as error:

@@ -78,7 +78,9 @@ class FakeWorld:
         known = {} if transport is None else transport.known
         for (stage, kind), shapes in known.items():
             if known.get((stage + 1, kind), shapes) != shapes:
-                raise PlanError(f"Stage {stage} was taken to receive {shapes} and sends {known[stage + 1, kind]}.")
+                raise PlanError(
+                    f"Stage {stage} was assumed to receive {shapes}, but it sends {known[stage + 1, kind]}."
+                )
 
 
 def run_fake_ranks(
@@ -216,11 +218,11 @@ def _shapes_received(model: nn.Module, peer: int, tag: int, kind: Hashable) -> t
     config: Any = model.config
     if config.is_encoder_decoder:
         raise UnsupportedError(
-            f"A pipeline of {type(model).__name__}: what travels beside hidden states from an encoder to its decoder "
-            "is not known without the other ranks. Predict it with pp_size=1."
+            f"Predicting {type(model).__name__} with pp_size > 1 is not supported: its communication from encoder to "
+            "decoder is not known without the other ranks. Use pp_size=1."
         )
     if getattr(config.get_text_config(), "output_router_logits", False):
-        raise UnsupportedError("output_router_logits with a pipeline: what travels beside hidden states is not known.")
+        raise UnsupportedError("Predicting output_router_logits=True with pp_size > 1 is not supported.")
     # `kind` is (stage, (flags, shape description)): see `Execution` and `microbatches.describe`.
     described: Any = kind[1][1]  # type: ignore[index]
     rows, length = next(value[1] for value in described if isinstance(value, tuple) and len(value) == 3)[:2]

@@ -54,10 +54,11 @@ class Job:
             raise ConfigError(f"Job.precision = {self.precision!r}: expected one of {', '.join(_DTYPES)}.")
         if self.document_length is not None and not 1 <= self.document_length <= self.sequence_length:
             raise ConfigError(
-                f"Job.document_length = {self.document_length}: expected 1 to {self.sequence_length}, a row's tokens."
+                f"Job.document_length = {self.document_length}: expected 1 to {self.sequence_length}, the sequence "
+                "length."
             )
         if not 0 < self.memory_share <= 1:
-            raise ConfigError(f"Job.memory_share = {self.memory_share}: expected a share above 0, at most 1.")
+            raise ConfigError(f"Job.memory_share = {self.memory_share}: expected a value above 0 and at most 1.")
         self.device.peak(self.precision)
 
     @property

@@ -43,7 +43,7 @@ def measure_device(
     """
     kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in _SIDES or (kind == "cuda" and not torch.cuda.is_available()):
-        raise ConfigError(f"device_type = {kind!r}: expected cuda, where torch finds one, or cpu.")
+        raise ConfigError(f"device_type = {kind!r}: expected cuda (if torch finds a GPU) or cpu.")
     wait: Callable[[], Any] = torch.cuda.synchronize if kind == "cuda" else lambda: None
     side = _TINY if is_tiny else _SIDES[kind]
     rates = {
@@ -67,7 +67,7 @@ def measure_device(
             memory_share=_digits(min(1.0, memory / (like.memory_tb_s * 1e12))),
             host_gb_s=_digits(host / 1e9),
             launch_us=_digits(launch_us),
-            note=f"measured with torch {torch.__version__}; peaks, memory, links and network are those of {like.name}",
+            note=f"measured with torch {torch.__version__}; peaks, memory, links and network copied from {like.name}",
         )
     return Device(
         name=f"{_name(kind)} (measured)",
@@ -80,7 +80,7 @@ def measure_device(
         host_gb_s=_digits(host / 1e9),
         memory_share=1.0,
         launch_us=_digits(launch_us),
-        note=f"measured with torch {torch.__version__}; link_gb_s and network_gb_s are those of copies: put in yours",
+        note=f"measured with torch {torch.__version__}; link_gb_s and network_gb_s are host copy rates: replace them",
     )
 
 

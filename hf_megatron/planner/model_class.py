@@ -29,12 +29,12 @@ def model_on_meta(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16)
             model = auto.from_config(config, dtype=dtype)
     except Exception as error:  # noqa: BLE001 - model classes raise errors of any type for a bad config
         raise ConfigError(
-            f"MODEL of type {config.model_type!r}: no model can be made of its config: {error_summary(error)}"
+            f"MODEL of type {config.model_type!r}: the model cannot be built from its config: {error_summary(error)}"
         ) from error
     if model.main_input_name != _TOKENS:
         raise ConfigError(
-            f"MODEL of type {config.model_type!r}: {type(model).__name__} reads {model.main_input_name}, and what is "
-            "planned are rows of tokens."
+            f"MODEL of type {config.model_type!r}: {type(model).__name__} reads {model.main_input_name}; planning "
+            "supports only token sequences."
         )
     return model
 

@@ -149,7 +149,7 @@ def require_possible(
     if not isinstance(layout, MegatronConfig):
         raise ConfigError(f"dry_run(layout={layout!r}): expected a MegatronConfig.")
     if layout.offload_optimizer:
-        raise ConfigError("dry_run: offload_optimizer=True is not counted apart; leave it out.")
+        raise ConfigError("dry_run: offload_optimizer=True is not supported. Use offload_optimizer=False.")
     if world_size < 2:
         raise ConfigError(f"dry_run(world_size={world_size}): expected 2 ranks or more.")
     if not ranks or not all(0 <= rank < world_size for rank in ranks):

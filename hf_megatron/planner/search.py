@@ -68,7 +68,8 @@ def search_layouts(config: PreTrainedConfig, job: Job, bounds: Bounds | None = N
     meshes = [*candidates.meshes()]
     if not meshes:
         raise ConfigError(
-            f"No layout of {job.devices} devices is left: {'; '.join(candidates.reasons) or 'nothing divides them'}."
+            f"No layout of {job.devices} devices is possible: "
+            f"{'; '.join(candidates.reasons) or 'nothing divides them'}."
         )
     tensor_sizes = {mesh.tp_size for mesh in meshes}
     context_sizes = {1, 2} if any(mesh.cp_size > 1 for mesh in meshes) else {1}
@@ -108,7 +109,7 @@ def _measure(candidates: Candidates, tensor_sizes: set[int], context_sizes: set[
     if not reason:
         plain, selective = (MegatronConfig(tp_size=min(tensor_sizes), recompute=mode) for mode in (None, _SELECTIVE))
         kept = [sum(layer.left for layer in book.costs(layout).layers) for layout in (plain, selective)]
-        reason = f"frees {1 - kept[1] / kept[0]:.1%} of what layers keep" if kept[1] > _FREED * kept[0] else ""
+        reason = f"frees {1 - kept[1] / kept[0]:.1%} of the layers' activations" if kept[1] > _FREED * kept[0] else ""
     if reason and len(bounds.recomputes) > 1:
         others = tuple(mode for mode in bounds.recomputes if mode != _SELECTIVE)
         candidates.bounds = replace(bounds, recomputes=others)

@@ -41,15 +41,15 @@ class Training:
             raise ConfigError(f"Training.quantized = {self.quantized!r}: expected one of {', '.join(_CODES)}.")
         if self.quantized is not None and not self.lora_rank:
             raise ConfigError(
-                f"Training.quantized = {self.quantized!r}: weights in few bits are not trained; needs LoRA."
+                f"Training.quantized = {self.quantized!r}: quantized weights cannot be trained. Set lora_rank above 0."
             )
         if self.lora_rank and find_spec("peft") is None:
-            raise ConfigError(f"Training.lora_rank = {self.lora_rank}: adapters are PEFT's: pip install peft.")
+            raise ConfigError(f"Training.lora_rank = {self.lora_rank}: adapters need PEFT: pip install peft.")
         for pattern in self.frozen:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ConfigError(f"Training.frozen = {pattern!r}: no regular expression: {error}.") from error
+                raise ConfigError(f"Training.frozen = {pattern!r}: not a valid regular expression: {error}.") from error
 
     def freeze(self, model: nn.Module) -> None:
         """Freezes the untrained parameters of a model that has no adapters yet.
@@ -60,13 +60,15 @@ class Training:
         for pattern in self.frozen:
             named = [parameter for name, parameter in model.named_parameters() if re.search(pattern, name)]
             if not named:
-                raise ConfigError(f"Training.frozen = {pattern!r}: no parameter of {type(model).__name__} is named so.")
+                raise ConfigError(f"Training.frozen = {pattern!r}: matches no parameter of {type(model).__name__}.")
             for parameter in named:
                 parameter.requires_grad_(False)
         if self.lora_rank:
             model.requires_grad_(False)
         elif not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ConfigError(f"Training.frozen = {list(self.frozen)}: nothing of {type(model).__name__} is trained.")
+            raise ConfigError(
+                f"Training.frozen = {list(self.frozen)}: leaves no trainable parameter in {type(model).__name__}."
+            )
 
     def adapt(self, model: Any) -> Any:
         """Returns the model with frozen parameters and adapters; does not quantize its weights."""

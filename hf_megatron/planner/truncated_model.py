@@ -65,7 +65,7 @@ def shorten(config: PreTrainedConfig, training: Training = WHOLE, dtype: torch.d
     training.freeze(model)
     names, kinds = _row_of(model, training)
     if not names:
-        raise ConfigError(f"{type(model).__name__} has no list of layers to plan by.")
+        raise ConfigError(f"{type(model).__name__} has no layer list, which planning requires.")
     stacks = _stacks(names)
     # At least two: some layers read what the first one has computed, such as a mask.
     least = max(2, *(1 + max(map(kinds[stack].index, kinds[stack])) for stack in stacks))

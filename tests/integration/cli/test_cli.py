@@ -142,8 +142,8 @@ def test_what_cannot_be_written_or_drawn_is_said_first(tmp_path):
     [
         ({"num_attention_heads": 0}, "num_attention_heads is 0: expected 1 or more"),
         ({"hidden_size": None}, "no config that can be read: "),
-        ({"hidden_act": "nope"}, "no model can be made of its config: KeyError"),
-        ({"vocab_size": 2, "pad_token_id": 7}, "no model can be made of its config: AssertionError"),
+        ({"hidden_act": "nope"}, "the model cannot be built from its config: KeyError"),
+        ({"vocab_size": 2, "pad_token_id": 7}, "the model cannot be built from its config: AssertionError"),
     ],
 )
 def test_plan_says_in_a_line_what_is_wrong_with_a_config(stories, tmp_path, changes, said):

@@ -183,7 +183,7 @@ def test_a_hang_of_nccl(tmp_path, monkeypatch):
     with contextlib.suppress(RankError):
         run_ranks(on_rank, 2, timeout=90, device="cuda")
     text = tell_hang(read_flight_records(tmp_path))
-    assert "rank 1 did not come to collective" in text, text
+    assert "rank 1 did not reach collective" in text, text
 
 
 def test_a_device_that_turns_slow():

@@ -224,7 +224,7 @@ def test_what_does_not_come_again_is_a_machines():
 
     for rank, (reports, said, same) in enumerate(run_ranks(on_rank, 2)):
         [text] = reports
-        assert "step 0" in text and "finite on all ranks: a fault of a machine" in text
+        assert "step 0" in text and "finite values on all ranks: a hardware fault" in text
         assert said == (rank == 0) and same
 
 
@@ -275,7 +275,10 @@ def test_trainer_reports(tmp_path, capfd):
     for reports in run_ranks(train, 2):
         [report] = reports
         assert (report.step, report.first.rank, report.first.name) == (2, 1, "model.layers.1.self_attn.o_proj")
-    assert "step 2, counted from 0, first not finite, found by the same calls again: rank 1" in capfd.readouterr().out
+    assert (
+        "step 2 (counted from 0), first non-finite value, found by repeating the calls: rank 1"
+        in capfd.readouterr().out
+    )
 
 
 def test_what_cannot_be_watched_says_so():

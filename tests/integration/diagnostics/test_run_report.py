@@ -127,7 +127,7 @@ def test_what_is_unusual_is_said(tmp_path, made_run):
     planned = {one.pipeline_rank: int(one.peak / (1.3 if one.pipeline_rank == 2 else 1.0)) for one in run.memory}
     page, text = _page(run, tmp_path / "page.html", planned)
     assert "The loss was not finite at step 233." in text
-    assert "rank 9 (stage 2) takes 1.61 x what is usual" in text
+    assert "rank 9 (stage 2) is slow: 1.61 x the usual time" in text
     assert "holds 30% more than planned at its fullest" in text
     assert page.counts["svg"] == 6 + 4
     assert page.counts["polyline"] == 6
@@ -178,11 +178,11 @@ def test_a_run_that_was_killed_or_went_on_elsewhere(tmp_path, made_run):
     (tmp_path / "memory" / "rank00015.json").unlink()
     _, text = _page(read_run(tmp_path), tmp_path / "page.html")
     assert "No trace:" in text and "the traces of ranks 3 are missing" in text
-    assert "The memory is of 15 of 16 ranks." in text
+    assert "The memory covers 15 of 16 ranks." in text
     said = json.loads((tmp_path / "run.json").read_text("utf-8"))
     (tmp_path / "run.json").write_text(json.dumps(said | {"layout": "tp2"}), "utf-8")
     _, text = _page(read_run(tmp_path), tmp_path / "page.html")
-    assert "The memory is of 16 ranks with tp4+pp4, before the run went on with tp2." in text
+    assert "The memory is from 16 ranks with tp4+pp4, before the run continued with tp2." in text
     cut = (tmp_path / "memory" / "rank00002.json").read_text("utf-8")[:300]
     (tmp_path / "memory" / "rank00002.json").write_text(cut, "utf-8")
     _, text = _page(read_run(tmp_path), tmp_path / "page.html")
@@ -230,7 +230,7 @@ def _train_in_used_folder(folder):
     run = RunCallback(folder / "run", memory_step=None, trace_step=None)
     trainer = Trainer(model, arguments, default_data_collator, rows, callbacks=[run, _NoNumber()])
     trainer.train()
-    with pytest.raises(ConfigError, match="has a run already, and this one begins anew"):
+    with pytest.raises(ConfigError, match="already has a run, and this one starts at step 0"):
         trainer.train()
 
 

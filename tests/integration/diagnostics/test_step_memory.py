@@ -113,7 +113,7 @@ def test_what_is_not_planned(tmp_path):
         optimizer = prepare_optimizer(torch.optim.AdamW(trained))
         with StepMemory(tmp_path, model, optimizer):
             _step(model, optimizer)
-        with pytest.raises(ConfigError, match="has a record already"):
+        with pytest.raises(ConfigError, match="already has a record"):
             StepMemory(tmp_path, model, optimizer)
 
     run_ranks(on_rank, 2)

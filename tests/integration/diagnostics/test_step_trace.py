@@ -373,5 +373,5 @@ def test_one_process(tmp_path):
     [trace] = traces_in(tmp_path)
     assert trace.communications == []
     assert "backward model.layers.3" in {span[0] for span in trace.computed}
-    with pytest.raises(ConfigError, match="has a trace already"):
+    with pytest.raises(ConfigError, match="already has a trace"):
         StepTrace(tmp_path, model)

@@ -97,7 +97,7 @@ def test_a_rank_that_sleeps_is_named(config, sizes):
         assert all(other == trials[0] for other in trials)
         assert report.rank == rank and report.seconds > 3 * report.usual
         assert report.place.startswith(f"{name}: ") and "_nap (test_stragglers.py:" in report.place
-        assert f"rank {rank} (stage {report.stage}) takes" in str(report) and "usual in its stage" in str(report)
+        assert f"rank {rank} (stage {report.stage}) is slow" in str(report) and "usual time of its stage" in str(report)
 
 
 def test_one_slow_window_is_no_straggler():
@@ -145,7 +145,7 @@ def test_trainer_names_the_rank(tmp_path, capfd):
         assert [(report.rank, report.place.partition(": ")[0]) for report in reports] == [
             (1, "model.layers.2.self_attn")
         ]
-    assert "rank 1 (stage 0) takes" in capfd.readouterr().out
+    assert "rank 1 (stage 0) is slow" in capfd.readouterr().out
 
 
 def test_an_evaluation_is_no_part_of_a_step():

@@ -52,12 +52,14 @@ def test_unknown_names_and_files(tmp_path):
     with pytest.raises(ConfigError, match="none.yaml cannot be read"):
         device(tmp_path / "none.yaml")
     (tmp_path / "broken.yaml").write_text("name: [")
-    with pytest.raises(ConfigError, match="broken.yaml is no YAML"):
+    with pytest.raises(ConfigError, match="broken.yaml is not valid YAML"):
         device(tmp_path / "broken.yaml")
     (tmp_path / "list.yaml").write_text("- 1")
     with pytest.raises(ConfigError, match="expected the fields name, memory_gib"):
         device(tmp_path / "list.yaml")
-    with pytest.raises(ConfigError, match="precision = 'fp8': Device 'A100-80' has peak_tflops of bf16, fp32 only"):
+    with pytest.raises(
+        ConfigError, match="precision = 'fp8' is not supported: Device 'A100-80' has peak_tflops for bf16, fp32 only"
+    ):
         device("a100-80").peak("fp8")
 
 
@@ -73,7 +75,7 @@ def test_unknown_names_and_files(tmp_path):
         ({"peak_tflops": {"int3": 1.0}}, "Device.peak_tflops = {'int3': 1.0}"),
         ({"matmul_share": {"bf16": 1.5}}, "Device.matmul_share = {'bf16': 1.5}: expected a share of the peak"),
         ({"memory_share": 2.0}, "Device.memory_share = 2.0: expected a share of the peak"),
-        ({"name": ""}, "Device.name = '': expected a text"),
+        ({"name": ""}, "Device.name = '': expected a string"),
         ({"memory": 80}, "unknown memory; fields are name, memory_gib"),
     ],
 )
@@ -88,7 +90,7 @@ def test_wrong_fields_are_named(tmp_path, change, words):
 def test_missing_fields_are_named(tmp_path):
     path = tmp_path / "own.yaml"
     path.write_text(yaml.safe_dump({name: value for name, value in OWN.items() if not name.startswith("memory")}))
-    with pytest.raises(ConfigError, match="without memory_gib, memory_tb_s"):
+    with pytest.raises(ConfigError, match="missing memory_gib, memory_tb_s"):
         device(path)
 
 
@@ -104,7 +106,7 @@ def test_the_machine_at_hand(tmp_path):
     # What was not measured is the other's.
     assert other.matmul_share["fp8"] == like.matmul_share["fp8"] and other.matmul_share["bf16"] < 0.1
     assert dataclasses.replace(other, name="own").name == "own"
-    with pytest.raises(ConfigError, match="device_type = 'tpu': expected cuda, where torch finds one, or cpu"):
+    with pytest.raises(ConfigError, match="device_type = 'tpu': expected cuda .* or cpu"):
         measure_device("tpu")
 
 

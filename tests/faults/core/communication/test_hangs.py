@@ -89,7 +89,7 @@ def test_who_stays_away(tmp_path):
         assert (one.ranks, one.missing) == (tuple(members), (missing,))
         [call] = one.called.values()
         assert (call.operation, call.sizes) == ("all_reduce", ((size, 5),))
-        assert f"rank {missing} did not come to collective" in str(one)
+        assert f"rank {missing} did not reach collective" in str(one)
         assert f"all_reduce(Float[{size}, 5])" in str(one)
 
 
@@ -138,7 +138,7 @@ def test_ranks_that_stand_still_write_their_records(axis, tmp_path):
     [found] = find_discords(records)
     assert found.missing == (1,)
     text = tell_hang(records)
-    assert "rank 1 did not come to collective" in text
+    assert "rank 1 did not reach collective" in text
     assert "rank 0: after 0 optimizer steps, in " in text
 
 
