@@ -16,7 +16,10 @@ def with_defaults(arguments: Mapping[str, Any], defaults: Mapping[str, Any], kin
     for name, value in arguments.items():
         key = name.lstrip("-").replace("-", "_")
         if key not in given:
-            raise DataError(f"Megatron argument {name!r} (value {value!r}) is none of {kind}: {', '.join(given)}.")
+            raise DataError(
+                f"Megatron argument {name!r} (value {value!r}) is not an argument of {kind}: expected one of "
+                f"{', '.join(given)}."
+            )
         given[key] = value
     return given
 
@@ -26,7 +29,7 @@ def parse_integer(given: Mapping[str, Any], name: str, least: int = 0) -> int:
     try:
         number = int(given[name])
     except (TypeError, ValueError):
-        raise DataError(f"{name} = {given[name]!r}: expected a whole number.") from None
+        raise DataError(f"{name} = {given[name]!r}: expected an integer.") from None
     if number < least:
         raise DataError(f"{name} = {number}: expected {least} or more.")
     return number

@@ -40,18 +40,23 @@ class BlendedDataset(OrderedDataset):
         self.datasets = list(datasets)
         sizes = [len(dataset) for dataset in self.datasets]
         if not sizes or (weights is not None and len(weights) != len(sizes)):
-            raise DataError(f"a blend of {len(sizes)} datasets with {len(weights or ())} weights.")
+            raise DataError(
+                f"BlendedDataset got {len(sizes)} datasets and {len(weights or ())} weights: expected at least one "
+                "dataset, and one weight for each."
+            )
         if any(isinstance(one, WithoutSamples) or one.seen or one.ramp_up for one in self.datasets):
             raise DataError(
-                "a blend of datasets of which samples are left out or were seen, or that say how large a step is: a "
-                "run counts those of the blend. Leave them out of it, WithoutSamples(BlendedDataset(...), ...), or set "
-                "its seen and its ramp_up."
+                "A blend cannot contain datasets with left-out or seen samples, or with a batch-size ramp-up. Blend "
+                "the plain datasets and apply WithoutSamples(BlendedDataset(...), ...), or set seen or ramp_up of the "
+                "blend."
             )
         if len({one.is_shifted for one in self.datasets}) > 1:
-            raise DataError("a blend of datasets of which some have labels of the next tokens, and some have not.")
+            raise DataError("A blend cannot mix datasets with and without next-token labels.")
         self.is_shifted = self.datasets[0].is_shifted
         if weights is not None and (samples is None or min(weights) <= 0):
-            raise DataError(f"weights = {list(weights)}, samples = {samples}: expected weights above 0, and samples.")
+            raise DataError(
+                f"weights = {list(weights)}, samples = {samples}: expected weights above 0, and a number of samples."
+            )
         if samples is not None and samples < 1:
             raise DataError(f"samples = {samples}: expected 1 or more.")
         if weights is not None and samples is not None:
@@ -80,7 +85,7 @@ class BlendedDataset(OrderedDataset):
         self.order = BlendOrder(arrays["dataset"], arrays["sample"])
         for number, (size, taken) in enumerate(zip(sizes, arrays["taken"].tolist(), strict=True)):
             if taken > size:
-                raise DataError(f"dataset {number} of the blend has {size} samples, of which {taken} are taken.")
+                raise DataError(f"dataset {number} of the blend has {size} samples, but {taken} are needed.")
 
     def _kept(
         self, cache: str | os.PathLike[str] | None, shares: Sequence[float], samples: int | None

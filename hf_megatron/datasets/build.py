@@ -96,7 +96,7 @@ def build_pair(
     _require_new(os.fspath(prefix))
     eod = tokenizer.eos_token_id
     if append_eod and eod is None:
-        raise DataError("append_eod: the tokenizer has no eos_token.")
+        raise DataError("append_eod=True: the tokenizer has no eos_token.")
     said = {
         "sources": [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in paths],
         "key": key,
@@ -125,7 +125,7 @@ def _require_new(prefix: str) -> None:
     is_ending = not index.exists() and Path(f"{prefix}.building", "idx").exists()
     for path in (index, data):
         if path.exists() and not is_ending:
-            raise DataError(f"{path}: is there already; name another prefix.")
+            raise DataError(f"{path} already exists; choose another prefix.")
 
 
 def _facts(tokenizer: Any) -> str:
@@ -152,7 +152,8 @@ def _begun(folder: Path, said: dict[str, Any]) -> dict[str, Any]:
     changed = [name for name in said if before["said"].get(name) != said[name]]
     if changed:
         raise DataError(
-            f"{folder}: was begun with other {' and '.join(changed)}. Give it these again, or remove the folder."
+            f"{folder}: was started with a different {' and '.join(changed)}. Use the same values again, or remove the "
+            "folder."
         )
     return before
 
@@ -182,7 +183,9 @@ class _Build:
             path = folder / name
             path.touch()
             if path.stat().st_size < size:
-                raise DataError(f"{path}: has {path.stat().st_size} bytes of {size}. Remove the folder.")
+                raise DataError(
+                    f"{path}: has {path.stat().st_size} bytes, expected at least {size}. Remove the folder."
+                )
             # Drop data written after the last progress record.
             os.truncate(path, size)
             self._files[name] = open(path, "ab")  # noqa: SIM115 - closed by close()
@@ -236,7 +239,7 @@ class _Build:
     def publish(self, prefix: str) -> None:
         """Writes the index and renames the pair into place."""
         if not self.sequences:
-            raise DataError(f"{prefix}: the texts have no token.")
+            raise DataError(f"{prefix}: the texts contain no tokens.")
         lengths = np.fromfile(self.folder / "lengths", dtype="<i4")
         ends = np.concatenate([np.zeros(1, "<i8"), np.fromfile(self.folder / "ends", dtype="<i8")])
         write_index(self.folder / "idx", self.dtype, lengths, ends)

@@ -37,8 +37,8 @@ def require_full(table: Any) -> None:
     places = range(0, size, max(1, size // _COMPARED))
     if len(table) != size or any(numbers[place]["input_ids"] != place for place in places):
         raise DataError(
-            f"a table of {len(table)} rows, of the {size} of {type(dataset).__name__}: they were moved or left out. "
-            "WithoutSamples leaves some out, and table_of is given that."
+            f"Got a table of {len(table)} samples for the {size} samples of {type(dataset).__name__}: samples were "
+            "moved or removed. To leave samples out, pass a WithoutSamples to table_of."
         )
 
 

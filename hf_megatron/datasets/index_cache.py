@@ -46,11 +46,11 @@ def cached_arrays(key: Mapping[str, Any], directory: Path | None, make: Callable
             found = _read(folder, said)
             return _written(folder, said, make()) if found is None else found
     except _NotWritten as error:
-        warnings.warn(f"{directory}: the order of samples is kept in memory: {error.reason}", stacklevel=2)
+        warnings.warn(f"{directory}: the sample order is kept in memory: {error.reason}", stacklevel=2)
         return error.arrays
     except OSError as error:
         # A read-only folder or a full disk.
-        warnings.warn(f"{directory}: the order of samples is kept in memory: {error}", stacklevel=2)
+        warnings.warn(f"{directory}: the sample order is kept in memory: {error}", stacklevel=2)
         return make()
 
 

@@ -67,7 +67,11 @@ class IndexedDataset:
     def _open(self) -> None:
         for path in (self.index_path, self.data_path):
             if not path.is_file():
-                named = " Leave .bin and .idx out of its name." if self.prefix.endswith((".bin", ".idx")) else ""
+                named = (
+                    (" Remove the suffix .bin or .idx from the prefix.")
+                    if self.prefix.endswith((".bin", ".idx"))
+                    else ""
+                )
                 raise DataError(f"{path}: no such file; an indexed dataset is a pair of .bin and .idx.{named}")
         self.dtype, sequences, ends = self._header()
         self._index = np.memmap(self.index_path, mode="r", dtype=np.uint8)
@@ -78,8 +82,8 @@ class IndexedDataset:
                 modes = f" It {'has no' if self.multimodal else 'has a'} mode for each sequence: pass multimodal="
                 modes += f"{not self.multimodal}."
             raise DataError(
-                f"{self.index_path}: has {len(self._index)} bytes, and its header says {sequences} sequences and "
-                f"{ends} entries of documents, which take {expected}.{modes}"
+                f"{self.index_path}: has {len(self._index)} bytes, but its header declares {sequences} sequences and "
+                f"{ends} document entries, which need {expected}.{modes}"
             )
         place = HEADER.size
         self.lengths = self._view(place, np.dtype("<i4"), sequences)
@@ -97,16 +101,18 @@ class IndexedDataset:
             header = file.read(HEADER.size)
         if header.startswith(_FAIRSEQ):
             raise DataError(
-                f"{self.index_path}: a file of fairseq's old format (TNTIDX). Build it again from its text with "
-                "`hf-megatron data build`."
+                f"{self.index_path}: fairseq's old format (TNTIDX) is not supported. Rebuild the dataset from its text "
+                "with `hf-megatron data build`."
             )
         if len(header) < HEADER.size or not header.startswith(MAGIC):
-            raise DataError(f"{self.index_path}: does not begin as an index of Megatron's does (MMIDIDX).")
+            raise DataError(f"{self.index_path}: is not a Megatron index (it does not begin with MMIDIDX).")
         _, version, code, sequences, ends = HEADER.unpack(header)
         if version != VERSION:
-            raise DataError(f"{self.index_path}: version {version} of the format; {VERSION} is known.")
+            raise DataError(f"{self.index_path}: format version {version} is not supported, expected {VERSION}.")
         if code not in DTYPES:
-            raise DataError(f"{self.index_path}: code {code} of a type; known are {', '.join(map(str, DTYPES))}.")
+            raise DataError(
+                f"{self.index_path}: unknown dtype code {code}, expected one of {', '.join(map(str, DTYPES))}."
+            )
         if sequences == 0 or ends < 2:
             raise DataError(f"{self.index_path}: has {sequences} sequences in {max(ends - 1, 0)} documents.")
         return DTYPES[code], sequences, ends
@@ -116,14 +122,13 @@ class IndexedDataset:
         first, last = int(self.documents[0]), int(self.documents[-1])
         if (first, last) != (0, sequences):
             raise DataError(
-                f"{self.index_path}: its documents begin at sequence {first} and end at {last}, not at 0 and "
-                f"{sequences}."
+                f"{self.index_path}: its documents span sequences {first} to {last}, expected 0 to {sequences}."
             )
         size, end = self.data_path.stat().st_size, int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
         if int(self.offsets[0]) != 0 or size != end:
             raise DataError(
-                f"{self.data_path}: has {size} bytes, and {self.index_path} has its sequences end at {end}: one of the "
-                "two is cut off or belongs to another pair."
+                f"{self.data_path}: has {size} bytes, but the sequences of {self.index_path} end at {end}: one of the "
+                "files is truncated or from another pair."
             )
 
     def _view(self, place: int, dtype: np.dtype, count: int) -> np.ndarray:
@@ -146,7 +151,7 @@ class IndexedDataset:
         length = int(self.lengths[number])
         stop = length if count is None else start + count
         if not 0 <= start <= stop <= length:
-            raise IndexError(f"tokens {start} to {stop} of sequence {number}, which has {length}")
+            raise IndexError(f"tokens {start} to {stop} of sequence {number}, which has {length} tokens")
         place = int(self.offsets[number]) // self.dtype.itemsize
         return self._data[place + start : place + stop]
 
@@ -186,7 +191,7 @@ class IndexedDataset:
         smallest, largest = self._range()
         if vocab_size is not None and not 0 <= smallest <= largest < vocab_size:
             raise DataError(
-                f"{self.data_path}: has tokens from {smallest} to {largest}, and the vocabulary has {vocab_size}."
+                f"{self.data_path}: has tokens from {smallest} to {largest}, but the vocabulary size is {vocab_size}."
             )
         return {
             "sequences": len(self),

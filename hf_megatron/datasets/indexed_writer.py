@@ -39,7 +39,7 @@ class IndexedWriter:
         self.index_path, self.data_path = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
         if not overwrite and (found := next((p for p in (self.index_path, self.data_path) if p.exists()), None)):
             raise DataError(
-                f"{found}: is there already; name another prefix, or say that it may be replaced (overwrite)."
+                f"{found}: already exists; choose another prefix, or set overwrite (overwrite=True, --overwrite)."
             )
         self._partial = self.data_path.with_name(f"{self.data_path.name}.partial-{os.getpid()}")
         self._file: Any = None
@@ -87,7 +87,7 @@ class IndexedWriter:
         made = [self._tokens(tokens) for tokens in sequences]
         given = None if modes is None else list(modes)
         if self.multimodal != (given is not None) or (given is not None and len(given) != len(made)):
-            raise DataError(f"{self.prefix}: a document of {len(made)} sequences has modes {given}.")
+            raise DataError(f"{self.prefix}: got modes {given} for a document of {len(made)} sequences.")
         for tokens in made:
             self._file.write(tokens.tobytes(order="C"))
             self._lengths.append(tokens.size)
@@ -98,13 +98,13 @@ class IndexedWriter:
         given = np.asarray(tokens)
         if given.ndim != 1:
             raise DataError(
-                f"{self.prefix}: a sequence of {given.ndim} dims: expected one, of tokens; a document is a list of "
-                "sequences."
+                f"{self.prefix}: a sequence must have one dim, of tokens, got {given.ndim} dims. A document is a list "
+                "of sequences."
             )
         made = given.astype(self.dtype)
         if not np.array_equal(given, made):
             wrong = given[given != made][0]
-            raise DataError(f"{self.prefix}: token {wrong} in {self.dtype}, which does not hold it.")
+            raise DataError(f"{self.prefix}: token {wrong} does not fit into {self.dtype}.")
         return made
 
     def add_dataset(self, other: IndexedDataset) -> None:
@@ -115,7 +115,7 @@ class IndexedWriter:
         """
         other.verify_index()
         if other.dtype != self.dtype or other.multimodal != self.multimodal:
-            raise DataError(f"{other.prefix}: has {other.dtype}, and {self.prefix} is written in {self.dtype}.")
+            raise DataError(f"{other.prefix}: has dtype {other.dtype}, but {self.prefix} is written in {self.dtype}.")
         with open(other.data_path, "rb") as file:
             while block := file.read(1 << 24):
                 self._file.write(block)

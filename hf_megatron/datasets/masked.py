@@ -70,8 +70,8 @@ class BertDataset(SentencesDataset):
         sentences, target, stream = self._sentences(sample)
         if any(special in sentence for sentence in sentences for special in (self.vocabulary.cls, self.vocabulary.sep)):
             raise DataError(
-                f"{self.source.data_path}: has [CLS] or [SEP] in its sentences, which samples are given: tokenise them "
-                "with add_special_tokens=False."
+                f"{self.source.data_path}: the sentences contain [CLS] or [SEP], which are added to the samples. "
+                "Tokenize with add_special_tokens=False."
             )
         pivot, is_swapped = len(sentences), False
         if self.pairs:
@@ -159,10 +159,12 @@ class T5Dataset(SentencesDataset):
         self.target_length = int(target_length)
         self.sentinels = _sentinels(tokenizer) if sentinels is None else list(sentinels)
         if not self.sentinels:
-            raise DataError("the tokenizer has no <extra_id_0>: name sentinels=, the ids that stand for spans.")
+            raise DataError(
+                "The tokenizer has no <extra_id_0>. Pass sentinels=, the token ids that replace masked spans."
+            )
         for name, tokens in (("sentinels", self.sentinels), ("begin", [] if begin is None else [begin])):
             if not all(isinstance(token, Integral) and 0 <= token < self.vocabulary.size for token in tokens):
-                raise DataError(f"{name} = {tokens}: expected numbers of tokens, below {self.vocabulary.size}.")
+                raise DataError(f"{name} = {tokens}: expected token ids below {self.vocabulary.size}.")
         known = [token for token in (begin, self.vocabulary.bos, self.vocabulary.pad) if token is not None]
         self.begin = known[0]
         self.order_key["target_length"] = self.target_length
@@ -174,7 +176,7 @@ class T5Dataset(SentencesDataset):
         _, spans = masked_spans(tokens, target, self.masking, words, stream, lambda token, stream: token)
         if len(spans) > len(self.sentinels):
             raise DataError(
-                f"sample {sample} has {len(spans)} masked spans, and there are {len(self.sentinels)} sentinels."
+                f"sample {sample} has {len(spans)} masked spans, but there are only {len(self.sentinels)} sentinels."
             )
         encoder, decoder, done = [], [self.begin], 0
         for sentinel, span in zip(self.sentinels, spans, strict=False):

@@ -72,7 +72,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Any):
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
-            raise DataError(f"tokenizer = {tokenizer!r}: expected a tokenizer of transformers.")
+            raise DataError(f"tokenizer = {tokenizer!r}: expected a transformers tokenizer.")
         tokens = {number: token for token, number in tokenizer.get_vocab().items()}
         self.ids = sorted(tokens)
         self.is_piece = np.zeros(self.ids[-1] + 1, dtype=bool)

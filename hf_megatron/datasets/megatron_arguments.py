@@ -92,13 +92,13 @@ def datasets_from_megatron_args(
     Raises:
         DataError: an argument that is unknown or missing, or that excludes another one.
     """
-    given = with_defaults(arguments, _DEFAULTS, "data")
+    given = with_defaults(arguments, _DEFAULTS, "the datasets")
     for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
         given[name] = truth_value(given, name)
     if given["reset_position_ids"] != given["reset_attention_mask"]:
         raise DataError(
-            "reset_position_ids and reset_attention_mask: expected both or neither; models of transformers attend "
-            "within documents where positions begin again."
+            "reset_position_ids and reset_attention_mask: expected both or neither; transformers models attend within "
+            "documents if positions restart."
         )
     of_causal_models = {
         "pad_token": pad_token,
@@ -107,7 +107,7 @@ def datasets_from_megatron_args(
         "restart": "eod" if given["reset_position_ids"] else None,
     }
     if dataset is not None and (said := [name for name, value in of_causal_models.items() if value]):
-        raise DataError(f"{', '.join(said)}: are of PretrainingDataset, and dataset= makes another one.")
+        raise DataError(f"{', '.join(said)}: only valid for PretrainingDataset; dataset= creates another one.")
     make = functools.partial(
         functools.partial(PretrainingDataset, **of_causal_models) if dataset is None else dataset,
         sequence_length=parse_integer(given, "seq_length"),
@@ -117,11 +117,11 @@ def datasets_from_megatron_args(
     ramp_up = _ramp_up(given)
     wanted, shared_blend = _samples(given, ramp_up), _blend(given, "data_path", "data_args_path")
     own = _blends_of_splits(given)
-    if (shared_blend is None) == (own is None):
-        raise DataError("expected data_path (or data_args_path), or paths of each split; " + _present(given))
+    if (unsharded is None) == (own is None):
+        raise DataError("expected data_path (or data_args_path), or the paths of each split; " + _present(given))
     if own is not None:
         if given["split"] is not None:
-            raise DataError(f"split = {given['split']!r} goes with data_path; each split has files of its own here.")
+            raise DataError(f"split = {given['split']!r} requires data_path; here each split has its own files.")
         # The weight of a single prefix has no effect in Megatron-LM.
         alone = {split: (blend[0], None) if blend and len(blend[0]) == 1 else blend for split, blend in own.items()}
         found = [_dataset(alone[split], (0.0, 1.0), wanted[split], make) for split in SPLITS]
@@ -144,7 +144,7 @@ def _content(file: Any, name: str) -> str:
 
 def _present(given: Mapping[str, Any]) -> str:
     named = [name for name in given if name.endswith(("data_path", "args_path")) and given[name] is not None]
-    return f"given are {', '.join(named)}." if named else "none of them is given."
+    return f"got {', '.join(named)}." if named else "got none of them."
 
 
 def _ramp_up(given: Mapping[str, Any]) -> BatchRampUp | None:
@@ -153,9 +153,9 @@ def _ramp_up(given: Mapping[str, Any]) -> BatchRampUp | None:
         return None
     words = said.split() if isinstance(said, str) else said
     if not isinstance(words, Sequence) or len(words) != 3:
-        raise DataError(f"rampup_batch_size = {said!r}: expected the first batch, its increment, and samples.")
+        raise DataError(f"rampup_batch_size = {said!r}: expected start batch size, increment and samples.")
     if given["train_samples"] is None:
-        raise DataError("rampup_batch_size: Megatron-LM has it with train_samples alone, not with train_iters.")
+        raise DataError("rampup_batch_size requires train_samples, not train_iters.")
     numbers = [parse_integer({"rampup_batch_size": word}, "rampup_batch_size", 1) for word in words]
     return BatchRampUp(parse_integer(given, "global_batch_size", 1), *numbers)
 
@@ -163,7 +163,7 @@ def _ramp_up(given: Mapping[str, Any]) -> BatchRampUp | None:
 def _samples(given: Mapping[str, Any], ramp_up: BatchRampUp | None) -> dict[str, int]:
     """Returns the numbers of samples of each split, as Megatron's trainer counts them."""
     if (given["train_iters"] is None) == (given["train_samples"] is None):
-        raise DataError("expected either train_iters or train_samples.")
+        raise DataError("expected either train_iters or train_samples, not both.")
     batch = parse_integer(given, "global_batch_size", 1)
     if given["train_samples"] is not None:
         train = parse_integer(given, "train_samples")
@@ -184,7 +184,7 @@ Blend = tuple[list[str], list[float] | None]
 
 def _blend(given: Mapping[str, Any], name: str, file: str) -> Blend | None:
     if given[name] is not None and given[file] is not None:
-        raise DataError(f"{name} and {file}: expected one of them.")
+        raise DataError(f"{name} and {file}: expected only one of them.")
     words = given[name]
     if given[file] is not None:
         words = _content(given[file], file)
@@ -196,12 +196,12 @@ def _parsed(words: str | os.PathLike[str] | Sequence[Any], name: str) -> Blend:
     listed = words.split() if isinstance(words, str) else [words] if isinstance(words, os.PathLike) else list(words)
     texts = [os.fspath(word).strip() if isinstance(word, str | os.PathLike) else str(word) for word in listed]
     if not texts:
-        raise DataError(f"{name}: names no files.")
+        raise DataError(f"{name}: contains no paths.")
     weights = [_weight(text) for text in texts[::2]]
     if len(texts) % 2 or all(weight is None for weight in weights):
         return texts, None
     if any(weight is None for weight in weights):
-        raise DataError(f"{name} = {' '.join(texts)}: expected prefixes alone, or a weight before each of them.")
+        raise DataError(f"{name} = {' '.join(texts)}: expected prefixes only, or a weight before each prefix.")
     return texts[1::2], [weight for weight in weights if weight is not None]
 
 
@@ -217,15 +217,15 @@ def _blends_of_splits(given: Mapping[str, Any]) -> dict[str, Blend | None] | Non
     named = {split: given[name] for name, split in _OWN_PATHS.items()}
     if file is not None:
         if any(value is not None for value in named.values()):
-            raise DataError("per_split_data_args_path and paths of splits: expected one of them.")
+            raise DataError("per_split_data_args_path and paths of splits: expected only one of them.")
         try:
             said = json.loads(_content(file, "per_split_data_args_path"))
         except ValueError as error:
-            raise DataError(f"per_split_data_args_path = {str(file)!r}: is no JSON ({error}).") from None
+            raise DataError(f"per_split_data_args_path = {str(file)!r}: is not valid JSON ({error}).") from None
         if not isinstance(said, dict) or not all(
             value is None or isinstance(value, str | list) for value in said.values()
         ):
-            raise DataError(f"{file}: expected the paths of each split, as text or a list.")
+            raise DataError(f"{file}: expected the paths of each split, as a string or a list.")
         if unknown := set(said) - set(SPLITS):
             raise DataError(f"{file}: has {', '.join(sorted(unknown))}; expected {', '.join(SPLITS)}.")
         named = {split: said.get(split) for split in SPLITS}
@@ -246,7 +246,7 @@ def _dataset(
     sizes: list[int | None] = [None] * len(prefixes)
     if weights is not None:
         if not all(math.isfinite(weight) and weight > 0 for weight in weights):
-            raise DataError(f"weights {weights} of a blend: expected numbers above 0.")
+            raise DataError(f"blend weights {weights}: expected numbers above 0.")
         sizes = [*samples_of_blend(weights, samples)[1]]
     datasets = [
         make(IndexedDataset(prefix), samples=size, share=share) for prefix, size in zip(prefixes, sizes, strict=True)

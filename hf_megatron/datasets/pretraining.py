@@ -71,15 +71,15 @@ class PretrainingDataset(OrderedDataset):
         require_values(source, share, {"sequence_length": sequence_length, "samples": samples, "seed": seed})
         self.source = source if isinstance(source, IndexedDataset) else IndexedDataset(source)
         if self.source.dtype.kind not in "iu":
-            raise DataError(f"{self.source.data_path}: has {self.source.dtype}, which are no tokens.")
+            raise DataError(f"{self.source.data_path}: has dtype {self.source.dtype}, expected an integer dtype.")
         largest = np.iinfo(self.source.dtype).max
         for name, token in (("pad_token", pad_token), ("eod_token", eod_token)):
             if token is not None and not (isinstance(token, Integral) and 0 <= token <= largest):
-                raise DataError(f"{name} = {token!r}: expected the number of a token, 0 to {largest} in these files.")
+                raise DataError(f"{name} = {token!r}: expected a token id from 0 to {largest}.")
         if restart is not None and restart not in _RESTARTS:
             raise DataError(f"restart = {restart!r}: expected None, 'eod' or 'documents'.")
         if eod_token is None and (eod_mask_loss or restart == "eod"):
-            raise DataError("eod_mask_loss and restart='eod' need eod_token=, the token that ends documents.")
+            raise DataError("eod_mask_loss and restart='eod' require eod_token=, the token that ends documents.")
         self.sequence_length, self.pad_token, self.eod_token = sequence_length, pad_token, eod_token
         self.eod_mask_loss, self.restart = eod_mask_loss, restart
         self._asked: dict[str, Any] = {
@@ -92,7 +92,7 @@ class PretrainingDataset(OrderedDataset):
         self._share = share
         first, stop = bounds_of_split(share, len(self.source))
         if not 0 <= first < stop <= len(self.source):
-            raise DataError(f"{self.source.prefix}: nothing of {len(self.source)} sequences lies in {share}.")
+            raise DataError(f"{self.source.prefix}: none of its {len(self.source)} sequences is in the share {share}.")
         self._cache = None if cache is None else Path(cache)
         self.order = self._ordered(first, stop)
         self.order_key = {
@@ -147,8 +147,8 @@ class PretrainingDataset(OrderedDataset):
                 for document, start, count in self.order.pieces(sample)
             ]
         except IndexError as error:
-            kept = "" if self._cache is None else f": the indices kept in {self._cache} are damaged, remove them"
-            raise DataError(f"{self.source.prefix}: sample {sample} is none of its tokens ({error}){kept}.") from None
+            kept = "" if self._cache is None else f": the cached indices in {self._cache} are damaged, remove them"
+            raise DataError(f"{self.source.prefix}: sample {sample} is out of range ({error}){kept}.") from None
         return np.concatenate(parts).astype(np.int64), [len(part) for part in parts]
 
     def __getitem__(self, sample: int) -> dict[str, Tensor]:
@@ -197,8 +197,8 @@ def require_values(source: Any, share: Any, numbers: Mapping[str, Any]) -> None:
         raise DataError(f"source = {source!r}: expected a path without .bin and .idx, or an IndexedDataset.")
     for name, number in numbers.items():
         if not isinstance(number, Integral) and not (number is None and name == "samples"):
-            raise DataError(f"{name} = {number!r}: expected a whole number.")
+            raise DataError(f"{name} = {number!r}: expected an integer.")
     if not 0 <= numbers.get("seed", 0) < 2**32:
         raise DataError(f"seed = {numbers['seed']}: expected a number from 0 to {2**32 - 1}.")
     if not isinstance(share, Sequence) or [isinstance(end, Real) for end in share] != [True, True]:
-        raise DataError(f"share = {share!r}: expected two numbers, as parse_split gives them.")
+        raise DataError(f"share = {share!r}: expected two numbers, as returned by parse_split.")

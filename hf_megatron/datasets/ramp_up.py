@@ -33,10 +33,12 @@ class BatchRampUp:
     def __post_init__(self) -> None:
         numbers = self.global_batch_size, self.start, self.increment, self.samples
         if not all(isinstance(number, Integral) for number in numbers) or min(numbers) < 1:
-            raise DataError(f"{self}: expected whole numbers of 1 or more.")
+            raise DataError(f"{self}: expected integers of 1 or more.")
         rest = self.global_batch_size - self.start
         if rest < 0 or rest % self.increment:
-            raise DataError(f"{self}: from {self.start} to {self.global_batch_size} are no whole increments.")
+            raise DataError(
+                f"{self}: the range {self.start} to {self.global_batch_size} is not a multiple of the increment."
+            )
 
     def batch_size(self, seen: int) -> int:
         """Returns the batch size of the step after `seen` samples."""

@@ -146,11 +146,11 @@ def sample_order(
     extra = int(extra_token)
     tokens = int(lengths[documents].sum(dtype=np.int64)) if len(documents) else 0
     if tokens == 0:
-        raise DataError(f"{len(documents)} documents without a token: no sample can be made of them.")
+        raise DataError(f"{len(documents)} documents contain no tokens: no sample can be made.")
     epochs, before = epochs_of(tokens, sequence_length, samples, extra)
     if epochs * len(documents) > _MOST:
         raise DataError(
-            f"samples = {samples}: {epochs} epochs of {len(documents)} sequences are more than any run has."
+            f"samples = {samples}: {epochs} epochs of {len(documents)} sequences exceed the supported size."
         )
     if (epochs * tokens - extra) // sequence_length < 1 and drop_last_partial:
         raise DataError(f"{tokens} tokens make no sample of {sequence_length}{' and one more' if extra else ''}.")
@@ -266,7 +266,7 @@ def blend_order(weights: Sequence[float], samples: int) -> BlendOrder:
         samples (`int`): of the blend.
     """
     if len(weights) > np.iinfo(np.int16).max:
-        raise DataError(f"a blend of {len(weights)} datasets: {np.iinfo(np.int16).max} at most.")
+        raise DataError(f"BlendedDataset got {len(weights)} datasets: expected at most {np.iinfo(np.int16).max}.")
     shares = np.asarray(weights, dtype=np.float64)
     shares = shares / np.sum(shares)
     return _greedy(shares.tolist(), samples, [samples] * len(weights))

@@ -73,17 +73,17 @@ class MegatronSchedule:
                 raise DataError(f"{name} = {value!r}: expected one of {', '.join(known)}.")
         if not (0 <= self.min_lr <= self.max_lr and self.init_lr <= self.max_lr):
             raise DataError(
-                f"max_lr = {self.max_lr}, min_lr = {self.min_lr}, init_lr = {self.init_lr}: expected the first to be "
-                "the largest."
+                f"max_lr = {self.max_lr}, min_lr = {self.min_lr}, init_lr = {self.init_lr}: expected max_lr to be the "
+                "largest."
             )
         if not 0 <= self.warmup < self.decay:
-            raise DataError(f"warmup = {self.warmup}, decay = {self.decay} samples: expected a warm-up before its end.")
+            raise DataError(f"warmup = {self.warmup}, decay = {self.decay} samples: expected warmup below decay.")
         if self.style == "WSD" and not 0 < (self.wsd_decay or 0) <= self.decay:
-            raise DataError(f"wsd_decay = {self.wsd_decay}: expected samples, at most decay = {self.decay}.")
+            raise DataError(f"wsd_decay = {self.wsd_decay}: expected above 0 and at most decay = {self.decay} samples.")
         if not 0 <= self.start_weight_decay <= self.end_weight_decay:
             raise DataError(
-                f"start_weight_decay = {self.start_weight_decay}, end_weight_decay = {self.end_weight_decay}: "
-                "expected no fall."
+                f"start_weight_decay = {self.start_weight_decay}, end_weight_decay = {self.end_weight_decay}: expected "
+                "no decrease."
             )
 
     def learning_rate(self, samples: int) -> float:
@@ -137,15 +137,18 @@ class MegatronScheduler(LRScheduler):
         self, optimizer: Optimizer, schedule: MegatronSchedule, samples_per_step: int | BatchRampUp, samples: int = 0
     ):
         if (not isinstance(samples_per_step, BatchRampUp) and samples_per_step < 1) or samples < 0:
-            raise DataError(f"samples_per_step = {samples_per_step}, samples = {samples}: expected 1 or more, and 0.")
+            raise DataError(
+                f"samples_per_step = {samples_per_step}, samples = {samples}: expected 1 or more and 0 or more."
+            )
         self.schedule, self.samples_per_step, self.samples = schedule, samples_per_step, samples
         self.step_size: int | None = None
         self._has_begun = False
         self._decays = [group.get("weight_decay", 0.0) != 0 for group in optimizer.param_groups]
         if schedule.end_weight_decay and not any(self._decays):
             raise DataError(
-                f"no group of the optimizer has weight decay, and the schedule has {schedule.end_weight_decay}: give "
-                "those that are to have it one above 0 (weight_decay of TrainingArguments or of the optimizer)."
+                f"The schedule sets weight decay to {schedule.end_weight_decay}, but no optimizer group has weight "
+                "decay. Set it above 0 for the groups that need it (weight_decay of TrainingArguments or the "
+                "optimizer)."
             )
         # The base constructor calls `step()`, which must not count samples.
         super().__init__(optimizer)
@@ -173,7 +176,7 @@ class MegatronScheduler(LRScheduler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resumes at the number of samples in a checkpoint."""
         if "samples" not in state_dict:
-            raise DataError("the checkpoint has a scheduler that does not count samples.")
+            raise DataError("The checkpoint's scheduler does not count samples.")
         self.samples, self.last_epoch = int(state_dict["samples"]), int(state_dict["last_epoch"])
         self._last_lr = self.get_lr()
         for group, rate, has_decay in zip(self.optimizer.param_groups, self._last_lr, self._decays, strict=True):
@@ -215,17 +218,19 @@ def schedule_from_megatron_args(arguments: Mapping[str, Any]) -> MegatronSchedul
     Raises:
         DataError: an argument that is not part of a schedule, or that is missing.
     """
-    given = with_defaults(arguments, _DEFAULTS, "a schedule")
+    given = with_defaults(arguments, _DEFAULTS, "the schedule")
     if (given["train_iters"] is None) == (given["train_samples"] is None):
-        raise DataError("expected either train_iters or train_samples.")
+        raise DataError("expected either train_iters or train_samples, not both.")
     unit, other, batch = ("samples", "iters", 1)
     if given["train_iters"] is not None:
         unit, other, batch = ("iters", "samples", parse_integer(given, "global_batch_size", 1))
     for name in ("lr_warmup", "lr_decay", "lr_wsd_decay"):
         if given[f"{name}_{other}"]:
-            raise DataError(f"{name}_{other} = {given[f'{name}_{other}']!r}: with train_{unit} it is {name}_{unit}.")
+            raise DataError(
+                f"{name}_{other} = {given[f'{name}_{other}']!r} is not valid with train_{unit}; use {name}_{unit}."
+            )
     if given["lr_warmup_fraction"] is not None and given[f"lr_warmup_{unit}"]:
-        raise DataError(f"lr_warmup_fraction and lr_warmup_{unit}: expected one of them.")
+        raise DataError(f"lr_warmup_fraction and lr_warmup_{unit}: expected only one of them.")
     total = parse_integer(given, f"train_{unit}") * batch
     decay = total if given[f"lr_decay_{unit}"] is None else parse_integer(given, f"lr_decay_{unit}") * batch
     if given["lr_warmup_fraction"] is not None:
@@ -239,7 +244,8 @@ def schedule_from_megatron_args(arguments: Mapping[str, Any]) -> MegatronSchedul
         start, end = (real_number(given, name) for name in ("start_weight_decay", "end_weight_decay"))
     elif any(given[name] is not None for name in ("start_weight_decay", "end_weight_decay")):
         raise DataError(
-            "start_weight_decay and end_weight_decay: with weight_decay_incr_style='constant' it is weight_decay."
+            "start_weight_decay and end_weight_decay are not valid with weight_decay_incr_style='constant'; use "
+            "weight_decay."
         )
     return MegatronSchedule(
         max_lr=real_number(given, "lr"),

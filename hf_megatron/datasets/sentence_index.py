@@ -51,8 +51,8 @@ def sentence_order(
             found += _samples_of_document(sizes, first, stop, least_sentences, drawn)
         if len(found) == before:
             raise DataError(
-                f"{len(borders) - 1} documents make no sample of {least_sentences} sentences or more: those with one "
-                f"of more than {_LONG_SENTENCE} tokens beside others are left out."
+                f"{len(borders) - 1} documents make no sample of {least_sentences} sentences or more. Documents with "
+                f"several sentences, one of them longer than {_LONG_SENTENCE} tokens, are left out."
             )
         epochs += 1
     order = np.asarray(found, dtype=np.int64)

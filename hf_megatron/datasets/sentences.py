@@ -45,8 +45,8 @@ class SentencesDataset(MappedArrays, OrderedDataset):
         require_values(source, share, {"sequence_length": sequence_length, "samples": samples, "seed": seed})
         if sequence_length < self._added + 2 or seed < 1 or (samples is not None and samples < 1):
             raise DataError(
-                f"sequence_length = {sequence_length}, samples = {samples}, seed = {seed}: expected "
-                f"{self._added + 2} or more, and 1 or more."
+                f"sequence_length = {sequence_length}, samples = {samples}, seed = {seed}: expected {self._added + 2} "
+                "or more for sequence_length, and 1 or more for the others."
             )
         if not isinstance(masking, Masking):
             raise DataError(f"masking = {masking!r}: expected a Masking.")
@@ -57,7 +57,7 @@ class SentencesDataset(MappedArrays, OrderedDataset):
         documents = len(self.source.documents) - 1
         first, stop = bounds_of_split(share, documents)
         if not 0 <= first < stop <= documents:
-            raise DataError(f"{self.source.prefix}: nothing of {documents} documents lies in {share}.")
+            raise DataError(f"{self.source.prefix}: none of its {documents} documents is in the share {share}.")
         asked: dict[str, Any] = {
             "split": [first, stop],
             "target_length": self.sequence_length - self._added,
@@ -98,5 +98,7 @@ class SentencesDataset(MappedArrays, OrderedDataset):
         sentences = [self.source[sentence].tolist() for sentence in range(first, stop)]
         most = max(map(max, filter(None, sentences)), default=0)
         if most >= self.vocabulary.size:
-            raise DataError(f"{self.source.data_path}: has token {most}, and the tokenizer {self.vocabulary.size}.")
+            raise DataError(
+                f"{self.source.data_path}: contains token {most}, but the tokenizer has {self.vocabulary.size} tokens."
+            )
         return sentences, target, np.random.RandomState((self.seed + sample) % 2**32)

@@ -54,9 +54,14 @@ class SampleStream(IterableDataset):
         if passes is not None and passes < 1:
             raise DataError(f"passes = {passes}: expected 1 or more.")
         if isinstance(rows, OrderedDataset):
-            raise DataError(f"{type(rows).__name__} has an order of its own and goes on by itself: give Trainer that.")
+            raise DataError(
+                f"{type(rows).__name__} has its own order and resumes without a stream. Pass it to Trainer directly."
+            )
         if isinstance(rows, Iterator):
-            raise DataError(f"{type(rows).__name__}: goes on where it was left. Expected what begins anew each time.")
+            raise DataError(
+                f"{type(rows).__name__} is an iterator, which cannot restart. Pass an iterable that starts from the "
+                "beginning each time."
+            )
         self.rows, self.passes = rows, passes
         self.seen = self.begin = self.batch = 0
         self.ramp_up: BatchRampUp | None = None
@@ -66,7 +71,7 @@ class SampleStream(IterableDataset):
             mosaic: Any = rows
             if mosaic.num_canonical_nodes is None:
                 raise DataError(
-                    "num_canonical_nodes is missing: the order of the set's rows would depend on the hosts."
+                    "num_canonical_nodes is not set: the sample order would depend on the number of hosts. Set it."
                 )
             names = ("shuffle", "shuffle_seed", "shuffle_algo", "num_canonical_nodes", "sampling_method")
             self.order_key |= {"rows": len(mosaic)} | {name: vars(mosaic)[name] for name in names}
@@ -92,9 +97,7 @@ class SampleStream(IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         if worker is not None and worker.num_workers > 1:
-            raise DataError(
-                f"a stream that {worker.num_workers} workers read: each would read a part. Expected 1 or 0."
-            )
+            raise DataError(f"A stream cannot be split over {worker.num_workers} workers. Use 0 or 1.")
         left = self.begin
         for number in itertools.count() if self.passes is None else range(self.passes):
             size = 0
@@ -102,7 +105,7 @@ class SampleStream(IterableDataset):
                 if size > left:
                     yield row
             if size == 0:
-                raise DataError(f"pass {number} over the stream has no row.")
+                raise DataError(f"pass {number} over the stream yields no samples.")
             left = max(0, left - size)
 
 

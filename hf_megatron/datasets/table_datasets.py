@@ -54,8 +54,8 @@ def table_of(dataset: OrderedDataset) -> Any:
     import datasets
 
     if not isinstance(dataset, OrderedDataset) or not dataset.is_shifted:
-        raise DataError(f"{type(dataset).__name__}: expected a dataset with labels of the next tokens.")
+        raise DataError(f"{type(dataset).__name__}: expected a dataset with next-token labels.")
     if "position_ids" in dataset[0]:
-        raise DataError("restart: TRL leaves positions out, and models would attend over documents.")
+        raise DataError("restart is not supported: TRL drops position_ids, so the model would attend across documents.")
     numbers = datasets.Dataset.from_dict({"input_ids": range(len(dataset))})
     return numbers.with_transform(TableSamples(dataset))

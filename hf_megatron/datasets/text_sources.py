@@ -45,7 +45,7 @@ def texts_of(paths: Sequence[Path], key: str, start: int = 0) -> Iterator[str]:
         elif kind in (".txt", ".txt.gz"):
             found, size = iter([] if start else [_read_text(path)]), 1
         else:
-            raise DataError(f"{path}: expected .jsonl, .parquet, .txt or a folder of datasets.save_to_disk.")
+            raise DataError(f"{path}: expected .jsonl, .parquet, .txt or a folder written by datasets.save_to_disk.")
         yield from found
         start = max(0, start - size)
 
@@ -57,7 +57,7 @@ def _opened(path: Path) -> Iterator[Any]:
         with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
             yield file
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: is no whole gzip file ({error}).") from None
+        raise DataError(f"{path}: is not a complete gzip file ({error}).") from None
 
 
 def _read_text(path: Path) -> str:
@@ -69,7 +69,7 @@ def _decoded(content: bytes, place: Any) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{place}: is no UTF-8 ({error.reason} at byte {error.start}).") from None
+        raise DataError(f"{place}: is not UTF-8 ({error.reason} at byte {error.start}).") from None
 
 
 class _Lines:
@@ -91,7 +91,7 @@ class _Lines:
         try:
             said = json.loads(line)
         except ValueError as error:
-            raise DataError(f"{place}: is no JSON ({error}).") from None
+            raise DataError(f"{place}: is not JSON ({error}).") from None
         if not isinstance(said, dict) or self.key not in said:
             known = ", ".join(said) if isinstance(said, dict) else type(said).__name__
             raise DataError(f"{place}: has no {self.key!r}, but {known}.")
@@ -100,11 +100,11 @@ class _Lines:
 
 def _text(value: Any, place: str) -> str:
     if not isinstance(value, str):
-        raise DataError(f"{place}: expected a text, got {type(value).__name__}.")
+        raise DataError(f"{place}: expected a string, got {type(value).__name__}.")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{place}: has half a character at {error.start} (a lone surrogate).") from None
+        raise DataError(f"{place}: has a lone surrogate at {error.start}.") from None
     return value
 
 

@@ -26,18 +26,18 @@ def test_verified(tmp_path):
     code, text = _run("verify", TARGETS, "--vocab-size", 300_000)
     assert code == 0 and "empty sequences 0" in text
     code, text = _run("verify", TARGETS, "--vocab-size", 10)
-    assert code == 1 and "the vocabulary has 10" in text
+    assert code == 1 and "the vocabulary size is 10" in text
     shutil.copyfile(f"{INPUTS}.idx", tmp_path / "cut.idx")
     (tmp_path / "cut.bin").write_bytes(Path(f"{INPUTS}.bin").read_bytes()[:-4])
     code, text = _run("verify", tmp_path / "cut")
-    assert code == 1 and "cut off or belongs to another pair" in text
+    assert code == 1 and "truncated or from another pair" in text
 
 
 def test_merged(tmp_path):
     code, text = _run("merge", tmp_path / "both", INPUTS, TARGETS)
     assert code == 0 and "200 sequences of 2 pairs" in text
     code, text = _run("merge", tmp_path / "both", INPUTS)
-    assert code == 2 and "is there already" in text
+    assert code == 2 and "already exists" in text
     assert _run("merge", tmp_path / "both", INPUTS, "--overwrite")[0] == 0
     assert "100 sequences" in _run("info", tmp_path / "both")[1]
 
@@ -77,4 +77,4 @@ def test_built(tmp_path, stories):
     assert "2 sequences in 3 documents" in _run("info", plain)[1]
     assert _run("verify", tmp_path / "pair", "--vocab-size", 512)[0] == 0
     code, text = _run(*words)
-    assert code == 2 and "is there already" in text
+    assert code == 2 and "already exists" in text

@@ -118,13 +118,15 @@ def test_a_killed_build_goes_on(tmp_path, monkeypatch):
 def test_what_was_begun_otherwise_says_so(tmp_path):
     tokenizer = make_tokenizer()
     source = write_lines(tmp_path / "one.jsonl", [*make_texts(), 7])
-    with pytest.raises(DataError, match=r"one.jsonl:301: expected a text, got int"):
+    with pytest.raises(DataError, match=r"one.jsonl:301: expected a string, got int"):
         build_pair(tmp_path / "ours", [source], tokenizer)
     building_folder = tmp_path / "ours.building"
     (building_folder / "progress.json").write_text(
         json.dumps({"documents": 0, "tokens": 0, "sequences": 0, "said": {"key": "other"}})
     )
-    with pytest.raises(DataError, match="was begun with other sources and key and special tokens and tokenizer"):
+    with pytest.raises(
+        DataError, match="was started with a different sources and key and special tokens and tokenizer"
+    ):
         build_pair(tmp_path / "ours", [source], tokenizer)
 
 
@@ -140,9 +142,9 @@ def test_a_tokenizer_that_was_saved_with_limits(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz"])
 def test_a_compressed_file_that_is_cut_off(tmp_path, name):
-    content = gzip.compress(b'{"text": "w1 w2"}\n' * 2000)
-    (tmp_path / name).write_bytes(content[: len(content) // 2])
-    with pytest.raises(DataError, match=f"{name}: is no whole gzip file"):
+    unsharded = gzip.compress(b'{"text": "w1 w2"}\n' * 2000)
+    (tmp_path / name).write_bytes(unsharded[: len(unsharded) // 2])
+    with pytest.raises(DataError, match=f"{name}: is not a complete gzip file"):
         build_pair(tmp_path / "ours", [tmp_path / name], make_tokenizer())
 
 
@@ -174,7 +176,7 @@ def test_a_kill_between_the_two_files(tmp_path, monkeypatch):
             build_pair(tmp_path / "ours", [source], tokenizer)
     assert not (tmp_path / "ours.idx").exists()
     other = write_lines(tmp_path / "two.jsonl", make_texts(3))
-    with pytest.raises(DataError, match="was begun with other sources"):
+    with pytest.raises(DataError, match="was started with a different sources"):
         build_pair(tmp_path / "ours", [other], tokenizer)
     assert build_pair(tmp_path / "ours", [source], tokenizer).documents == 300
     as_megatron_writes(tmp_path / "theirs", make_texts(), tokenizer, append_eod=False)
@@ -227,13 +229,13 @@ def test_a_full_disk_costs_no_work(tmp_path, monkeypatch):
     [
         ("a.jsonl", '{"body": "x"}\n', {}, "a.jsonl:1: has no 'text', but body"),
         ("a.jsonl", '{"text": "x"}\n[1]\n', {}, "a.jsonl:2: has no 'text', but list"),
-        ("a.jsonl", '{"text": \n', {}, "a.jsonl:1: is no JSON"),
+        ("a.jsonl", '{"text": \n', {}, "a.jsonl:1: is not JSON"),
         ("a.csv", "x", {}, "a.csv: expected .jsonl"),
-        ("a.txt", "", {}, "the texts have no token"),
+        ("a.txt", "", {}, "the texts contain no tokens"),
         ("a.parquet", "x", {}, "a.parquet: "),
         ("a.jsonl", '{"text": "w1"}\n', {"key": "body"}, "has no 'body', but text"),
-        ("a.jsonl", '{"text": "w1 \\ud800"}\n', {}, "a.jsonl:1: has half a character at 3"),
-        ("a.jsonl.gz", '{"text": "w1"}\n', {}, "a.jsonl.gz: is no whole gzip file"),
+        ("a.jsonl", '{"text": "w1 \\ud800"}\n', {}, "a.jsonl:1: has a lone surrogate at 3"),
+        ("a.jsonl.gz", '{"text": "w1"}\n', {}, "a.jsonl.gz: is not a complete gzip file"),
     ],
 )
 def test_files_that_are_wrong_say_so(tmp_path, name, content, options, message):
@@ -254,7 +256,7 @@ def test_tables_without_their_library_say_so(tmp_path, monkeypatch, name, module
 def test_what_is_there_stays(tmp_path):
     tokenizer, source = make_tokenizer(), write_lines(tmp_path / "one.jsonl", ["w1 w2"])
     build_pair(tmp_path / "ours", [source], tokenizer)
-    with pytest.raises(DataError, match="is there already"):
+    with pytest.raises(DataError, match="already exists"):
         build_pair(tmp_path / "ours", [source], tokenizer)
     with pytest.raises(DataError, match="no such file"):
         build_pair(tmp_path / "other", [tmp_path / "nowhere.jsonl"], tokenizer)

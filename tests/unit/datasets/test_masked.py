@@ -245,8 +245,8 @@ def test_what_makes_no_samples_is_refused(tmp_path, tokenizer):
     for change, message in (
         ({"sequence_length": 4}, "expected 5 or more"),
         ({"seed": 0}, "and 1 or more"),
-        ({"sequence_length": "24"}, "expected a whole number"),
-        ({"share": (0.5, 0.5)}, "nothing of .* documents lies in"),
+        ({"sequence_length": "24"}, "expected an integer"),
+        ({"share": (0.5, 0.5)}, "none of its .* documents is in the share"),
         ({"masking": "words"}, "masking = 'words': expected a Masking"),
     ):
         with pytest.raises(DataError, match=message):
@@ -254,14 +254,14 @@ def test_what_makes_no_samples_is_refused(tmp_path, tokenizer):
     for probability in (0.0, "0.15"):
         with pytest.raises(DataError, match="probabilities between 0 and 1"):
             Masking(probability)
-    with pytest.raises(DataError, match="tokenizer = 'name': expected a tokenizer"):
+    with pytest.raises(DataError, match="tokenizer = 'name': expected a transformers tokenizer"):
         BertDataset(**{**given, "tokenizer": "name"})
     with IndexedWriter(tmp_path / "special", "uint16") as writer:
         writer.add_document([[2, 40, 3], [2, 41, 3]])
     with pytest.raises(DataError, match="with add_special_tokens=False"):
         BertDataset(**{**given, "source": str(tmp_path / "special")})[0]
     for change in ({"sentinels": [10**7]}, {"begin": "x"}):
-        with pytest.raises(DataError, match="expected numbers of tokens"):
+        with pytest.raises(DataError, match="expected token ids"):
             T5Dataset(**given, target_length=24, **change)
     with IndexedWriter(tmp_path / "long", "uint16") as writer:
         writer.add_document([[40] * 600, [41]])
@@ -269,7 +269,7 @@ def test_what_makes_no_samples_is_refused(tmp_path, tokenizer):
         BertDataset(**{**given, "source": str(tmp_path / "long")})
     with IndexedWriter(tmp_path / "beyond", "uint16") as writer:
         writer.add_document([[40], [len(tokenizer)]])
-    with pytest.raises(DataError, match=f"has token {len(tokenizer)}, and the tokenizer {len(tokenizer)}"):
+    with pytest.raises(DataError, match=f"contains token {len(tokenizer)}, but the tokenizer has {len(tokenizer)}"):
         BertDataset(**{**given, "source": str(tmp_path / "beyond")})[0]
     with pytest.raises(DataError, match="tokens for the decoder"):
         [T5Dataset(**given, target_length=3)[sample] for sample in range(5)]
@@ -280,7 +280,7 @@ def test_what_makes_no_samples_is_refused(tmp_path, tokenizer):
     with pytest.raises(DataError, match="has no <extra_id_0>"):
         T5Dataset(**{**given, "tokenizer": bare}, target_length=24)
     causal = PretrainingDataset(IndexedDataset(prefix), 8)
-    with pytest.raises(DataError, match="some have labels of the next tokens"):
+    with pytest.raises(DataError, match="with and without next-token labels"):
         BlendedDataset([BertDataset(**given), causal])
 
 
@@ -292,5 +292,5 @@ def test_splits_and_blends_of_arguments(tmp_path, tokenizer):
     assert not found.train.is_shifted and len(found.train.datasets) == 2
     alone = BertDataset(prefixes[1], 24, share=(0.0, 0.5), tokenizer=tokenizer)
     assert found.train.datasets[1].order_key == alone.order_key
-    with pytest.raises(DataError, match="eod_token: are of PretrainingDataset"):
+    with pytest.raises(DataError, match="eod_token: only valid for PretrainingDataset"):
         datasets_from_megatron_args(given, dataset=bert, eod_token=3)

@@ -125,7 +125,9 @@ def test_samples_equal_megatron_core(tmp_path, one_process, seed):
             found = datasets_from_megatron_args(given, eod_token=EOD)
         except DataError as error:
             # A part of which megatron-core tries to make epochs for ever, or whose samples it does not have.
-            assert re.search("no sample can be made|make no sample of|nothing of .* lies in", str(error)), error
+            assert re.search("no sample can be made|make no sample of|none of its .* is in the share", str(error)), (
+                error
+            )
             continue
         compared += 1
         options = {"eod_mask_loss": masked, "reset_position_ids": restarts}
@@ -372,9 +374,7 @@ def test_kept_indices_that_are_damaged_inside(tmp_path):
     [file] = cache.glob("*/shuffle.npy")
     file.write_bytes(file.read_bytes()[:-4] + b"\xff" * 4)
     dataset = PretrainingDataset(prefix, 8, cache=cache)
-    with pytest.raises(
-        DataError, match=f"sample {size - 1} is none of its tokens .*the indices kept in .* are damaged"
-    ):
+    with pytest.raises(DataError, match=f"sample {size - 1} is out of range .*the cached indices in .* are damaged"):
         dataset[size - 1]
 
 
@@ -405,18 +405,18 @@ def test_other_processes_map_kept_indices_themselves(tmp_path):
         ({"train-samples": 4}, "either train_iters or train_samples"),
         ({"seq-length": None}, "seq_length = None"),
         ({"reset-position-ids": True}, "expected both or neither"),
-        ({"eod-mask-loss": True}, "need eod_token="),
-        ({"hidden-size": 4}, "is none of data"),
+        ({"eod-mask-loss": True}, "require eod_token="),
+        ({"hidden-size": 4}, "is not an argument of the datasets"),
         ({"eod-mask-loss": "no"}, "expected True or False"),
         ({"eval-interval": 0}, "eval_interval = 0: expected 1 or more"),
         ({"global-batch-size": 0}, "global_batch_size = 0: expected 1 or more"),
         ({"data-path": None, "data-args-path": "nowhere"}, "data_args_path = 'nowhere': No such file"),
-        ({"data-path": NAMES[0] + ".bin"}, "Leave .bin and .idx out"),
+        ({"data-path": NAMES[0] + ".bin"}, "Remove the suffix .bin or .idx"),
         ({"data-path": "nowhere"}, "no such file"),
-        ({"rampup-batch-size": "1 1 4"}, "with train_samples alone"),
+        ({"rampup-batch-size": "1 1 4"}, "requires train_samples"),
         ({"split": [1, 1, 1]}, "split = .1, 1, 1.: expected one to three weights"),
-        ({"rampup-batch-size": "1 1", "train-samples": 4, "train-iters": None}, "expected the first batch"),
-        ({"rampup-batch-size": [1, "x", 4], "train-samples": 4, "train-iters": None}, "'x': expected a whole number"),
+        ({"rampup-batch-size": "1 1", "train-samples": 4, "train-iters": None}, "expected start batch size"),
+        ({"rampup-batch-size": [1, "x", 4], "train-samples": 4, "train-iters": None}, "'x': expected an integer"),
     ],
 )
 def test_arguments_that_are_wrong_say_so(tmp_path, change, message):
@@ -450,17 +450,17 @@ def test_batches_that_grow_are_those_of_arguments():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"sequence_length": "32"}, "sequence_length = '32': expected a whole number"),
-        ({"samples": 2.5}, "samples = 2.5: expected a whole number"),
-        ({"seed": "1"}, "seed = '1': expected a whole number"),
-        ({"share": "969,30,1"}, "share = '969,30,1': expected two numbers, as parse_split gives them"),
+        ({"sequence_length": "32"}, "sequence_length = '32': expected an integer"),
+        ({"samples": 2.5}, "samples = 2.5: expected an integer"),
+        ({"seed": "1"}, "seed = '1': expected an integer"),
+        ({"share": "969,30,1"}, "share = '969,30,1': expected two numbers, as returned by parse_split"),
         ({"share": None}, "share = None: expected two numbers"),
         ({"source": 4}, "source = 4: expected"),
         ({"seed": -1}, "seed = -1: expected a number from 0"),
-        ({"eod_token": "<eos>"}, "eod_token = '<eos>': expected the number of a token"),
-        ({"eod_token": 10**10}, "eod_token = 10000000000: expected the number of a token, 0 to"),
+        ({"eod_token": "<eos>"}, "eod_token = '<eos>': expected a token id"),
+        ({"eod_token": 10**10}, "eod_token = 10000000000: expected a token id from 0 to"),
         ({"pad_token": -4}, "pad_token = -4: expected"),
-        ({"samples": 10**15}, "more than any run has"),
+        ({"samples": 10**15}, "exceed the supported size"),
     ],
 )
 def test_values_of_other_types_are_named(wrong, message):
@@ -486,9 +486,9 @@ def test_paths_of_each_split_and_files_of_arguments(tmp_path):
     (tmp_path / "data.txt").write_text(f"0.3 {NAMES[0]}\n0.7 {NAMES[1]}\n")
     blend = datasets_from_megatron_args({**given, "data-args-path": tmp_path / "data.txt", "split": "1"}).train
     assert blend.order_key["weights"] == [0.3, 0.7] and blend[0]["input_ids"].shape == (8,)
-    for text, message in (("{", "is no JSON"), ('{"valid": 7}', "expected the paths of each split")):
+    for text, message in (("{", "is not valid JSON"), ('{"valid": 7}', "expected the paths of each split")):
         file.write_text(text)
         with pytest.raises(DataError, match=message):
             datasets_from_megatron_args({**given, "per-split-data-args-path": file})
-    with pytest.raises(DataError, match="goes with data_path"):
+    with pytest.raises(DataError, match="requires data_path"):
         datasets_from_megatron_args({**given, "train-data-path": NAMES[0], "split": "1"})

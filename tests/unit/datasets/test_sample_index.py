@@ -146,7 +146,7 @@ def test_splits():
 
 def test_what_makes_no_sample():
     none = np.zeros(3, np.int32)
-    with pytest.raises(DataError, match="3 documents without a token"):
+    with pytest.raises(DataError, match="3 documents contain no tokens"):
         sample_order(none, np.arange(3), 4, None, 0)
     with pytest.raises(DataError, match="4 tokens make no sample of 4 and one more"):
         sample_order(np.array([4], np.int32), np.arange(1), 4, None, 0)

@@ -97,21 +97,21 @@ def test_goes_on_with_another_batch():
         ({"lr": 1.0, "train-iters": 10}, "global_batch_size = None"),
         ({"lr": 1.0}, "either train_iters or train_samples"),
         ({"lr": 1.0, "train-samples": 10, "lr-decay-style": "cubic"}, "style = 'cubic'"),
-        ({"lr": 1.0, "train-samples": 10, "lr-warmup-samples": 10}, "expected a warm-up before its end"),
+        ({"lr": 1.0, "train-samples": 10, "lr-warmup-samples": 10}, "expected warmup below decay"),
         ({"lr": 1.0, "train-samples": 10, "lr-decay-style": "WSD"}, "wsd_decay = None"),
-        ({"lr": 1.0, "train-samples": 10, "min-lr": 2.0}, "expected the first to be the largest"),
-        ({"lr": 1.0, "train-samples": 10, "tensor-parallel-size": 2}, "none of a schedule"),
+        ({"lr": 1.0, "train-samples": 10, "min-lr": 2.0}, "expected max_lr to be the largest"),
+        ({"lr": 1.0, "train-samples": 10, "tensor-parallel-size": 2}, "not an argument of the schedule"),
         ({"train-samples": 10}, "lr = None"),
-        ({"lr": 1.0, "train-samples": 10, "lr-warmup-iters": 2}, "with train_samples it is lr_warmup_samples"),
+        ({"lr": 1.0, "train-samples": 10, "lr-warmup-iters": 2}, "with train_samples; use lr_warmup_samples"),
         (
             {"lr": 1.0, "train-iters": 10, "global-batch-size": 2, "lr-decay-samples": 4},
-            "with train_iters it is lr_decay_iters",
+            "with train_iters; use lr_decay_iters",
         ),
         (
             {"lr": 1.0, "train-samples": 10, "lr-warmup-samples": 2, "lr-warmup-fraction": 0.1},
             "lr_warmup_fraction and lr_warmup_samples",
         ),
-        ({"lr": 1.0, "train-samples": 10, "end-weight-decay": 0.1}, "it is weight_decay"),
+        ({"lr": 1.0, "train-samples": 10, "end-weight-decay": 0.1}, "use weight_decay"),
         ({"lr": 1.0, "train-samples": 10, "weight-decay": "a"}, "weight_decay = 'a': expected a number"),
     ],
 )
@@ -122,6 +122,6 @@ def test_what_is_wrong_says_so(given, message):
 
 def test_a_decay_of_no_parameter_is_reported():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    with pytest.raises(DataError, match="no group of the optimizer has weight decay"):
+    with pytest.raises(DataError, match="no optimizer group has weight decay"):
         MegatronScheduler(optimizer, MegatronSchedule(1.0), 1)
     MegatronScheduler(optimizer, MegatronSchedule(1.0, start_weight_decay=0.0, end_weight_decay=0.0), 1)

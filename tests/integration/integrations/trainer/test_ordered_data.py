@@ -368,7 +368,7 @@ def test_blends_are_taken_in_turns(prefix, tmp_path):
     assert [blend[k]["input_ids"].tolist() for k in range(3)] == [
         datasets[one][sample]["input_ids"].tolist() for one, sample in ((1, 0), (0, 0), (1, 1))
     ]
-    with pytest.raises(DataError, match="has .* samples, of which"):
+    with pytest.raises(DataError, match="has .* samples, but"):
         BlendedDataset(datasets, [0.3, 0.7], 10_000)
 
 
@@ -444,12 +444,12 @@ def test_files_of_the_same_lengths_are_others(prefix, tmp_path):
 
 def test_what_is_left_out_or_seen_counts_for_the_full_model(prefix):
     dataset = dataset_of(prefix)
-    with pytest.raises(DataError, match="a run counts those of the blend"):
+    with pytest.raises(DataError, match="A blend cannot contain datasets"):
         BlendedDataset([WithoutSamples(dataset, [(1, 3)]), dataset])
     left = WithoutSamples(dataset, [(1, 3)])
     dataset.seen = 10
     assert left.seen == 10
-    with pytest.raises(DataError, match="a run counts those of the blend"):
+    with pytest.raises(DataError, match="A blend cannot contain datasets"):
         BlendedDataset([dataset])
 
 

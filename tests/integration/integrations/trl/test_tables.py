@@ -98,7 +98,7 @@ def part(table):
 
 @pytest.mark.parametrize("edit", [shuffled, part])
 def test_tables_that_were_changed_are_refused(stories, prefix, tmp_path, edit):
-    with pytest.raises(DataError, match="they were moved or left out"):
+    with pytest.raises(DataError, match="samples were moved or removed"):
         train(stories, prefix, tmp_path, None, rows=4, steps=2, edit=edit)
 
 
@@ -121,7 +121,7 @@ def test_rows_have_labels_that_models_shift(prefix):
     for number, sample in ((0, 0), (1, 3)):
         assert table[number]["input_ids"][:LENGTH] == dataset[sample]["input_ids"].tolist()
         assert table[number]["labels"] == [-100, *dataset[sample]["labels"].tolist()]
-    with pytest.raises(DataError, match="TRL leaves positions out"):
+    with pytest.raises(DataError, match="TRL drops position_ids"):
         table_of(dataset_of(prefix, restart="eod"))
     with pytest.raises(DataError, match="list: expected a dataset"):
         table_of([])
