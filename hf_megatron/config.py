@@ -247,8 +247,9 @@ class MegatronConfig:
             raise ConfigError("MegatronConfig.offload_activations = True: needs recompute='full'.")
         if self.mlp_chunk_size is not None and self.sequence_parallel:
             raise ConfigError(
-                f"MegatronConfig.mlp_chunk_size = {self.mlp_chunk_size}: tokens are split over the tp ranks around an "
-                "MLP with sequence_parallel=True. Use cp_size to share out tokens, or leave one of them out."
+                f"MegatronConfig.mlp_chunk_size = {self.mlp_chunk_size} is not supported with sequence_parallel=True, "
+                "which shards tokens over the tp ranks around an MLP. Set only one of them, or shard tokens with "
+                "cp_size instead."
             )
         self._check_partition()
         self._check_context()
@@ -288,9 +289,8 @@ class MegatronConfig:
             isinstance(one, Mapping) for one in self.frozen_models.values()
         ):
             raise ConfigError(
-                f"MegatronConfig.frozen_models = {self.frozen_models!r}: expected the name of a model and fields "
-                f"of its layout, such "
-                'as {"reference": {"zero_stage": 3}}.'
+                f"MegatronConfig.frozen_models = {self.frozen_models!r}: expected a mapping of model names to layout "
+                'fields, such as {"reference": {"zero_stage": 3}}.'
             )
         for name in self.frozen_models:
             if name not in FROZEN:
@@ -298,9 +298,8 @@ class MegatronConfig:
             ranks = self.of_frozen(name).ranks_per_replica
             if self.ranks_per_replica % ranks:
                 raise ConfigError(
-                    f"MegatronConfig.frozen_models[{name!r}]: {ranks} ranks share a batch (tp_size x cp_size x "
-                    f"pp_size), and "
-                    f"{self.ranks_per_replica} share one of the model that is trained, which has to be a multiple."
+                    f"MegatronConfig.frozen_models[{name!r}]: its {ranks} ranks per replica (tp_size x cp_size x "
+                    f"pp_size) must divide the {self.ranks_per_replica} ranks per replica of the trained model."
                 )
 
     def of_frozen(self, name: str) -> "MegatronConfig":
@@ -351,7 +350,9 @@ class MegatronConfig:
             with open(path, encoding="utf-8") as file:
                 values = yaml.safe_load(file)
         except (OSError, ValueError, yaml.YAMLError) as error:
-            raise ConfigError(f"{os.fspath(path)}: no readable file of MegatronConfig fields: {error}") from error
+            raise ConfigError(
+                f"{os.fspath(path)}: cannot be read as a YAML file of MegatronConfig fields: {error}"
+            ) from error
         if not isinstance(values, Mapping):
             raise ConfigError(
                 f"{os.fspath(path)}: expected a mapping of MegatronConfig fields, got {type(values).__name__}."
@@ -367,7 +368,8 @@ class MegatronConfig:
             if key not in MEGATRON_ARGUMENTS:
                 near = difflib.get_close_matches(key, MEGATRON_ARGUMENTS, n=3) or list(MEGATRON_ARGUMENTS)
                 raise ConfigError(
-                    f"Megatron argument {name!r} (value {value!r}) has no counterpart; valid: {', '.join(near)}."
+                    f"Megatron argument {name!r} (value {value!r}) has no equivalent in MegatronConfig; valid: "
+                    f"{', '.join(near)}."
                 )
             if key == "use_distributed_optimizer":
                 if value not in (False, True):

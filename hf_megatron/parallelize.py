@@ -214,12 +214,13 @@ def plan(model: Any, config: MegatronConfig, axes: Axes, *, is_quantized: bool =
     mixing = batch_coupling_reason(model.config)
     if mixing is not None and max(axes.size("dp"), axes.size("pp")) > 1:
         raise UnsupportedError(
-            f"{type(model).__name__} with data or pipeline parallelism: {mixing}. Use dp_size=1 and pp_size=1."
+            f"{type(model).__name__} cannot be split over data-parallel ranks or pipeline microbatches: {mixing}. Load "
+            "it with dp_size=1 and pp_size=1."
         )
     if config.router_z_loss_coef and not adds_router_loss(model):
         raise ConfigError(
-            f"MegatronConfig.router_z_loss_coef = {config.router_z_loss_coef}: {type(model).__name__} adds no router "
-            "loss to its loss. Load it with output_router_logits=True if it has one, or leave it 0."
+            f"MegatronConfig.router_z_loss_coef = {config.router_z_loss_coef}: {type(model).__name__} has no router "
+            "loss to add to. Load it with output_router_logits=True if it supports it, or set router_z_loss_coef=0."
         )
     # Without tensor parallelism modules are not sharded: any architecture will do.
     spec = spec_for(model) if axes.size("tp") > 1 else registered_spec(model) or ModelSpec(model.config.model_type)

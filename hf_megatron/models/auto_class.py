@@ -47,7 +47,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
     found = next((auto for auto, mapping in usual if mapping.get(type(config), None) is not None), None)
     if found is None:
         raise ConfigError(
-            f"MODEL of type {config.model_type!r}: transformers has no class of it that reads tokens and has a loss on "
+            f"MODEL of type {config.model_type!r}: transformers has no class that takes tokens and computes a loss on "
             "them."
         )
     return found

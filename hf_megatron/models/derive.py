@@ -63,7 +63,9 @@ def derive_spec(model: Any) -> ModelSpec:
         )
     unknown = sorted({style for style in upstream_plan.values() if style not in KNOWN_STYLES})
     if unknown:
-        raise PlanError(f"model type {model_type!r}: transformers' plan uses unknown styles {', '.join(unknown)}.")
+        raise PlanError(
+            f"model type {model_type!r}: transformers' tensor parallel plan uses unknown styles {', '.join(unknown)}."
+        )
 
     modules = {generic(name) for name, _ in model.named_modules()}
     parameters = {generic(name) for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -73,7 +75,7 @@ def derive_spec(model: Any) -> ModelSpec:
         if table is None:
             continue
         if style not in table:
-            raise PlanError(f"model type {model_type!r}: style {style!r} of {pattern} has no counterpart.")
+            raise PlanError(f"model type {model_type!r}: style {style!r} of {pattern} is not supported.")
         plan[pattern] = table[style]
 
     return ModelSpec.from_fields(model_type, plan=with_head(model, plan))

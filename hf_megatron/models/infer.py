@@ -15,7 +15,7 @@ from .derive import derive_spec, has_plan_of_layers
 from .spec import ModelSpec, generic, module_name
 
 # Reason why a config with chunked MLPs does not support sequence parallelism.
-CHUNKS = "chunk_size_feed_forward > 0 cuts this rank's piece of the sequence into chunks of its own."
+CHUNKS = "chunk_size_feed_forward > 0 chunks the local sequence shard of each rank."
 
 
 def stated_or_inferred_spec(model: Any, *, may_be_ends: bool = False) -> ModelSpec:
@@ -46,9 +46,7 @@ def inferred_spec(model: Any) -> ModelSpec:
     """
     found, modules = find_blocks(model), dict(model.named_modules())
     if not found.plan:
-        raise PlanError(
-            f"model type {model.config.model_type!r}: its attention and its MLPs are of no structure that is known."
-        )
+        raise PlanError(f"model type {model.config.model_type!r}: its attention and MLPs have no known structure.")
     containers = {parent for block in found.blocks for parent in _parents(block, modules)} - found.blocks
     excluded = found.around_several | {name for name in containers if _chooses_among_parts(modules[name])}
     containers = {name for name in containers if not any(f"{name}.".startswith(f"{other}.") for other in excluded)}
@@ -76,8 +74,8 @@ def _no_sequence_parallel(model: Any, blocks: set[str]) -> str | None:
     # Several lists under one parent: the loop interleaves them, so a layer is not one module.
     lists = {block[: match.start()] for block in blocks if (match := re.search(r"\.\d+(?=\.|$)", block)) is not None}
     for parent in {name.rpartition(".")[0] for name in lists}:
-        if len(siblings := [name for name in sorted(lists) if name.rpartition(".")[0] == parent]) > 1:
-            return f"the parts of a layer lie in lists side by side: {', '.join(siblings)}."
+        if len(alongside := [name for name in sorted(lists) if name.rpartition(".")[0] == parent]) > 1:
+            return f"the sublayers of its layers are in separate module lists: {', '.join(alongside)}."
     return None
 
 

@@ -88,8 +88,8 @@ def _lists_of_both(model: Any, spec: ModelSpec, field: str) -> tuple[str, ...]:
         inside = [name for name in inside if not name.startswith(trailing)]
         if len(inside) != 1 or stack not in names:
             raise UnsupportedError(
-                f"MegatronConfig.{field}: {type(model).__name__} has to have one list of layers in its encoder and one "
-                f"in its decoder; found: {', '.join(inside) or 'none'} in one of them. Load it with {field}=1."
+                f"MegatronConfig.{field}: {type(model).__name__} must have exactly one list of layers in its encoder "
+                f"and one in its decoder; found: {', '.join(inside) or 'none'} in one of them. Load it with {field}=1."
             )
         found.append(f"{names[stack]}.{inside[0]}" if names[stack] else inside[0])
     return tuple(found)
@@ -127,7 +127,7 @@ def find_layers(model: Any, spec: ModelSpec, field: str) -> str:
     if len(lists) != 1:
         found = ", ".join(lists) or "none"
         raise UnsupportedError(
-            f"MegatronConfig.{field}: {type(model).__name__} has to have one list of {sorted(classes)} to cut; found: "
+            f"MegatronConfig.{field}: {type(model).__name__} must have exactly one list of {sorted(classes)}; found: "
             f"{found}. Load it with {field}=1, or register a spec with `layers`."
         )
     return lists[0]

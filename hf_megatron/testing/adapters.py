@@ -168,7 +168,7 @@ def adapted(tiny_model: TinyModel, method: str) -> TinyModel:
     from peft import PeftModel, get_peft_model
 
     if method not in METHODS:
-        raise ConfigError(f"adapter {method!r}: valid are {', '.join(METHODS)}.")
+        raise ConfigError(f"adapter {method!r}: expected one of {', '.join(METHODS)}.")
 
     def folder_of(seed: int) -> Path:
         return Path(tiny_model.directory, f"{method}_{seed}")

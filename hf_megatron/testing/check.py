@@ -117,12 +117,12 @@ def check_models(
         ConfigError: an unknown task or model, or invalid config changes.
     """
     if task not in TASKS:
-        raise ConfigError(f"task {task!r}: valid are {', '.join(TASKS)}.")
+        raise ConfigError(f"task {task!r}: expected one of {', '.join(TASKS)}.")
     largest = max(layout.tp_size for layout in layouts)
     if largest > _TWIN_HEADS:
         raise ConfigError(
-            f"tp_size = {largest}: tiny twins have {_TWIN_HEADS} attention heads, and a result of tp{_TWIN_HEADS} "
-            "stands for every larger size; `hf-megatron plan MODEL` says which sizes divide a model."
+            f"tp_size = {largest}: tiny models have {_TWIN_HEADS} attention heads, and a result of tp{_TWIN_HEADS} "
+            "also covers all larger sizes. `hf-megatron plan MODEL` shows which sizes divide a model."
         )
     check = functools.partial(
         _check_case,
@@ -213,7 +213,7 @@ def _check_changed(
         )
         tiny_model = tiny_model if adapter is None else adapted(tiny_model, adapter)
     except UNBUILDABLE as error:
-        reason = f"its tiny twin cannot be built: {type(error).__name__}: {error}"
+        reason = f"its tiny model cannot be built: {type(error).__name__}: {error}"
         if not everything:
             raise ConfigError(f"{model}: {reason}") from error
     for layout in layouts:
@@ -274,7 +274,7 @@ def _check_layout(
         )
         if unlike := describe_model(tiny_model.model_on_meta()).features({}).parts ^ tiny_model.full.features({}).parts:
             found = "; ".join(sorted(str(line) for part in unlike for line in part.lines))
-            return row | {"passed": False, "worst": f"its twin is another model: {found}"[:300]}
+            return row | {"passed": False, "worst": f"its tiny model differs from the full model: {found}"[:300]}
         if layout.cp_size > 1:
             row |= _full_sequence_blocks(tiny_model, layout)
             if reason := row.pop("mixing", None):
@@ -286,7 +286,7 @@ def _check_layout(
             if tiny_model.full.draws - sites:
                 return row | {
                     "passed": False,
-                    "worst": f"while {sorted(tiny_model.full.draws - sites)} drew: {problem}",
+                    "worst": f"with draws at {sorted(tiny_model.full.draws - sites)}: {problem}",
                 }
     except MegatronError as error:
         refused = not isinstance(error, RankError)

@@ -87,7 +87,7 @@ def make_multimodal_batch(
         except (*_UNFIT, StopIteration) as error:
             problems.append(str(error))
     kind = "videos" if videos else "audio"
-    raise ValueError(f"{type(model).__name__} takes no {kind} in a known form: {'; '.join(problems)[:300]}")
+    raise ValueError(f"{type(model).__name__} accepts no {kind} in a known format: {'; '.join(problems)[:300]}")
 
 
 def _written(

@@ -298,6 +298,6 @@ def check_tiny_model(
         comparison = Judgement((*frozen_errors(measurements[0], reference), *comparison.errors))
     for rank, other in enumerate(measurements[1:], 1):
         if (other.loss, other.norm) != (measurements[0].loss, measurements[0].norm):
-            disagreement = Error(f"rank {rank} reports another loss or norm than rank 0", float("inf"))
+            disagreement = Error(f"rank {rank} reports a different loss or norm than rank 0", float("inf"))
             return Judgement((disagreement, *comparison.errors))
     return comparison

@@ -84,7 +84,7 @@ def draw_timeline(
     """
     require_plots()
     if config.pp_size < 2:
-        raise ConfigError(f"MegatronConfig.pp_size = {config.pp_size}: a pipeline has 2 ranks or more.")
+        raise ConfigError(f"MegatronConfig.pp_size = {config.pp_size}: expected 2 or more for a pipeline.")
     # Check here, rather than raising on a rank.
     order = schedule(config.pipeline_schedule)
     check_schedule(order.name, config.pp_size, config.virtual_stages or order.stages_per_rank)

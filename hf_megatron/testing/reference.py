@@ -27,7 +27,7 @@ def take_reference(tiny_model: Any, *, norms_are_frozen: bool = False, best: flo
     """
     # Check the first draw only: all draws have the same parameters.
     if best == math.inf and (unread := _unread_weights(tiny_model)):
-        raise ValueError(f"transformers does not read back what it wrote of a {tiny_model.class_name}: {unread}")
+        raise ValueError(f"transformers does not load all weights it saved for {tiny_model.class_name}: {unread}")
     model = tiny_model.load()
     # Copy before measuring, which changes buffers and cached values.
     another = copy.deepcopy(model)

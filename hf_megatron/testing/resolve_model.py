@@ -24,13 +24,13 @@ def resolve_config(model: str, changes: Mapping[str, Any] | None = None) -> PreT
     """Returns the config of a model type, folder or hub name, with changes; raises `ConfigError` for invalid ones."""
     known = not Path(model).exists() and model in CONFIG_MAPPING
     if model.startswith((".", os.sep)) and not Path(model).exists():
-        raise ConfigError(f"MODEL = {model!r}: there is no such folder.")
+        raise ConfigError(f"MODEL = {model!r}: the folder does not exist.")
     try:
         config = CONFIG_MAPPING[model]() if known else read_config(_folder_of(model))
     except CheckpointError as error:
-        raise ConfigError(f"MODEL = {model!r} has no config that can be read: {error}") from error
+        raise ConfigError(f"MODEL = {model!r} has no readable config: {error}") from error
     except Exception as error:  # noqa: BLE001 - whatever keeps the Hub's file from being fetched
-        raise ConfigError(f"MODEL = {model!r} has no config that can be read: {error_summary(error)}") from error
+        raise ConfigError(f"MODEL = {model!r} has no readable config: {error_summary(error)}") from error
     if not changes:
         return config
     try:
@@ -66,4 +66,6 @@ def _without_weights(model: str, config: PreTrainedConfig) -> Any:
         with torch.device("meta"), without_output():
             return make(config)
     except Exception as error:  # noqa: BLE001 - a model class, of sizes that it was not made for
-        raise ConfigError(f"MODEL = {model!r}: no model can be made of its config: {error_summary(error)}") from error
+        raise ConfigError(
+            f"MODEL = {model!r}: the model cannot be built from its config: {error_summary(error)}"
+        ) from error

@@ -47,7 +47,7 @@ def make_speech_batch(
             problems.append(str(error))
             continue
         return batch
-    raise ValueError(f"{type(model).__name__} takes no clips in a known form: {'; '.join(problems)[:300]}")
+    raise ValueError(f"{type(model).__name__} accepts no clips in a known format: {'; '.join(problems)[:300]}")
 
 
 def _in_codebooks(config: Any, books: int, labels: Tensor, generator: torch.Generator) -> dict[str, Tensor]:

@@ -132,7 +132,7 @@ def unknown_mixing(model: nn.Module, spec: ModelSpec, batch: Mapping[str, Any]) 
     if not unknown:
         return None
     kinds = {type(model.get_submodule(name)).__name__ for name in unknown}
-    return f"tokens meet in {unknown[0]} ({', '.join(sorted(kinds))}), which is no block on whole rows"
+    return f"tokens are mixed in {unknown[0]} ({', '.join(sorted(kinds))}), which is not a full-sequence block"
 
 
 def full_share(model: nn.Module, state: ParallelState) -> float:

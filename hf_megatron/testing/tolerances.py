@@ -61,7 +61,9 @@ class Judgement:
 
     def report(self, count: int = 8) -> str:
         bad = [error for error in self.errors if not error.value <= 1]
-        lines = [f"{len(bad)} of {len(self.errors)} quantities differ from one process; worst:"] if bad else []
+        lines = (
+            [(f"{len(bad)} of {len(self.errors)} quantities differ from the single-process run; worst:")] if bad else []
+        )
         return "\n".join([*lines, *(f"  {error}" for error in self.errors[:count])])
 
 
@@ -123,7 +125,7 @@ def gradient_errors(found: Measurement, reference: Measurement) -> list[Error]:
         if a is None and b is None:
             if not any(re.search(pattern, name) for pattern in reference.without):
                 errors.append(
-                    Error(f"{name} has no gradient, in one process either: it was not compared", float("inf"))
+                    Error(f"{name} has no gradient in the single-process run either: it was not compared", float("inf"))
                 )
             continue
         if a is None or b is None:

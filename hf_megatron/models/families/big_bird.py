@@ -14,7 +14,7 @@ def big_bird(model: Any) -> ModelSpec:
     return corrected_spec(
         model,
         replicated_modules=("encoder.layer.*.attention", "encoder.layer.*.crossattention"),
-        no_context_parallel="its rows are padded to whole blocks of tokens.",
+        no_context_parallel="its sequences are padded to full blocks of tokens.",
     )
 
 

@@ -13,7 +13,8 @@ from ..type_facts import TypeFacts, register_facts
 def bloom(model: Any) -> ModelSpec:
     if model.config.pretraining_tp > 1 and model.config.slow_but_exact:
         raise UnsupportedError(
-            "bloom with slow_but_exact=True multiplies slices of the row linears' weights by itself; set it to False."
+            "bloom with slow_but_exact=True is not supported: it slices the weights of row-parallel linears itself. "
+            "Set slow_but_exact=False."
         )
     return family_spec(
         model,

@@ -29,5 +29,5 @@ def cpmant(model: Any) -> ModelSpec:
         pre_layer_arguments=(_BIAS,),
         # Hidden states and attention weights.
         layer_num_outputs=2,
-        no_context_parallel="its prompt stands before each row.",
+        no_context_parallel="its prompt is prepended to each sequence.",
     )

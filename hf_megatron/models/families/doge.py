@@ -22,7 +22,7 @@ def doge(model: Any) -> ModelSpec:
 register_facts(
     "doge",
     facts=TypeFacts(
-        batch_coupling="its router pairs tokens of different rows",
+        batch_coupling="its router pairs tokens of different samples",
         batch_coupling_if=lambda config: config.is_moe,
     ),
 )

@@ -35,7 +35,7 @@ def falcon(model: Any) -> ModelSpec:
         local_arguments={"h.*.self_attention": ("alibi", "attention_mask")} if splits and config.alibi else {},
         plain_linear_classes=("FalconLinear",),
         no_sequence_parallel=(
-            "attention is computed whole and would draw another dropout mask on every rank; set attention_dropout=0."
+            "attention is replicated and would draw a different dropout mask on every rank; set attention_dropout=0."
             if config.alibi and not splits and config.attention_dropout > 0
             else None
         ),

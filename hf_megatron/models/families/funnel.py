@@ -11,6 +11,8 @@ from ..spec_helpers import corrected_spec
 def funnel(model: Any) -> ModelSpec:
     return corrected_spec(
         model,
-        no_sequence_parallel="its layers read queries, keys and values of several lengths.",
-        no_pipeline="its decoder reads the states of an early layer and of the last one, of several lengths.",
+        no_sequence_parallel="its layers read queries, keys and values of different lengths.",
+        no_pipeline=(
+            "its decoder reads the hidden states of an early layer and of the last layer, which have different lengths."
+        ),
     )

@@ -13,7 +13,7 @@ _PER_LAYER = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer
 
 @register_model("gemma4_text")
 def gemma4_text(model: Any) -> ModelSpec:
-    reason = "its mixture of experts is called from the layer itself, with flattened tokens."
+    reason = "its mixture of experts is called by the decoder layer itself, on flattened tokens."
     per_layer = ("per_layer_input",) if model.config.hidden_size_per_layer_input else ()
     return corrected_spec(
         model,
@@ -57,7 +57,7 @@ def gemma3n_text(model: Any) -> ModelSpec:
         streams_lead=True,
         pre_layer_arguments=("per_layer_input",),
         mutable_layer_arguments=("shared_kv_states",),
-        no_zero_bubble="each of its layers asks a router twice.",
+        no_zero_bubble="each of its layers calls its router twice.",
     )
 
 

@@ -11,5 +11,5 @@ from ..spec_helpers import corrected_spec
 def granite4_vision_text(model: Any) -> ModelSpec:
     return corrected_spec(
         model,
-        no_sequence_parallel="its loop adds features of images to the hidden states of whole rows between layers.",
+        no_sequence_parallel="its layer loop adds image features to full-sequence hidden states between layers.",
     )

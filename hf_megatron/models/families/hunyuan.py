@@ -27,7 +27,7 @@ def hunyuan_vl_text(model: Any) -> ModelSpec:
 
 @register_model("hunyuan_vl")
 def hunyuan_vl(model: Any) -> ModelSpec | None:
-    reason = "positions of its images count those of all rows of a batch, which a microbatch lacks."
+    reason = "its image positions are counted over all samples of the batch, which a microbatch does not contain."
     spec = composite_spec(model, {"hunyuan_vl_text": hunyuan_vl_text})
     return None if spec is None else spec.updated(no_pipeline=f"{reason} Load it with pp_size=1.")
 

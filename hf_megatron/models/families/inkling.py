@@ -34,7 +34,7 @@ def inkling2_text(model: Any) -> ModelSpec:
         pointwise_containers=("layers.*.attention_input", "layers.*.mlp_input"),
         per_token_arguments=("block_states",),
         per_token_inputs={f"{prefix}.{index}.self_attn": _OTHER_INPUTS for index in several},
-        no_context_parallel="its loop keeps whole hidden states for later layers.",
+        no_context_parallel="its layer loop keeps full-sequence hidden states for later layers.",
         recorded_layers=tuple(index for index, layer in enumerate(layers) if layer.is_block_boundary),
     )
 

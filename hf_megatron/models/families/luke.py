@@ -13,7 +13,9 @@ def luke(model: Any) -> ModelSpec:
     return corrected_spec(
         model,
         layer_num_outputs=2,
-        no_sequence_parallel="its layers put words and entities into one sequence, of pieces of which there is none.",
+        no_sequence_parallel=(
+            "its layers concatenate words and entities into one sequence, which is not possible with sequence shards."
+        ),
     )
 
 

@@ -79,7 +79,7 @@ register_facts(
     facts=TypeFacts(
         # Every checkpoint has attention layers.
         variants=[{"attn_layer_indices": [9, 18, 27]}],
-        batch_coupling="its z-loss counts padding, and so the longest row",
+        batch_coupling="its z-loss includes padding, and so depends on the longest sample of the batch",
         batch_coupling_if=lambda config: bool(config.z_loss_coefficient),
     ),
 )

@@ -10,7 +10,9 @@ from ..type_facts import TypeFacts, register_facts
 
 @register_model("musicgen_decoder")
 def musicgen_decoder(model: Any) -> ModelSpec:
-    return corrected_spec(model, no_context_parallel="the ranks of a row cannot share out the tokens of its prompt.")
+    return corrected_spec(
+        model, no_context_parallel=("the tokens of its prompt cannot be sharded over context-parallel ranks.")
+    )
 
 
 register_facts(

@@ -27,7 +27,7 @@ def prophetnet(model: Any) -> ModelSpec:
 register_facts(
     "prophetnet",
     facts=TypeFacts(
-        batch_coupling="the smoothing of its loss (eps) is a mean over a part's own labels",
+        batch_coupling="the label smoothing of its loss (eps) is averaged over the labels of each sub-batch",
         batch_coupling_if=lambda config: config.eps > 0,
     ),
 )

@@ -26,7 +26,7 @@ def rwkv(model: Any) -> ModelSpec:
         head_sharded_blocks={f"{prefix}blocks.*.attention": CHANNELS, f"{prefix}blocks.*.feed_forward": MLP},
         # Both mix each token with its predecessor.
         full_sequence_blocks=("blocks.*.attention", "blocks.*.feed_forward"),
-        no_cache="its model makes them as wide as hidden states, and a rank has its own channels.",
+        no_cache="its recurrent states have all channels, but a rank has only its local channels.",
         # Hidden states, recurrent states and attention weights.
         layer_num_outputs=3,
     )

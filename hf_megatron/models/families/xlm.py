@@ -17,8 +17,11 @@ def xlm(model: Any) -> ModelSpec:
         model,
         layers=f"{prefix}layer_norm2",
         sublayer_lists=tuple(f"{prefix}{name}" for name in ("attentions", "layer_norm1", "ffns")),
-        no_pipeline="with pre_norm its loop adds up the parts of a layer behind the last one. Load it with pp_size=1."
+        no_pipeline=(
+            "with pre_norm its layer loop adds the sublayer outputs of a layer after its last sublayer. Load it with "
+            "pp_size=1."
+        )
         if adds_last
         else None,
-        no_context_parallel="its loop works on hidden states between the parts of a layer.",
+        no_context_parallel="its layer loop modifies hidden states between the sublayers of a layer.",
     )

@@ -21,8 +21,8 @@ def xlnet(model: Any) -> ModelSpec:
         sequence_dim=0,
         hidden_state_recorder="cache_mem",
         unshardable_arguments={
-            "output_g": "target_mapping of XLNet: the tokens that it predicts are none of the sequence, which ranks "
-            "have parts of between layers."
+            "output_g": "target_mapping of XLNet is not supported: the predicted tokens are not tokens of the "
+            "sequence, which is sharded between layers."
         },
     )
 

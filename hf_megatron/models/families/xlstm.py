@@ -22,8 +22,8 @@ MEMORY = HeadBlock(
 def xlstm(model: Any) -> ModelSpec:
     if model.config.weight_mode != "single":
         raise UnsupportedError(
-            f"xlstm with weight_mode={model.config.weight_mode!r}: transformers cannot draw its weights, and no parity "
-            "check covers it; set weight_mode='single'."
+            f"xlstm with weight_mode={model.config.weight_mode!r} is not supported: transformers cannot initialize its "
+            "weights, and no parity check covers it. Set weight_mode='single'."
         )
     mlp = {"proj_up_gate": "colwise", "proj_up": "colwise", "proj_down": "rowwise"}
     return family_spec(

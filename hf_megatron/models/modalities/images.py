@@ -109,9 +109,11 @@ def tokens_of_images(arguments: Mapping[str, Any], config: Any) -> list[int]:
         if all(found) and sum(found) == sum(per_row) and ends <= {0, *itertools.accumulate(found)}:
             return found
     if found and all(found) and sum(found) == sum(per_row):
-        raise ConfigError("The placeholders of an image stand in two rows of input_ids: an image belongs to one row.")
+        raise ConfigError(
+            "The placeholders of one image span two samples of input_ids; each image must belong to one sample."
+        )
     raise ConfigError(
-        f"{sum(per_row)} placeholders of images in input_ids for {images} images, which need {sum(found) or images}."
+        f"input_ids has {sum(per_row)} image placeholders, but its {images} images need {sum(found) or images}."
     )
 
 
@@ -224,8 +226,8 @@ def _agree(lengths: list[int], arguments: Mapping[str, Any]) -> bool:
 def _entries(name: str, value: Any, count: int, part: slice) -> Any:
     if len(value) != count:
         raise ConfigError(
-            f"{name} has {len(value)} entries beside {count} images, parts of them or rows: it cannot be told which of "
-            "its entries belong to which row of a batch."
+            f"{name} has {len(value)} entries for {count} images, image parts or samples: the entries cannot be "
+            "assigned to the samples of the batch."
         )
     return value[part]
 
@@ -239,8 +241,8 @@ def _patches_of(arguments: Mapping[str, Any], images: slice) -> Tensor:
     width, rest = divmod(pixels.shape[dim], ends[-1]) if ends[-1] else (0, 1)
     if rest or (dim and len(pixels) != 1):
         raise ConfigError(
-            f"{PIXELS} of shape {tuple(pixels.shape)} beside {_count(arguments)} images of {ends[-1]} patches: it "
-            "cannot be told which of them belong to which row of a batch."
+            f"{PIXELS} of shape {tuple(pixels.shape)} for {_count(arguments)} images of {ends[-1]} patches: the pixels "
+            "cannot be assigned to the samples of the batch."
         )
     first, last = (ends[place] * width for place in (images.start, images.stop))
     return pixels.narrow(dim, first, last - first)

@@ -64,7 +64,7 @@ def test_a_small_share_that_is_split_is_printed(words, is_said):
         (
             ("roberta", "--set", '{"tie_word_embeddings": false}', "--layouts", "pp2"),
             1,
-            "has no gradient, in one process",
+            "has no gradient in the single-process run",
         ),
         (("roberta", "--layouts", "pp2"), 0, "equal"),
         *(((kind, "--layouts", "pp2"), 0, "equal") for kind in ("camembert", "bamba", "rwkv")),
@@ -131,7 +131,7 @@ def test_what_cannot_be_written_or_drawn_is_said_first(tmp_path):
         (("timeline", "llama", "--layers", "1", "--output", str(tmp_path / "out")), "layers = 1: expected 2"),
         (("merge", str(tmp_path), str(tmp_path / "out"), "--max-shard-size", "-5GB"), "max_shard_size='-5GB'"),
         (("convert", str(tmp_path), str(tmp_path / "out"), "--to", "hf", "--max-shard-size", "abc"), "'abc'"),
-        (("pull", "a/b", str(tmp_path / "out"), "--config", str(tmp_path / "no.yaml")), "no.yaml: no readable file"),
+        (("pull", "a/b", str(tmp_path / "out"), "--config", str(tmp_path / "no.yaml")), "no.yaml: cannot be read"),
     ):
         result = run(*words)
         assert result.exit_code == 2 and said in result.output, (words, result.output)
@@ -141,7 +141,7 @@ def test_what_cannot_be_written_or_drawn_is_said_first(tmp_path):
     ("changes", "said"),
     [
         ({"num_attention_heads": 0}, "num_attention_heads is 0: expected 1 or more"),
-        ({"hidden_size": None}, "no config that can be read: "),
+        ({"hidden_size": None}, "no readable config: "),
         ({"hidden_act": "nope"}, "the model cannot be built from its config: KeyError"),
         ({"vocab_size": 2, "pad_token_id": 7}, "the model cannot be built from its config: AssertionError"),
     ],
@@ -156,12 +156,12 @@ def test_plan_says_in_a_line_what_is_wrong_with_a_config(stories, tmp_path, chan
 def test_plan_knows_heads_and_folders():
     assert "decoder.final_layer_norm" in run("plan", "t5", "--tp", "2").output
     result = run("plan", "./nothing/here")
-    assert result.exit_code == 2 and "there is no such folder" in result.output
+    assert result.exit_code == 2 and "the folder does not exist" in result.output
 
 
 def test_check_knows_how_many_heads_its_tiny_models_have():
     result = run("check", "llama", "--tp", "8")
-    assert result.exit_code == 2 and "tp_size = 8: tiny twins have 4 attention heads" in result.output
+    assert result.exit_code == 2 and "tp_size = 8: tiny models have 4 attention heads" in result.output
 
 
 def test_a_check_on_gpus_needs_one(monkeypatch):

@@ -108,7 +108,10 @@ VISION = SMALL | {"image_size": 8, "patch_size": 4}
 TOWERS = {
     "ViTForImageClassification": (ViTConfig(**VISION), "takes pixel_values"),
     "CLIPVisionModel": (CLIPVisionConfig(**VISION), "takes pixel_values"),
-    "CLIPModel": (CLIPConfig(text_config=SMALL | {"vocab_size": 64}, vision_config=VISION), "has to have one list of"),
+    "CLIPModel": (
+        CLIPConfig(text_config=SMALL | {"vocab_size": 64}, vision_config=VISION),
+        "must have exactly one list of",
+    ),
 }
 
 

@@ -299,7 +299,7 @@ def test_a_z_loss_of_a_model_that_adds_none_is_refused(folder):
     cls, path, *_ = _saved("qwen3_moe", folder)
 
     def on_rank():
-        with pytest.raises(ConfigError, match="router_z_loss_coef = 0.1: Qwen3MoeForCausalLM adds no router loss"):
+        with pytest.raises(ConfigError, match="router_z_loss_coef = 0.1: Qwen3MoeForCausalLM has no router loss"):
             cls.from_pretrained(
                 path, output_router_logits=False, megatron_config=_layout("dp2", router_z_loss_coef=0.1)
             )

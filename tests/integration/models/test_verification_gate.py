@@ -96,7 +96,7 @@ def test_a_size_that_differed_is_refused_although_another_one_passed(monkeypatch
 
 def test_the_reason_of_a_refusal_comes_before_the_gate():
     def on_rank():
-        with pytest.raises(UnsupportedError, match="has to have one list of"):
+        with pytest.raises(UnsupportedError, match="must have exactly one list of"):
             make("blt", PP2, {})
 
     run_ranks(on_rank, 2)

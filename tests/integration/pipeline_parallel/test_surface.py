@@ -489,7 +489,7 @@ TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermedia
         (
             FlaubertWithLMHeadModel,
             FlaubertConfig(vocab_size=64, emb_dim=32, n_layers=2, n_heads=2, pre_norm=True),
-            "adds up the parts of a layer behind the last one",
+            "adds the sublayer outputs of a layer after its last sublayer",
         ),
         (LlamaForSequenceClassification, LlamaConfig(**TINY, num_attention_heads=2, pad_token_id=0), None),
     ],
@@ -516,7 +516,9 @@ def test_why_a_type_cannot_be_cut_comes_before_how_to_check_it(tmp_path):
     AutoModelForMaskedLM.from_config(tiny_config(CONFIG_MAPPING["funnel"]())).save_pretrained(tmp_path)
 
     def on_rank():
-        with pytest.raises(UnsupportedError, match="'funnel' cannot be cut: its decoder reads the states of an early"):
+        with pytest.raises(
+            UnsupportedError, match="'funnel' cannot be cut: its decoder reads the hidden states of an early"
+        ):
             AutoModelForMaskedLM.from_pretrained(tmp_path, megatron_config=MegatronConfig(pp_size=2))
 
     run_ranks(on_rank, 2)

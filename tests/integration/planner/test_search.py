@@ -486,8 +486,8 @@ def test_what_loading_refuses_is_left_out_and_what_it_asks_to_check_is_said():
     [
         (MASKED, {"sequence_length": 1024}, r"BertForMaskedLM has 512 positions"),
         (LLAMA, {"target_length": 8}, "'llama' has a label for each token"),
-        (WhisperConfig(architectures=["WhisperForConditionalGeneration"]), {}, "no class of it that reads tokens"),
-        (CLIPConfig(), {}, "no class of it that reads tokens"),
+        (WhisperConfig(architectures=["WhisperForConditionalGeneration"]), {}, "no class that takes tokens"),
+        (CLIPConfig(), {}, "no class that takes tokens"),
     ],
     ids=["positions", "labels", "audio", "no loss"],
 )

@@ -66,7 +66,7 @@ def test_a_layer_that_mixes_is_not_recorded(monkeypatch):
     assert reason is not None and "model.layers.0.mlp (LlamaMLP)" in reason
     said = []
     [row] = check.check_models(["llama"], [CP2], echo=said.append)
-    assert not row["passed"] and "tokens meet in model.layers.0.mlp" in row["worst"] and "DIFFERS" in said[0]
+    assert not row["passed"] and "tokens are mixed in model.layers.0.mlp" in row["worst"] and "DIFFERS" in said[0]
 
 
 def test_full_shares_are_recorded():

@@ -76,7 +76,7 @@ def test_a_gradient_that_ends_where_a_loop_goes_on_is_found():
 
 
 def test_layers_whose_sum_is_the_loops_are_refused():
-    with pytest.raises(RankError, match="with pre_norm its loop adds up the parts of a layer"):
+    with pytest.raises(RankError, match="with pre_norm its layer loop adds the sublayer outputs"):
         check_tiny_model(tiny_model("flaubert"), ConfigUnderTest(pp_size=2), sabotage=prefer_norms_first)
 
 

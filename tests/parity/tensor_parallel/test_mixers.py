@@ -153,7 +153,9 @@ def test_states_that_ranks_cannot_keep_are_refused_and_left_out_where_not_needed
                 lambda: model.generate(ids, max_new_tokens=3, use_cache=True),
             ):
                 if layout:
-                    with pytest.raises(UnsupportedError, match="has its own channels. Call the model and generate"):
+                    with pytest.raises(
+                        UnsupportedError, match="has only its local channels. Call the model and generate"
+                    ):
                         call()
         return loss, tokens
 

@@ -36,7 +36,7 @@ def test_layers_of_a_plan_in_transformers_are_not_inferred():
 @pytest.mark.parametrize(
     ("model_type", "auto_class", "changes", "reason"),
     [
-        ("xlm", AutoModelForMaskedLM, {}, "lists side by side: transformer.attentions, transformer.ffns"),
+        ("xlm", AutoModelForMaskedLM, {}, "separate module lists: transformer.attentions, transformer.ffns"),
         ("electra", AutoModelForMaskedLM, {"chunk_size_feed_forward": 4}, "chunk_size_feed_forward > 0"),
     ],
 )
@@ -51,7 +51,7 @@ def test_what_is_around_a_dict_of_experts_runs_on_full_sequences():
 
 def test_a_norm_over_all_heads_leaves_a_block_unsharded():
     """BitNet's attention and MLPs end in norms of the width that would be split."""
-    with pytest.raises(PlanError, match="no structure that is known"):
+    with pytest.raises(PlanError, match="no known structure"):
         inferred_spec(on_meta("bitnet"))
 
 

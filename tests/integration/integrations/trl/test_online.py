@@ -662,8 +662,11 @@ def save_reward_model(stories, path):
     [
         ({"referee": {}}, "frozen_models has 'referee'; valid: reference, reward, teacher"),
         ({"reference": {"zero": 3}}, "no field 'zero'"),
-        ({"reference": 3}, "frozen_models = .*expected the name of a model and fields"),
-        ({"reward": {"tp_size": 4}}, r"frozen_models\['reward'\]: 4 ranks share a batch .* 2 share one of the model"),
+        ({"reference": 3}, "frozen_models = .*expected a mapping of model names to layout fields"),
+        (
+            {"reward": {"tp_size": 4}},
+            r"frozen_models\['reward'\]: its 4 ranks per replica .* 2 ranks per replica of the trained model",
+        ),
     ],
 )
 def test_layouts_of_frozen_models_that_cannot_be(frozen, message):

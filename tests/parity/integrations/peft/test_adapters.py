@@ -227,10 +227,11 @@ def test_recorded_types(model_type, class_name, layout, method):
 
 def test_what_is_not_equal_says_why():
     for row in read_results(RECORDED.read_text("utf-8")):
-        refused = row["worst"].startswith(("UnsupportedError", "ConfigError", "its tiny twin cannot be built"))
+        unbuilt = "its tiny twin cannot be built", "its tiny model cannot be built"
+        refused = row["worst"].startswith(("UnsupportedError", "ConfigError", *unbuilt))
         # AdamW makes whole steps of round-off in one of twelve layers of BART's decoder.
         near = re.search(r"after adamw: 1\.[0-4]\d* x the limit", row["worst"])
-        assert row["passed"] or refused or near or "has no gradient, in one process either" in row["worst"], row
+        assert row["passed"] or refused or near or re.search("has no gradient,? in .* either", row["worst"]), row
 
 
 def test_every_kind_of_layout_is_recorded():
@@ -399,5 +400,5 @@ def test_masks_of_each_rank_are_found():
 
 
 def test_an_unknown_method_is_named():
-    with pytest.raises(Exception, match="adapter 'lorra': valid are lora, lora_text, rslora"):
+    with pytest.raises(Exception, match="adapter 'lorra': expected one of lora, lora_text, rslora"):
         adapted(make_tiny_model(CONFIG_MAPPING["llama"]()), "lorra")

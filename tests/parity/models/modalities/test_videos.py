@@ -54,7 +54,7 @@ def test_videos_of_another_row_are_found():
 
 def test_types_without_a_known_form_say_so():
     """A twin is refused rather than compared without videos."""
-    with pytest.raises(ValueError, match="takes no videos in a known form"):
+    with pytest.raises(ValueError, match="accepts no videos in a known format"):
         make_tiny_model(CONFIG_MAPPING["gemma3"](), task="video")
 
 

@@ -57,7 +57,7 @@ def test_later_stages_are_given_lengths_alone():
 
 def test_placeholders_that_fit_no_clip_are_refused():
     batch = clips() | {"input_ids": torch.tensor([[1, SOUND, SOUND, SOUND], [SOUND, 1, 1, 1], [1, 1, 1, 1]])}
-    with pytest.raises(ConfigError, match=r"4 placeholders of audio clips in input_ids for 3 audio clips"):
+    with pytest.raises(ConfigError, match=r"4 audio clip placeholders, but its 3 audio clips"):
         split(batch, 3, CONFIG)
 
 

@@ -70,8 +70,8 @@ def test_microbatches_have_the_images_of_their_rows():
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([[IMAGE, 1], [IMAGE, 1]], "2 placeholders of images in input_ids for 3 images"),
-        ([[IMAGE, IMAGE, IMAGE], [IMAGE, IMAGE, IMAGE]], "stand in two rows"),
+        ([[IMAGE, 1], [IMAGE, 1]], "2 image placeholders, but its 3 images"),
+        ([[IMAGE, IMAGE, IMAGE], [IMAGE, IMAGE, IMAGE]], "span two samples"),
     ],
 )
 def test_images_that_belong_to_no_row_are_refused(ids, message):
@@ -108,13 +108,13 @@ def test_images_of_several_sizes_have_placeholders_side_by_side(name, sizes):
 
 def test_images_of_one_size_with_unlike_placeholders_are_refused():
     batch = {"input_ids": torch.tensor(UNEVEN), "pixel_values": torch.zeros(3, 1, 1, 1)}
-    with pytest.raises(ConfigError, match="5 placeholders of images in input_ids for 3 images"):
+    with pytest.raises(ConfigError, match="5 image placeholders, but its 3 images"):
         cut(batch | {"image_sizes": torch.tensor([[30, 30]] * 3)})
 
 
 def test_images_without_placeholders_are_refused():
     batch = {"input_ids": torch.tensor([[1, 2], [3, 4]]), "pixel_values": torch.zeros(2, 1, 1, 1)}
-    with pytest.raises(ConfigError, match="0 placeholders of images in input_ids for 2 images"):
+    with pytest.raises(ConfigError, match="0 image placeholders, but its 2 images"):
         cut(batch)
 
 
@@ -126,7 +126,7 @@ def test_images_of_rows_stay_with_them():
     first, second, third = cut(batch)
     assert first["pixel_values"].shape == (1, 2, 1, 1, 1) and third == {}
     assert second["pixel_values"].flatten().tolist() == second["pixel_attention_mask"].flatten().tolist() == [2, 3]
-    with pytest.raises(ConfigError, match="pixel_attention_mask has 2 entries beside 3"):
+    with pytest.raises(ConfigError, match="pixel_attention_mask has 2 entries for 3"):
         cut(batch | {"pixel_attention_mask": masks[:2]})
 
 
@@ -137,7 +137,7 @@ def test_patches_side_by_side():
     first, second, third = cut(batch)
     assert first["pixel_values"].shape == (1, 1, 1, 28) and second["pixel_values"].shape == (1, 1, 1, 112)
     assert second["pixel_values"].unique().tolist() == list(range(4, 20)) and third == {}
-    with pytest.raises(ConfigError, match="beside 3 images of 20 patches"):
+    with pytest.raises(ConfigError, match="for 3 images of 20 patches"):
         cut(batch | {"pixel_values": pixels[..., 1:]})
 
 

@@ -64,7 +64,7 @@ def test_later_stages_are_given_no_pixels():
 @pytest.mark.parametrize("ids", [[[VIDEO, VIDEO], [1, 2]], [[VIDEO, VIDEO, VIDEO], [VIDEO, VIDEO, VIDEO]]])
 def test_placeholders_that_fit_no_video_are_refused(ids):
     batch = patches() | {"input_ids": torch.tensor(ids), "pixel_values": None}
-    with pytest.raises(ConfigError, match=r"placeholders of videos|video stand in two rows"):
+    with pytest.raises(ConfigError, match=r"video placeholders|one video span two samples"):
         multimodal_samples(batch, slice(0, 1), QWEN)
 
 
