@@ -52,7 +52,7 @@ def test_merged(tmp_path):
     _write(tmp_path / "one", [*_documents(first), *_documents(second)])
     assert (tmp_path / "one.idx").read_bytes() == (tmp_path / "both.idx").read_bytes()
     _write(tmp_path / "small", [[[1, 2]]], "uint16")
-    with pytest.raises(DataError, match="small: has uint16"):
+    with pytest.raises(DataError, match="small: has dtype uint16"):
         merge_datasets(tmp_path / "mixed", [INPUTS, tmp_path / "small"])
     assert not list(tmp_path.glob("mixed*"))
     with pytest.raises(DataError, match="already exists"):
@@ -99,7 +99,7 @@ def test_all_types(tmp_path, dtype):
 
 def test_types_of_vocabularies(tmp_path):
     assert [str(token_dtype(size)) for size in (65_499, 65_500, 65_537, None)] == ["uint16", "int32", "int32", "int32"]
-    with pytest.raises(DataError, match="token 65536 in uint16"):
+    with pytest.raises(DataError, match="token 65536 does not fit into uint16"):
         _write(tmp_path / "large", [[[1, 65_536]]], "uint16")
     with pytest.raises(DataError, match="dtype=complex64"):
         IndexedWriter(tmp_path / "large", "complex64")
