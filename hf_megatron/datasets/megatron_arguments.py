@@ -117,7 +117,7 @@ def datasets_from_megatron_args(
     ramp_up = _ramp_up(given)
     wanted, shared_blend = _samples(given, ramp_up), _blend(given, "data_path", "data_args_path")
     own = _blends_of_splits(given)
-    if (unsharded is None) == (own is None):
+    if (shared_blend is None) == (own is None):
         raise DataError("expected data_path (or data_args_path), or the paths of each split; " + _present(given))
     if own is not None:
         if given["split"] is not None:

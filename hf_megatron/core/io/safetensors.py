@@ -209,7 +209,7 @@ def _location(where: str, entry: Any, origin: int, size: int) -> Location:
         is_valid = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{where} has an invalid header entry: {safe_repr(entry)}.") from error
-    if not audio_task or end - begin != numel * dtype.itemsize or origin + end > size:
+    if not is_valid or end - begin != numel * dtype.itemsize or origin + end > size:
         raise CheckpointError(
             f"{where}: bytes [{safe_repr(begin)}, {safe_repr(end)}) do not match {safe_repr(shape)} {dtype} in a file "
             f"of {size} bytes."

@@ -47,7 +47,7 @@ def test_stopped_runs_take_every_row_once(tmp_path):
     again = stream_of(tmp_path, None)
     for begin in (0, 30, 7):
         again.begin = begin
-        assert [row["input_ids"].tolist() for row in itertools.islice(again, 25)] == unsharded[begin : begin + 25]
+        assert [row["input_ids"].tolist() for row in itertools.islice(again, 25)] == samples[begin : begin + 25]
     with pytest.raises(DataError, match="num_canonical_nodes is not set"):
         SampleStream(streaming.StreamingDataset(local=str(tmp_path / "set"), batch_size=1))
     done, first = 0, 0

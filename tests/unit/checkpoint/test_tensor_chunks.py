@@ -131,10 +131,10 @@ def test_copy_returns_what_both_have():
     out = torch.zeros(16)
     assert copy_overlap((TensorChunk((1, 2), (2, 2)),), torch.ones(4), full, out) == 4
     assert out.view(4, 4)[1:3, 2:].sum() == out.sum() == 4
-    assert copy_overlap((), torch.ones(0), unsharded, out) == 0
-    assert uncovered([(TensorChunk((1, 2), (2, 2)),), (TensorChunk((0, 0), (3, 4)),)], unsharded) == 4
+    assert copy_overlap((), torch.ones(0), full, out) == 0
+    assert uncovered([(TensorChunk((1, 2), (2, 2)),), (TensorChunk((0, 0), (3, 4)),)], full) == 4
     with pytest.raises(CheckpointError, match="4 entries, but the data has 5"):
-        copy_overlap((TensorChunk((1, 2), (2, 2)),), torch.ones(5), unsharded, out)
+        copy_overlap((TensorChunk((1, 2), (2, 2)),), torch.ones(5), full, out)
 
 
 def test_thousands_of_boxes_are_fast_and_small_in_the_manifest():
