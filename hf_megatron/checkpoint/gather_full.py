@@ -179,7 +179,7 @@ def full_state_dict(model: Any) -> dict[str, Tensor]:
     gathered = {name: full for name, full in fetched if full is not None}
     if not gathered:
         return {}
-    order = in_order(state, [*owned_tensors, *first]) if state.names else tensors
+    order = in_order(state, [*owned_tensors, *first]) if state.names.all else tensors
     return {name: gathered[first.get(name, name)] for name in order}
 
 
