@@ -78,8 +78,8 @@ class Architecture:
         Raises:
             CheckpointError: there is no config.json, it names no class of transformers, or the weights are quantized.
         """
-        made = cls(meta_model_of(path))
-        for name, value in settings(made.config.to_dict()):
+        architecture = cls(meta_model_of(path))
+        for name, value in settings(architecture.config.to_dict()):
             if name.endswith(_QUANTIZATIONS) and value:
                 method = value.get("quant_method") if isinstance(value, dict) else value
                 raise CheckpointError(
@@ -87,7 +87,7 @@ class Architecture:
                     "weights cannot be converted. Dequantize them first, or delete this setting if the weights are "
                     "not quantized."
                 )
-        return made
+        return architecture
 
     def include_mtp(self, layers: Sequence[Any]) -> "Architecture":
         """Returns a copy with these multi-token prediction layers appended to its own."""
@@ -106,8 +106,8 @@ class Architecture:
         """Whether the class ties the head whatever its config says, so that only files (as T5's) show an untied one."""
         if not getattr(self.config, "tie_word_embeddings", False) or self.untied:
             return False
-        asked = type(self.config).from_dict({**self.config.to_dict(), "tie_word_embeddings": False})
-        return bool(asked.tie_word_embeddings)
+        untied_config = type(self.config).from_dict({**self.config.to_dict(), "tie_word_embeddings": False})
+        return bool(untied_config.tie_word_embeddings)
 
     def first_name(self, name: str) -> str:
         """Returns the name under which a weight is converted, given any of its names."""
@@ -142,9 +142,9 @@ class Architecture:
             OwnWeights: tied weights are stored under both names, as these formats do for separate weights.
             CheckpointError: naming missing or surplus weights.
         """
-        found = set(names)
-        missing = [name for name in self.saved_names if name not in found]
-        surplus = sorted(found - set(self.names))
+        name_set = set(names)
+        missing = [name for name in self.saved_names if name not in name_set]
+        surplus = sorted(name_set - set(self.names))
         if surplus and not missing and self.ties_always and all(name in self._first for name in surplus):
             raise OwnWeights(where, surplus)
         if missing or surplus:

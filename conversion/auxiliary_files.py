@@ -113,15 +113,15 @@ def copy_small_files(source: Path, output: Output, plan: Mapping[Key, TensorMeta
 
 def only_dtype(plan: Iterable[tuple[Key, TensorMeta]]) -> torch.dtype | None:
     """Returns the single floating-point dtype of the weights; `None` if there are several or it has only 8 bits."""
-    found = _dtypes(plan)
-    return next(iter(found)) if len(found) == 1 and min(found.values()) > 1 else None
+    dtypes = _dtypes(plan)
+    return next(iter(dtypes)) if len(dtypes) == 1 and min(dtypes.values()) > 1 else None
 
 
 def widest_dtype(plan: Iterable[tuple[Key, TensorMeta]]) -> torch.dtype | None:
     """Returns the widest floating-point dtype of the weights; `None` if none has more than 8 bits."""
-    found = _dtypes(plan)
-    widest = max(found, key=found.__getitem__, default=None)
-    return widest if widest is not None and found[widest] > 1 else None
+    dtypes = _dtypes(plan)
+    widest = max(dtypes, key=dtypes.__getitem__, default=None)
+    return widest if widest is not None and dtypes[widest] > 1 else None
 
 
 def _dtypes(plan: Iterable[tuple[Key, TensorMeta]]) -> dict[torch.dtype, int]:

@@ -43,10 +43,10 @@ class ChunkedTensors(ABC):
         self._stored: dict[str, tuple[tuple[Chunk, ...], int]] = {}
         entries: dict[str, TensorMeta] = {}
         for name, (shape, dtype, chunks) in tensors.items():
-            numbers = [*shape, *(number for chunk in chunks for number in (*chunk.box.offset, *chunk.box.shape))]
-            if not all(type(number) is int and number >= 0 for number in numbers):
+            extents = [*shape, *(number for chunk in chunks for number in (*chunk.box.offset, *chunk.box.shape))]
+            if not all(type(number) is int and number >= 0 for number in extents):
                 raise CheckpointError(
-                    f"{where}: {name} has invalid sizes or offsets: shape {list(shape)}, then chunks {numbers[:8]}."
+                    f"{where}: {name} has invalid sizes or offsets: shape {list(shape)}, then chunks {extents[:8]}."
                 )
             check_cover(f"{where}: {name}", shape, [chunk.box for chunk in chunks])
             filled = sorted((chunk for chunk in chunks if chunk.box.numel), key=lambda chunk: chunk.box.offset)
@@ -77,17 +77,17 @@ class ChunkedTensors(ABC):
     def read_into(self, name: str, offsets: Sequence[int], out: Tensor) -> None:
         """Reads the same into an existing tensor of any shape."""
         chunks, reach = self._stored[name]
-        wanted = TensorChunk(tuple(offsets), tuple(out.shape))
-        check_boxes(name, self.entries[name].shape, [wanted])
-        if wanted.offset:
-            start, stop = wanted.offset[0], wanted.offset[0] + wanted.shape[0]
+        request_box = TensorChunk(tuple(offsets), tuple(out.shape))
+        check_boxes(name, self.entries[name].shape, [request_box])
+        if request_box.offset:
+            start, stop = request_box.offset[0], request_box.offset[0] + request_box.shape[0]
             first = bisect.bisect_left(chunks, start - reach + 1, key=_row)
             chunks = chunks[first : bisect.bisect_left(chunks, stop, key=_row)]
         for chunk in chunks:
-            low = [max(pair) for pair in zip(chunk.box.offset, wanted.offset, strict=True)]
-            high = [min(pair) for pair in zip(_end(chunk.box), _end(wanted), strict=True)]
+            low = [max(pair) for pair in zip(chunk.box.offset, request_box.offset, strict=True)]
+            high = [min(pair) for pair in zip(_end(chunk.box), _end(request_box), strict=True)]
             if all(begin < end for begin, end in zip(low, high, strict=True)):
-                corners = zip(low, high, wanted.offset, strict=True)
+                corners = zip(low, high, request_box.offset, strict=True)
                 target = out[tuple(slice(begin - origin, end - origin) for begin, end, origin in corners)]
                 starts = [begin - origin for begin, origin in zip(low, chunk.box.offset, strict=True)]
                 self.read_chunk(name, chunk, starts, target)
@@ -108,10 +108,12 @@ def check_cover(where: str, shape: Sequence[int], boxes: Sequence[TensorChunk]) 
         CheckpointError: naming the tensor, for gaps and overlaps.
     """
     check_boxes(where, shape, boxes)
-    found, size = sum(box.numel for box in boxes), math.prod(shape)
-    if found != size or not _disjoint([box for box in boxes if box.numel]):
-        kind = "there are gaps" if found < size else "they overlap"
-        raise CheckpointError(f"{where}: {len(boxes)} chunks hold {found} elements of a tensor with {size}: {kind}.")
+    num_covered, size = sum(box.numel for box in boxes), math.prod(shape)
+    if num_covered != size or not _disjoint([box for box in boxes if box.numel]):
+        kind = "there are gaps" if num_covered < size else "they overlap"
+        raise CheckpointError(
+            f"{where}: {len(boxes)} chunks hold {num_covered} elements of a tensor with {size}: {kind}."
+        )
 
 
 def _disjoint(boxes: list[TensorChunk]) -> bool:
@@ -121,7 +123,7 @@ def _disjoint(boxes: list[TensorChunk]) -> bool:
         together = remaining.pop()
         if len(together) < 2:
             continue
-        groups = next((found for found in map(_cut, [together] * len(together[0].shape), range(64)) if found), None)
+        groups = next((cut for cut in map(_cut, [together] * len(together[0].shape), range(64)) if cut), None)
         if groups:
             remaining.extend(groups)
         elif len(together) > 1024 or len(overlaps(together, together)) > len(together):

@@ -90,9 +90,9 @@ def compare_readers(first: Reader, second: Reader, *, moments: bool, on_tensor: 
             keys |= {key for key in reader.entries if key.kind != MAIN_WEIGHT or key in other.entries}
         return keys
 
-    wanted, there = relevant(first, second), relevant(second, first)
+    first_keys, there = relevant(first, second), relevant(second, first)
     for key in first.entries:
-        if key not in wanted:
+        if key not in first_keys:
             continue
         if key not in there:
             result.only_first.append(key)
@@ -106,7 +106,7 @@ def compare_readers(first: Reader, second: Reader, *, moments: bool, on_tensor: 
         if not same_bytes(a, b):
             result.different[key] = f"largest difference {_difference(a, b):.3e}"
         on_tensor(one.nbytes)
-    result.only_second = [key for key in second.entries if key in there - wanted]
+    result.only_second = [key for key in second.entries if key in there - first_keys]
     return result
 
 
@@ -118,8 +118,8 @@ def differing_settings(first: Any, second: Any) -> dict[str, str]:
     """Returns the settings that differ between two configs, except those that affect no result, and the dtype."""
     one, other = first.to_dict(), second.to_dict()
     names = sorted((one.keys() | other.keys()) - _NOT_OF_THE_MODEL)
-    found = {name: (one.get(name), other.get(name)) for name in names}
-    return {name: f"{safe_repr(a)} and {safe_repr(b)}" for name, (a, b) in found.items() if a != b}
+    pairs = {name: (one.get(name), other.get(name)) for name in names}
+    return {name: f"{safe_repr(a)} and {safe_repr(b)}" for name, (a, b) in pairs.items() if a != b}
 
 
 def compare_logits(first: Source, second: Source) -> float:
@@ -132,7 +132,7 @@ def compare_logits(first: Source, second: Source) -> float:
     """
     sizes = [getattr(one.architecture.config.get_text_config(), "vocab_size", 2) for one in (first, second)]
     tokens = torch.randint(0, min(sizes), (2, 16), generator=torch.Generator().manual_seed(0))
-    one, other = (_logits(found.architecture, found.open, tokens) for found in (first, second))
+    one, other = (_logits(source.architecture, source.open, tokens) for source in (first, second))
     if {name: tensor.shape for name, tensor in one.items()} != {name: tensor.shape for name, tensor in other.items()}:
         return math.inf
     # torch's maximum propagates NaN, Python's may drop it.
@@ -164,8 +164,8 @@ def _logits(
         raise CheckpointError(
             f"{type(model).__name__} cannot compute logits from token ids alone: {error_summary(error)}"
         ) from error
-    found = {name: value for name, value in said.items() if isinstance(value, torch.Tensor)}
-    logits = {name: tensor for name, tensor in found.items() if name.endswith("logits")} or found
+    tensors = {name: value for name, value in said.items() if isinstance(value, torch.Tensor)}
+    logits = {name: tensor for name, tensor in tensors.items() if name.endswith("logits")} or tensors
     if not logits:
         raise CheckpointError(
             f"{type(model).__name__} cannot compute logits from token ids alone: it returns {safe_repr([*said])}."

@@ -135,8 +135,8 @@ def convert(
     """
     options = options or TargetOptions()
     report = _report(source, target, to, from_format, config, options, without_mtp)
-    found = report.source
-    with found.open(checksums, report.format.holds_mtp) as reader:
+    source_checkpoint = report.source
+    with source_checkpoint.open(checksums, report.format.holds_mtp) as reader:
         reader.memory = Pool(largest(reader.entries))
         plan = _plan(report, reader, options, optimizer)
         on_plan(report)
@@ -148,19 +148,19 @@ def convert(
             plan,
             _tensors(reader, plan, on_tensor),
             options,
-            found.config_folder,
+            source_checkpoint.config_folder,
             iteration=reader.iteration,
             optimizer=state,
             on_read_back=lambda size, total: on_check("reading back", size, total),
-            metadata={"source_format": found.format.name, "notes": report.notes},
+            metadata={"source_format": source_checkpoint.format.name, "notes": report.notes},
             write_card=lambda folder: write_conversion_card(
                 folder,
                 report.target.name,
-                found.architecture.config,
-                found.format.title,
+                source_checkpoint.architecture.config,
+                source_checkpoint.format.title,
                 report.format,
                 report.notes,
-                found.config_folder,
+                source_checkpoint.config_folder,
                 plan,
             ),
         )
@@ -176,16 +176,16 @@ def convert(
 
 def _verify(report: Report, logits: bool, on_check: Callable[[str, int, int], object]) -> None:
     """Compares the target with its source; raises `CheckpointError` unless they are equal."""
-    report.comparison = found = compare_sources(
+    report.comparison = comparison = compare_sources(
         report.source,
         find_source(report.target, report.format.name),
         moments=report.format.moments,
         logits=logits,
         on_tensor=lambda size: on_check("comparing", size, report.nbytes),
     )
-    if not found.equal:
+    if not comparison.equal:
         raise CheckpointError(
-            f"{report.target} could not be verified against its source and is removed: {found.summary()}"
+            f"{report.target} could not be verified against its source and is removed: {comparison.summary()}"
         )
 
 
@@ -203,19 +203,19 @@ def _report(
             raise ConfigError(f"{name}='': expected a folder.")
     to_format = format_named(to)
     check_options(to_format, options)
-    found = find_source(source, from_format, config, without_mtp)
-    if found.format.megatron or to_format.megatron:
-        check_config(found.architecture.config)
+    source_checkpoint = find_source(source, from_format, config, without_mtp)
+    if source_checkpoint.format.megatron or to_format.megatron:
+        check_config(source_checkpoint.architecture.config)
     if to_format.megatron:
-        _check_sizes(found.architecture, options)
-    check_small_files(found.config_folder)
+        _check_sizes(source_checkpoint.architecture, options)
+    check_small_files(source_checkpoint.config_folder)
     if os.path.lexists(target):
         raise CheckpointError(f"{target} already exists. Choose a folder that does not exist.")
-    report = Report(found, Path(os.path.abspath(target)), to_format)
-    if report.target.resolve().is_relative_to(found.path.resolve()):
+    report = Report(source_checkpoint, Path(os.path.abspath(target)), to_format)
+    if report.target.resolve().is_relative_to(source_checkpoint.path.resolve()):
         raise CheckpointError(f"{target} is inside the source {source}. Choose a folder outside it.")
-    if found.format.megatron or to_format.megatron:
-        report.notes.extend(notes_of(found.architecture.config))
+    if source_checkpoint.format.megatron or to_format.megatron:
+        report.notes.extend(notes_of(source_checkpoint.architecture.config))
     return report
 
 

@@ -46,10 +46,13 @@ def export(
         architecture = Architecture.from_class(stock_class(model), model.config)
         # Tied weights are stored once, so a second name in `stored` means a separate weight.
         taken = {architecture.first_name(name) for name in stored if architecture.first_name(name) == name}
-        if own := [name for name in stored if name != architecture.first_name(name) in taken]:
-            architecture = architecture.with_own_weights(own)
+        if own_name := [name for name in stored if name != architecture.first_name(name) in taken]:
+            architecture = architecture.with_own_weights(own_name)
         names = {architecture.first_name(name): name for name in stored}
-        plan = {Key(WEIGHT, own): TensorMeta(stored[name].shape, stored[name].dtype) for own, name in names.items()}
+        plan = {
+            Key(WEIGHT, own_name): TensorMeta(stored[name].shape, stored[name].dtype)
+            for own_name, name in names.items()
+        }
         if to.megatron:
             plan = order_by_rules(plan, rules_of(architecture, options))
         notes = notes_of(model.config) if to.megatron else []
@@ -106,9 +109,9 @@ def stock_class(model: Any) -> Any:
     Raises:
         UnsupportedError: naming a class that is not derived from one of transformers.
     """
-    for found in type(model).__mro__:
-        if found.__module__.startswith("transformers.models."):
-            return found
+    for base in type(model).__mro__:
+        if base.__module__.startswith("transformers.models."):
+            return base
     raise UnsupportedError(
         f"{type(model).__name__} is not a transformers model and has no other formats. Call `save_pretrained` without "
         "`format`."

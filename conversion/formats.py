@@ -103,8 +103,8 @@ def open_reader(
     """
     try:
         reader = format.open(path, architecture, verify)
-    except OwnWeights as found:
-        architecture = architecture.with_own_weights(found.names)
+    except OwnWeights as error:
+        architecture = architecture.with_own_weights(error.names)
         reader = format.open(path, architecture, False)
     try:
         count = count_mtp_layers(reader.left_out, architecture.config) if with_mtp else 0

@@ -137,8 +137,8 @@ class MegatronReader(Reader):
     @property
     def tokenizer(self) -> str | None:  # type: ignore[override]
         """File or model of the tokenizer, or its kind."""
-        found = (self.arguments.get(name) for name in _TOKENIZER_ARGUMENTS)
-        return next((name for name in found if isinstance(name, str) and name != "NullTokenizer"), None)
+        values = (self.arguments.get(name) for name in _TOKENIZER_ARGUMENTS)
+        return next((name for name in values if isinstance(name, str) and name != "NullTokenizer"), None)
 
 
 class Writer(ABC):
@@ -225,8 +225,8 @@ class TargetOptions:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected 1 or more.")
         if self.make_vocab_size_divisible_by > _LARGEST_MULTIPLE:
-            given = self.make_vocab_size_divisible_by
-            raise ConfigError(f"make_vocab_size_divisible_by={given}: expected {_LARGEST_MULTIPLE} or less.")
+            multiple = self.make_vocab_size_divisible_by
+            raise ConfigError(f"make_vocab_size_divisible_by={multiple}: expected {_LARGEST_MULTIPLE} or less.")
         if not _SIZE.fullmatch(str(self.max_shard_size)):
             raise ConfigError(f"max_shard_size={self.max_shard_size!r}: expected bytes or a size such as 500MB or 5GB.")
         if str(self.max_shard_size).isdecimal():

@@ -33,13 +33,13 @@ def repeated_names(names: Iterable[str], architecture: Architecture) -> dict[str
     """Maps names under which the files of MTP layers repeat a weight of the model to that weight's name."""
     if not architecture.num_mtp_layers:
         return {}
-    model, found = architecture.model, {}
+    model, weight_names = architecture.model, {}
     of_weight = {id(weight): name for name, weight in model.named_parameters()}
     for name in names:
         match = _IN_LAYER.search(name)
         if match and match["rest"] in _REPEATED and int(match["number"]) >= architecture.config.num_hidden_layers:
-            found[name] = of_weight[id(_REPEATED[match["rest"]](model).weight)]
-    return found
+            weight_names[name] = of_weight[id(_REPEATED[match["rest"]](model).weight)]
+    return weight_names
 
 
 def mtp_weight_names(names: Collection[str], config: Any) -> set[str]:
@@ -60,14 +60,15 @@ def count_mtp_layers(names: Iterable[str], config: Any) -> int:
         CheckpointError: their indices are not consecutive from the first one.
     """
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-    found = {(match["mtp"], int(match["number"])) for name in names if (match := _PROJECTION.search(name))}
-    numbers = sorted(number if mtp or layers is None else number - layers for mtp, number in found)
-    if numbers != list(range(len(numbers))):
+    layer_ids = {(match["mtp"], int(match["number"])) for name in names if (match := _PROJECTION.search(name))}
+    layer_indices = sorted(number if mtp or layers is None else number - layers for mtp, number in layer_ids)
+    if layer_indices != list(range(len(layer_indices))):
         raise CheckpointError(
-            f"The layers of multi-token prediction after the config's last layer have indices {safe_repr(numbers)}, "
-            f"expected {len(numbers)} from 0 on. Use --without-mtp (without_mtp=True) to leave them out."
+            f"The layers of multi-token prediction after the config's last layer have indices "
+            f"{safe_repr(layer_indices)}, "
+            f"expected {len(layer_indices)} from 0 on. Use --without-mtp (without_mtp=True) to leave them out."
         )
-    return len(numbers)
+    return len(layer_indices)
 
 
 def include_mtp(architecture: Architecture, count: int) -> Architecture | None:
@@ -77,8 +78,8 @@ def include_mtp(architecture: Architecture, count: int) -> Architecture | None:
         CheckpointError: the config has a different number of them.
     """
     with torch.device("meta"), without_output():
-        made = [make_mtp_layer(architecture.model, number) for number in range(count)]
-    if None in made:
+        layers = [make_mtp_layer(architecture.model, number) for number in range(count)]
+    if None in layers:
         return None
     config = architecture.config.get_text_config()
     said = config.num_mtp_layers
@@ -88,4 +89,4 @@ def include_mtp(architecture: Architecture, count: int) -> Architecture | None:
             f"The checkpoint has {count} layers of multi-token prediction, but {name} is {said} in the config. Correct "
             "config.json, or use --without-mtp (without_mtp=True) to leave them out."
         )
-    return architecture.include_mtp(made)
+    return architecture.include_mtp(layers)

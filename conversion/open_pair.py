@@ -33,13 +33,15 @@ def compare(
         CheckpointError: one is damaged, unsafe, or does not fit its config.
     """
 
-    def found(one: Folder, other: Folder) -> Source:
+    def locate_source(one: Folder, other: Folder) -> Source:
         if (with_config(local_folder(one)) / "config.json").is_file():
             # Use its own config: another one would hide differing settings.
             return find_source(one, None, None, without_mtp)
         return find_source(one, None, config or os.fspath(with_config(local_folder(other))), without_mtp)
 
-    return compare_sources(found(first, second), found(second, first), logits=logits, on_tensor=on_tensor)
+    return compare_sources(
+        locate_source(first, second), locate_source(second, first), logits=logits, on_tensor=on_tensor
+    )
 
 
 def compare_sources(

@@ -40,8 +40,8 @@ class Source:
         """Opens its tensors under the model's names; multi-token prediction layers as in `open_reader`."""
         if checksums:
             check_record(self.path)
-        wanted = with_mtp and not self.without_mtp
-        return open_reader(self.path, self.format, self.architecture, checksums, wanted, self.without_mtp)
+        load_mtp = with_mtp and not self.without_mtp
+        return open_reader(self.path, self.format, self.architecture, checksums, load_mtp, self.without_mtp)
 
 
 def find_source(
@@ -59,9 +59,9 @@ def find_source(
         CheckpointError: it is missing, of no known format, or its model is unknown.
     """
     path = local_folder(source)
-    found = format_named(format) if format else recognise(path)
+    source_format = format_named(format) if format else recognise(path)
     folder = local_folder(config) if config else with_config(path)
-    return Source(path, found, Architecture.from_folder(folder), folder, without_mtp)
+    return Source(path, source_format, Architecture.from_folder(folder), folder, without_mtp)
 
 
 def with_config(path: Path) -> Path:
@@ -105,8 +105,10 @@ def check_record(path: Path) -> None:
         files = {name: FileDigest(**entry) for name, entry in read_json_table(record)["files"].items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{record} cannot be read: {error}") from error
-    own = [name for name in files if Path(name).is_relative_to(inner)]
-    wrong = [name for name in own if not inside(holder, name).is_file() or hash_file(holder / name) != files[name]]
+    file_names = [name for name in files if Path(name).is_relative_to(inner)]
+    wrong = [
+        name for name in file_names if not inside(holder, name).is_file() or hash_file(holder / name) != files[name]
+    ]
     if wrong:
         raise CheckpointError(
             f"{holder}: {', '.join(wrong[:5])} are missing or have changed since they were written. If this is "

@@ -139,7 +139,9 @@ def _in_background(writer: Writer, limit: int) -> Iterator[Callable[[Key, Tensor
 
 
 def _record(metadata: Mapping[str, Any], output: Output, without: Collection[str]) -> None:
-    found = output.digests()
-    files = {name: {"size": found[name].size, "blake3": found[name].blake3} for name in found if name not in without}
+    digests = output.digests()
+    files = {
+        name: {"size": digests[name].size, "blake3": digests[name].blake3} for name in digests if name not in without
+    }
     content = {**metadata, "versions": library_versions(), "files": files}
     output.add(RECORD, json.dumps(content, indent=1) + "\n")

@@ -109,8 +109,8 @@ def check_card(card: ModelCard) -> None:
         raise ConfigError(f"The card's license {license_!r} is not known to the Hub. Use `other` with a license_name.")
     if license_ == "other" and "license_name" not in expected:
         raise ConfigError("The card's license is `other`, which requires a license_name.")
-    if found := _ABSOLUTE_PATH.search(content):
-        raise ConfigError(f"The card contains a local path: {found[0]!r}.")
+    if match := _ABSOLUTE_PATH.search(content):
+        raise ConfigError(f"The card contains a local path: {match[0]!r}.")
 
 
 def _read(file: Path) -> str:

@@ -113,11 +113,11 @@ def recorded_parity(class_name: str, model_type: str, layout: MegatronConfig) ->
 
 def installed_versions(*further: str) -> dict[str, str]:
     """Returns the versions of this library, the libraries it works with, and installed ones among `further`."""
-    found = {"hf_megatron": __version__}
+    versions = {"hf_megatron": __version__}
     for name in (*_VERSIONS, *further):
         with suppress(metadata.PackageNotFoundError):
-            found[name] = installed_version(name)
-    return found
+            versions[name] = installed_version(name)
+    return versions
 
 
 def task_of(architecture: str | None) -> str | None:
@@ -134,7 +134,7 @@ def card_data_from_config(config: Any, **known: Any) -> CardData:
     `known` are additional fields of `CardData`; they override values from the config.
     """
     architecture = config.architectures[0] if len(config.architectures or ()) == 1 else None
-    found = {
+    fields = {
         "architecture": architecture,
         "model_type": config.model_type,
         "dtype": None if config.dtype is None else str(config.dtype).removeprefix("torch."),
@@ -142,7 +142,7 @@ def card_data_from_config(config: Any, **known: Any) -> CardData:
         "pipeline_tag": task_of(architecture),
         "versions": installed_versions(),
     }
-    return CardData(**(found | known))
+    return CardData(**(fields | known))
 
 
 def card_data_from_model(model: Any, **known: Any) -> CardData:
@@ -153,7 +153,7 @@ def card_data_from_model(model: Any, **known: Any) -> CardData:
     state = parallel_state(model)
     # FSDP2 prefixes the class name.
     architecture = type(model).__name__.removeprefix("FSDP")
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "architecture": architecture,
         "dtype": str(model.dtype).removeprefix("torch."),
         "base_model": base_of(model.config.name_or_path),
@@ -162,12 +162,12 @@ def card_data_from_model(model: Any, **known: Any) -> CardData:
         "tags": (LIBRARY_TAG, *(model.model_tags or ())),
     }
     if state is not None:
-        found |= {
+        fields |= {
             "layout": state.config,
             "world_size": state.mesh.root.size(),
             "parity": recorded_parity(architecture, model.config.model_type, state.config),
         }
-    return card_data_from_config(model.config, **(found | known))
+    return card_data_from_config(model.config, **(fields | known))
 
 
 def _parameters(model: Any, state: ParallelState | None) -> int:

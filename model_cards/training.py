@@ -29,7 +29,7 @@ def card_data_from_trainer(trainer: Any, **known: Any) -> CardData:
     of_trl = type(trainer).__module__.partition(".")[0] == "trl"
     # A scheduler stores each group's `initial_lr`; without one, take the current rate.
     groups = () if optimizer is None else optimizer.param_groups
-    found = {
+    fields = {
         "model_name": name,
         "model_id": trainer.hub_model_id if "/" in (trainer.hub_model_id or "") else None,
         "tags": (*model.tags, "generated_from_trainer"),
@@ -53,10 +53,10 @@ def card_data_from_trainer(trainer: Any, **known: Any) -> CardData:
     # With several datasets, the metrics cannot be attributed to one of them.
     if len(evaluated) == 1:
         split = trainer.eval_dataset.split
-        found["evaluation_dataset"] = evaluated[0]
-        found["evaluation_config"] = trainer.eval_dataset.info.config_name
-        found["evaluation_split"] = None if split is None else str(split)
-    return dataclasses.replace(model, **(found | known))
+        fields["evaluation_dataset"] = evaluated[0]
+        fields["evaluation_config"] = trainer.eval_dataset.info.config_name
+        fields["evaluation_split"] = None if split is None else str(split)
+    return dataclasses.replace(model, **(fields | known))
 
 
 def _samples_per_step(trainer: Any) -> int:
@@ -96,11 +96,11 @@ def _last_evaluation(trainer: Any) -> tuple[dict[str, float] | None, int | None]
     if best and ends and last < ends[-1]:
         # After training, the trainer holds the weights of the best step, not the last.
         step = state.best_global_step
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for _, entry in evaluations:
         if entry.get("step") == step:
-            found |= _metrics_of(entry)
-    return found, step
+            metrics |= _metrics_of(entry)
+    return metrics, step
 
 
 def _metrics_of(entry: Mapping[str, Any]) -> dict[str, float]:
@@ -113,7 +113,7 @@ def _metrics_of(entry: Mapping[str, Any]) -> dict[str, float]:
 
 def curves(log: tuple[Mapping[str, Any], ...]) -> dict[str, list[tuple[float, float]]]:
     """Returns the losses by step, one list for training and one for each evaluation set."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    losses: dict[str, list[tuple[float, float]]] = {}
     for entry in log:
         for name, value in entry.items():
             of_evaluation = name.startswith("eval_") and name.endswith("_loss")
@@ -121,5 +121,5 @@ def curves(log: tuple[Mapping[str, Any], ...]) -> dict[str, list[tuple[float, fl
                 continue
             which = name.removeprefix("eval_").removesuffix("loss").strip("_")
             label = "training loss" if name == "loss" else "evaluation loss" + (f" ({which})" if which else "")
-            found.setdefault(label, []).append((entry["step"], float(value)))
-    return found
+            losses.setdefault(label, []).append((entry["step"], float(value)))
+    return losses

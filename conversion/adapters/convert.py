@@ -80,15 +80,15 @@ def _read_peft(folder: Path) -> dict[str, LowRank]:
                 "Merge the adapter into the base model and convert the merged model."
             )
         factors.setdefault(match[1], {})[match[2]] = tensor
-    found = {}
+    adapters = {}
     for module, pair in factors.items():
         if pair.keys() != {"lora_A", "lora_B"}:
             raise CheckpointError(f"{folder}: {module} must have lora_A and lora_B, got only {sorted(pair)}.")
         rank = pair["lora_A"].shape[0]
         alpha = _of_pattern(config.get("alpha_pattern") or {}, module, config.get("lora_alpha"))
         root = math.sqrt(rank) if config.get("use_rslora") else rank
-        found[module] = LowRank(pair["lora_A"], pair["lora_B"], float(alpha) / root)
-    return found
+        adapters[module] = LowRank(pair["lora_A"], pair["lora_B"], float(alpha) / root)
+    return adapters
 
 
 def _of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
@@ -173,15 +173,15 @@ def _write_bridge(output: Output, adapters: Mapping[str, LowRank], targets: list
 def _settings(
     adapters: Mapping[str, LowRank], targets: list[Target], to: str, rank: int, alpha: float
 ) -> dict[str, Any]:
-    wanted = set()
+    target_modules = set()
     for target in targets:
         for module in adapters.keys() & set(target.modules):
             is_part = to == "bridge_canonical" and len(target.modules) > 1
-            wanted.add(PARTS[module.rpartition(".")[2]][1] if is_part else target.kind)
+            target_modules.add(PARTS[module.rpartition(".")[2]][1] if is_part else target.kind)
     alpha_value = int(alpha) if alpha == int(alpha) else alpha
     return {
         "_target_": f"megatron.bridge.peft.{_CLASSES[to]}",
-        "target_modules": sorted(wanted),
+        "target_modules": sorted(target_modules),
         "dim": rank,
         "alpha": alpha_value,
         "dropout": 0.0,

@@ -119,16 +119,16 @@ def to_bridge(
 
 
 def _fused(target: Target, parts: Sequence[LowRank | None]) -> LowRank:
-    given = [part for part in parts if part is not None]
-    scale, rank, start, rows = given[0].scale, sum(part.rank for part in given), 0, []
+    present_parts = [part for part in parts if part is not None]
+    scale, rank, start, rows = present_parts[0].scale, sum(part.rank for part in present_parts), 0, []
     for part, size in zip(parts, _rows(target.operation), strict=True):
-        block = given[0].b.new_zeros(size, rank)
+        block = present_parts[0].b.new_zeros(size, rank)
         if part is not None:
             block[:, start : start + part.rank] = part.b * (part.scale / scale)
             start += part.rank
         rows.append(block)
     [b] = target.operation.to_megatron(rows)
-    return LowRank(torch.cat([part.a for part in given]), b, scale)
+    return LowRank(torch.cat([part.a for part in present_parts]), b, scale)
 
 
 def _rows(operation: Operation) -> Sequence[int]:
@@ -144,7 +144,7 @@ def to_peft(tensors: Mapping[str, Tensor], targets: Sequence[Target], scale: flo
     Raises:
         CheckpointError: naming tensors that belong to no adapter of this model, or factors with mismatched shapes.
     """
-    found, used = {}, set()
+    adapters, used = {}, set()
     for target in targets:
         for module, prefix in _places(target, tensors):
             names = [f"{prefix}.{factor}.weight" for factor in ("linear_in", "linear_out")]
@@ -157,16 +157,16 @@ def to_peft(tensors: Mapping[str, Tensor], targets: Sequence[Target], scale: flo
                     f"{prefix}: the factors have incompatible shapes {list(a.shape)} and {list(b.shape)}."
                 )
             if module is not None:
-                found[module] = LowRank(a, b, scale)
+                adapters[module] = LowRank(a, b, scale)
                 continue
             for part, rows in zip(target.modules, target.operation.to_transformers([b]), strict=True):
-                found[part] = LowRank(a, rows, scale)
+                adapters[part] = LowRank(a, rows, scale)
     if unknown := sorted(tensors.keys() - used):
         raise CheckpointError(
             f"{len(unknown)} tensors do not belong to an adapter of this model: {', '.join(unknown[:5])}. Check that "
             "the config is the base model's."
         )
-    return found
+    return adapters
 
 
 def _places(target: Target, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str | None, str]]:

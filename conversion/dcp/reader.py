@@ -66,7 +66,7 @@ class DcpReader(Reader):
         missing = [name for name in self._names or () if Key(WEIGHT, name) not in self._sources]
         if missing:
             raise CheckpointError(f"{path}: {len(missing)} weights are missing, among them {missing[:5]}.")
-        self.entries = {key: _same(path, found) for key, found in self._ordered()}
+        self.entries = {key: _same(path, sources) for key, sources in self._ordered()}
         moments = [key for key in self.entries if key.kind != WEIGHT]
         self.optimizer_unsupported_reason = self._optimizer_unsupported_reason(others, moments, steps)
         if self.optimizer_unsupported_reason is not None:
@@ -123,8 +123,8 @@ class DcpReader(Reader):
         """Yields the tensors in model order, each weight before its moments."""
         for name in self._names or dict.fromkeys(key.name for key in self._sources):
             for kind in (WEIGHT, *MOMENTS):
-                if found := self._sources.get(Key(kind, name)):
-                    yield Key(kind, name), found
+                if sources := self._sources.get(Key(kind, name)):
+                    yield Key(kind, name), sources
 
     def _optimizer_unsupported_reason(
         self, others: Sequence[str], moments: Sequence[Key], steps: Sequence[tuple[ChunkedTensors, str]]
@@ -145,11 +145,11 @@ class DcpReader(Reader):
         return tensor
 
 
-def _same(path: Path, found: Sequence[tuple[ChunkedTensors, str]]) -> TensorMeta:
-    entries = {store.entries[name] for store, name in found}
+def _same(path: Path, sources: Sequence[tuple[ChunkedTensors, str]]) -> TensorMeta:
+    entries = {store.entries[name] for store, name in sources}
     if len(entries) > 1:
         raise CheckpointError(
-            f"{path}: {', '.join(name for _, name in found)} are the same weight of the model but differ in shape or "
+            f"{path}: {', '.join(name for _, name in sources)} are the same weight of the model but differ in shape or "
             "dtype."
         )
     return entries.pop()
@@ -162,10 +162,10 @@ def _stores(path: Path, most: int) -> Iterator[ChunkedTensors]:
         return
     if is_shard_folder(path):
         yield ShardFolder(path)
-    found = [path / name for name in ("pytorch_model_fsdp_0", "optimizer_0") if (path / name / METADATA).is_file()]
-    if not found and not is_shard_folder(path):
+    folders = [path / name for name in ("pytorch_model_fsdp_0", "optimizer_0") if (path / name / METADATA).is_file()]
+    if not folders and not is_shard_folder(path):
         raise CheckpointError(f"{path} has neither {METADATA} nor shard-*.safetensors.")
-    yield from (StoreReader(folder, most) for folder in found)
+    yield from (StoreReader(folder, most) for folder in folders)
 
 
 def _groups(store: StoreReader) -> list[Mapping[str, Any]]:

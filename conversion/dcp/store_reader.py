@@ -120,15 +120,15 @@ class StoreReader(ChunkedTensors):
         self.objects = frozenset(self._objects)
 
     def _places(self, storage: Mapping[Record, Record]) -> dict[tuple[str, str | None], Place]:
-        found = {}
+        places = {}
         for index, info in storage.items():
             if info.get("transform_descriptors"):
                 raise CheckpointError(
                     f"{self._where}: {index['fqn']} is stored with transforms, which are not supported."
                 )
             place = Place(info["relative_path"], info["offset"], info["length"])
-            numbers = type(place.offset) is int and type(place.length) is int
-            if not (numbers and isinstance(place.file, str) and isinstance(index["fqn"], str)):
+            are_ints = type(place.offset) is int and type(place.length) is int
+            if not (are_ints and isinstance(place.file, str) and isinstance(index["fqn"], str)):
                 raise ValueError(f"{index['fqn']} has the invalid location {place}")
             if place.file not in self._sizes:
                 with DataFile(inside(self.path, place.file)) as file:
@@ -139,11 +139,11 @@ class StoreReader(ChunkedTensors):
                     f"{self.path / place.file} has {size} bytes, but {index['fqn']} is at bytes "
                     f"[{place.offset}, {place.offset + place.length})."
                 )
-            found[index["fqn"], _spelled(index.get("offset"))] = place
-        return found
+            places[index["fqn"], _spelled(index.get("offset"))] = place
+        return places
 
     def _chunks(self, name: str, item: Record, places: Mapping[tuple[str, str | None], Place]) -> list[Chunk]:
-        found = []
+        chunks = []
         boxes = [TensorChunk(tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in item["chunks"]]
         for (offset, _), box in {(_spelled(box.offset), _spelled(box.shape)): box for box in boxes}.items():
             place = places[name, offset]
@@ -152,8 +152,8 @@ class StoreReader(ChunkedTensors):
                     f"{self._where}: {name} has a chunk of {list(box.shape)} {_dtype(item)} in only {place.length} "
                     "bytes."
                 )
-            found.append(Chunk(box, place))
-        return found
+            chunks.append(Chunk(box, place))
+        return chunks
 
     def read_chunk(self, name: str, chunk: Chunk, starts: Sequence[int], target: Tensor) -> None:
         place: Place = chunk.place
@@ -174,9 +174,9 @@ class StoreReader(ChunkedTensors):
             return Blob(file, place.offset, place.length).value
 
 
-def _spelled(numbers: Sequence[int] | None) -> str | None:
+def _spelled(values: Sequence[int] | None) -> str | None:
     """Returns integers from a file as a dict key; strings, because a file could choose integers with equal hashes."""
-    return None if numbers is None else ",".join(map(str, numbers))
+    return None if values is None else ",".join(map(str, values))
 
 
 def _dtype(item: Record) -> torch.dtype:

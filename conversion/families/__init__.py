@@ -23,12 +23,12 @@ __all__ = ["Family", "MultimodalFamily", "check_config", "family_of", "known_fam
 @cache
 def known_families() -> Mapping[str, Family | MultimodalFamily]:
     """Collects the `FAMILY` of every module of this package that has one, by model type."""
-    found: dict[str, Family | MultimodalFamily] = {}
+    families: dict[str, Family | MultimodalFamily] = {}
     for module in pkgutil.iter_modules(__path__):
         family = vars(importlib.import_module(f"{__name__}.{module.name}")).get("FAMILY")
         if family is not None:
-            found |= dict.fromkeys(family.model_types, family)
-    return MappingProxyType(found)
+            families |= dict.fromkeys(family.model_types, family)
+    return MappingProxyType(families)
 
 
 def family_of(config: Any) -> Family | MultimodalFamily:

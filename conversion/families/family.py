@@ -78,8 +78,8 @@ class Family:
 
     def unstored(self, config: Any) -> tuple[str, ...]:
         """Returns what Megatron-LM's arguments cannot express of a config's positions, MLP activation and the like."""
-        own = unstored_positions(config), self._unstored_activation(config), *self.own_unstored(config)
-        return tuple(what for what in own if what)
+        candidates = unstored_positions(config), self._unstored_activation(config), *self.own_unstored(config)
+        return tuple(what for what in candidates if what)
 
     def _unstored_activation(self, config: Any) -> str | None:
         name, arguments = activation(config), self.arguments(config)
@@ -132,7 +132,7 @@ def kv_heads(config: Any) -> int:
 def activation(config: Any) -> str | None:
     """Returns the name of the MLP's activation."""
     names = ("hidden_act", "hidden_activation", "activation_function", "dense_act_fn")
-    return next((found for name in names if (found := getattr(config, name, None))), None)
+    return next((value for name in names if (value := getattr(config, name, None))), None)
 
 
 def qkv(config: Any) -> GroupedQKV:

@@ -57,12 +57,12 @@ def mixer(source: str, target: str) -> Iterator[Rule]:
 
 def unsupported_mixer_reason(config: Any, activation: str) -> str | None:
     """Returns the setting that Megatron's mixer does not support, `None` if it supports all."""
-    wanted: dict[str, Any] = {"use_bias": False, "use_conv_bias": True, "conv_kernel": _KERNEL}
-    wanted |= {"layer_norm_epsilon": _EPSILON, activation: "silu"}
-    other = next((name for name, value in wanted.items() if getattr(config, name) != value), None)
+    expected: dict[str, Any] = {"use_bias": False, "use_conv_bias": True, "conv_kernel": _KERNEL}
+    expected |= {"layer_norm_epsilon": _EPSILON, activation: "silu"}
+    other = next((name for name, value in expected.items() if getattr(config, name) != value), None)
     if other is None:
         return None
-    return f"{other}={getattr(config, other)}: Megatron-Core's MambaMixer has {wanted[other]}"
+    return f"{other}={getattr(config, other)}: Megatron-Core's MambaMixer has {expected[other]}"
 
 
 def limited_steps(smallest: float, largest: float) -> Iterator[str]:

@@ -8,10 +8,12 @@ from .family import Arguments, Family, fused_norm, gated_mlp, qkv, renamed
 
 
 def _layer(config: Any, number: int, source: str, target: str, mlp: int = 1) -> Iterator[Rule]:
-    own, attention = f"{source}.layer.0.SelfAttention", f"{target}.self_attention"
+    self_attention, attention = f"{source}.layer.0.SelfAttention", f"{target}.self_attention"
     yield from fused_norm(f"{source}.layer.0.layer_norm", f"{attention}.linear_qkv")
-    yield Rule(tuple(f"{own}.{part}.weight" for part in "qkv"), (f"{attention}.linear_qkv.weight",), qkv(config))
-    yield from renamed(f"{own}.o", f"{attention}.linear_proj")
+    yield Rule(
+        tuple(f"{self_attention}.{part}.weight" for part in "qkv"), (f"{attention}.linear_qkv.weight",), qkv(config)
+    )
+    yield from renamed(f"{self_attention}.o", f"{attention}.linear_proj")
     yield from fused_norm(f"{source}.layer.{mlp}.layer_norm", f"{target}.mlp.linear_fc1")
     inner = f"{source}.layer.{mlp}.DenseReluDense"
     yield from gated_mlp(config.d_ff, inner, f"{target}.mlp", names=("wi_0", "wi_1", "wo"))

@@ -107,8 +107,8 @@ class HuggingFaceReader(Reader):
         unused = [name for name in self._holders if name not in used and name not in repeated]
         self.left_out = tuple(name for name in unused if name in further or _of_mtp(name, layers))
         self._repeats: dict[Key, list[str]] = {}
-        for name, own in repeated.items():
-            self._repeats.setdefault(Key(WEIGHT, architecture.first_name(own)), []).append(name)
+        for name, target_name in repeated.items():
+            self._repeats.setdefault(Key(WEIGHT, architecture.first_name(target_name)), []).append(name)
         if repeated:
             self.notes = (
                 f"{', '.join(repeated)} are left out: they duplicate weights that multi-token prediction shares with "

@@ -112,26 +112,26 @@ def stored_arguments(content: Mapping[Any, Any], where: object) -> dict[Any, Any
     Raises:
         CheckpointError: `args` is something else, so that there would be nothing to compare.
     """
-    found = content.get("args")
-    if found is None:
+    args = content.get("args")
+    if args is None:
         return {}
-    if isinstance(found, Record):
-        if isinstance(found.state, dict):
-            return found.state
-        if found.state is None and found.kind in _NAMESPACES:
+    if isinstance(args, Record):
+        if isinstance(args.state, dict):
+            return args.state
+        if args.state is None and args.kind in _NAMESPACES:
             return {}
-    said = f"an object of {safe_repr(found.kind)}" if isinstance(found, Record) else safe_repr(found)
+    said = f"an object of {safe_repr(args.kind)}" if isinstance(args, Record) else safe_repr(args)
     raise CheckpointError(f"{where}: args is {said}, expected a namespace with Megatron-LM's arguments.")
 
 
-def check_arguments(found: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> None:
+def check_arguments(arguments: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> None:
     """Compares a checkpoint's arguments with its config, and with the values its family assumes by default.
 
     Weights with a different number of heads, rotary base, or norm centering have the same shapes, so they would load
     without an error as a different model.
 
     Args:
-        found: arguments of the checkpoint; missing ones are not compared.
+        arguments: arguments of the checkpoint; missing ones are not compared.
         expected: arguments of the config, as in `Family.meaning`; of `NEUTRAL` only the ones that differ.
 
     Raises:
@@ -140,16 +140,16 @@ def check_arguments(found: Mapping[str, Any], expected: Mapping[str, Any], where
     expected = {**NEUTRAL, **expected}
     left_out = _left_out(expected)
     different = []
-    for name, given in found.items():
+    for name, actual in arguments.items():
         known = OTHER_NAMES.get(name, name)
-        if known not in expected or known in left_out or (given is None and known != name):
+        if known not in expected or known in left_out or (actual is None and known != name):
             continue
-        wanted = expected[known]
-        given = NEUTRAL.get(known) if given is None else given
-        if (given is None or wanted is None) and known not in NEUTRAL:
+        expected_value = expected[known]
+        actual = NEUTRAL.get(known) if actual is None else actual
+        if (actual is None or expected_value is None) and known not in NEUTRAL:
             continue
-        if not _agrees(known, given, wanted, found, expected):
-            different.append(f"{name} is {safe_repr(given)}, and {safe_repr(wanted)} by the config")
+        if not _agrees(known, actual, expected_value, arguments, expected):
+            different.append(f"{name} is {safe_repr(actual)}, and {safe_repr(expected_value)} by the config")
     if different:
         more = f" and {len(different) - _MOST_SHOWN} more" if len(different) > _MOST_SHOWN else ""
         raise CheckpointError(
@@ -158,12 +158,12 @@ def check_arguments(found: Mapping[str, Any], expected: Mapping[str, Any], where
         )
 
 
-def notes_of_arguments(found: Mapping[str, Any]) -> tuple[str, ...]:
+def notes_of_arguments(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns notes on arguments of the run that no config can express, or on missing arguments."""
-    if not found:
+    if not arguments:
         return ("the checkpoint has no Megatron arguments: only shapes were compared with the config",)
-    factor = found.get("moe_expert_capacity_factor")
-    if not found.get("num_experts") or not isinstance(factor, (int, float)) or factor < 0:
+    factor = arguments.get("moe_expert_capacity_factor")
+    if not arguments.get("num_experts") or not isinstance(factor, (int, float)) or factor < 0:
         return ()
     return (
         f"the run dropped tokens beyond each expert's moe_expert_capacity_factor={safe_repr(factor)}; transformers "

@@ -94,15 +94,15 @@ class TransformersView(Reader):
 
         If Megatron has a weight under several names, its moments are stored under one of them.
         """
-        found = []
+        keys = []
         for name in rule.megatron:
             names = [name, *spellings(name)]
             key = next((Key(kind, other) for other in names if Key(kind, other) in self._reader.entries), None)
             if key is not None:
-                found.append(key)
+                keys.append(key)
             elif kind == WEIGHT or not rule.copied:
                 return None
-        return tuple(found) or None
+        return tuple(keys) or None
 
     def read(self, key: Key) -> Tensor:
         if key in self._filled:
@@ -133,16 +133,16 @@ class TransformersView(Reader):
         return (f"unused weights that are missing from the checkpoint are filled: {names}",)
 
 
-def _check_parts(rules: Sequence[Rule], found: Iterable[Key], where: str) -> None:
+def _check_parts(rules: Sequence[Rule], keys: Iterable[Key], where: str) -> None:
     """Checks for exactly the expected submodels (text, vision): shapes and arguments would not reveal a mismatch."""
-    wanted = {_part(name) for rule in rules for name in rule.megatron} - {""}
-    there = {_part(key.name) for key in found} - {""}
-    if missing := sorted(wanted - there):
+    expected_parts = {_part(name) for rule in rules for name in rule.megatron} - {""}
+    there = {_part(key.name) for key in keys} - {""}
+    if missing := sorted(expected_parts - there):
         raise CheckpointError(
             f"{where} has no {_listed(missing)}, but the config is for a vision-language model. Check that this is not "
             "the checkpoint of a text model or another submodel."
         )
-    if surplus := sorted(there - wanted):
+    if surplus := sorted(there - expected_parts):
         raise CheckpointError(
             f"{where} has {_listed(surplus)}, which the config does not describe. Check that this is not the config of "
             "a text model or another vision-language model."
@@ -183,11 +183,11 @@ class Regrouping:
         """Adds a tensor of any shape; returns the Megatron tensors that are now complete."""
         rule = self._rule_of[key.name]
         self._waiting[key] = tensor
-        wanted = [Key(key.kind, name) for name in rule.transformers]
-        if any(other not in self._waiting for other in wanted):
+        keys = [Key(key.kind, name) for name in rule.transformers]
+        if any(other not in self._waiting for other in keys):
             return {}
-        _check_types({other: self._waiting[other] for other in wanted})
-        converted = rule.operation.to_megatron([self._waiting.pop(other) for other in wanted], self._memory)
+        _check_types({other: self._waiting[other] for other in keys})
+        converted = rule.operation.to_megatron([self._waiting.pop(other) for other in keys], self._memory)
         return {Key(key.kind, name): out for name, out in zip(rule.megatron, converted, strict=True)}
 
     def check(self, where: str) -> None:
@@ -268,16 +268,16 @@ def megatron_format(
 
     def open(path: Path, architecture: Architecture, verify: bool) -> Reader:
         rules = rules_of(architecture, TargetOptions())
-        made, where = reader(path, architecture), str(iteration_folder(path))
+        inner_reader, where = reader(path, architecture), str(iteration_folder(path))
         try:
-            _check_parts(rules, made.entries, where)
-            _check_head(made, architecture, where)
-            check_arguments(made.arguments, family_of(architecture.config).meaning(architecture.config), where)
+            _check_parts(rules, inner_reader.entries, where)
+            _check_head(inner_reader, architecture, where)
+            check_arguments(inner_reader.arguments, family_of(architecture.config).meaning(architecture.config), where)
         except CheckpointError:
-            made.close()
+            inner_reader.close()
             raise
-        view = TransformersView(made, rules, architecture, where)
-        view.notes = (*notes_of_arguments(made.arguments), *view.note_of_filled)
+        view = TransformersView(inner_reader, rules, architecture, where)
+        view.notes = (*notes_of_arguments(inner_reader.arguments), *view.note_of_filled)
         return view
 
     def create(

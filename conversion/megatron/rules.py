@@ -83,17 +83,19 @@ class GroupedQKV(Operation):
 
     def to_megatron(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
         rows = tuple(part.shape[0] for part in tensors)
-        wanted = tuple(heads * self.head_dim for heads in (self.heads, self.groups, self.groups))
-        if rows != wanted:
-            raise CheckpointError(f"query, key and value have {rows} rows, expected {wanted}.")
+        expected_sizes = tuple(heads * self.head_dim for heads in (self.heads, self.groups, self.groups))
+        if rows != expected_sizes:
+            raise CheckpointError(f"query, key and value have {rows} rows, expected {expected_sizes}.")
         parts = [part.reshape(self.groups, -1, *part.shape[1:]) for part in tensors]
         return [memory.joined(parts, 1).view(-1, *tensors[0].shape[1:])]
 
     def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
         (packed,) = tensors
-        wanted = (self.heads + 2 * self.groups) * self.head_dim
-        if packed.shape[0] != wanted:
-            raise CheckpointError(f"query, key and value have {packed.shape[0]} rows in total, expected {wanted}.")
+        expected_size = (self.heads + 2 * self.groups) * self.head_dim
+        if packed.shape[0] != expected_size:
+            raise CheckpointError(
+                f"query, key and value have {packed.shape[0]} rows in total, expected {expected_size}."
+            )
         rows = packed.reshape(self.groups, -1, self.head_dim, *packed.shape[1:])
         queries = self.heads // self.groups
         parts = rows[:, :queries], rows[:, queries : queries + 1], rows[:, queries + 1 :]

@@ -34,8 +34,8 @@ _LIMITS = ("max_lr", "min_lr")
 
 def arguments_of(common: Mapping[Any, Any], where: object) -> dict[str, Any]:
     """Returns Megatron-LM's `args` without values of Megatron's types; raises the errors of `stored_arguments`."""
-    found = stored_arguments(common, where)
-    return {name: value for name, value in found.items() if isinstance(name, str) and is_plain_value(value)}
+    arguments = stored_arguments(common, where)
+    return {name: value for name, value in arguments.items() if isinstance(name, str) and is_plain_value(value)}
 
 
 def is_plain_value(value: Any) -> bool:
@@ -47,20 +47,20 @@ def is_plain_value(value: Any) -> bool:
 
 def iteration_of(common: Mapping[Any, Any], path: Path) -> int | None:
     """Returns the checkpoint's iteration, from the state or the folder's name."""
-    found = common.get("iteration")
-    if type(found) is int and found >= 0 and path.name != RELEASE:
-        return found
+    iteration = common.get("iteration")
+    if type(iteration) is int and iteration >= 0 and path.name != RELEASE:
+        return iteration
     match = re.fullmatch(r"iter_(\d+)", path.name)
     return int(match[1]) if match else None
 
 
 def optimizers_of(common: Mapping[Any, Any]) -> Sequence[Mapping[Any, Any]]:
     """Returns the state of one optimizer, or of several that are keyed by index (optimizer/optimizer.py)."""
-    found = common.get("optimizer")
-    if not isinstance(found, dict):
+    optimizer = common.get("optimizer")
+    if not isinstance(optimizer, dict):
         return []
-    several = [value for key, value in found.items() if type(key) is int and isinstance(value, dict)]
-    return several or [found]
+    several = [value for key, value in optimizer.items() if type(key) is int and isinstance(value, dict)]
+    return several or [optimizer]
 
 
 def optimizer_of(common: Mapping[Any, Any]) -> OptimizerState | None:
@@ -72,9 +72,9 @@ def optimizer_of(common: Mapping[Any, Any]) -> OptimizerState | None:
         if not isinstance(inner, dict):
             continue
         shared = inner.get("state")
-        found: Iterable[Any] = inner.get("param_groups") or ()
+        param_groups: Iterable[Any] = inner.get("param_groups") or ()
         steps += _steps([shared.get("common_step")] if isinstance(shared, dict) else [])
-        for group in found:
+        for group in param_groups:
             if isinstance(group, dict):
                 steps += _steps([group.get("step")])
                 groups.append(
@@ -115,8 +115,8 @@ def parameter_groups(optimizer: OptimizerState, experts: bool = False) -> list[d
     decay = float(decayed.get("weight_decay", _GROUP["weight_decay"]))
     groups = []
     for factor in (1.0, 0.0):
-        own = next((group for group in known if group.get("wd_mult") == factor), None)
-        settings = {**decayed, "weight_decay": decay * factor} if own is None else own
+        matching_group = next((group for group in known if group.get("wd_mult") == factor), None)
+        settings = {**decayed, "weight_decay": decay * factor} if matching_group is None else matching_group
         group = {**_GROUP, **{name: settings[name] for name in settings if name in _GROUP or name in _LIMITS}}
         group |= {"wd_mult": factor, "is_expert_parallel": experts, "step": float(optimizer.step)}
         groups.append({"max_lr": group["lr"], "min_lr": 0.0, **group})

@@ -81,7 +81,7 @@ class MegatronCoreReader(MegatronReader):
                 others.append(stored)
             elif "._extra_state" not in stored:
                 self._add(parts, WEIGHT, stored, stored, entry)
-        self._parts = {key: self._arranged(key, found) for key, found in parts.items()}
+        self._parts = {key: self._arranged(key, key_parts) for key, key_parts in parts.items()}
         entries = {key: self._entry(key) for key in sorted(self._parts, key=_order)}
         weights = {key: entry for key, entry in entries.items() if key.kind == WEIGHT}
         self.optimizer_unsupported_reason = _optimizer_unsupported_reason(entries, others, self._store.objects, common)
@@ -95,15 +95,15 @@ class MegatronCoreReader(MegatronReader):
     def _common(self) -> Mapping[Any, Any]:
         """Reads the unsharded state: from its own file, or (after 0.16) from the store."""
         if is_file(self.path / COMMON):
-            found = read_saved(self.path / COMMON)
+            common = read_saved(self.path / COMMON)
         elif COMMON_OBJECT in self._store.objects:
-            found = self._store.read_object(COMMON_OBJECT)
-            found = found[0] if isinstance(found, list) and len(found) == 1 else found
+            common = self._store.read_object(COMMON_OBJECT)
+            common = common[0] if isinstance(common, list) and len(common) == 1 else common
         else:
             raise CheckpointError(f"{self.path} has neither {COMMON} nor {COMMON_OBJECT} in its store.")
-        if not isinstance(found, dict):
-            raise CheckpointError(f"{self.path}: its common state is a {type(found).__name__}, not a dict.")
-        return found
+        if not isinstance(common, dict):
+            raise CheckpointError(f"{self.path}: its common state is a {type(common).__name__}, not a dict.")
+        return common
 
     def _add(
         self, parts: dict[Key, dict[tuple[int, int], _Part]], kind: str, name: str, stored: str, entry: TensorMeta
@@ -123,21 +123,23 @@ class MegatronCoreReader(MegatronReader):
                 full, half = match[1], _BLOCKS.index(match[2]) - (".conv1d." in full)
             if match := _ONE_EXPERT.fullmatch(full):
                 full, expert = f"{match[1]}.{match[3]}", int(match[2])
-            found = parts.setdefault(Key(kind, full), {})
-            if (expert, half) in found:
-                raise CheckpointError(f"{self.path} has {full} twice, as {found[expert, half].stored} and {stored}.")
-            found[expert, half] = _Part(stored, layer)
+            key_parts = parts.setdefault(Key(kind, full), {})
+            if (expert, half) in key_parts:
+                raise CheckpointError(
+                    f"{self.path} has {full} twice, as {key_parts[expert, half].stored} and {stored}."
+                )
+            key_parts[expert, half] = _Part(stored, layer)
 
-    def _arranged(self, key: Key, found: Mapping[tuple[int, int], _Part]) -> tuple[tuple[_Part, ...], ...]:
+    def _arranged(self, key: Key, key_parts: Mapping[tuple[int, int], _Part]) -> tuple[tuple[_Part, ...], ...]:
         """Orders the parts of a tensor: for each expert its halves or blocks, or a single part if it is not split."""
-        experts = sorted({expert for expert, _ in found})
-        halves = sorted({half for _, half in found})
+        experts = sorted({expert for expert, _ in key_parts})
+        halves = sorted({half for _, half in key_parts})
         is_complete = experts in ([-1], list(range(len(experts)))) and (
             halves in ([-1], list(range(_parts_of(key.name))))
         )
-        if not is_complete or len(found) != len(experts) * len(halves):
-            raise CheckpointError(f"{self.path}: parts of {key} are missing; there are {sorted(found)[:8]}.")
-        return tuple(tuple(found[expert, half] for half in halves) for expert in experts)
+        if not is_complete or len(key_parts) != len(experts) * len(halves):
+            raise CheckpointError(f"{self.path}: parts of {key} are missing; there are {sorted(key_parts)[:8]}.")
+        return tuple(tuple(key_parts[expert, half] for half in halves) for expert in experts)
 
     def _shape(self, part: _Part) -> tuple[int, ...]:
         shape = self._store.entries[part.stored].shape
@@ -213,8 +215,8 @@ def _optimizer_unsupported_reason(
 ) -> str | None:
     """Returns why moments are not read, `None` if they are or if there are none."""
     states = optimizers_of(common)
-    found = (state.get("param_state_sharding_type") for state in states)
-    kinds = {safe_repr(kind) for kind in found if kind not in (None, "fully_reshardable")}
+    sharding_types = (state.get("param_state_sharding_type") for state in states)
+    kinds = {safe_repr(kind) for kind in sharding_types if kind not in (None, "fully_reshardable")}
     hidden = [name for name in objects if _OF_OPTIMIZER.match(name)]
     if kinds or others or hidden:
         kind = ", ".join(sorted(kinds)[:_MOST_SHOWN]) or f"one with {(others or hidden)[0]}"

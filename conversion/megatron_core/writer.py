@@ -65,12 +65,13 @@ class MegatronCoreWriter(Writer):
         kinds: dict[str, set[str]] = {}
         for key in self.plan:
             kinds.setdefault(key.name, set()).add(key.kind)
-        for name, found in kinds.items():
-            if WEIGHT not in found:
+        for name, name_kinds in kinds.items():
+            if WEIGHT not in name_kinds:
                 raise CheckpointError(f"{name} has optimizer moments but no weight.")
-            if found - {WEIGHT} not in (set(), set(_MOMENTS)) or (len(found) > 1 and self._optimizer is None):
+            if name_kinds - {WEIGHT} not in (set(), set(_MOMENTS)) or (len(name_kinds) > 1 and self._optimizer is None):
                 raise CheckpointError(
-                    f"{name}: Megatron's optimizer has {', '.join(_MOMENTS)} for a weight, planned {sorted(found)}."
+                    f"{name}: Megatron's optimizer has {', '.join(_MOMENTS)} for a weight, planned "
+                    f"{sorted(name_kinds)}."
                 )
 
     def _layers_are_identical(self) -> bool:
@@ -80,10 +81,10 @@ class MegatronCoreWriter(Writer):
             if key.kind == WEIGHT and (match := STACK.fullmatch(key.name)):
                 stacks.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = entry
         sizes = {f"{self._model.prefix}{block}.layers": size for block, size in self._model.layers_of.items()}
-        for name, found in {**dict.fromkeys(sizes, {}), **stacks}.items():
-            size = sizes.get(name, len(found))
-            if found.keys() != set(range(size)):
-                raise CheckpointError(f"The model has {size} layers ({name}), but layers {sorted(found)} are planned.")
+        for name, layers in {**dict.fromkeys(sizes, {}), **stacks}.items():
+            size = sizes.get(name, len(layers))
+            if layers.keys() != set(range(size)):
+                raise CheckpointError(f"The model has {size} layers ({name}), but layers {sorted(layers)} are planned.")
             self._stack_sizes[name] = size
         arguments = self._model.arguments
         if not self._model.stacked:
@@ -165,8 +166,8 @@ class MegatronCoreWriter(Writer):
         yield f"{output}._extra_state/shard_0_1"
         seen = {output}
         for key, entry in self.plan.items():
-            own = key.name.removeprefix(self._model.prefix)
-            if key.kind != WEIGHT or own.startswith("embedding.") or not has_state(key.name):
+            local_name = key.name.removeprefix(self._model.prefix)
+            if key.kind != WEIGHT or local_name.startswith("embedding.") or not has_state(key.name):
                 continue
             modules = [key.name.rpartition(".")[0]]
             if match := re.fullmatch(r"(.+\.(?:self|cross)_attention)\..+", key.name):

@@ -65,11 +65,11 @@ def flattened(path: Path, model: Any) -> dict[str, Any]:
     Raises:
         CheckpointError: naming the file, if it is not a dict with string keys.
     """
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in _entries(path, model, "", _DEEPEST):
-        if found.setdefault(name, value) is not value:
+        if flat.setdefault(name, value) is not value:
             raise CheckpointError(f"{path} is rejected: it has {safe_repr(name)} twice.")
-    return found
+    return flat
 
 
 def _entries(path: Path, table: Any, prefix: str, deeper: int) -> Iterator[tuple[str, Any]]:
@@ -96,17 +96,17 @@ def core_names(path: Path, tensors: Mapping[str, Any], block: str) -> dict[str, 
     Raises:
         CheckpointError: naming the file and a tensor that is unknown or appears under two names.
     """
-    found: dict[str, Any] = {}
+    core_tensors: dict[str, Any] = {}
     for name, value in tensors.items():
         core = _core_name(name, block)
         if core is None:
             raise CheckpointError(
                 f"{path}: {safe_repr(name)} is not a supported tensor of a GPT or BERT from before Megatron-Core."
             )
-        if core in found:
+        if core in core_tensors:
             raise CheckpointError(f"{path} is rejected: it has {core} twice, once as {safe_repr(name)}.")
-        found[core] = value
-    return found
+        core_tensors[core] = value
+    return core_tensors
 
 
 def _core_name(name: str, block: str) -> str | None:

@@ -152,35 +152,35 @@ class Ranks:
         folder = iteration_folder(Path(path))
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder.")
-        found = {
+        folders = {
             tuple(int(number) for number in match.groups() if number is not None): entry
             for entry in sorted(folder.iterdir())
             if (match := _FOLDER.fullmatch(entry.name))
         }
-        lengths = {len(numbers) for numbers in found}
+        lengths = {len(indices) for indices in folders}
         if len(lengths) != 1:
             raise CheckpointError(
-                f"{folder}: expected mp_rank_* folders of one kind, found {[p.name for p in found.values()]}."
+                f"{folder}: expected mp_rank_* folders of one kind, found {[p.name for p in folders.values()]}."
             )
-        for entry in found.values():
+        for entry in folders.values():
             if not (entry / FILE).is_file():
                 raise CheckpointError(f"{entry / FILE} is missing.")
         with ExitStack() as stack:
-            opened = {numbers: RankFile.open(entry / FILE, block, stack) for numbers, entry in found.items()}
+            opened = {indices: RankFile.open(entry / FILE, block, stack) for indices, entry in folders.items()}
             return cls._of(folder, opened, stack)
 
     @classmethod
     def _of(cls, folder: Path, opened: Mapping[tuple[int, ...], RankFile], stack: ExitStack) -> "Ranks":
         """Checks that all ranks are present; on success, the files stay open."""
         only_experts = len(min(opened)) == 2 and _second_is_expert(opened)
-        files = {_rank(numbers, only_experts): file for numbers, file in opened.items()}
+        files = {_rank(indices, only_experts): file for indices, file in opened.items()}
         arguments, version = files[min(files)].arguments, files[min(files)].version
         if other := next((file for file in files.values() if file.version != version), None):
             raise CheckpointError(
                 f"{other.path}: checkpoint_version is {other.version}, but another rank has {version}."
             )
-        found = [max(numbers) + 1 for numbers in zip(*files, strict=True)]
-        sizes = Rank(*(_size(folder, arguments, *each) for each in zip(_KINDS, found, strict=True)))
+        counts = [max(indices) + 1 for indices in zip(*files, strict=True)]
+        sizes = Rank(*(_size(folder, arguments, *each) for each in zip(_KINDS, counts, strict=True)))
         expert_tp = arguments.get("expert_tensor_parallel_size") or sizes.tp
         if expert_tp not in (1, sizes.tp):
             raise CheckpointError(f"{folder}: expert_tensor_parallel_size {expert_tp} is neither 1 nor {sizes.tp}.")
@@ -202,17 +202,17 @@ def _second_is_expert(files: Mapping[tuple[int, ...], RankFile]) -> bool:
     return all(not {embedding, LANGUAGE + embedding}.isdisjoint(file.chunks[0]) for file in files.values())
 
 
-def _rank(numbers: tuple[int, ...], only_experts: bool) -> Rank:
+def _rank(indices: tuple[int, ...], only_experts: bool) -> Rank:
     if only_experts:
-        return Rank(numbers[0], 0, numbers[1])
-    return Rank(*numbers, *(0,) * (3 - len(numbers)))
+        return Rank(indices[0], 0, indices[1])
+    return Rank(*indices, *(0,) * (3 - len(indices)))
 
 
-def _size(folder: Path, arguments: Mapping[str, Any], kind: str, found: int) -> int:
+def _size(folder: Path, arguments: Mapping[str, Any], kind: str, num_ranks: int) -> int:
     name = f"{kind}_model_parallel_size"
-    size = arguments.get(name) or found
-    if type(size) is not int or size < found:
-        raise CheckpointError(f"{folder} has folders of {found} ranks, but args has {name} {size}.")
+    size = arguments.get(name) or num_ranks
+    if type(size) is not int or size < num_ranks:
+        raise CheckpointError(f"{folder} has folders of {num_ranks} ranks, but args has {name} {size}.")
     return size
 
 

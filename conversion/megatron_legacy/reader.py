@@ -46,7 +46,7 @@ class MegatronLegacyReader(MegatronReader):
         self.optimizer_unsupported_reason = _optimizer_unsupported_reason(self._ranks)
         self._collect()
         self._untie()
-        self.entries = {Key(WEIGHT, name): made.entry() for name, made in self._merged.items()}
+        self.entries = {Key(WEIGHT, name): tensor.entry() for name, tensor in self._merged.items()}
         for key, entry in self.entries.items():
             # Applied to meta tensors, so that wrong sizes are found before anything is read.
             self._in_order(key.name, entry.meta())
@@ -76,10 +76,10 @@ class MegatronLegacyReader(MegatronReader):
         for key in keys:
             if (match := LAYER.match(key)) and not of_mtp(match[1]):
                 blocks.setdefault(match[1], set()).add(int(match[2]))
-        for numbers in map(sorted, blocks.values()):
-            if numbers != list(range(len(numbers))):
+        for layer_indices in map(sorted, blocks.values()):
+            if layer_indices != list(range(len(layer_indices))):
                 raise CheckpointError(
-                    f"{first.path}: its layer indices are {numbers}, expected consecutive ones from 0."
+                    f"{first.path}: its layer indices are {layer_indices}, expected consecutive ones from 0."
                 )
         if offset and len(blocks) > 1:
             raise CheckpointError(
@@ -88,26 +88,26 @@ class MegatronLegacyReader(MegatronReader):
         named = {_global_name(key, offset): key for key in keys}
         experts: dict[str, dict[int | None, str]] = {}
         for name, key in named.items():
-            if found := expert_of(name):
-                experts.setdefault(found[0], {})[found[1]] = key
+            if expert_key := expert_of(name):
+                experts.setdefault(expert_key[0], {})[expert_key[1]] = key
         for name, key in named.items():
-            if found := expert_of(name):
-                if of_experts := experts.pop(found[0], None):
-                    self._add(found[0], self._of_experts(found[0], stage, chunk, of_experts))
+            if expert_key := expert_of(name):
+                if of_experts := experts.pop(expert_key[0], None):
+                    self._add(expert_key[0], self._of_experts(expert_key[0], stage, chunk, of_experts))
             else:
                 final = canonical(name, named)
                 self._add(final, self._dense(final, stage, chunk, key))
         # Without layers in the main block (another model type), the names are rejected later.
         return len(blocks[main] or max(blocks.values(), key=len))
 
-    def _add(self, name: str, made: MergedTensor) -> None:
-        there = self._merged.setdefault(name, made)
-        if there is made:
+    def _add(self, name: str, tensor: MergedTensor) -> None:
+        there = self._merged.setdefault(name, tensor)
+        if there is tensor:
             return
         if name != self._model.prefix + EMBEDDING:
-            raise CheckpointError(f"{name} is on two pipeline stages: {there.pieces[0][0]} and {made.pieces[0][0]}.")
+            raise CheckpointError(f"{name} is on two pipeline stages: {there.pieces[0][0]} and {tensor.pieces[0][0]}.")
         # multi_token_prediction.py: a stage with MTP layers has a copy of the embedding.
-        there.copies += [*made.copies, *zip(there.pieces[0], made.pieces[0], strict=True)]
+        there.copies += [*tensor.copies, *zip(there.pieces[0], tensor.pieces[0], strict=True)]
 
     def _dense(self, name: str, stage: Mapping[Rank, RankFile], chunk: int, key: str) -> MergedTensor:
         try:
@@ -143,23 +143,24 @@ class MegatronLegacyReader(MegatronReader):
             count = tensors[router].shape[0] // self._ranks.sizes.ep
             local = [(keys[None], (index, count)) for index in range(count)]
         else:
-            numbers = sorted(number for number in keys if number is not None)
-            if numbers != list(range(len(numbers))):
+            expert_indices = sorted(number for number in keys if number is not None)
+            if expert_indices != list(range(len(expert_indices))):
                 raise CheckpointError(
-                    f"{stage[min(stage)].path}: the expert indices of {name} are {numbers}, expected consecutive ones "
+                    f"{stage[min(stage)].path}: the expert indices of {name} are {expert_indices}, expected "
+                    "consecutive ones "
                     "from 0."
                 )
-            local = [(keys[number], None) for number in numbers]
-        made = MergedTensor(split, True, [])
+            local = [(keys[number], None) for number in expert_indices]
+        merged = MergedTensor(split, True, [])
         for ep in range(self._ranks.sizes.ep):
             files = [file for rank, file in sorted(stage.items()) if rank.ep == ep]
             for key, expert in local:
                 pieces = [RankShard(file, chunk, key, expert) for file in files]
                 if split is None or self._ranks.expert_tp == 1:
-                    made.copies += [(pieces[0], other) for other in pieces[1:]]
+                    merged.copies += [(pieces[0], other) for other in pieces[1:]]
                     pieces = pieces[:1]
-                made.pieces.append(pieces)
-        return made
+                merged.pieces.append(pieces)
+        return merged
 
     def _untie(self) -> None:
         """Removes the last stage's copy of tied embeddings (language_module.py)."""
@@ -213,13 +214,13 @@ def _is_replicated(key: str, tensors: Mapping[str, StoredTensor]) -> bool:
     up = tensors.get(key.replace("_down_proj", "_up_proj"))
     if up is None or len(up.shape) != 2:
         raise CheckpointError(f"{key} has no matching up projection.")
-    made = tensors[key].shape[0]
-    return made > up.shape[1] if "linear_kv" in key else made >= up.shape[1]
+    out_features = tensors[key].shape[0]
+    return out_features > up.shape[1] if "linear_kv" in key else out_features >= up.shape[1]
 
 
-def _same(folder: Path, name: str, expected: object, found: object) -> None:
-    if expected != found:
-        raise CheckpointError(f"{folder}: {name} is {found}, but {expected} in the model.")
+def _same(folder: Path, name: str, expected: object, actual: object) -> None:
+    if expected != actual:
+        raise CheckpointError(f"{folder}: {name} is {actual}, but {expected} in the model.")
 
 
 def _optimizer_unsupported_reason(ranks: Ranks) -> str | None:

@@ -142,7 +142,7 @@ class MegatronLegacyWriter(Writer):
         """Yields the ranks that hold a tensor, and its local name."""
         last = self._sizes.pp - 1
         match = LAYER.match(name)
-        stage, own = last, name
+        stage, local_name = last, name
         if match and not of_mtp(match[1]):
             # The module name before "layers", after a possible language model prefix.
             layers = self._model.layers_of[match[1].split(".")[-3]]
@@ -150,18 +150,18 @@ class MegatronLegacyWriter(Writer):
             if number >= layers:
                 raise CheckpointError(f"{name}: the layer index is out of range, num_layers is {layers}.")
             stage = number // of_stage
-            own = f"{match[1]}{number % of_stage}.{name[match.end() :]}"
+            local_name = f"{match[1]}{number % of_stage}.{name[match.end() :]}"
         elif is_encoder_weight(name) or name.startswith(f"{self._model.prefix}embedding."):
             stage = 0
         if self._local:
-            own = local(own)
+            local_name = local(local_name)
         eps = range(self._sizes.ep)
         if expert is not None:
             of_rank = entry.shape[0] // self._sizes.ep
             eps = range(expert // of_rank, expert // of_rank + 1)
-            own = name_of_expert(own, expert % of_rank, self._grouped)
+            local_name = name_of_expert(local_name, expert % of_rank, self._grouped)
         for tp, ep in product(range(self._sizes.tp), eps):
-            yield Rank(tp, stage, ep), own
+            yield Rank(tp, stage, ep), local_name
             # language_module.py: with tied embeddings the last stage has its own copy.
             if name == self._embedding and stage != last and self._tied:
                 yield Rank(tp, last, ep), self._output

@@ -58,10 +58,10 @@ class ShardFolder(ChunkedTensors):
         # The format does not store global shapes: a tensor ends where its last chunk ends.
         shapes = {
             name: tuple(
-                max(chunk.box.offset[dim] + chunk.box.shape[dim] for chunk in found)
-                for dim in range(len(found[0].box.shape))
+                max(chunk.box.offset[dim] + chunk.box.shape[dim] for chunk in name_chunks)
+                for dim in range(len(name_chunks[0].box.shape))
             )
-            for name, found in chunks.items()
+            for name, name_chunks in chunks.items()
         }
         super().__init__(str(path), {name: (shapes[name], dtypes[name], _once(chunks[name])) for name in chunks})
 
@@ -80,7 +80,7 @@ def _once(chunks: Sequence[Chunk]) -> list[Chunk]:
     places: dict[TensorChunk, list[tuple[Path, Location]]] = {}
     for chunk in chunks:
         places.setdefault(chunk.box, []).extend(chunk.place)
-    return [Chunk(box, tuple(found)) for box, found in places.items()]
+    return [Chunk(box, tuple(locations)) for box, locations in places.items()]
 
 
 def _read(path: Path, span: Location, starts: Sequence[int], target: Tensor) -> None:

@@ -198,10 +198,10 @@ class Machine:
                     raise CheckpointError(_TOO_LARGE)
                 if operation in tuples:
                     count = tuples[operation]
-                    made = tuple(stack[-count:])
-                    if len(made) != count:
+                    items = tuple(stack[-count:])
+                    if len(items) != count:
                         raise ValueError("its stack is invalid")
-                    stack[-count:] = [made]
+                    stack[-count:] = [items]
                 elif operation == ops.DICT:
                     stack.append({})
                 elif operation == ops.LIST:
@@ -272,10 +272,10 @@ class Machine:
         if kind not in (Named, Getattr) or type(arguments) is not tuple:
             raise TypeError("it calls a value that is not a class")
         for value in arguments:
-            given = type(value)
-            if given in COUNTED_TYPES:
+            value_type = type(value)
+            if value_type in COUNTED_TYPES:
                 self._read(len(value))
-            elif given is int:
+            elif value_type is int:
                 self._read(value.bit_length() >> 6)
         if kind is Getattr:
             if operation != ops.REDUCE:

@@ -71,8 +71,8 @@ def _stored(storage: Any, offset: Any, shape: Any, stride: Any, dtype: Any, pend
     if pending:
         raise ValueError(f"a tensor with {safe_repr(pending)}: its values differ from the stored ones")
     kind, name, numel = storage
-    numbers = (numel, offset, *shape, *stride)
-    if not all(type(number) is int and number >= 0 for number in numbers) or len(shape) != len(stride):
+    layout_values = (numel, offset, *shape, *stride)
+    if not all(type(number) is int and number >= 0 for number in layout_values) or len(shape) != len(stride):
         raise ValueError(
             f"a tensor has invalid shape {safe_repr(shape)}, strides {safe_repr(stride)} or offset {safe_repr(offset)}"
         )

@@ -61,9 +61,9 @@ def _sum_of_weights(model: Any, state: ParallelState) -> int:
         sharding = state.shardings.get(piece.name)
         if piece.name not in trained and (sharding is None or sharding.style != ADAPTER):
             total += _sum_of(piece.data)
-    found = torch.tensor(_as_signed(total), dtype=torch.int64, device=state.mesh.device)
-    dist.all_reduce(found)
-    return int(found) % 2**64
+    checksum = torch.tensor(_as_signed(total), dtype=torch.int64, device=state.mesh.device)
+    dist.all_reduce(checksum)
+    return int(checksum) % 2**64
 
 
 def _sum_of(data: Tensor) -> int:

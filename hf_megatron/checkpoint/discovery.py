@@ -29,23 +29,25 @@ def committed(parent: Path) -> list[Path]:
     `checkpoint-5.1` is a second save of step 5 (see `fresh_name`). Checkpoints that are removed concurrently are
     omitted.
     """
-    found = []
+    checkpoints = []
     for path in parent.iterdir() if parent.is_dir() else ():
         if not path.name.startswith(".tmp-") and (path / MANIFEST).is_file() and is_committed(path):
             number = re.search(r"(\d+)(?:\.(\d+))?$", path.name)
             step, again = (int(number[1]), int(number[2] or 0)) if number else (-1, 0)
             try:
-                found.append((step, again, path.stat().st_mtime_ns, path))
+                checkpoints.append((step, again, path.stat().st_mtime_ns, path))
             except FileNotFoundError:
                 continue
-    return [path for *_, path in sorted(found, reverse=True)]
+    return [path for *_, path in sorted(checkpoints, reverse=True)]
 
 
 def saves_of(path: Path) -> list[Path]:
     """Returns the complete checkpoints saved under a name, newest first: `name` itself, `name.1` and so on."""
     same = re.compile(re.escape(path.name) + r"(?:\.(\d+))?")
-    found = [(int(match[1] or 0), other) for other in committed(path.parent) if (match := same.fullmatch(other.name))]
-    return [other for _, other in sorted(found, reverse=True)]
+    checkpoints = [
+        (int(match[1] or 0), other) for other in committed(path.parent) if (match := same.fullmatch(other.name))
+    ]
+    return [other for _, other in sorted(checkpoints, reverse=True)]
 
 
 def fresh_name(path: Path) -> Path:

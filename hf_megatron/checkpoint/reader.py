@@ -47,7 +47,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: {len(missing)} files are missing: {', '.join(missing)}.")
         present = ((name, entry.size) for name, entry in self.manifest.files.items() if name not in self.omitted)
         sizes = ((name, (self.path / name).stat().st_size, size) for name, size in present)
-        wrong = [f"{name} has {found} bytes instead of {size}" for name, found, size in sizes if found != size]
+        wrong = [f"{name} has {actual} bytes instead of {size}" for name, actual, size in sizes if actual != size]
         if wrong:
             raise CheckpointError(f"{self.path}: {'; '.join(wrong)}.")
 
@@ -95,9 +95,9 @@ class Checkpoint:
         Raises:
             CheckpointError: names differ and `strict` is set, or a shape differs, strict or not.
         """
-        wanted = dict.fromkeys(expected)
-        missing = sorted(wanted.keys() - self.manifest.tensors.keys())
-        unexpected = sorted(self.manifest.tensors.keys() - wanted.keys())
+        expected_names = dict.fromkeys(expected)
+        missing = sorted(expected_names.keys() - self.manifest.tensors.keys())
+        unexpected = sorted(self.manifest.tensors.keys() - expected_names.keys())
         if strict and (missing or unexpected):
             raise CheckpointError(f"{self.path}: missing tensors: {missing}; unexpected tensors: {unexpected}.")
         if isinstance(expected, Mapping):

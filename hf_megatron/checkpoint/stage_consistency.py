@@ -40,19 +40,19 @@ class OwnedTensor:
 
 def tensors_of_all_stages(state: ParallelState, tensors: Mapping[str, Tensor]) -> dict[str, OwnedTensor]:
     """Returns all stages' tensors in the full model's order, from each rank's tensors of any shape; collective."""
-    own = {
+    owned_tensors = {
         name: OwnedTensor(state.mesh.pp_rank, tuple(tensor.shape), tensor.dtype)
         for name, tensor in tensors.items()
         if is_owned(state, name)
     }
-    return join_stages(state, own)
+    return join_stages(state, owned_tensors)
 
 
-def join_stages(state: ParallelState, own: Mapping[str, Any]) -> dict[str, Any]:
+def join_stages(state: ParallelState, local_values: Mapping[str, Any]) -> dict[str, Any]:
     """Merges the stages' dictionaries, keyed by tensor name, in the full model's order; collective."""
     if state.cut is None:
-        return dict(own)
-    merged = {name: value for part in of_all_stages(state, own) for name, value in part.items()}
+        return dict(local_values)
+    merged = {name: value for part in of_all_stages(state, local_values) for name, value in part.items()}
     return {name: merged[name] for name in in_order(state, merged)}
 
 

@@ -40,7 +40,8 @@ def check_loaded(model: Any, info: dict[str, Any], *, strict: bool) -> None:
     mismatched = info.get("mismatched_keys") or ()
     if mismatched:
         listing = [
-            f"{name}: file {tuple(found)}, model {tuple(wanted)}" for name, found, wanted in sorted(mismatched)[:5]
+            f"{name}: file {tuple(file_shape)}, model {tuple(model_shape)}"
+            for name, file_shape, model_shape in sorted(mismatched)[:5]
         ]
         problems.append(f"{len(mismatched)} mis-shaped ({'; '.join(listing)})")
     missing, surplus = set(info.get("missing_keys") or ()), set(info.get("unexpected_keys") or ())

@@ -140,8 +140,8 @@ def _describe(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     remaining = iter(leaves)
     tensors: dict[str, Tensor] = {}
     groups = []
-    for group, own in zip(optimizer.param_groups, _own_groups(optimizer), strict=True):
-        names = [next(remaining).name for _ in own]
+    for group, group_params in zip(optimizer.param_groups, _own_groups(optimizer), strict=True):
+        names = [next(remaining).name for _ in group_params]
         hyperparameters = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         groups.append({"names": names, "hyperparameters": pack(hyperparameters, tensors, "group")})
     scalars = {leaf.name: pack(values, tensors, leaf.name) for leaf in leaves if (values := _scalars(optimizer, leaf))}
@@ -159,14 +159,14 @@ def _from_full_model(state: ParallelState, described: list[dict[str, Any]]) -> l
     parts = of_all_stages(state, described)
     _check_same_optimizers(parts)
     merged = []
-    for number, own in enumerate(described):
+    for number, description in enumerate(described):
         stages = [part[number] for part in parts]
         groups = [
             {**group, "names": in_order(state, [n for stage in stages for n in stage["groups"][index]["names"]])}
-            for index, group in enumerate(own["groups"])
+            for index, group in enumerate(description["groups"])
         ]
-        by_name = {key: join_stages(state, own[key]) for key in ("scalars", "moments")}
-        merged.append({"class": own["class"], "groups": groups, **by_name})
+        by_name = {key: join_stages(state, description[key]) for key in ("scalars", "moments")}
+        merged.append({"class": description["class"], "groups": groups, **by_name})
     return merged
 
 
@@ -214,19 +214,21 @@ def load_model(model: Any, checkpoint: Checkpoint, *, strict: bool = True) -> tu
     state = parallel_state(model)
     tensors = dict(named_tensors(model))
     off_stage_names = frozenset() if state is None else state.names.off_stage
-    found = [name for name in checkpoint.names() if not name.startswith("optimizer/") and name not in off_stage_names]
-    missing, surplus = sorted(tensors.keys() - set(found)), sorted(set(found) - tensors.keys())
-    wanted = {name: tensors[name] for name in found if name in tensors}
-    holdings = {name: parameter_holding(state, name, tensor) for name, tensor in wanted.items()}
+    stored_names = [
+        name for name in checkpoint.names() if not name.startswith("optimizer/") and name not in off_stage_names
+    ]
+    missing, surplus = sorted(tensors.keys() - set(stored_names)), sorted(set(stored_names) - tensors.keys())
+    matched_tensors = {name: tensors[name] for name in stored_names if name in tensors}
+    holdings = {name: parameter_holding(state, name, tensor) for name, tensor in matched_tensors.items()}
     with propagate_errors(f"Loading {checkpoint.path}"):
         if strict and (missing or surplus):
             raise CheckpointError(
                 f"{checkpoint.path} is not a checkpoint of this {type(model).__name__}: missing {missing[:5]}, surplus "
                 f"{surplus[:5]}."
             )
-        for name, tensor in wanted.items():
+        for name, tensor in matched_tensors.items():
             checkpoint.check(name, tuple(tensor.shape), tensor.dtype, holdings[name].boxes())
-    for name, tensor in wanted.items():
+    for name, tensor in matched_tensors.items():
         local = local_tensor(tensor).detach()
         if local.device.type == "cpu" and local.is_contiguous():
             checkpoint.read(name, holdings[name].boxes(), local.view(-1))

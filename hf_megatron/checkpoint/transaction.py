@@ -212,7 +212,7 @@ class Transaction:
 
     def _other_files(self, known: Mapping[str, FileDigest]) -> dict[str, FileDigest]:
         """Fsyncs the files that callers put into the directory, and returns their sizes and digests."""
-        found = {}
+        digests = {}
         for path in sorted(self.directory.rglob("*")):
             name = path.relative_to(self.directory).as_posix()
             if path.is_symlink() or not (path.is_dir() or path.is_file()):
@@ -223,9 +223,9 @@ class Transaction:
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())
                 if name not in CARD_FILES:
-                    found[name] = hash_file(path)
+                    digests[name] = hash_file(path)
         self._on_step("further files")
-        return found
+        return digests
 
     def _point(self) -> None:
         assert self.pointer is not None

@@ -90,7 +90,7 @@ def check(
         _require_device(device, record)
         if record is not None and not record.parent.is_dir():
             raise ConfigError(f"--record {record}: {record.parent} is not a folder.")
-        wanted = parse_layouts(layouts or layout_of_sizes(tp, sp, cp, pp, ep))
+        layout_configs = parse_layouts(layouts or layout_of_sizes(tp, sp, cp, pp, ep))
         try:
             changed = json.loads(changes)
         except json.JSONDecodeError as error:
@@ -106,7 +106,7 @@ def check(
             "device": device,
             "workers": workers or _workers(models, device),
         }
-        rows = check_models(models, wanted, **arguments, echo=typer.echo)
+        rows = check_models(models, layout_configs, **arguments, echo=typer.echo)
     passed = sum(row["passed"] for row in rows)
     typer.echo(f"{passed} of {len(rows)} cases equal one process")
     if passed < len(rows):

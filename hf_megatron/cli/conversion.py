@@ -71,10 +71,10 @@ def convert(
 
         with failing(CheckpointError, OSError), ExitStack() as bars:
             options = TargetOptions(tp, pp, ep, make_vocab_size_divisible_by, max_shard_size, local_names)
-            wanted: dict[str, Any] = {"from_format": from_format or None, "config": config or None}
-            wanted |= {"options": options, "optimizer": optimizer, "without_mtp": without_mtp}
+            kwargs: dict[str, Any] = {"from_format": from_format or None, "config": config or None}
+            kwargs |= {"options": options, "optimizer": optimizer, "without_mtp": without_mtp}
             if plan:
-                typer.echo(plan_conversion(source, target, to, **wanted).table())
+                typer.echo(plan_conversion(source, target, to, **kwargs).table())
                 return
             bar = bars.enter_context(_bar())
             stages: dict[str, Any] = {}
@@ -91,8 +91,8 @@ def convert(
                     stages[what].total = total
                 stages[what].update(size)
 
-            wanted |= {"verify": verify, "logits": logits, "checksums": not no_checksums}
-            report = convert(source, target, to, on_plan=describe, on_tensor=bar.update, on_check=check, **wanted)
+            kwargs |= {"verify": verify, "logits": logits, "checksums": not no_checksums}
+            report = convert(source, target, to, on_plan=describe, on_tensor=bar.update, on_check=check, **kwargs)
     for note in report.notes:
         typer.echo(note)
     if report.comparison is not None:
@@ -119,8 +119,8 @@ def compare(
         from ..errors import CheckpointError
 
         with failing(CheckpointError, OSError), _bar("comparing") as bar:
-            wanted: dict[str, Any] = {"config": config or None, "logits": logits, "without_mtp": without_mtp}
-            comparison = compare(first, second, on_tensor=bar.update, **wanted)
+            kwargs: dict[str, Any] = {"config": config or None, "logits": logits, "without_mtp": without_mtp}
+            comparison = compare(first, second, on_tensor=bar.update, **kwargs)
     typer.echo(comparison.summary())
     if not comparison.equal:
         raise typer.Exit(MISMATCH)
@@ -158,7 +158,7 @@ def merge(
         from ..errors import CheckpointError
 
         with failing(CheckpointError, OSError):
-            wanted: dict[str, Any] = {"options": TargetOptions(max_shard_size=max_shard_size)}
-            wanted |= {"from_format": "sharded", "checksums": not no_verify}
-            report = convert(checkpoint, out, "hf", on_plan=lambda planned: reading.close(), **wanted)
+            kwargs: dict[str, Any] = {"options": TargetOptions(max_shard_size=max_shard_size)}
+            kwargs |= {"from_format": "sharded", "checksums": not no_verify}
+            report = convert(checkpoint, out, "hf", on_plan=lambda planned: reading.close(), **kwargs)
     typer.echo(report.target)

@@ -57,11 +57,17 @@ def tokenise(
     from ..datasets.build import build_pair
 
     with failing():
-        made = AutoTokenizer.from_pretrained(tokenizer)
-        found = build_pair(
-            prefix, sources, made, key=key, append_eod=append_eod, special_tokens=special_tokens, say=typer.echo
+        loaded_tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        summary = build_pair(
+            prefix,
+            sources,
+            loaded_tokenizer,
+            key=key,
+            append_eod=append_eod,
+            special_tokens=special_tokens,
+            say=typer.echo,
         )
-        typer.echo(f"{prefix}: {found}")
+        typer.echo(f"{prefix}: {summary}")
 
 
 @app.command("merge")
@@ -101,10 +107,10 @@ def show_samples(
         share = shares[part]
         if share is None:
             raise DataError(f"--split {split}: the {part} split of {Path(prefix).name} is empty.")
-        found = sample_order(dataset.lengths, documents_of_split(share, len(dataset)), seq, samples, seed)
-        typer.echo(f"{len(found):,} samples of {seq} tokens in {found.epochs} epoch{'s' if found.epochs > 1 else ''}")
-        for number in range(min(printed, len(found))):
-            pieces = found.pieces(number)
+        order = sample_order(dataset.lengths, documents_of_split(share, len(dataset)), seq, samples, seed)
+        typer.echo(f"{len(order):,} samples of {seq} tokens in {order.epochs} epoch{'s' if order.epochs > 1 else ''}")
+        for number in range(min(printed, len(order))):
+            pieces = order.pieces(number)
             texts = [f"{document}[{start}:{'' if count < 0 else start + count}]" for document, start, count in pieces]
             more = f" and {len(texts) - 4} more" if len(texts) > 4 else ""
             typer.echo(f"{number:>8}  document {', '.join(texts[:4])}{more}")

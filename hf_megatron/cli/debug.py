@@ -19,9 +19,9 @@ def compare_steps(
     from ..diagnostics.divergence import compare_recordings
 
     with failing():
-        found = compare_recordings(first, second)
-        typer.echo(str(found))
-    if found.differences:
+        comparison = compare_recordings(first, second)
+        typer.echo(str(comparison))
+    if comparison.differences:
         raise typer.Exit(1)
 
 
@@ -55,13 +55,13 @@ def compare_memory(
     from ..planner.memory_report import memory_table, plan_for
 
     with failing():
-        found, planned, reason = memory_in(directory), None, "some parameters are frozen"
-        if found[0].trains_all:
+        rank_memories, planned, reason = memory_in(directory), None, "some parameters are frozen"
+        if rank_memories[0].trains_all:
             try:
-                planned = plan_for(found[0])
+                planned = plan_for(rank_memories[0])
             except RankError as error:
                 reason = first_reason(str(error))
-        typer.echo(memory_table(found, planned))
+        typer.echo(memory_table(rank_memories, planned))
         if planned is None:
             typer.echo(f"no planned memory: {reason}")
 

@@ -36,7 +36,7 @@ def measure_this_machine(
     from ..planner.measured_device import measure_device
 
     with failing():
-        given = device(like) if like else None
-        found = measure_device(device_type or None, like=given, seconds=seconds)
-        write_device(found, output)
+        reference_device = device(like) if like else None
+        measurement = measure_device(device_type or None, like=reference_device, seconds=seconds)
+        write_device(measurement, output)
         typer.echo(output.read_text(encoding="utf-8"), nl=False)

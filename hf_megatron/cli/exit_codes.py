@@ -20,11 +20,11 @@ _SAID = "Interrupted."
 
 
 @contextmanager
-def failing(*found: type[Exception]) -> Iterator[None]:
+def failing(*mismatch_errors: type[Exception]) -> Iterator[None]:
     """Ends the command with the message of an error that the library raises on purpose.
 
     Args:
-        found: errors about the command's input, which exit with 1. All others mean wrong usage and exit with 2.
+        mismatch_errors: errors about the command's input, which exit with 1. Others mean wrong usage and exit with 2.
     """
     from ..errors import ConfigError, MegatronError
 
@@ -32,7 +32,7 @@ def failing(*found: type[Exception]) -> Iterator[None]:
         yield
     except (MegatronError, ValueError, OSError) as error:
         typer.echo(str(error), err=True)
-        is_found = isinstance(error, found) and not isinstance(error, ConfigError)
+        is_found = isinstance(error, mismatch_errors) and not isinstance(error, ConfigError)
         raise typer.Exit(MISMATCH if is_found else USAGE) from None
 
 

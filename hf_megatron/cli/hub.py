@@ -64,9 +64,9 @@ def pull(
                 pipeline_schedule=schedule,
                 virtual_stages=virtual_stages,
             )
-        wanted = parse_ranks(ranks) if ranks else None
+        rank_indices = parse_ranks(ranks) if ranks else None
         pulled = pull_checkpoint(
-            repo, target, config=layout, rank=wanted, revision=revision, optimizer=not no_optimizer
+            repo, target, config=layout, rank=rank_indices, revision=revision, optimizer=not no_optimizer
         )
     typer.echo(
         f"{pulled.path}: {len(pulled.files)} files, {pulled.bytes} of {pulled.total_bytes} bytes "
@@ -82,10 +82,10 @@ def parse_ranks(text: str) -> list[int]:
     """
     from ..errors import ConfigError
 
-    found: list[int] = []
+    ranks: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and (not last.isdecimal() or int(last) < int(first))):
             raise ConfigError(f"--ranks {text!r}: expected comma-separated ranks and ranges such as 0-3,6.")
-        found.extend(range(int(first), int(last or first) + 1))
-    return list(dict.fromkeys(found))
+        ranks.extend(range(int(first), int(last or first) + 1))
+    return list(dict.fromkeys(ranks))

@@ -72,13 +72,13 @@ def plan(
 
     with failing():
         if not gpus:
-            for name, given in (
+            for name, value in (
                 ("--json", as_json),
                 ("--yaml", yaml),
                 ("--accelerate", accelerate),
                 ("--picture", picture),
             ):
-                if given:
+                if value:
                     raise ConfigError(f"{name} is only valid for a search: pass --gpus.")
             sizes = 2 if tp is None else tp, sp, 1 if cp is None else cp, 1 if pp is None else pp, ep or 1
             typer.echo(print_plan(model, parse_layouts(layout_of_sizes(*sizes))[0]))
@@ -106,19 +106,19 @@ def plan(
         job = Job(
             gpus, device(gpu), seq, global_batch, precision, efficiency, training, document or None, target_seq or None
         )
-        found = search_layouts(resolve_config(model), job, bounds)
+        search_result = search_layouts(resolve_config(model), job, bounds)
         if as_json:
-            typer.echo(json.dumps(plan_as_dict(found, tokens or None), indent=1))
+            typer.echo(json.dumps(plan_as_dict(search_result, tokens or None), indent=1))
         else:
-            typer.echo(plan_as_text(found, model, tokens or None))
+            typer.echo(plan_as_text(search_result, model, tokens or None))
         if yaml is not None:
-            write_plan(found, yaml)
+            write_plan(search_result, yaml)
         if accelerate is not None:
-            write_plan(found, accelerate, for_accelerate=True)
+            write_plan(search_result, accelerate, for_accelerate=True)
         if picture is not None:
             from ..planner.plan_plot import draw_plan
 
-            draw_plan(found, picture)
+            draw_plan(search_result, picture)
 
 
 def dry_run_kinds(
@@ -169,7 +169,7 @@ def dry_run_kinds(
             num_microbatches=microbatches or layouts[0].num_microbatches,
         )
         try:
-            found = predict_ranks(
+            predictions = predict_ranks(
                 resolve_config(model),
                 config,
                 ranks,
@@ -182,8 +182,12 @@ def dry_run_kinds(
             if (reason := find_unsupported_reason(str(error))) is None:
                 raise
             raise ConfigError(f"--layout {layout}: {reason}") from None
-        typer.echo(json.dumps(as_rows(found), indent=1) if as_json else as_text(found, config, device_memory or None))
+        typer.echo(
+            json.dumps(as_rows(predictions), indent=1)
+            if as_json
+            else as_text(predictions, config, device_memory or None)
+        )
         if picture is not None:
             from ..planner.plan_plot import draw_predicted_ranks
 
-            draw_predicted_ranks(found, config, picture, device_memory or None)
+            draw_predicted_ranks(predictions, config, picture, device_memory or None)

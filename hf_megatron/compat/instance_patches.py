@@ -119,9 +119,9 @@ class ModelPatches(Shared):
 
 @cache
 def _mixed_class(mixin: Any, base: Any) -> type[nn.Module]:
-    made = type(base.__name__, (mixin, base), names_of_recorder(base))
-    follow_forward_of_bases(made)
-    return made
+    subclass = type(base.__name__, (mixin, base), names_of_recorder(base))
+    follow_forward_of_bases(subclass)
+    return subclass
 
 
 def mix_into(module: nn.Module, mixin: type, **attributes: Any) -> None:

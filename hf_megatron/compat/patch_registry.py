@@ -100,8 +100,8 @@ class PatchedTarget:
 
     def apply(self, *, entry_points_only: bool = False) -> None:
         """Applies the patches of a phase; idempotent."""
-        wanted = tuple(patch for patch in self.patches if patch.is_entry_point or not entry_points_only)
-        if wanted == self.applied:
+        phase_patches = tuple(patch for patch in self.patches if patch.is_entry_point or not entry_points_only)
+        if phase_patches == self.applied:
             return
         self.restore()
         owner, attribute = self._owner()
@@ -111,10 +111,10 @@ class PatchedTarget:
             return
         # `vars` keeps staticmethod and classmethod objects as they are; `getattr` would bind them.
         self.original = function = attributes[attribute]
-        for patch in reversed(wanted):
+        for patch in reversed(phase_patches):
             function = _replaced(function, patch)
         self._put(function)
-        self.applied = wanted
+        self.applied = phase_patches
 
     def _require_other_version(self) -> None:
         # Imported lazily: torch's own targets are patched while torch is being imported.

@@ -178,18 +178,18 @@ def gradient_hooks(parameter: torch.Tensor) -> int:
 @contextmanager
 def without_gradient_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Disables the gradient hooks of parameters inside (private in torch 2.11 to 2.13)."""
-    found = [
+    saved_hooks = [
         (hooks, dict(hooks))
         for p in parameters
         for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)
         if hooks
     ]
-    for hooks, _ in found:
+    for hooks, _ in saved_hooks:
         hooks.clear()
     try:
         yield
     finally:
-        for hooks, before in found:
+        for hooks, before in saved_hooks:
             hooks.update(before)
 
 
@@ -227,13 +227,13 @@ def has_global_backward_hooks() -> bool:
     return bool(_global_backward_hooks or _global_backward_pre_hooks)
 
 
-def follow_forward_of_bases(made: type) -> None:
+def follow_forward_of_bases(subclass: type) -> None:
     """Removes the copied `forward` of a class without its own, so that calls resolve to the bases' current forward.
 
     transformers wraps the forward of each layer subclass when the subclass is created (`GradientCheckpointingLayer`).
     """
-    if "forward" in vars(made):
-        del made.forward  # type: ignore[attr-defined]
+    if "forward" in vars(subclass):
+        del subclass.forward  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -154,10 +154,10 @@ class _Through:
     def remove(self) -> None:
         """Removes the wrapper, and those below it that are inactive."""
         self.is_active = False
-        found = vars(self.owner)[self.name]
-        while (through := getattr(found, _THROUGH, None)) is not None and not through.is_active:
-            found = through.below
-        setattr(self.owner, self.name, found)
+        current = vars(self.owner)[self.name]
+        while (through := getattr(current, _THROUGH, None)) is not None and not through.is_active:
+            current = through.below
+        setattr(self.owner, self.name, current)
 
 
 _THROUGH = "_hf_megatron_through"
@@ -197,8 +197,8 @@ def flight_record() -> str | None:
     """
     from torch._C import _distributed_c10d
 
-    own = "_dump_nccl_trace_json" if "nccl" in str(dist.get_backend()) else "_dump_fr_trace_json"
-    dump: Any = getattr(_distributed_c10d, own, None)
+    dump_name = "_dump_nccl_trace_json" if "nccl" in str(dist.get_backend()) else "_dump_fr_trace_json"
+    dump: Any = getattr(_distributed_c10d, dump_name, None)
     if dump is None:
         return None
     text = dump().decode()
@@ -209,5 +209,5 @@ def group_members() -> dict[str, list[int]]:
     """Returns the ranks of each process group of this rank, by group name (private in torch 2.11 to 2.13)."""
     from torch.distributed.distributed_c10d import _world
 
-    own = ((group, ranks) for group, ranks in _world.pg_group_ranks.items() if group in _world.pg_names)
-    return {_world.pg_names[group]: sorted(ranks) for group, ranks in own}
+    members = ((group, ranks) for group, ranks in _world.pg_group_ranks.items() if group in _world.pg_names)
+    return {_world.pg_names[group]: sorted(ranks) for group, ranks in members}

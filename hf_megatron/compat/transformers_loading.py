@@ -186,7 +186,7 @@ def loading_groups(model: Any, names: Iterable[str]) -> tuple[list[LoadingGroup]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     expected = model.state_dict()
-    found: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+    by_target: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
     surplus = []
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
@@ -195,10 +195,10 @@ def loading_groups(model: Any, names: Iterable[str]) -> tuple[list[LoadingGroup]
         if target not in expected:
             surplus.append(name)
         elif pattern is None:
-            found.setdefault(target, (WeightRenaming(name, target), []))[1].append((name, name))
+            by_target.setdefault(target, (WeightRenaming(name, target), []))[1].append((name, name))
         else:
-            found.setdefault(target, (by_pattern[pattern], []))[1].append((name, pattern))
-    groups = [LoadingGroup(transform, tuple(sources), target) for target, (transform, sources) in found.items()]
+            by_target.setdefault(target, (by_pattern[pattern], []))[1].append((name, pattern))
+    groups = [LoadingGroup(transform, tuple(sources), target) for target, (transform, sources) in by_target.items()]
     # Buffers written by earlier releases, which not every class with them lists as ignored.
     older = (r"rotary_emb\.inv_freq$", r"\.attn\.masked_bias$")
     ignored = re.compile("|".join([*(model._keys_to_ignore_on_load_unexpected or ()), *older]))

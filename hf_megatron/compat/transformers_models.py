@@ -89,18 +89,20 @@ def grouped_rows(module: Any, rows: torch.Tensor, experts: torch.Tensor) -> torc
 
     def linear(values: torch.Tensor, name: str) -> torch.Tensor:
         bias = getattr(module, f"{name}_bias").index_select(0, experts) if module.has_bias else None
-        made: torch.Tensor = product(values, getattr(module, name), ends, bias=bias, is_transposed=module.is_transposed)
-        return made
+        projected: torch.Tensor = product(
+            values, getattr(module, name), ends, bias=bias, is_transposed=module.is_transposed
+        )
+        return projected
 
     wide = linear(rows, first)
-    made = linear(module._apply_gate(wide) if module.has_gate else module.act_fn(wide), "down_proj")
-    return module.post_expert_norm(made) if vars(module).get("has_post_expert_norm") else made
+    outputs = linear(module._apply_gate(wide) if module.has_gate else module.act_fn(wide), "down_proj")
+    return module.post_expert_norm(outputs) if vars(module).get("has_post_expert_norm") else outputs
 
 
 def counted_experts(module: Any) -> int | None:
     """Returns the number of experts of a class with transformers' experts decorator; `None` for other classes."""
-    own = vars(module)
-    return own["num_experts"] if "_is_expert_parallel" in own else None
+    attributes = vars(module)
+    return attributes["num_experts"] if "_is_expert_parallel" in attributes else None
 
 
 def token_loss_functions() -> dict[Any, bool]:
@@ -112,8 +114,8 @@ def token_loss_functions() -> dict[Any, bool]:
 
 def adds_router_loss(model: Any) -> bool:
     """Returns whether a model adds its routers' load-balancing loss to its loss."""
-    asked = getattr(model.config.get_text_config(), "output_router_logits", False)
-    return bool(asked) and hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
+    output_router_logits = getattr(model.config.get_text_config(), "output_router_logits", False)
+    return bool(output_router_logits) and hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
 
 
 def loss_functions() -> dict[Any, bool]:
@@ -233,13 +235,13 @@ def make_mtp_layer(model: Any, number: int) -> Any | None:
         return None
     last = model.get_decoder().layers[-1]
     norms = [type(module) for name, module in last.named_modules() if "norm" in name]
-    made = MtpLayer(model.config.get_mtp_config(), type(last), norms[0], number)
-    layer, head = made.mtp_block, torch.nn.Module()
-    head.add_module("norm", made.post_norm)
+    mtp_layer = MtpLayer(model.config.get_mtp_config(), type(last), norms[0], number)
+    layer, head = mtp_layer.mtp_block, torch.nn.Module()
+    head.add_module("norm", mtp_layer.post_norm)
     for name, module in {
-        "enorm": made.enorm,
-        "hnorm": made.hnorm,
-        "eh_proj": made.eh_proj,
+        "enorm": mtp_layer.enorm,
+        "hnorm": mtp_layer.hnorm,
+        "eh_proj": mtp_layer.eh_proj,
         "shared_head": head,
     }.items():
         layer.add_module(name, module)
@@ -283,8 +285,8 @@ def chosen_functions(config: Any) -> dict[str, Callable[..., Any]]:
 
     tables = {"attn_implementation": ALL_ATTENTION_FUNCTIONS, "experts_implementation": ALL_EXPERTS_FUNCTIONS}
     chosen = {option: getattr(config, f"_{option}", None) for option in tables}
-    found = {f"{option}={name!r}": tables[option].get(name) for option, name in chosen.items()}
-    return {option: function for option, function in found.items() if function is not None}
+    functions = {f"{option}={name!r}": tables[option].get(name) for option, name in chosen.items()}
+    return {option: function for option, function in functions.items() if function is not None}
 
 
 def checkpoints_activations(model: Any) -> bool:

@@ -37,13 +37,13 @@ def attention_function(original: Callable, self: Any, *args: Any, **kwargs: Any)
 
 def mask_function(original: Callable, self: Any, name: str) -> Any:
     """Returns the stock mask function, or one that describes the mask if the current sequence is split over ranks."""
-    found = original(self, name)
+    stock_function = original(self, name)
     if type(self).__name__ != "AttentionMaskInterface":
-        return found
+        return stock_function
     # No sequence is split now: only avoid the stock function's reads of device values.
     if RUNTIME.context is None:
-        return without_asking(found)
-    return partial(_describe, RUNTIME.context, found, name == "eager")
+        return without_asking(stock_function)
+    return partial(_describe, RUNTIME.context, stock_function, name == "eager")
 
 
 def _describe(
@@ -100,16 +100,16 @@ def _attend(
     if not isinstance(attention_mask, ContextMask):
         stack = RUNTIME.context
         if stack is not None and stack.has_parts and module not in stack.modality_encoders:
-            given = "no mask" if attention_mask is None else f"a mask {tuple(attention_mask.shape)}"
+            argument = "no mask" if attention_mask is None else f"a mask {tuple(attention_mask.shape)}"
             raise UnsupportedError(
-                f"{type(module).__name__} with cp_size > 1: its attention received {given} that was not created by "
+                f"{type(module).__name__} with cp_size > 1: its attention received {argument} that was not created by "
                 "transformers' mask functions, so it cannot be sharded. Pass attention_mask [batch, sequence], or use "
                 "cp_size=1."
             )
         return stock_attention(module, query, key, value, attention_mask, *args, **kwargs)
     # Unknown arguments could change attention in ways that the kernel does not implement.
     known = _KNOWN | attention_mask.row.handed_on
-    unknown = sorted(name for name, given in kwargs.items() if name not in known and given is not None)
+    unknown = sorted(name for name, argument in kwargs.items() if name not in known and argument is not None)
     if unknown or args:
         raise UnsupportedError(
             f"{type(module).__name__} with cp_size > 1: context-parallel attention does not support "

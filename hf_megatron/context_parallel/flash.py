@@ -58,7 +58,7 @@ def flash_forward_of_joined(
     if q.device.type == "cpu":
         # One call per block, [1, heads, tokens, width]; results are concatenated along the tokens.
         blocks = _blocks_apart((q, k, v), edges)
-        parts = [flash_forward_on_cpu(own, keys, values, causal, None, scale) for own, keys, values in blocks]
+        parts = [flash_forward_on_cpu(queries, keys, values, causal, None, scale) for queries, keys, values in blocks]
         outs, logarithms = zip(*parts, strict=True)
         return (
             torch.cat([out[0].transpose(0, 1) for out in outs]),
@@ -87,8 +87,8 @@ def flash_backward_of_joined(
     if q.device.type == "cpu":
         of_queries = _blocks_apart((gradient, out, lse.unsqueeze(-1)), (edges[0], edges[0]))
         parts = [
-            flash_backward_on_cpu(given, own, keys, values, made, logarithm[..., 0], causal, None, scale)
-            for (own, keys, values), (given, made, logarithm) in zip(
+            flash_backward_on_cpu(grad_out, queries, keys, values, block_out, logarithm[..., 0], causal, None, scale)
+            for (queries, keys, values), (grad_out, block_out, logarithm) in zip(
                 _blocks_apart((q, k, v), edges), of_queries, strict=True
             )
         ]

@@ -30,7 +30,9 @@ def heads_to_share(block: nn.Module, name: str, state: ParallelState) -> HeadBlo
         return None
     # Weights that are sharded over tp, or have partial gradients, are split without regard to heads.
     parts = {generic(weight) for weight, sharding in state.shardings.items() if _has_parts(sharding, state.axes)}
-    return None if any(generic(f"{name}.{own}") in parts for own, _ in block.named_parameters()) else known
+    return (
+        None if any(generic(f"{name}.{param_name}") in parts for param_name, _ in block.named_parameters()) else known
+    )
 
 
 def _has_parts(sharding: ParameterSharding, axes: Axes) -> bool:

@@ -60,15 +60,15 @@ class Kernel:
             for interval, part, part_lse in zip(group.queries, outs, logarithms, strict=True):
                 add_block(tokens_of(out, interval), tokens_of(lse, interval), part, part_lse)
         for block in single:
-            own = tokens_of(q, block.queries)
+            queries = tokens_of(q, block.queries)
             keys, values = tokens_of(k, block.keys), tokens_of(v, block.keys)
-            part, part_lse = self.forward(own, keys, values, causal=block.causal, mask=block.mask)
+            part, part_lse = self.forward(queries, keys, values, causal=block.causal, mask=block.mask)
             add_block(tokens_of(out, block.queries), tokens_of(lse, block.queries), part, part_lse)
 
     def add_backward(
         self,
         gradients: tuple[Tensor, Tensor, Tensor],
-        given: Tensor,
+        grad_out: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -80,7 +80,7 @@ class Kernel:
         groups, single = grouped(blocks, len(q)) if self._joins(q) else ([], blocks)
         for group in groups:
             # [batch, heads, tokens, width] -> [tokens of all blocks, heads, width]
-            of_queries = (group.joined(tensor, group.queries) for tensor in (given, q, out, _finite(lse)))
+            of_queries = (group.joined(tensor, group.queries) for tensor in (grad_out, q, out, _finite(lse)))
             given_parts, queries, outs, logarithms = of_queries
             parts = flash_backward_of_joined(
                 *(given_parts, queries, group.joined(k, group.keys), group.joined(v, group.keys), outs, logarithms),
@@ -91,13 +91,15 @@ class Kernel:
             for gradient, intervals, part in zip(
                 gradients, (group.queries, group.keys, group.keys), parts, strict=True
             ):
-                for interval, own in zip(intervals, group.apart(part, intervals), strict=True):
-                    tokens_of(gradient, interval).add_(own)
+                for interval, chunk in zip(intervals, group.apart(part, intervals), strict=True):
+                    tokens_of(gradient, interval).add_(chunk)
         for block in single:
             places = block.queries, block.keys, block.keys
-            own, keys, values = (tokens_of(tensor, place) for tensor, place in zip((q, k, v), places, strict=True))
-            towards, made, logarithm = (tokens_of(tensor, block.queries) for tensor in (given, out, lse))
-            parts = self.backward(towards, own, keys, values, made, logarithm, causal=block.causal, mask=block.mask)
+            chunk, keys, values = (tokens_of(tensor, place) for tensor, place in zip((q, k, v), places, strict=True))
+            towards, block_out, logarithm = (tokens_of(tensor, block.queries) for tensor in (grad_out, out, lse))
+            parts = self.backward(
+                towards, chunk, keys, values, block_out, logarithm, causal=block.causal, mask=block.mask
+            )
             for gradient, place, part in zip(gradients, places, parts, strict=True):
                 tokens_of(gradient, place).add_(part)
 
@@ -145,19 +147,19 @@ class Kernel:
         # Scores of one tile of queries at a time, [batch, heads, tile, keys], recomputed from the logsumexp.
         for tile in _tiles(q):
             seen, part = _seen(k, tile, causal), slice(*tile)
-            keys, values, given, own = k[:, :, seen], v[:, :, seen], gradient[:, :, part], q[:, :, part]
+            keys, values, grad_tile, q_tile = k[:, :, seen], v[:, :, seen], gradient[:, :, part], q[:, :, part]
             # P = softmax over all keys, from the saved logsumexp.
-            scores, slope = self._scores(own, keys, tile, causal, mask)
+            scores, slope = self._scores(q_tile, keys, tile, causal, mask)
             weights = torch.exp(scores - lse[:, :, part].unsqueeze(-1))
             # Softmax backward: dS = P * (dP - rowsum(dO * O)); `along` is that row sum.
-            towards = _per_group(given, values.transpose(-1, -2)).to(weights.dtype)
-            along = (given * out[:, :, part]).sum(-1, keepdim=True).to(weights.dtype)
+            towards = _per_group(grad_tile, values.transpose(-1, -2)).to(weights.dtype)
+            along = (grad_tile * out[:, :, part]).sum(-1, keepdim=True).to(weights.dtype)
             # Through the soft-cap's derivative and the scale to the raw products.
             scored = weights * (towards - along) * slope * self.scale
             dq[:, :, part] = _per_group(scored.to(k.dtype), keys)
             # Key/value heads sum the gradients of the query heads that share them.
-            dk[:, :, seen] += _of_groups(scored.to(q.dtype).transpose(-1, -2) @ own, groups)
-            dv[:, :, seen] += _of_groups(weights.to(gradient.dtype).transpose(-1, -2) @ given, groups)
+            dk[:, :, seen] += _of_groups(scored.to(q.dtype).transpose(-1, -2) @ q_tile, groups)
+            dv[:, :, seen] += _of_groups(weights.to(gradient.dtype).transpose(-1, -2) @ grad_tile, groups)
         return dq, dk, dv
 
     def _forward_tile(

@@ -102,20 +102,20 @@ class SequenceOrder:
     def natural(self) -> Tensor:
         """Index of each token of the sequence, `[length]`, in the concatenation of the ranks' padded tokens."""
         width = max(self.sizes, default=0)
-        found = torch.empty(self.length, dtype=torch.int64)
+        positions = torch.empty(self.length, dtype=torch.int64)
         for rank in range(self.ranks):
             tokens = self.tokens(rank)
             # Rank r's tokens start at r * width in the gathered tensor.
-            found[tokens] = rank * width + torch.arange(len(tokens))
-        return found
+            positions[tokens] = rank * width + torch.arange(len(tokens))
+        return positions
 
 
 def cut_intervals(part: Sequence[Interval], first: int, last: int) -> tuple[Interval, ...]:
     """Returns the tokens `[first, last)` of those in the intervals, counted within them, as intervals."""
-    found, passed = [], 0
+    intervals, passed = [], 0
     for start, stop in part:
         low, high = max(first - passed, 0), min(last - passed, stop - start)
         if low < high:
-            found.append((start + low, start + high))
+            intervals.append((start + low, start + high))
         passed += stop - start
-    return _in_normal_form(found)
+    return _in_normal_form(intervals)

@@ -94,9 +94,9 @@ def _described(function: Callable, mask: SequenceMask, batch: int, positions: Te
         # Chunks of a packed document are counted from its start.
         mask = mask.chunks(made_of["chunk_size"], begin if positions is None else places - positions + begin)
     elif kind == "documents":
-        numbers = made_of["packed_sequence_mask"].cpu()
-        borders = torch.zeros(numbers.shape, dtype=torch.bool)
-        borders[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+        document_ids = made_of["packed_sequence_mask"].cpu()
+        borders = torch.zeros(document_ids.shape, dtype=torch.bool)
+        borders[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
         mask = mask.documents(borders)
     elif kind == "padding":
         mask = mask.without(made_of["padding_mask"].cpu())
@@ -111,5 +111,5 @@ def _described(function: Callable, mask: SequenceMask, batch: int, positions: Te
 
 
 def _asked(function: Callable, rows: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    found = function(rows, torch.zeros_like(rows), queries.unsqueeze(0), keys.unsqueeze(0))
-    return found.expand(len(rows), queries.shape[0], keys.shape[1])
+    visible = function(rows, torch.zeros_like(rows), queries.unsqueeze(0), keys.unsqueeze(0))
+    return visible.expand(len(rows), queries.shape[0], keys.shape[1])

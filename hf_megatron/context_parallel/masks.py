@@ -113,16 +113,16 @@ class SequenceMask:
         other = self.function
 
         def both(queries: Tensor, keys: Tensor) -> Tensor:
-            found = function(queries, keys)
-            return found if other is None else found & other(queries, keys)
+            visible = function(queries, keys)
+            return visible if other is None else visible & other(queries, keys)
 
         return SequenceMask(self.low, self.high, self.columns, both)
 
     @cached_property
     def blind(self) -> Tensor | None:
         """Queries that see no key, `[batch or 1, length]`; `None` if there are none."""
-        found = self.low >= self.high
-        return found if bool(found.any()) else None
+        is_blind = self.low >= self.high
+        return is_blind if bool(is_blind.any()) else None
 
     @cached_property
     def borders(self) -> tuple[int, ...]:
@@ -147,12 +147,12 @@ class SequenceMask:
     def dense(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Returns the mask of queries `[q]` and keys `[k]`, `[batch or 1, q, k]`, true where a query sees a key."""
         row = keys.view(1, 1, -1)
-        found = (row >= self.low[:, queries].unsqueeze(-1)) & (row < self.high[:, queries].unsqueeze(-1))
+        visible = (row >= self.low[:, queries].unsqueeze(-1)) & (row < self.high[:, queries].unsqueeze(-1))
         if self.columns is not None:
-            found = found & self.columns[:, keys].unsqueeze(1)
+            visible = visible & self.columns[:, keys].unsqueeze(1)
         if self.function is not None:
-            found = found & self.function(queries.view(-1, 1), keys.view(1, -1))
-        return found
+            visible = visible & self.function(queries.view(-1, 1), keys.view(1, -1))
+        return visible
 
     def blocks(self, queries: Sequence[Interval], keys: Sequence[Interval]) -> Iterator[MaskBlock]:
         """Yields the non-empty blocks of queries in some intervals of the sequence and keys in others.

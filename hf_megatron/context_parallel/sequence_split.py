@@ -196,11 +196,11 @@ class ContextStack(Shared):
         # Only the outermost of nested calls (model, base model) begins and ends the split.
         if len(self._active) > 1:
             return None
-        given = dict(zip(names, args, strict=False)) | kwargs
+        arguments = dict(zip(names, args, strict=False)) | kwargs
         # Cached calls compute in full on every rank: a cache holds all tokens.
-        self._is_cut = not _keeps_cache(module, names, given)
+        self._is_cut = not _keeps_cache(module, names, arguments)
         self._call = frozenset(kwargs)
-        kept = given.get("logits_to_keep")
+        kept = arguments.get("logits_to_keep")
         self.keeps_some_logits = kept is not None and not (isinstance(kept, int) and kept == 0)
         self._before, RUNTIME.context = RUNTIME.context, self if self._is_cut else None
 
@@ -248,8 +248,8 @@ class ContextStack(Shared):
     def _enter(
         self, names: tuple[str, ...], is_first: bool, layer: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        masks = [value for value in given.values() if isinstance(value, ContextMask)]
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        masks = [value for value in arguments.values() if isinstance(value, ContextMask)]
         # Until transformers 5.22 the hooks of a layer run again when backward recomputes it, with or without a mask.
         is_again = self.row is not None and in_backward()
         if not masks and not (self._active and self._is_cut) and not is_again:
@@ -271,7 +271,7 @@ class ContextStack(Shared):
                 # Dropout inside the layers differs between ranks, as their tokens do.
                 self.random.enter()
 
-        def own(name: str, value: Any) -> Any:
+        def shard_argument(name: str, value: Any) -> Any:
             # First layer: [batch, length, hidden] -> [batch, local, hidden]. Later layers get local tokens already.
             if name == names[0]:
                 return take_tokens(value, _TOKENS, row.order, self.groups.rank) if is_first else value
@@ -287,8 +287,8 @@ class ContextStack(Shared):
                 )
             return value
 
-        args = tuple(own(name, value) for name, value in zip(names, args, strict=False))
-        return args, {name: own(name, value) for name, value in kwargs.items()}
+        args = tuple(shard_argument(name, value) for name, value in zip(names, args, strict=False))
+        return args, {name: shard_argument(name, value) for name, value in kwargs.items()}
 
     def _leave(self, layer: nn.Module, args: tuple, output: Any) -> Any:
         hidden = output if isinstance(output, Tensor) else output[0]
@@ -301,11 +301,11 @@ class ContextStack(Shared):
         return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
 
 
-def _keeps_cache(module: Any, names: tuple[str, ...], given: dict[str, Any]) -> bool:
+def _keeps_cache(module: Any, names: tuple[str, ...], arguments: dict[str, Any]) -> bool:
     """Returns whether a call reads or writes cached keys and values."""
-    if any(given.get(name) is not None for name in _CACHES):
+    if any(arguments.get(name) is not None for name in _CACHES):
         return True
-    wanted = given.get("use_cache")
-    if wanted is None and "use_cache" in names:
-        wanted = getattr(module.config.get_text_config(), "use_cache", False)
-    return bool(wanted)
+    use_cache = arguments.get("use_cache")
+    if use_cache is None and "use_cache" in names:
+        use_cache = getattr(module.config.get_text_config(), "use_cache", False)
+    return bool(use_cache)

@@ -64,8 +64,8 @@ def _summed_tokens(tensor: Tensor, dim: int, order: SequenceOrder, group: dist.P
     shape = [*tensor.shape]
     shape[dim] = max(order.sizes) * order.ranks
     joined = tensor.new_zeros(shape).index_copy_(dim, order.natural.to(tensor.device), tensor)
-    own = reduce_scatter(joined, dim, group)
-    return own.narrow(dim, 0, order.sizes[dist.get_rank(group)])
+    local = reduce_scatter(joined, dim, group)
+    return local.narrow(dim, 0, order.sizes[dist.get_rank(group)])
 
 
 def gather_tokens(tensor: Tensor, dim: int, order: SequenceOrder, group: dist.ProcessGroup) -> Tensor:
@@ -178,8 +178,8 @@ class Passing:
             dist.P2POp(dist.irecv, self.arriving, group=group, group_peer=before),
         ]
         # A rank may hold no token; empty tensors are not sent.
-        wanted = [op for op, count in zip(operations, (tensor.numel(), size), strict=True) if count]
-        self.works = dist.batch_isend_irecv(wanted) if wanted else []
+        active_ops = [op for op, count in zip(operations, (tensor.numel(), size), strict=True) if count]
+        self.works = dist.batch_isend_irecv(active_ops) if active_ops else []
 
     def wait(self) -> Tensor:
         """Returns the received tensor, flat."""

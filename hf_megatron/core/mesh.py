@@ -89,8 +89,8 @@ class ParallelMesh(Shared):
             return group
         if axis not in self._host_groups:
             groups = [list(ranks) for ranks in self.axes.groups(name)]
-            made = dist.new_subgroups_by_enumeration(groups, backend="gloo", group_desc=f"hosts of {name}")
-            self._host_groups[axis] = made[0]
+            subgroups = dist.new_subgroups_by_enumeration(groups, backend="gloo", group_desc=f"hosts of {name}")
+            self._host_groups[axis] = subgroups[0]
         return self._host_groups[axis]
 
     def of(self, placement: Placement, copies: int = 1) -> DeviceMesh:
@@ -104,8 +104,8 @@ class ParallelMesh(Shared):
             return self._mesh_of("edp", *names)[names]
         if any(name != "tp" for name in names):
             return self._mesh_of(*names)
-        own = max([split.copies for split in placement.splits], default=1)
-        return self.tp_with_copies(copies if own in (1, self.tp_size) else own)
+        num_copies = max([split.copies for split in placement.splits], default=1)
+        return self.tp_with_copies(copies if num_copies in (1, self.tp_size) else num_copies)
 
     def tp_with_copies(self, copies: int) -> DeviceMesh:
         """Splits tp into `tp_shard` x `tp_copy`, where `copies` neighboring ranks hold the same shard."""

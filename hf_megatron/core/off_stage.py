@@ -90,8 +90,10 @@ class OffStageTensor(OffStage):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = dict(kwargs or {})
-        found = [value for value in flat((args, kwargs)) if isinstance(value, OffStageTensor)]
-        off_stage = next((value for value in found if isinstance(value, OffStageActivation)), found[0])
+        off_stage_args = [value for value in flat((args, kwargs)) if isinstance(value, OffStageTensor)]
+        off_stage = next(
+            (value for value in off_stage_args if isinstance(value, OffStageActivation)), off_stage_args[0]
+        )
         written = writes_to(func, args, kwargs)
         if any(not isinstance(tensor, OffStageTensor) for tensor in written):
             off_stage._reject()
@@ -211,8 +213,8 @@ def local_named_parameters(model: nn.Module, *, remove_duplicate: bool = True) -
 
 def own_state_dict(model: nn.Module, **kwargs: Any) -> dict[str, Tensor]:
     """Returns the entries of a state dict, of any shapes, whose values are on this rank."""
-    found = model.state_dict(**kwargs)
-    return {name: tensor for name, tensor in found.items() if not is_off_stage(tensor)}
+    state = model.state_dict(**kwargs)
+    return {name: tensor for name, tensor in state.items() if not is_off_stage(tensor)}
 
 
 def gradients_of(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
@@ -222,17 +224,17 @@ def gradients_of(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[
     Raises `UnsupportedError` on a rank that trains no parameter of the inputs' model.
     """
     outputs, inputs = own_terms(outputs), (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    asked = [tensor for tensor in inputs if not is_off_stage(tensor)]
-    if not asked:
+    local_inputs = [tensor for tensor in inputs if not is_off_stage(tensor)]
+    if not local_inputs:
         local_parameter = inputs[0].owner.any_trained_parameter() if inputs and inputs[0].owner is not None else None
         if local_parameter is None:
             raise UnsupportedError(
                 "torch.autograd.grad or backward(inputs=...) got only off-stage weights, and this pipeline stage has "
                 "no trained parameter. Call loss.backward()."
             )
-        asked, kwargs = [local_parameter], {**kwargs, "allow_unused": True}
-    found = iter(torch.autograd.grad(outputs, asked, *args, **kwargs))
-    return tuple(tensor.gradient() if isinstance(tensor, OffStageTensor) else next(found) for tensor in inputs)
+        local_inputs, kwargs = [local_parameter], {**kwargs, "allow_unused": True}
+    grads = iter(torch.autograd.grad(outputs, local_inputs, *args, **kwargs))
+    return tuple(tensor.gradient() if isinstance(tensor, OffStageTensor) else next(grads) for tensor in inputs)
 
 
 def own_terms(outputs: Any) -> Any:

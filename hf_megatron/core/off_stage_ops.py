@@ -63,9 +63,9 @@ class OffStage(Tensor):
 
 def flat(value: Any) -> list[Any]:
     """Returns the leaves of nested containers as a list."""
-    found: list[Any] = []
-    tree_map(found.append, value)
-    return found
+    leaves: list[Any] = []
+    tree_map(leaves.append, value)
+    return leaves
 
 
 def to_meta(value: Any) -> Any:
@@ -107,17 +107,19 @@ def each(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         def item(value: Any, index: int = index) -> Any:
             return [value[index]] if isinstance(value, list | tuple) and len(value) == count else value
 
-        own, named = [item(value) for value in args], {name: item(value) for name, value in kwargs.items()}
-        off_stage = next(filter(_is_off_stage, flat((own, named))), None)
+        item_args, named = [item(value) for value in args], {name: item(value) for name, value in kwargs.items()}
+        off_stage = next(filter(_is_off_stage, flat((item_args, named))), None)
         if edits and off_stage is not None and not _is_off_stage(args[0][index]):
             raise off_stage_values_error(off_stage.place)
         if edits and off_stage is not None:
             # As an in-place operation on a single tensor does.
             torch.autograd.graph.increment_version(args[0][index])
         if off_stage is None:
-            results += func(*own, **named) or ()
+            results += func(*item_args, **named) or ()
         elif not edits:
-            results += off_stage.others(func(*tree_map(to_meta, own), **tree_map(to_meta, named)), off_stage.device)
+            results += off_stage.others(
+                func(*tree_map(to_meta, item_args), **tree_map(to_meta, named)), off_stage.device
+            )
     return None if edits else results
 
 

@@ -171,10 +171,10 @@ def copies_of_model(shardings: Iterable[ParameterSharding], axes: Axes) -> int:
     shardings = list(shardings)
     splits = [(split, sharding.shape[split.dim]) for sharding in shardings for split in sharding.placement.splits]
     size = axes.size("tp")
-    found = {split.copies for split, _ in splits} - {1, size}
-    if len(found) != 1 or any(split.axis != "tp" for split, _ in splits):
+    copy_counts = {split.copies for split, _ in splits} - {1, size}
+    if len(copy_counts) != 1 or any(split.axis != "tp" for split, _ in splits):
         return 1
-    copies = found.pop()
+    copies = copy_counts.pop()
     for split, length in splits:
         twice = [width for part in _cut(length, size // copies) for width in _cut(part, copies)]
         if split.copies == 1 and (split.groups > 1 or _cut(length, size) != twice):

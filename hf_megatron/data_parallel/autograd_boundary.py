@@ -15,16 +15,16 @@ from ..compat.torch_autograd import accumulator, backward_node, is_asked_for, ru
 from ..errors import UnsupportedError
 
 
-def reject_hooks(parameters: Iterable[nn.Parameter], own: int, name_of: Callable) -> None:
+def reject_hooks(parameters: Iterable[nn.Parameter], num_internal_hooks: int, name_of: Callable) -> None:
     """Raises `UnsupportedError` for a hook of the loop's on a parameter's gradient, which is not complete there.
 
     Args:
-        own (`int`): hooks that this library has on a parameter.
+        num_internal_hooks (`int`): hooks that this library has on a parameter.
         name_of (`Callable`): parameter -> its name.
     """
     for parameter in parameters:
         after = parameter._post_accumulate_grad_hooks
-        if parameter._backward_hooks or (after and len(after) > own):
+        if parameter._backward_hooks or (after and len(after) > num_internal_hooks):
             raise UnsupportedError(
                 f"A hook on the gradient of {name_of(parameter)}: with dp_size or cp_size > 1 hooks see a part "
                 "of the gradient. Remove it, and change or read `parameter.grad` between backward() and step()."
@@ -169,8 +169,8 @@ class GradientWatch:
 
         Args:
             begin (`Callable`): of a backward that runs all of the graph.
-            refuse (`Callable`): of one that somebody asks for some gradients, with the node where the graph begins.
-            beside (`Sequence[Tensor]`): leaves of any shape that lead here too, and get no gradient from here.
+            reject (`Callable`): of one that somebody asks for some gradients, with the node where the graph begins.
+            alongside (`Sequence[Tensor]`): leaves of any shape that lead here too, and get no gradient from here.
         """
 
         def checked(node: Any) -> None:

@@ -34,15 +34,17 @@ class SharedBatch(Shared):
         self.calls += 1
         if not self.groups or self.calls & (self.calls - 1):
             return
-        given = {f"argument {place}": value for place, value in enumerate(args)} | dict(kwargs)
-        numbers = {name: value for name, value in given.items() if isinstance(value, Tensor) and _is_integer(value)}
-        if any(map(is_fake, numbers.values())):
+        arguments = {f"argument {place}": value for place, value in enumerate(args)} | dict(kwargs)
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and _is_integer(value)}
+        if any(map(is_fake, tensors.values())):
             return
-        own = {name: (tuple(value.shape), _checksum(value)) for name, value in numbers.items()}
+        checksums = {name: (tuple(value.shape), _checksum(value)) for name, value in tensors.items()}
         for axis, group in self.groups.items():
-            ranks = gather(own, group, "Comparing the batch of a replica's ranks")
-            names = own.keys() | {name for other in ranks for name in other}
-            if different := sorted(name for name in names if any(other.get(name) != own.get(name) for other in ranks)):
+            ranks = gather(checksums, group, "Comparing the batch of a replica's ranks")
+            names = checksums.keys() | {name for other in ranks for name in other}
+            if different := sorted(
+                name for name in names if any(other.get(name) != checksums.get(name) for other in ranks)
+            ):
                 raise ConfigError(
                     f"{', '.join(different)}: the {axis} ranks of a replica were given different ones (call "
                     f"{self.calls} of the model), and share a batch. Pass the DataLoader through "

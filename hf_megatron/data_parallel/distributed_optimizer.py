@@ -178,11 +178,13 @@ class ShardedOptimizer:
         """Puts leaves into the groups."""
         self._leave()
         listed = [group["params"] for group in self.optimizer.param_groups]
-        own = [[parameter for parameter in group if not is_off_stage(parameter)] for group in listed]
-        if untracked := [parameter for group in own for parameter in group if id(parameter) not in self._leaf_of]:
+        local_params = [[parameter for parameter in group if not is_off_stage(parameter)] for group in listed]
+        if untracked := [
+            parameter for group in local_params for parameter in group if id(parameter) not in self._leaf_of
+        ]:
             raise self._untracked(untracked[0])
         self._listed = listed
-        for group, parameters in zip(self.optimizer.param_groups, own, strict=True):
+        for group, parameters in zip(self.optimizer.param_groups, local_params, strict=True):
             group["params"] = [self._leaf_of[id(parameter)] for parameter in parameters]
 
     def _leave(self) -> None:

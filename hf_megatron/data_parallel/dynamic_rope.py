@@ -50,10 +50,13 @@ class DynamicRopeSync(Shared):
 
     @shard_safe
     def _begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        given = dict(zip(self.names, args, strict=False)) | kwargs
-        positions, inputs = given.get(POSITIONS), next((given[n] for n in _INPUTS if given.get(n) is not None), None)
+        arguments = dict(zip(self.names, args, strict=False)) | kwargs
+        positions, inputs = (
+            arguments.get(POSITIONS),
+            next((arguments[n] for n in _INPUTS if arguments.get(n) is not None), None),
+        )
         self.largest = None if positions is None else positions.max()
-        is_of_batch = given.get("labels") is not None or (model.training and torch.is_grad_enabled())
+        is_of_batch = arguments.get("labels") is not None or (model.training and torch.is_grad_enabled())
         if inputs is None or not (is_of_batch and self.state.loss.over_ranks):
             return
         # Every rank trains on its rows, or takes their loss for all, and waits for the others there too.

@@ -128,7 +128,7 @@ def _tied_parameters(model: nn.Module) -> list[tuple[_Place, _Place]]:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((module, name))
-    return [(found[0], found[-1]) for found in places.values() if len(found) > 1]
+    return [(param_places[0], param_places[-1]) for param_places in places.values() if len(param_places) > 1]
 
 
 class _Memory:
@@ -145,9 +145,9 @@ class PairwiseAllGather(_Memory):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         rows = output_tensor.view(dist.get_world_size(group), -1)
-        own = rows[dist.get_rank(group)]
-        if own.data_ptr() != input_tensor.data_ptr():
-            own.copy_(input_tensor.view(-1))
+        local_row = rows[dist.get_rank(group)]
+        if local_row.data_ptr() != input_tensor.data_ptr():
+            local_row.copy_(input_tensor.view(-1))
         AllGather(rows, group).wait()
 
 

@@ -99,15 +99,15 @@ class SplitPlaces:
 
         Before the first forward one may be exchanged for another of its layout.
         """
-        found = self._found()
-        if not self._taken and _sharing(found) == self._sharing and _layouts(found) == self._layouts:
+        parameters = self._found()
+        if not self._taken and _sharing(parameters) == self._sharing and _layouts(parameters) == self._layouts:
             # The first forward, in which FSDP2 takes over what it finds, as if it were split as what it split.
-            self._taken = found
-        if len(found) == len(self._taken) and all(map(operator.is_, found, self._taken)):
+            self._taken = parameters
+        if len(parameters) == len(self._taken) and all(map(operator.is_, parameters, self._taken)):
             return
         unsharded_ids = {id(parameter) for parameter in unsharded_parameters(self.model)}
-        if len(found) != len(self._taken) or any(
-            new is not old and id(new) not in unsharded_ids for new, old in zip(found, self._taken, strict=True)
+        if len(parameters) != len(self._taken) or any(
+            new is not old and id(new) not in unsharded_ids for new, old in zip(parameters, self._taken, strict=True)
         ):
             raise UnsupportedError(
                 "A parameter of a model with zero_stage=3 was tied, untied or exchanged, and FSDP2 would go on with "
@@ -124,12 +124,12 @@ class SplitPlaces:
         for name, module in self.model.named_modules():
             if id(module._parameters) in self._known:
                 continue
-            for own, parameter in module._parameters.items():
+            for param_name, parameter in module._parameters.items():
                 if parameter is None or is_off_stage(parameter) or is_known(parameter):
                     continue
                 if parameter.requires_grad or is_sharded(parameter):
                     raise UnsupportedError(
-                        f"{name}.{own} came to a model with zero_stage=3 after loading: FSDP2 neither splits it "
+                        f"{name}.{param_name} came to a model with zero_stage=3 after loading: FSDP2 neither splits it "
                         "nor reduces its gradient. Make it part of the model before from_pretrained(..., "
                         "megatron_config=...), with a class of your own, freeze it, or load the model with "
                         "zero_stage=2."
@@ -173,8 +173,8 @@ class FsdpGuards:
 
 def _sharing(parameters: list[nn.Parameter | None]) -> list[int]:
     """Numbers places, those that hold the same parameter alike."""
-    numbers: dict[int, int] = {}
-    return [numbers.setdefault(id(parameter), len(numbers)) for parameter in parameters]
+    indices: dict[int, int] = {}
+    return [indices.setdefault(id(parameter), len(indices)) for parameter in parameters]
 
 
 def _layouts(parameters: list[nn.Parameter | None]) -> list[Any]:

@@ -54,8 +54,8 @@ def _norm(listed: ListOfRanks, shares: dict[int, list[Tensor]], norm_type: float
     """Returns the norm, a scalar, and what was reduced: what it is the root of, and the list's flags `[1 + flags]`."""
     infinite = norm_type == math.inf
     meshes = [mesh.device for mesh in pipelines()]
-    found = [shard.device for shards in shares.values() for shard in shards[:1]]
-    device = next(iter((*found, *meshes)), torch.device("cpu"))
+    shard_devices = [shard.device for shards in shares.values() for shard in shards[:1]]
+    device = next(iter((*shard_devices, *meshes)), torch.device("cpu"))
     reduced = torch.zeros(1 + len(listed.flags), dtype=torch.float32, device=device)
     for index, flag in enumerate(listed.flags):
         # By itself: a device waits for a copy from the host.

@@ -21,11 +21,11 @@ def unscale(optimizer: ShardedOptimizer, inv_scale: Tensor, found_inf: Tensor) -
         found_inf (`Tensor`): a scalar 0, taken as 1 if any rank's gradient is not finite.
     """
     shares = local_gradients(optimizer.parameters())
-    found = found_inf.clone()
+    inf_flag = found_inf.clone()
     for shards in shares.values():
-        torch._amp_foreach_non_finite_check_and_unscale_(shards, found, inv_scale)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        torch._amp_foreach_non_finite_check_and_unscale_(shards, inf_flag, inv_scale)
+    dist.all_reduce(inf_flag, op=dist.ReduceOp.MAX)
     optimizer.engine.step_status.record_scaler()
     optimizer.collect()
-    optimizer.engine.step_status.count(skipped=bool(found))
-    return {found.device: found}
+    optimizer.engine.step_status.count(skipped=bool(inf_flag))
+    return {inf_flag.device: inf_flag}

@@ -78,8 +78,8 @@ class ListOfRanks:
 
 def has_all(parameters: Sequence[Tensor], engines: Sequence[DataParallel]) -> bool:
     """Tells whether parameters of any shape are all that this rank trains of some models."""
-    given = {id(parameter) for parameter in parameters}
-    return all(id(parameter) in given for engine in engines for parameter in engine.parameters.trained)
+    param_ids = {id(parameter) for parameter in parameters}
+    return all(id(parameter) in param_ids for engine in engines for parameter in engine.parameters.trained)
 
 
 def engines_of(parameters: Sequence[Tensor]) -> list[DataParallel]:
@@ -103,23 +103,23 @@ def _all_engines() -> list[DataParallel]:
 
 
 def _part(parameters: Sequence[Tensor], engines: Sequence[DataParallel]) -> ListedShard:
-    given = {id(parameter) for parameter in parameters}
-    held, own, off_stage = set(), set(), set()
+    param_ids = {id(parameter) for parameter in parameters}
+    held, listed, off_stage = set(), set(), set()
     for engine in engines:
         for name, parameter in engine.model.named_parameters():
             if is_off_stage(parameter):
-                off_stage |= {name} if id(parameter) in given else set()
+                off_stage |= {name} if id(parameter) in param_ids else set()
             elif parameter.requires_grad and parameter.grad is not None:
                 held.add(name)
-                own |= {name} if id(parameter) in given else set()
-    return ListedShard(frozenset(held), frozenset(own), frozenset(off_stage))
+                listed |= {name} if id(parameter) in param_ids else set()
+    return ListedShard(frozenset(held), frozenset(listed), frozenset(off_stage))
 
 
-def _compare(own: ListedShard) -> bool:
-    parts = [own]
+def _compare(local_shard: ListedShard) -> bool:
+    parts = [local_shard]
     for mesh in pipelines():
-        gathered: list[ListedShard] = [own] * mesh.pp_size
-        dist.all_gather_object(gathered, own, group=mesh.host_group("pp"))
+        gathered: list[ListedShard] = [local_shard] * mesh.pp_size
+        dist.all_gather_object(gathered, local_shard, group=mesh.host_group("pp"))
         parts += gathered
     if all(part.own == part.held for part in parts):
         return True

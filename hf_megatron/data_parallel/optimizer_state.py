@@ -20,8 +20,8 @@ class StateByParameter(defaultdict):
         return key if leaf is None else leaf
 
     def __missing__(self, key: Any) -> Any:
-        found = self._key(key)
-        return super().__missing__(key) if found is key else self[found]
+        resolved_key = self._key(key)
+        return super().__missing__(key) if resolved_key is key else self[resolved_key]
 
     def __contains__(self, key: Any) -> bool:
         return super().__contains__(self._key(key))

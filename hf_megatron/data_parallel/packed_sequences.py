@@ -32,15 +32,15 @@ class PackingInfo:
     """
 
     def __init__(self, microbatches: Sequence[Mapping[str, Any]]):
-        given = [microbatch.get(name) for microbatch in microbatches for name in (_MASK, POSITIONS)]
-        self._given = [value if isinstance(value, Tensor) and value.dim() == 2 else None for value in given]
+        inputs = [microbatch.get(name) for microbatch in microbatches for name in (_MASK, POSITIONS)]
+        self._given = [value if isinstance(value, Tensor) and value.dim() == 2 else None for value in inputs]
         self._masks: dict[int, tuple[Tensor, int]] = {}
         self._answers: list[bool] | None = None
         self.finds_documents = False
 
-    def hides_tokens(self, made: Tensor) -> bool | None:
+    def hides_tokens(self, mask: Tensor) -> bool | None:
         """Tells whether a mask that transformers made of one of the call's leaves tokens out; `None` of another one."""
-        _, place = self._masks.get(id(made), (None, None))
+        _, place = self._masks.get(id(mask), (None, None))
         return None if place is None else self._answer(place)
 
     def begins_anew(self, positions: Tensor) -> bool | None:
@@ -49,12 +49,12 @@ class PackingInfo:
         self.finds_documents |= place is not None
         return None if place is None else self._answer(place)
 
-    def note_mask(self, given: Any, made: Any) -> None:
+    def note_mask(self, mask: Any, prepared_mask: Any) -> None:
         """Notes what transformers made of a mask that it was given."""
-        place = self._place(given, 0)
-        if place is not None and isinstance(made, Tensor):
+        place = self._place(mask, 0)
+        if place is not None and isinstance(prepared_mask, Tensor):
             # It is kept: nothing else may get its number.
-            self._masks[id(made)] = made, place
+            self._masks[id(prepared_mask)] = prepared_mask, place
 
     def _place(self, value: Any, first: int) -> int | None:
         places = range(first, len(self._given), 2)
@@ -87,9 +87,9 @@ class ForwardInputHook(Shared):
         self.state.hooks.add("forward input", self._enter, self._leave, always_exit=True)
 
     def _enter(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        given = dict(zip(self.names, args, strict=False)) | kwargs
-        self.state.call.numbers_tokens = POSITIONS in self.names and given.get(POSITIONS) is None
-        self.state.call.packing_info = PackingInfo([given])
+        arguments = dict(zip(self.names, args, strict=False)) | kwargs
+        self.state.call.numbers_tokens = POSITIONS in self.names and arguments.get(POSITIONS) is None
+        self.state.call.packing_info = PackingInfo([arguments])
 
     def _leave(self, model: Any, args: tuple, output: Any) -> None:
         self.state.call.numbers_tokens, self.state.call.packing_info = False, None
@@ -123,11 +123,11 @@ def preprocess_mask_arguments(
     original: Callable, config: Any, inputs_embeds: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Has the call under way remember which mask becomes which."""
-    found = original(config, inputs_embeds, attention_mask, *args, **kwargs)
+    result = original(config, inputs_embeds, attention_mask, *args, **kwargs)
     if not torch.compiler.is_compiling():
         for known in _active_forwards():
-            known.note_mask(attention_mask, found[1])
-    return found
+            known.note_mask(attention_mask, result[1])
+    return result
 
 
 def without_asking(stock: Callable) -> Callable:
@@ -137,14 +137,16 @@ def without_asking(stock: Callable) -> Callable:
     return partial(_mask, stock, known) if known else stock
 
 
-def _mask(stock: Callable, known: list[PackingInfo], **given: Any) -> Any:
-    mask: Any = given.get("attention_mask")
-    keys = given.get("kv_length")
-    is_full_mask = mask is not None and given.get("q_length") == keys and mask.shape == (given.get("batch_size"), keys)
+def _mask(stock: Callable, known: list[PackingInfo], **kwargs: Any) -> Any:
+    mask: Any = kwargs.get("attention_mask")
+    keys = kwargs.get("kv_length")
+    is_full_mask = (
+        mask is not None and kwargs.get("q_length") == keys and mask.shape == (kwargs.get("batch_size"), keys)
+    )
     answers = [rows.hides_tokens(mask) for rows in known] if is_full_mask else []
     hides = next((answer for answer in answers if answer is not None), None)
     if hides:
-        given |= {name: False for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip") if name in given}
+        kwargs |= {name: False for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip") if name in kwargs}
     elif hides is False:
-        given["attention_mask"] = None
-    return stock(**given)
+        kwargs["attention_mask"] = None
+    return stock(**kwargs)

@@ -49,8 +49,8 @@ class ParamAllGather:
             rows = bucket.open_buffer()
             for slot in bucket.slots:
                 start, stop = owned_range(slot.entries, ranks, rank)
-                own = slot.own_columns(rows[rank], ranks, rank)
-                own.copy_(local_tensor(slot.parameter).detach().view(-1)[start:stop])
+                local_columns = slot.own_columns(rows[rank], ranks, rank)
+                local_columns.copy_(local_tensor(slot.parameter).detach().view(-1)[start:stop])
             started.append((bucket, AllGather(rows, self.sharing.shard_group)))
             if len(started) == _IN_FLIGHT:
                 _receive(*started.pop(0))

@@ -100,8 +100,8 @@ class ShardedGrad(ProxyTensor):
                 first.part = args[1]
                 return first if func is _aten.add_.Tensor else args[1]
             if returns_view(func):
-                unsharded = Whole(first, _read_full, _replace_full)
-                return unsharded.views(func(unsharded.tensor, *args[1:], **kwargs))
+                full = Whole(first, _read_full, _replace_full)
+                return full.views(func(full.tensor, *args[1:], **kwargs))
         edited = _edited(func, args, kwargs)
         if not any(isinstance(tensor, ShardedGrad) for tensor in edited):
             args, kwargs = _with_full(args, kwargs)
@@ -170,13 +170,13 @@ def _edit(func: Any, args: Any, kwargs: dict[str, Any], edited: list[Tensor], *,
             args, kwargs = tree_map_only(Tensor, lambda operand: _own_part(gradient, operand), (args, kwargs))
             func(*args, **kwargs)
             return
-    unsharded = {id(tensor): tensor.read() for tensor in edited if isinstance(tensor, ShardedGrad)}
-    args, kwargs = tree_map_only(Tensor, lambda tensor: unsharded.get(id(tensor), tensor), (args, kwargs))
+    full_grads = {id(tensor): tensor.read() for tensor in edited if isinstance(tensor, ShardedGrad)}
+    args, kwargs = tree_map_only(Tensor, lambda tensor: full_grads.get(id(tensor), tensor), (args, kwargs))
     args, kwargs = _with_full(args, kwargs)
     func(*args, **kwargs)
     for tensor in edited:
         if isinstance(tensor, ShardedGrad):
-            tensor.owner.replace(tensor.key, unsharded[id(tensor)])
+            tensor.owner.replace(tensor.key, full_grads[id(tensor)])
 
 
 def _read_full(gradient: ShardedGrad) -> Tensor:

@@ -36,17 +36,17 @@ def check_backward(tensors: Any) -> None:
     roots = [tensors] if isinstance(tensors, Tensor | GradientEdge) else tensors
     outside, leaving = walk([root.grad_fn if isinstance(root, Tensor) else root.node for root in roots], LEAVING)
     inside = [node.next_functions[0][0] for node in leaving]
-    found, _ = walk(inside, STOPPED) if looks_inside else ([], [])
-    own = _Own(engines)
+    leaves, _ = walk(inside, STOPPED) if looks_inside else ([], [])
+    tracked = _Own(engines)
     if leaving:
-        reject_untracked(leaf for leaf in outside if leaf not in own)
+        reject_untracked(leaf for leaf in outside if leaf not in tracked)
     else:
-        found = outside
-    untracked = [leaf for leaf in found if leaf not in own]
-    owned = len(untracked) < len(found)
+        leaves = outside
+    untracked = [leaf for leaf in leaves if leaf not in tracked]
+    owned = len(untracked) < len(leaves)
     if not leaving:
         # Another model of this process, without replicas, may run its own backwards.
-        untracked = [leaf for leaf in untracked if own.engine_of(leaf) is None]
+        untracked = [leaf for leaf in untracked if tracked.engine_of(leaf) is None]
     is_inside = is_inner and any(
         engine.forward_status.is_running or engine.forward_status.was_differentiated for engine in engines
     )
@@ -110,8 +110,8 @@ def reject_gradient(tensor: Tensor, what: str) -> None:
     engines = data_parallel_engines()
     if not engines:
         return
-    leaves, own = walk([tensor.grad_fn])[0], _Own(engines)
-    if any(leaf.numel() and leaf.requires_grad and leaf in own for leaf in leaves):
+    leaves, tracked = walk([tensor.grad_fn])[0], _Own(engines)
+    if any(leaf.numel() and leaf.requires_grad and leaf in tracked for leaf in leaves):
         raise UnsupportedError(
             f"{what} of an activation of a data parallel model: it would be that of this rank's part of a batch, with "
             "a factor. Remove it, and change or read `parameter.grad` between backward() and step(), or train with "

@@ -12,40 +12,40 @@ def with_defaults(arguments: Mapping[str, Any], defaults: Mapping[str, Any], kin
     Raises:
         DataError: an argument without a default, which is not of this kind.
     """
-    given = dict(defaults)
+    merged = dict(defaults)
     for name, value in arguments.items():
         key = name.lstrip("-").replace("-", "_")
-        if key not in given:
+        if key not in merged:
             raise DataError(
                 f"Megatron argument {name!r} (value {value!r}) is not an argument of {kind}: expected one of "
-                f"{', '.join(given)}."
+                f"{', '.join(merged)}."
             )
-        given[key] = value
-    return given
+        merged[key] = value
+    return merged
 
 
-def parse_integer(given: Mapping[str, Any], name: str, least: int = 0) -> int:
+def parse_integer(arguments: Mapping[str, Any], name: str, least: int = 0) -> int:
     """Returns an argument as an integer of at least `least`."""
     try:
-        number = int(given[name])
+        number = int(arguments[name])
     except (TypeError, ValueError):
-        raise DataError(f"{name} = {given[name]!r}: expected an integer.") from None
+        raise DataError(f"{name} = {arguments[name]!r}: expected an integer.") from None
     if number < least:
         raise DataError(f"{name} = {number}: expected {least} or more.")
     return number
 
 
-def real_number(given: Mapping[str, Any], name: str) -> float:
+def real_number(arguments: Mapping[str, Any], name: str) -> float:
     """Returns an argument as a float."""
     try:
-        return float(given[name])
+        return float(arguments[name])
     except (TypeError, ValueError):
-        raise DataError(f"{name} = {given[name]!r}: expected a number.") from None
+        raise DataError(f"{name} = {arguments[name]!r}: expected a number.") from None
 
 
-def truth_value(given: Mapping[str, Any], name: str) -> bool:
+def truth_value(arguments: Mapping[str, Any], name: str) -> bool:
     """Returns an argument as a bool."""
-    text = str(given[name]).lower()
+    text = str(arguments[name]).lower()
     if text not in ("true", "false"):
-        raise DataError(f"{name} = {given[name]!r}: expected True or False.")
+        raise DataError(f"{name} = {arguments[name]!r}: expected True or False.")
     return text == "true"

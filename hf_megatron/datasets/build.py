@@ -113,11 +113,11 @@ def build_pair(
         build = _Build(folder, said, token_dtype(len(tokenizer)))
         encoder = _Encoder(tokenizer, special_tokens=special_tokens)
         try:
-            found = build.run(texts_of(paths, key, build.documents), encoder, eod if append_eod else None, say)
+            last_progress = build.run(texts_of(paths, key, build.documents), encoder, eod if append_eod else None, say)
         finally:
             build.close()
         build.publish(os.fspath(prefix))
-    return found
+    return last_progress
 
 
 def _require_new(prefix: str) -> None:

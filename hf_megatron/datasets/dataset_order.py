@@ -33,9 +33,9 @@ def require_full(table: Any) -> None:
     dataset = ordered_of(table)
     if dataset is None or table is dataset:
         return
-    numbers, size = table.with_format(None), len(dataset)
+    indices, size = table.with_format(None), len(dataset)
     places = range(0, size, max(1, size // _COMPARED))
-    if len(table) != size or any(numbers[place]["input_ids"] != place for place in places):
+    if len(table) != size or any(indices[place]["input_ids"] != place for place in places):
         raise DataError(
             f"Got a table of {len(table)} samples for the {size} samples of {type(dataset).__name__}: samples were "
             "moved or removed. To leave samples out, pass a WithoutSamples to table_of."

@@ -36,15 +36,15 @@ def cached_arrays(key: Mapping[str, Any], directory: Path | None, make: Callable
         return make()
     said = json.dumps({"format": _FORMAT, **key}, sort_keys=True)
     folder = directory / hashlib.sha256(said.encode()).hexdigest()[:32]
-    found = _read(folder, said)
-    if found is not None:
-        return found
+    arrays = _read(folder, said)
+    if arrays is not None:
+        return arrays
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with _alone(folder):
             # Another process may have built it before the lock was acquired.
-            found = _read(folder, said)
-            return _written(folder, said, make()) if found is None else found
+            arrays = _read(folder, said)
+            return _written(folder, said, make()) if arrays is None else arrays
     except _NotWritten as error:
         warnings.warn(f"{directory}: the sample order is kept in memory: {error.reason}", stacklevel=2)
         return error.arrays
@@ -80,8 +80,8 @@ class _File:
 
     def map(self) -> np.ndarray:
         """Returns the memory-mapped array."""
-        found: np.ndarray = np.load(self.path, mmap_mode="r", allow_pickle=False)
-        return found
+        array: np.ndarray = np.load(self.path, mmap_mode="r", allow_pickle=False)
+        return array
 
 
 class _NotWritten(Exception):
@@ -102,11 +102,11 @@ def _alone(folder: Path) -> Iterator[None]:
 def _read(folder: Path, said: str) -> Arrays | None:
     """Returns the memory-mapped arrays of a folder; `None` if it is missing or incomplete."""
     try:
-        found = json.loads((folder / _KEY).read_text(encoding="utf-8"))
+        content = json.loads((folder / _KEY).read_text(encoding="utf-8"))
         # Different keys with the same hash prefix would share a folder.
-        if found["key"] != said:
+        if content["key"] != said:
             return None
-        return {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in found["arrays"]}
+        return {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in content["arrays"]}
     except (OSError, ValueError, EOFError, TypeError, KeyError):
         return None
 
@@ -127,9 +127,9 @@ def _written(folder: Path, said: str, arrays: Arrays) -> Arrays:
                 file.flush()
                 os.fsync(file.fileno())
             # If locks are per host, another host may have written it; keep its files, which may be mapped there.
-            found = _read(folder, said)
-            if found is not None:
-                return found
+            existing = _read(folder, said)
+            if existing is not None:
+                return existing
             # Replace a damaged folder.
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)

@@ -231,10 +231,10 @@ class IndexedDataset:
 
 def _sampled(path: Path) -> str:
     """Returns a hash of places across a file, in a time that does not depend on its size."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         for place in np.linspace(0, max(0, size - _SAMPLED), _SAMPLES).astype(np.int64).tolist():
             file.seek(place)
-            found.update(file.read(_SAMPLED))
-    return found.hexdigest()[:16]
+            digest.update(file.read(_SAMPLED))
+    return digest.hexdigest()[:16]

@@ -37,9 +37,9 @@ class IndexedWriter:
         if self.dtype not in CODES:
             raise DataError(f"IndexedWriter(dtype={self.dtype}): expected one of {', '.join(map(str, CODES))}.")
         self.index_path, self.data_path = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
-        if not overwrite and (found := next((p for p in (self.index_path, self.data_path) if p.exists()), None)):
+        if not overwrite and (existing := next((p for p in (self.index_path, self.data_path) if p.exists()), None)):
             raise DataError(
-                f"{found}: already exists; choose another prefix, or set overwrite (overwrite=True, --overwrite)."
+                f"{existing}: already exists; choose another prefix, or set overwrite (overwrite=True, --overwrite)."
             )
         self._partial = self.data_path.with_name(f"{self.data_path.name}.partial-{os.getpid()}")
         self._file: Any = None
@@ -84,28 +84,28 @@ class IndexedWriter:
         Raises:
             DataError: tokens out of the dtype's range, or another number of modes.
         """
-        made = [self._tokens(tokens) for tokens in sequences]
-        given = None if modes is None else list(modes)
-        if self.multimodal != (given is not None) or (given is not None and len(given) != len(made)):
-            raise DataError(f"{self.prefix}: got modes {given} for a document of {len(made)} sequences.")
-        for tokens in made:
+        arrays = [self._tokens(tokens) for tokens in sequences]
+        mode_list = None if modes is None else list(modes)
+        if self.multimodal != (mode_list is not None) or (mode_list is not None and len(mode_list) != len(arrays)):
+            raise DataError(f"{self.prefix}: got modes {mode_list} for a document of {len(arrays)} sequences.")
+        for tokens in arrays:
             self._file.write(tokens.tobytes(order="C"))
             self._lengths.append(tokens.size)
-        self._modes += given or ()
+        self._modes += mode_list or ()
         self._ends.append(len(self._lengths))
 
     def _tokens(self, tokens: Any) -> np.ndarray:
-        given = np.asarray(tokens)
-        if given.ndim != 1:
+        array = np.asarray(tokens)
+        if array.ndim != 1:
             raise DataError(
-                f"{self.prefix}: a sequence must have one dim, of tokens, got {given.ndim} dims. A document is a list "
+                f"{self.prefix}: a sequence must have one dim, of tokens, got {array.ndim} dims. A document is a list "
                 "of sequences."
             )
-        made = given.astype(self.dtype)
-        if not np.array_equal(given, made):
-            wrong = given[given != made][0]
+        cast_array = array.astype(self.dtype)
+        if not np.array_equal(array, cast_array):
+            wrong = array[array != cast_array][0]
             raise DataError(f"{self.prefix}: token {wrong} does not fit into {self.dtype}.")
-        return made
+        return cast_array
 
     def add_dataset(self, other: IndexedDataset) -> None:
         """Adds all documents of another dataset with the same dtype.

@@ -89,15 +89,15 @@ class BertDataset(SentencesDataset):
         labels = np.full(length, _IGNORED, dtype=np.int64)
         places = list(chain.from_iterable(spans))
         labels[places] = [tokens[place] for place in places]
-        found = {
+        features = {
             "input_ids": _filled(masked, length, words.pad),
             "token_type_ids": _filled(types, length, 0),
             "attention_mask": _filled([int(token != words.pad) for token in masked], length, 0),
             "labels": torch.from_numpy(labels),
         }
         if self.pairs:
-            found["next_sentence_label"] = torch.tensor(int(is_swapped))
-        return found
+            features["next_sentence_label"] = torch.tensor(int(is_swapped))
+        return features
 
     def _replaced(self, token: int, stream: np.random.RandomState) -> int:
         """Returns the mask token with probability 0.8, a random token with 0.1, and otherwise the token itself."""
@@ -200,16 +200,16 @@ class T5Dataset(SentencesDataset):
 
 def _sentinels(tokenizer: Any) -> list[int]:
     tokens: dict[str, int] = tokenizer.get_vocab()
-    found: list[int] = []
-    while (name := f"<extra_id_{len(found)}>") in tokens:
-        found.append(tokens[name])
-    return found
+    sentinels: list[int] = []
+    while (name := f"<extra_id_{len(sentinels)}>") in tokens:
+        sentinels.append(tokens[name])
+    return sentinels
 
 
 def _filled(values: Sequence[int], length: int, value: int) -> Tensor:
-    found = torch.full((length,), value, dtype=torch.int64)
-    found[: len(values)] = torch.tensor(values, dtype=torch.int64)
-    return found
+    padded = torch.full((length,), value, dtype=torch.int64)
+    padded[: len(values)] = torch.tensor(values, dtype=torch.int64)
+    return padded
 
 
 def _shorten(one: list[int], other: list[int], target: int, stream: np.random.RandomState) -> None:

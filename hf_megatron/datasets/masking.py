@@ -40,8 +40,8 @@ class Masking:
     geometric: bool = False
 
     def __post_init__(self) -> None:
-        numbers = self.probability, self.short_sequence_probability, self.max_ngram
-        if not all(isinstance(number, Real) for number in numbers) or not (
+        values = self.probability, self.short_sequence_probability, self.max_ngram
+        if not all(isinstance(number, Real) for number in values) or not (
             0 < self.probability < 1 and 0 <= self.short_sequence_probability <= 1 and self.max_ngram >= 1
         ):
             raise DataError(f"{self}: expected probabilities between 0 and 1, and max_ngram of 1 or more.")
@@ -122,7 +122,7 @@ def masked_spans(
     most = min(masking.probability * target_length, max(1, int(round(len(tokens) * masking.probability))))
     order, shares = list(range(len(words))), masking.ngram_shares()
     stream.shuffle(order)
-    found, spans, done = list(tokens), [], set[int]()
+    masked_tokens, spans, done = list(tokens), [], set[int]()
     for word in order:
         if len(done) >= most:
             break
@@ -135,9 +135,9 @@ def masked_spans(
             continue
         done.update(span)
         for place in span:
-            found[place] = replace(tokens[place], stream)
+            masked_tokens[place] = replace(tokens[place], stream)
         spans.append(span)
-    return found, sorted(spans)
+    return masked_tokens, sorted(spans)
 
 
 def _fitting(words: Sequence[Sequence[int]], first: int, count: int, most: float) -> list[int] | None:

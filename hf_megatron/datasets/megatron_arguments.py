@@ -92,10 +92,10 @@ def datasets_from_megatron_args(
     Raises:
         DataError: an argument that is unknown or missing, or that excludes another one.
     """
-    given = with_defaults(arguments, _DEFAULTS, "the datasets")
+    args = with_defaults(arguments, _DEFAULTS, "the datasets")
     for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
-        given[name] = truth_value(given, name)
-    if given["reset_position_ids"] != given["reset_attention_mask"]:
+        args[name] = truth_value(args, name)
+    if args["reset_position_ids"] != args["reset_attention_mask"]:
         raise DataError(
             "reset_position_ids and reset_attention_mask: expected both or neither; transformers models attend within "
             "documents if positions restart."
@@ -103,36 +103,38 @@ def datasets_from_megatron_args(
     of_causal_models = {
         "pad_token": pad_token,
         "eod_token": eod_token,
-        "eod_mask_loss": given["eod_mask_loss"],
-        "restart": "eod" if given["reset_position_ids"] else None,
+        "eod_mask_loss": args["eod_mask_loss"],
+        "restart": "eod" if args["reset_position_ids"] else None,
     }
     if dataset is not None and (said := [name for name, value in of_causal_models.items() if value]):
         raise DataError(f"{', '.join(said)}: only valid for PretrainingDataset; dataset= creates another one.")
     make = functools.partial(
         functools.partial(PretrainingDataset, **of_causal_models) if dataset is None else dataset,
-        sequence_length=parse_integer(given, "seq_length"),
-        seed=parse_integer(given, "seed"),
-        cache=given["data_cache_path"],
+        sequence_length=parse_integer(args, "seq_length"),
+        seed=parse_integer(args, "seed"),
+        cache=args["data_cache_path"],
     )
-    ramp_up = _ramp_up(given)
-    wanted, shared_blend = _samples(given, ramp_up), _blend(given, "data_path", "data_args_path")
-    own = _blends_of_splits(given)
-    if (shared_blend is None) == (own is None):
-        raise DataError("expected data_path (or data_args_path), or the paths of each split; " + _present(given))
-    if own is not None:
-        if given["split"] is not None:
-            raise DataError(f"split = {given['split']!r} requires data_path; here each split has its own files.")
+    ramp_up = _ramp_up(args)
+    num_samples, shared_blend = _samples(args, ramp_up), _blend(args, "data_path", "data_args_path")
+    split_blends = _blends_of_splits(args)
+    if (shared_blend is None) == (split_blends is None):
+        raise DataError("expected data_path (or data_args_path), or the paths of each split; " + _present(args))
+    if split_blends is not None:
+        if args["split"] is not None:
+            raise DataError(f"split = {args['split']!r} requires data_path; here each split has its own files.")
         # The weight of a single prefix has no effect in Megatron-LM.
-        alone = {split: (blend[0], None) if blend and len(blend[0]) == 1 else blend for split, blend in own.items()}
-        found = [_dataset(alone[split], (0.0, 1.0), wanted[split], make) for split in SPLITS]
+        alone = {
+            split: (blend[0], None) if blend and len(blend[0]) == 1 else blend for split, blend in split_blends.items()
+        }
+        split_datasets = [_dataset(alone[split], (0.0, 1.0), num_samples[split], make) for split in SPLITS]
     else:
-        shares = parse_split(given["split"] or _SPLIT)
-        found = [
-            _dataset(shared_blend, share, wanted[split], make) for split, share in zip(SPLITS, shares, strict=True)
+        shares = parse_split(args["split"] or _SPLIT)
+        split_datasets = [
+            _dataset(shared_blend, share, num_samples[split], make) for split, share in zip(SPLITS, shares, strict=True)
         ]
-    if found[0] is not None:
-        found[0].ramp_up = ramp_up
-    return PretrainingSplits(found[0], found[1], found[2], wanted["test"])
+    if split_datasets[0] is not None:
+        split_datasets[0].ramp_up = ramp_up
+    return PretrainingSplits(split_datasets[0], split_datasets[1], split_datasets[2], num_samples["test"])
 
 
 def _content(file: Any, name: str) -> str:
@@ -142,36 +144,36 @@ def _content(file: Any, name: str) -> str:
         raise DataError(f"{name} = {str(file)!r}: {error.strerror}.") from None
 
 
-def _present(given: Mapping[str, Any]) -> str:
-    named = [name for name in given if name.endswith(("data_path", "args_path")) and given[name] is not None]
+def _present(args: Mapping[str, Any]) -> str:
+    named = [name for name in args if name.endswith(("data_path", "args_path")) and args[name] is not None]
     return f"got {', '.join(named)}." if named else "got none of them."
 
 
-def _ramp_up(given: Mapping[str, Any]) -> BatchRampUp | None:
-    said = given["rampup_batch_size"]
+def _ramp_up(args: Mapping[str, Any]) -> BatchRampUp | None:
+    said = args["rampup_batch_size"]
     if said is None:
         return None
     words = said.split() if isinstance(said, str) else said
     if not isinstance(words, Sequence) or len(words) != 3:
         raise DataError(f"rampup_batch_size = {said!r}: expected start batch size, increment and samples.")
-    if given["train_samples"] is None:
+    if args["train_samples"] is None:
         raise DataError("rampup_batch_size requires train_samples, not train_iters.")
-    numbers = [parse_integer({"rampup_batch_size": word}, "rampup_batch_size", 1) for word in words]
-    return BatchRampUp(parse_integer(given, "global_batch_size", 1), *numbers)
+    values = [parse_integer({"rampup_batch_size": word}, "rampup_batch_size", 1) for word in words]
+    return BatchRampUp(parse_integer(args, "global_batch_size", 1), *values)
 
 
-def _samples(given: Mapping[str, Any], ramp_up: BatchRampUp | None) -> dict[str, int]:
+def _samples(args: Mapping[str, Any], ramp_up: BatchRampUp | None) -> dict[str, int]:
     """Returns the numbers of samples of each split, as Megatron's trainer counts them."""
-    if (given["train_iters"] is None) == (given["train_samples"] is None):
+    if (args["train_iters"] is None) == (args["train_samples"] is None):
         raise DataError("expected either train_iters or train_samples, not both.")
-    batch = parse_integer(given, "global_batch_size", 1)
-    if given["train_samples"] is not None:
-        train = parse_integer(given, "train_samples")
+    batch = parse_integer(args, "global_batch_size", 1)
+    if args["train_samples"] is not None:
+        train = parse_integer(args, "train_samples")
         iterations = train // batch if ramp_up is None else ramp_up.steps(train)
     else:
-        iterations = parse_integer(given, "train_iters")
+        iterations = parse_integer(args, "train_iters")
         train = iterations * batch
-    interval, rounds = parse_integer(given, "eval_interval", 1), parse_integer(given, "eval_iters")
+    interval, rounds = parse_integer(args, "eval_interval", 1), parse_integer(args, "eval_iters")
     return {
         "train": train,
         "valid": (iterations // interval + 1) * rounds * batch if rounds else 0,
@@ -182,12 +184,12 @@ def _samples(given: Mapping[str, Any], ramp_up: BatchRampUp | None) -> dict[str,
 Blend = tuple[list[str], list[float] | None]
 
 
-def _blend(given: Mapping[str, Any], name: str, file: str) -> Blend | None:
-    if given[name] is not None and given[file] is not None:
+def _blend(args: Mapping[str, Any], name: str, file: str) -> Blend | None:
+    if args[name] is not None and args[file] is not None:
         raise DataError(f"{name} and {file}: expected only one of them.")
-    words = given[name]
-    if given[file] is not None:
-        words = _content(given[file], file)
+    words = args[name]
+    if args[file] is not None:
+        words = _content(args[file], file)
     return None if words is None else _parsed(words, name)
 
 
@@ -212,9 +214,9 @@ def _weight(text: str) -> float | None:
         return None
 
 
-def _blends_of_splits(given: Mapping[str, Any]) -> dict[str, Blend | None] | None:
-    file = given["per_split_data_args_path"]
-    named = {split: given[name] for name, split in _OWN_PATHS.items()}
+def _blends_of_splits(args: Mapping[str, Any]) -> dict[str, Blend | None] | None:
+    file = args["per_split_data_args_path"]
+    named = {split: args[name] for name, split in _OWN_PATHS.items()}
     if file is not None:
         if any(value is not None for value in named.values()):
             raise DataError("per_split_data_args_path and paths of splits: expected only one of them.")

@@ -37,7 +37,7 @@ def megatron_arrays(
     tokens: int,
     epochs: int,
     share: tuple[float, float],
-    asked: Mapping[str, Any],
+    request: Mapping[str, Any],
 ) -> Mapping[str, np.ndarray] | None:
     """Returns the arrays of a folder with the requested description and first samples; `None` if there are none.
 
@@ -48,11 +48,11 @@ def megatron_arrays(
         tokens (`int`): of the split.
         epochs (`int`): to read.
         share: of the split.
-        asked: requested sequence length, samples, seed, and sample format.
+        request: requested sequence length, samples, seed, and sample format.
     """
     for path in sorted(folder.glob(f"*-GPTDataset-*{_DESCRIPTION}")) if folder.is_dir() else ():
         said = _described(path)
-        if said is None or not _is_asked_for(said, prefix, share, asked):
+        if said is None or not _is_asked_for(said, prefix, share, request):
             continue
         base = str(path).removesuffix(_DESCRIPTION)
         try:
@@ -64,7 +64,7 @@ def megatron_arrays(
             continue
         # The arrays must be newer than the dataset.
         if written > os.stat(f"{prefix}.idx").st_mtime_ns and _fit(
-            arrays, lengths, bounds, epochs * tokens, epochs, asked
+            arrays, lengths, bounds, epochs * tokens, epochs, request
         ):
             return arrays
     return None
@@ -111,8 +111,8 @@ def megatron_blend(
 def _begins_as(dataset: np.ndarray, sample: np.ndarray, weights: Sequence[float], size: int | None) -> bool:
     """Returns whether the first samples follow the blending rule; without a size, up to where a dataset may run out."""
     compared = min(len(dataset), _COMPARED if size is not None else int(min(weights)))
-    wanted = blend_order([float(weight) for weight in weights], compared)
-    return np.array_equal(dataset[:compared], wanted.dataset) and np.array_equal(sample[:compared], wanted.sample)
+    expected = blend_order([float(weight) for weight in weights], compared)
+    return np.array_equal(dataset[:compared], expected.dataset) and np.array_equal(sample[:compared], expected.sample)
 
 
 def _described(path: Path) -> dict[str, Any] | None:
@@ -123,16 +123,16 @@ def _described(path: Path) -> dict[str, Any] | None:
     return said if isinstance(said, dict) else None
 
 
-def _is_asked_for(said: Mapping[str, Any], prefix: str, share: tuple[float, float], asked: Mapping[str, Any]) -> bool:
+def _is_asked_for(said: Mapping[str, Any], prefix: str, share: tuple[float, float], request: Mapping[str, Any]) -> bool:
     part, shares = said.get("index_split"), said.get("split_matrix")
     if part not in SPLITS or not isinstance(shares, list) or len(shares) != len(SPLITS):
         return False
     return (
         # Compare names only: the folder may have been moved.
         os.path.basename(str(said.get("dataset_path"))) == os.path.basename(prefix)
-        and said.get("num_samples") == asked["samples"]
-        and said.get("random_seed") == asked["seed"]
-        and said.get("sequence_length") == asked["sequence_length"]
+        and said.get("num_samples") == request["samples"]
+        and said.get("random_seed") == request["seed"]
+        and said.get("sequence_length") == request["sequence_length"]
         and shares[SPLITS.index(part)] == list(share)
     )
 
@@ -143,11 +143,11 @@ def _fit(
     bounds: tuple[int, int],
     tokens: int,
     epochs: int,
-    asked: Mapping[str, Any],
+    request: Mapping[str, Any],
 ) -> bool:
     documents, starts, shuffle = (arrays[name] for name in _ARRAYS.values())
-    extra, length = int(asked["extra_token"]), asked["sequence_length"]
-    count = count_of_samples(tokens, length, extra, drop_last_partial=asked["drop_last_partial"])
+    extra, length = int(request["extra_token"]), request["sequence_length"]
+    count = count_of_samples(tokens, length, extra, drop_last_partial=request["drop_last_partial"])
     sizes = documents.shape, starts.shape, shuffle.shape
     if sizes != ((epochs * (bounds[1] - bounds[0]),), (count + 1, 2), (count,)):
         return False
@@ -155,7 +155,7 @@ def _fit(
     if first.min() < bounds[0] or first.max() >= bounds[1]:
         return False
     if len(first) == len(documents):
-        drop = asked["drop_last_partial"]
+        drop = request["drop_last_partial"]
         return bool(
             np.array_equal(starts_of_samples(lengths, first, length, extra, tokens, drop_last_partial=drop), starts)
         )

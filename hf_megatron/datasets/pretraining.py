@@ -104,26 +104,26 @@ class PretrainingDataset(OrderedDataset):
         }
 
     def _ordered(self, first: int, stop: int) -> SampleOrder:
-        asked, index = dict(self._asked), self.source.index_path.stat()
-        extra, length = int(asked["extra_token"]), asked["sequence_length"]
+        settings, index = dict(self._asked), self.source.index_path.stat()
+        extra, length = int(settings["extra_token"]), settings["sequence_length"]
         tokens = self.source.tokens_between(first, stop)
-        if length < 1 or (asked["samples"] is not None and asked["samples"] < 1) or tokens == 0:
+        if length < 1 or (settings["samples"] is not None and settings["samples"] < 1) or tokens == 0:
             # Raises the error about these values.
             self._made(first, stop)
-        epochs, before = epochs_of(tokens, length, asked.pop("samples"), extra)
+        epochs, before = epochs_of(tokens, length, settings.pop("samples"), extra)
         # Runs of different lengths have the same order if they need the same number of epochs.
-        self._made_of = {"epochs": [epochs, before], "split": [first, stop], **asked}
+        self._made_of = {"epochs": [epochs, before], "split": [first, stop], **settings}
 
         def make() -> Mapping[str, np.ndarray]:
-            found = self._made(first, stop)
-            return {"documents": found.documents, "starts": found.starts, "shuffle": found.shuffle}
+            order = self._made(first, stop)
+            return {"documents": order.documents, "starts": order.starts, "shuffle": order.shuffle}
 
         for folder in filter(None, (self._cache, default_folder(self.source.prefix))):
-            found = megatron_arrays(
+            cached = megatron_arrays(
                 folder, self.source.prefix, self.source.lengths, (first, stop), tokens, epochs, self._share, self._asked
             )
-            if found is not None:
-                return SampleOrder(found["documents"], found["starts"], found["shuffle"], length, extra, epochs)
+            if cached is not None:
+                return SampleOrder(cached["documents"], cached["starts"], cached["shuffle"], length, extra, epochs)
         key = {"of": "samples", "files": self.source.facts(), "written": index.st_mtime_ns, **self._made_of}
         arrays = cached_arrays(key, self._cache, make)
         return SampleOrder(arrays["documents"], arrays["starts"], arrays["shuffle"], length, extra, epochs)
@@ -167,14 +167,14 @@ class PretrainingDataset(OrderedDataset):
         labels = np.where(labels == pad, _IGNORED, labels)
         if self.eod_mask_loss:
             labels[inputs == self.eod_token] = _IGNORED
-        found = {
+        features = {
             "input_ids": torch.from_numpy(np.where(inputs == pad, 0, inputs)),
             "labels": torch.from_numpy(labels),
             "shift_labels": torch.from_numpy(labels),
         }
         if self.restart is not None:
-            found["position_ids"] = torch.from_numpy(self._positions(inputs, sizes))
-        return found
+            features["position_ids"] = torch.from_numpy(self._positions(inputs, sizes))
+        return features
 
     def _positions(self, inputs: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
         places = np.arange(len(inputs), dtype=np.int64)
@@ -187,7 +187,7 @@ class PretrainingDataset(OrderedDataset):
         return places - np.maximum.accumulate(starts)
 
 
-def require_values(source: Any, share: Any, numbers: Mapping[str, Any]) -> None:
+def require_values(source: Any, share: Any, integers: Mapping[str, Any]) -> None:
     """Checks the types of a dataset's arguments.
 
     Raises:
@@ -195,10 +195,10 @@ def require_values(source: Any, share: Any, numbers: Mapping[str, Any]) -> None:
     """
     if not isinstance(source, IndexedDataset | str | os.PathLike):
         raise DataError(f"source = {source!r}: expected a path without .bin and .idx, or an IndexedDataset.")
-    for name, number in numbers.items():
+    for name, number in integers.items():
         if not isinstance(number, Integral) and not (number is None and name == "samples"):
             raise DataError(f"{name} = {number!r}: expected an integer.")
-    if not 0 <= numbers.get("seed", 0) < 2**32:
-        raise DataError(f"seed = {numbers['seed']}: expected a number from 0 to {2**32 - 1}.")
+    if not 0 <= integers.get("seed", 0) < 2**32:
+        raise DataError(f"seed = {integers['seed']}: expected a number from 0 to {2**32 - 1}.")
     if not isinstance(share, Sequence) or [isinstance(end, Real) for end in share] != [True, True]:
         raise DataError(f"share = {share!r}: expected two numbers, as returned by parse_split.")

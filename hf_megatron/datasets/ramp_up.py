@@ -31,8 +31,8 @@ class BatchRampUp:
     samples: int
 
     def __post_init__(self) -> None:
-        numbers = self.global_batch_size, self.start, self.increment, self.samples
-        if not all(isinstance(number, Integral) for number in numbers) or min(numbers) < 1:
+        values = self.global_batch_size, self.start, self.increment, self.samples
+        if not all(isinstance(number, Integral) for number in values) or min(values) < 1:
             raise DataError(f"{self}: expected integers of 1 or more.")
         rest = self.global_batch_size - self.start
         if rest < 0 or rest % self.increment:

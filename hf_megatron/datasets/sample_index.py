@@ -168,12 +168,12 @@ def _shuffled_documents(
     documents: np.ndarray, epochs: int, stream: np.random.RandomState, *, separate: bool
 ) -> np.ndarray:
     parts = [epochs - 1, 1] if separate else [epochs]
-    found = []
+    chunks = []
     for part in parts:
         read = np.tile(documents, part)
         stream.shuffle(read)
-        found.append(read)
-    return np.concatenate(found) if separate else found[0]
+        chunks.append(read)
+    return np.concatenate(chunks) if separate else chunks[0]
 
 
 def _shuffled_samples(first: int, count: int, stream: np.random.RandomState) -> np.ndarray:
@@ -203,7 +203,7 @@ def starts_of_samples(
     """
     count = count_of_samples(tokens, sequence_length, extra, drop_last_partial=drop_last_partial)
     wide = max(len(read), int(lengths.max(initial=0))) > np.iinfo(np.int32).max
-    found = np.zeros((count + 1, 2), dtype=np.int64 if wide else np.int32)
+    starts = np.zeros((count + 1, 2), dtype=np.int64 if wide else np.int32)
     place = passed = 0
     row = 1
     while row <= count:
@@ -216,14 +216,14 @@ def starts_of_samples(
         is_end = place + len(sizes) >= len(read)
         if is_end:
             last = count
-        wanted = np.arange(row, last + 1, dtype=np.int64) * sequence_length
-        if is_end and len(wanted):
-            wanted[-1] = min(wanted[-1], ends[-1] - extra)
-        number = np.searchsorted(ends, wanted - (1 - extra), side="right")
-        found[row : last + 1, 0] = number + place
-        found[row : last + 1, 1] = wanted - (ends[number] - sizes[number])
+        token_offsets = np.arange(row, last + 1, dtype=np.int64) * sequence_length
+        if is_end and len(token_offsets):
+            token_offsets[-1] = min(token_offsets[-1], ends[-1] - extra)
+        number = np.searchsorted(ends, token_offsets - (1 - extra), side="right")
+        starts[row : last + 1, 0] = number + place
+        starts[row : last + 1, 1] = token_offsets - (ends[number] - sizes[number])
         row, place, passed = last + 1, place + len(sizes), int(ends[-1])
-    return found
+    return starts
 
 
 # Blends

@@ -218,44 +218,44 @@ def schedule_from_megatron_args(arguments: Mapping[str, Any]) -> MegatronSchedul
     Raises:
         DataError: an argument that is not part of a schedule, or that is missing.
     """
-    given = with_defaults(arguments, _DEFAULTS, "the schedule")
-    if (given["train_iters"] is None) == (given["train_samples"] is None):
+    args = with_defaults(arguments, _DEFAULTS, "the schedule")
+    if (args["train_iters"] is None) == (args["train_samples"] is None):
         raise DataError("expected either train_iters or train_samples, not both.")
     unit, other, batch = ("samples", "iters", 1)
-    if given["train_iters"] is not None:
-        unit, other, batch = ("iters", "samples", parse_integer(given, "global_batch_size", 1))
+    if args["train_iters"] is not None:
+        unit, other, batch = ("iters", "samples", parse_integer(args, "global_batch_size", 1))
     for name in ("lr_warmup", "lr_decay", "lr_wsd_decay"):
-        if given[f"{name}_{other}"]:
+        if args[f"{name}_{other}"]:
             raise DataError(
-                f"{name}_{other} = {given[f'{name}_{other}']!r} is not valid with train_{unit}; use {name}_{unit}."
+                f"{name}_{other} = {args[f'{name}_{other}']!r} is not valid with train_{unit}; use {name}_{unit}."
             )
-    if given["lr_warmup_fraction"] is not None and given[f"lr_warmup_{unit}"]:
+    if args["lr_warmup_fraction"] is not None and args[f"lr_warmup_{unit}"]:
         raise DataError(f"lr_warmup_fraction and lr_warmup_{unit}: expected only one of them.")
-    total = parse_integer(given, f"train_{unit}") * batch
-    decay = total if given[f"lr_decay_{unit}"] is None else parse_integer(given, f"lr_decay_{unit}") * batch
-    if given["lr_warmup_fraction"] is not None:
-        warmup = real_number(given, "lr_warmup_fraction") * decay
+    total = parse_integer(args, f"train_{unit}") * batch
+    decay = total if args[f"lr_decay_{unit}"] is None else parse_integer(args, f"lr_decay_{unit}") * batch
+    if args["lr_warmup_fraction"] is not None:
+        warmup = real_number(args, "lr_warmup_fraction") * decay
     else:
-        warmup = parse_integer(given, f"lr_warmup_{unit}") * batch
-    wsd = given[f"lr_wsd_decay_{unit}"]
-    style, end = given["weight_decay_incr_style"], real_number(given, "weight_decay")
+        warmup = parse_integer(args, f"lr_warmup_{unit}") * batch
+    wsd = args[f"lr_wsd_decay_{unit}"]
+    style, end = args["weight_decay_incr_style"], real_number(args, "weight_decay")
     start = end
     if style != "constant":
-        start, end = (real_number(given, name) for name in ("start_weight_decay", "end_weight_decay"))
-    elif any(given[name] is not None for name in ("start_weight_decay", "end_weight_decay")):
+        start, end = (real_number(args, name) for name in ("start_weight_decay", "end_weight_decay"))
+    elif any(args[name] is not None for name in ("start_weight_decay", "end_weight_decay")):
         raise DataError(
             "start_weight_decay and end_weight_decay are not valid with weight_decay_incr_style='constant'; use "
             "weight_decay."
         )
     return MegatronSchedule(
-        max_lr=real_number(given, "lr"),
-        min_lr=real_number(given, "min_lr"),
-        init_lr=real_number(given, "lr_warmup_init"),
+        max_lr=real_number(args, "lr"),
+        min_lr=real_number(args, "min_lr"),
+        init_lr=real_number(args, "lr_warmup_init"),
         warmup=warmup,
         decay=decay,
-        style=given["lr_decay_style"],
-        wsd_decay=None if wsd is None else parse_integer(given, f"lr_wsd_decay_{unit}") * batch,
-        wsd_style=given["lr_wsd_decay_style"],
+        style=args["lr_decay_style"],
+        wsd_decay=None if wsd is None else parse_integer(args, f"lr_wsd_decay_{unit}") * batch,
+        wsd_style=args["lr_wsd_decay_style"],
         start_weight_decay=start,
         end_weight_decay=end,
         weight_decay_samples=total,

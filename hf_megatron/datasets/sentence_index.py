@@ -43,19 +43,19 @@ def sentence_order(
     """
     drawn = _lengths_of_samples(target_length, short_probability, seed)
     sizes, epochs = lengths[int(ends[0]) : int(ends[-1])].tolist(), 0
-    found: list[tuple[int, int, int]] = []
+    spans: list[tuple[int, int, int]] = []
     borders = (ends - ends[0]).tolist()
-    while epochs == 0 or (samples is not None and len(found) < samples):
-        before = len(found)
+    while epochs == 0 or (samples is not None and len(spans) < samples):
+        before = len(spans)
         for first, stop in zip(borders, borders[1:], strict=False):
-            found += _samples_of_document(sizes, first, stop, least_sentences, drawn)
-        if len(found) == before:
+            spans += _samples_of_document(sizes, first, stop, least_sentences, drawn)
+        if len(spans) == before:
             raise DataError(
                 f"{len(borders) - 1} documents make no sample of {least_sentences} sentences or more. Documents with "
                 f"several sentences, one of them longer than {_LONG_SENTENCE} tokens, are left out."
             )
         epochs += 1
-    order = np.asarray(found, dtype=np.int64)
+    order = np.asarray(spans, dtype=np.int64)
     order[:, :2] += int(ends[0])
     dtype = np.uint64 if len(lengths) > np.iinfo(np.uint32).max else np.uint32
     return order[_shuffled(len(order), seed + 1)].astype(dtype), epochs
@@ -67,15 +67,15 @@ def _samples_of_document(
     left = stop - first
     if left < least or (left > 1 and max(sizes[first:stop]) > _LONG_SENTENCE):
         return []
-    found, target, tokens, sentences = [], next(drawn), 0, 0
+    spans, target, tokens, sentences = [], next(drawn), 0, 0
     begin = first
     for sentence in range(first, stop):
         tokens, sentences, left = tokens + sizes[sentence], sentences + 1, left - 1
         # Do not leave a single sentence for the next sample.
         if left == 0 or (tokens >= target and left > 1 and sentences >= least):
-            found.append((begin, sentence + 1, target))
+            spans.append((begin, sentence + 1, target))
             begin, target, tokens, sentences = sentence + 1, next(drawn), 0, 0
-    return found
+    return spans
 
 
 def _lengths_of_samples(target: int, short_probability: float, seed: int) -> Iterator[int]:

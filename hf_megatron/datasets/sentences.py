@@ -58,7 +58,7 @@ class SentencesDataset(MappedArrays, OrderedDataset):
         first, stop = bounds_of_split(share, documents)
         if not 0 <= first < stop <= documents:
             raise DataError(f"{self.source.prefix}: none of its {documents} documents is in the share {share}.")
-        asked: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "split": [first, stop],
             "target_length": self.sequence_length - self._added,
             "samples": None if samples is None else int(samples),
@@ -68,20 +68,20 @@ class SentencesDataset(MappedArrays, OrderedDataset):
         }
 
         def make() -> Mapping[str, np.ndarray]:
-            given = {name: value for name, value in asked.items() if name != "split"}
+            kwargs = {name: value for name, value in settings.items() if name != "split"}
             order, epochs = sentence_order(
-                self.source.lengths, np.asarray(self.source.documents[first : stop + 1]), **given
+                self.source.lengths, np.asarray(self.source.documents[first : stop + 1]), **kwargs
             )
             return {"order": order, "epochs": np.asarray(epochs)}
 
         written = self.source.index_path.stat().st_mtime_ns
-        key = {"of": "sentences", "files": self.source.facts(), "written": written, **asked}
+        key = {"of": "sentences", "files": self.source.facts(), "written": written, **settings}
         arrays = cached_arrays(key, None if cache is None else Path(cache), make)
         self.order = arrays["order"]
         self.order_key = {
             "kind": self.kind,
             "files": self.source.facts(),
-            **{name: value for name, value in asked.items() if name != "samples"},
+            **{name: value for name, value in settings.items() if name != "samples"},
             "epochs": int(arrays["epochs"]),
             "masking": asdict(masking),
             "vocabulary": self.vocabulary.size,

@@ -78,13 +78,13 @@ class SampleStream(IterableDataset):
 
     def fingerprint(self) -> str:
         """Returns a hash of the first samples, which differs for another order or other samples."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         # MosaicML: hash the first stored samples; the arguments in `order_key` determine the order.
         rows: Any = self.rows
         first = map(rows.__getitem__, range(len(rows))) if self.is_mosaic else _pass(rows, 0, 0)
         for row in itertools.islice(first, _COMPARED):
-            found.update(pickle.dumps(_values(row)))
-        return found.hexdigest()[:16]
+            digest.update(pickle.dumps(_values(row)))
+        return digest.hexdigest()[:16]
 
     def place_of(self, sample: int) -> int:
         """Returns the position of a sample in the full stream."""

@@ -57,5 +57,5 @@ def table_of(dataset: OrderedDataset) -> Any:
         raise DataError(f"{type(dataset).__name__}: expected a dataset with next-token labels.")
     if "position_ids" in dataset[0]:
         raise DataError("restart is not supported: TRL drops position_ids, so the model would attend across documents.")
-    numbers = datasets.Dataset.from_dict({"input_ids": range(len(dataset))})
-    return numbers.with_transform(TableSamples(dataset))
+    index_table = datasets.Dataset.from_dict({"input_ids": range(len(dataset))})
+    return index_table.with_transform(TableSamples(dataset))

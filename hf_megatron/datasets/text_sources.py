@@ -36,17 +36,17 @@ def texts_of(paths: Sequence[Path], key: str, start: int = 0) -> Iterator[str]:
     for path in paths:
         kind = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
         if path.is_dir():
-            found, size = _dataset_samples(path, key, start)
+            texts, size = _dataset_samples(path, key, start)
         elif kind == ".parquet":
-            found, size = _parquet_samples(path, key, start)
+            texts, size = _parquet_samples(path, key, start)
         elif kind in (".jsonl", ".json", ".jsonl.gz", ".json.gz"):
             yield from (lines := _Lines(path, key, start))
-            found, size = iter(()), lines.count
+            texts, size = iter(()), lines.count
         elif kind in (".txt", ".txt.gz"):
-            found, size = iter([] if start else [_read_text(path)]), 1
+            texts, size = iter([] if start else [_read_text(path)]), 1
         else:
             raise DataError(f"{path}: expected .jsonl, .parquet, .txt or a folder written by datasets.save_to_disk.")
-        yield from found
+        yield from texts
         start = max(0, start - size)
 
 

@@ -123,11 +123,11 @@ class AllocationTracker(TorchDispatchMode):
 
     def _resized(self, original: Any, storage: Any, size: int) -> Any:
         """Replaces `UntypedStorage.resize_`, through which FSDP2 frees unsharded weights."""
-        found = original(storage, size)
+        result = original(storage, size)
         if (block := self._blocks.get(storage._cdata)) is not None:
             before, block.size = block.size, size
             self._grow(block, size - before)
-        return found
+        return result
 
     # Hooks and dispatch
 

@@ -42,10 +42,10 @@ class PlaceInBatch:
 
     def begin(self, state: ParallelState | None, args: tuple, kwargs: dict[str, Any]) -> None:
         """Starts a call of the model."""
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() == 2]
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() == 2]
         self.before += sum(self._of_ranks)
-        self.rows = given[0].shape[0] if given else 0
-        self.lengths = tuple({value.shape[1]: None for value in given})
+        self.rows = tensors[0].shape[0] if tensors else 0
+        self.lengths = tuple({value.shape[1]: None for value in tensors})
         self._of_ranks = _samples_per_rank(state, self.rows)
         rank = 0 if state is None else state.mesh.dp_rank
         self.first = self.before + sum(self._of_ranks[:rank])
@@ -88,9 +88,9 @@ class PlaceInBatch:
 def _samples_per_rank(state: ParallelState | None, rows: int) -> list[int]:
     if state is None or state.mesh.dp_size == 1:
         return [rows]
-    found: list[Any] = [None] * state.mesh.dp_size
-    dist.all_gather_object(found, rows, group=state.mesh.dp_group)
-    return found
+    counts: list[Any] = [None] * state.mesh.dp_size
+    dist.all_gather_object(counts, rows, group=state.mesh.dp_group)
+    return counts
 
 
 def _tokens(state: ParallelState | None, lengths: Sequence[int], held: int) -> tuple[Interval, ...] | None:

@@ -95,18 +95,18 @@ def compare_recordings(first: str | os.PathLike[str], second: str | os.PathLike[
     """
     one, other = Recording(first), Recording(second)
     common = [event for event in _in_order(one) if event in other.events]
-    found = [difference for event in common if event[0] == BEFORE for difference in _weights(one, other, event)]
-    found += [difference for event in common if event[0] == OUTPUT for difference in _hidden(one, other, event)]
-    found += _losses(one, other)
-    found += [
+    differences = [difference for event in common if event[0] == BEFORE for difference in _weights(one, other, event)]
+    differences += [difference for event in common if event[0] == OUTPUT for difference in _hidden(one, other, event)]
+    differences += _losses(one, other)
+    differences += [
         difference for event in common if event[0] == OUTPUT_GRADIENT for difference in _hidden(one, other, event)
     ]
     largest = max((float(one.unsharded(event).abs().max()) for event in common if event[0] == GRADIENT), default=0.0)
     floor = _FLOOR * largest
-    found += [d for event in common if event[0] == GRADIENT for d in _weights(one, other, event, floor=floor)]
-    found += [d for event in common if event[0] == AFTER for d in _updates(one, other, event)]
+    differences += [d for event in common if event[0] == GRADIENT for d in _weights(one, other, event, floor=floor)]
+    differences += [d for event in common if event[0] == AFTER for d in _updates(one, other, event)]
     return Divergence(
-        tuple(found),
+        tuple(differences),
         tuple(f"{kind} {name}" for kind, name, _ in one.events if (kind, name, _) not in other.events),
         tuple(f"{kind} {name}" for kind, name, _ in other.events if (kind, name, _) not in one.events),
         len(common),
@@ -194,14 +194,16 @@ def _updates(one: Recording, other: Recording, event: Event) -> Iterator[Differe
     before = (BEFORE, *event[1:])
     if before not in one.events or before not in other.events:
         return
-    unsharded = one.unsharded(event) - one.unsharded(before)
-    finite = unsharded[unsharded.isfinite()]
+    full_update = one.unsharded(event) - one.unsharded(before)
+    finite = full_update[full_update.isfinite()]
     scale = float(finite.square().mean().sqrt()) if finite.numel() else 0.0
     ranks, worst = [], 0.0
     starts = {piece.rank: piece for piece in other.events[before]}
     for piece in other.events[event]:
         values = other.read(piece) - other.read(starts[piece.rank])
-        expected = part_of(unsharded, places_of(piece.piece, values, unsharded.shape[-1] if unsharded.dim() else 1))
+        expected = part_of(
+            full_update, places_of(piece.piece, values, full_update.shape[-1] if full_update.dim() else 1)
+        )
         if expected is None or expected.shape != values.shape:
             yield Difference(event[0], event[1], (piece.rank,), float("inf"), _UPDATE)
             continue

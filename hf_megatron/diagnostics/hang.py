@@ -27,8 +27,8 @@ class Recorded:
     dtypes: tuple[str, ...]
 
     def __str__(self) -> str:
-        given = ", ".join(f"{dtype}{list(size)}" for dtype, size in zip(self.dtypes, self.sizes, strict=False))
-        return f"{self.operation}({given})"
+        inputs = ", ".join(f"{dtype}{list(size)}" for dtype, size in zip(self.dtypes, self.sizes, strict=False))
+        return f"{self.operation}({inputs})"
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ def _record(said: dict[str, Any]) -> FlightRecord:
         key = description.removeprefix("mesh_").removesuffix("_pg"), tuple(said["groups"][name])
         operation = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
         sizes = tuple(map(tuple, entry["input_sizes"]))
-        made = Recorded(entry["collective_seq_id"], operation, sizes, tuple(entry["input_dtypes"]))
-        calls.setdefault(key, {})[made.number] = made
+        call = Recorded(entry["collective_seq_id"], operation, sizes, tuple(entry["input_dtypes"]))
+        calls.setdefault(key, {})[call.number] = call
     return FlightRecord(said["rank"], said["ranks"], said["steps"], said["waits"], calls)
 
 
@@ -112,7 +112,9 @@ def find_discords(records: Sequence[FlightRecord]) -> list[Discord]:
 
     Ranks without a record are ignored.
     """
-    return [found for key in dict.fromkeys(key for one in records for key in one.calls) for found in _of(key, records)]
+    return [
+        discord for key in dict.fromkeys(key for one in records for key in one.calls) for discord in _of(key, records)
+    ]
 
 
 def _of(key: tuple[str, tuple[int, ...]], records: Sequence[FlightRecord]) -> Iterator[Discord]:
@@ -121,9 +123,9 @@ def _of(key: tuple[str, tuple[int, ...]], records: Sequence[FlightRecord]) -> It
     if len(calls) < 2:
         return
     # Calls older than the start of a ring buffer were made by every rank that still has them.
-    first = max((min(made) for made in calls.values() if made), default=0)
-    for number in range(first, max(max(made, default=0) for made in calls.values()) + 1):
-        called = {rank: made[number] for rank, made in calls.items() if number in made}
+    first = max((min(rank_calls) for rank_calls in calls.values() if rank_calls), default=0)
+    for number in range(first, max(max(rank_calls, default=0) for rank_calls in calls.values()) + 1):
+        called = {rank: rank_calls[number] for rank, rank_calls in calls.items() if number in rank_calls}
         missing = tuple(rank for rank in calls if rank not in called)
         # Input sizes may differ between ranks in a gather or scatter, so compare operations and dtypes only.
         if missing or len({(call.operation, call.dtypes) for call in called.values()}) > 1:
@@ -134,7 +136,9 @@ def _of(key: tuple[str, tuple[int, ...]], records: Sequence[FlightRecord]) -> It
 
 def tell_hang(records: Sequence[FlightRecord]) -> str:
     """Returns a report of the mismatched collectives, and the call in which each rank was blocked."""
-    lines = [str(found) for found in find_discords(records)] or ["all ranks with a record called the same collectives"]
+    lines = [str(discord) for discord in find_discords(records)] or [
+        "all ranks with a record called the same collectives"
+    ]
     if missing := sorted({*range(records[0].ranks)} - {one.rank for one in records}):
         lines.append(f"{_ranks(missing)}: no record; they had ended, or did not hang")
     for one in records:

@@ -68,7 +68,7 @@ def with_kernels(said: Mapping[str, Any], trace: RankTrace) -> RankTrace:
 def _called(kernels: Sequence[tuple[float, float, float]], calls: Sequence[Communication]) -> list[Communication]:
     """Returns the calls that launched the kernels `(launch time, start, stop)`, with their times on the device."""
     waiting = deque(sorted(calls, key=lambda call: call.start))
-    found: list[Communication] = []
+    launching_calls: list[Communication] = []
     last: list[Communication] = []
     for launched, start, stop in kernels:
         begun: list[Communication] = []
@@ -78,10 +78,10 @@ def _called(kernels: Sequence[tuple[float, float, float]], calls: Sequence[Commu
             # Batched sends and receives share one kernel. Earlier calls had no kernel: they went over the host.
             count = next((place for place, call in enumerate(reversed(begun)) if not _is_pair(call)), len(begun))
             last = [replace(call, start=start, waits=[]) for call in begun[-max(count, 1) :]]
-            found += last
+            launching_calls += last
         for call in last:
             call.waits.append((start, stop))
-    return found
+    return launching_calls
 
 
 def _is_pair(call: Communication) -> bool:

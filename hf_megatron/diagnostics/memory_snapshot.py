@@ -75,7 +75,7 @@ class MemorySnapshot:
     def _write(self, error: BaseException) -> None:
         place = self._place(error)
         # Read tensors now: frames of the traceback still hold the step's tensors.
-        found = {
+        record = {
             "rank": self.rank,
             "error": str(error).partition("\n")[0],
             "where": place,
@@ -86,9 +86,9 @@ class MemorySnapshot:
             ],
         }
         if torch.cuda.is_initialized():
-            found["allocator"] = torch.cuda.memory_stats()
+            record["allocator"] = torch.cuda.memory_stats()
         self.directory.mkdir(parents=True, exist_ok=True)
-        replace_file(self._file("json"), lambda path: path.write_text(json.dumps(found, indent=1), encoding="utf-8"))
+        replace_file(self._file("json"), lambda path: path.write_text(json.dumps(record, indent=1), encoding="utf-8"))
         print(f"hf_megatron: rank {self.rank}: no memory left in {place}; see {self._file('json')}", flush=True)
 
     def _place(self, error: BaseException) -> str:
@@ -105,24 +105,24 @@ class MemorySnapshot:
         return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{line})"
 
     def _by_use(self) -> dict[str, int]:
-        found: Counter[str] = Counter()
+        bytes_by_use: Counter[str] = Counter()
         seen: set[int] = set()
         for use, tensors in kept_tensors(self.model, self.optimizer).items():
             for tensor in map(local_tensor, tensors):
                 if storage_key(tensor) not in seen:
                     seen.add(storage_key(tensor))
-                    found[use] += tensor.untyped_storage().nbytes()
-        found[_OTHERS] = sum(size for size, tensor in _live() if storage_key(tensor) not in seen)
-        return dict(found)
+                    bytes_by_use[use] += tensor.untyped_storage().nbytes()
+        bytes_by_use[_OTHERS] = sum(size for size, tensor in _live() if storage_key(tensor) not in seen)
+        return dict(bytes_by_use)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether an error, or one of its causes, is an out-of-memory error of a device or the host."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(found):
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(cause):
             return True
-        found = found.__cause__ or found.__context__
+        cause = cause.__cause__ or cause.__context__
     return False
 
 

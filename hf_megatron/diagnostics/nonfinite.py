@@ -138,7 +138,7 @@ class NonFiniteWatch:
         self._steps += 1
 
     def _rerun(self) -> NonFiniteReport:
-        found = [*nonfinite_weights(self.model, self._state)]
+        findings = [*nonfinite_weights(self.model, self._state)]
         before = _random_states(self._state.mesh.device)
         self._is_rerun = True
         try:
@@ -149,12 +149,12 @@ class NonFiniteWatch:
                 if self._state.pipeline is not None:
                     stack.enter_context(self._state.pipeline.loss_scale.ignored())
                 for number, call in enumerate(self._calls):
-                    found += self._run_again(number, call)
+                    findings += self._run_again(number, call)
         finally:
             self._is_rerun = False
             _set_random_states(self._state.mesh.device, before)
         of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, min(found, key=lambda one: one[0], default=None))
+        dist.all_gather_object(of_ranks, min(findings, key=lambda one: one[0], default=None))
         firsts = sorted((one for one in of_ranks if one is not None), key=lambda one: one[0])
         if not firsts:
             return NonFiniteReport(self._steps, None)

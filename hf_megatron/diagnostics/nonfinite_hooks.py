@@ -160,14 +160,14 @@ class CallCheck:
             for device in devices
             for flag, value in _values([flag for *_, flag in self._seen if flag.device == device])
         }
-        rank, found, last = dist.get_rank(), [], ""
+        rank, findings, last = dist.get_rank(), [], ""
         for place, (kind, name, microbatch, stage, flag) in enumerate(self._seen):
             if not finite[id(flag)]:
                 after = last if kind in (GRADIENT, INPUT_GRADIENT) else ""
                 one = NonFinite(kind, name, rank, self.call, microbatch, stage, after=after)
-                found.append((_order(one, place), one))
+                findings.append((_order(one, place), one))
             last = name if kind == GRADIENT else last
-        return found
+        return findings
 
 
 def _order(one: NonFinite, place: int) -> tuple[int, ...]:

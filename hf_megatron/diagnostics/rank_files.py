@@ -38,9 +38,11 @@ def read_json(path: Path, kind: str, make: Callable[[dict[str, Any]], T]) -> T:
         said = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is damaged: {error}") from error
-    found = said.pop(_KIND, None) if isinstance(said, dict) else None
-    if found != kind:
-        raise ConfigError(f"{path}: is not a {kind}" + (f" but a {found}." if isinstance(found, str) else "."))
+    stored_kind = said.pop(_KIND, None) if isinstance(said, dict) else None
+    if stored_kind != kind:
+        raise ConfigError(
+            f"{path}: is not a {kind}" + (f" but a {stored_kind}." if isinstance(stored_kind, str) else ".")
+        )
     try:
         return make(said)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -79,7 +79,7 @@ def traces_in(directory: str | os.PathLike[str]) -> Sequence[RankTrace]:
     Raises:
         ConfigError: there are none, or some ranks are missing.
     """
-    found = read_rank_files(Path(directory), TRACE, RankTrace.of)
-    if missing := sorted({*range(found[0].ranks)} - {one.rank for one in found}):
+    traces = read_rank_files(Path(directory), TRACE, RankTrace.of)
+    if missing := sorted({*range(traces[0].ranks)} - {one.rank for one in traces}):
         raise ConfigError(f"{str(directory)!r}: the traces of ranks {', '.join(map(str, missing))} are missing.")
-    return found
+    return traces

@@ -64,22 +64,22 @@ class Recording:
                 event = piece.kind, first["tied"].get(piece.name, piece.name), piece.call
                 self.events.setdefault(event, []).append(OfRank(rank, piece))
 
-    def _stored(self, found: OfRank) -> Tensor:
-        if found.rank not in self._files:
-            file = self.directory / f"rank{found.rank:05}.safetensors"
-            self._files[found.rank] = safe_open(file, "pt").__enter__()
-        stored: Tensor = self._files[found.rank].get_tensor(found.piece.key)
+    def _stored(self, chunk: OfRank) -> Tensor:
+        if chunk.rank not in self._files:
+            file = self.directory / f"rank{chunk.rank:05}.safetensors"
+            self._files[chunk.rank] = safe_open(file, "pt").__enter__()
+        stored: Tensor = self._files[chunk.rank].get_tensor(chunk.piece.key)
         return stored
 
-    def dtype(self, found: OfRank) -> torch.dtype:
+    def dtype(self, chunk: OfRank) -> torch.dtype:
         """Returns the dtype in which a chunk was computed."""
-        return self._stored(found).dtype
+        return self._stored(chunk).dtype
 
-    def read(self, found: OfRank) -> Tensor:
+    def read(self, chunk: OfRank) -> Tensor:
         """Reads a chunk in fp64; hidden states are returned as `[samples, tokens, features]`."""
-        values = self._stored(found).double()
-        if len(found.piece.held) == 3 and values.dim() == 2:
-            rows = sum(stop - start for start, stop in found.piece.held[0] or ())
+        values = self._stored(chunk).double()
+        if len(chunk.piece.held) == 3 and values.dim() == 2:
+            rows = sum(stop - start for start, stop in chunk.piece.held[0] or ())
             values = values.view(rows, -1, values.shape[-1])
         return values
 
@@ -133,15 +133,15 @@ def _crossed(places: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def _width(pieces: Sequence[OfRank], values: Sequence[Tensor]) -> int:
     """Returns the size of the full last dim: the local size, unless ranks that may shard it recorded other values."""
-    own = values[0].shape[-1] if values[0].dim() else 1
+    local_width = values[0].shape[-1] if values[0].dim() else 1
     first = pieces[0].piece
     if not first.held or first.held[-1] is not None or first.share[1] == 1:
-        return own
+        return local_width
     for one, value in zip(pieces, values, strict=True):
         if one.piece.share[0] != first.share[0] and one.piece.held == first.held and value.shape == values[0].shape:
             difference = (value - values[0]).norm() / values[0].norm().clamp(min=1e-30)
-            return own if float(difference) < _ALIKE else own * first.share[1]
-    return own
+            return local_width if float(difference) < _ALIKE else local_width * first.share[1]
+    return local_width
 
 
 def _piece(values: dict[str, Any]) -> RecordedPiece:

@@ -112,12 +112,12 @@ class StepRecorder:
                 f"StepRecorder({str(directory)!r}): the folder already has a recording; choose another one."
             )
         named = {strip_adapter_prefix(name): module for name, module in self.inner.named_modules()}
-        own = {id(parameter) for _, parameter in local_named_parameters(self.inner)}
+        local_ids = {id(parameter) for _, parameter in local_named_parameters(self.inner)}
         self.modules = {
             name: module
             for name, module in named.items()
             # Modules without local weights are submodules of the recorded ones, or off-stage placeholders.
-            if name and re.search(modules, name) and any(id(weight) in own for weight in module.parameters())
+            if name and re.search(modules, name) and any(id(weight) in local_ids for weight in module.parameters())
         }
         if not self.modules:
             raise ConfigError(f"StepRecorder(modules={modules!r}): matches no module name.")

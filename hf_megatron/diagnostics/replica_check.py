@@ -88,9 +88,9 @@ class ReplicaCheck:
 
     def __call__(self) -> None:
         """Raises `ReplicaError` if a replicated value differs."""
-        if found := self.differences():
-            lines = [f"  {one}" for one in found[:_SHOWN]]
-            lines += [f"  and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+        if differences := self.differences():
+            lines = [f"  {one}" for one in differences[:_SHOWN]]
+            lines += [f"  and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
             raise ReplicaError("\n".join(["Replicated values differ between ranks:", *lines]))
 
     def differences(self) -> list[UnequalReplica]:
@@ -121,20 +121,20 @@ def _unequal(key: _Key, values: dict[int, int]) -> UnequalReplica:
 
 
 def _of_all_ranks(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def _sums(tensors: Sequence[Tensor]) -> list[int]:
     """Returns checksums of tensors of any shape; synchronizes with each device once."""
     sums = [_sum_of_bits(tensor) for tensor in tensors]
-    found = [0] * len(sums)
+    checksums = [0] * len(sums)
     for device in {value.device for value in sums}:
         places = [place for place, value in enumerate(sums) if value.device == device]
         for place, value in zip(places, torch.stack([sums[place] for place in places]).tolist(), strict=True):
-            found[place] = value
-    return found
+            checksums[place] = value
+    return checksums
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:

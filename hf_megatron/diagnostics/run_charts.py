@@ -69,12 +69,12 @@ def line_chart(title: str, series: Sequence[tuple[float, float]], unit: str = ""
 
 def _thinned(series: Sequence[tuple[float, float]]) -> list[_Point]:
     size = max(1, math.ceil(len(series) / _POINTS))
-    found = []
+    points = []
     for start in range(0, len(series), size):
         values = [value for _, value in series[start : start + size]]
         step = series[min(start + size // 2, len(series) - 1)][0]
-        found.append(_Point(step, sum(values) / len(values), min(values), max(values)))
-    return found
+        points.append(_Point(step, sum(values) / len(values), min(values), max(values)))
+    return points
 
 
 def _limits(points: Sequence[_Point]) -> tuple[float, float]:
@@ -199,15 +199,15 @@ def step_picture(traces: Sequence[RankTrace], ranks: Sequence[int]) -> str:
 
 def _joined(spans: Sequence[tuple[str, float, float]], gap: float) -> list[tuple[str, float, float]]:
     """Merges adjacent spans of one kind with gaps too small to draw."""
-    found: list[tuple[str, float, float]] = []
+    merged: list[tuple[str, float, float]] = []
     for label, start, stop in spans:
         kind = _kind_of(label)
-        if found and start - found[-1][2] <= gap and (_kind_of(found[-1][0]) == kind):
-            same = found[-1][0] == label
-            found[-1] = (label if same else label.partition(" ")[0], found[-1][1], stop)
+        if merged and start - merged[-1][2] <= gap and (_kind_of(merged[-1][0]) == kind):
+            same = merged[-1][0] == label
+            merged[-1] = (label if same else label.partition(" ")[0], merged[-1][1], stop)
         else:
-            found.append((label, start, stop))
-    return [span for span in found if span[2] - span[1] >= gap]
+            merged.append((label, start, stop))
+    return [span for span in merged if span[2] - span[1] >= gap]
 
 
 def _kind_of(label: str) -> str:
@@ -220,12 +220,12 @@ def _span(kind: str, title: str, x: float, width: float, top: float) -> str:
     return f"{box}<title>{escape(title)}</title></rect>"
 
 
-def mesh_table(axes: Mapping[str, int], places: Sequence[Sequence[int]], noted: Mapping[int, str]) -> str:
+def mesh_table(axes: Mapping[str, int], places: Sequence[Sequence[int]], notes: Mapping[int, str]) -> str:
     """Returns a table of the mesh: pipeline stages as rows, replicas as columns, tp and cp ranks in a cell.
 
     Args:
         places: for each rank, its coordinates on dp, pp, cp and tp.
-        noted: rank -> note shown with it.
+        notes: rank -> note shown with it.
     """
     cells: dict[tuple[int, int], list[int]] = {}
     for rank, (dp, pp, *_) in enumerate(places):
@@ -238,7 +238,7 @@ def mesh_table(axes: Mapping[str, int], places: Sequence[Sequence[int]], noted: 
         for dp in replicas:
             boxes = []
             for rank in cells.get((pp, dp), []):
-                note = noted.get(rank)
+                note = notes.get(rank)
                 title = escape(f"rank {rank}: dp {dp}, pp {pp}, cp {places[rank][2]}, tp {places[rank][3]}")
                 said = f" {escape(note)}" if note else ""
                 boxes.append(f'<span class="rank{" bad" if note else ""}" title="{title}{said}">{rank}</span>')

@@ -128,14 +128,14 @@ def _add(path: Path, values: dict[str, Any]) -> None:
 def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
-    found = []
+    records = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            found.append(json.loads(line))
+            records.append(json.loads(line))
         except json.JSONDecodeError:
             # A run killed while writing leaves an incomplete last line.
             continue
-    return found
+    return records
 
 
 def read_run(directory: str | os.PathLike[str]) -> RunRecord:
@@ -168,19 +168,19 @@ def _there(
     if not folder.exists():
         return ()
     try:
-        found = read(folder)
+        records = read(folder)
     except ConfigError as error:
         notes.append(f"No {name}: {error}")
         return ()
-    if len(found) < found[0].ranks:
-        notes.append(f"The {name} covers {len(found)} of {found[0].ranks} ranks.")
-    layout = found[0].layout
+    if len(records) < records[0].ranks:
+        notes.append(f"The {name} covers {len(records)} of {records[0].ranks} ranks.")
+    layout = records[0].layout
     of = layout if isinstance(layout, str) else MegatronConfig.from_saved(_as_fields(layout)).layout()
-    if (of, found[0].ranks) != (facts.layout, facts.ranks):
+    if (of, records[0].ranks) != (facts.layout, facts.ranks):
         notes.append(
-            f"The {name} is from {found[0].ranks} ranks with {of}, before the run continued with {facts.layout}."
+            f"The {name} is from {records[0].ranks} ranks with {of}, before the run continued with {facts.layout}."
         )
-    return found
+    return records
 
 
 def _as_fields(layout: dict[str, Any]) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def _chart(run: RunRecord, name: str) -> str:
 
 
 def _cards(run: RunRecord, shares: Sequence[TraceShares]) -> list[tuple[str, str]]:
-    found = []
+    cards = []
     for name, title, form in (
         ("loss", "loss", "{:.4g}"),
         ("tokens_per_second", "tokens per second", "{:,.0f}"),
@@ -113,49 +113,49 @@ def _cards(run: RunRecord, shares: Sequence[TraceShares]) -> list[tuple[str, str
         if values:
             # Use the median speed: the first steps of a run are slower.
             recent = values[-1] if name == "loss" else sorted(values)[len(values) // 2]
-            found.append((title, form.format(recent)))
+            cards.append((title, form.format(recent)))
     if shares:
         total = sum(one.step for one in shares)
-        found.append(("time of a step", f"{max(one.step for one in shares) * 1e3:.4g} ms"))
-        found.append(("of it waiting", f"{sum(sum(one.waiting.values()) for one in shares) / total:.0%}"))
+        cards.append(("time of a step", f"{max(one.step for one in shares) * 1e3:.4g} ms"))
+        cards.append(("of it waiting", f"{sum(sum(one.waiting.values()) for one in shares) / total:.0%}"))
     if run.memory:
         fullest = max(one.allocator.get("peak", one.peak) for one in run.memory)
         of_all = f" of {run.facts.device_bytes / _GIB:.0f}" if run.facts.device_bytes else ""
         size = f"{fullest / _GIB:.1f}{of_all} GiB" if fullest > _GIB else f"{fullest / _MIB:.1f} MiB"
-        found.append(("fullest rank", size))
-    return found
+        cards.append(("fullest rank", size))
+    return cards
 
 
 def _findings(run: RunRecord, shares: Sequence[TraceShares], planned: Mapping[int, int]) -> list[str]:
-    found = []
+    findings = []
     losses = run.series("loss")
     for name, series in (("loss", losses), ("gradient norm", run.series("grad_norm"))):
         broken = [int(step) for step, value in series if not math.isfinite(value)]
         if broken:
             more = f" and {len(broken) - 1} more times" if len(broken) > 1 else ""
-            found.append(f"The {name} was not finite at step {broken[0]}{more}.")
+            findings.append(f"The {name} was not finite at step {broken[0]}{more}.")
     means = _tenths(losses)
     if means and means[-1] > _RISEN * min(means):
-        found.append(f"The loss has risen: {means[-1]:.4g} of late, {min(means):.4g} at its best.")
+        findings.append(f"The loss has risen: {means[-1]:.4g} of late, {min(means):.4g} at its best.")
     speeds = _tenths(run.series("tokens_per_second"))
     if speeds and speeds[-1] < _SLOWER * max(speeds):
-        found.append(f"Slower than before: {speeds[-1]:,.0f} tokens per second of late, {max(speeds):,.0f} at best.")
+        findings.append(f"Slower than before: {speeds[-1]:,.0f} tokens per second of late, {max(speeds):,.0f} at best.")
     if run.skipped:
         more = f" and {len(run.skipped) - 1} more times" if len(run.skipped) > 1 else ""
-        found.append(f"Step {run.skipped[0]} was skipped{more}: gradients were not finite.")
-    found += [f"{text[:1].upper()}{text[1:]}." for text in run.stragglers[-3:]]
+        findings.append(f"Step {run.skipped[0]} was skipped{more}: gradients were not finite.")
+    findings += [f"{text[:1].upper()}{text[1:]}." for text in run.stragglers[-3:]]
     slowest = held_up(shares)
     if slowest is not None and slowest[1] > _WAITING:
-        found.append(f"Others wait {slowest[1]:.0%} of a step for rank {slowest[0]}.")
+        findings.append(f"Others wait {slowest[1]:.0%} of a step for rank {slowest[0]}.")
     for one in run.memory:
         plan = planned.get(one.pipeline_rank)
         if plan is not None and one.peak > _OVER_PLAN * plan:
-            found.append(f"Rank {one.rank} holds {one.peak / plan - 1:.0%} more than planned at its fullest.")
+            findings.append(f"Rank {one.rank} holds {one.peak / plan - 1:.0%} more than planned at its fullest.")
     busy = _expert_loads(run)
     if busy and max(busy.values()) > _BUSY:
         layer = max(busy, key=busy.__getitem__)
-        found.append(f"The busiest expert of {layer} has {busy[layer]:.1f} times the mean of its layer's tokens.")
-    return found
+        findings.append(f"The busiest expert of {layer} has {busy[layer]:.1f} times the mean of its layer's tokens.")
+    return findings
 
 
 def _tenths(series: Sequence[tuple[float, float]]) -> list[float]:
@@ -201,12 +201,12 @@ def _experts(run: RunRecord) -> str:
 
 
 def _noted(run: RunRecord) -> dict[int, str]:
-    found = {}
+    notes = {}
     for text in run.stragglers:
         number = text.partition("rank ")[2].partition(" ")[0]
         if number.isdigit():
-            found[int(number)] = "is slow"
-    return found
+            notes[int(number)] = "is slow"
+    return notes
 
 
 def _hosts(hosts: Sequence[str]) -> str:

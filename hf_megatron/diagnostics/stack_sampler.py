@@ -66,12 +66,12 @@ class ThreadSampler(threading.Thread):
             if frame is None:
                 return
             now, queued = time.monotonic(), self._queued.seconds()
-            own = max(0.0, now - before - (queued - queued_before))
+            busy_seconds = max(0.0, now - before - (queued - queued_before))
             before, queued_before = now, queued
             place = None if self._evaluates or is_in_communication(frame) else self._place(frame)
             if place is not None:
                 with self._lock:
-                    self._places[place] += own
+                    self._places[place] += busy_seconds
 
     def _note_call(self, model: nn.Module, args: tuple) -> None:
         self._evaluates = not torch.is_grad_enabled()

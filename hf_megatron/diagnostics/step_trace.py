@@ -126,7 +126,7 @@ class StepTrace:
             self._profiler.__exit__(kind, error, trace)
         if kind is not None:
             return
-        found = RankTrace(
+        rank_trace = RankTrace(
             self.rank,
             self.ranks,
             "" if self._state is None else self._state.config.layout(),
@@ -138,8 +138,8 @@ class StepTrace:
             queued=queued,
         )
         if self._profiler is not None:
-            found = kernels_of(self._profiler, found)
-        found.write(self.directory)
+            rank_trace = kernels_of(self._profiler, rank_trace)
+        rank_trace.write(self.directory)
 
     # Computation
 
@@ -205,13 +205,13 @@ class StepTrace:
         axis = self._axis_of(group)
         with self._lock:
             key = axis, ranks
-            made = Communication(axis, name.strip("_"), ranks, self._counts[key], time.time())
+            communication = Communication(axis, name.strip("_"), ranks, self._counts[key], time.time())
             self._counts[key] += 1
-            self._calls.append(made)
-        work = self._timed(call, made)
+            self._calls.append(communication)
+        work = self._timed(call, communication)
         if isinstance(work, dist.Work):
             # Hold a reference, so that no other object gets the same id.
-            self._open[id(work)] = work, made
+            self._open[id(work)] = work, communication
         return work
 
     def _axis_of(self, group: Any) -> str:
@@ -235,17 +235,17 @@ class StepTrace:
         return names[0]
 
     def _wait(self, wait: Callable[[], Any], work: Any) -> Any:
-        _, made = self._open.pop(id(work), (None, None))
-        return wait() if made is None else self._timed(wait, made)
+        _, communication = self._open.pop(id(work), (None, None))
+        return wait() if communication is None else self._timed(wait, communication)
 
-    def _timed(self, function: Callable[[], Any], made: Communication) -> Any:
+    def _timed(self, function: Callable[[], Any], communication: Communication) -> Any:
         # Use one timestamp for both spans, so that no time counts twice.
         label = self._label
         start = self._close(AROUND)
         result = function()
         with self._lock:
             stop = time.time()
-            made.waits.append((start, stop))
+            communication.waits.append((start, stop))
             self._label, self._since = label, stop
         return result
 

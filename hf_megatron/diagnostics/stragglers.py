@@ -139,13 +139,13 @@ class StragglerWatch:
     def _end_window(self) -> None:
         now = time.monotonic()
         if self._sampler is None:
-            own = StepWindow(self._stage, _probe(self._device), {})
+            window = StepWindow(self._stage, _probe(self._device), {})
         else:
             places = {place: seconds / self.steps for place, seconds in self._sampler.take().items()}
-            own = StepWindow(self._stage, sum(places.values()), places, (now - self._since) / self.steps)
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, own)
-        reports = self._ranks.judge(found, self._done)
+            window = StepWindow(self._stage, sum(places.values()), places, (now - self._since) / self.steps)
+        windows: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(windows, window)
+        reports = self._ranks.judge(windows, self._done)
         self.reports += reports
         for report in reports if dist.get_rank() == 0 else ():
             self._say(report)
@@ -167,16 +167,16 @@ class SlowRanks:
         self._slow: Counter[int] = Counter()
         self._earlier: dict[int, deque[StepWindow]] = {}
 
-    def judge(self, found: Sequence[StepWindow], step: int) -> list[Straggler]:
+    def judge(self, windows: Sequence[StepWindow], step: int) -> list[Straggler]:
         """Returns the ranks that have now been slow in `windows` consecutive windows.
 
         Args:
-            found: this window of every rank of the job.
+            windows: this window of every rank of the job.
             step (`int`): optimizer steps so far.
         """
         reports = []
-        for rank, window in enumerate(found):
-            others = [other for place, other in enumerate(found) if other.stage == window.stage and place != rank]
+        for rank, window in enumerate(windows):
+            others = [other for place, other in enumerate(windows) if other.stage == window.stage and place != rank]
             earlier = self._earlier.setdefault(rank, deque(maxlen=_REMEMBERED))
             usual = statistics.median(other.seconds for other in others) if others else None
             if usual is None and len(earlier) >= self.windows:

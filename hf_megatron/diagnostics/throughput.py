@@ -42,10 +42,10 @@ class ModelWork:
         """Returns the FLOPs of a forward of `rows` sequences of `length` tokens, with causal attention."""
         tokens = rows * length
         pairs = tokens * length / 2
-        found = self.per_token * tokens + self.per_pair * pairs
+        total = self.per_token * tokens + self.per_pair * pairs
         for window, work in self.windows:
-            found += work * min(pairs, tokens * window)
-        return 2 * found
+            total += work * min(pairs, tokens * window)
+        return 2 * total
 
 
 def work_of_model(config: Any) -> ModelWork | None:
@@ -65,12 +65,12 @@ def work_of_model(config: Any) -> ModelWork | None:
     text, head = config.get_text_config(), model.get_output_embeddings()
     per_token = estimate_cost(model.base_model, text) + (0.0 if head is None else estimate_cost(head, text))
     heads = getattr(text, "num_attention_heads", 0) or 0
-    own = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
-    keys = own
+    head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
+    keys = head_dim
     if getattr(text, "qk_nope_head_dim", None):
         # Multi-head latent attention: keys have an additional part for positions.
         keys = text.qk_nope_head_dim + text.qk_rope_head_dim
-    values = getattr(text, "v_head_dim", None) or own
+    values = getattr(text, "v_head_dim", None) or head_dim
     kinds = list(getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers)
     one = float(heads * (keys + values))
     window = getattr(text, "sliding_window", None)
@@ -144,9 +144,9 @@ class Throughput:
         self._seconds = self._tokens = self._flops = 0.0
         if not seconds or not tokens:
             return {}
-        found = {"tokens_per_second": tokens / seconds, "tokens_per_second_per_device": tokens / seconds / self.devices}
+        rates = {"tokens_per_second": tokens / seconds, "tokens_per_second_per_device": tokens / seconds / self.devices}
         if flops:
-            found["tflops_per_device"] = flops / seconds / self.devices / 1e12
+            rates["tflops_per_device"] = flops / seconds / self.devices / 1e12
             if peak_tflops is not None:
-                found["mfu"] = found["tflops_per_device"] / peak_tflops
-        return found
+                rates["mfu"] = rates["tflops_per_device"] / peak_tflops
+        return rates

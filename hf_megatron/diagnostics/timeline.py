@@ -109,10 +109,10 @@ def _name_and_colour(kind: str, chunk: int) -> tuple[str, str]:
 
 def _legend(timeline: Timeline) -> list[tuple[str, str]]:
     """Returns name and color of every kind of span that occurs, computation first, with one entry per chunk."""
-    found = dict.fromkeys((span.kind, span.stage // timeline.ranks) for row in timeline.spans for span in row)
-    kinds = list(dict.fromkeys((*_KINDS, *(kind for kind, _ in found))))
+    span_kinds = dict.fromkeys((span.kind, span.stage // timeline.ranks) for row in timeline.spans for span in row)
+    kinds = list(dict.fromkeys((*_KINDS, *(kind for kind, _ in span_kinds))))
     legend: dict[tuple[str, str], str] = {}
-    for kind, chunk in sorted(found, key=lambda entry: (kinds.index(entry[0]), entry[1])):
+    for kind, chunk in sorted(span_kinds, key=lambda entry: (kinds.index(entry[0]), entry[1])):
         name, colour = _name_and_colour(kind, chunk)
         several = kind in COMPUTE and timeline.stages > timeline.ranks
         legend.setdefault((kind, colour), f"{name}, chunk {chunk}" if several else name)

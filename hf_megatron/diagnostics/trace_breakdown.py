@@ -70,7 +70,7 @@ def waits_of(traces: Sequence[RankTrace]) -> dict[int, list[Wait]]:
     for trace in traces:
         for call in trace.communications:
             arrivals[call.axis, call.ranks, call.number].append((call.start - trace.offset, trace.rank))
-    found: dict[int, list[Wait]] = {}
+    waits_by_rank: dict[int, list[Wait]] = {}
     for trace in traces:
         waits = []
         for call in trace.communications:
@@ -78,13 +78,13 @@ def waits_of(traces: Sequence[RankTrace]) -> dict[int, list[Wait]]:
             waits += [
                 Wait(call, start - trace.offset, stop - trace.offset, complete, last) for start, stop in call.waits
             ]
-        found[trace.rank] = sorted(waits, key=lambda wait: wait.start)
-    return found
+        waits_by_rank[trace.rank] = sorted(waits, key=lambda wait: wait.start)
+    return waits_by_rank
 
 
 def shares_of(traces: Sequence[RankTrace]) -> list[TraceShares]:
     """Returns the breakdown of each rank's step."""
-    waits, found = waits_of(traces), []
+    waits, breakdowns = waits_of(traces), []
     for trace in traces:
         shares = TraceShares(trace.rank, trace.stop - trace.start, queued=trace.queued)
         busy = _union((start - trace.offset, stop - trace.offset) for _, start, stop in trace.computed)
@@ -104,8 +104,8 @@ def shares_of(traces: Sequence[RankTrace]) -> list[TraceShares]:
             shares.communicating[wait.call.axis] += wait.stop - start - overlapped - idle
             if wait.last != trace.rank:
                 shares.waited_for[wait.last] += idle
-        found.append(shares)
-    return found
+        breakdowns.append(shares)
+    return breakdowns
 
 
 def held_up(shares: Sequence[TraceShares]) -> tuple[int, float] | None:
@@ -113,22 +113,22 @@ def held_up(shares: Sequence[TraceShares]) -> tuple[int, float] | None:
 
     A rank's own waits, and the time in which the host ran other processes, do not count as its delay.
     """
-    found = []
+    delays = []
     for one in shares:
         caused = max((other.waited_for.get(one.rank, 0.0) for other in shares), default=0.0)
-        found.append(((caused - sum(one.waited_for.values()) - one.queued) / one.step, one.rank))
-    share, rank = max(found, default=(0.0, 0))
+        delays.append(((caused - sum(one.waited_for.values()) - one.queued) / one.step, one.rank))
+    share, rank = max(delays, default=(0.0, 0))
     return (rank, share) if share > 0 else None
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:
-    found: list[Span] = []
+    merged: list[Span] = []
     for start, stop in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], stop)
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], stop)
         else:
-            found.append((start, stop))
-    return found
+            merged.append((start, stop))
+    return merged
 
 
 def _overlap(span: Span, others: Sequence[Span]) -> float:

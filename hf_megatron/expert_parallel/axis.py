@@ -116,8 +116,8 @@ def install(model: Any, state: ParallelState) -> None:
     sequence_sharded_moe = frozenset() if tensor_plan is None else tensor_plan.sequence_sharded_moe
     present = {name for name, _ in model.named_modules()}
     if (counted := state.placed.get(_BIASES)) is not None:
-        own = {name: count for name, count in counted.items() if name in present}
-        install_router_biases(model, state, own, pieces=bool(sequence_sharded_moe))
+        local_counts = {name: count for name, count in counted.items() if name in present}
+        install_router_biases(model, state, local_counts, pieces=bool(sequence_sharded_moe))
     plan: ExpertPlan | None = state.placed.get(NAME)
     if plan is None:
         return

@@ -116,5 +116,5 @@ def expert_load(model: Any) -> ExpertLoad:
             f"expert_load: {type(model).__name__} has no expert-parallel layers. Load it with "
             "MegatronConfig(ep_size=...) of 2 or more."
         )
-    found: ExpertLoad = counts.read()
-    return found
+    load: ExpertLoad = counts.read()
+    return load

@@ -73,20 +73,22 @@ class ParallelExperts:
         """Sets the module's number of experts to the local one inside the context, as its own forward reads it."""
         ranks = self.ranks
         # Also detects experts that were added or removed since loading: their number or shapes have changed.
-        present, own = getattr(self, ranks.counter), ranks.dispatcher.experts
+        present, num_local = getattr(self, ranks.counter), ranks.dispatcher.experts
         parts = dict(self.named_parameters())  # type: ignore[attr-defined]
-        found = [
+        mismatched = [
             f"{ranks.name}.{name}"
             for name, shapes in ranks.shapes.items()
             if name in parts and (parts[name].shape, local_tensor(parts[name]).shape) != shapes
         ]
-        if present != own * ranks.dispatcher.ranks or found:
+        if present != num_local * ranks.dispatcher.ranks or mismatched:
             raise UnsupportedError(
-                f"{found[0] if found else f'{ranks.name}.{ranks.counter}'} has another number or width of experts than "
-                f"was loaded over {ranks.dispatcher.ranks} expert-parallel ranks ({ranks.dispatcher.ranks} x {own} "
+                f"{mismatched[0] if mismatched else f'{ranks.name}.{ranks.counter}'} has another number or "
+                "width of experts than "
+                f"was loaded over {ranks.dispatcher.ranks} expert-parallel ranks "
+                f"({ranks.dispatcher.ranks} x {num_local} "
                 "experts). Prune or add experts in a single process, save the model and load it."
             )
-        setattr(self, ranks.counter, own)
+        setattr(self, ranks.counter, num_local)
         try:
             yield
         finally:
@@ -145,19 +147,19 @@ class ParallelExperts:
         order, ordered = order[: route.pairs], ordered[: route.pairs]
         # [pairs, width]: one copy of a row for each of its local choices.
         places = order.div(experts.shape[1], rounding_mode="floor")
-        own = rows.index_select(0, places)
+        expert_inputs = rows.index_select(0, places)
         if not route.pairs:
             # Keep parameters and inputs in the graph: gradients are zero as in a single process, and this rank joins
             # the collectives of the backward.
             ordered = torch.arange(self.ranks.dispatcher.experts, device=rows.device)
-            own = torch.cat([own, rows.new_zeros((len(ordered), rows.shape[1]))])
-        made = self._compute(own, ordered, weights is not None)[: route.pairs]
+            expert_inputs = torch.cat([expert_inputs, rows.new_zeros((len(ordered), rows.shape[1]))])
+        outputs = self._compute(expert_inputs, ordered, weights is not None)[: route.pairs]
         if weights is not None:
             # [pairs, 1] routing weights, applied in fp32.
             share = weights.flatten().index_select(0, order).unsqueeze(-1)
-            made = made.to(torch.promote_types(made.dtype, torch.float32)) * share
+            outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32)) * share
         # [pairs, width] -> [rows received, width]
-        return add_rows(made, places, len(rows)).to(rows.dtype)
+        return add_rows(outputs, places, len(rows)).to(rows.dtype)
 
     def _compute(self, rows: Tensor, experts: Tensor, are_weighed: bool) -> Tensor:
         """Returns `[pairs, width]`: one expert (`[pairs]`) applied to each row; the rows are sorted by expert."""
@@ -173,8 +175,8 @@ class ParallelExperts:
             chosen, weights = pad(chosen, (0, 1), value=self.ranks.dispatcher.experts), pad(weights, (0, 1))
         routing = (chosen, weights) if are_weighed else ()
         with self._as_own():
-            made: Tensor = super().forward(rows, *routing)  # type: ignore[misc]
-        return made.view(len(rows), -1)
+            outputs: Tensor = super().forward(rows, *routing)  # type: ignore[misc]
+        return outputs.view(len(rows), -1)
 
     def _one_after_another(self, tokens: Tensor) -> Tensor:
         """Returns the choices `[experts * tokens, 1]` if every expert gets all tokens, in order of the experts."""

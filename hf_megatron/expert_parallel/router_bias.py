@@ -34,17 +34,17 @@ def require_router_bias(model: Any, state: ParallelState) -> None:
     """Raises `ConfigError` if no router has a bias to update, `UnsupportedError` if the bias is sharded."""
     rate = state.config.router_bias_update_rate
     setting = f"MegatronConfig.router_bias_update_rate = {rate}"
-    found = [
+    biases = [
         value
         for name, count in find_experts(model, state.spec).items()
         for _, value in _biases(model.get_submodule(name.rpartition(".")[0]), count)
     ]
-    if not found:
+    if not biases:
         raise ConfigError(
             f"{setting}: no router of {type(model).__name__} has a bias added to its scores ({', '.join(_NAMES)}). Set "
             "it to 0."
         )
-    if state.shards_weights and any(isinstance(value, nn.Parameter) for value in found):
+    if state.shards_weights and any(isinstance(value, nn.Parameter) for value in biases):
         raise UnsupportedError(
             f"{setting} with zero_stage = 3: the router biases of {type(model).__name__} are parameters, which ZeRO "
             "stage 3 shards. Set zero_stage=2."
@@ -120,8 +120,8 @@ class RouterBiases(Shared):
             step = (load.float().mean() - load).sign() * self.state.config.router_bias_update_rate
             for _, bias in _biases(self.model.get_submodule(name.rpartition(".")[0]), len(load)):
                 # Every rank applies the same step: biases stay identical.
-                own = local_tensor(bias)
-                own.add_(step.to(own).view(own.shape))
+                local_bias = local_tensor(bias)
+                local_bias.add_(step.to(local_bias).view(local_bias.shape))
 
 
 def install_router_biases(model: Any, state: ParallelState, experts: Mapping[str, int], *, pieces: bool) -> None:

@@ -51,11 +51,11 @@ class Routers:
         plan = None if self.state is None else self.state.placed.get("tp")
         self._split = frozenset() if plan is None else plan.sequence_sharded_moe
 
-    def _of_all_stages(self, own: tuple[str, ...]) -> tuple[str, ...]:
+    def _of_all_stages(self, local_names: tuple[str, ...]) -> tuple[str, ...]:
         if self.state is None or self.state.mesh.pp_size == 1:
-            return own
+            return local_names
         stages: list[Any] = [None] * self.state.mesh.pp_size
-        dist.all_gather_object(stages, own, group=self.state.mesh.host_group("pp"))
+        dist.all_gather_object(stages, local_names, group=self.state.mesh.host_group("pp"))
         return tuple(name for stage in stages for name in stage)
 
     def tokens(self, name: str, call: RoutedCall) -> tuple[Tensor, int]:
@@ -161,11 +161,11 @@ class RouterWatch:
         self._depth += 1
         if self._depth > 1:
             return
-        given = next((kwargs[name] for name in _INPUTS if isinstance(kwargs.get(name), Tensor)), None)
-        given = given if given is not None else next((value for value in args if isinstance(value, Tensor)), None)
-        if given is None or given.dim() < 2:
+        inputs = next((kwargs[name] for name in _INPUTS if isinstance(kwargs.get(name), Tensor)), None)
+        inputs = inputs if inputs is not None else next((value for value in args if isinstance(value, Tensor)), None)
+        if inputs is None or inputs.dim() < 2:
             raise ConfigError("record_routing, replay_routing: the model was called without input_ids [batch, tokens].")
-        self.call = RoutedCall(*given.shape[:2])
+        self.call = RoutedCall(*inputs.shape[:2])
         self.begin(self.call)
 
     @leave_uncompiled
@@ -227,9 +227,9 @@ class _Choices(TorchFunctionMode):
             self.has_chosen = True
             # `choose` takes the choices of all tokens, [tokens, choices].
             if not self.attached.replaces:
-                found = func(*args, **kwargs)
-                self.attached.choose(self.name, self.call, found[1].flatten(0, -2), False)
-                return found
+                result = func(*args, **kwargs)
+                self.attached.choose(self.name, self.call, result[1].flatten(0, -2), False)
+                return result
             with torch.no_grad():
                 # The router's own choice, for tokens without a record.
                 live: Tensor = func(*args, **kwargs)[1]

@@ -149,7 +149,10 @@ class _Recorder(RouterWatch):
         state, layers = self.routers.state, self.routers.layers
         device = next(self.model.parameters()).device if state is None else state.mesh.device
         widest = torch.tensor(
-            max((part.shape[1] for _, parts in self.calls for found in parts.values() for _, part in found), default=0),
+            max(
+                (part.shape[1] for _, parts in self.calls for entries in parts.values() for _, part in entries),
+                default=0,
+            ),
             device=device,
         )
         self._over_ranks(widest)
@@ -159,8 +162,8 @@ class _Recorder(RouterWatch):
             torch.full((size[0], c.batch * c.tokens, size[1]), ABSENT, dtype=torch.int32) for c, _ in self.calls
         ]
         for (_, parts), full in zip(self.calls, full_tensors, strict=True):
-            for name, found in parts.items():
-                for places, part in found:
+            for name, entries in parts.items():
+                for places, part in entries:
                     # Layers with fewer choices than the widest one keep -1 in the remaining entries.
                     full[layers.index(name), places, : part.shape[1]] = part.cpu()
         if not full_tensors:

@@ -80,7 +80,7 @@ class SharedExperts:
         if self._is_early or "experts" not in self._given:
             return False
         # Blocks pass the same tensor to both experts, or a view of it to one of them.
-        self.takes = next((kind for kind, given in self._given.items() if given is hidden), None)
+        self.takes = next((kind for kind, tensor in self._given.items() if tensor is hidden), None)
         return self._made is not None and self._made[0] is hidden
 
     def take(self) -> Any:
@@ -92,11 +92,11 @@ class SharedExperts:
 
 def find_shared_experts(block: nn.Module) -> SharedExperts | None:
     """Sets up the shared experts of a block to be called early, if the block has exactly one module of them."""
-    found = [child for name, child in block.named_children() if _NAME in name and _is_expert(child)]
-    if len(found) != 1:
+    children = [child for name, child in block.named_children() if _NAME in name and _is_expert(child)]
+    if len(children) != 1:
         return None
-    shared = SharedExperts(found[0])
-    mix_into(found[0], EarlyCall, early=shared)
+    shared = SharedExperts(children[0])
+    mix_into(children[0], EarlyCall, early=shared)
     return shared
 
 

@@ -64,9 +64,9 @@ def gather_embeddings(original: Callable, tensor: Tensor, with_grad: bool = Fals
 
 
 def _samples_on_all_ranks(tensor: Tensor, group: Any) -> int:
-    own = torch.tensor([tensor.shape[0]], device=tensor.device)
-    counts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(counts, own, group=group)
+    local_count = torch.tensor([tensor.shape[0]], device=tensor.device)
+    counts = [torch.empty_like(local_count) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(counts, local_count, group=group)
     rows = [int(count) for count in counts]
     if len(set(rows)) > 1:
         raise UnsupportedError(
@@ -142,9 +142,10 @@ def _ranks_with_other_rows(trainer: Any) -> int:
 def _require_loss_of_rows(trainer: Any) -> None:
     losses = trainer.loss.values() if isinstance(trainer.loss, dict) else [trainer.loss]
     for part in (part for loss in losses if isinstance(loss, nn.Module) for part in loss.modules()):
-        if found := _COMPARE_ROWS.intersection(cls.__name__ for cls in type(part).__mro__):
+        if classes := _COMPARE_ROWS.intersection(cls.__name__ for cls in type(part).__mro__):
             raise UnsupportedError(
-                f"{type(part).__name__} ({', '.join(sorted(found))}) compares the samples of a batch with each other, "
+                f"{type(part).__name__} ({', '.join(sorted(classes))}) compares the samples of a batch with each "
+                "other, "
                 "but each data-parallel rank holds only some of them and sentence-transformers does not gather them. "
                 "Use dp_size=1, or a loss with gather_across_devices=True."
             )

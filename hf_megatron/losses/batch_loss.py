@@ -256,17 +256,17 @@ class BatchLoss(Shared):
             self.share = None
 
     def denominators(
-        self, arguments: Mapping[str, Any], rows: int, given: Any, *, over_ranks: bool
+        self, arguments: Mapping[str, Any], rows: int, num_items: Any, *, over_ranks: bool
     ) -> tuple[dict[str, Any], Any]:
         """Returns the denominators of a batch's losses: its number of targets by name, and of samples, scalars.
 
         With `over_ranks`, or inside `together`, both are counted over all dp ranks and divided by their number. `given`
         is the caller's count.
         """
-        divided = self.has_data_parallel and (over_ranks or self._together or given is not None)
+        divided = self.has_data_parallel and (over_ranks or self._together or num_items is not None)
         factor = self.mesh.dp_size if divided else 1
         # The caller's count replaces the count of labels if the loss uses it.
-        known = {"labels": given / factor} if given is not None and self.divides_itself else {}
+        known = {"labels": num_items / factor} if num_items is not None and self.divides_itself else {}
         if len(known) == len(target_names(arguments)) and (not divided or self.auxiliary == "batch"):
             return known, rows
         names = with_codebooks(arguments)

@@ -93,18 +93,18 @@ class BatchLabels(Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Calls a function with plain tensors; a loss returns the batch's mean."""
         kwargs = kwargs or {}
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, cls)]
+        labels = [value for value in (*args, *kwargs.values()) if isinstance(value, cls)]
         # Plain tensors inside: the function must not dispatch to this handler again.
         args, kwargs = tuple(map(_plain, args)), {name: _plain(value) for name, value in kwargs.items()}
-        if function in _MEANS and given:
-            return _mean(given[0].batch, given[0].argument, function, args, kwargs)
+        if function in _MEANS and labels:
+            return _mean(labels[0].batch, labels[0].argument, function, args, kwargs)
         result = function(*args, **kwargs)
         # A result with more dims than the labels has room for several copies of them; one of the same shape is an input
         # of a decoder.
-        is_room = function is Tensor.new_zeros and given and result.dim() > given[0].dim()
-        if not given or not (function in _FOLLOWED or is_room):
+        is_room = function is Tensor.new_zeros and labels and result.dim() > labels[0].dim()
+        if not labels or not (function in _FOLLOWED or is_room):
             return result
-        return know_batch(result, given[0].batch, _name_of(function, given[0], args))
+        return know_batch(result, labels[0].batch, _name_of(function, labels[0], args))
 
 
 def _name_of(function: Any, labels: BatchLabels, args: tuple) -> str:
@@ -221,16 +221,16 @@ class LossHooks:
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         batch = self.batch
         bound = self.signature.bind_partial(model, *args)
-        given = {**bound.arguments, **kwargs}
+        arguments = {**bound.arguments, **kwargs}
         # `terms` counts the losses that were normalized in this call; none means that the loss was missed.
-        batch.counted, batch.terms = given.get("num_items_in_batch") is not None, 0
-        self.takes_loss = any(is_target(name) and value is not None for name, value in given.items())
-        self.leaving.append(router_losses_of(batch, given))
+        batch.counted, batch.terms = arguments.get("num_items_in_batch") is not None, 0
+        self.takes_loss = any(is_target(name) and value is not None for name, value in arguments.items())
+        self.leaving.append(router_losses_of(batch, arguments))
         if self.takes_loss and (batch.over_ranks or self.pipelined):
             _require_known_loss(model)
         if not batch.over_ranks:
             return args, kwargs
-        if given.get("return_loss"):
+        if arguments.get("return_loss"):
             raise UnsupportedError(
                 f"{type(model).__name__}(return_loss=True): its loss compares all samples of a batch with each other, "
                 "but each data-parallel rank has only some of them. Call it without return_loss, and compute the loss "

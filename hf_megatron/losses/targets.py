@@ -56,20 +56,20 @@ def count_targets(targets: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
 
 def target_names(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the names of the targets of a call's losses; start and end positions count only together."""
-    found = ["labels"] if any(arguments.get(name) is not None for name in LABELS) else []
+    names = ["labels"] if any(arguments.get(name) is not None for name in LABELS) else []
     if all(arguments.get(name) is not None for name in POSITIONS):
-        found += POSITIONS
-    found += [name for name in OF_SENTENCES if arguments.get(name) is not None]
-    return tuple(found)
+        names += POSITIONS
+    names += [name for name in OF_SENTENCES if arguments.get(name) is not None]
+    return tuple(names)
 
 
 def with_codebooks(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns `target_names(arguments)`, and the names of each codebook's labels if there are several codebooks."""
     names = target_names(arguments)
-    given = [arguments[name] for name in LABELS if isinstance(arguments.get(name), Tensor)]
-    if not given or given[0].dim() != _WITH_CODEBOOKS or given[0].is_floating_point():
+    label_tensors = [arguments[name] for name in LABELS if isinstance(arguments.get(name), Tensor)]
+    if not label_tensors or label_tensors[0].dim() != _WITH_CODEBOOKS or label_tensors[0].is_floating_point():
         return names
-    return (*names, *(of_codebook("labels", book) for book in range(given[0].shape[-1])))
+    return (*names, *(of_codebook("labels", book) for book in range(label_tensors[0].shape[-1])))
 
 
 def of_codebook(name: str, book: int) -> str:
@@ -87,11 +87,11 @@ def count_terms(name: str, arguments: Mapping[str, Any], *, shifts: bool) -> Ten
     ignore_index = arguments.get("ignore_index", IGNORE_INDEX)
     name, _, book = name.partition(".")
     if name == "labels":
-        given = [arguments.get(label) for label in LABELS]
+        label_tensors = [arguments.get(label) for label in LABELS]
         if book:
             # [batch, sequence, codebooks] -> [batch, sequence]
-            given = [None if labels is None else labels[..., int(book)] for labels in given]
-        return count_targets(targets_of(*given, shifts=shifts, ignore_index=ignore_index), ignore_index)
+            label_tensors = [None if labels is None else labels[..., int(book)] for labels in label_tensors]
+        return count_targets(targets_of(*label_tensors, shifts=shifts, ignore_index=ignore_index), ignore_index)
     if name in POSITIONS:
         return (arguments[name] < row_length(arguments)).sum()
     return count_targets(arguments[name])
@@ -99,21 +99,21 @@ def count_terms(name: str, arguments: Mapping[str, Any], *, shifts: bool) -> Ten
 
 def row_length(arguments: Mapping[str, Any]) -> int:
     """Returns the sequence length of a call."""
-    given = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
-    return next(int(tokens.shape[_TOKENS]) for tokens in given if isinstance(tokens, Tensor))
+    inputs = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
+    return next(int(tokens.shape[_TOKENS]) for tokens in inputs if isinstance(tokens, Tensor))
 
 
 def mask_all_targets(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a batch without any target, so that it adds nothing to a loss."""
-    found = dict(arguments)
+    batch = dict(arguments)
     for name in (*LABELS, *OF_SENTENCES):
-        if found.get(name) is not None:
-            found[name] = torch.full_like(found[name], IGNORE_INDEX)
+        if batch.get(name) is not None:
+            batch[name] = torch.full_like(batch[name], IGNORE_INDEX)
     for name in POSITIONS:
-        if found.get(name) is not None:
+        if batch.get(name) is not None:
             # Positions outside of the sequence are ignored by the losses.
-            found[name] = torch.full_like(found[name], row_length(arguments))
-    return found
+            batch[name] = torch.full_like(batch[name], row_length(arguments))
+    return batch
 
 
 def with_every_label(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,14 +121,14 @@ def with_every_label(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     Labels of padding stay ignored, since some classes mask them themselves, except for the first of each sequence.
     """
-    found, ignore_index = dict(arguments), arguments.get("ignore_index", IGNORE_INDEX)
+    batch, ignore_index = dict(arguments), arguments.get("ignore_index", IGNORE_INDEX)
     mask = arguments.get("attention_mask")
     for name in LABELS:
-        if (labels := found.get(name)) is not None and not labels.is_floating_point():
+        if (labels := batch.get(name)) is not None and not labels.is_floating_point():
             # Labels that count: all of them, or only for tokens that are not padding and the first one.
             counts = torch.ones_like(labels, dtype=torch.bool)
             if isinstance(mask, Tensor) and mask.shape == labels.shape and labels.dim() > _TOKENS:
                 counts = mask != 0
                 counts[:, 0] = True
-            found[name] = labels.masked_fill((labels == ignore_index) & counts.to(labels.device), 0)
-    return found
+            batch[name] = labels.masked_fill((labels == ignore_index) & counts.to(labels.device), 0)
+    return batch

@@ -54,9 +54,9 @@ class TokenLoss(Shared):
         targets = targets_of(labels, shift_labels, shifts=self.shifts, ignore_index=ignore_index)
         if isinstance(logits, Tensor):
             # [batch, sequence] targets, shifted here once, so that the count below matches the loss.
-            given = {"labels": labels, "shift_labels": targets} if self.shifts else {"labels": targets}
+            label_kwargs = {"labels": labels, "shift_labels": targets} if self.shifts else {"labels": targets}
             kernel = functools.partial(
-                self.original, logits=logits, vocab_size=vocab_size, ignore_index=ignore_index, **given, **kwargs
+                self.original, logits=logits, vocab_size=vocab_size, ignore_index=ignore_index, **label_kwargs, **kwargs
             )
         else:
             # Other arguments do not affect the loss: transformers ignores `label_smoothing`, for example.

@@ -44,10 +44,10 @@ def auto_class(config: PreTrainedConfig) -> Any:
         if kind is not None and named == [kind.__name__]:
             return auto
     # A causal class of an encoder-decoder type is its decoder alone, which is another model.
-    found = next((auto for auto, mapping in usual if mapping.get(type(config), None) is not None), None)
-    if found is None:
+    auto_cls = next((auto for auto, mapping in usual if mapping.get(type(config), None) is not None), None)
+    if auto_cls is None:
         raise ConfigError(
             f"MODEL of type {config.model_type!r}: transformers has no class that takes tokens and computes a loss on "
             "them."
         )
-    return found
+    return auto_cls

@@ -60,26 +60,26 @@ class FoundBlocks:
 
 def find_blocks(model: nn.Module) -> FoundBlocks:
     """Recognizes the attention and MLP blocks of a model on any device, including meta."""
-    found, modules = FoundBlocks(), dict(model.named_modules())
+    structure, modules = FoundBlocks(), dict(model.named_modules())
     for name, module in modules.items():
-        _attention(found, name, module, modules)
+        _attention(structure, name, module, modules)
     for name, module in modules.items():
-        _mlp(found, name, module)
+        _mlp(structure, name, module)
     # A class that owns a bias table passes on the bias of the local heads only, so the argument is not sliced again.
     owners = [name.rpartition(".")[0] for name, part in modules.items() if isinstance(part, nn.Embedding)]
     tables = {type(modules[name]) for name in owners}
-    for name in [name for name in found.local_arguments if type(modules[name]) in tables]:
-        del found.local_arguments[name]
-    return found
+    for name in [name for name in structure.local_arguments if type(modules[name]) in tables]:
+        del structure.local_arguments[name]
+    return structure
 
 
 def _linear(module: nn.Module, name: str) -> Any | None:
     """Returns a submodule if it is a plain `nn.Linear` or `Conv1D`, else `None`."""
     try:
-        found = module.get_submodule(name)
+        submodule = module.get_submodule(name)
     except AttributeError:
         return None
-    return found if type(found) is nn.Linear or type(found).__name__ == "Conv1D" else None
+    return submodule if type(submodule) is nn.Linear or type(submodule).__name__ == "Conv1D" else None
 
 
 def _width_in(linear: Any) -> int:
@@ -90,7 +90,7 @@ def _width_out(linear: Any) -> int:
     return int(linear.out_features if type(linear) is nn.Linear else linear.nf)
 
 
-def _attention(found: FoundBlocks, name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+def _attention(structure: FoundBlocks, name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> None:
     columns, styles, is_fused = _projections(module)
     if not columns:
         return
@@ -106,18 +106,18 @@ def _attention(found: FoundBlocks, name: str, module: nn.Module, modules: Mappin
         return
     if not is_fused and _shapes_by_width(type(module)):
         # The forward derives its output width from its input, so heads cannot be sharded; shard the weights only.
-        found.plan |= {f"{name}.{child}": "colwise_gather_output" for child in styles} | {
+        structure.plan |= {f"{name}.{child}": "colwise_gather_output" for child in styles} | {
             full_row: "rowwise_split_input"
         }
         return
-    found.plan |= {f"{name}.{child}": style for child, style in styles.items()} | {full_row: "rowwise"}
+    structure.plan |= {f"{name}.{child}": style for child, style in styles.items()} | {full_row: "rowwise"}
     for child, other in module.named_children():
         if child in known:
             continue
         if isinstance(other, nn.Embedding) and other.embedding_dim == width // size:
-            found.plan[f"{name}.{child}.weight"] = "shard_dim_-1"
+            structure.plan[f"{name}.{child}.weight"] = "shard_dim_-1"
         elif next(other.parameters(), None) is not None:
-            found.plan[f"{name}.{child}"] = "replicated_with_grad_allreduce"
+            structure.plan[f"{name}.{child}"] = "replicated_with_grad_allreduce"
     counts = {count for count in (width // size, _count(module, _KEY_VALUE_HEADS)) if count}
     read = _attributes_read(type(module))
     local = [
@@ -133,28 +133,28 @@ def _attention(found: FoundBlocks, name: str, module: nn.Module, modules: Mappin
         if getattr(module.config, key, None) in counts
     ]
     if local:
-        found.local_attributes[name] = tuple(local)
+        structure.local_attributes[name] = tuple(local)
     arguments = inspect.signature(type(module).forward).parameters
     biases = tuple(argument for argument in _BIASES_OF_HEADS if argument in arguments)
     if biases:
-        found.local_arguments[name] = biases
+        structure.local_arguments[name] = biases
     if _OF_POSITIONS in arguments:
         # With the relative embeddings as second input, the block and its containers need the full sequence.
-        found.multi_input_blocks.append(name)
+        structure.multi_input_blocks.append(name)
         if "pos_dropout" in module._modules:
-            found.plan[f"{name}.pos_dropout"] = "synced_dropout"
+            structure.plan[f"{name}.pos_dropout"] = "synced_dropout"
         return
-    found.blocks |= {name, full_row}
+    structure.blocks |= {name, full_row}
     if row is None:
-        found.regions[name] = full_row
+        structure.regions[name] = full_row
     elif any(isinstance(child, nn.Embedding) for child in module.children()):
         # A position table does not read the block's input, so the region is listed explicitly.
-        found.regions[name] = full_row
+        structure.regions[name] = full_row
     role = name.rpartition(".")[2] if row else name.split(".")[-2]
     if _CROSS.search(role) and not arguments.keys().isdisjoint(_OF_OTHERS):
-        found.multi_input_blocks.append(name)
-        found.regions.pop(name, None)
-        found.around_several |= set() if row else {name.rpartition(".")[0]}
+        structure.multi_input_blocks.append(name)
+        structure.regions.pop(name, None)
+        structure.around_several |= set() if row else {name.rpartition(".")[0]}
 
 
 def _projections(module: nn.Module) -> tuple[list[Any], dict[str, str], bool]:
@@ -175,9 +175,9 @@ def _projections(module: nn.Module) -> tuple[list[Any], dict[str, str], bool]:
 
 def _sibling_row_linear(name: str, width: int, modules: Mapping[str, nn.Module]) -> str | None:
     """Returns the name of the output linear of a BERT-style attention `self`, which is in its sibling `output`."""
-    parent, _, own = name.rpartition(".")
+    parent, _, last_name = name.rpartition(".")
     row = f"{parent}.output.dense"
-    is_there = own == "self" and type(modules.get(row)) is nn.Linear and _width_in(modules[row]) == width
+    is_there = last_name == "self" and type(modules.get(row)) is nn.Linear and _width_in(modules[row]) == width
     return row if is_there else None
 
 
@@ -193,14 +193,14 @@ def _fits(module: nn.Module, known: set[str | None], wide: set[int]) -> bool:
     return True
 
 
-def _mlp(found: FoundBlocks, name: str, module: nn.Module) -> None:
+def _mlp(structure: FoundBlocks, name: str, module: nn.Module) -> None:
     prefix = f"{name}." if name else ""
-    if not name or any(f"{prefix}{child}" in found.plan for child in ("self", "intermediate.dense")):
+    if not name or any(f"{prefix}{child}" in structure.plan for child in ("self", "intermediate.dense")):
         return
     pairs = [*_MLP, (("intermediate.dense",), "output.dense")]
     for firsts, last in pairs:
         linears, row = [_linear(module, first) for first in firsts], _linear(module, last)
-        if row is None or any(linear is None for linear in linears) or prefix + last in found.plan:
+        if row is None or any(linear is None for linear in linears) or prefix + last in structure.plan:
             continue
         wide, narrow = _width_in(row), _width_out(row)
         if any(_width_in(linear) != narrow for linear in linears):
@@ -213,7 +213,7 @@ def _mlp(found: FoundBlocks, name: str, module: nn.Module) -> None:
             continue
         if _has_norm_of(module, wide) and wide != narrow:
             continue
-        found.plan |= {prefix + first: style for first in firsts} | {prefix + last: "rowwise"}
+        structure.plan |= {prefix + first: style for first in firsts} | {prefix + last: "rowwise"}
         # The linears may be children of the layer next to its norms, or be in separate modules; both need a region.
         others = [
             child
@@ -227,13 +227,13 @@ def _mlp(found: FoundBlocks, name: str, module: nn.Module) -> None:
                 part for part in module.get_submodule(owner).children() if next(part.parameters(), None) is not None
             ]
             block = prefix + (owner if len(parts) == 1 else firsts[0])
-            found.regions[block] = prefix + last
-            found.blocks |= {block, prefix + last}
+            structure.regions[block] = prefix + last
+            structure.blocks |= {block, prefix + last}
         elif others and len(firsts) == 1:
-            found.regions[prefix + firsts[0]] = prefix + last
-            found.blocks |= {prefix + firsts[0], prefix + last}
+            structure.regions[prefix + firsts[0]] = prefix + last
+            structure.blocks |= {prefix + firsts[0], prefix + last}
         else:
-            found.blocks |= {name}
+            structure.blocks |= {name}
         return
 
 
@@ -246,8 +246,8 @@ def _has_norm_of(module: nn.Module, width: int) -> bool:
 
 
 def _count(module: nn.Module, names: tuple[str, ...]) -> int | None:
-    found = (vars(module).get(name) for name in names)
-    return next((value for value in found if isinstance(value, int) and value), None)
+    values = (vars(module).get(name) for name in names)
+    return next((value for value in values if isinstance(value, int) and value), None)
 
 
 def _shapes_by_width(cls: type) -> bool:

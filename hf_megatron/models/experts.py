@@ -18,13 +18,13 @@ def find_experts(model: Any, spec: ModelSpec) -> dict[str, int]:
     The experts lie along dim 0 of each weight. These modules are instances of classes that transformers decorates with
     `use_experts_implementation`, and modules that the spec lists.
     """
-    found = {}
+    expert_counts = {}
     for name, module in model.named_modules():
         attribute = lookup(name, spec.moe.experts)
         count = counted_experts(module) if attribute is None else getattr(module, attribute)
         if count is not None and next(module.parameters(), None) is not None:
-            found[name] = count
-    return found
+            expert_counts[name] = count
+    return expert_counts
 
 
 def find_identity_experts(model: Any, spec: ModelSpec, experts: Iterable[str]) -> dict[str, int]:

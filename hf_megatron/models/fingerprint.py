@@ -106,12 +106,12 @@ class Description:
 
     def layers(self, shardings: Mapping[str, ParameterSharding]) -> dict[str, Part]:
         """Maps the names of the outermost layers, in order, to their parts."""
-        found: dict[tuple[str, str], set[str]] = {}
+        lines_by_layer: dict[tuple[str, str], set[str]] = {}
         for module in self.modules:
             if module.layer:
                 line = _line(module, shardings)
-                found.setdefault((module.layer, module.part), set()).update([] if line is None else [line])
-        return {layer: Part(name, frozenset(lines)) for (layer, name), lines in found.items()}
+                lines_by_layer.setdefault((module.layer, module.part), set()).update([] if line is None else [line])
+        return {layer: Part(name, frozenset(lines)) for (layer, name), lines in lines_by_layer.items()}
 
 
 def _generic(name: str) -> str:
@@ -178,11 +178,15 @@ def _describe(name: str, module: nn.Module, layers: Mapping[str, str]) -> _Modul
 
 def _settings(module: nn.Module, path: list[str]) -> tuple[str, ...]:
     """Returns the attributes of a module and the config values its methods read, sizes excluded, as `name=value`."""
-    given = _common_attributes().union(*(vars(cls).get("__constants__", ()) for cls in type(module).__mro__))
-    own = {name: value for name, value in vars(module).items() if not name.startswith("_") and name not in given}
+    common = _common_attributes().union(*(vars(cls).get("__constants__", ()) for cls in type(module).__mro__))
+    attributes = {
+        name: value for name, value in vars(module).items() if not name.startswith("_") and name not in common
+    }
     if type(module).__module__.startswith("torch."):
-        own = {}
-    texts = {f"{name}={text}" for name, value in own.items() if (text := _setting(name, value, path)) is not None}
+        attributes = {}
+    texts = {
+        f"{name}={text}" for name, value in attributes.items() if (text := _setting(name, value, path)) is not None
+    }
     read = _config_reads(module)
     texts |= {
         f"config.{name}={text}" for name, value in read.items() if (text := _setting(name, value, path)) is not None

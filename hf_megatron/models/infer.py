@@ -44,21 +44,21 @@ def inferred_spec(model: Any) -> ModelSpec:
     Raises:
         PlanError: neither attention nor MLPs are recognized.
     """
-    found, modules = find_blocks(model), dict(model.named_modules())
-    if not found.plan:
+    structure, modules = find_blocks(model), dict(model.named_modules())
+    if not structure.plan:
         raise PlanError(f"model type {model.config.model_type!r}: its attention and MLPs have no known structure.")
-    containers = {parent for block in found.blocks for parent in _parents(block, modules)} - found.blocks
-    excluded = found.around_several | {name for name in containers if _chooses_among_parts(modules[name])}
+    containers = {parent for block in structure.blocks for parent in _parents(block, modules)} - structure.blocks
+    excluded = structure.around_several | {name for name in containers if _chooses_among_parts(modules[name])}
     containers = {name for name in containers if not any(f"{name}.".startswith(f"{other}.") for other in excluded)}
     return ModelSpec.from_fields(
         model.config.model_type,
-        plan=_generic({**_ends(model), **found.plan}),
-        local_attributes=_generic(found.local_attributes),
-        local_arguments=_generic(found.local_arguments),
-        regions={generic(block): generic(row) for block, row in found.regions.items()},
-        multi_input_blocks=tuple(dict.fromkeys(map(generic, found.multi_input_blocks))),
+        plan=_generic({**_ends(model), **structure.plan}),
+        local_attributes=_generic(structure.local_attributes),
+        local_arguments=_generic(structure.local_arguments),
+        regions={generic(block): generic(row) for block, row in structure.regions.items()},
+        multi_input_blocks=tuple(dict.fromkeys(map(generic, structure.multi_input_blocks))),
         pointwise_containers=tuple(sorted({generic(name) for name in containers})),
-        no_sequence_parallel=_no_sequence_parallel(model, found.blocks),
+        no_sequence_parallel=_no_sequence_parallel(model, structure.blocks),
     )
 
 
@@ -107,7 +107,7 @@ def _ends(model: Any) -> dict[str, str]:
     group = _one_parameter_with({f"{head_name}.weight", f"{head_name}.bias"}, tied)
     modules = dict(model.named_modules())
     for name in sorted(group):
-        owner, _, own = name.rpartition(".")
+        owner, _, param_name = name.rpartition(".")
         if owner == head_name or owner not in modules:
             continue
         if isinstance(modules[owner], nn.Embedding):

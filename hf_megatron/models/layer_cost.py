@@ -23,8 +23,8 @@ def estimate_cost(module: nn.Module, config: Any = None) -> float:
     """
     experts, active = _first_number(config, EXPERTS), _first_number(config, EXPERTS_PER_TOKEN)
     share = active / experts if experts and active else 1.0
-    found = ((name, child) for name, child in module.named_modules() if isinstance(child, nn.ModuleList))
-    lists = tuple(f"{name}." for name, child in found if len(child) == experts)
+    module_lists = ((name, child) for name, child in module.named_modules() if isinstance(child, nn.ModuleList))
+    lists = tuple(f"{name}." for name, child in module_lists if len(child) == experts)
     total = 0.0
     for name, parameter in module.named_parameters():
         owner = module.get_submodule(name.rpartition(".")[0])

@@ -58,8 +58,8 @@ class LayerSequence:
     @property
     def names(self) -> tuple[str, ...]:
         """Layer names in execution order."""
-        found = zip(self.lists, self.lengths, strict=True)
-        return tuple(f"{name}.{index}" for name, length in found for index in range(length))
+        pairs = zip(self.lists, self.lengths, strict=True)
+        return tuple(f"{name}.{index}" for name, length in pairs for index in range(length))
 
     def parts_of(self, layer: int) -> tuple[str, ...]:
         """Returns the names of all modules of a layer, in execution order."""
@@ -80,7 +80,7 @@ class LayerSequence:
 
 def _lists_of_both(model: Any, spec: ModelSpec, field: str) -> tuple[str, ...]:
     """Returns the names of the encoder's and the decoder's layer list, without lists that run after the encoder's."""
-    found = []
+    lists = []
     names = {module: name for name, module in model.named_modules()}
     for stack in (model.get_encoder(), model.get_decoder()):
         inside = [] if stack is None else _lists_of_text(stack)
@@ -91,8 +91,8 @@ def _lists_of_both(model: Any, spec: ModelSpec, field: str) -> tuple[str, ...]:
                 f"MegatronConfig.{field}: {type(model).__name__} must have exactly one list of layers in its encoder "
                 f"and one in its decoder; found: {', '.join(inside) or 'none'} in one of them. Load it with {field}=1."
             )
-        found.append(f"{names[stack]}.{inside[0]}" if names[stack] else inside[0])
-    return tuple(found)
+        lists.append(f"{names[stack]}.{inside[0]}" if names[stack] else inside[0])
+    return tuple(lists)
 
 
 def _lists_of_text(stack: Any) -> list[str]:
@@ -125,22 +125,22 @@ def find_layers(model: Any, spec: ModelSpec, field: str) -> str:
     if not lists:
         lists = _uniform_lists(model)
     if len(lists) != 1:
-        found = ", ".join(lists) or "none"
+        listing = ", ".join(lists) or "none"
         raise UnsupportedError(
             f"MegatronConfig.{field}: {type(model).__name__} must have exactly one list of {sorted(classes)}; found: "
-            f"{found}. Load it with {field}=1, or register a spec with `layers`."
+            f"{listing}. Load it with {field}=1, or register a spec with `layers`."
         )
     return lists[0]
 
 
 def _uniform_lists(model: nn.Module) -> list[str]:
     """Returns the names of the outermost module lists whose modules have one class and contain further modules."""
-    found: list[str] = []
+    lists: list[str] = []
     for name, module in model.named_modules():
-        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        is_inside = any(name.startswith(f"{outer}.") for outer in lists)
         if isinstance(module, nn.ModuleList) and not is_inside and len({type(layer) for layer in module}) == 1:
-            found += [name] if len([*module[0].modules()]) > 2 else []
-    return found
+            lists += [name] if len([*module[0].modules()]) > 2 else []
+    return lists
 
 
 # Forward arguments through which a block keeps state of earlier tokens.
@@ -149,7 +149,7 @@ _CACHES = frozenset(("past_key_values", "past_key_value", "cache_params", "layer
 
 def find_full_sequence_blocks(model: nn.Module, spec: ModelSpec, layers: str) -> frozenset[str]:
     """Returns the names of the blocks in layers that keep a cache without transformers' attention, and the spec's."""
-    found: set[str] = set()
+    blocks: set[str] = set()
     seen: list[str] = []
     for name, module in model.named_modules():
         is_block = name.startswith(f"{layers}.") and name.count(".") > layers.count(".") + 1
@@ -158,8 +158,8 @@ def find_full_sequence_blocks(model: nn.Module, spec: ModelSpec, layers: str) ->
         if _keeps_cache(module):
             seen.append(name)
         if generic(name) in spec.cp.full_sequence_blocks or (_keeps_cache(module) and not _is_attention(module)):
-            found.add(name)
-    return frozenset(found)
+            blocks.add(name)
+    return frozenset(blocks)
 
 
 def _keeps_cache(module: nn.Module) -> bool:

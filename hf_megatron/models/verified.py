@@ -27,8 +27,8 @@ def read_results(text: str) -> tuple[dict[str, Any], ...]:
     file = json.loads(text)
     lines = file["lines"]
     parts = {
-        digest: Part(name, frozenset(lines[number] for number in numbers))
-        for digest, (name, numbers) in file["parts"].items()
+        digest: Part(name, frozenset(lines[number] for number in line_indices))
+        for digest, (name, line_indices) in file["parts"].items()
     }
     return tuple(
         row | {"parts": [parts[digest] for digest in row["parts"]], "versions": file["versions"][row["versions"]]}
@@ -138,16 +138,16 @@ def differences(
     if not passed:
         return None
     compared = {part for row in passed for part in row["parts"]}
-    found = []
+    unmatched = []
     for part in sorted(features.parts - compared, key=lambda part: part.name):
         same_name = [other.lines for other in compared if other.name == part.name]
         by_distance = sorted(same_name, key=lambda lines: (len(lines ^ part.lines), sorted(lines)))
         nearest = by_distance[0] if by_distance else frozenset()
-        found += [f"{part.name}: {text}" for text in _changed(part.lines, nearest)]
+        unmatched += [f"{part.name}: {text}" for text in _changed(part.lines, nearest)]
     drawn = {site for row in passed for site in row["draws"]}
     if splits_weights(kind):
-        found += [f"random numbers drawn at {site}" for site in sorted(features.draws - drawn)]
-    return found
+        unmatched += [f"random numbers drawn at {site}" for site in sorted(features.draws - drawn)]
+    return unmatched
 
 
 def _without_head(row: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -205,10 +205,10 @@ def recorded_draw(model_type: str, changes: Mapping[str, Any], made_of: Mapping[
         changes: changes of its config.
         made_of: task, number of layers and batch size of the tiny model.
     """
-    own = tested_versions()
+    versions = tested_versions()
     for row in records():
         if row["model_type"] == model_type and "draw" in row and row["changes"] == changes:
-            same_versions = all(row["versions"].get(name) == own[name] for name in ("torch", "transformers"))
+            same_versions = all(row["versions"].get(name) == versions[name] for name in ("torch", "transformers"))
             if same_versions and row["draw"] == {**made_of, "number": row["draw"]["number"]}:
                 return row["draw"]["number"]
     return None

@@ -78,9 +78,9 @@ class StepOfActions:
 
     def moved_to(self, stages: Sequence[int]) -> "StepOfActions":
         """Returns the figures for a rank of the same kind that holds other stages, in the same order."""
-        own = sorted({stage for _, stage, _ in self.figures})
-        other = dict(zip(own, stages, strict=True))
-        figures = {(kind, other[stage], first): found for (kind, stage, first), found in self.figures.items()}
+        old_stages = sorted({stage for _, stage, _ in self.figures})
+        other = dict(zip(old_stages, stages, strict=True))
+        figures = {(kind, other[stage], first): entry for (kind, stage, first), entry in self.figures.items()}
         return replace(self, figures=figures)
 
     def peak_of(self, actions: Sequence[Action]) -> Peak:
@@ -88,24 +88,24 @@ class StepOfActions:
         total, peak = self.before, Peak(self.around, None)
         sends: deque[int] = deque()
         for action, place in _placed(actions):
-            found = self.of(action.kind, action.stage, place)
-            if total + found.peak > peak.size:
-                peak = Peak(total + found.peak, action)
+            action_figures = self.of(action.kind, action.stage, place)
+            if total + action_figures.peak > peak.size:
+                peak = Peak(total + action_figures.peak, action)
             if action.kind in _SENDS:
                 # A sent tensor is freed only after `IN_FLIGHT` further sends.
-                sends.append(found.left)
+                sends.append(action_figures.left)
                 total += sends.popleft() if len(sends) > p2p.IN_FLIGHT else 0
             else:
-                total += found.left
+                total += action_figures.left
         return peak
 
     def collectives_of(self, actions: Sequence[Action]) -> dict[tuple[str, str], tuple[int, int]]:
         """Sums the collectives of a rank's actions and those around them."""
         calls, sizes = _counted(self.collectives_around)
         for action, place in _placed(actions):
-            own = _counted(self.of(action.kind, action.stage, place).collectives)
-            calls += own[0]
-            sizes += own[1]
+            action_counts = _counted(self.of(action.kind, action.stage, place).collectives)
+            calls += action_counts[0]
+            sizes += action_counts[1]
         return {name: (calls[name], sizes[name]) for name in sorted(calls)}
 
 
@@ -133,15 +133,15 @@ def one_at_a_time(schedule: Schedule) -> Schedule:
 
     def orders(ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
         rank_of = rank_of_stage(schedule.name, ranks, stages_per_rank)
-        found: list[list[Action]] = [[] for _ in range(ranks)]
+        rank_actions: list[list[Action]] = [[] for _ in range(ranks)]
         for microbatch in range(microbatches):
             for stage, rank in enumerate(rank_of):
-                found[rank].append(Action(Kind.FORWARD, stage, microbatch))
+                rank_actions[rank].append(Action(Kind.FORWARD, stage, microbatch))
             # Some schedules mix split and unsplit backwards, but split the first and the last: measure one unsplit.
             kinds = _HALVES if schedule.splits_backward and microbatch != _WHOLE else (Kind.BACKWARD,)
             for stage, rank in reversed([*enumerate(rank_of)]):
-                found[rank] += [Action(kind, stage, microbatch) for kind in kinds]
-        return tuple(map(tuple, found))
+                rank_actions[rank] += [Action(kind, stage, microbatch) for kind in kinds]
+        return tuple(map(tuple, rank_actions))
 
     return replace(schedule, orders=orders, runs=lambda *_: True)
 
@@ -169,9 +169,9 @@ def measured_actions(step: StepOfActions, tracker: AllocationTracker) -> Iterato
         sent.append(dict(tracker.figures.collectives))
         original(execution, action)
         after, most = tracker.window()
-        own = _difference(tracker.figures.collectives, sent[-1])
+        collectives = _difference(tracker.figures.collectives, sent[-1])
         sent[1:] = [dict(tracker.figures.collectives)]
-        done.append((action, ActionFigures(most - before, after - before, own)))
+        done.append((action, ActionFigures(most - before, after - before, collectives)))
 
     Execution.do = do  # type: ignore[assignment, method-assign]
     try:
@@ -188,12 +188,12 @@ def measured_actions(step: StepOfActions, tracker: AllocationTracker) -> Iterato
 
 
 def _difference(now: Collectives, before: Collectives) -> Collectives:
-    found = {}
+    delta = {}
     for name, (calls, size) in now.items():
         old_calls, old_size = before.get(name, (0, 0))
         if calls > old_calls:
-            found[name] = calls - old_calls, size - old_size
-    return found
+            delta[name] = calls - old_calls, size - old_size
+    return delta
 
 
 def _sum(one: Collectives, other: Collectives) -> Collectives:

@@ -90,7 +90,7 @@ class Candidates:
 
     def tensor_sizes(self) -> list[int]:
         """Returns the tp sizes that fit into one link domain and that the model supports."""
-        device, found = self.job.device, []
+        device, sizes = self.job.device, []
         for size in self._allowed("tp_size", _divisors(self.job.devices)):
             if size > device.devices_per_link:
                 self.leave_out(
@@ -101,14 +101,14 @@ class Candidates:
                 self.leave_out(f"tp {size}: {reason}")
             elif size > 1 and (reason := self.book.why_not_sequence_parallel):
                 self.leave_out(f"sequence parallelism: {reason}")
-                found.append(size)
+                sizes.append(size)
             else:
-                found.append(size)
-        return found
+                sizes.append(size)
+        return sizes
 
     def context_sizes(self) -> list[int]:
         """Returns the cp sizes that leave enough tokens per rank and that the model supports."""
-        found = []
+        sizes = []
         for size in self._allowed("cp_size", _divisors(self.job.devices)):
             if size > 1 and self.job.sequence_length < size * _LEAST_TOKENS and "cp_size" not in self.bounds.fixed:
                 break
@@ -119,22 +119,22 @@ class Candidates:
             elif size > 1 and (reason := self.book.why_not(MegatronConfig(cp_size=size))):
                 self.leave_out(f"cp {size}: {reason}")
             else:
-                found.append(size)
-        return found
+                sizes.append(size)
+        return sizes
 
     def expert_sizes(self, tp: int, cp: int, dp: int) -> list[int]:
         """Returns the ep sizes that the mesh supports and that divide the experts."""
         experts = self.experts
         if not experts:
             return [1]
-        found = []
+        sizes = []
         for size in self._allowed("ep_size", _divisors(experts)):
             if size > tp * cp * dp:
                 break
             if size > 1 and not _exist(MegatronConfig(tp_size=tp, cp_size=cp, dp_size=dp, ep_size=size)):
                 continue
-            found.append(size)
-        return found
+            sizes.append(size)
+        return sizes
 
     @property
     def experts(self) -> int:
@@ -200,19 +200,19 @@ class Candidates:
             yield from self._schedules(mesh, name, splits)
 
     def _schedules(self, mesh: MegatronConfig, name: str, splits: list[tuple[int, int]]) -> Iterator[Candidate]:
-        found, layers = schedule(name), len(self.book.short.layers)
-        if found.splits_backward and mesh.zero_stage == 3:
+        pipeline_schedule, layers = schedule(name), len(self.book.short.layers)
+        if pipeline_schedule.splits_backward and mesh.zero_stage == 3:
             return
         if self._why_not_cut(mesh.tp_size, mesh.pp_size, name):
             return
         even = [virtual for virtual in _VIRTUAL if layers % (mesh.pp_size * virtual) == 0] or _UNEVEN
-        for virtual in even if found.fixed is None else (found.fixed,):
+        for virtual in even if pipeline_schedule.fixed is None else (pipeline_schedule.fixed,):
             if mesh.pp_size * virtual > layers:
                 continue
-            stated = None if virtual == found.stages_per_rank else virtual
+            stated = None if virtual == pipeline_schedule.stages_per_rank else virtual
             layout = replace(mesh, pipeline_schedule=name, virtual_stages=stated)
             for rows, microbatches in splits:
-                if microbatches >= mesh.pp_size and found.runs(mesh.pp_size, virtual, microbatches):
+                if microbatches >= mesh.pp_size and pipeline_schedule.runs(mesh.pp_size, virtual, microbatches):
                     yield Candidate(layout, rows, microbatches)
 
 

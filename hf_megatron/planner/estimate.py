@@ -103,8 +103,8 @@ class Estimator:
         """
         times, job = self._stage_times(layout, rows), self.job
         slowest = times.slowest
-        own = times.ranks[slowest].repeated(microbatches)
-        hidden, send, duration = self._hidden_bytes(layout, rows), 0.0, own.total
+        rank_times = times.ranks[slowest].repeated(microbatches)
+        hidden, send, duration = self._hidden_bytes(layout, rows), 0.0, rank_times.total
         traffic = self._traffic(layout, rows, microbatches, slowest)
         if layout.pp_size > 1:
             per_rank = self.memory.per_rank(layout)
@@ -116,20 +116,20 @@ class Estimator:
         step_seconds, waiting, step = self._with_step(layout, microbatches, duration)
         if reduced := self._reduced_bytes(layout, microbatches):
             traffic["dp"] = reduced
-        exposed = dict(own.exposed) | ({"dp": waiting} if waiting else {})
+        exposed = dict(rank_times.exposed) | ({"dp": waiting} if waiting else {})
         return Estimate(
             layout,
             rows,
             microbatches,
             self.memory.categories(layout, rows, microbatches),
             step_seconds,
-            own.compute + step,
+            rank_times.compute + step,
             exposed,
-            duration - own.total,
+            duration - rank_times.total,
             traffic,
             times.stages,
             send,
-            own.by_floor > _NOTICED * own.compute,
+            rank_times.by_floor > _NOTICED * rank_times.compute,
         )
 
     def _with_step(self, layout: MegatronConfig, microbatches: int, duration: float) -> tuple[float, float, float]:
@@ -238,14 +238,14 @@ class Estimator:
         return sent * (sharing - 1) / sharing
 
     def _traffic(self, layout: MegatronConfig, rows: int, microbatches: int, rank: int) -> dict[str, float]:
-        found: dict[str, float] = {}
+        traffic: dict[str, float] = {}
         table = self.memory.table(layout)
         for runs, stages in self.book.runs_of_ranks(table.rank_of)[rank]:
             for unit, count in runs:
                 for work in self._unit_work(layout, rows, unit):
                     for axis, (_, size) in work.traffic.items():
-                        found[axis] = found.get(axis, 0.0) + size * count * stages * microbatches
-        return found
+                        traffic[axis] = traffic.get(axis, 0.0) + size * count * stages * microbatches
+        return traffic
 
 
 def _within_replica(work: Work) -> Work:

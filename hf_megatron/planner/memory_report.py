@@ -16,35 +16,35 @@ PEAK = "peak of the step"
 _SMALL = 1e-3
 
 
-def plan_for(found: MeasuredMemory) -> list[PredictedRank]:
+def plan_for(measured: MeasuredMemory) -> list[PredictedRank]:
     """Returns the plan for every pipeline rank with a run's layout, batch and model.
 
     Raises:
         RankError: the layout does not fit the model.
     """
-    values = dict(found.config)
+    values = dict(measured.config)
     config = CONFIG_MAPPING[values.pop("model_type")].from_dict(values)
-    config._attn_implementation = found.attention
-    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in found.layout.items()}
+    config._attn_implementation = measured.attention
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in measured.layout.items()}
     layout = MegatronConfig.from_saved(fields)
     if layout.pp_size > 1:
-        layout = replace(layout, num_microbatches=found.microbatches)
+        layout = replace(layout, num_microbatches=measured.microbatches)
     return predict_ranks(
         config,
         layout,
-        found.ranks,
-        microbatch_size=found.rows,
-        sequence_length=found.length,
-        dtype=getattr(torch, found.dtype),
-        as_gloo=found.device == "cpu",
+        measured.ranks,
+        microbatch_size=measured.rows,
+        sequence_length=measured.length,
+        dtype=getattr(torch, measured.dtype),
+        as_gloo=measured.device == "cpu",
     )
 
 
-def memory_table(found: Sequence[MeasuredMemory], planned: Sequence[PredictedRank] | None) -> str:
+def memory_table(measured_ranks: Sequence[MeasuredMemory], planned: Sequence[PredictedRank] | None) -> str:
     """Returns a table of measured and planned MiB, and the difference, for each rank and category."""
     by_place = {} if planned is None else {one.pipeline_rank: one for one in planned}
     lines = [f"{'rank':>5}  {'MiB':32} {'measured':>12} {'planned':>12} {'difference':>11}"]
-    for one in found:
+    for one in measured_ranks:
         plan = by_place.get(one.pipeline_rank)
         kept = {} if plan is None else plan.kept
         for name in dict.fromkeys([*one.kept, *kept]):
@@ -54,7 +54,7 @@ def memory_table(found: Sequence[MeasuredMemory], planned: Sequence[PredictedRan
         lines.append(_line(one.rank, PEAK, one.peak, None if plan is None else plan.peak.size))
         for name, size in one.allocator.items():
             lines.append(_line(one.rank, f"allocator: {name}", size, None))
-    fullest = max(found, key=lambda one: one.peak)
+    fullest = max(measured_ranks, key=lambda one: one.peak)
     parts = sorted(fullest.at_peak.items(), key=lambda item: -item[1])
     lines.append(
         f"fullest: rank {fullest.rank}, " + ", ".join(f"{name} {size / _MIB:.1f}" for name, size in parts if size)

@@ -53,7 +53,7 @@ def layers_in_order(model: Any) -> list[tuple[str, ...]]:
 
 
 def _by_number(names: Iterable[str]) -> list[tuple[str, ...]]:
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(name.rpartition(".")[2], []).append(name)
-    return [*map(tuple, found.values())]
+        groups.setdefault(name.rpartition(".")[2], []).append(name)
+    return [*map(tuple, groups.values())]

@@ -18,40 +18,40 @@ _BY_VARIABLE = ("pipeline_schedule", "virtual_stages")
 _LINKED = {"tp": "tensor", "cp": "context", "ep": "expert", "pp": "pipeline", "dp": "data"}
 
 
-def plan_as_dict(found: SearchResult, tokens: float | None = None) -> dict[str, Any]:
+def plan_as_dict(result: SearchResult, tokens: float | None = None) -> dict[str, Any]:
     """Returns a search result as JSON-compatible values; sizes are in bytes, times in seconds.
 
     Args:
         tokens (`float`, *optional*): training tokens, to report hours.
     """
     return {
-        "devices": found.job.devices,
-        "device": found.job.device.name,
-        "sequence_length": found.job.sequence_length,
-        "target_length": found.job.target_length,
-        "global_batch": found.job.global_batch,
-        "training": dataclasses.asdict(found.job.training),
-        "document_length": found.job.document_length,
-        "considered": found.considered,
-        "fits": found.fits,
+        "devices": result.job.devices,
+        "device": result.job.device.name,
+        "sequence_length": result.job.sequence_length,
+        "target_length": result.job.target_length,
+        "global_batch": result.job.global_batch,
+        "training": dataclasses.asdict(result.job.training),
+        "document_length": result.job.document_length,
+        "considered": result.considered,
+        "fits": result.fits,
         "best": [
-            _as_dict(found, one, tokens) | {"not_compared": list(lines)}
-            for one, lines in zip(found.best, found.uncompared, strict=True)
+            _as_dict(result, one, tokens) | {"not_compared": list(lines)}
+            for one, lines in zip(result.best, result.uncompared, strict=True)
         ],
-        "nearest": None if found.nearest is None else _as_dict(found, found.nearest, tokens),
-        "left_out": found.reasons,
+        "nearest": None if result.nearest is None else _as_dict(result, result.nearest, tokens),
+        "left_out": result.reasons,
     }
 
 
-def _as_dict(found: SearchResult, one: Estimate, tokens: float | None) -> dict[str, Any]:
+def _as_dict(result: SearchResult, one: Estimate, tokens: float | None) -> dict[str, Any]:
     values = {
         "layout": one.layout.layout(),
         "megatron_config": _stated(one.layout),
         "rows": one.rows,
         "microbatches": one.microbatches,
         "seconds": one.seconds,
-        "tokens_per_second_and_device": _rate(found, one),
-        "within_noise_of_best": one.seconds <= found.best[0].seconds * (1 + NOISE) if found.best else False,
+        "tokens_per_second_and_device": _rate(result, one),
+        "within_noise_of_best": one.seconds <= result.best[0].seconds * (1 + NOISE) if result.best else False,
         "compute": one.compute,
         "waits": dict(one.exposed),
         "bubble": one.bubble,
@@ -61,32 +61,35 @@ def _as_dict(found: SearchResult, one: Estimate, tokens: float | None) -> dict[s
         "launch_bound": one.is_small,
     }
     if tokens is not None:
-        values |= {"hours": _hours(found, one, tokens), "device_hours": _hours(found, one, tokens) * found.job.devices}
+        values |= {
+            "hours": _hours(result, one, tokens),
+            "device_hours": _hours(result, one, tokens) * result.job.devices,
+        }
     return values
 
 
-def plan_as_text(found: SearchResult, name: str, tokens: float | None = None) -> str:
+def plan_as_text(result: SearchResult, name: str, tokens: float | None = None) -> str:
     """Returns a search result as a table with its reasons.
 
     Args:
         name (`str`): of the model.
         tokens (`float`, *optional*): training tokens, to report days.
     """
-    job = found.job
+    job = result.job
     lines = [
         f"{name} on {job.devices} {job.device.name} of {job.device.memory_gib:g} GiB, {job.precision}: "
         f"{job.global_batch} rows of {job.sequence_length} tokens{_of_labels(job)} a step{_trained(job)}",
-        f"{found.considered} layouts, {found.fits} of them within {job.memory / _GIB:.1f} GiB, "
+        f"{result.considered} layouts, {result.fits} of them within {job.memory / _GIB:.1f} GiB, "
         f"{job.memory_share:.0%} of a device",
         "",
     ]
     head = ["", "layout", "schedule", "recompute", "rows", "microbatches", "GiB", "s/step", "tokens/s/device"]
     head += ["bubble", "waits"] + (["days"] if tokens is not None else [])
-    plans = [(str(place + 1), one) for place, one in enumerate(found.best)]
-    plans += [("-", found.nearest)] if found.nearest is not None else []
-    lines += _table([head, *([place, *_cells(found, one, tokens)] for place, one in plans)])
-    lines += ["", *_reasons(found)]
-    for reason, count in found.reasons.items():
+    plans = [(str(place + 1), one) for place, one in enumerate(result.best)]
+    plans += [("-", result.nearest)] if result.nearest is not None else []
+    lines += _table([head, *([place, *_cells(result, one, tokens)] for place, one in plans)])
+    lines += ["", *_reasons(result)]
+    for reason, count in result.reasons.items():
         lines.append(f"left out: {reason}" + (f" ({count} times)" if count > 1 else ""))
     return "\n".join(lines)
 
@@ -109,36 +112,36 @@ def _trained(job: Job) -> str:
     return said
 
 
-def _cells(found: SearchResult, one: Estimate, tokens: float | None) -> list[str]:
+def _cells(result: SearchResult, one: Estimate, tokens: float | None) -> list[str]:
     layout, virtual = one.layout, one.layout.virtual_stages
     schedule = "" if layout.pp_size == 1 else layout.pipeline_schedule + (f" x {virtual}" if virtual else "")
     waits = ", ".join(
         f"{axis} {share:.0%}" for axis, value in one.exposed.items() if (share := value / one.seconds) > 0.005
     )
     cells = [layout.layout(), schedule, layout.recompute or "none", str(one.rows), str(one.microbatches)]
-    cells += [f"{one.peak / _GIB:.1f}", f"{one.seconds:.2f}", f"{_rate(found, one):.0f}"]
+    cells += [f"{one.peak / _GIB:.1f}", f"{one.seconds:.2f}", f"{_rate(result, one):.0f}"]
     cells += [f"{max(0.0, one.bubble) / one.seconds:.0%}", waits or "none"]
-    return cells + ([f"{_hours(found, one, tokens) / 24:.1f}"] if tokens is not None else [])
+    return cells + ([f"{_hours(result, one, tokens) / 24:.1f}"] if tokens is not None else [])
 
 
-def _reasons(found: SearchResult) -> list[str]:
-    if not found.best:
-        return ["nothing fits"] + ([_what_would_help(found, found.nearest)] if found.nearest is not None else [])
-    first, lines = found.best[0], []
+def _reasons(result: SearchResult) -> list[str]:
+    if not result.best:
+        return ["nothing fits"] + ([_what_would_help(result, result.nearest)] if result.nearest is not None else [])
+    first, lines = result.best[0], []
     fullest = max(first.memory, key=lambda rank: sum(rank.values()))
     parts = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in fullest.most_common() if size > _GIB / 20)
     lines.append(f"1 holds at its fullest rank, in GiB: {parts}")
     sent = ", ".join(f"{_LINKED[axis]} {size / _GIB:.1f}" for axis, size in sorted(first.traffic.items()) if size)
     lines.append(f"1 sends of each rank in a step, in GiB: {sent or 'nothing'}")
-    for place, one in enumerate(found.best[1:], start=2):
+    for place, one in enumerate(result.best[1:], start=2):
         slower = one.seconds / first.seconds - 1
         if slower <= NOISE:
             lines.append(f"{place} is within noise of 1 ({slower:.1%}): try both")
         else:
             lines.append(f"{place} takes {slower:.0%} longer: {_difference(first, one)}")
-    if found.nearest is not None:
-        lines.append(_what_would_help(found, found.nearest))
-    for place, kinds in enumerate(found.uncompared, start=1):
+    if result.nearest is not None:
+        lines.append(_what_would_help(result, result.nearest))
+    for place, kinds in enumerate(result.uncompared, start=1):
         if kinds:
             what = "; ".join(" ".join(line.split()) for line in kinds)
             lines.append(f"{place} was not compared with one process, loading asks for a check first: {what}")
@@ -157,8 +160,8 @@ def _difference(first: Estimate, other: Estimate) -> str:
     return ", ".join(f"{name} {value:+.2f} s" for name, value in most if value > 0)
 
 
-def _what_would_help(found: SearchResult, one: Estimate) -> str:
-    missing = (one.peak - found.job.memory) / _GIB
+def _what_would_help(result: SearchResult, one: Estimate) -> str:
+    missing = (one.peak - result.job.memory) / _GIB
     fullest = max(one.memory, key=lambda rank: sum(rank.values()))
     name, size = fullest.most_common(1)[0]
     helps = {
@@ -176,12 +179,12 @@ def _what_would_help(found: SearchResult, one: Estimate) -> str:
     )
 
 
-def _rate(found: SearchResult, one: Estimate) -> float:
-    return found.job.tokens / one.seconds / found.job.devices
+def _rate(result: SearchResult, one: Estimate) -> float:
+    return result.job.tokens / one.seconds / result.job.devices
 
 
-def _hours(found: SearchResult, one: Estimate, tokens: float) -> float:
-    return tokens / found.job.tokens * one.seconds / _HOUR
+def _hours(result: SearchResult, one: Estimate, tokens: float) -> float:
+    return tokens / result.job.tokens * one.seconds / _HOUR
 
 
 def _table(rows: list[list[str]]) -> list[str]:
@@ -203,7 +206,7 @@ def layout_as_yaml(one: Estimate) -> str:
     return yaml.safe_dump(stated or {"tp_size": 1}, sort_keys=False)
 
 
-def launch_as_yaml(found: SearchResult, one: Estimate, devices_per_machine: int = 8) -> str:
+def launch_as_yaml(result: SearchResult, one: Estimate, devices_per_machine: int = 8) -> str:
     """Returns a YAML for `accelerate launch --config_file`; leading comments have the settings without a key.
 
     Args:
@@ -228,7 +231,7 @@ def launch_as_yaml(found: SearchResult, one: Estimate, devices_per_machine: int 
         block["megatron_lm_optimizer_cpu_offload"] = True
     if layout.recompute == "full":
         block["megatron_lm_recompute_granularity"] = "full"
-    devices = found.job.devices
+    devices = result.job.devices
     machines = -(-devices // devices_per_machine)
     values = {
         "compute_environment": "LOCAL_MACHINE",
@@ -236,7 +239,7 @@ def launch_as_yaml(found: SearchResult, one: Estimate, devices_per_machine: int 
         "machine_rank": 0,
         "main_training_function": "main",
         "megatron_lm_config": block,
-        "mixed_precision": "bf16" if found.job.precision == "fp8" else found.job.precision.replace("fp32", "no"),
+        "mixed_precision": "bf16" if result.job.precision == "fp8" else result.job.precision.replace("fp32", "no"),
         "num_machines": machines,
         "num_processes": devices,
         "rdzv_backend": "static",
@@ -255,17 +258,17 @@ def launch_as_yaml(found: SearchResult, one: Estimate, devices_per_machine: int 
 def launch_variables(layout: MegatronConfig) -> Mapping[str, str]:
     """Returns environment variables for the parts of a layout that the YAML has no keys for."""
     default = MegatronConfig()
-    found = {
+    variables = {
         f"HF_MEGATRON_{name.upper()}": str(value)
         for name in _BY_VARIABLE
         if (value := getattr(layout, name)) != getattr(default, name)
     }
-    return found | ({"HF_MEGATRON_ZERO_STAGE": str(layout.zero_stage)} if layout.zero_stage > 1 else {})
+    return variables | ({"HF_MEGATRON_ZERO_STAGE": str(layout.zero_stage)} if layout.zero_stage > 1 else {})
 
 
-def write_plan(found: SearchResult, path: Path, *, for_accelerate: bool = False) -> None:
+def write_plan(result: SearchResult, path: Path, *, for_accelerate: bool = False) -> None:
     """Writes the best layout as a YAML file; raises `ConfigError` if no layout fits."""
-    if not found.best:
+    if not result.best:
         raise ConfigError(f"{path} is not written: no layout fits.")
-    text = launch_as_yaml(found, found.best[0]) if for_accelerate else layout_as_yaml(found.best[0])
+    text = launch_as_yaml(result, result.best[0]) if for_accelerate else layout_as_yaml(result.best[0])
     replace_file(path, lambda partial: partial.write_text(text, encoding="utf-8"))

@@ -35,18 +35,18 @@ _WIDTH, _ROW = 16.0, 0.4
 _SHOWN = 8
 
 
-def draw_plan(found: SearchResult, path: Path) -> None:
+def draw_plan(result: SearchResult, path: Path) -> None:
     """Draws the best layout into a PNG.
 
     Raises:
         ConfigError: matplotlib is not installed, or no layout fits.
     """
     require_plots()
-    if not found.best:
+    if not result.best:
         raise ConfigError(f"{path} is not drawn: no layout fits.")
     from matplotlib.figure import Figure
 
-    one, job = found.best[0], found.job
+    one, job = result.best[0], result.job
     ranks = len(one.memory)
     height = 1.6 + 2 * _ROW * max(ranks, 3)
     figure = Figure(figsize=(_WIDTH, height), dpi=130, layout="constrained")

@@ -126,14 +126,14 @@ def step_figures(
             torch.zeros(sizes.batch_size, length, dtype=torch.int64)
             for length in (sizes.sequence_length, sizes.target_length or sizes.sequence_length)
         )
-        given = {name: make(ids) for name, make in _INPUTS.items() if name in sizes.inputs}
+        inputs = {name: make(ids) for name, make in _INPUTS.items() if name in sizes.inputs}
         if config.is_encoder_decoder:
             # Pass decoder inputs: a config may lack the start token for shifting labels.
-            given["decoder_input_ids"] = labels
+            inputs["decoder_input_ids"] = labels
         for step in range(steps):
             tracker.begin_step(kept_tensors(inner, optimizer))
             with watching(tracker) if step == steps - 1 else nullcontext():
-                _step(model, optimizer, ids, labels, optimizes=optimizes, **given)
+                _step(model, optimizer, ids, labels, optimizes=optimizes, **inputs)
     tracker.figures.parameters = _parameters(inner)
     return tracker.figures
 
@@ -273,9 +273,9 @@ def _step(
     labels: Tensor,
     *,
     optimizes: bool = True,
-    **given: Tensor,
+    **inputs: Tensor,
 ) -> None:
-    model(input_ids=ids, labels=labels, **given).loss.backward()
+    model(input_ids=ids, labels=labels, **inputs).loss.backward()
     if optimizes:
         optimizer.step()
     optimizer.zero_grad()
@@ -298,5 +298,7 @@ def _bytes(kept: dict[str, list[Tensor]]) -> dict[str, int]:
         for tensor in map(local_tensor, tensors):
             owners[storage_key(tensor)] = category, tensor.untyped_storage().nbytes()
     return {
-        category: size for category in kept if (size := sum(own for name, own in owners.values() if name == category))
+        category: size
+        for category in kept
+        if (size := sum(storage_size for name, storage_size in owners.values() if name == category))
     }

@@ -85,17 +85,20 @@ class RankMemory:
         """Returns the peak bytes of the fullest rank; assumes that all categories peak at the same time."""
         table, share = self.table(layout), rows / layout.cp_size
         held = self.held(layout, microbatches)
-        return max(own + share * (kept + peak) for own, kept, peak in zip(table.sums, held, table.peaks, strict=True))
+        return max(
+            static_bytes + share * (kept + peak)
+            for static_bytes, kept, peak in zip(table.sums, held, table.peaks, strict=True)
+        )
 
     def categories(self, layout: MegatronConfig, rows: int, microbatches: int) -> tuple[Counter[str], ...]:
         """Returns category -> bytes of each pipeline rank at its peak."""
         table, share = self.table(layout), rows / layout.cp_size
-        found = []
+        totals = []
         ranks = zip(table.static, self.held(layout, microbatches), table.peaks, strict=True)
         for static, held, peak in ranks:
-            own = static + Counter({ACTIVATIONS: round(share * held), AT_WORK: round(share * peak)})
-            found.append(own)
-        return tuple(found)
+            total = static + Counter({ACTIVATIONS: round(share * held), AT_WORK: round(share * peak)})
+            totals.append(total)
+        return tuple(totals)
 
     def _make(self, layout: MegatronConfig, per_rank: int) -> RankTable:
         rank_of = tuple(rank_of_stage(layout.pipeline_schedule, layout.pp_size, per_rank))
@@ -103,19 +106,19 @@ class RankMemory:
         # Most ranks between the first and the last hold the same units: compute each kind once.
         kinds = {held: number for number, held in enumerate(dict.fromkeys(of_ranks))}
         kept_by = [self._kept_rank(layout, held) for held in kinds]
-        static_by = [self._static(layout, found) for found in kept_by]
+        static_by = [self._static(layout, entry) for entry in kept_by]
         peak_by = [max(0, *(self._stage(layout, runs)[1] for runs, _ in held)) for held in kinds]
-        numbers = [kinds[held] for held in of_ranks]
-        kept = [kept_by[number] for number in numbers]
-        static = tuple(static_by[number] for number in numbers)
+        kind_indices = [kinds[held] for held in of_ranks]
+        kept = [kept_by[number] for number in kind_indices]
+        static = tuple(static_by[number] for number in kind_indices)
         if len(stages) == 1:
             static[0].subtract(self.book.kept(layout)[1].kept)
         return RankTable(
             rank_of,
             static,
-            tuple(sum(found.values()) for found in static),
+            tuple(sum(entry.values()) for entry in static),
             tuple(self._stage(layout, runs)[0] for runs in stages),
-            tuple(peak_by[number] for number in numbers),
+            tuple(peak_by[number] for number in kind_indices),
             tuple(unit.entries for unit in kept),
             tuple(unit.trained for unit in kept),
             tuple(unit.owned for unit in kept),
@@ -144,18 +147,18 @@ class RankMemory:
         return self._kept[key]
 
     def _static(self, layout: MegatronConfig, kept: KeptUnit) -> Counter[str]:
-        found = Counter(kept.kept)
+        sizes = Counter(kept.kept)
         if layout.zero_stage >= 2:
-            found["gradients"] += kept.gradients
+            sizes["gradients"] += kept.gradients
         if layout.zero_stage == 2:
             # One bucket is being filled while another is in flight.
             ranks = (layout.dp_size or 1) * layout.cp_size
-            found["gradients"] += _GRADIENT * min(kept.trained, _IN_FLIGHT * max(_BUCKET, ranks * 1_000_000))
+            sizes["gradients"] += _GRADIENT * min(kept.trained, _IN_FLIGHT * max(_BUCKET, ranks * 1_000_000))
         if layout.zero_stage == 3:
-            found[GATHERED] += sum(kept.largest)
+            sizes[GATHERED] += sum(kept.largest)
         if kept.decoded:
-            found[DECODED] += kept.decoded
-        return found
+            sizes[DECODED] += kept.decoded
+        return sizes
 
 
 def _peak(units: Sequence[tuple[UnitFigures, int]]) -> int:

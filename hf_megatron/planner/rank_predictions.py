@@ -101,9 +101,9 @@ def predict_ranks(
         return step_figures(world, config, measured, sizes), step
 
     first = [world_rank(layout, ranks[0]) for ranks in kinds]
-    found = run_fake_ranks(on_rank, first, world_size, as_gloo=as_gloo, timeout=timeout)
+    results = run_fake_ranks(on_rank, first, world_size, as_gloo=as_gloo, timeout=timeout)
     predicted = []
-    for kind, (ranks, (figures, step)) in enumerate(zip(kinds, found, strict=True)):
+    for kind, (ranks, (figures, step)) in enumerate(zip(kinds, results, strict=True)):
         for rank in ranks:
             actions = played[rank] if is_played else None
             predicted.append(_predicted(rank, kind, figures, step, actions))
@@ -127,8 +127,8 @@ def _predicted(
     kept = {category: size for category, size in figures.kept.items() if category not in MOMENTS}
     peak, collectives = Peak(figures.peak, None), dict(figures.collectives)
     if actions is not None:
-        own = step.moved_to(sorted({action.stage for action in actions}))
+        moved_step = step.moved_to(sorted({action.stage for action in actions}))
         rows = 1 + max(action.microbatch for action in actions)
-        own.before += round(figures.kept.get(FORWARD, 0) * (rows / step.microbatches - 1))
-        peak, collectives = own.peak_of(actions), own.collectives_of(actions)
+        moved_step.before += round(figures.kept.get(FORWARD, 0) * (rows / step.microbatches - 1))
+        peak, collectives = moved_step.peak_of(actions), moved_step.collectives_of(actions)
     return PredictedRank(rank, kind, figures.parameters, kept, peak, collectives, tuple(figures.reads))

@@ -57,8 +57,8 @@ def as_text(ranks: Sequence[PredictedRank], layout: MegatronConfig, device_gib: 
         # Show the fullest: ranks of a kind hold the same layers, but differ in their in-flight microbatches.
         rank = max(same, key=lambda found: found.peak.size)
         kept = [f"{rank.kept.get(name, 0) / _GIB:.2f}" for name in names]
-        own = [f"{rank.parameters / 1e9:.3f}e9", *kept, f"{rank.peak.size / _GIB:.2f}", _moment(rank.peak.action)]
-        lines.append(_line(_numbers([found.pipeline_rank for found in same]), own))
+        cells = [f"{rank.parameters / 1e9:.3f}e9", *kept, f"{rank.peak.size / _GIB:.2f}", _moment(rank.peak.action)]
+        lines.append(_line(_numbers([entry.pipeline_rank for entry in same]), cells))
     fullest = max(ranks, key=lambda found: found.peak.size)
     if device_gib is not None:
         judgment = "fits" if fullest.peak.size <= device_gib * _GIB else "does not fit"

@@ -76,12 +76,12 @@ def search_layouts(config: PreTrainedConfig, job: Job, bounds: Bounds | None = N
     dispatches = any(mesh.ep_size > 1 for mesh in meshes)
     _measure(candidates, tensor_sizes, context_sizes, dispatches=dispatches)
     quick = [*_quick(estimator.memory, candidates, meshes)]
-    fitting = [found for found in quick if found.peak <= job.memory]
+    fitting = [candidate for candidate in quick if candidate.peak <= job.memory]
     fastest = _different(heapq.nsmallest(_SIMULATED, fitting, key=lambda found: found.order(estimator)), estimator)
     limit = fastest[0].seconds * (1 - NOISE) if fastest else math.inf
-    too_large = sorted((found for found in quick if found.peak > job.memory), key=lambda found: found.peak)
+    too_large = sorted((candidate for candidate in quick if candidate.peak > job.memory), key=lambda found: found.peak)
     # Lazily: most of these never need a time estimate.
-    nearest = next((found for found in too_large if found.seconds(estimator) < limit), None)
+    nearest = next((candidate for candidate in too_large if candidate.seconds(estimator) < limit), None)
     return SearchResult(
         job,
         tuple(fastest[:_SHOWN]),
@@ -162,10 +162,12 @@ def _quick(ranks: RankMemory, candidates: Candidates, meshes: Iterable[MegatronC
                     yield _Quick(candidate, peak)
 
 
-def _different(found: Iterable[_Quick], estimator: Estimator) -> list[Estimate]:
+def _different(quick_estimates: Iterable[_Quick], estimator: Estimator) -> list[Estimate]:
     """Estimates layouts by simulation, and keeps the fastest for each combination of axis sizes."""
     best: dict[tuple, Estimate] = {}
-    for one in sorted((quick.estimated(estimator) for quick in found), key=lambda one: (one.seconds, one.peak)):
+    for one in sorted(
+        (quick.estimated(estimator) for quick in quick_estimates), key=lambda one: (one.seconds, one.peak)
+    ):
         layout = one.layout
         best.setdefault((layout.tp_size, layout.cp_size, layout.pp_size, layout.ep_size), one)
     return [*best.values()]

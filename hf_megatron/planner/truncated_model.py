@@ -83,10 +83,10 @@ def shorten(config: PreTrainedConfig, training: Training = WHOLE, dtype: torch.d
 
 def _stacks(names: Sequence[tuple[str, ...]]) -> list[slice]:
     """Returns the range of each layer list, for example of the encoder and of the decoder."""
-    found, start = [], 0
+    stacks, start = [], 0
     for _, layers in itertools.groupby(names, lambda parts: parts[-1].rpartition(".")[0]):
-        found.append(slice(start, start := start + len([*layers])))
-    return found
+        stacks.append(slice(start, start := start + len([*layers])))
+    return stacks
 
 
 def _row_of(model: Any, training: Training) -> tuple[list[tuple[str, ...]], list[_Kind]]:
@@ -99,7 +99,7 @@ def _row_of(model: Any, training: Training) -> tuple[list[tuple[str, ...]], list
         kind = []
         for name in parts:
             module: nn.Module = model.get_submodule(name)
-            shapes = tuple((own, tuple(p.shape), p.requires_grad) for own, p in module.named_parameters())
+            shapes = tuple((param_name, tuple(p.shape), p.requires_grad) for param_name, p in module.named_parameters())
             kind.append((described.get(name, type(module)), shapes, reached))
             reached = reached or training.lora_rank > 0 or any(p.requires_grad for p in module.parameters())
         kinds.append(tuple(kind))

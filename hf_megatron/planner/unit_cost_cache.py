@@ -125,28 +125,28 @@ class UnitBook:
             on_smallest: further values of `recomputes`, with the smallest tp size only.
         """
         modes = sorted({None if mode == "full" else mode for mode in recomputes} | {None}, key=str)
-        wanted = [(tp, cp, mode) for tp in sorted(tp_sizes) for cp in sorted(cp_sizes) for mode in modes]
+        keys = [(tp, cp, mode) for tp in sorted(tp_sizes) for cp in sorted(cp_sizes) for mode in modes]
         smallest = min(tp_sizes)
-        wanted += [(smallest, 1, mode) for mode in on_smallest]
+        keys += [(smallest, 1, mode) for mode in on_smallest]
         # Recomputation does not change the traffic of context parallelism.
-        wanted = [key for key in wanted if key not in self._costs and (key[1] == 1 or key[2] is None)]
+        keys = [key for key in keys if key not in self._costs and (key[1] == 1 or key[2] is None)]
         layouts = [
             # Two data-parallel ranks, so that persistent gradient buffers exist before the step.
             MegatronConfig(
                 tp_size=tp, sequence_parallel=self.shares_sequences(tp), cp_size=cp, dp_size=2, recompute=mode
             )
-            for tp, cp, mode in wanted
+            for tp, cp, mode in keys
         ]
         if dispatches and self._dispatched is None:
             shares = self.shares_sequences(smallest)
             layouts.append(MegatronConfig(tp_size=smallest, sequence_parallel=shares, dp_size=2, ep_size=2))
         sizes = StepSizes(1, self.job.sequence_length, self.job.dtype, target_length=self.job.target_length)
-        found = measure_units(self.short, layouts, sizes, self.job.training)
-        self._costs |= dict(zip(wanted, found, strict=False))
-        if len(found) > len(wanted):
+        costs = measure_units(self.short, layouts, sizes, self.job.training)
+        self._costs |= dict(zip(keys, costs, strict=False))
+        if len(costs) > len(keys):
             plain = self._costs[smallest, 1, None].layers
             shared = smallest if self.shares_sequences(smallest) else 1
-            more = zip(found[-1].layers, plain, strict=True)
+            more = zip(costs[-1].layers, plain, strict=True)
             self._dispatched = tuple(_more_bytes(one, other, shared) for one, other in more)
 
     def shares_sequences(self, tp_size: int) -> bool:
@@ -205,16 +205,16 @@ class UnitBook:
             held = self.parameters(layout)
 
             def unit(parameters: Iterable[LocalParameter]) -> KeptUnit:
-                found = [*parameters]
-                trained = [one for one in found if one.is_trained]
+                param_list = [*parameters]
+                trained = [one for one in param_list if one.is_trained]
                 return KeptUnit(
-                    Counter(kept_bytes(found, layout.zero_stage, shards, offloads=layout.offload_optimizer)),
-                    gradient_bytes(found, shards),
-                    sum(one.entries for one in found),
+                    Counter(kept_bytes(param_list, layout.zero_stage, shards, offloads=layout.offload_optimizer)),
+                    gradient_bytes(param_list, shards),
+                    sum(one.entries for one in param_list),
                     sum(one.entries for one in trained),
                     sum(one.entries / shards[one.average] for one in trained),
-                    (sum(one.entries * one.itemsize for one in found),),
-                    max((one.entries * one.itemsize for one in found if one.codes is not None), default=0),
+                    (sum(one.entries * one.itemsize for one in param_list),),
+                    max((one.entries * one.itemsize for one in param_list if one.codes is not None), default=0),
                 )
 
             units = {BEFORE_LAYERS: unit(held.before), AFTER_LAYERS: unit(held.after)}
@@ -240,22 +240,22 @@ class UnitBook:
             rank_of: rank of each stage.
         """
         if rank_of not in self._of_ranks:
-            found: list[Counter[Runs]] = [Counter() for _ in range(max(rank_of) + 1)]
+            counters: list[Counter[Runs]] = [Counter() for _ in range(max(rank_of) + 1)]
             for rank, runs in zip(rank_of, self.runs(len(rank_of)), strict=True):
-                found[rank][runs] += 1
-            self._of_ranks[rank_of] = tuple(tuple(counts.items()) for counts in found)
+                counters[rank][runs] += 1
+            self._of_ranks[rank_of] = tuple(tuple(counts.items()) for counts in counters)
         return self._of_ranks[rank_of]
 
     def runs(self, stages: int) -> tuple[Runs, ...]:
         """Returns the units of each stage; raises `ConfigError` for too many stages."""
         if stages not in self._runs:
-            found, start = [], 0
+            stage_runs, start = [], 0
             for stage, count in enumerate(self.partition(stages)):
                 row = self.short.layers[start : start + count]
                 start += count
                 layers = [(layer, len([*same])) for layer, same in itertools.groupby(row)]
                 before = [(BEFORE_LAYERS, 1)] if stage == 0 else []
                 after = [(AFTER_LAYERS, 1)] if stage == stages - 1 else []
-                found.append((*before, *layers, *after))
-            self._runs[stages] = tuple(found)
+                stage_runs.append((*before, *layers, *after))
+            self._runs[stages] = tuple(stage_runs)
         return self._runs[stages]

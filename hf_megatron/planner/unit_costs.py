@@ -70,11 +70,11 @@ def measure_units(
     def on_rank(world: FakeWorld, number: int) -> UnitCosts:
         layout = layouts[number]
         ranks = {name: axis.size for name, axis in Axes.of(layout, 0).named}
-        made: list[tuple[UnitTracker, Any]] = []
+        trackers: list[tuple[UnitTracker, Any]] = []
 
         def tracker_of(model: Any) -> UnitTracker:
-            made.append((UnitTracker(model, ranks), model))
-            return made[-1][0]
+            trackers.append((UnitTracker(model, ranks), model))
+            return trackers[-1][0]
 
         # With context parallelism only the traffic is used, which one step shows.
         steps = 2 if layout.cp_size == 1 else 1
@@ -85,7 +85,7 @@ def measure_units(
             steps=steps,
             tracker_of=tracker_of,
         )
-        [(tracker, model)] = made
+        [(tracker, model)] = trackers
         return _costs(tracker, short, _adapters(model, short))
 
     places = [(0, layout.ranks_per_replica * (layout.dp_size or 1)) for layout in layouts]
@@ -94,12 +94,12 @@ def measure_units(
 
 def _adapters(model: Any, short: ShortModel) -> tuple[tuple[LocalParameter, ...], ...]:
     """Returns the local adapter parameters of each layer, by their local shapes; there are none outside the layers."""
-    own = {name for name, _ in short.model.named_parameters()}
+    base_names = {name for name, _ in short.model.named_parameters()}
     held: list[list[LocalParameter]] = [[] for _ in short.names]
     units, state = short.unit_of_module, parallel_state(model)
     assert state is not None
     for name, parameter in local_named_parameters(model):
-        if parameter.requires_grad and name.replace(".base_layer.", ".") not in own:
+        if parameter.requires_grad and name.replace(".base_layer.", ".") not in base_names:
             unit = next(unit for prefix, unit in units.items() if name.startswith(f"{prefix}."))
             average = state.shardings[name].gradient.average
             size = parameter.dtype.itemsize

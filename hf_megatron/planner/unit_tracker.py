@@ -129,9 +129,9 @@ class UnitTracker(AllocationTracker):
         if output is NotImplemented or func.namespace != "aten" or func.is_view or self._is_stepping:
             return output
         taken = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
-        made = [value for value in tree_iter(output) if isinstance(value, Tensor)]
-        if any(map(is_fake, made)) and not _is_alias(func, taken, made):
-            self._work(_work_of(func, args, taken, made))
+        outputs = [value for value in tree_iter(output) if isinstance(value, Tensor)]
+        if any(map(is_fake, outputs)) and not _is_alias(func, taken, outputs):
+            self._work(_work_of(func, args, taken, outputs))
         return output
 
     def _count_collective(self, func: Any, args: tuple) -> None:
@@ -156,7 +156,7 @@ class UnitTracker(AllocationTracker):
             figures.forward += work
 
 
-def _is_alias(func: Any, taken: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
+def _is_alias(func: Any, taken: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
     """Returns whether nothing was computed: the output is a view, or a new tensor without values."""
     if func._schema.is_mutable:
         return False
@@ -164,19 +164,19 @@ def _is_alias(func: Any, taken: Sequence[Tensor], made: Sequence[Tensor]) -> boo
         return func is _aten.empty.memory_format
     there = {storage_key(tensor) for tensor in taken}
     return func in (_aten.empty_like.default, _aten.new_empty.default, _aten.detach.default) or all(
-        storage_key(tensor) in there for tensor in made
+        storage_key(tensor) in there for tensor in outputs
     )
 
 
-def _work_of(func: Any, args: tuple, taken: Sequence[Tensor], made: Sequence[Tensor]) -> Work:
+def _work_of(func: Any, args: tuple, taken: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
     name = func._schema.name
     if func in _PRODUCTS:
         one, other = (args[place] for place in _PRODUCTS[func])
-        flops, width = _product(one, other, made[0])
+        flops, width = _product(one, other, outputs[0])
         return Work(matmuls={width: flops}, kernels=1)
     if "scaled_dot_product" in name or "flash_attention" in name or "efficient_attention" in name:
         return Work(attention=_attention(name, func, args), kernels=1)
-    moved = sum(tensor.nbytes for tensor in (*taken, *made))
+    moved = sum(tensor.nbytes for tensor in (*taken, *outputs))
     if func._schema.is_mutable:
         # The output of an in-place operation is one of its inputs: do not count it twice.
         moved = sum(tensor.nbytes for tensor in taken)

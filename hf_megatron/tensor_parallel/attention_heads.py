@@ -107,20 +107,20 @@ class NormOfRanks(nn.Module):
     variance_epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        numbers = hidden_states.float()
+        hidden_fp32 = hidden_states.float()
         # All-reduce the sum of squares, [..., 1]: the mean is taken over the features of all ranks.
-        squares = sum_over_ranks(numbers.pow(2).sum(-1, keepdim=True), self.mesh.tp_group) / self.width
-        return self.weight * (numbers * torch.rsqrt(squares + self.variance_epsilon)).to(hidden_states.dtype)
+        squares = sum_over_ranks(hidden_fp32.pow(2).sum(-1, keepdim=True), self.mesh.tp_group) / self.width
+        return self.weight * (hidden_fp32 * torch.rsqrt(squares + self.variance_epsilon)).to(hidden_states.dtype)
 
 
 def norm_of_all_ranks(norm: Any, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     """Returns the forward of an RMS norm over features that are split equally over the ranks."""
 
     def forward(hidden: Tensor) -> Tensor:
-        numbers = hidden.float()
+        hidden_fp32 = hidden.float()
         # The ranks hold equally many features, so the global mean is the mean of the local means, [..., 1].
-        squares = sum_over_ranks(numbers.pow(2).mean(-1, keepdim=True), group) / dist.get_world_size(group)
-        return norm.weight * (numbers * torch.rsqrt(squares + norm.variance_epsilon)).to(hidden.dtype)
+        squares = sum_over_ranks(hidden_fp32.pow(2).mean(-1, keepdim=True), group) / dist.get_world_size(group)
+        return norm.weight * (hidden_fp32 * torch.rsqrt(squares + norm.variance_epsilon)).to(hidden.dtype)
 
     return forward
 

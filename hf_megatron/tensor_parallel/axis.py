@@ -121,14 +121,14 @@ def place(model: Any, state: ParallelState) -> None:
 
 def _heads_of_rank(model: nn.Module, spec: ModelSpec, styles: Mapping[str, str], tp_size: int) -> dict[str, HeadBlock]:
     """Returns the blocks to shard by heads: the plan splits none of their weights, and tp_size divides their heads."""
-    found = {}
+    head_blocks = {}
     for name, module in model.named_modules():
         known = lookup(name, spec.cp.head_sharded_blocks)
         if known is None or not has_heads_of(module, known) or any(_is_inside(other, [name]) for other in styles):
             continue
         if divides(module, known, tp_size, takes_one_group=True):
-            found[name] = known
-    return found
+            head_blocks[name] = known
+    return head_blocks
 
 
 def _styles_of_heads(modules: Mapping[str, nn.Module], blocks: Mapping[str, HeadBlock]) -> dict[str, str]:
@@ -137,12 +137,14 @@ def _styles_of_heads(modules: Mapping[str, nn.Module], blocks: Mapping[str, Head
     for name, heads in blocks.items():
         # A norm of gathered features computes the complete gradient on every rank; all others see local heads only.
         gathered = heads.norms_of_groups if is_one_group(modules[name], heads) else ()
-        for own, part in modules[name].named_modules():
-            if own and any(parameter is not None for parameter in part._parameters.values()):
-                styles[f"{name}.{own}"] = "replicated" if own in gathered else "replicated_with_grad_allreduce"
+        for inner_name, part in modules[name].named_modules():
+            if inner_name and any(parameter is not None for parameter in part._parameters.values()):
+                styles[f"{name}.{inner_name}"] = (
+                    "replicated" if inner_name in gathered else "replicated_with_grad_allreduce"
+                )
         styles |= {f"{name}.{router}": "router_logits" for router in heads.routers}
         styles[name] = "head_sharded"
-        styles |= {f"{name}.{own}": of for own, of in styles_of_weights(modules[name], heads).items()}
+        styles |= {f"{name}.{inner_name}": of for inner_name, of in styles_of_weights(modules[name], heads).items()}
     return styles
 
 
@@ -241,8 +243,8 @@ def _guard_activations(
     """Installs the checks that pass full activations to user functions or reject the functions."""
     # Placeholders of off-stage modules have no parameters.
     layers = [layer for stack in structure.stacks for layer in model.get_submodule(stack).children()]
-    own = {module for layer in layers if computes_here(layer) for module in layer.modules()}
-    modules = {name: module for name, module in model.named_modules() if name in plan.styles or module in own}
+    local_modules = {module for layer in layers if computes_here(layer) for module in layer.modules()}
+    modules = {name: module for name, module in model.named_modules() if name in plan.styles or module in local_modules}
     kinds = {name: type(modules[name]) for name in structure.uniform if name in modules}
     activations = Activations(structure, plan.styles, dict(state.shardings), regions, kinds)
     # The base model may be called directly; it holds no reference to the model around it.

@@ -60,6 +60,6 @@ class OutputChecks:
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         for name, reason in self.reasons.items():
             # An argument overrides the config's default.
-            wanted = kwargs.get(name)
-            if wanted or (wanted is None and getattr(model.config, name, False)):
+            flag = kwargs.get(name)
+            if flag or (flag is None and getattr(model.config, name, False)):
                 raise UnsupportedError(f"{type(model).__name__}(..., {name}=True): {reason}")

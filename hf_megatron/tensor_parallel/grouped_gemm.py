@@ -55,8 +55,8 @@ def require_expert_widths(model: nn.Module, shardings: Mapping[str, ParameterSha
     """Raises `ConfigError` if experts of a planned model would have widths that their matmul does not support."""
     for name, module in model.named_modules():
         if uses_grouped_product(module):
-            own = [shardings[f"{name}.{parameter}"] for parameter in module._parameters]
-            _require(module, split_widths(own, axes), next(module.parameters()).dtype, axes.size("tp"))
+            param_shardings = [shardings[f"{name}.{parameter}"] for parameter in module._parameters]
+            _require(module, split_widths(param_shardings, axes), next(module.parameters()).dtype, axes.size("tp"))
 
 
 class GroupedWidths(Shared):

@@ -38,6 +38,6 @@ class HeadGradients:
 
     def results(self) -> tuple[Any, ...]:
         """Returns the three gradients in the dtypes of their inputs."""
-        found = (self.of_hidden, self.of_weight, self.of_bias)
-        pairs = zip(found, self.inputs, strict=True)
+        gradients = (self.of_hidden, self.of_weight, self.of_bias)
+        pairs = zip(gradients, self.inputs, strict=True)
         return tuple(None if one is None or of is None else one.to(of.dtype) for one, of in pairs)

@@ -136,26 +136,26 @@ class HeadsOfRank:
         for name, cut in cuts.items():
             if name.rpartition(".")[0] in gathered:
                 continue
-            for held, own, weight in _held(block, name):
+            for held, attr_name, weight in _held(block, name):
                 # This rank's heads: [all entries] -> [local entries] along `cut.dim`.
-                part = self._part(cut, held[own], weight)
-                self._replace(held, own, part)
+                part = self._part(cut, held[attr_name], weight)
+                self._replace(held, attr_name, part)
                 lengths[name] = part.shape[cut.dim]
         # Parameters that every rank adds to a partial sum: each adds its share.
         for name in self.heads.summed:
-            for held, own, weight in _held(block, name):
-                self._replace(held, own, weight / self.ranks)
+            for held, attr_name, weight in _held(block, name):
+                self._replace(held, attr_name, weight / self.ranks)
         if any(count.startswith(f"{_CONFIG}.") for count in self.heads.counts):
             # All layers share one config: replace it in this block only.
             self._replace(vars(block), "config", copy.copy(block.config))
         for count in self.heads.counts:
             if is_one and count == self.heads.groups:
                 continue
-            owner, own = _owner(block, count)
-            self._replace(vars(owner), own, getattr(owner, own) // self.ranks)
+            owner, attr_name = _owner(block, count)
+            self._replace(vars(owner), attr_name, getattr(owner, attr_name) // self.ranks)
         for count, name in self.heads.lengths.items():
-            owner, own = _owner(block, count)
-            self._replace(vars(owner), own, lengths[name])
+            owner, attr_name = _owner(block, count)
+            self._replace(vars(owner), attr_name, lengths[name])
         for name in self.heads.norms:
             norm = block.get_submodule(name)
             self._replace(vars(norm), "forward", norm_of_all_ranks(norm, self.group))
@@ -175,7 +175,7 @@ class HeadsOfRank:
         """
         self.give_back()
         for name, parameter in list(block.named_parameters()):
-            owner, own = _owner(block, name)
+            owner, attr_name = _owner(block, name)
             is_of_adapter = _BASE not in name.split(".") and any(
                 _BASE in outer._modules for outer in _outer_modules(block, name)
             )
@@ -189,7 +189,7 @@ class HeadsOfRank:
                     "target_modules and modules_to_save, or load the model with tp_size=1."
                 )
             weight = parameter.detach()
-            self._replace(owner._parameters, own, weight.full_tensor() if isinstance(weight, DTensor) else weight)
+            self._replace(owner._parameters, attr_name, weight.full_tensor() if isinstance(weight, DTensor) else weight)
 
     def _part(self, cut: "_Cut", parameter: Tensor, weight: Tensor) -> Tensor:
         """Returns this rank's slice of `weight`, the full or at-rest sharded tensor that forwards read."""
@@ -208,17 +208,17 @@ class HeadsOfRank:
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)
 
-    def _replace(self, held: dict[str, Any], own: str, value: Any) -> None:
+    def _replace(self, held: dict[str, Any], attr_name: str, value: Any) -> None:
         """Replaces a value that a module holds, and records the old one for `give_back`."""
-        self._replaced.append((held, own, held.get(own, _ABSENT)))
-        held[own] = value
+        self._replaced.append((held, attr_name, held.get(attr_name, _ABSENT)))
+        held[attr_name] = value
 
     def give_back(self) -> None:
-        for held, own, value in reversed(self._replaced):
+        for held, attr_name, value in reversed(self._replaced):
             if value is _ABSENT:
-                del held[own]
+                del held[attr_name]
             else:
-                held[own] = value
+                held[attr_name] = value
         self._replaced = []
 
 
@@ -294,16 +294,16 @@ def _of_gathered(norm: Callable[..., Tensor], group: dist.ProcessGroup) -> Calla
 
 
 def _owner(block: nn.Module, name: str) -> tuple[Any, str]:
-    path, _, own = name.rpartition(".")
-    return block.config if path == _CONFIG else block.get_submodule(path), own
+    path, _, attr_name = name.rpartition(".")
+    return block.config if path == _CONFIG else block.get_submodule(path), attr_name
 
 
 def _held(block: nn.Module, name: str) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     """Yields the dict that holds a parameter or buffer, its key, and the tensor as forwards read it, if it exists."""
-    owner, own = _owner(block, name)
+    owner, attr_name = _owner(block, name)
     for held in (owner._parameters, owner._buffers):
-        if held.get(own) is not None:
-            yield held, own, getattr(owner, own)
+        if held.get(attr_name) is not None:
+            yield held, attr_name, getattr(owner, attr_name)
 
 
 def _width(block: nn.Module, width: Width) -> int:

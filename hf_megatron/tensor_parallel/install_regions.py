@@ -135,8 +135,8 @@ class Regions(Shared):
 def leaves_layers_out(config: PreTrainedConfig) -> bool:
     """Returns whether a model, or one of its sub-models, skips layers at random in training."""
     parts = (part for part in vars(config).values() if isinstance(part, PreTrainedConfig))
-    own = (value for name, value in vars(config).items() if name.endswith(_LAYERDROP))
-    return any(own) or any(map(leaves_layers_out, parts))
+    rates = (value for name, value in vars(config).items() if name.endswith(_LAYERDROP))
+    return any(rates) or any(map(leaves_layers_out, parts))
 
 
 def _around_layers(model: Any, stack: str) -> nn.Module:

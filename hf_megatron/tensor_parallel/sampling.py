@@ -100,9 +100,9 @@ def smallest_kept(logits: Tensor, options: ScoreOptions) -> Tensor | None:
         low, high = torch.where(is_enough, middle, low), torch.where(is_enough, high, middle - 1)
     # The smallest kept logit over the full vocabulary.
     kept = torch.where(keys >= low.unsqueeze(-1), logits, torch.inf)
-    found = kept.min(-1).values if logits.shape[1] else torch.full_like(maximum, torch.inf)
-    reduce_over_vocabulary(found, options, dist.ReduceOp.MIN)
-    return found
+    threshold = kept.min(-1).values if logits.shape[1] else torch.full_like(maximum, torch.inf)
+    reduce_over_vocabulary(threshold, options, dist.ReduceOp.MIN)
+    return threshold
 
 
 def _ordered(values: Tensor) -> Tensor:
@@ -114,13 +114,13 @@ def _ordered(values: Tensor) -> Tensor:
 def _largest(logits: Tensor, place: int, options: ScoreOptions) -> Tensor:
     """Returns the `place`-th largest logit `[tokens]` over all ranks' `[tokens, vocab / tp]`."""
     # The global top-k is among the local ones: gather [tokens, place] from each rank, -inf where it owns fewer.
-    own = logits.topk(min(place, logits.shape[1])).values
+    top_logits = logits.topk(min(place, logits.shape[1])).values
     if options.group is not None:
-        own = F.pad(own, (0, place - own.shape[1]), value=-torch.inf).contiguous()
-        parts = [torch.empty_like(own) for _ in range(options.group.size())]
-        dist.all_gather(parts, own, group=options.group)
-        own = torch.cat(parts, 1)
-    return own.topk(place).values[:, -1]
+        top_logits = F.pad(top_logits, (0, place - top_logits.shape[1]), value=-torch.inf).contiguous()
+        parts = [torch.empty_like(top_logits) for _ in range(options.group.size())]
+        dist.all_gather(parts, top_logits, group=options.group)
+        top_logits = torch.cat(parts, 1)
+    return top_logits.topk(place).values[:, -1]
 
 
 def reduce_over_vocabulary(tensor: Tensor, options: ScoreOptions, operation: Any = dist.ReduceOp.SUM) -> None:

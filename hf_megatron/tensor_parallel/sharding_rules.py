@@ -21,7 +21,7 @@ def expand_plan(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
     """Maps concrete module and parameter names to style names; a rule that matches nothing raises."""
     names = [name for name, _ in model.named_modules()]
     names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    styles = {name: found for name in names if (found := lookup(name, spec.tp.plan)) is not None}
+    styles = {name: style_name for name in names if (style_name := lookup(name, spec.tp.plan)) is not None}
     unmatched = spec.tp.plan.keys() - set(styles) - {generic(name) for name in styles}
     if unmatched:
         raise PlanError(

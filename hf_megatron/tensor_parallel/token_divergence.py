@@ -155,7 +155,7 @@ def token_kl_divergences(
         ConfigError: different vocabularies, or values out of range.
         UnsupportedError: a head that is not linear, or a teacher whose vocabulary is split differently.
     """
-    found, _ = divergences_of_calls(
+    divergence, _ = divergences_of_calls(
         student,
         hooked_call(student, **batch),
         teacher,
@@ -164,4 +164,4 @@ def token_kl_divergences(
         beta,
         temperature,
     )
-    return found[:, :-1]
+    return divergence[:, :-1]

@@ -57,7 +57,7 @@ def scores_of_call(
     model: Any,
     call: Call,
     targets: Tensor,
-    wanted: Sequence[str],
+    field_names: Sequence[str],
     sampling: Sampling = PLAIN,
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Returns the wanted fields of one call's logits, `[batch, sequence]` each, and its router loss if there is one.
@@ -66,7 +66,7 @@ def scores_of_call(
         call (`Callable`): calls the model without labels and applies its argument to the output; with a pipeline the
             model applies it itself.
         targets (`Tensor`): `[batch, sequence]`, as returned by `next_tokens`.
-        wanted: names of `vocab_log_probs.FIELDS`.
+        field_names: names of `vocab_log_probs.FIELDS`.
         sampling (`Sampling`): distribution of the scores.
     """
     state = parallel_state(model)
@@ -75,7 +75,7 @@ def scores_of_call(
     def read(output: Any, rows: slice = slice(None)) -> tuple[Tensor, ...]:
         # `rows` is the microbatch of a pipeline: [samples, sequence] of [batch, sequence].
         part = targets[rows]
-        values = token_scores(output["logits"], part, wanted, sampling)
+        values = token_scores(output["logits"], part, field_names, sampling)
         head = model.get_output_embeddings()
         if state is not None and state.shards_weights and pipeline is not None and torch.is_grad_enabled():
             # The head is a separate FSDP2 unit whose hooks did not see these outputs: unshard it for backward.
@@ -89,7 +89,7 @@ def scores_of_call(
         # Checked on all stages: an error on the last stage alone would leave the others blocked.
         require_tokens(targets, model.config.get_text_config().vocab_size, "label", IGNORE_INDEX)
     values = read_of_call(model, call, read)
-    return values[: len(wanted)], values[len(wanted)] if len(values) > len(wanted) else None
+    return values[: len(field_names)], values[len(field_names)] if len(values) > len(field_names) else None
 
 
 class TokenStatistics(NamedTuple):
@@ -157,6 +157,6 @@ def token_statistics(
     Returns:
         `TokenStatistics`: `[batch, sequence - 1]` each.
     """
-    sampling, wanted = Sampling(temperature, top_k, top_p), (LOG_PROBS, "entropy")
-    found, _ = scores_of_call(model, hooked_call(model, **batch), next_tokens(labels), wanted, sampling)
-    return TokenStatistics(*(value[:, :-1] for value in found))
+    sampling, field_names = Sampling(temperature, top_k, top_p), (LOG_PROBS, "entropy")
+    scores, _ = scores_of_call(model, hooked_call(model, **batch), next_tokens(labels), field_names, sampling)
+    return TokenStatistics(*(value[:, :-1] for value in scores))

@@ -105,12 +105,12 @@ def divergences(
         frozenset(), head.out_features, logits.compute_dtype, logits.transform, Sampling(temperature)
     )
     # [counted tokens, hidden]
-    own = logits.hidden[mask]
+    student_hidden = logits.hidden[mask]
     if isinstance(head, VocabParallelHead):
         chunk = head.loss_chunk_size or student.chunk_size
         student = replace(student, group=head.group, vocab_start=head.vocab_start, chunk_size=chunk)
         # Each rank's vocabulary shard yields a partial gradient of the hidden states: all-reduce it.
-        own = copy_to_ranks(own, head.group)
+        student_hidden = copy_to_ranks(student_hidden, head.group)
     options = _Options(
         beta,
         student,
@@ -118,8 +118,8 @@ def divergences(
         lambda: teacher.rows(student.vocab_start, len(weight)),
         teacher.full_lm_head,
     )
-    found = _TokenDivergences.apply(own, weight, bias, hidden[mask], options)
-    values = tuple(value.new_zeros(mask.shape).masked_scatter(mask, value) for value in found)
+    divergence_terms = _TokenDivergences.apply(student_hidden, weight, bias, hidden[mask], options)
+    values = tuple(value.new_zeros(mask.shape).masked_scatter(mask, value) for value in divergence_terms)
     # [batch, local] -> [batch, sequence]
     if tokens is not None:
         values = tuple(tokens.join(value) for value in values)
@@ -215,10 +215,10 @@ _Head = tuple[Tensor, Tensor | None]
 
 def _heads(weight: Tensor, bias: Tensor | None, options: _Options) -> tuple[_Head, _Head]:
     """Returns the student's and the teacher's local heads in the dtypes of their matmuls."""
-    found = []
+    heads = []
     for (w, b), of in (((weight, bias), options.student), (options.rows(), options.teacher)):
-        found.append((w.to(of.dtype), None if b is None else b.to(of.dtype)))
-    return found[0], found[1]
+        heads.append((w.to(of.dtype), None if b is None else b.to(of.dtype)))
+    return heads[0], heads[1]
 
 
 def _logits(hidden: Tensor, head: _Head, options: ScoreOptions) -> Tensor:
@@ -232,11 +232,11 @@ def _both(hidden: Tensor, of_teacher: Tensor, heads: tuple[_Head, _Head], option
 def _terms(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """Returns local partial sums `[tokens]` of the divergence, and of the student's divergence from its reference."""
     if beta == 0:
-        found = _expected(teacher, teacher - student)
-        return found, torch.zeros_like(found)
+        divergence = _expected(teacher, teacher - student)
+        return divergence, torch.zeros_like(divergence)
     if beta == 1:
-        found = _expected(student, student - teacher)
-        return found, found
+        divergence = _expected(student, student - teacher)
+        return divergence, divergence
     mixture = _mixture(student, teacher, beta)
     of_student = _expected(student, student - mixture)
     return beta * _expected(teacher, teacher - mixture) + (1 - beta) * of_student, of_student

@@ -88,14 +88,14 @@ def _matmul_dtype(x: Tensor) -> torch.dtype:
 
 
 def token_scores(
-    logits: Tensor | DeferredLogits, targets: Tensor, wanted: Sequence[str], sampling: Sampling = PLAIN
+    logits: Tensor | DeferredLogits, targets: Tensor, field_names: Sequence[str], sampling: Sampling = PLAIN
 ) -> tuple[Tensor, ...]:
     """Computes fields of `FIELDS`, `[batch, sequence]` each in fp32, 0 where the target is `IGNORE_INDEX`.
 
     Args:
         logits: `[batch, sequence, vocab]`, as a model returns them.
         targets (`Tensor`): `[batch, sequence]`, the token that each position predicts.
-        wanted: fields to return; only log-probabilities and entropy are differentiable.
+        field_names: fields to return; only log-probabilities and entropy are differentiable.
         sampling (`Sampling`): tokens that cannot be sampled have the log-probability `-inf`, without gradient.
     """
     if targets.shape != logits.shape[:-1]:
@@ -108,7 +108,7 @@ def token_scores(
         # Ranks hold different tokens: [batch, sequence] -> [batch, local].
         targets = tokens.own(targets)
     mask = targets != IGNORE_INDEX
-    kept = frozenset(wanted) | {LOG_PROBS}
+    kept = frozenset(field_names) | {LOG_PROBS}
     weight, bias = None, None
     if isinstance(logits, DeferredLogits):
         # [counted tokens, hidden]; ignored tokens get no logits at all.
@@ -127,8 +127,8 @@ def token_scores(
         raise UnsupportedError(f"Expected logits, got {type(logits).__name__}: it has no log-probabilities.")
     options = replace(options, sampling=sampling)
     require_tokens(targets, options.vocabulary, "label", IGNORE_INDEX)
-    found = dict(zip(FIELDS, _TokenScores.apply(hidden, weight, bias, targets[mask], options), strict=True))
-    values = tuple(found[name].new_zeros(mask.shape).masked_scatter(mask, found[name]) for name in wanted)
+    scores = dict(zip(FIELDS, _TokenScores.apply(hidden, weight, bias, targets[mask], options), strict=True))
+    values = tuple(scores[name].new_zeros(mask.shape).masked_scatter(mask, scores[name]) for name in field_names)
     if tokens is None:
         return values
     # [batch, local] -> [batch, sequence]; collectives transport fp32, also for booleans.
@@ -212,9 +212,9 @@ class _TokenScores(torch.autograd.Function):
                 if (floor := smallest_kept(logits, options)) is not None:
                     logits = logits.masked_fill(logits < floor.unsqueeze(-1), -torch.inf)
                     floors.append(floor)
-                log_sum, found = _fields(logits, columns[chunk], options)
+                log_sum, chunk_fields = _fields(logits, columns[chunk], options)
                 parts.append(log_sum)
-                for name, value in found.items():
+                for name, value in chunk_fields.items():
                     fields[name].append(value)
         log_sums = torch.cat(parts)
         found_fields = tuple(torch.cat(values) for values in fields.values())
@@ -247,9 +247,9 @@ class _TokenScores(torch.autograd.Function):
                 upstream = of_log_probs[chunk].unsqueeze(-1)
                 # Tokens that sampling excludes have probability 0; a label among them has no gradient.
                 if kept is not None:
-                    floor, found = kept[:, chunk].unsqueeze(-1)
+                    floor, target_log_probs = kept[:, chunk].unsqueeze(-1)
                     log_probs = log_probs.masked_fill(log_probs < floor, -torch.inf)
-                    upstream = upstream.where(found > -torch.inf, 0)
+                    upstream = upstream.where(target_log_probs > -torch.inf, 0)
                 log_probs = log_probs - log_sums[chunk].unsqueeze(-1)
                 probabilities = log_probs.exp()
                 # d log_prob / d logits = onehot(target) - p; d entropy / d logits = -p * (log p + entropy).

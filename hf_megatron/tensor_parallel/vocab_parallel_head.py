@@ -252,8 +252,8 @@ class ShardedLogits(LateOutput):
             # Ranks hold different tokens: divide by the global number of targets and sum the ranks' losses.
             num_items_in_batch = count_targets(targets, ignore_index)
         # Targets [batch, sequence] -> [batch, local], matching the local hidden states.
-        own = self.tokens.own(targets.reshape(self.hidden.shape[0], self.tokens.length)).reshape(-1)
-        return self.tokens.sum(linear_cross_entropy(hidden, weight, bias, own, num_items_in_batch, options))
+        local_targets = self.tokens.own(targets.reshape(self.hidden.shape[0], self.tokens.length)).reshape(-1)
+        return self.tokens.sum(linear_cross_entropy(hidden, weight, bias, local_targets, num_items_in_batch, options))
 
 
 def _on_gathered(name: str) -> Callable[..., Any]:

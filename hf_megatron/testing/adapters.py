@@ -54,7 +54,7 @@ def find_targets(model: Any, tiny_model: TinyModel) -> Targets:
     used = {
         name: module
         for name, module in model.named_modules()
-        if name in called and not any(f"{name}.{own}" in unused for own in module._parameters)
+        if name in called and not any(f"{name}.{params}" in unused for params in module._parameters)
     }
     linears = [
         name
@@ -70,7 +70,7 @@ def find_targets(model: Any, tiny_model: TinyModel) -> Targets:
     norms = [
         name
         for name, module in used.items()
-        if (own := list(module._parameters.values())) and all(p is None or p.dim() == 1 for p in own)
+        if (params := list(module._parameters.values())) and all(p is None or p.dim() == 1 for p in params)
     ]
     inside = (name for name in names_inside(model, experts) if model.get_parameter(name).dim() == 3)
     matrices = sorted({f"experts.{name.rpartition('.')[2]}" for name in inside})
@@ -81,18 +81,18 @@ def find_targets(model: Any, tiny_model: TinyModel) -> Targets:
 
 def _called(model: Any, batch: dict[str, Any]) -> set[str]:
     """Returns the names of the modules that a forward calls and that return a single tensor, as PEFT requires."""
-    found: set[str] = set()
+    called_names: set[str] = set()
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor):
-            found.add(name)
+            called_names.add(name)
 
     hooks = [module.register_forward_hook(functools.partial(note, name)) for name, module in model.named_modules()]
     with torch.no_grad():
         model(**batch)
     for hook in hooks:
         hook.remove()
-    return found
+    return called_names
 
 
 def _lora(targets: Targets, **settings: Any) -> Any:

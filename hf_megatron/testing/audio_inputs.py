@@ -36,7 +36,7 @@ _SHORTER = 4
 
 def audio_inputs(
     config: Any,
-    asked: set[str],
+    argument_names: set[str],
     total: int,
     generator: torch.Generator,
     masks: Sequence[str] = MASKS_OF_SOUNDS,
@@ -46,13 +46,13 @@ def audio_inputs(
 
     Args:
         config (`PreTrainedConfig`): config of the model.
-        asked (`set[str]`): argument names of the model's forward.
+        argument_names (`set[str]`): argument names of the model's forward.
         total (`int`): number of clips.
         generator (`torch.Generator`): generator of the features.
         masks (`Sequence[str]`): names of arguments that are padding masks of clips.
         frames (`int`, *optional*): frames of each clip, if it has to match the length of a text.
     """
-    name = next((name for name in SOUNDS if name in asked), None)
+    name = next((name for name in SOUNDS if name in argument_names), None)
     if name is None:
         return
     audio = next((part for name in _PARTS if (part := getattr(config, name, None)) is not None), config)
@@ -69,9 +69,9 @@ def audio_inputs(
         lengths_of_clips = [_TOKENS * samples] if samples else [longest, _RAW]
         if "frame_ms" in values:
             lengths_of_clips = [_FRAMES_OF_SAMPLES * round(values["sample_rate"] * values["frame_ms"] / 1000)]
-    named = [mask for mask in masks if mask in asked]
-    given = [(True, named), (False, named), (False, [])] if named else [(False, [])]
-    for longest, (is_uneven, are_given) in itertools.product(lengths_of_clips, given):
+    named = [mask for mask in masks if mask in argument_names]
+    mask_options = [(True, named), (False, named), (False, [])] if named else [(False, [])]
+    for longest, (is_uneven, are_given) in itertools.product(lengths_of_clips, mask_options):
         shorter = longest // _SHORTER if is_uneven else 0
         lengths = torch.tensor([longest - shorter * (clip % 2) for clip in range(total)])
         is_there = torch.arange(longest) < lengths[:, None]
@@ -79,10 +79,10 @@ def audio_inputs(
             audio_clips = _draw(name, (total, *shape), values, generator)
             dim = 1 + shape.index(longest)
             seen = is_there.view(total, *(longest if dim == at else 1 for at in range(1, audio_clips.dim())))
-            found = {name: audio_clips * seen} | dict.fromkeys(are_given, is_there)
-            if "chunk_sample_lengths" in asked:
-                found["chunk_sample_lengths"] = lengths * values["hop_length"]
-            yield found
+            inputs = {name: audio_clips * seen} | dict.fromkeys(are_given, is_there)
+            if "chunk_sample_lengths" in argument_names:
+                inputs["chunk_sample_lengths"] = lengths * values["hop_length"]
+            yield inputs
 
 
 def _shapes(name: str, width: int, longest: int, values: dict[str, Any]) -> list[tuple[int, ...]]:

@@ -67,11 +67,11 @@ def audio_types() -> list[str]:
 def _audio_class(model_type: str) -> str | None:
     """Returns the audio-text class of a type: its multimodal class, or else its sequence-to-sequence class."""
     name: str | None = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(model_type)
-    found = getattr(transformers, name or MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(model_type, ""), None)
-    if found is None or not _takes_audio(found.forward):
+    model_class = getattr(transformers, name or MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(model_type, ""), None)
+    if model_class is None or not _takes_audio(model_class.forward):
         return None
-    is_other = name is None and (found.main_input_name in SOUNDS or found.config_class().is_encoder_decoder)
-    return None if is_other else found.__name__
+    is_other = name is None and (model_class.main_input_name in SOUNDS or model_class.config_class().is_encoder_decoder)
+    return None if is_other else model_class.__name__
 
 
 def _takes_audio(forward: Callable[..., Any]) -> bool:
@@ -95,8 +95,8 @@ def task_of_class(class_name: str, config: PreTrainedConfig) -> str:
 
 
 def _class_of_images(config: PreTrainedConfig) -> str | None:
-    found: str | None = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
-    return found
+    class_name: str | None = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    return class_name
 
 
 def _takes_images(config: PreTrainedConfig) -> bool:

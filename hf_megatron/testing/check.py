@@ -140,17 +140,17 @@ def check_models(
     rows = []
     for (model, _), outcome in in_forks(check, cases_of(models, task, given_class=class_name is not None), workers):
         try:
-            found, said = outcome()
+            results, said = outcome()
         except ConfigError as error:
             if "all" not in models:
                 raise
             # A type without a valid default config must not end the checks of the others.
-            found, said = [], [f"{model:24} {error}"]
+            results, said = [], [f"{model:24} {error}"]
         for line in said:
             echo(line)
-        rows += found
+        rows += results
         if record is not None:
-            write_results(record, found)
+            write_results(record, results)
     return rows
 
 
@@ -273,8 +273,8 @@ def _check_layout(
             {"split": _split_share(tiny_model, layout)} if layout.tp_size > 1 else {}
         )
         if unlike := describe_model(tiny_model.model_on_meta()).features({}).parts ^ tiny_model.full.features({}).parts:
-            found = "; ".join(sorted(str(line) for part in unlike for line in part.lines))
-            return row | {"passed": False, "worst": f"its tiny model differs from the full model: {found}"[:300]}
+            difference = "; ".join(sorted(str(line) for part in unlike for line in part.lines))
+            return row | {"passed": False, "worst": f"its tiny model differs from the full model: {difference}"[:300]}
         if layout.cp_size > 1:
             row |= _full_sequence_blocks(tiny_model, layout)
             if reason := row.pop("mixing", None):

@@ -72,80 +72,86 @@ def _side(value: Any) -> int:
     return value if isinstance(value, int) else value[-1]
 
 
-def image_forms(canvas: Canvas, asked: set[str], counts: Sequence[int]) -> Iterator[Callable[[], dict[str, Any]]]:
+def image_forms(
+    canvas: Canvas, argument_names: set[str], counts: Sequence[int]
+) -> Iterator[Callable[[], dict[str, Any]]]:
     """Yields functions that draw images in the formats that a model's argument names allow, most specific first."""
     total = sum(counts)
-    if asked & {"image_grid_thw", "image_grid_hw"}:
+    if argument_names & {"image_grid_thw", "image_grid_hw"}:
         side, merged = canvas.patch, canvas.patch * canvas.unit
-        yield lambda: _patches(canvas, asked, total, (canvas.frames * canvas.channels * side**2,))
-        yield lambda: _patches(canvas, asked, total, (canvas.channels, side, side))
-        yield lambda: _patches(canvas, asked, total, (merged, merged, canvas.channels), merged=canvas.unit)
+        yield lambda: _patches(canvas, argument_names, total, (canvas.frames * canvas.channels * side**2,))
+        yield lambda: _patches(canvas, argument_names, total, (canvas.channels, side, side))
+        yield lambda: _patches(canvas, argument_names, total, (merged, merged, canvas.channels), merged=canvas.unit)
     elif canvas.frames > 1:
         yield lambda: {PIXELS: canvas.draw(total, canvas.frames, canvas.patch, canvas.patch, canvas.channels)}
-    if "target_sizes" in asked:
+    if "target_sizes" in argument_names:
         yield lambda: _packed(canvas, total)
-    if "spatial_shapes" in asked or "image_position_ids" in asked:
-        yield lambda: _padded_patches(canvas, asked, total)
-    if "image_sizes" in asked and canvas.values.get("image_grid_pinpoints"):
-        yield lambda: _tiles(canvas, asked, counts)
-    if "image_token_pooling" in asked:
+    if "spatial_shapes" in argument_names or "image_position_ids" in argument_names:
+        yield lambda: _padded_patches(canvas, argument_names, total)
+    if "image_sizes" in argument_names and canvas.values.get("image_grid_pinpoints"):
+        yield lambda: _tiles(canvas, argument_names, counts)
+    if "image_token_pooling" in argument_names:
         yield lambda: _crops(canvas, total)
-    if "pixel_attention_mask" in asked:
+    if "pixel_attention_mask" in argument_names:
         yield lambda: _of_rows(canvas, counts, of_pixels=True)
         yield lambda: _of_rows(canvas, counts, of_pixels=False)
-    if "flattened_patches" in asked:
+    if "flattened_patches" in argument_names:
         yield lambda: _flat_patches(canvas, total)
-    if "qformer_input_ids" in asked:
+    if "qformer_input_ids" in argument_names:
         yield lambda: _with_questions(canvas, total)
         yield lambda: _with_questions(canvas, total, _FRAMES)
-    yield lambda: _full_images(canvas, asked, total)
-    if "num_local_patches" in asked:
+    yield lambda: _full_images(canvas, argument_names, total)
+    if "num_local_patches" in argument_names:
         # Or as lists instead of tensors.
-        yield lambda: {name: _as_list(name, value) for name, value in _full_images(canvas, asked, total).items()}
+        yield lambda: {
+            name: _as_list(name, value) for name, value in _full_images(canvas, argument_names, total).items()
+        }
     # Models that support several kinds of vision encoders may use one that accepts no sizes.
-    yield lambda: _full_images(canvas, asked - {"image_sizes"}, total)
+    yield lambda: _full_images(canvas, argument_names - {"image_sizes"}, total)
     # Models without a vision encoder project raw patches.
     if canvas.is_of_patches:
         yield lambda: {PIXELS: canvas.draw(total, canvas.channels * canvas.patch**2)}
-    numbers = canvas.height // canvas.patch * (canvas.width // canvas.patch)
-    yield lambda: {PIXELS: canvas.draw(total, numbers, canvas.channels * canvas.patch**2)}
+    num_patches = canvas.height // canvas.patch * (canvas.width // canvas.patch)
+    yield lambda: {PIXELS: canvas.draw(total, num_patches, canvas.channels * canvas.patch**2)}
 
 
-def video_form(canvas: Canvas, asked: set[str], total: int, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def video_form(canvas: Canvas, argument_names: set[str], total: int, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns videos of two and four frames in patches of the images' shape, or of two full frames.
 
     Args:
         canvas (`Canvas`): image geometry of the model.
-        asked (`set[str]`): argument names of the model's forward.
+        argument_names (`set[str]`): argument names of the model's forward.
         total (`int`): number of videos.
         images (`Mapping`): images in the format of the model.
     """
-    if "video_grid_thw" not in asked:
-        found = {VIDEO_PIXELS: canvas.draw(total, _FRAMES, canvas.channels, canvas.height, canvas.width)}
-        if "image_sizes_videos" in asked:
-            found["image_sizes_videos"] = torch.tensor([[canvas.height, canvas.width]] * total)
-        return found
+    if "video_grid_thw" not in argument_names:
+        inputs = {VIDEO_PIXELS: canvas.draw(total, _FRAMES, canvas.channels, canvas.height, canvas.width)}
+        if "image_sizes_videos" in argument_names:
+            inputs["image_sizes_videos"] = torch.tensor([[canvas.height, canvas.width]] * total)
+        return inputs
     sizes = images[GRID][:, 1:].repeat(total, 1)[:total]
     frames = torch.tensor([[_FRAMES * (1 + video % 2)] for video in range(total)])
     grids = torch.cat([frames, sizes], 1)
-    found = {VIDEO_PIXELS: canvas.draw(int(grids.prod(1).sum()), *images[PIXELS].shape[1:]), "video_grid_thw": grids}
-    if "video_merge_sizes" in asked:
-        found["video_merge_sizes"] = images["image_merge_sizes"].repeat(total)[:total]
+    inputs = {VIDEO_PIXELS: canvas.draw(int(grids.prod(1).sum()), *images[PIXELS].shape[1:]), "video_grid_thw": grids}
+    if "video_merge_sizes" in argument_names:
+        inputs["video_merge_sizes"] = images["image_merge_sizes"].repeat(total)[:total]
     for name in ("second_per_grid_ts", "video_second_per_grid"):
-        if name in asked:
-            found[name] = torch.tensor([1.0 + video % 2 for video in range(total)])
-    return found
+        if name in argument_names:
+            inputs[name] = torch.tensor([1.0 + video % 2 for video in range(total)])
+    return inputs
 
 
-def _patches(canvas: Canvas, asked: set[str], total: int, shape: tuple[int, ...], merged: int = 1) -> dict[str, Tensor]:
+def _patches(
+    canvas: Canvas, argument_names: set[str], total: int, shape: tuple[int, ...], merged: int = 1
+) -> dict[str, Tensor]:
     """Returns the concatenated patches of all images, `[patches, *shape]`, with `merged` encoder patches per side."""
     grids = canvas.grids(total) // merged
     sizes = {"image_grid_hw": grids, "image_grid_thw": torch.cat([torch.ones(total, 1, dtype=torch.long), grids], 1)}
-    found = {PIXELS: canvas.draw(int(grids.prod(1).sum()), *shape)}
-    found |= {name: value for name, value in sizes.items() if name in asked}
-    if "image_merge_sizes" in asked:
-        found["image_merge_sizes"] = torch.full((total,), canvas.unit)
-    return found
+    inputs = {PIXELS: canvas.draw(int(grids.prod(1).sum()), *shape)}
+    inputs |= {name: value for name, value in sizes.items() if name in argument_names}
+    if "image_merge_sizes" in argument_names:
+        inputs["image_merge_sizes"] = torch.full((total,), canvas.unit)
+    return inputs
 
 
 def _packed(canvas: Canvas, total: int) -> dict[str, Tensor]:
@@ -155,14 +161,14 @@ def _packed(canvas: Canvas, total: int) -> dict[str, Tensor]:
     return {PIXELS: canvas.draw(1, canvas.channels, canvas.patch, width), "target_sizes": grids.int()}
 
 
-def _padded_patches(canvas: Canvas, asked: set[str], total: int) -> dict[str, Tensor]:
+def _padded_patches(canvas: Canvas, argument_names: set[str], total: int) -> dict[str, Tensor]:
     """Returns the right-padded patches of each image, `[images, patches, width]`."""
     grids = canvas.grids(total)
     lengths = grids.prod(1)
     longest = int(lengths.max())
     mask = torch.arange(longest) < lengths[:, None]
     pixels = canvas.draw(total, longest, canvas.channels * canvas.patch**2) * mask[..., None]
-    if "spatial_shapes" in asked:
+    if "spatial_shapes" in argument_names:
         return {PIXELS: pixels, "spatial_shapes": grids, "pixel_attention_mask": mask.long()}
     places = torch.full((total, longest, 2), -1)
     for image, (height, width) in enumerate(grids.tolist()):
@@ -171,34 +177,36 @@ def _padded_patches(canvas: Canvas, asked: set[str], total: int) -> dict[str, Te
     return {PIXELS: pixels, "image_position_ids": places}
 
 
-def _tiles(canvas: Canvas, asked: set[str], counts: Sequence[int]) -> dict[str, Tensor]:
+def _tiles(canvas: Canvas, argument_names: set[str], counts: Sequence[int]) -> dict[str, Tensor]:
     """Returns a thumbnail and tiles of each image, padded: `[images, tiles, channels, height, width]`."""
     total, side = sum(counts), min(canvas.height, canvas.width)
     grids = sorted(canvas.values["image_grid_pinpoints"])[:2]
     # The width is not a multiple of the tile width, so that the model removes padding.
     sizes = torch.tensor([[grids[image % len(grids)][0], grids[image % len(grids)][1] - 1] for image in range(total)])
     tiles = 1 + max(math.prod(length // side for length in grid) for grid in grids)
-    found = {PIXELS: canvas.draw(total, tiles, canvas.channels, canvas.height, canvas.width), "image_sizes": sizes}
-    if "batch_num_images" in asked:
-        found["batch_num_images"] = torch.tensor(counts)
-    return found
+    inputs = {PIXELS: canvas.draw(total, tiles, canvas.channels, canvas.height, canvas.width), "image_sizes": sizes}
+    if "batch_num_images" in argument_names:
+        inputs["batch_num_images"] = torch.tensor(counts)
+    return inputs
 
 
 def _crops(canvas: Canvas, total: int) -> dict[str, Tensor]:
     """Returns crops of images in patches, `[crops, patches, width]`, and the patch indices that each feature pools."""
     rows, columns = canvas.height // canvas.patch, canvas.width // canvas.patch
     # The first crop is the full image.
-    numbers = torch.tensor([2 + image % 2 for image in range(total)])
-    places = torch.arange(int(numbers.sum()) * rows * columns).view(-1, rows // 2, 2, columns // 2, 2)
+    crop_counts = torch.tensor([2 + image % 2 for image in range(total)])
+    places = torch.arange(int(crop_counts.sum()) * rows * columns).view(-1, rows // 2, 2, columns // 2, 2)
     pooled = places.transpose(2, 3).reshape(-1, 4).clone()
     # A missing patch at the edge.
     pooled[::5, -1] = -1
     base_grids = torch.tensor([rows // 2, columns // 2]).repeat(total, 1)
     return {
-        PIXELS: canvas.draw(int(numbers.sum()), rows * columns, canvas.channels * canvas.patch**2),
+        PIXELS: canvas.draw(int(crop_counts.sum()), rows * columns, canvas.channels * canvas.patch**2),
         "image_token_pooling": pooled,
-        "image_grids": torch.cat([base_grids, base_grids * torch.stack([numbers - 1, torch.ones_like(numbers)], 1)], 1),
-        "image_num_crops": numbers,
+        "image_grids": torch.cat(
+            [base_grids, base_grids * torch.stack([crop_counts - 1, torch.ones_like(crop_counts)], 1)], 1
+        ),
+        "image_num_crops": crop_counts,
     }
 
 
@@ -222,8 +230,8 @@ def _flat_patches(canvas: Canvas, total: int) -> dict[str, Tensor]:
     grids = torch.tensor([[1 + image % 2, 3] for image in range(total)])
     patches = torch.zeros(total, int(grids.prod(1).max()), 2 + canvas.values["patch_embed_hidden_size"])
     for image, grid in enumerate(grids.tolist()):
-        found = torch.cartesian_prod(*(torch.arange(1, side + 1) for side in grid))
-        patches[image, : len(found)] = torch.cat([found, canvas.draw(len(found), patches.shape[-1] - 2)], 1)
+        positions = torch.cartesian_prod(*(torch.arange(1, side + 1) for side in grid))
+        patches[image, : len(positions)] = torch.cat([positions, canvas.draw(len(positions), patches.shape[-1] - 2)], 1)
     return {"flattened_patches": patches}
 
 

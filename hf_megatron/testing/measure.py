@@ -70,16 +70,16 @@ def _samples_on_this_rank(model: Any, batch: dict[str, Tensor]) -> dict[str, Ten
     ranks, rank = state.mesh.dp_size, state.mesh.dp_rank
     model_config = unwrap_parallel_model(model).config
     modalities = modality_names(batch, model_config)
-    found = {
+    samples = {
         name: value.tensor_split(ranks)[rank] if isinstance(value, Tensor) else value
         for name, value in batch.items()
         if name not in modalities
     }
     if modalities:
-        numbers = torch.arange(len(batch["input_ids"])).tensor_split(ranks)[rank]
-        rows = slice(int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else slice(0, 0)
-        found |= multimodal_samples(batch, rows, model_config)
-    return found
+        sample_indices = torch.arange(len(batch["input_ids"])).tensor_split(ranks)[rank]
+        rows = slice(int(sample_indices[0]), int(sample_indices[-1]) + 1) if len(sample_indices) else slice(0, 0)
+        samples |= multimodal_samples(batch, rows, model_config)
+    return samples
 
 
 def on_device(batches: list[dict[str, Tensor]], model: nn.Module) -> list[dict[str, Tensor]]:
@@ -166,10 +166,10 @@ def _on_all_ranks(
     }
 
 
-def _of_all_stages(own: dict[str, Tensor | None], mesh: ParallelMesh) -> dict[str, Tensor | None]:
+def _of_all_stages(local_tensors: dict[str, Tensor | None], mesh: ParallelMesh) -> dict[str, Tensor | None]:
     """Merges the tensors of all pipeline stages; a tied tensor whose copies differ becomes NaN."""
     parts: list[dict[str, Tensor | None]] = [{}] * mesh.pp_size
-    dist.all_gather_object(parts, own, group=mesh.pp_group)
+    dist.all_gather_object(parts, local_tensors, group=mesh.pp_group)
     merged: dict[str, Tensor | None] = {}
     for part in parts:
         for name, tensor in part.items():

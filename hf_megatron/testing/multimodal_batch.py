@@ -67,10 +67,10 @@ def make_multimodal_batch(
         ValueError: with `videos` or `audio_clips`, the model does not accept any known format of them.
     """
     generator = torch.Generator().manual_seed(seed)
-    asked = inspect.signature(model.forward).parameters
-    has_places = image_token(model.config) is not None or PLACES in asked
+    parameters = inspect.signature(model.forward).parameters
+    has_places = image_token(model.config) is not None or PLACES in parameters
     counts = [_IMAGES[row % len(_IMAGES)] if has_places else 1 for row in range(batch_size)]
-    if PIXELS not in asked and "flattened_patches" not in asked:
+    if PIXELS not in parameters and "flattened_patches" not in parameters:
         counts = [0] * batch_size
     images, sizes = _images(model, counts, generator) if any(counts) else ({}, [])
     left = iter(sizes)
@@ -78,8 +78,8 @@ def make_multimodal_batch(
     if not videos and not audio_clips:
         return _written(model, pieces, images, generator)
     problems: list[str] = []
-    for tensors, found in (_with_videos if videos else _with_audio_clips)(model, pieces, images, generator):
-        batch = _written(model, found, tensors, generator)
+    for tensors, batch_pieces in (_with_videos if videos else _with_audio_clips)(model, pieces, images, generator):
+        batch = _written(model, batch_pieces, tensors, generator)
         try:
             if _depends_on(model, batch, VIDEO_PIXELS if videos else next(name for name in SOUNDS if name in batch)):
                 return batch
@@ -94,7 +94,7 @@ def _written(
     model: Any, pieces: Sequence[Sequence[_Piece]], modalities: Mapping[str, Tensor], generator: torch.Generator
 ) -> dict[str, Tensor]:
     """Returns a batch of text samples with the given items in between."""
-    asked, tokens = inspect.signature(model.forward).parameters, plain_tokens(model.config)
+    parameters, tokens = inspect.signature(model.forward).parameters, plain_tokens(model.config)
 
     def text(length: int) -> list[int]:
         return tokens[torch.randint(len(tokens), (length,), generator=generator)].tolist()
@@ -120,10 +120,10 @@ def _written(
         "attention_mask": attention_mask,
         "labels": input_ids.masked_fill((attention_mask == 0) | (kinds > 0), -100),
     }
-    batch |= {name: kinds for name in _KINDS_OF_TOKENS if name in asked}
-    if PLACES in asked:
+    batch |= {name: kinds for name in _KINDS_OF_TOKENS if name in parameters}
+    if PLACES in parameters:
         batch[PLACES] = (kinds == 1).long()
-    if "cross_attention_mask" in asked:
+    if "cross_attention_mask" in parameters:
         batch["cross_attention_mask"] = _seen_tiles(kinds > 0, modalities["aspect_ratio_mask"])
     return batch | dict(modalities)
 
@@ -137,8 +137,8 @@ def _with_videos(
     if VIDEO_PIXELS not in inspect.signature(model.forward).parameters or not named:
         return
     counts = [_VIDEOS[row % len(_VIDEOS)] for row in range(len(pieces))]
-    asked = {*inspect.signature(model.forward).parameters}
-    videos = video_form(Canvas(model.config, generator), asked, sum(counts), images)
+    argument_names = {*inspect.signature(model.forward).parameters}
+    videos = video_form(Canvas(model.config, generator), argument_names, sum(counts), images)
     # Some classes pass on keyword arguments that only the base model's method declares.
     taken = {name for part in named for name in inspect.signature(part.get_video_features).parameters}
     of_features = {name: value for name, value in videos.items() if name in taken}
@@ -154,34 +154,34 @@ def _with_videos(
                 _Piece(2, of_video, (size // number,) * number if is_apart else (size,))
                 for size, number in zip(sizes, frames, strict=True)
             )
-            found = [
+            batch_pieces = [
                 [*(of_row if with_images else ()), *(next(left) for _ in range(count))]
                 for of_row, count in zip(pieces, counts, strict=True)
             ]
-            yield (dict(images) if with_images else {}) | videos, found
+            yield (dict(images) if with_images else {}) | videos, batch_pieces
 
 
 def _with_audio_clips(
     model: Any, pieces: Sequence[Sequence[_Piece]], images: Mapping[str, Tensor], generator: torch.Generator
 ) -> Iterator[tuple[dict[str, Tensor], list[list[_Piece]]]]:
     """Yields batches with images followed by audio clips, in every format of `audio_inputs`."""
-    asked, token = {*inspect.signature(model.forward).parameters}, audio_token(model.config)
+    argument_names, token = {*inspect.signature(model.forward).parameters}, audio_token(model.config)
     if token is None and (frames := getattr(model.config, FRAMES_OF_TOKEN, None)) is not None:
         # One clip per sample, as long as its text.
         texts = [[_Piece(0, None, (_TOKENS_BETWEEN,))] for _ in pieces]
         length = _written(model, texts, {}, generator)["input_ids"].shape[1]
-        for audio_clips in audio_inputs(model.config, asked, len(pieces), generator, frames=frames * length):
+        for audio_clips in audio_inputs(model.config, argument_names, len(pieces), generator, frames=frames * length):
             yield audio_clips, texts
         return
     counts = [_VIDEOS[row % len(_VIDEOS)] for row in range(len(pieces))]
-    for audio_clips in audio_inputs(model.config, asked, sum(counts), generator):
+    for audio_clips in audio_inputs(model.config, argument_names, sum(counts), generator):
         clips = [{name: value[clip : clip + 1] for name, value in audio_clips.items()} for clip in range(sum(counts))]
         # Every other clip is shorter.
         of_length = [_tokens_of_clip(model, clip, token, generator) for clip in clips[:2]]
         sizes = [of_length[clip % 2] for clip in range(len(clips))]
         left = iter(_Piece(3, token, (size,)) for size in sizes)
         yield (
-            {**images, **audio_clips, **_lengths(asked, sizes)},
+            {**images, **audio_clips, **_lengths(argument_names, sizes)},
             [[*of_row, *(next(left) for _ in range(count))] for of_row, count in zip(pieces, counts, strict=True)],
         )
 
@@ -191,46 +191,50 @@ def _tokens_of_clip(model: Any, clip: Mapping[str, Tensor], token: int | None, g
 
     In the latter case the model will reject the batch.
     """
-    asked = {*inspect.signature(model.forward).parameters}
+    argument_names = {*inspect.signature(model.forward).parameters}
     # Try the largest number first: some models accept more features than placeholders.
     for size in range(_TOKENS_OF_SOUND, 0, -1):
         try:
             with torch.no_grad():
-                model(**_written(model, [[_Piece(3, token, (size,))]], {**clip, **_lengths(asked, [size])}, generator))
+                model(
+                    **_written(
+                        model, [[_Piece(3, token, (size,))]], {**clip, **_lengths(argument_names, [size])}, generator
+                    )
+                )
             return size
         except _UNFIT:
             continue
     return 1
 
 
-def _lengths(asked: set[str], sizes: Sequence[int]) -> dict[str, Tensor]:
-    return {"audio_embed_sizes": torch.tensor(sizes)} if "audio_embed_sizes" in asked else {}
+def _lengths(argument_names: set[str], sizes: Sequence[int]) -> dict[str, Tensor]:
+    return {"audio_embed_sizes": torch.tensor(sizes)} if "audio_embed_sizes" in argument_names else {}
 
 
 def _depends_on(model: Any, batch: Mapping[str, Tensor], name: str) -> bool:
     """Returns whether the loss depends on an argument, such as video pixels or audio."""
     others = {**batch, name: torch.zeros_like(batch[name])}
     with torch.no_grad():
-        losses = [model.eval()(**given).loss.item() for given in (batch, others)]
+        losses = [model.eval()(**inputs).loss.item() for inputs in (batch, others)]
     model.train()
     return losses[0] != losses[1]
 
 
 def _images(model: Any, counts: Sequence[int], generator: torch.Generator) -> tuple[dict[str, Tensor], list[int]]:
     """Returns the images in the first format that the model accepts, and the number of features of each image."""
-    canvas, asked = Canvas(model.config, generator), {*inspect.signature(model.forward).parameters}
-    if "aspect_ratio_ids" in asked:
+    canvas, argument_names = Canvas(model.config, generator), {*inspect.signature(model.forward).parameters}
+    if "aspect_ratio_ids" in argument_names:
         # Cross-attention layers read the images; each image has one token in the text.
         return tiles_of_rows(canvas, counts), [1] * sum(counts)
     named = [(part, name) for part in (model, model.base_model) for name in _FEATURES if name in dir(type(part))]
     if not named:
         # The config may have the number of features; else there are none in the text.
-        form = next(image_forms(canvas, asked, counts))
+        form = next(image_forms(canvas, argument_names, counts))
         return form(), [getattr(model.config, "latent_query_num", 0)] * sum(counts)
     features = getattr(*named[0])
-    asked |= {*inspect.signature(features).parameters}
+    argument_names |= {*inspect.signature(features).parameters}
     problems = []
-    for form in image_forms(canvas, asked, counts):
+    for form in image_forms(canvas, argument_names, counts):
         images = form()
         try:
             return images, _features(features, images, sum(counts))
@@ -249,7 +253,7 @@ def _features(features: Callable[..., Any], images: Mapping[str, Tensor], total:
     """Returns the number of features that the model computes for each image."""
     with torch.no_grad():
         output = features(**images)
-        found = output.last_hidden_state if output.pooler_output is None else output.pooler_output
-    parts = [found] if isinstance(found, Tensor) else found
+        embeddings = output.last_hidden_state if output.pooler_output is None else output.pooler_output
+    parts = [embeddings] if isinstance(embeddings, Tensor) else embeddings
     lengths = [part.numel() // part.shape[-1] for part in parts]
     return lengths if len(lengths) == total else [sum(lengths) // total] * total

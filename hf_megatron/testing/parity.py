@@ -155,12 +155,12 @@ def best_draw(draw: Callable[[int, float], TinyModel], known: int | None = None)
         known (`int`, *optional*): index of a previously chosen draw; no other is tried.
     """
     threads = torch.get_num_threads()
-    numbers = range(_DRAWS) if known is None else [known]
+    draw_indices = range(_DRAWS) if known is None else [known]
     draws: list[TinyModel] = []
     try:
         # One thread, as on the ranks: for tensors of this size, several threads mostly wait for each other.
         torch.set_num_threads(1)
-        for number in numbers:
+        for number in draw_indices:
             best = min((tiny_model.reference.round_off for tiny_model in draws), default=math.inf)
             draws.append(draw(number, best))
             draws[-1].draw = number
@@ -201,12 +201,14 @@ def _draw(
     directory = Path(tempfile.mkdtemp(prefix="hf_megatron_twin_"))
     model.save_pretrained(directory)
     if task in ("image", "video", "audio") or (task == "masked" and image_token(model.config) is not None):
-        given = {"batch_size": sizes["batch_size"], "videos": task == "video", "audio_clips": task == "audio"}
-        batches = [make_multimodal_batch(model, **given, seed=seed + index) for index in range(microbatches)]
+        batch_kwargs = {"batch_size": sizes["batch_size"], "videos": task == "video", "audio_clips": task == "audio"}
+        batches = [make_multimodal_batch(model, **batch_kwargs, seed=seed + index) for index in range(microbatches)]
         if task == "video" and PIXELS not in batches[0]:
             # The model takes either images or videos: every other batch has images.
-            given["videos"] = False
-            batches[1::2] = [make_multimodal_batch(model, **given, seed=seed + n) for n in range(1, microbatches, 2)]
+            batch_kwargs["videos"] = False
+            batches[1::2] = [
+                make_multimodal_batch(model, **batch_kwargs, seed=seed + n) for n in range(1, microbatches, 2)
+            ]
     elif task == "seq2seq" and image_token(model.config) is not None:
         batches = [
             make_multimodal_batch(model, batch_size=sizes["batch_size"], seed=seed + index)
@@ -251,12 +253,12 @@ def result_of_fork(function: Callable[[], Any]) -> Any:
             # Some exceptions cannot be pickled, so pass their text.
             return None, "".join(traceback.format_exception_only(error)).strip(), traceback.format_exc()
 
-    [(found, problem, trace)] = run_forks(outcome, [0], 1, lambda *_: None, timeout=1200)
+    [(result, problem, trace)] = run_forks(outcome, [0], 1, lambda *_: None, timeout=1200)
     if problem:
         error = RuntimeError(problem)
         error.add_note(trace)
         raise error
-    return found
+    return result
 
 
 def check_tiny_model(

@@ -29,9 +29,9 @@ _RATE = 0.5
 
 def rates(config: PreTrainedConfig) -> frozenset[str]:
     """Returns the names of the rates in a config and its sub-configs."""
-    found = {name for name, value in vars(config).items() if is_rate(name, value)}
+    names = {name for name, value in vars(config).items() if is_rate(name, value)}
     return frozenset(
-        found.union(*(rates(part) for part in vars(config).values() if isinstance(part, PreTrainedConfig)))
+        names.union(*(rates(part) for part in vars(config).values() if isinstance(part, PreTrainedConfig)))
     )
 
 
@@ -158,21 +158,21 @@ def _train(
     def on_rank() -> list[tuple[frozenset[str], dict[str, torch.Tensor]]]:
         model = tiny_model.load(config=configs[-1], megatron_config=under_test)
         start = [parameter.detach().clone() for parameter in model.parameters()]
-        found = []
+        results = []
         for config, other in zip(configs, others, strict=True):
             if other is not None:
                 _take_rates(model, other)
             if other is None or random_sites(model) != random_sites(other):
                 # The class builds other modules, or fails, with a rate of zero: load it with its own config.
                 loaded = tiny_model.load(config=config, megatron_config=under_test)
-                found.append(_trained(loaded, tiny_model.batches))
+                results.append(_trained(loaded, tiny_model.batches))
                 continue
-            found.append(_trained(model, tiny_model.batches))
+            results.append(_trained(model, tiny_model.batches))
             with torch.no_grad():
                 for parameter, value in zip(model.parameters(), start, strict=True):
                     parameter.copy_(value)
             model.zero_grad()
-        return found
+        return results
 
     results = run_ranks(on_rank, layout.ranks_per_replica, timeout=timeout * len(trials), device=device)
     return [_outcome([rank[index] for rank in results]) for index in range(len(trials))]

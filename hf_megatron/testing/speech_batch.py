@@ -32,14 +32,14 @@ def make_speech_batch(
         ValueError: the model does not accept any known format of clips.
     """
     generator = torch.Generator().manual_seed(seed)
-    asked = {*inspect.signature(model.forward).parameters}
+    argument_names = {*inspect.signature(model.forward).parameters}
     tokens = plain_tokens(model.config)
     labels = tokens[torch.randint(len(tokens), (batch_size, sequence_length - 2), generator=generator)]
     labels = labels_of_decoder(labels, model.config, generator, padding=sequence_length // 4)
     if (books := getattr(model.config, "num_codebooks", None)) is not None:
         return _in_codebooks(model.config, books, labels, generator)
     problems: list[str] = []
-    for clips in audio_inputs(model.config, asked, batch_size, generator, masks=(_MASK,)):
+    for clips in audio_inputs(model.config, argument_names, batch_size, generator, masks=(_MASK,)):
         batch = clips | {"labels": labels}
         try:
             _require_read(model, batch, next(iter(clips)))

@@ -246,8 +246,8 @@ def tiny_reads(read: int | Sequence[int], num_layers: int, num_tiny: int) -> int
     states = [layer % (num_layers + 1) for layer in layers]
     last = num_tiny - min(num_layers - max(states), 1)
     new = [last - sum(other > state for other in set(states)) for state in states]
-    found = [state - (num_tiny + 1 if layer < 0 else 0) for layer, state in zip(layers, new, strict=True)]
-    return found[0] if isinstance(read, int) else found
+    indices = [state - (num_tiny + 1 if layer < 0 else 0) for layer, state in zip(layers, new, strict=True)]
+    return indices[0] if isinstance(read, int) else indices
 
 
 def _merged_width(values: Mapping[str, Any]) -> int | None:

@@ -39,12 +39,12 @@ class _Calls:
         self.returned: dict[str, Tensor] = {}
 
     def note(self, name: str, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
-        given = args[0] if args else next(iter(kwargs.values()), None)
+        inputs = args[0] if args else next(iter(kwargs.values()), None)
         returned = output[0] if isinstance(output, tuple) and output else output
-        for found, value in ((self.given, given), (self.returned, returned)):
+        for store, value in ((self.given, inputs), (self.returned, returned)):
             if (by_token := self._by_token(value)) is not None:
                 # Cloned because some layers add to a module's output in place. Only the first call is kept.
-                found.setdefault(name, by_token.clone())
+                store.setdefault(name, by_token.clone())
 
     def _by_token(self, value: Any) -> Tensor | None:
         """Returns the value as `[batch, tokens, features]`, or `None` if it has no entry per token."""
@@ -115,20 +115,20 @@ def find_token_mixing(model: nn.Module, batch: Mapping[str, Any], layers: str) -
         difference = (one[name] - other[name])[:, other_tokens].abs().amax()
         return bool(difference > _TOLERANCE * one[name].abs().amax())
 
-    found = {
+    mixing_names = {
         name
         for name in modules
         if differs(first.returned, second.returned, name) and not differs(first.given, second.given, name)
     }
-    return frozenset(name for name in found if not any(other.startswith(f"{name}.") for other in found))
+    return frozenset(name for name in mixing_names if not any(other.startswith(f"{name}.") for other in mixing_names))
 
 
 def unknown_mixing(model: nn.Module, spec: ModelSpec, batch: Mapping[str, Any]) -> str | None:
     """Returns which modules mix tokens that context parallelism would run on sequence shards, or `None`."""
     layers = find_layers(model, spec, "cp_size")
     known = find_full_sequence_blocks(model, spec, layers)
-    found = find_token_mixing(model, batch, layers)
-    unknown = sorted(name for name in found if not any(f"{name}.".startswith(f"{block}.") for block in known))
+    mixing_names = find_token_mixing(model, batch, layers)
+    unknown = sorted(name for name in mixing_names if not any(f"{name}.".startswith(f"{block}.") for block in known))
     if not unknown:
         return None
     kinds = {type(model.get_submodule(name)).__name__ for name in unknown}

@@ -85,43 +85,43 @@ def _tensor_error(a: Tensor, b: Tensor, scale: float) -> float:
     return difference / scale if scale else (0.0 if difference == 0 else float("inf"))
 
 
-def judge(found: Measurement, reference: Measurement) -> Judgement:
+def judge(measurement: Measurement, reference: Measurement) -> Judgement:
     """Compares a measurement with the single-process reference, allowing for the round-off of the reference."""
     amplified = AMPLIFIED * reference.round_off * (1 if reference.round_off <= WELL_CONDITIONED else 2)
     slack = min(max(amplified, 1.0), _LARGEST_SLACK)
     errors = [
-        Error("loss", _relative(found.loss, reference.loss, LOSS)),
-        Error("eval loss", _relative(found.eval_loss, reference.eval_loss, LOSS)),
+        Error("loss", _relative(measurement.loss, reference.loss, LOSS)),
+        Error("eval loss", _relative(measurement.eval_loss, reference.eval_loss, LOSS)),
         # The norm has the same uncertainty as the gradients.
-        Error("gradient norm", _relative(found.norm, reference.norm, NORM) / slack),
-        *(Error(error.quantity, error.value / slack) for error in gradient_errors(found, reference)),
+        Error("gradient norm", _relative(measurement.norm, reference.norm, NORM) / slack),
+        *(Error(error.quantity, error.value / slack) for error in gradient_errors(measurement, reference)),
     ]
     # AdamW amplifies round-off of small gradients: if no draw is well-conditioned, its weights need slack as well.
     uncertain = slack if reference.round_off > WELL_CONDITIONED else 1.0
     for optimizer, weights in reference.weights.items():
         for name, b in weights.items():
-            a = found.weights.get(optimizer, {}).get(name)
+            a = measurement.weights.get(optimizer, {}).get(name)
             value = float("inf") if a is None else _tensor_error(a, b, _largest(b) * WEIGHTS) / uncertain
             errors.append(Error(f"{name} after {optimizer}", value))
     return Judgement(tuple(sorted(errors, key=lambda error: -error.value)))
 
 
-def frozen_errors(found: Measurement, reference: Measurement) -> list[Error]:
+def frozen_errors(measurement: Measurement, reference: Measurement) -> list[Error]:
     """Returns errors for frozen weights that are not bit-equal to the single-process reference."""
     return [
         Error(f"{name}, which is frozen, after {optimizer}", float("inf"))
         for optimizer, weights in reference.weights.items()
         for name, weight in weights.items()
-        if name not in reference.gradients and not torch.equal(found.weights[optimizer][name], weight)
+        if name not in reference.gradients and not torch.equal(measurement.weights[optimizer][name], weight)
     ]
 
 
-def gradient_errors(found: Measurement, reference: Measurement) -> list[Error]:
+def gradient_errors(measurement: Measurement, reference: Measurement) -> list[Error]:
     """Compares every gradient. A missing gradient is an infinite error, unless it is missing in both and expected."""
     errors = []
     largest = max((_largest(g) for g in reference.gradients.values() if g is not None), default=0.0)
-    for name in sorted(found.gradients.keys() | reference.gradients.keys()):
-        a, b = found.gradients.get(name), reference.gradients.get(name)
+    for name in sorted(measurement.gradients.keys() | reference.gradients.keys()):
+        a, b = measurement.gradients.get(name), reference.gradients.get(name)
         if a is None and b is None:
             if not any(re.search(pattern, name) for pattern in reference.without):
                 errors.append(

@@ -78,10 +78,10 @@ class AllGather:
             work.wait()
 
 
-def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gather_rows(row: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gathers every rank's `own` `[width]` into `[ranks, width]`."""
-    rows = own.new_empty((dist.get_world_size(group), own.shape[0]))
-    rows[dist.get_rank(group)] = own
+    rows = row.new_empty((dist.get_world_size(group), row.shape[0]))
+    rows[dist.get_rank(group)] = row
     AllGather(rows, group).wait()
     return rows
 

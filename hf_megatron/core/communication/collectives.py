@@ -89,8 +89,8 @@ class _Copy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         # autograd may share the gradient with the other addend: an in-place all-reduce needs a copy.
-        own = gradient.clone(memory_format=torch.contiguous_format) if ctx.is_addend else gradient.contiguous()
-        return all_reduce_(own, ctx.group), None, None
+        grad = gradient.clone(memory_format=torch.contiguous_format) if ctx.is_addend else gradient.contiguous()
+        return all_reduce_(grad, ctx.group), None, None
 
 
 class _Reduce(torch.autograd.Function):

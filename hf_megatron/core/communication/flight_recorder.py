@@ -32,7 +32,7 @@ def write_flight_record(directory: Path, steps: int, waits: str | None) -> Path 
     if recorded is None:
         return None
     rank = dist.get_rank()
-    found = {
+    record = {
         "kind": FLIGHT_RECORD,
         "rank": rank,
         "ranks": dist.get_world_size(),
@@ -43,5 +43,5 @@ def write_flight_record(directory: Path, steps: int, waits: str | None) -> Path 
     }
     directory.mkdir(parents=True, exist_ok=True)
     path = record_path(directory, rank)
-    replace_file(path, lambda partial: partial.write_text(json.dumps(found), encoding="utf-8"))
+    replace_file(path, lambda partial: partial.write_text(json.dumps(record), encoding="utf-8"))
     return path

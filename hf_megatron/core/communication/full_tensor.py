@@ -128,8 +128,8 @@ def _held(tensor: DTensor) -> list[list[_Range]]:
         length = sum(stop - start for start, stop in held[dim]) // groups
         # Uneven sizes follow `torch.chunk`, within each of the blocks.
         first, last = bounds(length, mesh.size(axis), mesh.get_local_rank(axis))
-        wanted = [(group * length + first, group * length + last) for group in range(groups)]
-        held[dim] = [part for one in wanted for part in _cut_out(held[dim], *one)]
+        ranges = [(group * length + first, group * length + last) for group in range(groups)]
+        held[dim] = [part for one in ranges for part in _cut_out(held[dim], *one)]
     return held
 
 

@@ -49,10 +49,10 @@ def _distinction(state: Tensor) -> bytes:
     return read[:_BYTES_READ].tobytes() + read[-_LAST_BYTES_READ:].tobytes()
 
 
-def _seed(state: Tensor, *numbers: int) -> int:
+def _seed(state: Tensor, *values: int) -> int:
     """Derives the seed of another stream from a generator's state `[bytes]`."""
     digest = hashlib.blake2b(_distinction(state), digest_size=8)
-    digest.update(repr(numbers).encode())
+    digest.update(repr(values).encode())
     return int.from_bytes(digest.digest(), "big")
 
 
@@ -80,11 +80,11 @@ def broadcast_state(device: torch.device, *groups: dist.ProcessGroup, of_host: b
     packed = torch.cat([*states, *further])
     for group in groups:
         dist.broadcast(packed, group=group, group_src=0)
-    found = packed.split([len(state) for state in [*states, *further]])
-    for generator, state in zip(generators, found, strict=False):
+    received_states = packed.split([len(state) for state in [*states, *further]])
+    for generator, state in zip(generators, received_states, strict=False):
         generator.set_state(state)
     if of_host:
-        set_host_state(found[-1])
+        set_host_state(received_states[-1])
 
 
 class TensorParallelRng(Shared):
@@ -262,19 +262,19 @@ def host_state() -> Tensor:
     _, words, gauss = random.getstate()
     python = numpy.array([(words, math.nan if gauss is None else gauss)], _PYTHON)
     state = numpy.random.get_state(legacy=False)
-    own = numpy.zeros(1, _NUMPY)
+    numpy_state = numpy.zeros(1, _NUMPY)
     if state["bit_generator"] == _TWISTER:
         twister = state["state"]
-        own[0] = twister["key"], twister["pos"], state["has_gauss"], state["gauss"], True
-    return torch.from_numpy(numpy.concatenate([python.view("u1"), own.view("u1")]))
+        numpy_state[0] = twister["key"], twister["pos"], state["has_gauss"], state["gauss"], True
+    return torch.from_numpy(numpy.concatenate([python.view("u1"), numpy_state.view("u1")]))
 
 
 def set_host_state(packed: Tensor) -> None:
     """Restores both states from bytes that `host_state` packed on this or another rank."""
     flat = packed.numpy()
-    python, own = flat[: _PYTHON.itemsize].view(_PYTHON)[0], flat[_PYTHON.itemsize :].view(_NUMPY)[0]
+    python, numpy_state = flat[: _PYTHON.itemsize].view(_PYTHON)[0], flat[_PYTHON.itemsize :].view(_NUMPY)[0]
     gauss = float(python["gauss"])
     random.setstate((3, tuple(python["words"].tolist()), None if math.isnan(gauss) else gauss))
-    if own["is_known"]:
-        words, place, has_gauss = own["words"].copy(), int(own["place"]), int(own["has_gauss"])
-        numpy.random.set_state((_TWISTER, words, place, has_gauss, float(own["gauss"])))
+    if numpy_state["is_known"]:
+        words, place, has_gauss = numpy_state["words"].copy(), int(numpy_state["place"]), int(numpy_state["has_gauss"])
+        numpy.random.set_state((_TWISTER, words, place, has_gauss, float(numpy_state["gauss"])))

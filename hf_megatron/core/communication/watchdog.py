@@ -253,8 +253,8 @@ class RankWatchdog(threading.Thread):
             silent = [rank for rank, beat in beats.items() if beat == stall.early_beats.get(rank)]
             if waits or silent:
                 where = waits or stack[1][0].co_name
-                found = self._missing(silent, beats, self._read_names("ended"))
-                self._say(f"rank {self.rank} has waited {now - stall.since:.0f} s in {where}. {found}")
+                missing_report = self._missing(silent, beats, self._read_names("ended"))
+                self._say(f"rank {self.rank} has waited {now - stall.since:.0f} s in {where}. {missing_report}")
 
     def _write_record(self, waits: str | None) -> None:
         """Writes this rank's flight record while it still shows the hanging collective."""
@@ -390,19 +390,19 @@ class RankWatchdog(threading.Thread):
 
     def _missing(self, silent: list[int], beats: dict[int, dict[str, Any]], ended: list[int]) -> str:
         """Describes each rank that has not reached the operation in which this rank waits."""
-        found = [f"Rank {r} has ended: its script finished or left early, {_after(beats[r]['steps'])}." for r in ended]
+        lines = [f"Rank {r} has ended: its script finished or left early, {_after(beats[r]['steps'])}." for r in ended]
         for rank in silent:
             if rank not in ended:
                 beat = beats[rank]
-                found.append(
+                lines.append(
                     f"Rank {rank} has gone silent (killed or stopped): last heartbeat {beat['time']}, "
                     f"{_after(beat['steps'])}, in {beat['at']}."
                 )
-        if not found:
+        if not lines:
             for rank, beat in beats.items():
                 verb = "waits in" if beat["waits"] else "has not reached it and is in"
-                found.append(f"Rank {rank} {verb} {beat['at']}, {_after(beat['steps'])}.")
-        return " ".join(found)
+                lines.append(f"Rank {rank} {verb} {beat['at']}, {_after(beat['steps'])}.")
+        return " ".join(lines)
 
     def _because_of(self, first: dict[str, Any], waits: str | None) -> str:
         where = f"It was waiting in {waits}.\n" if waits else ""

@@ -87,8 +87,8 @@ class WrittenBack(ProxyTensor):
             return args[0].unsharded.views(func(args[0].value, *args[1:], **kwargs))
         views = [value for value in tree_leaves((args, kwargs)) if isinstance(value, WrittenBack)]
         # Collective: every rank gathers each source once, whatever the operator does with the views.
-        for unsharded in {id(view.unsharded): view.unsharded for view in views}.values():
-            unsharded.refresh()
+        for full in {id(view.unsharded): view.unsharded for view in views}.values():
+            full.refresh()
         edited = writes_to(func, args, kwargs)
         if not any(isinstance(tensor, WrittenBack) for tensor in edited):
             args, kwargs = tree_map_only(WrittenBack, WrittenBack.entries, (args, kwargs))

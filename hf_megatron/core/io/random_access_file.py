@@ -25,13 +25,13 @@ class DataFile:
         try:
             # Non-blocking: opening a named pipe would otherwise wait for its writer.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-            found = os.fstat(self._descriptor)
+            file_stat = os.fstat(self._descriptor)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(file_stat.st_mode):
             os.close(self._descriptor)
             raise CheckpointError(f"{path} is not a regular file.")
-        self.size = found.st_size
+        self.size = file_stat.st_size
         if self.size < _LARGEST_POINTER and os.pread(self._descriptor, len(_POINTER), 0) == _POINTER:
             os.close(self._descriptor)
             raise CheckpointError(f"{path} is a git-lfs pointer, not the file itself. Run `git lfs pull`.")

@@ -18,11 +18,11 @@ def read_small(path: Path, most: int) -> bytes:
         CheckpointError: the file is larger, or not a regular file.
         OSError: it cannot be read.
     """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
+    file_stat = path.stat()
+    if not stat.S_ISREG(file_stat.st_mode):
         raise CheckpointError(f"{path} is not a regular file.")
-    if found.st_size > most:
-        raise CheckpointError(f"{path} has {found.st_size} bytes; the limit is {most}.")
+    if file_stat.st_size > most:
+        raise CheckpointError(f"{path} has {file_stat.st_size} bytes; the limit is {most}.")
     return path.read_bytes()
 
 

@@ -36,10 +36,10 @@ def _name(tensor: Tensor) -> str:
     return f"{tensor.type()} {list(tensor.shape)}"
 
 
-def _changed(name: str, found: int, expected: int) -> RuntimeError:
+def _changed(name: str, actual: int, expected: int) -> RuntimeError:
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{name}] is at version {found}; expected version {expected} instead."
+        f"[{name}] is at version {actual}; expected version {expected} instead."
     )
 
 

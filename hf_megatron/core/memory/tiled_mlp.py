@@ -32,10 +32,10 @@ def tile_mlps(model: nn.Module, layers: str, tokens: int) -> list[str]:
         tokens (`int`): tokens per tile, over all sequences of a batch.
     """
     compared: set[type] = set()
-    found = list(find_mlps(model, layers))
-    for name in found:
+    mlp_names = list(find_mlps(model, layers))
+    for name in mlp_names:
         mix_into(model.get_submodule(name), TiledMLP, _tile=tokens, _mlp_name=name, _compared=compared)
-    return found
+    return mlp_names
 
 
 def find_mlps(model: nn.Module, layers: str) -> Iterator[str]:

@@ -59,13 +59,13 @@ def reject_cache(model: Any, hooks: ForwardHooks, why: str) -> None:
     names = list(inspect.signature(type(model).forward).parameters)[1:]
 
     def before(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        if given.get("use_cache") or given.get("state") is not None:
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        if arguments.get("use_cache") or arguments.get("state") is not None:
             raise UnsupportedError(
                 f"{type(model).__name__} does not support a cache between calls: {why} Call the model and generate() "
                 "with use_cache=False."
             )
-        return args, kwargs if "use_cache" in given else kwargs | {"use_cache": False}
+        return args, kwargs if "use_cache" in arguments else kwargs | {"use_cache": False}
 
     hooks.add("kv cache", before)
 
@@ -79,21 +79,21 @@ class _Hook(Shared):
         self.expected = False
 
     def before(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        given = dict(zip(self.names, args, strict=False)) | kwargs
-        for cache in _caches(given):
+        arguments = dict(zip(self.names, args, strict=False)) | kwargs
+        for cache in _caches(arguments):
             if isinstance(cache, UnavailableCache):
                 raise UnsupportedError(cache.message)
         # In a tuple, omitting the cache would shift the values after it, so it is kept.
-        by_name = given.get("return_dict")
+        by_name = arguments.get("return_dict")
         returns_tuple = not (model.config.return_dict if by_name is None else by_name)
-        is_asked = "use_cache" in given or returns_tuple or bool(_caches(given))
+        is_asked = "use_cache" in arguments or returns_tuple or bool(_caches(arguments))
         is_left_out = not is_asked and (self.always or (model.training and torch.is_grad_enabled()))
-        has_one = _makes_cache(model, given)
+        has_one = _makes_cache(model, arguments)
         self.expected = has_one and (is_left_out or self.pipelined)
         if not is_left_out:
             return None
         if has_one:
-            _reject_documents(model, given)
+            _reject_documents(model, arguments)
         return args, {**kwargs, "use_cache": False}
 
     def after(self, model: Any, args: tuple, output: Any) -> Any:
@@ -119,11 +119,11 @@ def _caches(arguments: Mapping[str, Any]) -> list[Any]:
 
 def _makes_cache(model: Any, arguments: Mapping[str, Any]) -> bool:
     """Returns whether a single process would create a cache in a call and return it."""
-    wanted = arguments.get("use_cache")
-    if wanted is None:
-        wanted = getattr(model.config.get_text_config(), "use_cache", False)
+    use_cache = arguments.get("use_cache")
+    if use_cache is None:
+        use_cache = getattr(model.config.get_text_config(), "use_cache", False)
     # With gradient checkpointing, transformers disables the cache.
-    return bool(wanted) and not _caches(arguments) and not (model.training and checkpoints_activations(model))
+    return bool(use_cache) and not _caches(arguments) and not (model.training and checkpoints_activations(model))
 
 
 def _reject_documents(model: Any, arguments: Mapping[str, Any]) -> None:

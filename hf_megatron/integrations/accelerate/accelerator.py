@@ -177,8 +177,8 @@ def _require_same_layout(accelerator: Any, config: MegatronConfig) -> None:
         )
     plugin = getattr(accelerator, "_hf_megatron_plugin", None)
     loaded = config.to_dict()
-    asked = {} if plugin is None else plugin.to_dict() | {"dp_size": config.dp_size}
-    if differing := [f"{k} = {loaded[k]!r} (plugin: {value!r})" for k, value in asked.items() if value != loaded[k]]:
+    expected = {} if plugin is None else plugin.to_dict() | {"dp_size": config.dp_size}
+    if differing := [f"{k} = {loaded[k]!r} (plugin: {value!r})" for k, value in expected.items() if value != loaded[k]]:
         raise ConfigError(
             f"The model was loaded with {', '.join(differing)}. Load it with the plugin's config: "
             "megatron_config=plugin.config."
@@ -220,8 +220,8 @@ def get_state_dict(original: Callable, self: Any, model: Any, unwrap: bool = Tru
         return original(self, model, unwrap)
     from .wrapped_models import full_state_dict_around
 
-    found = full_state_dict_around(model)
-    return original(self, model, unwrap) if found is None else found
+    state_dict = full_state_dict_around(model)
+    return original(self, model, unwrap) if state_dict is None else state_dict
 
 
 class SchedulerOfReplicas(AcceleratedScheduler):

@@ -94,8 +94,8 @@ def is_filled_up(state: Any, replicas: int) -> bool:
     """Returns whether the current batch is its loader's last one and has repeated samples, over `replicas` ranks."""
     if not is_at_end(state):
         return False
-    noted = _noted(state)
-    return _remainder(state) > 0 if noted is None else 0 < noted[0] < noted[1] * replicas
+    batch_sizes = _noted(state)
+    return _remainder(state) > 0 if batch_sizes is None else 0 < batch_sizes[0] < batch_sizes[1] * replicas
 
 
 def cut_rows(state: Any) -> int | None:
@@ -114,11 +114,11 @@ def cut_rows(state: Any) -> int | None:
 def _remainder(state: Any) -> int:
     """Returns Accelerate's remainder, converted from ranks to replicas for dispatched batches."""
     loader = _loader(state)
-    found = 0 if loader is None else max(loader.remainder, 0)
-    if not found or not isinstance(loader, DataLoaderDispatcher):
-        return found
+    remainder = 0 if loader is None else max(loader.remainder, 0)
+    if not remainder or not isinstance(loader, DataLoaderDispatcher):
+        return remainder
     replicas = 1 if (group := data_parallel_group()) is None else dist.get_world_size(group)
-    return found * replicas // dist.get_world_size()
+    return remainder * replicas // dist.get_world_size()
 
 
 def _last(state: Any) -> tuple[int, int]:
@@ -156,10 +156,10 @@ def shard_of(loader: Any) -> Any:
 
 def sampler_of(loader: Any) -> Any:
     """Returns the sampler that determines a loader's sample order, looking through batch samplers."""
-    found = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    while (inner := getattr(found, "batch_sampler", None) or getattr(found, "sampler", None)) is not None:
-        found = inner
-    return found
+    sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    while (inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
+        sampler = inner
+    return sampler
 
 
 def batches_are_ours() -> bool:

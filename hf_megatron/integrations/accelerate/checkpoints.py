@@ -61,17 +61,17 @@ def save_state(original: Callable, self: Any, output_dir: str | None = None, *ar
     # Accelerate, and scripts that list the folder, expect a number in every name there: no pointer file.
     pointer = None if naming.automatic_checkpoint_naming else LATEST
     if naming.automatic_checkpoint_naming:
-        wanted = _automatic_folder(self) / f"checkpoint_{self.save_iteration}"
-        if wanted.exists():
+        path = _automatic_folder(self) / f"checkpoint_{self.save_iteration}"
+        if path.exists():
             raise ValueError(
-                f"Checkpoint directory {wanted} ({self.save_iteration}) already exists. Please manually override "
+                f"Checkpoint directory {path} ({self.save_iteration}) already exists. Please manually override "
                 "`self.save_iteration` with what iteration to start with."
             )
     elif output_dir is None:
         raise ValueError("save_state needs output_dir, because automatic checkpoint naming is off.")
     else:
-        wanted = Path(output_dir).expanduser()
-    target = choose_target(wanted, f"Saving {wanted}")
+        path = Path(output_dir).expanduser()
+    target = choose_target(path, f"Saving {path}")
 
     def write_files(directory: Path) -> None:
         hooks = self._save_model_state_pre_hook.values()
@@ -163,10 +163,10 @@ def load_state(original: Callable, self: Any, input_dir: str | None = None, *arg
     checkpoint = open_verified(path, models[0])
     loop: Any = None if checkpoint.metadata.get("converted") else read_packed(path / LOOP)
     holders = {"schedulers": self._schedulers, "custom": self._custom_objects}
-    for name, own in {} if loop is None else holders.items():
-        if len(loop[name]) != len(own):
+    for name, objects in {} if loop is None else holders.items():
+        if len(loop[name]) != len(objects):
             raise CheckpointError(
-                f"{path} holds {len(loop[name])} states of {name}, but this Accelerator has {len(own)}. Prepare or "
+                f"{path} holds {len(loop[name])} states of {name}, but this Accelerator has {len(objects)}. Prepare or "
                 "register as many as when the checkpoint was saved."
             )
     load_weights(models[0], checkpoint)
@@ -236,8 +236,8 @@ def _resolve(accelerator: Any, input_dir: str | None) -> Path | None:
 
 def _number(path: Path) -> int:
     """Returns the number in the name of an automatically named checkpoint, -1 for any other name."""
-    found = _AUTOMATIC_NAME.fullmatch(path.name)
-    return int(found[1]) if found else -1
+    match = _AUTOMATIC_NAME.fullmatch(path.name)
+    return int(match[1]) if match else -1
 
 
 def _missing_state_message(accelerator: Any, input_dir: str | None, stock: Path | None) -> str:

@@ -97,12 +97,12 @@ def _warn(loader: Any, ended: bool, read: int, group: Any) -> None:
     except TypeError:
         # Unknown without reading on; at least the batch that was read ahead is left.
         length = -1
-    found: list[tuple[int, bool, int]] = [(0, False, 0)] * dist.get_world_size(group)
-    dist.all_gather_object(found, (dist.get_rank(), ended, length), group=group)
+    rank_states: list[tuple[int, bool, int]] = [(0, False, 0)] * dist.get_world_size(group)
+    dist.all_gather_object(rank_states, (dist.get_rank(), ended, length), group=group)
     if dist.get_rank() != 0:
         return
-    first = ", ".join(str(rank) for rank, is_out, _ in found if is_out)
-    others = [length - read for _, is_out, length in found if not is_out]
+    first = ", ".join(str(rank) for rank, is_out, _ in rank_states if is_out)
+    others = [length - read for _, is_out, length in rank_states if not is_out]
     left = f"at most {max(others)}" if all(count > 0 for count in others) else "at least 1"
     warnings.warn(
         f"Rank {first} ran out of data first, after {read} batches; all ranks stop there and {left} of another rank's "

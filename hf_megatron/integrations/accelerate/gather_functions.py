@@ -29,8 +29,8 @@ def gather_object_by_name(original: Callable, object: Any) -> list[Any]:
     from .batch_shards import batches_are_ours, data_parallel_group
 
     if not batches_are_ours():
-        found: list[Any] = original(object)
-        return found
+        objects: list[Any] = original(object)
+        return objects
     if (group := data_parallel_group()) is None:
         return list(object)
     parts: list[Any] = [None] * dist.get_world_size(group)

@@ -34,11 +34,11 @@ def joined_over(group: Any, tensor: Any) -> Any:
     """Gathers tensors `(batch, ...)` or `()` over the ranks of a group, to `(ranks x batch, ...)`."""
     from accelerate.utils.operations import recursively_apply
 
-    def joined(own: torch.Tensor) -> torch.Tensor:
+    def joined(tensor: torch.Tensor) -> torch.Tensor:
         # all_gather needs equal shapes and contiguous memory; scalars become `[1]` so that they can be concatenated.
-        own = (own[None] if own.ndim == 0 else own).contiguous()
-        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, own, group=group)
+        tensor = (tensor[None] if tensor.ndim == 0 else tensor).contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, tensor, group=group)
         return torch.cat(parts)
 
     return recursively_apply(joined, tensor, error_on_other_type=True)
@@ -76,13 +76,13 @@ def gather_for_metrics(original: Callable, self: Any, input_data: Any, use_gathe
             input_data = [item for part in parts for item in part]
         return input_data[: last_batch_size(state)][:cut]
 
-    def kept(own: torch.Tensor) -> torch.Tensor:
-        if isinstance(own, EvaluationLoss):
-            return self.gather(own.as_subclass(torch.Tensor))[:cut]
-        if own.dim() == 0:
+    def kept(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, EvaluationLoss):
+            return self.gather(tensor.as_subclass(torch.Tensor))[:cut]
+        if tensor.dim() == 0:
             # A single process drops no scalar of a global batch.
-            return own if _data_parallel_size(self) == 1 else self.gather(own)[: last_ranks(state)]
-        return self.gather(own)[: last_batch_size(state)][:cut]
+            return tensor if _data_parallel_size(self) == 1 else self.gather(tensor)[: last_ranks(state)]
+        return self.gather(tensor)[: last_batch_size(state)][:cut]
 
     return _of_tensors(kept, input_data)
 
@@ -90,10 +90,10 @@ def gather_for_metrics(original: Callable, self: Any, input_data: Any, use_gathe
 def gather_evaluated(accelerator: Any, data: Any) -> Any:
     """Gathers tensors `(batch, ...)` without repeated samples, and keeps one evaluation loss per sample."""
 
-    def kept(own: torch.Tensor) -> torch.Tensor:
-        if isinstance(own, EvaluationLoss):
-            return accelerator.gather(own.as_subclass(torch.Tensor))
-        return accelerator.gather(own)[: last_batch_size(accelerator.gradient_state)]
+    def kept(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, EvaluationLoss):
+            return accelerator.gather(tensor.as_subclass(torch.Tensor))
+        return accelerator.gather(tensor)[: last_batch_size(accelerator.gradient_state)]
 
     return _of_tensors(kept, data)
 
@@ -140,20 +140,20 @@ def reduce(original: Callable, self: Any, tensor: Any, reduction: str = "sum", s
     # A sum over all ranks would count each batch once for every rank of its replica.
     group = _data_parallel_group(self) if _data_parallel_size(self) > 1 else None
 
-    def reduced(own: torch.Tensor) -> torch.Tensor:
-        own = own.clone()
+    def reduced(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.clone()
         if group is not None:
-            if is_sharded(own):
+            if is_sharded(tensor):
                 raise UnsupportedError(
-                    f"accelerator.reduce does not support the sharded tensor of shape {tuple(own.shape)}: with "
+                    f"accelerator.reduce does not support the sharded tensor of shape {tuple(tensor.shape)}: with "
                     "zero_stage=3 each data-parallel rank holds a shard. Use zero_stage=2, where each rank holds the "
                     "full tensor."
                 )
-            local = local_tensor(own)
+            local = local_tensor(tensor)
             # As upstream: "none" sums as well, only "mean" divides.
             dist.all_reduce(local, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM, group=group)
             if reduction == "mean":
                 local /= dist.get_world_size(group)
-        return own
+        return tensor
 
     return recursively_apply(reduced, tensor, error_on_other_type=True)

@@ -142,16 +142,16 @@ def _no_such_name(variable: str, text: str, problem: str, prefix: str, known: Se
     return ConfigError(f"{variable} = {text!r}: {problem}; valid: {valid}.")
 
 
-def _fields(given: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
+def _fields(parsed: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
     """Turns key -> (parsed value, how the user wrote it) into fields of `MegatronConfig`."""
     fields: dict[str, Any] = {}
-    for name, (value, source) in given.items():
+    for name, (value, source) in parsed.items():
         key = LAUNCH_KEYS[name]
         needed = _BESIDE.get(name)
-        if key.field is None or (needed is not None and given.get(needed, (1, ""))[0] == 1):
+        if key.field is None or (needed is not None and parsed.get(needed, (1, ""))[0] == 1):
             valid = key.accepted
             if name == "expert_tensor_parallel_size":
-                valid = (given.get("tp_degree", (1, ""))[0],)
+                valid = (parsed.get("tp_degree", (1, ""))[0],)
             if (value.lower() if isinstance(value, str) else value) not in valid:
                 listing = f"valid: {' or '.join(str(choice).lower() for choice in valid)}" if valid else "leave it out"
                 raise UnsupportedError(
@@ -185,7 +185,7 @@ def fields_of_block(environment: Mapping[str, str]) -> dict[str, Any]:
         ConfigError: a value that cannot be parsed, or a variable without a key.
         UnsupportedError: a value without a counterpart here, naming the key and the valid values.
     """
-    given = {}
+    parsed = {}
     for variable, text in environment.items():
         if not variable.startswith(PREFIX):
             continue
@@ -194,8 +194,8 @@ def fields_of_block(environment: Mapping[str, str]) -> dict[str, Any]:
             raise _no_such_name(variable, text, "not a key of megatron_lm_config", PREFIX, list(LAUNCH_KEYS))
         # An empty YAML value arrives as the text None.
         if text != "None":
-            given[name] = _parse(LAUNCH_KEYS[name].parse, text, variable), variable
-    return _fields(given)
+            parsed[name] = _parse(LAUNCH_KEYS[name].parse, text, variable), variable
+    return _fields(parsed)
 
 
 def fields_of_plugin(plugin: Any) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def fields_of_plugin(plugin: Any) -> dict[str, Any]:
         ConfigError: a value out of range.
         UnsupportedError: an attribute that differs from its default and has no counterpart here.
     """
-    given = {}
+    parsed = {}
     for attribute in dataclasses.fields(plugin):
         value, source = getattr(plugin, attribute.name), f"MegatronLMPlugin({attribute.name}=...)"
         key = LAUNCH_KEYS.get(attribute.name)
@@ -214,8 +214,8 @@ def fields_of_plugin(plugin: Any) -> dict[str, Any]:
                 instead = _PLUGIN_ONLY.get(attribute.name, _ENGINE)
                 raise UnsupportedError(f"{source} = {value!r} is not supported; {instead}.")
         elif value != key.default:
-            given[attribute.name] = (str(value).lower() if key.parse is str else value), source
-    return _fields(given)
+            parsed[attribute.name] = (str(value).lower() if key.parse is str else value), source
+    return _fields(parsed)
 
 
 def fields_of_variables(environment: Mapping[str, str], internal: tuple[str, ...]) -> dict[str, Any]:

@@ -60,18 +60,18 @@ class Launch:
         if _is_part_of_a_model():
             return load_unsharded(**arguments)
         # A script's `device_map` refers to the devices of one process.
-        given = {name: value for name, value in arguments.items() if name != "device_map"}
+        kwargs = {name: value for name, value in arguments.items() if name != "device_map"}
         try:
-            made = load_parallelized(megatron_config=self.layout, **given)
+            result = load_parallelized(megatron_config=self.layout, **kwargs)
         except (UnsupportedError, UnverifiedLayoutError, PlanError) as error:
-            made = load_unsharded(**arguments)
-            self._reasons[_model(made)] = str(error)
+            result = load_unsharded(**arguments)
+            self._reasons[_model(result)] = str(error)
             self._say(f"{cls.__name__} was not parallelized (replicated on every rank): {error}")
         else:
-            state = parallel_state(_model(made))
+            state = parallel_state(_model(result))
             assert state is not None
             self._say(f"{cls.__name__} is parallelized: {state.config.layout()}.")
-        return made
+        return result
 
     def require_parallelized(self, model: Any) -> None:
         """Raises `UnsupportedError` for a replicated transformers model that is about to be trained."""
@@ -89,9 +89,9 @@ class Launch:
             print(f"hf_megatron: {text}", file=sys.stderr, flush=True)
 
 
-def _model(made: Any) -> Any:
+def _model(loaded: Any) -> Any:
     # With `output_loading_info` the result is a tuple of the model and the loading info.
-    return made[0] if isinstance(made, tuple) else made
+    return loaded[0] if isinstance(loaded, tuple) else loaded
 
 
 def _is_part_of_a_model() -> bool:
@@ -154,13 +154,13 @@ def launch() -> None:
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="a training script, as it is")
     parser.add_argument("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="its own")
-    given = parser.parse_args()
-    if not given.module and not os.path.isfile(given.script):
-        parser.error(f"SCRIPT = {given.script!r}: there is no such file.")
+    args = parser.parse_args()
+    if not args.module and not os.path.isfile(args.script):
+        parser.error(f"SCRIPT = {args.script!r}: there is no such file.")
     try:
-        layout = config_from_environment() if given.config is None else MegatronConfig.from_yaml(given.config)
+        layout = config_from_environment() if args.config is None else MegatronConfig.from_yaml(args.config)
         validate_world_size(layout, job_world_size())
     except MegatronError as error:
         parser.error(str(error))
     export_layout(layout)
-    run_script(given.script, given.arguments, layout, as_module=given.module)
+    run_script(args.script, args.arguments, layout, as_module=args.module)

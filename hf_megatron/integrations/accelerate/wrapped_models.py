@@ -21,16 +21,16 @@ _INSTEAD = (
 
 def parallelized_submodule(module: nn.Module) -> list[nn.Module]:
     """Returns the parallelized models inside a module, excluding itself; each with its adapters, if it has any."""
-    found: list[nn.Module] = []
+    models: list[nn.Module] = []
     for inner in module.modules():
         # `modules()` yields a module before its submodules.
         if (
             inner is not module
             and parallel_state(inner) is not None
-            and all(inner not in one.modules() for one in found)
+            and all(inner not in one.modules() for one in models)
         ):
-            found.append(inner)
-    return found
+            models.append(inner)
+    return models
 
 
 def state_around(module: Any, what: str) -> ParallelState | None:
@@ -80,9 +80,11 @@ def model_to_prepare(module: nn.Module, what: str = _PREPARE) -> nn.Module | Non
         )
     known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     tensors = (*module.named_parameters(), *module.named_buffers())
-    own = [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors if id(tensor) not in known]
-    if own:
-        listing = ", ".join(own[:3]) + (f" and {len(own) - 3} more" if len(own) > 3 else "")
+    extra_tensors = [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors if id(tensor) not in known]
+    if extra_tensors:
+        listing = ", ".join(extra_tensors[:3]) + (
+            f" and {len(extra_tensors) - 3} more" if len(extra_tensors) > 3 else ""
+        )
         raise UnsupportedError(
             f"{_named(what, module)} contains a parallelized {type(model).__name__} and weights that are not part of "
             f"it ({listing}). {_instead(module)}"
@@ -99,23 +101,23 @@ def full_state_dict_around(module: nn.Module) -> dict[str, Tensor] | None:
         return full_state_dict(module)
     if not parallelized_submodule(module):
         return None
-    found: dict[str, Tensor] = {}
+    state_dict: dict[str, Tensor] = {}
     known: dict[int, Tensor] = {}
     for prefix, inner in module.named_modules():
         if parallel_state(inner) is None:
             continue
         inner_state = full_state_dict(inner)
-        found |= {f"{prefix}.{name}": tensor for name, tensor in inner_state.items()}
+        state_dict |= {f"{prefix}.{name}": tensor for name, tensor in inner_state.items()}
         # The wrapper may register the same parameters under other names.
-        own = inner.named_parameters(remove_duplicate=False)
-        known |= {id(tensor): inner_state[name] for name, tensor in own if name in inner_state}
-    if not found:
+        params = inner.named_parameters(remove_duplicate=False)
+        known |= {id(tensor): inner_state[name] for name, tensor in params if name in inner_state}
+    if not state_dict:
         return {}
     tensors, parameters = module.state_dict(), dict(module.named_parameters(remove_duplicate=False))
     further = {
-        name: known.get(id(parameters.get(name)), tensor) for name, tensor in tensors.items() if name not in found
+        name: known.get(id(parameters.get(name)), tensor) for name, tensor in tensors.items() if name not in state_dict
     }
-    return {name: (found | further)[name] for name in tensors}
+    return {name: (state_dict | further)[name] for name in tensors}
 
 
 def _reject_parts(module: nn.Module, what: str) -> None:

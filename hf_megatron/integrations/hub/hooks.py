@@ -62,8 +62,8 @@ def _push_model(
     first = rank_and_size(None)[0] == 0
     with propagate_errors(f"Pushing to {repo_id}"):
         # The ranks of a host share the folder; on other hosts it is an empty folder, removed at the end.
-        made = tempfile.mkdtemp(prefix="hf_megatron_push_") if first else None
-    directory = Path(gather(made, None, f"Pushing to {repo_id}")[0])
+        temp_dir = tempfile.mkdtemp(prefix="hf_megatron_push_") if first else None
+    directory = Path(gather(temp_dir, None, f"Pushing to {repo_id}")[0])
     try:
         with propagate_errors(f"Pushing to {repo_id}"):
             if first:
@@ -72,8 +72,8 @@ def _push_model(
         model.save_pretrained(directory, max_shard_size=max_shard_size, repo_id=repo_id)
         with propagate_errors(f"Creating the model card of {repo_id}"):
             if first:
-                wanted = [tags] if isinstance(tags, str) else list(tags or ())
-                _tag_card(repo_id, directory, [*(model.model_tags or ()), *wanted], token)
+                tag_list = [tags] if isinstance(tags, str) else list(tags or ())
+                _tag_card(repo_id, directory, [*(model.model_tags or ()), *tag_list], token)
         return push_folder(
             directory,
             repo_id,
@@ -148,8 +148,10 @@ def trainer_push_to_hub(
     self.save_model(_internal_call=True)
     kwargs.setdefault("model_name", self.hub_model_id.split("/")[-1])
     if model_tags := self.model.model_tags:
-        given = kwargs.get("tags") or []
-        kwargs["tags"] = list(dict.fromkeys([*([given] if isinstance(given, str) else given), *model_tags]))
+        extra_tags = kwargs.get("tags") or []
+        kwargs["tags"] = list(
+            dict.fromkeys([*([extra_tags] if isinstance(extra_tags, str) else extra_tags), *model_tags])
+        )
     with propagate_errors("Making the model card"):
         self.create_model_card(**kwargs)
     return _push_output(self, commit_message, token, revision, private)

@@ -78,10 +78,10 @@ def _axes_of(config: MegatronConfig | None, rank: int | Sequence[int] | None) ->
         return {}
     if config is None:
         raise ConfigError(f"rank = {rank!r} needs a layout. Pass config=MegatronConfig(...) as well.")
-    numbers = [rank] if isinstance(rank, int) else list(rank)
-    if not numbers:
+    ranks = [rank] if isinstance(rank, int) else list(rank)
+    if not ranks:
         raise ConfigError("rank = []: expected at least one rank, or None for all.")
-    return {number: Axes.of(config, number) for number in numbers}
+    return {number: Axes.of(config, number) for number in ranks}
 
 
 class _Pull:
@@ -198,11 +198,11 @@ class _Pull:
 
     def _difference(self, path: Path, name: str, entry: FileDigest | None) -> str | None:
         if entry is not None:
-            found = hash_file(path)
+            digest = hash_file(path)
             said = (
-                f"{found.size} bytes with blake3 {found.blake3[:12]} instead of {entry.size} with {entry.blake3[:12]}"
+                f"{digest.size} bytes with blake3 {digest.blake3[:12]} instead of {entry.size} with {entry.blake3[:12]}"
             )
-            return None if found == entry else said
+            return None if digest == entry else said
         lfs = self.remote[name].lfs
         size = path.stat().st_size
         if size != self.remote[name].size:
@@ -234,6 +234,6 @@ def _without_layout(manifest: Manifest, names: set[str], ranks: Iterable[int]) -
     """Returns the files without tensor shards, except random and data states of other ranks."""
     stored = {piece.file for entry in manifest.tensors.values() for piece in entry.pieces}
     # Random and data states have one file per rank; a run on another layout starts from rank 0's.
-    own = {random_file(number) for number in (0, *ranks)}
-    own |= {name.replace("random-", "data-") for name in own}
-    return {name for name in names - stored if not name.startswith(_OF_RANKS) or name in own}
+    state_files = {random_file(number) for number in (0, *ranks)}
+    state_files |= {name.replace("random-", "data-") for name in state_files}
+    return {name for name in names - stored if not name.startswith(_OF_RANKS) or name in state_files}

@@ -137,9 +137,9 @@ class _Push:
 
     def prepare(self, ignore: tuple[str, ...], private: bool | None) -> None:
         """Selects the files and creates the repository and the branch."""
-        wanted = gather((str(self.folder), self.repo_id, self.revision), self.group, self.doing)
-        if len(set(wanted)) > 1:
-            listing = ", ".join(f"rank {rank}: {other}" for rank, other in enumerate(wanted))
+        targets = gather((str(self.folder), self.repo_id, self.revision), self.group, self.doing)
+        if len(set(targets)) > 1:
+            listing = ", ".join(f"rank {rank}: {other}" for rank, other in enumerate(targets))
             raise CheckpointError(f"The ranks disagree on what to push: {listing}.")
 
         def begin() -> tuple[Selection, str]:
@@ -188,10 +188,10 @@ class _Push:
 
     def _operation(self, name: str) -> CommitOperationAdd:
         path = self.folder / name
-        found = path.stat().st_size
-        if found != self.selection.sizes[name]:
+        local_size = path.stat().st_size
+        if local_size != self.selection.sizes[name]:
             raise CheckpointError(
-                f"{path} has {found} bytes on this rank and {self.selection.sizes[name]} on rank 0. All uploading "
+                f"{path} has {local_size} bytes on this rank and {self.selection.sizes[name]} on rank 0. All uploading "
                 "ranks must see the same folder."
             )
         return CommitOperationAdd(self.prefix + name, path)

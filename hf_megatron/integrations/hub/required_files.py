@@ -51,12 +51,12 @@ def _holding(entry: TensorEntry, boxes: tuple[TensorChunk, ...], chosen: set[str
     copies: dict[tuple[TensorChunk, ...], list[ChunkEntry]] = {}
     for piece in entry.pieces:
         copies.setdefault(piece.boxes, []).append(piece)
-    found: set[str] = set()
+    files: set[str] = set()
     for held, pieces in copies.items():
         if overlaps(held, boxes):
             names = [piece.file for piece in pieces]
-            found.add(next((name for name in names if name in chosen | found), names[0]))
-    return found
+            files.add(next((name for name in names if name in chosen | files), names[0]))
+    return files
 
 
 def merged_files_for(index: Mapping[str, str], stage: Stage) -> set[str]:

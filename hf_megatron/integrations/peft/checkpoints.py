@@ -35,8 +35,8 @@ def is_of_adapters(checkpoint: Checkpoint) -> bool:
 def checkpoint_metadata(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     """Returns the manifest's metadata; a collective call with the same result on every rank."""
     inner = unwrap_parallel_model(model)
-    found = training_metadata(inner, optimizers)
-    return found if inner is model else found | {_BASE: base_identity(inner)}
+    metadata = training_metadata(inner, optimizers)
+    return metadata if inner is model else metadata | {_BASE: base_identity(inner)}
 
 
 def saved_pieces(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[LocalChunk]:
@@ -107,11 +107,11 @@ def load_weights(model: Any, checkpoint: Checkpoint) -> None:
         load_model(model, checkpoint)
         return
     state = parallel_state(inner)
-    own = identity_in_one_process(model.get_base_model(), prefix) if state is None else base_identity(inner)
-    if differing := [name for name, value in own.items() if name != "name" and saved.get(name) != value]:
+    identity = identity_in_one_process(model.get_base_model(), prefix) if state is None else base_identity(inner)
+    if differing := [name for name, value in identity.items() if name != "name" and saved.get(name) != value]:
         raise CheckpointError(
             f"{checkpoint.path} holds adapters of another base model: {', '.join(differing)} of {saved['name']} and "
-            f"{own['name']} differ. Load the base model that the adapters were trained on."
+            f"{identity['name']} differ. Load the base model that the adapters were trained on."
         )
     for adapter in model.peft_config:
         folder = checkpoint.path if adapter == "default" else Path(checkpoint.path, adapter)

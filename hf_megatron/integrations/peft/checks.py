@@ -139,9 +139,9 @@ def require_targets(tuner: Any, model: Any, adapter: str, state: Any) -> None:
             reject_adapter(f"A PEFT adapter on {name} ({type(named[name]).__name__})", "only linears are supported")
     if _METHODS[config.peft_type.value] == "linears":
         require_rules(state, targets)
-    wanted = tuple(f".{name}" for name in getattr(config, "target_parameters", None) or ())
+    suffixes = tuple(f".{name}" for name in getattr(config, "target_parameters", None) or ())
     for name, _ in model.named_parameters():
-        if f".{name}".endswith(wanted or ("\0",)):
+        if f".{name}".endswith(suffixes or ("\0",)):
             require_parameter_rule(state, name, model.get_submodule(name.rpartition(".")[0]))
 
 

@@ -88,13 +88,13 @@ class ShardedLora(nn.Module):
         adapters = [adapter for adapter in active_adapters if adapter in self.lora_A]
         base: Any = self.get_base_layer()  # type: ignore[operator]
         before = base.changed
-        made: list[Tensor] = []
+        cache: list[Tensor] = []
 
         def changed(value: Tensor) -> Tensor:
             # Compute the sum once: modules that loop over experts read the parameter for each of them.
-            if not made:
-                made.append(sum((self._delta(adapter, value) for adapter in adapters), value))
-            return made[0]
+            if not cache:
+                cache.append(sum((self._delta(adapter, value) for adapter in adapters), value))
+            return cache[0]
 
         if adapters:
             base.changed = {**before, self.parameter_name: changed}
@@ -106,13 +106,13 @@ class ShardedLora(nn.Module):
     def _delta(self, adapter: str, like: Tensor) -> Tensor:
         a, b = (local_tensor(factors[adapter].weight) for factors in (self.lora_A, self.lora_B))
         if like.dim() == 2:
-            made = b @ a
+            delta = b @ a
         else:
             experts = len(like)
             # `A [experts x r, in]` to `[experts, r, in]` and `B [out, r x experts]` to `[out, r, experts]`, all local.
             a, b = a.view(experts, -1, a.shape[-1]), b.view(len(b), -1, experts)
-            made = einsum("ore,eri->eoi" if self._did_swap_in_out_features else "ore,eri->eio", b, a)
-        return (made * self.scaling[adapter]).to(like.dtype)
+            delta = einsum("ore,eri->eoi" if self._did_swap_in_out_features else "ore,eri->eio", b, a)
+        return (delta * self.scaling[adapter]).to(like.dtype)
 
 
 @cache

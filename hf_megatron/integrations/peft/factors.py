@@ -69,9 +69,9 @@ class Factor:
     region: UniformRegion | None = None
     switches: tuple[tuple[str, bool], ...] = ()
 
-    def placement(self, own: str) -> Placement:
+    def placement(self, parameter_name: str) -> Placement:
         """Returns the placement of its weight or its bias."""
-        return self.weight if own == "weight" else self.bias
+        return self.weight if parameter_name == "weight" else self.bias
 
     def has(self, switch: str) -> bool:
         """Returns whether a switch is on."""

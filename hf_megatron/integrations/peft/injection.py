@@ -23,9 +23,9 @@ def in_out_features(original: Callable, module: Any) -> Any:
 
     weight = module._parameters.get("weight")
     if not isinstance(module, nn.Linear) or not isinstance(weight, DTensor):
-        found = original(module)
+        features = original(module)
         # transformers' Conv1D stores its weight as `[in, out]`.
-        return tuple(weight.shape) if isinstance(weight, DTensor) and type(module).__name__ == "Conv1D" else found
+        return tuple(weight.shape) if isinstance(weight, DTensor) and type(module).__name__ == "Conv1D" else features
     return module.in_features, module.out_features
 
 
@@ -217,16 +217,16 @@ def adapter_state_dict(original: Callable, model: Any, *args: Any, **kwargs: Any
     """Returns an adapter's full weights, of any shape, on every rank; a collective call."""
     from ...parallel_state import parallel_state
 
-    found, state = original(model, *args, **kwargs), parallel_state(model)
+    tensors, state = original(model, *args, **kwargs), parallel_state(model)
     if state is None:
-        return found
+        return tensors
     from .saving import full_adapter, is_replicated
 
-    given = args[0] if args else kwargs.get("state_dict")
-    if given is not None and is_replicated(given):
+    state_dict = args[0] if args else kwargs.get("state_dict")
+    if state_dict is not None and is_replicated(state_dict):
         # `Accelerator.get_state_dict` has already gathered it on the first rank.
-        return found
-    return full_adapter(found, state)
+        return tensors
+    return full_adapter(tensors, state)
 
 
 def parts_for_load(original: Callable, model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -28,10 +28,10 @@ from .site import Site, linear_factors
 def shard_copies(copies: nn.ModuleDict, within: str, site: Site) -> None:
     """Registers the shardings of copies, by adapter, as for the copied module."""
     for adapter, copy in copies.items():
-        for own, _ in copy.named_parameters():
-            inner = f"{within}.{adapter}.{own}"
+        for param_name, _ in copy.named_parameters():
+            inner = f"{within}.{adapter}.{param_name}"
             if not site.has_sharding(inner):
-                site.add_copy(inner, site.state.shardings[f"{site.base_name}.{own}"])
+                site.add_copy(inner, site.state.shardings[f"{site.base_name}.{param_name}"])
 
 
 def shard_norms(tuner: Any, site: Site) -> None:
@@ -118,13 +118,13 @@ def require_parameter_rule(state: ParallelState, name: str, module: nn.Module) -
 
 def shard_adapters(model: nn.Module, state: ParallelState) -> None:
     """Registers the shardings of adapters that PEFT has added since the last call, and shards them."""
-    found = list(_adapted(model))
-    for name, tuner, kind in found:
+    adapted = list(_adapted(model))
+    for name, tuner, kind in adapted:
         parameters = dict(getattr(tuner, kind.base).named_parameters())
-        if not any(f"{name}.{kind.base}.{own}" in state.shardings for own in parameters):
+        if not any(f"{name}.{kind.base}.{param_name}" in state.shardings for param_name in parameters):
             _rename_shardings(state, name, f"{name}.{kind.base}")
     copies = copies_of_model(state.shardings.values(), state.axes)
-    for name, tuner, kind in found:
+    for name, tuner, kind in adapted:
         base = innermost = getattr(tuner, kind.base)
         while (inner := _kind(innermost)) is not None:
             innermost = getattr(innermost, inner.base)
@@ -134,7 +134,7 @@ def shard_adapters(model: nn.Module, state: ParallelState) -> None:
             innermost.list_around(tuner)
         if not kind.has_copies:
             _move_hooks(state.hooks, base, tuner)
-    _follow(model, state, {name: tuner for name, tuner, _ in found})
+    _follow(model, state, {name: tuner for name, tuner, _ in adapted})
 
 
 def note_modules(model: nn.Module, state: ParallelState) -> None:
@@ -169,11 +169,11 @@ def forget_adapters(
 
 def insides(model: nn.Module) -> dict[str, tuple[nn.Module, dict[int, str]]]:
     """Returns a model's outermost adapted modules by name, each with the names of its submodules by identity."""
-    found: dict[str, tuple[nn.Module, dict[int, str]]] = {}
+    outermost: dict[str, tuple[nn.Module, dict[int, str]]] = {}
     for name, tuner, _ in _adapted(model):
-        if not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = tuner, {id(module): inner for inner, module in tuner.named_modules()}
-    return found
+        if not any(name.startswith(f"{outer}.") for outer in outermost):
+            outermost[name] = tuner, {id(module): inner for inner, module in tuner.named_modules()}
+    return outermost
 
 
 def _follow(model: nn.Module, state: ParallelState, modules: Mapping[str, nn.Module]) -> None:

@@ -64,10 +64,16 @@ def _passed_by(base: Any) -> Any:
 
 def _place(linear: nn.Module, inner: str, factor: Factor | None, site: Site) -> None:
     """Converts PEFT's linear to a parallel linear with this rank's shard."""
-    for own in list(linear._parameters):
-        if linear._parameters[own] is not None:
-            placement = Placement() if factor is None else factor.placement(own)
-            site.place(linear, own, f"{inner}.{own}", placement, GradientRule() if factor is None else factor.rule)
+    for param_name in list(linear._parameters):
+        if linear._parameters[param_name] is not None:
+            placement = Placement() if factor is None else factor.placement(param_name)
+            site.place(
+                linear,
+                param_name,
+                f"{inner}.{param_name}",
+                placement,
+                GradientRule() if factor is None else factor.rule,
+            )
     if factor is None or site.is_off_stage:
         return
     swap_class(linear, factor.kind)

@@ -31,10 +31,10 @@ def shard_prompts(encoders: nn.ModuleDict, model: Any, state: ParallelState) -> 
     copies = copies_of_model(state.shardings.values(), state.axes)
     site = Site(PROMPTS, encoders, PROMPTS, state, copies, is_off_stage)
     for name, module in encoders.named_modules():
-        own = [own for own, parameter in module._parameters.items() if parameter is not None]
-        if not own or site.has_sharding(f"{name}.{own[0]}"):
+        param_names = [param_names for param_names, parameter in module._parameters.items() if parameter is not None]
+        if not param_names or site.has_sharding(f"{name}.{param_names[0]}"):
             continue
-        for parameter in own:
+        for parameter in param_names:
             site.place(module, parameter, f"{name}.{parameter}", Placement(), GradientRule())
         if site.is_off_stage:
             continue
@@ -51,8 +51,8 @@ def embedded(embedding: Any, ids: Tensor) -> Tensor:
 
     Gradient checkpointing makes embedding outputs require a gradient, which is unused in a prompt.
     """
-    found = embedding(ids)
-    return found if embedding.weight.requires_grad else found.detach()
+    embeddings = embedding(ids)
+    return embeddings if embedding.weight.requires_grad else embeddings.detach()
 
 
 def reading_prompts(state: ParallelState) -> AbstractContextManager[None]:

@@ -59,7 +59,7 @@ class Site:
     def place(
         self,
         holder: nn.Module,
-        own: str,
+        param_name: str,
         inner: str,
         placement: Placement,
         rule: GradientRule,
@@ -76,17 +76,17 @@ class Site:
             keeps_average (`bool`, defaults to `False`): whether to keep the averaging group of `rule`; otherwise the
                 gradient is averaged over all ranks with different data.
         """
-        unsharded: Any = holder._parameters[own]
+        unsharded: Any = holder._parameters[param_name]
         if not keeps_average:
             rule = replace(rule, average="dp_cp" if self.state.axes.size("cp") > 1 else "dp")
         self._add_sharding(inner, tuple(unsharded.shape), placement, rule)
         if (self.splits or placement.is_split) and not self.is_off_stage:
             part = _part(unsharded.detach(), placement, self.state, self.copies)
-            holder._parameters[own] = nn.Parameter(part, requires_grad=unsharded.requires_grad)
+            holder._parameters[param_name] = nn.Parameter(part, requires_grad=unsharded.requires_grad)
 
-    def replicate_value(self, holder: nn.Module, own: str, inner: str) -> None:
+    def replicate_value(self, holder: nn.Module, param_name: str, inner: str) -> None:
         """Places a parameter of any shape as replicated."""
-        self.place(holder, own, inner, Placement(), GradientRule())
+        self.place(holder, param_name, inner, Placement(), GradientRule())
 
     def add_copy(self, inner: str, sharding: ParameterSharding) -> None:
         """Registers the sharding of a parameter that is a copy of one of the base."""

@@ -27,8 +27,8 @@ def backward(original: Callable, tensors: Any, *args: Any, **kwargs: Any) -> Non
             kwargs["inputs"] = [tensor for tensor in inputs if not is_off_stage(tensor)]
             if not kwargs["inputs"]:
                 names = ("grad_tensors", "retain_graph", "create_graph")
-                given = dict(zip(names, args, strict=False)) | {n: kwargs[n] for n in names if n in kwargs}
-                gradients_of(tensors, inputs, given.pop("grad_tensors", None), **given)
+                options = dict(zip(names, args, strict=False)) | {n: kwargs[n] for n in names if n in kwargs}
+                gradients_of(tensors, inputs, options.pop("grad_tensors", None), **options)
                 return
     original(tensors, *args, **kwargs)
 

@@ -13,9 +13,9 @@ def _rejecting(message: str) -> Callable:
         """Rejects a parallelized model, or a module that contains one, by name."""
         from torch import nn
 
-        given = args[0] if args else kwargs.get("model", kwargs.get("module"))
+        model = args[0] if args else kwargs.get("model", kwargs.get("module"))
         # Read the attribute directly: this module is loaded with torch, long before the rest of the library is needed.
-        if isinstance(given, nn.Module) and any("_hf_megatron" in vars(module) for module in given.modules()):
+        if isinstance(model, nn.Module) and any("_hf_megatron" in vars(module) for module in model.modules()):
             raise UnsupportedError(f"{type(self).__name__}: {message}")
         original(self, *args, **kwargs)
 

@@ -140,8 +140,8 @@ def _on_full_model(name: str, where: Callable[[Any], bool]) -> Callable[..., Any
 def _full_tensor(stock: Callable[..., Any]) -> Callable[..., Any]:
     def full_tensor(self: Any, *, grad_placements: Any = None) -> Tensor:
         if not _is_own(self) or grad_placements is not None or not _is_cut_twice(self):
-            found: Tensor = stock(self, grad_placements=grad_placements)
-            return found
+            full: Tensor = stock(self, grad_placements=grad_placements)
+            return full
         unsharded: Tensor = _Whole.apply(self)
         return unsharded
 

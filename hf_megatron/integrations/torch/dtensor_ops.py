@@ -146,8 +146,8 @@ def _view(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if share_memory(local_tensor(result), local_tensor(tensor)):
             return result
     # Edits of a local result would not reach the tensor: return views of a full copy that write back to the shards.
-    unsharded = Whole(tensor)
-    return unsharded.views(func(unsharded.tensor, *args[1:], **kwargs))
+    full = Whole(tensor)
+    return full.views(func(full.tensor, *args[1:], **kwargs))
 
 
 def _axes_that_cut(tensor: DTensor) -> int:
@@ -282,9 +282,9 @@ def _is_split(tensor: DTensor) -> bool:
     return any(split_dim(placement) >= 0 for placement in tensor.placements if not placement.is_replicate())
 
 
-def _spreads_to(shape: torch.Size, wanted: torch.Size) -> bool:
-    pairs = zip(reversed(shape), reversed(wanted), strict=False)
-    return len(shape) <= len(wanted) and all(size in (1, other) for size, other in pairs)
+def _spreads_to(shape: torch.Size, target: torch.Size) -> bool:
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(size in (1, other) for size, other in pairs)
 
 
 @torch.no_grad()
@@ -320,12 +320,12 @@ def _is_own(tensor: Any) -> bool:
 def _stock(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Runs an operator with DTensor's own implementation."""
     handlers = dtensor_handlers()
-    own = handlers.pop(func, None)
+    handler = handlers.pop(func, None)
     try:
         return func(*args, **kwargs)
     finally:
-        if own is not None:
-            handlers[func] = own
+        if handler is not None:
+            handlers[func] = handler
 
 
 def _for_own(handler: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

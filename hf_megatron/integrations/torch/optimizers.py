@@ -126,8 +126,8 @@ def _parameters_of(gradients: list[Any]) -> list[Any] | None:
             return gradient.parameter
         return known.get((local_tensor(gradient).data_ptr(), gradient.shape))
 
-    found = list(map(parameter_of, gradients))
-    return None if any(parameter is None for parameter in found) else found
+    parameters = list(map(parameter_of, gradients))
+    return None if any(parameter is None for parameter in parameters) else parameters
 
 
 def watch_unprepared_steps() -> Any:

@@ -212,15 +212,15 @@ class _OwnRows:
         if _has_rows(batch, len(samples)):
             places = [(first + index) % len(samples) for index in range(self.size)]
             modalities = _modalities(batch)
-            own = self._collated_again([samples[place] for place in places]) if modalities else {}
+            local_samples = self._collated_again([samples[place] for place in places]) if modalities else {}
             for name in modalities:
                 del batch[name]
             batch = _taken(batch, places, len(samples))
-            batch.update({name: own[name] for name in modalities if name in own})
+            batch.update({name: local_samples[name] for name in modalities if name in local_samples})
             return batch
         # After concatenation, repeated samples could not be told apart from others.
-        own = samples[first : first + self.size]
-        return self.collate(own) if own else mask_all_targets(self.collate(samples[:1]))
+        local_samples = samples[first : first + self.size]
+        return self.collate(local_samples) if local_samples else mask_all_targets(self.collate(samples[:1]))
 
     def _collated_again(self, samples: list) -> Any:
         """Collates samples separately: only the collator knows which images belong to which samples."""
@@ -250,12 +250,12 @@ class _CountedRows(_OwnRows):
         return CountedBatch(super().__call__(samples), len(samples), self.size)
 
 
-def _taken(batch: Any, own: list[int], count: int) -> Any:
+def _taken(batch: Any, indices: list[int], count: int) -> Any:
     for name, value in batch.items():
         if isinstance(value, Mapping):
-            batch[name] = _taken(value, own, count)
+            batch[name] = _taken(value, indices, count)
         elif isinstance(value, Tensor):
-            batch[name] = value[own]
+            batch[name] = value[indices]
         elif isinstance(value, list | tuple) and len(value) == count:
-            batch[name] = [value[place] for place in own]
+            batch[name] = [value[place] for place in indices]
     return batch

@@ -95,19 +95,19 @@ def _first_rows(rows: SampleStream, is_dispatched: bool) -> str:
     """Returns the hash of a stream's first samples, which must be identical on all ranks that read it."""
     if not dist.is_initialized():
         return rows.fingerprint()
-    own, is_read = None, False
-    found: list[tuple[str | None, bool]] = [(None, False)] * dist.get_world_size()
+    local_hash, is_read = None, False
+    rank_hashes: list[tuple[str | None, bool]] = [(None, False)] * dist.get_world_size()
     try:
         if not is_dispatched or dist.get_rank() == 0:
-            own = rows.fingerprint()
+            local_hash = rows.fingerprint()
         is_read = True
     finally:
         # Exchange results even on failure: the other ranks are in the same collective and must learn of the error.
-        dist.all_gather_object(found, (own, is_read))
-    failed = [str(rank) for rank, (_, is_read) in enumerate(found) if not is_read]
+        dist.all_gather_object(rank_hashes, (local_hash, is_read))
+    failed = [str(rank) for rank, (_, is_read) in enumerate(rank_hashes) if not is_read]
     if failed:
         raise DataError(f"The stream could not be read on rank {', '.join(failed)}.")
-    hashes = {one for one, _ in found if one is not None}
+    hashes = {one for one, _ in rank_hashes if one is not None}
     if len(hashes) > 1:
         raise DataError(
             "The ranks read different samples of the stream. Give shuffling and sampling a fixed seed, and do not "
@@ -128,27 +128,28 @@ def get_train_sampler(original: Callable, self: Any, train_dataset: Any = None) 
         DataError: the order or the dataset's labels would be lost: a wrapper that shuffles, a collator that drops or
             shifts labels, another sampling strategy, or steps of an uncountable size.
     """
-    given = self.train_dataset if train_dataset is None else train_dataset
-    if not has_own_order(given):
+    train_data = self.train_dataset if train_dataset is None else train_dataset
+    if not has_own_order(train_data):
         return length_samplers.get_sampler(original, self, train_dataset)
-    dataset = ordered_of(given)
+    dataset = ordered_of(train_data)
     if dataset is None:
         raise DataError(
-            f"{type(given).__name__} wraps a dataset that defines its own sample order and would be shuffled. Pass the "
+            f"{type(train_data).__name__} wraps a dataset that defines its own sample order and would be shuffled. "
+            "Pass the "
             "dataset itself; to leave out samples, use WithoutSamples."
         )
-    require_full(given)
-    if is_shifted(given):
+    require_full(train_data)
+    if is_shifted(train_data):
         _require_shifted(self)
-        collated = self.data_collator([given[0]])
+        collated = self.data_collator([train_data[0]])
         if isinstance(collated, Mapping) and "labels" in collated and _SHIFTED not in collated:
             raise DataError(
                 f"The data collator drops {_SHIFTED}, so the model would shift the already shifted labels again. Use "
                 "default_data_collator."
             )
-    elif given is not dataset:
-        row = given[0]["labels"]
-        collated = self.data_collator([given[0]])
+    elif train_data is not dataset:
+        row = train_data[0]["labels"]
+        collated = self.data_collator([train_data[0]])
         labels = collated.get("labels") if isinstance(collated, Mapping) else None
         if labels is None or labels[0][: len(row)].tolist() != row:
             raise DataError(
@@ -229,8 +230,8 @@ def _reported(checkpoint: Any) -> tuple[int, int | None]:
         return 0, None
     state = TrainerState.load_from_json(str(path))
     said: Any = state.stateful_callbacks
-    found = said.get(SamplesCallback.__name__) or {}
-    return state.global_step, found.get("attributes", {}).get("consumed")
+    callback_state = said.get(SamplesCallback.__name__) or {}
+    return state.global_step, callback_state.get("attributes", {}).get("consumed")
 
 
 def set_signature_columns(original: Callable, self: Any) -> None:

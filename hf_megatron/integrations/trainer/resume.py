@@ -16,7 +16,7 @@ STATE = "trainer_state.json"
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_*", "global_step*")
 
 
-def checkpoint_to_resume(asked: Any, output_dir: str, *, is_parallelized: bool) -> Any:
+def checkpoint_to_resume(resume_from: Any, output_dir: str, *, is_parallelized: bool) -> Any:
     """Returns the newest save of the given step, or for `True` the newest checkpoint of the output folder.
 
     Raises:
@@ -24,12 +24,17 @@ def checkpoint_to_resume(asked: Any, output_dir: str, *, is_parallelized: bool) 
     """
     if is_parallelized:
         # Use the first rank's view of the file system on all ranks.
-        found = gather(_found(asked, output_dir), None, "Looking for a checkpoint to resume")[0]
+        checkpoint = gather(_found(resume_from, output_dir), None, "Looking for a checkpoint to resume")[0]
     else:
-        found = _found(asked, output_dir)
-    if is_parallelized and isinstance(found, str) and _is_stock(Path(found)) and _has_optimizer(Path(found)):
-        raise CheckpointError(_missing_state_message(Path(found)))
-    return found
+        checkpoint = _found(resume_from, output_dir)
+    if (
+        is_parallelized
+        and isinstance(checkpoint, str)
+        and _is_stock(Path(checkpoint))
+        and _has_optimizer(Path(checkpoint))
+    ):
+        raise CheckpointError(_missing_state_message(Path(checkpoint)))
+    return checkpoint
 
 
 def get_last_checkpoint(original: Callable, folder: str) -> str | None:
@@ -40,12 +45,12 @@ def get_last_checkpoint(original: Callable, folder: str) -> str | None:
     return _newest(Path(folder)) or original(folder)
 
 
-def _found(asked: Any, output_dir: str) -> Any:
-    if asked is True:
+def _found(resume_from: Any, output_dir: str) -> Any:
+    if resume_from is True:
         return _newest(Path(output_dir)) or True
-    if isinstance(asked, str) and (saved := saves_of(Path(asked))):
+    if isinstance(resume_from, str) and (saved := saves_of(Path(resume_from))):
         return str(saved[0])
-    return asked
+    return resume_from
 
 
 def _newest(folder: Path) -> str | None:
@@ -68,8 +73,8 @@ def _newest(folder: Path) -> str | None:
 
 
 def _step(path: Path) -> int:
-    found = re.search(r"-(\d+)", path.name)
-    return int(found[1]) if found else -1
+    match = re.search(r"-(\d+)", path.name)
+    return int(match[1]) if match else -1
 
 
 def _is_stock(path: Path) -> bool:

@@ -177,13 +177,13 @@ class SamplesCallback(ToolCallback, ExportableState):
                 "The checkpoint does not record the consumed samples: its run used other data. Pass "
                 "ignore_data_skip=True to start with the first sample."
             )
-        found = said["attributes"]
-        if changed := _changes(found["order_key"], self.order_key):
+        attributes = said["attributes"]
+        if changed := _changes(attributes["order_key"], self.order_key):
             raise DataError(
                 "The data differs from the checkpoint's samples or their order: " + "; ".join(changed) + ". Pass "
                 "ignore_data_skip=True to start with the first sample."
             )
-        self.consumed = dataset.sample_at(int(found["consumed"]))
+        self.consumed = dataset.sample_at(int(attributes["consumed"]))
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._order is not None:

@@ -29,9 +29,9 @@ def has_mixed_dtensor(original: Callable, tensors: Iterable[Tensor]) -> bool:
 
     Optimizers step on local shards of its parameters, so the DTensor meshes never reach them.
     """
-    own = [parameter for parameter in tensors if not is_off_stage(parameter)]
-    is_parallelized = any(isinstance(one, DTensor) and is_of_layout(one.device_mesh) for one in own)
-    return False if is_parallelized else original(own)
+    local_params = [parameter for parameter in tensors if not is_off_stage(parameter)]
+    is_parallelized = any(isinstance(one, DTensor) and is_of_layout(one.device_mesh) for one in local_params)
+    return False if is_parallelized else original(local_params)
 
 
 def init(original: Callable, self: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:

@@ -42,26 +42,26 @@ def other_source(model_class: Any, path: Any, config: Any, layout: MegatronConfi
     if layout.is_parallel:
         # The collectives below need the process group.
         ensure_process_group(layout.timeout)
-    found = None
+    source_format = None
     with propagate_errors(f"Opening {path}"):
         if os.path.isdir(path):
             # Imported lazily: most loads need no converter.
             from ...conversion.formats import HF, is_known, recognise
 
-            found = recognise(Path(path)) if is_known(Path(path)) else HF
-    names = gather("absent" if found is None else found.name, None, f"Opening {path}")
+            source_format = recognise(Path(path)) if is_known(Path(path)) else HF
+    names = gather("absent" if source_format is None else source_format.name, None, f"Opening {path}")
     if len(set(names)) > 1:
         listing = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
         raise CheckpointError(f"{path} differs between ranks ({listing}).")
-    if found is None or found.name == "hf":
+    if source_format is None or source_format.name == "hf":
         return None
     from ...conversion.architecture import Architecture
     from ...conversion.source import Source, with_config
 
     folder = Path(path)
     with propagate_errors(f"Opening {path}"):
-        own = Architecture.from_folder(with_config(folder)).config if config is None else config
-        source = Source(folder, found, Architecture.from_class(model_class, own), with_config(folder))
+        model_config = Architecture.from_folder(with_config(folder)).config if config is None else config
+        source = Source(folder, source_format, Architecture.from_class(model_class, model_config), with_config(folder))
     return source
 
 
@@ -147,11 +147,11 @@ def reading(source: "Source", config: MegatronConfig, dtype: Any) -> Iterator[di
         # Only the first rank verifies checksums.
         reader = source.open(checksums=config.verify_checksums and rank_and_size(None)[0] == 0)
     with reader:
-        own = source.architecture.config
+        model_config = source.architecture.config
         if dtype in (None, "auto"):
             floating = (entry.dtype for entry in reader.entries.values() if entry.dtype.is_floating_point)
-            dtype = own.dtype or next(floating, torch.get_default_dtype())
-        yield {"config": own, "state_dict": lazy_weights(reader), "dtype": dtype}
+            dtype = model_config.dtype or next(floating, torch.get_default_dtype())
+        yield {"config": model_config, "state_dict": lazy_weights(reader), "dtype": dtype}
 
 
 def save_in_format(

@@ -73,26 +73,26 @@ def create_model_card(original: Callable, self: Any, *args: Any, **kwargs: Any) 
     if parallel_state(self.model) is None:
         original(self, *args, **kwargs)
         return
-    given = inspect.signature(original).bind(self, *args, **kwargs).arguments
-    write_trainer_card(self, self.args.output_dir, **_known(self, given))
+    arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    write_trainer_card(self, self.args.output_dir, **_known(self, arguments))
 
 
-def _known(trainer: Any, given: dict[str, Any]) -> dict[str, Any]:
+def _known(trainer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """Converts arguments of `create_model_card` to fields of `CardData`; all other fields come from the trainer."""
 
     from ...model_cards.provenance import base_of, is_id
 
     def listed(name: str) -> tuple[Any, ...]:
-        value = given.get(name) or ()
+        value = arguments.get(name) or ()
         return (value,) if isinstance(value, str) else tuple(value)
 
     # Scripts pass on their own arguments, so the origin may be a local folder or file instead of a Hub id.
-    origin = given.get("finetuned_from")
+    origin = arguments.get("finetuned_from")
     datasets = tuple(filter(is_id, listed("dataset_tags") or listed("dataset_name")))
     known: dict[str, Any] = {
         "language": listed("language"),
-        "license": given.get("license"),
-        "model_name": given.get("model_name"),
+        "license": arguments.get("license"),
+        "model_name": arguments.get("model_name"),
         "base_model": origin if is_id(origin) else base_of(origin),
         # TRL's `dataset_name` goes into the metadata, as Trainer's `dataset_tags` does.
         "datasets": datasets,
@@ -105,8 +105,8 @@ def _known(trainer: Any, given: dict[str, Any]) -> dict[str, Any]:
         known["evaluation_dataset"] = known["datasets"][0]
         known["evaluation_config"] = next(iter(listed("dataset_args")), None)
     if tags := listed("tags"):
-        own = ("hf_megatron", "generated_from_trainer", *(trainer.model.model_tags or ()))
-        known["tags"] = tuple(dict.fromkeys((*own, *tags)))
+        base_tags = ("hf_megatron", "generated_from_trainer", *(trainer.model.model_tags or ()))
+        known["tags"] = tuple(dict.fromkeys((*base_tags, *tags)))
     return {name: value for name, value in known.items() if value not in (None, ())}
 
 

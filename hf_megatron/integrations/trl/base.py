@@ -62,25 +62,27 @@ def init(original: Callable, self: Any, model: Any = None, *args: Any, **kwargs:
     """Rejects unsupported arguments before anything is built, and loads reference models with the policy's layout."""
     from transformers import TrainingArguments
 
-    given: Any = next((value for value in (*args, *kwargs.values()) if isinstance(value, TrainingArguments)), None)
-    layout = layout_of_policy(model, given)
+    training_args: Any = next(
+        (value for value in (*args, *kwargs.values()) if isinstance(value, TrainingArguments)), None
+    )
+    layout = layout_of_policy(model, training_args)
     if layout is None:
-        settle_generation_sizes(given, job_world_size())
+        settle_generation_sizes(training_args, job_world_size())
         return original(self, model, *args, **kwargs)
     warn_of_unchecked_versions()
     reject_other_trl_trainers(self)
     dp_size = validate_world_size(layout, job_world_size())
-    reject_arguments(self, given)
-    reject_batch_wide_losses(self, given, dp_size)
-    reject_in_memory_datasets(given, (*args, *kwargs.values()))
-    settle_generation_sizes(given, dp_size)
-    require_replica_batches(given, dp_size)
+    reject_arguments(self, training_args)
+    reject_batch_wide_losses(self, training_args, dp_size)
+    reject_in_memory_datasets(training_args, (*args, *kwargs.values()))
+    settle_generation_sizes(training_args, dp_size)
+    require_replica_batches(training_args, dp_size)
     kinds = {cls.__name__ for cls in type(self).__mro__}
     if not kinds.isdisjoint(_ONLINE):
         bound = inspect.signature(original).bind_partial(self, model, *args, **kwargs)
-        online_trainer_reason(self, given, bound.arguments, layout.ranks_per_replica, dp_size)
+        online_trainer_reason(self, training_args, bound.arguments, layout.ranks_per_replica, dp_size)
         if "reward_funcs" in bound.arguments:
-            bound.arguments["reward_funcs"] = load_reward_models(bound.arguments["reward_funcs"], given, layout)
+            bound.arguments["reward_funcs"] = load_reward_models(bound.arguments["reward_funcs"], training_args, layout)
         args, kwargs = bound.args[2:], bound.kwargs
     asks = "teacher" if "DistillationTrainer" in kinds else "reference"
     token = _BUILDING.set(_Building(layout, isinstance(model, str), asks))
@@ -174,8 +176,10 @@ def add_fused_lm_head(
     if state is None:
         return original(model, temperature, cast_lm_head_to_fp32, outputs)
     # Same fields as TRL's own forward, in a fixed order.
-    wanted = tuple(name for name in FIELDS if name in outputs or name == LOG_PROBS)
-    state.patches.replace(model, "forward", types.MethodType(_with_scores(model, wanted, Sampling(temperature)), model))
+    field_names = tuple(name for name in FIELDS if name in outputs or name == LOG_PROBS)
+    state.patches.replace(
+        model, "forward", types.MethodType(_with_scores(model, field_names, Sampling(temperature)), model)
+    )
 
 
 def patch_chunked_loss(original: Callable, model: Any, chunk_size: int, is_vlm: bool = False) -> None:
@@ -199,7 +203,7 @@ def _fields_of_tokens(loss: Any, aux_loss: Any, fields: Mapping[str, Any]) -> An
 
 
 def _with_scores(
-    model: Any, wanted: tuple[str, ...], sampling: Sampling = PLAIN, output: Callable = _fields_of_tokens
+    model: Any, field_names: tuple[str, ...], sampling: Sampling = PLAIN, output: Callable = _fields_of_tokens
 ) -> Callable:
     original_forward = model.forward
 
@@ -214,9 +218,9 @@ def _with_scores(
         **kwargs: Any,
     ) -> Any:
         if not fused_lm_head:
-            given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-            given = {name: value for name, value in given.items() if value is not None}
-            return original_forward(*args, **given, **kwargs)
+            loss_kwargs = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+            loss_kwargs = {name: value for name, value in loss_kwargs.items() if value is not None}
+            return original_forward(*args, **loss_kwargs, **kwargs)
         targets = (next_tokens(labels) if shift_labels is None else shift_labels).as_subclass(torch.Tensor)
         kwargs |= {"use_cache": False, "return_dict": True}
         rows = ROWS_OF_REPLICAS.get()
@@ -231,9 +235,9 @@ def _with_scores(
             targets = rows.own(targets)
             kwargs |= {name: rows.own(value) for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
         values, aux_loss = scores_of_call(
-            self, lambda read: read(original_forward(*args, **kwargs)), targets, wanted, sampling
+            self, lambda read: read(original_forward(*args, **kwargs)), targets, field_names, sampling
         )
-        fields = dict(zip(wanted, values, strict=True)) | {"label_mask": targets != IGNORE_INDEX}
+        fields = dict(zip(field_names, values, strict=True)) | {"label_mask": targets != IGNORE_INDEX}
         if shift_labels is None:
             # Copies instead of views: FSDP2 warns about views.
             fields = {name: value[:, :-1].contiguous() for name, value in fields.items()}

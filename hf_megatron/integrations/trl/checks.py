@@ -34,8 +34,8 @@ def reject_arguments(trainer: Any, args: Any) -> None:
 
 def reject_batch_wide_losses(trainer: Any, args: Any, dp_size: int) -> None:
     """Raises `UnsupportedError` if each rank would compute a batch-wide loss on its local samples."""
-    given = getattr(args, "loss_type", None) or ()
-    kinds = OVER_THE_BATCH.intersection((given,) if isinstance(given, str) else given)
+    loss_type = getattr(args, "loss_type", None) or ()
+    kinds = OVER_THE_BATCH.intersection((loss_type,) if isinstance(loss_type, str) else loss_type)
     if dp_size == 1 or not kinds:
         return
     owner = next((cls for cls in type(trainer).__mro__ if _DPO_LOSS in vars(cls)), None)

@@ -28,13 +28,15 @@ def gkd_init(
     layout = layout_of_policy(model, args)
     if layout is None or not isinstance(teacher_model, str):
         return original(self, model, teacher_model, args, *rest, **kwargs)
-    given = args.teacher_model_init_kwargs
+    teacher_kwargs = args.teacher_model_init_kwargs
     # TRL reads the dtype from these kwargs if they are set.
-    args.teacher_model_init_kwargs = {"dtype": None, "megatron_config": layout.of_frozen("teacher")} | (given or {})
+    args.teacher_model_init_kwargs = {"dtype": None, "megatron_config": layout.of_frozen("teacher")} | (
+        teacher_kwargs or {}
+    )
     try:
         original(self, model, teacher_model, args, *rest, **kwargs)
     finally:
-        args.teacher_model_init_kwargs = given
+        args.teacher_model_init_kwargs = teacher_kwargs
 
 
 def gkd_training_step(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -58,12 +60,12 @@ def gkd_compute_loss(
     is_loss_enough = inputs.pop("_prediction_loss_only", False) or self.args.prediction_loss_only
     self.teacher_model.eval()
     targets = next_tokens(inputs["labels"])
-    found, _ = _divergences(self, inputs["input_ids"], inputs["attention_mask"], targets, temperature=1.0)
+    divergences, _ = _divergences(self, inputs["input_ids"], inputs["attention_mask"], targets, temperature=1.0)
     if num_items_in_batch is None:
-        loss = state.loss.mean(found.sum(), (targets != IGNORE_INDEX).sum(), at_least=1)
+        loss = state.loss.mean(divergences.sum(), (targets != IGNORE_INDEX).sum(), at_least=1)
     else:
         # Each replica divides by the targets of all replicas, but gradients are averaged over dp: multiply by dp_size.
-        loss = found.sum() / num_items_in_batch * state.mesh.dp_size
+        loss = divergences.sum() / num_items_in_batch * state.mesh.dp_size
     if not return_outputs:
         return loss
     outputs = {"loss": loss} if is_loss_enough else original(self, model, inputs, True, num_items_in_batch)[1]
@@ -86,12 +88,12 @@ def distillation_compute_loss(
     counted = torch.cat([torch.zeros_like(inputs["prompt_mask"]), counted], 1)
     targets = next_tokens(ids.masked_fill(counted == 0, IGNORE_INDEX))
     with state.loss.together():
-        found, entropy = _divergences(self, ids, attention_mask, targets, self.temperature)
+        divergences, entropy = _divergences(self, ids, attention_mask, targets, self.temperature)
         if is_training and inputs.get("num_items_in_batch") is not None:
             count = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
-            loss = found.sum() / count
+            loss = divergences.sum() / count
         else:
-            loss = state.loss.mean(found.sum(), (targets != IGNORE_INDEX).sum(), at_least=1)
+            loss = state.loss.mean(divergences.sum(), (targets != IGNORE_INDEX).sum(), at_least=1)
     # Entropy is logged over the tokens of all replicas: sum `[entropy, tokens]` over dp.
     sums = torch.stack([entropy.sum(), (targets != IGNORE_INDEX).sum().float()])
     total, count = self.accelerator.reduce(sums, reduction="sum").tolist()

@@ -14,13 +14,13 @@ _GIVEN = "_hf_megatron_given"
 
 def count_generations(original: Callable, self: Any) -> None:
     """Records the sizes that the user set; upstream derives the others from all ranks instead of replicas."""
-    given = self.generation_batch_size, self.steps_per_generation
-    if job_world_size() == 1 or None not in given:
+    user_sizes = self.generation_batch_size, self.steps_per_generation
+    if job_world_size() == 1 or None not in user_sizes:
         return original(self)
     # Use values that always pass upstream's checks, which count ranks; the checks below count replicas.
     self.generation_batch_size, self.steps_per_generation = None, self.num_generations
     original(self)
-    vars(self)[_GIVEN] = given, None
+    vars(self)[_GIVEN] = user_sizes, None
     layout = _known_layout(self)
     if layout is None:
         _fill_in(self, job_world_size())

@@ -96,16 +96,16 @@ def _with_loss_of_all_ranks(
 ) -> tuple[Tensor, ...]:
     """Replaces the fifth output, the local mean `()` over tokens where `counts` `[batch, sequence]` is true."""
     state = _spread(trainer)
-    found = original(trainer, model, _padded_identically(trainer, batch))
+    outputs = original(trainer, model, _padded_identically(trainer, batch))
     if state is None:
-        return found
+        return outputs
     # The first token of a text is not a target.
-    count = (counts if trainer.is_encoder_decoder else counts[:, 1:]).sum().to(found[4].device)
+    count = (counts if trainer.is_encoder_decoder else counts[:, 1:]).sum().to(outputs[4].device)
     # The mean over zero tokens is NaN, and so is its product with zero.
-    total = found[4].nan_to_num() * count
+    total = outputs[4].nan_to_num() * count
     # Evaluations take part as well: gathering their metrics is collective.
     with state.loss.together():
-        return *found[:4], state.loss.mean(total, count), *found[5:]
+        return *outputs[:4], state.loss.mean(total, count), *outputs[5:]
 
 
 def _padded_identically(trainer: Any, batch: Any) -> Any:

@@ -88,9 +88,9 @@ def calculate_rewards(original: Callable, self: Any, *args: Any, **kwargs: Any) 
     # Logs and random state of the reward functions exist on the first rank only: broadcast them, because all ranks
     # shuffle samples next and must do it identically.
     logs, failed = (self._pending_extra_logs, self._pending_metrics), repr(failures[0]) if failures else None
-    found: list[Any] = [(rewards.cpu(), logs, random.getstate(), numpy.random.get_state(), failed)]
-    _from_first_rank(state, found)
-    of_first, (self._pending_extra_logs, self._pending_metrics), of_python, of_numpy, failed = found[0]
+    payload: list[Any] = [(rewards.cpu(), logs, random.getstate(), numpy.random.get_state(), failed)]
+    _from_first_rank(state, payload)
+    of_first, (self._pending_extra_logs, self._pending_metrics), of_python, of_numpy, failed = payload[0]
     if failures:
         raise failures[0]
     if failed is not None:
@@ -144,8 +144,8 @@ def _called_once(function: Any, is_first: bool, failures: list[BaseException]) -
     async def call_later(*args: Any, completions: Any, **kwargs: Any) -> Any:
         if is_first:
             with _Alone(name, failures):
-                found = await function(*args, completions=completions, **kwargs)
-                return _require_one_each(name, found, completions)
+                rewards = await function(*args, completions=completions, **kwargs)
+                return _require_one_each(name, rewards, completions)
         return [0.0] * len(completions)
 
     from trl.trainer.utils import is_async_callable
@@ -196,8 +196,10 @@ def shuffle(original: Callable, seq_dict: dict[str, Any]) -> dict[str, Any]:
     # Use the first replica's permutation: its random state matches the single-process run.
     order = torch.randperm(count).to(state.mesh.device)
     dist.broadcast(order, group=group, group_src=0)
-    own = order[state.mesh.dp_rank :: state.mesh.dp_size]
-    return {name: value[own.to(value.device)] if _has_rows(value) else value for name, value in global_batch.items()}
+    local_order = order[state.mesh.dp_rank :: state.mesh.dp_size]
+    return {
+        name: value[local_order.to(value.device)] if _has_rows(value) else value for name, value in global_batch.items()
+    }
 
 
 def _is_tensor(value: Any) -> bool:
@@ -244,11 +246,11 @@ def loss_of_all_replicas(original: Callable, self: Any, model: Any, inputs: Any)
         )
     # "bnpo" divides by the tokens of the batch: weight this rank's mean by its share of the global token count.
     mask = inputs["completion_mask"]
-    own = (mask if "tool_mask" not in inputs else mask * inputs["tool_mask"]).sum().float()
-    total = own.clone()
+    local_count = (mask if "tool_mask" not in inputs else mask * inputs["tool_mask"]).sum().float()
+    total = local_count.clone()
     dist.all_reduce(total, group=state.mesh.group("dp"))
     # As TRL does: count at least one token.
-    return loss * own.clamp(min=1) * state.mesh.dp_size / total.clamp(min=1)
+    return loss * local_count.clamp(min=1) * state.mesh.dp_size / total.clamp(min=1)
 
 
 def load_reward_models(functions: Any, args: Any, layout: MegatronConfig) -> Any:
@@ -274,11 +276,13 @@ def predict_over_replicas(original: Callable, self: Any, *args: Any, **kwargs: A
     return loss, *rest
 
 
-def online_trainer_reason(trainer: Any, args: Any, given: dict[str, Any], ranks_per_replica: int, dp_size: int) -> None:
+def online_trainer_reason(
+    trainer: Any, args: Any, arguments: dict[str, Any], ranks_per_replica: int, dp_size: int
+) -> None:
     """Raises `UnsupportedError` for options that would be called, or averaged, separately on each rank."""
     name = type(trainer).__name__
     for argument in ("tools", "environment_factory", "rollout_func"):
-        if given.get(argument) and ranks_per_replica > 1:
+        if arguments.get(argument) and ranks_per_replica > 1:
             raise UnsupportedError(
                 f"{name}({argument}=...) is not supported on a model sharded over {ranks_per_replica} ranks, because "
                 "each of them would call it and get different results. Use only dp_size, or generate beforehand."

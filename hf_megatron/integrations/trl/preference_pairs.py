@@ -24,10 +24,10 @@ class ReplicaBatches:
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.ranks, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
 
-    def joined(self, own: Tensor) -> Tensor:
+    def joined(self, tensor: Tensor) -> Tensor:
         """Gathers `[2 x pairs, ...]` of all ranks to `[2 x ranks x pairs, ...]`; the backward sums gradients."""
         # `[ranks x 2 x pairs]` to `[2, ranks, pairs]`: the chosen samples of all ranks come first, as in TRL's batches.
-        rows = gather_from_ranks(own, 0, self.ranks * len(own), self.group, sum_gradient=True)
+        rows = gather_from_ranks(tensor, 0, self.ranks * len(tensor), self.group, sum_gradient=True)
         return rows.unflatten(0, (self.ranks, 2, -1)).transpose(0, 1).flatten(0, 2)
 
     def own(self, rows: Tensor) -> Tensor:
@@ -38,8 +38,10 @@ class ReplicaBatches:
         """Returns a function that calls a replicated model on this rank's slice of inputs and gathers `log_probs`."""
 
         def call(**kwargs: Any) -> Any:
-            own = {name: self.own(value) if isinstance(value, Tensor) else value for name, value in kwargs.items()}
-            return SimpleNamespace(log_probs=self.joined(model(**own).log_probs))
+            local_kwargs = {
+                name: self.own(value) if isinstance(value, Tensor) else value for name, value in kwargs.items()
+            }
+            return SimpleNamespace(log_probs=self.joined(model(**local_kwargs).log_probs))
 
         return call
 
@@ -56,9 +58,9 @@ class ReplicaBatches:
         others = {name: list(shape) for name, shape in shapes.items() if shape not in ((2 * pairs, length), (pairs,))}
         # One MAX all-reduce gives the longest sequence, the largest and (negated) smallest pair count, and any odd
         # inputs.
-        found = torch.tensor([length, pairs, -pairs, len(others)], device=inputs["input_ids"].device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
-        longest, most, fewest, odd = found.tolist()
+        maxima = torch.tensor([length, pairs, -pairs, len(others)], device=inputs["input_ids"].device)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.group)
+        longest, most, fewest, odd = maxima.tolist()
         if odd or most != -fewest:
             what = f"{most} and {-fewest} pairs" if most != -fewest else f"{others or 'inputs of another rank'}"
             raise UnsupportedError(

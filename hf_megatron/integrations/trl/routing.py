@@ -49,9 +49,9 @@ def generate_turn(original: Callable, self: Any, *args: Any, **kwargs: Any) -> A
     if generated is None:
         return original(self, *args, **kwargs)
     with record_routing(unwrap_parallel_model(self.model)) as routing:
-        found = original(self, *args, **kwargs)
+        result = original(self, *args, **kwargs)
     generated.append(routing)
-    return found
+    return result
 
 
 def token_numbers(

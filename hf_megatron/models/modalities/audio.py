@@ -22,8 +22,8 @@ _PREFIX = "image_"
 def audio_token(config: Any) -> int | None:
     """Returns the placeholder token id of audio, under any of its config names; `None` if there is none."""
     places, names = (config, getattr(config, "audio_config", None)), ("audio_token_id", "audio_token_index")
-    found = (getattr(place, name, None) for place in places for name in names)
-    return next((token for token in found if token is not None), None)
+    token_ids = (getattr(place, name, None) for place in places for name in names)
+    return next((token for token in token_ids if token is not None), None)
 
 
 def has_clip_per_row(config: Any) -> bool:
@@ -61,12 +61,14 @@ def samples_with_audio(arguments: Mapping[str, Any], rows: slice, config: Any) -
     Raises:
         ConfigError: the placeholders of a clip span two samples, or their number does not match the clip.
     """
-    given = {name: value for name, value in arguments.items() if is_audio(name) and value is not None}
+    audio_arguments = {name: value for name, value in arguments.items() if is_audio(name) and value is not None}
     audio_clips = audio_of(arguments)
     assert audio_clips is not None
-    lengths = [given[name] for name in LENGTHS_OF_SOUNDS if name in given]
-    lengths += [given[name].flatten(1).sum(1) for name in MASKS_OF_SOUNDS if name in given]
+    lengths = [audio_arguments[name] for name in LENGTHS_OF_SOUNDS if name in audio_arguments]
+    lengths += [audio_arguments[name].flatten(1).sum(1) for name in MASKS_OF_SOUNDS if name in audio_arguments]
     # Adjacent clips have no visible border: their placeholders are then divided in proportion to the lengths.
     others = {PIXELS: audio_clips, "input_ids": arguments["input_ids"]} | ({ENTRIES: lengths[0]} if lengths else {})
-    found = rows_with_images(others | {_PREFIX + name: given[name] for name in given}, rows, _ConfigOfSounds(config))
-    return {name: found[_PREFIX + name] for name in given if _PREFIX + name in found}
+    sliced = rows_with_images(
+        others | {_PREFIX + name: audio_arguments[name] for name in audio_arguments}, rows, _ConfigOfSounds(config)
+    )
+    return {name: sliced[_PREFIX + name] for name in audio_arguments if _PREFIX + name in sliced}

@@ -49,8 +49,8 @@ def image_token(config: Any) -> int | None:
 
     Models that read only videos have the placeholder of videos instead.
     """
-    found = (getattr(config, name, None) for name in ("image_token_id", "image_token_index", "video_token_index"))
-    return next((token for token in found if token is not None), None)
+    token_ids = (getattr(config, name, None) for name in ("image_token_id", "image_token_index", "video_token_index"))
+    return next((token for token in token_ids if token is not None), None)
 
 
 def is_of_images(name: str) -> bool:
@@ -70,8 +70,8 @@ def _is_of_pixels(name: str) -> bool:
 
 def pixels_of(arguments: Mapping[str, Any]) -> Tensor | None:
     """Returns the pixels of a call, in one of the shapes that `rows_with_images` lists; `None` without images."""
-    found = (arguments.get(name) for name in (PIXELS, _FLAT_PATCHES))
-    return next((pixels for pixels in found if isinstance(pixels, Tensor)), None)
+    candidates = (arguments.get(name) for name in (PIXELS, _FLAT_PATCHES))
+    return next((pixels for pixels in candidates if isinstance(pixels, Tensor)), None)
 
 
 def has_places(arguments: Mapping[str, Any], config: Any) -> bool:
@@ -104,16 +104,16 @@ def tokens_of_images(arguments: Mapping[str, Any], config: Any) -> list[int]:
     is_image = placeholders(arguments, config)
     per_row = is_image.sum(1).tolist()
     ends = {0, *itertools.accumulate(per_row)}
-    images, found = _count(arguments), []
-    for found in _guesses(arguments, config, is_image, images):
-        if all(found) and sum(found) == sum(per_row) and ends <= {0, *itertools.accumulate(found)}:
-            return found
-    if found and all(found) and sum(found) == sum(per_row):
+    images, counts = _count(arguments), []
+    for counts in _guesses(arguments, config, is_image, images):
+        if all(counts) and sum(counts) == sum(per_row) and ends <= {0, *itertools.accumulate(counts)}:
+            return counts
+    if counts and all(counts) and sum(counts) == sum(per_row):
         raise ConfigError(
             "The placeholders of one image span two samples of input_ids; each image must belong to one sample."
         )
     raise ConfigError(
-        f"input_ids has {sum(per_row)} image placeholders, but its {images} images need {sum(found) or images}."
+        f"input_ids has {sum(per_row)} image placeholders, but its {images} images need {sum(counts) or images}."
     )
 
 
@@ -138,34 +138,34 @@ def rows_with_images(arguments: Mapping[str, Any], rows: slice, config: Any) -> 
         ConfigError: the placeholders of an image span two samples, or their number does not match the image.
     """
     ids = arguments["input_ids"]
-    given = {name: value for name, value in arguments.items() if is_of_images(name) and _has_entries(value)}
+    image_arguments = {name: value for name, value in arguments.items() if is_of_images(name) and _has_entries(value)}
     per_row = placeholders(arguments, config).sum(1).tolist()
     start, stop, _ = rows.indices(len(ids))
     if not has_places(arguments, config):
-        return {name: _entries(name, value, len(ids), slice(start, stop)) for name, value in given.items()}
+        return {name: _entries(name, value, len(ids), slice(start, stop)) for name, value in image_arguments.items()}
     if _is_of_rows(arguments, sum(per_row)):
-        cut = {name: _entries(name, value, len(ids), slice(start, stop)) for name, value in given.items()}
+        cut = {name: _entries(name, value, len(ids), slice(start, stop)) for name, value in image_arguments.items()}
         return cut if sum(per_row[start:stop]) or arguments[PIXELS].dim() == _TILES_OF_ROWS else {}
     ends = [0, *itertools.accumulate(tokens_of_images(arguments, config))]
     images = slice(*(ends.index(sum(per_row[:row])) for row in (start, stop)))
     if images.start == images.stop:
         return {}
-    found = {}
-    for name, value in given.items():
+    sliced = {}
+    for name, value in image_arguments.items():
         if name in _PER_ROW:
-            found[name] = _entries(name, value, len(ids), slice(start, stop))
+            sliced[name] = _entries(name, value, len(ids), slice(start, stop))
         elif name == _POOLED:
-            found[name] = _pooled_of(arguments, slice(ends[images.start], ends[images.stop]), images)
+            sliced[name] = _pooled_of(arguments, slice(ends[images.start], ends[images.stop]), images)
         elif name == _VIEWS:
             ends_of_views = [0, *itertools.accumulate(int(count) for count in arguments[_NUMBER_OF_VIEWS])]
             views = slice(*(ends_of_views[place] for place in (images.start, images.stop)))
             # Omit the argument if no views are left: the encoder does not accept an empty tensor.
-            found |= {name: part} if len(part := _entries(name, value, ends_of_views[-1], views)) else {}
+            sliced |= {name: part} if len(part := _entries(name, value, ends_of_views[-1], views)) else {}
         elif name != PIXELS or len(value) == len(ends) - 1:
-            found[name] = _entries(name, value, len(ends) - 1, images)
+            sliced[name] = _entries(name, value, len(ends) - 1, images)
         else:
-            found[name] = _patches_of(arguments, images)
-    return found
+            sliced[name] = _patches_of(arguments, images)
+    return sliced
 
 
 def _has_entries(value: Any) -> bool:

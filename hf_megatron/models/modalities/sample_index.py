@@ -49,12 +49,12 @@ def multimodal_samples(arguments: Mapping[str, Any], rows: slice, config: Any) -
         ConfigError: the placeholders of an image, video or clip span two samples, or their number does not match.
     """
     cut = {"images": rows_with_images, "videos": rows_with_videos, "audio": samples_with_audio}
-    found: dict[str, Any] = {}
+    sliced: dict[str, Any] = {}
     for kind in passed_modalities(arguments, config):
         try:
-            found |= cut[kind](arguments, rows, config)
+            sliced |= cut[kind](arguments, rows, config)
         except ConfigError as error:
             # All modalities are indexed by the image functions, whose messages say "image".
             one = _ONE[kind]
             raise ConfigError(str(error).replace("images", f"{one}s").replace("image", one)) from error
-    return found
+    return sliced

@@ -20,8 +20,8 @@ _AS_OF_IMAGES = {
 
 def video_token(config: Any) -> int | None:
     """Returns the placeholder token id of videos, under any of its config names; `None` if there is none."""
-    found = (getattr(config, name, None) for name in ("video_token_id", "video_token_index"))
-    return next((token for token in found if token is not None), None)
+    token_ids = (getattr(config, name, None) for name in ("video_token_id", "video_token_index"))
+    return next((token for token in token_ids if token is not None), None)
 
 
 def is_of_videos(name: str) -> bool:
@@ -49,11 +49,11 @@ def rows_with_videos(arguments: Mapping[str, Any], rows: slice, config: Any) -> 
         ConfigError: the placeholders of a video span two samples, or their number does not match the video.
     """
     names = {_AS_OF_IMAGES[name]: name for name, value in arguments.items() if is_of_videos(name) and value is not None}
-    given = {image: arguments[name] for image, name in names.items()} | {"input_ids": arguments["input_ids"]}
+    image_arguments = {image: arguments[name] for image, name in names.items()} | {"input_ids": arguments["input_ids"]}
     # `[videos, frames, ...]` without any sizes would be taken for `[batch, images, ...]`: pass dummy sizes.
-    given.setdefault(SECONDS, torch.zeros(len(given.get(GRID, given[PIXELS]))))
+    image_arguments.setdefault(SECONDS, torch.zeros(len(image_arguments.get(GRID, image_arguments[PIXELS]))))
     token = video_token(config)
     if pixels_of(arguments) is None and not bool((arguments["input_ids"] == token).any()):
         token = image_token(config)
-    found = rows_with_images(given, rows, _ConfigOfVideos(config, token))
-    return {names[name]: value for name, value in found.items() if name in names}
+    sliced = rows_with_images(image_arguments, rows, _ConfigOfVideos(config, token))
+    return {names[name]: value for name, value in sliced.items() if name in names}

@@ -118,10 +118,10 @@ class Int8Rows:
             local = torch.cat([local, largest[:, None]], 1)
         holder.weight = nn.Parameter(local.contiguous(), requires_grad=False)
         quantize_(holder, self.config)
-        made: Any = holder.weight
+        quantized: Any = holder.weight
         # Drop the extra column again: [local out, local in].
-        weight = RowsWeight(made.qdata[:, :width].contiguous(), requires_grad=False)
-        weight.factors = made.scale.flatten()
+        weight = RowsWeight(quantized.qdata[:, :width].contiguous(), requires_grad=False)
+        weight.factors = quantized.scale.flatten()
         return weight
 
     def complete(self, weight: Any, part: WeightShard) -> None:

@@ -101,21 +101,21 @@ class Quantization:
 
     def take(self, model: nn.Module, name: str, state: ParallelState, *, is_last: bool = False) -> None:
         """Quantizes a loaded weight; one that needs a collective is left for the call with `is_last`."""
-        module_name, _, own = name.rpartition(".")
-        if own != "weight" or module_name not in self.linears:
+        module_name, _, param_name = name.rpartition(".")
+        if param_name != "weight" or module_name not in self.linears:
             return
         module = model.get_submodule(module_name)
-        weight: Any = module._parameters.get(own)
+        weight: Any = module._parameters.get(param_name)
         if weight is None or weight.device.type == "meta" or isinstance(weight, QuantizedWeight):
             return
         sharding = state.shardings[name]
         part = _part(sharding.shape, sharding.placement, state.axes, state.mesh)
         # Local shard [local out, local in] -> codes; `entries` counts the full weight's.
         if is_last or not self.scheme.waits(part):
-            found = self.scheme.quantize(local_tensor(weight).detach(), part)
-            found._is_hf_initialized = True  # type: ignore[attr-defined]
-            found.entries = sharding.shape[0] * sharding.shape[1]
-            module._parameters[own] = found
+            quantized = self.scheme.quantize(local_tensor(weight).detach(), part)
+            quantized._is_hf_initialized = True  # type: ignore[attr-defined]
+            quantized.entries = sharding.shape[0] * sharding.shape[1]
+            module._parameters[param_name] = quantized
 
     def finish(self, model: nn.Module, state: ParallelState) -> None:
         """Quantizes the remaining weights; collective."""
@@ -139,10 +139,10 @@ def dequantize_linears(model: nn.Module, state: ParallelState, dtype: torch.dtyp
     """Replaces quantized weights by weights of `dtype`, with the same sharding as without quantization."""
     copies = copies_of_model(state.shardings.values(), state.axes)
     for name, module in model.named_modules():
-        for own, weight in module._parameters.items():
+        for param_name, weight in module._parameters.items():
             if not isinstance(weight, QuantizedWeight):
                 continue
-            sharding = state.shardings[f"{name}.{own}"]
+            sharding = state.shardings[f"{name}.{param_name}"]
             # [local out, local in], wrapped as the DTensor that the weight would be without quantization.
             local: Tensor = weight.dequantized().to(dtype)
             if state.axes.size("tp") > 1 or sharding.placement.is_split:
@@ -154,7 +154,7 @@ def dequantize_linears(model: nn.Module, state: ParallelState, dtype: torch.dtyp
                     shape=torch.Size(sharding.shape),
                     stride=(sharding.shape[1], 1),
                 )
-            module._parameters[own] = nn.Parameter(local, requires_grad=False)
+            module._parameters[param_name] = nn.Parameter(local, requires_grad=False)
             vars(module).pop("compute_dtype", None)
     state.placed.pop(NAME)
     assert state.data_parallel is not None

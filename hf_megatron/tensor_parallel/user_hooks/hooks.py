@@ -54,12 +54,12 @@ class _Opened:
             )
 
 
-def _reject_extra_shards(given: Form, hidden: Any, call: tuple, hook: str) -> None:
+def _reject_extra_shards(form: Form, hidden: Any, call: tuple, hook: str) -> None:
     """Raises `UnsupportedError` if a module is called with further tensors that hold the rank's tokens only."""
-    if not isinstance(given, Tokens):
+    if not isinstance(form, Tokens):
         return
     for tensor in (*call[0][1:], *call[1].values()):
-        if isinstance(tensor, Tensor) and tensor is not hidden and tensor.dim() > 2 and given.holds(tensor):
+        if isinstance(tensor, Tensor) and tensor is not hidden and tensor.dim() > 2 and form.holds(tensor):
             raise UnsupportedError(
                 f"{hook} would receive only this rank's tokens of a tensor of shape {tuple(tensor.shape)}, in addition "
                 "to the hidden states. Hook another module, mark the hook with hf_megatron.shard_safe if a shard is "
@@ -101,8 +101,8 @@ class _Before:
         if kwargs is None:
             result = opened.call[0] if result is None else result
             return change_input(result if isinstance(result, tuple) else (result,), {}, self.form.close)[0]
-        given, named = opened.call if result is None else result
-        return change_input(given, named, self.form.close)
+        new_args, named = opened.call if result is None else result
+        return change_input(new_args, named, self.form.close)
 
 
 class _After:
@@ -120,15 +120,15 @@ class _After:
         inside: Any = self.forms.inside
         returned: Any = self.forms.returned
         maps: Any = self.forms.maps
-        given: Any = self.forms.given
+        input_form: Any = self.forms.given
         opened = _Opened(inside, args, kwargs[0] if kwargs else {}, self.name)
-        _reject_extra_shards(given, opened.unsharded, opened.call, self.name)
+        _reject_extra_shards(input_form, opened.unsharded, opened.call, self.name)
         # Gather the output, run the hook on all ranks, split its result again.
-        unsharded = change_output(output, returned.open, maps and maps.open)
+        full_output = change_output(output, returned.open, maps and maps.open)
         with self.streams.replicated(), self.calls.guarded(self.name):
-            result = self.hook(module, *opened.call[: 1 + len(kwargs)], unsharded)
+            result = self.hook(module, *opened.call[: 1 + len(kwargs)], full_output)
         opened.reject_gradient_hooks(self.name)
-        return change_output(unsharded if result is None else result, returned.close, maps and maps.close)
+        return change_output(full_output if result is None else result, returned.close, maps and maps.close)
 
 
 class UserHooks:
@@ -215,9 +215,9 @@ class UserHooks:
                 hooks[number] = _Before(hooks[number], what, _require(form, what), self.streams, self.calls)
         self.seen.update(users)
         # Before this library's hooks, and after FSDP2's, which unshard the weights.
-        numbers = list(hooks)
-        own = next((n for n, number in enumerate(numbers) if self.first <= number < self.end), len(numbers))
-        for number in [number for number in numbers[own:] if number not in users]:
+        hook_ids = list(hooks)
+        insert_at = next((n for n, number in enumerate(hook_ids) if self.first <= number < self.end), len(hook_ids))
+        for number in [number for number in hook_ids[insert_at:] if number not in users]:
             hooks.move_to_end(number)
 
     def _give_outputs(self, name: str, module: nn.Module) -> None:

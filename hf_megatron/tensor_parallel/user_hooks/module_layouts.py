@@ -61,14 +61,14 @@ class Activations(Shared):
     def of(self, name: str, module: nn.Module) -> Forms:
         """Returns the layouts of a module that existed when the model was parallelized."""
         # The first and last layer of a stack are called with, or return, full sequences.
-        found = self._of(name, module)
+        forms = self._of(name, module)
         has_maps = any(_is_attention(type(part)) for part in module.modules()) and self._has(name, "is_column")
         ends = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
         starts = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]
         return Forms(
-            WHOLE if any(isinstance(end, SequenceStack) for end in ends) else found.given,
-            found.inside,
-            WHOLE if any(isinstance(start, SequenceStack) for start in starts) else found.returned,
+            WHOLE if any(isinstance(end, SequenceStack) for end in ends) else forms.given,
+            forms.inside,
+            WHOLE if any(isinstance(start, SequenceStack) for start in starts) else forms.returned,
             Heads(self.group) if has_maps else None,
         )
 

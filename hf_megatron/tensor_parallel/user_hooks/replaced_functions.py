@@ -40,7 +40,9 @@ class ExchangedFunctions:
         self.modules, self.field = dict(modules), field
         self.children = {name: dict(module._modules) for name, module in modules.items()}
         self.forwards = {name: type(module).forward for name, module in modules.items()}
-        self.functions = {name: found for name, module in modules.items() if (found := _functions(module))}
+        self.functions = {
+            name: module_functions for name, module in modules.items() if (module_functions := _functions(module))
+        }
         # Also base classes and module-level functions: a replacement there affects all models.
         bases = {base for module in modules.values() for base in type(module).__mro__} | {nn.Embedding}
         self.methods = {base: vars(base)["forward"] for base in bases if "forward" in vars(base)}
@@ -78,8 +80,8 @@ class ExchangedFunctions:
             yield from self._found_in(name, module)
         for name, functions in self.functions.items():
             for attribute, function in functions.items():
-                found = vars(self.modules[name]).get(attribute)
-                if found is not function and callable(found) and not is_marked(found):
+                current = vars(self.modules[name]).get(attribute)
+                if current is not function and callable(current) and not is_marked(current):
                     yield f"{name}.{attribute}"
         for config in self.configs:
             for option, function in chosen_functions(config).items():
@@ -95,10 +97,10 @@ class ExchangedFunctions:
         if type(module).forward is not self.forwards[name] and not is_marked(type(module).forward):
             yield f"{name}.__class__ ({type(module).__name__})"
         # nn.Module compares by identity, so equal dicts hold the same modules.
-        for child, found in module._modules.items() if module._modules != self.children[name] else ():
+        for child, submodule in module._modules.items() if module._modules != self.children[name] else ():
             before = self.children[name].get(child)
-            if found is not before and before is not None and not _works_on_entries(found, before):
-                yield f"{name}.{child} ({type(found).__name__} instead of {type(before).__name__})"
+            if submodule is not before and before is not None and not _works_on_entries(submodule, before):
+                yield f"{name}.{child} ({type(submodule).__name__} instead of {type(before).__name__})"
         if "forward" in module.__dict__ and not _is_own(module.__dict__["forward"], module):
             yield f"{name}.forward"
 
@@ -143,17 +145,17 @@ def _replaced_in(file: str, functions: dict[str, Any]) -> list[str]:
     return [name for name in users if f"\ndef {name}(" in source or f"\n{name} = _add_docstr(" in source]
 
 
-def _works_on_entries(found: nn.Module | None, before: nn.Module) -> bool:
-    if found is None or is_marked(found) or is_marked(type(found).forward):
+def _works_on_entries(submodule: nn.Module | None, before: nn.Module) -> bool:
+    if submodule is None or is_marked(submodule) or is_marked(type(submodule).forward):
         return True
-    if "forward" in vars(found) or next(found.parameters(), None) is not None:
+    if "forward" in vars(submodule) or next(submodule.parameters(), None) is not None:
         return False
-    return type(found) in {type(before), nn.Dropout, nn.Identity, nn.GELU, *activation_classes()}
+    return type(submodule) in {type(before), nn.Dropout, nn.Identity, nn.GELU, *activation_classes()}
 
 
 def _is_own(forward: Any, module: nn.Module) -> bool:
     """Returns whether a forward set on a module is its class's own, possibly wrapped in torch's checkpoint."""
     while isinstance(forward, partial) and forward.func is checkpoint and forward.args and not is_marked(forward):
         forward = forward.args[0]
-    own = getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward
-    return own or is_marked(forward)
+    is_class_forward = getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward
+    return is_class_forward or is_marked(forward)

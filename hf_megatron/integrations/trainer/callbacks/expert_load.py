@@ -64,20 +64,21 @@ class ExpertLoadCallback(LoggingCallback):
         if ranks[layer, rank] <= self.limit:
             return
         held = load.held.of_rank(rank)
-        own = load.tokens[layer, held]
+        token_counts = load.tokens[layer, held]
         warnings.warn(
             f"{load.layers[layer]}: the rank with experts {_runs(held.tolist())} has {ranks[layer, rank]:.1f} times "
-            f"the mean tokens per rank, most for expert {int(held[own.argmax()])} ({int(own.max())} of "
+            f"the mean tokens per rank, most for expert {int(held[token_counts.argmax()])} "
+            f"({int(token_counts.max())} of "
             f"{int(load.tokens[layer].sum())}). The other ranks wait for it.",
             stacklevel=2,
         )
 
 
-def _runs(numbers: list[int]) -> str:
+def _runs(values: list[int]) -> str:
     """Formats ascending integers as ranges, such as `0 to 3, 8 to 11`."""
-    ends = [index for index, one in enumerate(numbers) if numbers[index + 1 : index + 2] != [one + 1]]
+    ends = [index for index, one in enumerate(values) if values[index + 1 : index + 2] != [one + 1]]
     starts = [0, *(end + 1 for end in ends[:-1])]
-    return ", ".join(f"{numbers[start]} to {numbers[end]}" for start, end in zip(starts, ends, strict=True))
+    return ", ".join(f"{values[start]} to {values[end]}" for start, end in zip(starts, ends, strict=True))
 
 
 def _numbers(load: ExpertLoad) -> dict[str, float]:

@@ -122,9 +122,9 @@ class RunCallback(ThroughputCallback, ToolCallback):
         **kwargs: Any,
     ) -> None:
         kinds = (self.memory_step, memory_folder, StepMemory), (self.trace_step, trace_folder, StepTrace)
-        for wanted, folder, recorder in kinds:
+        for step, folder, recorder in kinds:
             # A resumed run may have this record already, possibly on another host.
-            if state.global_step == wanted and not _on_any_rank(folder(self.directory).exists()):
+            if state.global_step == step and not _on_any_rank(folder(self.directory).exists()):
                 self._recorder.begin(recorder(folder(self.directory), model, optimizer))
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -182,9 +182,9 @@ def _facts(model: Any, state: ParallelState) -> RunFacts:
     )
 
 
-def _on_any_rank(found: bool) -> bool:
+def _on_any_rank(flag: bool) -> bool:
     answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, found)
+    dist.all_gather_object(answers, flag)
     return any(answers)
 
 
