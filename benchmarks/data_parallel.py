@@ -24,7 +24,7 @@ from train_step import (
     versions,
     write_report,
 )
-from variants import VARIANTS, Variant, half_batch, load_model, loss_of, prepared_adamw
+from variants import VARIANTS, Variant, half_batch, load_model, prepared_adamw, read_loss
 from workers import WorkerGroup, median
 
 CHECKED_STEPS = 2  # after the first step: their losses show whether gradients were averaged
@@ -35,7 +35,7 @@ STAGES = (0, 1, 2, 3)
 def on_its_part(model, job, forward=None):
     """Return value of a builder: parameters and loss of a model that trains on this rank's shard of the batch."""
     ids = job.token_ids(model.config).chunk(job.ranks)[job.rank]
-    return list(model.parameters()), loss_of(forward or model, ids)
+    return list(model.parameters()), read_loss(forward or model, ids)
 
 
 def ddp(job):

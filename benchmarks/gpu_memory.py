@@ -96,8 +96,12 @@ def describe(figures, shares):
         "at_peak_gib": {name: round(size / GIB, 2) for name, size in figures.at_peak.items() if size >= GIB / 100},
         "layer_and_microbatch_gib": round(sum(by_cause.values()) / GIB, 4),
         "layer_and_microbatch_mib_by_cause": {cause: round(size / 2**20, 1) for cause, size in largest},
-        "waits_of_the_library": [f"{read.moment}: {read.where[0]}" for read in figures.reads_of("hf_megatron")],
-        "waits_of_transformers": [f"{read.moment}: {read.where[0]}" for read in figures.reads_of("transformers")],
+        "waits_of_the_library": [
+            f"{read.moment}: {read.where[0]}" for read in figures.get_package_reads("hf_megatron")
+        ],
+        "waits_of_transformers": [
+            f"{read.moment}: {read.where[0]}" for read in figures.get_package_reads("transformers")
+        ],
         "collectives": {
             f"{group} {operation}": {"calls": calls, "gib": round(size / GIB, 3)}
             for (group, operation), (calls, size) in figures.collectives.items()

@@ -55,7 +55,7 @@ PIPELINE_MODELS = {
 }
 
 
-def stages_of(rank, placement):
+def describe_stages(rank, placement):
     """The stages of a rank and the total number of stages."""
     if placement == "single":
         return [rank], RANKS
@@ -129,7 +129,7 @@ def torch_pipeline(job, microbatches, schedule):
     ids = job.token_ids(model.config)
     labels, targets = labels_of(ids)
     name, placement = SCHEDULES[schedule]
-    owned, stages = stages_of(job.rank, placement)
+    owned, stages = describe_stages(job.rank, placement)
     size = model.config.num_hidden_layers // stages
     modules = [LlamaStage(model, size * stage, size * (stage + 1), job.sequence_length) for stage in owned]
     ends = [pipelining.PipelineStage(m, i, stages, torch.device("cpu")) for m, i in zip(modules, owned, strict=True)]
@@ -158,7 +158,7 @@ def torch_pipeline(job, microbatches, schedule):
 def hf_megatron_pipeline(job, microbatches, schedule):
     import hf_megatron
 
-    stages = stages_of(job.rank, SCHEDULES[schedule][1])[1]
+    stages = describe_stages(job.rank, SCHEDULES[schedule][1])[1]
     layers = transformers.AutoConfig.from_pretrained(job.folder).num_hidden_layers
     config = hf_megatron.MegatronConfig(
         pp_size=job.ranks,
@@ -269,7 +269,7 @@ def add_bubbles(runs):
 
     for run in runs:
         for schedule, entry in run["schedules"].items():
-            per_rank = len(stages_of(0, SCHEDULES[schedule][1])[0])
+            per_rank = len(describe_stages(0, SCHEDULES[schedule][1])[0])
             entry["bubble"] = bubble(schedule, RANKS, per_rank, run["microbatches"])
 
 

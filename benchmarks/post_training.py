@@ -33,7 +33,7 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.losses.targets import next_tokens
 from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.tensor_parallel import token_log_probs
-from hf_megatron.tensor_parallel.token_log_probs import hooked_call, scores_of_call
+from hf_megatron.tensor_parallel.token_log_probs import compute_scores, hooked_call
 
 TOKENIZER = Path(__file__).parents[1] / "tests" / "data" / "stories260K_hf"
 MODEL = {
@@ -174,7 +174,7 @@ def loss_alone(path, variant, kind, tokens):
             return hidden_states(models[0], ids, batch).sum()
         else:
             call = hooked_call(models[0], **batch)
-            (log_probs, entropy), _ = scores_of_call(models[0], call, next_tokens(ids), ("log_probs", "entropy"))
+            (log_probs, entropy), _ = compute_scores(models[0], call, next_tokens(ids), ("log_probs", "entropy"))
         return (log_probs - 0.01 * entropy).sum()
 
     # Gradients of weights exist in every variant.

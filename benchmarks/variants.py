@@ -54,26 +54,26 @@ def load_model(job, **kwargs):
     return AutoModelForCausalLM.from_pretrained(job.folder, dtype=DTYPES[job.dtype], **kwargs).train()
 
 
-def loss_of(model, ids):
+def read_loss(model, ids):
     return lambda: model(input_ids=ids, labels=ids).loss
 
 
 def stock(job):
     model = load_model(job)
-    return list(model.parameters()), loss_of(model, job.token_ids(model.config))
+    return list(model.parameters()), read_loss(model, job.token_ids(model.config))
 
 
 def half_batch(job):
     model = load_model(job)
     ids = job.token_ids(model.config).chunk(job.ranks)[job.rank]
-    return list(model.parameters()), loss_of(model, ids)
+    return list(model.parameters()), read_loss(model, ids)
 
 
 def transformers_tp(job):
     from transformers.distributed import DistributedConfig
 
     model = load_model(job, distributed_config=DistributedConfig(tp_size=job.ranks))
-    return list(model.parameters()), loss_of(model, job.token_ids(model.config))
+    return list(model.parameters()), read_loss(model, job.token_ids(model.config))
 
 
 def hf_megatron_with(**options):
@@ -81,7 +81,7 @@ def hf_megatron_with(**options):
         import hf_megatron
 
         model = load_model(job, megatron_config=hf_megatron.MegatronConfig(tp_size=job.ranks, **options))
-        return list(model.parameters()), loss_of(model, job.token_ids(model.config))
+        return list(model.parameters()), read_loss(model, job.token_ids(model.config))
 
     return build
 

@@ -56,7 +56,7 @@ def answer(config: PreTrainedConfig, devices: int) -> SearchResult:
     return search_layouts(config, Job(devices, device(DEVICE), LENGTH, SIZES[devices]))
 
 
-def row_of(found: SearchResult) -> str:
+def get_shared_sample(found: SearchResult) -> str:
     """Returns a search result as a row of the table."""
     devices = found.job.devices
     if not found.best:
@@ -85,7 +85,7 @@ def page(models: dict[str, PreTrainedConfig]) -> Iterator[str]:
     yield HEAD
     for name, config in models.items():
         began = time.perf_counter()
-        rows = [row_of(answer(config, devices)) for devices in SIZES]
+        rows = [get_shared_sample(answer(config, devices)) for devices in SIZES]
         print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
         command = f"    hf-megatron plan {name} --gpus 64 --gpu {DEVICE} --seq {LENGTH} --global-batch {SIZES[64]}"
         yield "\n".join([f"## {name}\n", command, "", *TABLE, *rows, ""])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.meta_model import meta_model, meta_model_of
+from ..checkpoint.meta_model import load_meta_model, meta_model
 from ..checkpoint.untrusted_config import CONFIG, settings
 from ..compat.transformers_loading import untied_state_dict
 from ..core.io.safetensors import MOST_TENSORS, TensorMeta
@@ -78,7 +78,7 @@ class Architecture:
         Raises:
             CheckpointError: there is no config.json, it names no class of transformers, or the weights are quantized.
         """
-        architecture = cls(meta_model_of(path))
+        architecture = cls(load_meta_model(path))
         for name, value in settings(architecture.config.to_dict()):
             if name.endswith(_QUANTIZATIONS) and value:
                 method = value.get("quant_method") if isinstance(value, dict) else value

@@ -61,7 +61,7 @@ def check_small_files(source: Path) -> None:
             raise CheckpointError(f"{path} is not a weight file and too large to copy. Move it out of the folder.")
 
 
-def note_of_tokenizer(source: Path, carried: Path, named: Any) -> list[str]:
+def get_tokenizer_notes(source: Path, carried: Path, named: Any) -> list[str]:
     """Returns a note for users if the source has or names a tokenizer that is not copied.
 
     Args:
@@ -82,7 +82,7 @@ def note_of_tokenizer(source: Path, carried: Path, named: Any) -> list[str]:
     return [f"no tokenizer is copied ({which}): there is none next to the config.json that was read"]
 
 
-def note_of_adapter(*folders: Path) -> list[str]:
+def get_adapter_notes(*folders: Path) -> list[str]:
     """Returns a note for users if there is an adapter next to the weights or the config; it is not copied."""
     there = sorted({path.name for folder in folders for path in folder.glob("adapter_*") if path.is_file()})
     return (

@@ -61,11 +61,11 @@ class Comparison:
             if count:
                 parts.append(f"{count} tensors of the {where} were not compared because the model does not have them")
         if self.logits is not None:
-            parts.append(_of_logits(self.logits))
+            parts.append(_format_logits_difference(self.logits))
         return "; ".join(parts)
 
 
-def _of_logits(difference: float) -> str:
+def _format_logits_difference(difference: float) -> str:
     if math.isnan(difference):
         return "logits are NaN or infinite and could not be compared"
     return (

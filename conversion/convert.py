@@ -12,10 +12,10 @@ from ..core.io.buffer_pool import Pool
 from ..core.io.safetensors import TensorMeta
 from ..errors import CheckpointError, ConfigError
 from .architecture import Architecture
-from .auxiliary_files import check_small_files, note_of_adapter, note_of_tokenizer
+from .auxiliary_files import check_small_files, get_adapter_notes, get_tokenizer_notes
 from .card import write_conversion_card
 from .compare import Comparison
-from .families import check_config, family_of, rules_of
+from .families import check_config, get_family, list_rules
 from .formats import Format, check_options, format_named
 from .interfaces import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, Reader, TargetOptions, largest
 from .megatron.name_view import megatron_plan
@@ -23,7 +23,7 @@ from .megatron.rules import Rule
 from .megatron.sizes import check_sizes
 from .open_pair import Folder, compare_sources
 from .source import Source, find_source
-from .write import note_of_left_out, notes_of, order_by_rules, planned_entries, write_checkpoint
+from .write import get_format_notes, get_left_out_notes, order_by_rules, planned_entries, write_checkpoint
 
 
 @dataclass
@@ -215,26 +215,26 @@ def _report(
     if report.target.resolve().is_relative_to(source_checkpoint.path.resolve()):
         raise CheckpointError(f"{target} is inside the source {source}. Choose a folder outside it.")
     if source_checkpoint.format.megatron or to_format.megatron:
-        report.notes.extend(notes_of(source_checkpoint.architecture.config))
+        report.notes.extend(get_format_notes(source_checkpoint.architecture.config))
     return report
 
 
 def _check_sizes(architecture: Architecture, options: TargetOptions) -> None:
-    names = [Key(WEIGHT, name) for rule in rules_of(architecture, options) for name in rule.megatron]
-    check_sizes(family_of(architecture.config).model(architecture.config), options, names)
+    names = [Key(WEIGHT, name) for rule in list_rules(architecture, options) for name in rule.megatron]
+    check_sizes(get_family(architecture.config).model(architecture.config), options, names)
 
 
 def _plan(report: Report, reader: Reader, options: TargetOptions, optimizer: bool) -> dict[Key, TensorMeta]:
     plan, to = planned_entries(reader, report.format, optimizer), report.format
     rules: list[Rule] = []
     if report.source.format.megatron or to.megatron:
-        rules = rules_of(reader.architecture, options)
+        rules = list_rules(reader.architecture, options)
         plan = order_by_rules(plan, rules)
-    report.notes += [*note_of_left_out(reader, type(report.source.architecture.model).__name__), *reader.notes]
+    report.notes += [*get_left_out_notes(reader, type(report.source.architecture.model).__name__), *reader.notes]
     source = report.source
     named = reader.tokenizer or getattr(source.architecture.config, "tokenizer_class", None)
-    report.notes += note_of_tokenizer(source.path, source.config_folder, named)
-    report.notes += note_of_adapter(source.path, source.config_folder)
+    report.notes += get_tokenizer_notes(source.path, source.config_folder, named)
+    report.notes += get_adapter_notes(source.path, source.config_folder)
     there = reader.optimizer is not None or reader.optimizer_unsupported_reason is not None
     if there and not (optimizer and to.moments):
         why = "--no-optimizer" if to.moments else f"{to.title} cannot store it"

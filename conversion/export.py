@@ -13,10 +13,10 @@ from ..core.io.safetensors import TensorMeta
 from ..errors import CheckpointError, UnsupportedError
 from .architecture import Architecture
 from .card import write_conversion_card
-from .families import rules_of
+from .families import list_rules
 from .formats import check_options, format_named
 from .interfaces import WEIGHT, Key, TargetOptions
-from .write import notes_of, order_by_rules, write_checkpoint
+from .write import get_format_notes, order_by_rules, write_checkpoint
 
 
 def export(
@@ -54,8 +54,8 @@ def export(
             for own_name, name in names.items()
         }
         if to.megatron:
-            plan = order_by_rules(plan, rules_of(architecture, options))
-        notes = notes_of(model.config) if to.megatron else []
+            plan = order_by_rules(plan, list_rules(architecture, options))
+        notes = get_format_notes(model.config) if to.megatron else []
         small_files = Path(tempfile.mkdtemp(prefix="hf_megatron_"))
     try:
         with propagate_errors(f"Saving {target}"):

@@ -259,7 +259,7 @@ class MegatronModel:
     extra_blocks: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def layers_of(self) -> Mapping[str, int]:
+    def num_layers_per_block(self) -> Mapping[str, int]:
         """Number of layers of each module that holds layers."""
         return {self.block: self.num_layers, **self.extra_blocks}
 

@@ -16,7 +16,7 @@ from ..core.io.safetensors import TensorMeta
 from ..errors import CheckpointError
 from .architecture import Architecture
 from .auxiliary_files import copy_small_files, list_small
-from .families import family_of, rules_of
+from .families import get_family, list_rules
 from .format import Format
 from .interfaces import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, OptimizerState, Reader, TargetOptions, Writer, largest
 from .megatron.name_view import megatron_plan
@@ -25,15 +25,15 @@ from .output_folder import Output
 from .source import RECORD
 
 
-def notes_of(config: Any) -> list[str]:
+def get_format_notes(config: Any) -> list[str]:
     """Returns notes for users of a model's checkpoint in one of Megatron's formats."""
-    family = family_of(config)
+    family = get_family(config)
     reason = family.unchecked(config)
     notes = [f"format checked by round trip only: {reason}"] if reason else []
     return [*notes, *(f"not expressed by Megatron's arguments: {what}" for what in family.unstored(config))]
 
 
-def note_of_left_out(reader: Reader, model_class: str) -> list[str]:
+def get_left_out_notes(reader: Reader, model_class: str) -> list[str]:
     """Returns a note for users on tensors that the checkpoint has but its model has no place for."""
     if not reader.left_out:
         return []
@@ -104,7 +104,7 @@ def write_checkpoint(
         CheckpointError: nothing is left on disk then.
     """
     # Includes the padding of Megatron's vocabulary. Headers and indexes are not known yet, but small by comparison.
-    rules = rules_of(architecture, options) if to.megatron else None
+    rules = list_rules(architecture, options) if to.megatron else None
     written = plan if rules is None else megatron_plan(plan, rules, str(target))
     expected = sum(entry.nbytes for entry in written.values())
     expected += sum(path.stat().st_size for path in list_small(small_files))

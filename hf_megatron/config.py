@@ -295,14 +295,14 @@ class MegatronConfig:
         for name in self.frozen_models:
             if name not in FROZEN:
                 raise ConfigError(f"MegatronConfig.frozen_models has {name!r}; valid: {', '.join(FROZEN)}.")
-            ranks = self.of_frozen(name).ranks_per_replica
+            ranks = self.get_frozen_config(name).ranks_per_replica
             if self.ranks_per_replica % ranks:
                 raise ConfigError(
                     f"MegatronConfig.frozen_models[{name!r}]: its {ranks} ranks per replica (tp_size x cp_size x "
                     f"pp_size) must divide the {self.ranks_per_replica} ranks per replica of the trained model."
                 )
 
-    def of_frozen(self, name: str) -> "MegatronConfig":
+    def get_frozen_config(self, name: str) -> "MegatronConfig":
         """Returns the layout of a frozen model of `FROZEN`, which a trainer loads in addition to the trained one."""
         fields = dict((self.frozen_models or {}).get(name, {}))
         if {"tp_size", "cp_size", "pp_size"} & set(fields):

@@ -41,7 +41,7 @@ class StagePartition(Protocol):
     def owner(self, name: str) -> int:
         """Returns the pipeline rank of a weight or buffer; the first of the two for a tied weight."""
 
-    def stages_of(self, name: str) -> str:
+    def describe_stages(self, name: str) -> str:
         """Returns a description of the stages that hold a weight."""
 
     def ends(self, model: nn.Module) -> list[nn.Module]:

@@ -32,7 +32,7 @@ from .core.forward_hooks import ForwardHooks, HookOrder
 from .core.memory.training_kv_cache import leave_out_in_training, reject_cache
 from .core.mesh import ParallelMesh
 from .core.off_stage import local_named_parameters
-from .core.placement import GradientRule, ParameterSharding, Placement, copies_of_model
+from .core.placement import GradientRule, ParameterSharding, Placement, count_shared_copies
 from .data_parallel import axis as data_parallel
 from .data_parallel.batch_norm import BatchNormGuard
 from .data_parallel.dynamic_rope import DynamicRopeSync
@@ -154,7 +154,7 @@ class ParallelPlan(list[ParameterSharding]):
         rows = [["parameter", "global shape", "style", "placement", "gradient"]]
         rows += [[c.name, str(list(c.shape)), c.style, str(c.placement), str(c.gradient)] for c in self]
         if self.cut is not None:
-            stages = [self.cut.stages_of(sharding.name) for sharding in self]
+            stages = [self.cut.describe_stages(sharding.name) for sharding in self]
             for row, cell in zip(rows, ["stage", *stages], strict=True):
                 row.append(cell)
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -238,7 +238,7 @@ def plan(model: Any, config: MegatronConfig, axes: Axes, *, is_quantized: bool =
 def place(model: Any, state: ParallelState, device_type: str) -> None:
     """Replaces a planned meta model's parameters with placeholders of the same name and global shape; collective."""
     PATCH_REGISTRY.activate()
-    state.connect(ParallelMesh.of_job(state.axes, device_type))
+    state.connect(ParallelMesh.get_or_create(state.axes, device_type))
     _create_placeholders(model, state)
     attach_state(model, state)
 
@@ -278,7 +278,7 @@ def _wrap_between_layer_fns(model: nn.Module, state: ParallelState) -> None:
 def _create_placeholders(model: nn.Module, state: ParallelState) -> None:
     """Replaces parameters with DTensors; without tensor parallelism only the sharded ones."""
     # All ranks create all meshes, including those of other stages' parameters.
-    copies = copies_of_model(state.shardings.values(), state.axes)
+    copies = count_shared_copies(state.shardings.values(), state.axes)
     meshes = {sharding.placement: state.mesh.of(sharding.placement, copies) for sharding in state.shardings.values()}
     placeholders: dict[int, nn.Parameter] = {}
     for module_name, module in model.named_modules():

@@ -15,7 +15,7 @@ from ..compat.versions import __version__, installed_version
 from ..config import MegatronConfig
 from ..models.verified import layout_kinds, records
 from ..parallel_state import ParallelState, parallel_state
-from .provenance import base_of, hub_id
+from .provenance import find_base_model, hub_id
 
 LIBRARY_TAG = "hf_megatron"
 _VERSIONS = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "huggingface_hub")
@@ -120,7 +120,7 @@ def installed_versions(*further: str) -> dict[str, str]:
     return versions
 
 
-def task_of(architecture: str | None) -> str | None:
+def get_hub_task(architecture: str | None) -> str | None:
     """Returns the Hub's task name for a model class, such as `text-generation`."""
     from transformers.modelcard import TASK_MAPPING
 
@@ -139,7 +139,7 @@ def card_data_from_config(config: Any, **known: Any) -> CardData:
         "model_type": config.model_type,
         "dtype": None if config.dtype is None else str(config.dtype).removeprefix("torch."),
         "base_model": hub_id(config.name_or_path),
-        "pipeline_tag": task_of(architecture),
+        "pipeline_tag": get_hub_task(architecture),
         "versions": installed_versions(),
     }
     return CardData(**(fields | known))
@@ -156,9 +156,9 @@ def card_data_from_model(model: Any, **known: Any) -> CardData:
     fields: dict[str, Any] = {
         "architecture": architecture,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "base_model": base_of(model.config.name_or_path),
+        "base_model": find_base_model(model.config.name_or_path),
         "parameters": _parameters(model, state),
-        "pipeline_tag": task_of(architecture),
+        "pipeline_tag": get_hub_task(architecture),
         "tags": (LIBRARY_TAG, *(model.model_tags or ())),
     }
     if state is not None:
@@ -201,7 +201,7 @@ def card_data_from_checkpoint(path: str | Path) -> CardData:
         architecture=architecture,
         model_type=model_type,
         dtype=config.get("dtype"),
-        pipeline_tag=task_of(architecture),
+        pipeline_tag=get_hub_task(architecture),
         layout=layout,
         world_size=saved.get("world_size"),
         parity=parity,

@@ -35,7 +35,7 @@ def is_id(name: Any) -> bool:
     return True
 
 
-def base_of(name: Any) -> str | None:
+def find_base_model(name: Any) -> str | None:
     """Returns the Hub id of the base model of a model loaded by this name.
 
     A name from the Hub is its own base. For a local folder, the base is the one stated in its card, or the name in its
@@ -43,10 +43,10 @@ def base_of(name: Any) -> str | None:
     """
     if not isinstance(name, str) or not os.path.isdir(name):
         return hub_id(name)
-    return _of_card(Path(name)) or _of_config(Path(name) / _CONFIG)
+    return _read_card_base(Path(name)) or _read_config_base(Path(name) / _CONFIG)
 
 
-def _of_card(folder: Path) -> str | None:
+def _read_card_base(folder: Path) -> str | None:
     try:
         stated = (metadata_load(folder / CARD) or {}).get("base_model") if stored_card(folder) else None
     except (yaml.YAMLError, ValueError, OSError, AttributeError, CheckpointError):
@@ -57,7 +57,7 @@ def _of_card(folder: Path) -> str | None:
     return stated if is_id(stated) else None
 
 
-def _of_config(file: Path) -> str | None:
+def _read_config_base(file: Path) -> str | None:
     try:
         return hub_id(read_json_table(file).get("_name_or_path"))
     except CheckpointError:

@@ -87,7 +87,7 @@ def dataset_ids(dataset: Any) -> list[str]:
 def _last_evaluation(trainer: Any) -> tuple[dict[str, float] | None, int | None]:
     """Returns the evaluated metrics of the weights that the trainer holds, and their step."""
     log, state = trainer.state.log_history, trainer.state
-    evaluations = [(place, entry) for place, entry in enumerate(log) if _metrics_of(entry)]
+    evaluations = [(place, entry) for place, entry in enumerate(log) if _get_metrics(entry)]
     if not evaluations:
         return None, None
     ends = [place for place, entry in enumerate(log) if "train_runtime" in entry]
@@ -99,11 +99,11 @@ def _last_evaluation(trainer: Any) -> tuple[dict[str, float] | None, int | None]
     metrics: dict[str, float] = {}
     for _, entry in evaluations:
         if entry.get("step") == step:
-            metrics |= _metrics_of(entry)
+            metrics |= _get_metrics(entry)
     return metrics, step
 
 
-def _metrics_of(entry: Mapping[str, Any]) -> dict[str, float]:
+def _get_metrics(entry: Mapping[str, Any]) -> dict[str, float]:
     return {
         name.removeprefix("eval_"): float(value)
         for name, value in entry.items()

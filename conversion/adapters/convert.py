@@ -17,7 +17,7 @@ from ...errors import CheckpointError, ConfigError, UnsupportedError
 from ..architecture import Architecture
 from ..dcp.store_reader import StoreReader
 from ..dcp.store_writer import StoreWriter
-from ..families import rules_of
+from ..families import list_rules
 from ..interfaces import TargetOptions
 from ..megatron.folder import TRACKER, folder_name, iteration_folder, tracker_text
 from ..megatron_core.reader import COMMON, COMMON_OBJECT, CONFIG
@@ -49,7 +49,7 @@ def convert_adapter(source: str | Path, target: str | Path, to: str, base: str |
     """
     if to not in KINDS:
         raise ConfigError(f"to = {to!r}: valid are {', '.join(KINDS)}.")
-    targets = list(bridge_targets(rules_of(Architecture.from_folder(base), TargetOptions())))
+    targets = list(bridge_targets(list_rules(Architecture.from_folder(base), TargetOptions())))
     source = Path(source)
     is_peft = (source / "adapter_config.json").is_file()
     adapters = _read_peft(source) if is_peft else _read_bridge(source, targets)
@@ -85,13 +85,13 @@ def _read_peft(folder: Path) -> dict[str, LowRank]:
         if pair.keys() != {"lora_A", "lora_B"}:
             raise CheckpointError(f"{folder}: {module} must have lora_A and lora_B, got only {sorted(pair)}.")
         rank = pair["lora_A"].shape[0]
-        alpha = _of_pattern(config.get("alpha_pattern") or {}, module, config.get("lora_alpha"))
+        alpha = _get_pattern_value(config.get("alpha_pattern") or {}, module, config.get("lora_alpha"))
         root = math.sqrt(rank) if config.get("use_rslora") else rank
         adapters[module] = LowRank(pair["lora_A"], pair["lora_B"], float(alpha) / root)
     return adapters
 
 
-def _of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+def _get_pattern_value(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     """Returns a module's value of a setting with patterns (`peft.utils.other.get_pattern_key`)."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 

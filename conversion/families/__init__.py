@@ -17,7 +17,7 @@ from .family import Family
 from .multimodal import MultimodalFamily
 from .unsupported import REFUSED
 
-__all__ = ["Family", "MultimodalFamily", "check_config", "family_of", "known_families", "rules_of"]
+__all__ = ["Family", "MultimodalFamily", "check_config", "get_family", "known_families", "list_rules"]
 
 
 @cache
@@ -31,7 +31,7 @@ def known_families() -> Mapping[str, Family | MultimodalFamily]:
     return MappingProxyType(families)
 
 
-def family_of(config: Any) -> Family | MultimodalFamily:
+def get_family(config: Any) -> Family | MultimodalFamily:
     """Returns the family of a config.
 
     Raises:
@@ -67,7 +67,7 @@ def check_config(config: Any) -> None:
         UnsupportedError: naming the unsupported setting.
         CheckpointError: naming a setting with a wrong type.
     """
-    family = family_of(config)
+    family = get_family(config)
     with _readable(config):
         reason = family.unsupported_reason(config)
         if not reason:
@@ -76,10 +76,10 @@ def check_config(config: Any) -> None:
         raise UnsupportedError(f"{config.model_type}: {reason}")
 
 
-def rules_of(architecture: Architecture, options: TargetOptions) -> list[Rule]:
+def list_rules(architecture: Architecture, options: TargetOptions) -> list[Rule]:
     """Lists the rules of an architecture's family, with the vocabulary padded according to the options."""
     config, multiple = architecture.config, options.make_vocab_size_divisible_by * options.tp_size
     check_config(config)
     padded = -(-config.get_text_config().vocab_size // multiple) * multiple
     with _readable(config):
-        return list(family_of(config).rules(config, padded, architecture.num_mtp_layers, architecture.names))
+        return list(get_family(config).rules(config, padded, architecture.num_mtp_layers, architecture.names))

@@ -26,7 +26,7 @@ _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bi
 _FURTHER = re.compile(r"(?:^|\.)(?:mtp\b|mtp_\w*\.|layers\.(?P<layer>\d{1,9})\.)")
 
 
-def _of_mtp(name: str, layers: int | None) -> bool:
+def _is_mtp_name(name: str, layers: int | None) -> bool:
     match = _FURTHER.search(name)
     if match is None or match["layer"] is None:
         return match is not None
@@ -105,7 +105,7 @@ class HuggingFaceReader(Reader):
         # Other unused tensors are buffers of old releases, which are safe to ignore.
         layers = getattr(architecture.config.get_text_config(), "num_hidden_layers", None)
         unused = [name for name in self._holders if name not in used and name not in repeated]
-        self.left_out = tuple(name for name in unused if name in further or _of_mtp(name, layers))
+        self.left_out = tuple(name for name in unused if name in further or _is_mtp_name(name, layers))
         self._repeats: dict[Key, list[str]] = {}
         for name, target_name in repeated.items():
             self._repeats.setdefault(Key(WEIGHT, architecture.first_name(target_name)), []).append(name)

@@ -158,7 +158,7 @@ def check_arguments(arguments: Mapping[str, Any], expected: Mapping[str, Any], w
         )
 
 
-def notes_of_arguments(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+def get_argument_notes(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns notes on arguments of the run that no config can express, or on missing arguments."""
     if not arguments:
         return ("the checkpoint has no Megatron arguments: only shapes were compared with the config",)

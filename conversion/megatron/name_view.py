@@ -11,7 +11,7 @@ from ...core.io.buffer_pool import FRESH, Memory, Pool
 from ...core.io.safetensors import TensorMeta
 from ...errors import CheckpointError
 from ..architecture import Architecture, OwnWeights
-from ..families import family_of, rules_of
+from ..families import get_family, list_rules
 from ..format import Format
 from ..interfaces import (
     WEIGHT,
@@ -26,9 +26,9 @@ from ..interfaces import (
     same_bytes,
 )
 from ..output_folder import Output
-from .arguments import check_arguments, notes_of_arguments
+from .arguments import check_arguments, get_argument_notes
 from .folder import iteration_folder
-from .names import EMBEDDING, LANGUAGE, OUTPUT, is_encoder_weight, of_mtp, spellings
+from .names import EMBEDDING, LANGUAGE, OUTPUT, is_encoder_weight, is_mtp_name, spellings
 from .rules import Rule
 
 
@@ -74,9 +74,9 @@ class TransformersView(Reader):
                 for name, tensor in zip(rule.transformers, tensors, strict=True):
                     entries[Key(kind, name)] = TensorMeta.of(tensor)
                     self._source_of[Key(kind, name)] = rule, sources
-        further = [key for key in reader.entries if key not in used and of_mtp(key.name)]
+        further = [key for key in reader.entries if key not in used and is_mtp_name(key.name)]
         self.left_out = tuple(key.name for key in further if key.kind == WEIGHT)
-        unknown = [str(key) for key in reader.entries if key not in used and not of_mtp(key.name)]
+        unknown = [str(key) for key in reader.entries if key not in used and not is_mtp_name(key.name)]
         if unknown:
             listing = ", ".join(unknown[:50]) + (", ..." if len(unknown) > 50 else "")
             raise CheckpointError(
@@ -125,7 +125,7 @@ class TransformersView(Reader):
         self._reader.close()
 
     @property
-    def note_of_filled(self) -> tuple[str, ...]:
+    def filled_weight_notes(self) -> tuple[str, ...]:
         """Note for users on weights that are neither in the checkpoint nor read by the model."""
         if not self._filled:
             return ()
@@ -155,7 +155,7 @@ def _check_head(reader: Reader, architecture: Architecture, where: str) -> None:
     Raises:
         OwnWeights: they differ.
     """
-    head = family_of(architecture.config).copied_head
+    head = get_family(architecture.config).copied_head
     embedding, output = Key(WEIGHT, EMBEDDING), Key(WEIGHT, OUTPUT)
     if not head or not architecture.ties_always or not {embedding, output} <= reader.entries.keys():
         return
@@ -267,17 +267,17 @@ def megatron_format(
     """
 
     def open(path: Path, architecture: Architecture, verify: bool) -> Reader:
-        rules = rules_of(architecture, TargetOptions())
+        rules = list_rules(architecture, TargetOptions())
         inner_reader, where = reader(path, architecture), str(iteration_folder(path))
         try:
             _check_parts(rules, inner_reader.entries, where)
             _check_head(inner_reader, architecture, where)
-            check_arguments(inner_reader.arguments, family_of(architecture.config).meaning(architecture.config), where)
+            check_arguments(inner_reader.arguments, get_family(architecture.config).meaning(architecture.config), where)
         except CheckpointError:
             inner_reader.close()
             raise
         view = TransformersView(inner_reader, rules, architecture, where)
-        view.notes = (*notes_of_arguments(inner_reader.arguments), *view.note_of_filled)
+        view.notes = (*get_argument_notes(inner_reader.arguments), *view.filled_weight_notes)
         return view
 
     def create(
@@ -288,8 +288,8 @@ def megatron_format(
         iteration: int | None,
         optimizer: OptimizerState | None,
     ) -> Writer:
-        rules = rules_of(architecture, options)
-        model = family_of(architecture.config).model(architecture.config, architecture.num_mtp_layers)
+        rules = list_rules(architecture, options)
+        model = get_family(architecture.config).model(architecture.config, architecture.num_mtp_layers)
         inner = megatron_plan(plan, rules, str(output.target))
         return TransformersNames(writer(output, inner, model, options, iteration, optimizer), plan, rules)
 

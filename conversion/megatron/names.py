@@ -50,7 +50,7 @@ _FUSED = tuple(
 _INSIDE = re.compile(r"(.*\.)(self_attention\.linear_\w+|mlp\.linear_fc1|mixer\.in_proj)\.layer_norm_(weight|bias)")
 
 
-def of_mtp(name: str) -> bool:
+def is_mtp_name(name: str) -> bool:
     """Returns whether a tensor, or a module matched by `LAYER`, belongs to multi-token prediction (MTP)."""
     return name.removeprefix(LANGUAGE).startswith("mtp.")
 
@@ -118,7 +118,7 @@ _ONE_EXPERT = (
 _ALL_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)weight([12])")
 
 
-def expert_of(name: str) -> tuple[str, int | None] | None:
+def split_expert_name(name: str) -> tuple[str, int | None] | None:
     """Splits a rank's name of an expert tensor into the name of all experts' tensor and the local expert index.
 
     The index is `None` if the tensor holds all of the rank's experts; returns `None` for other names.
@@ -131,7 +131,7 @@ def expert_of(name: str) -> tuple[str, int | None] | None:
     return None
 
 
-def name_of_expert(name: str, expert: int, grouped: bool) -> str:
+def build_local_expert_name(name: str, expert: int, grouped: bool) -> str:
     """Returns a rank's name for one of its local experts, in TEGroupedMLP or SequentialMLP."""
     module, _, tensor = name.partition(EXPERTS)
     linear, kind = tensor.split(".")

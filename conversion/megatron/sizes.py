@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from ...errors import CheckpointError
 from ..interfaces import Key, MegatronModel, TargetOptions
-from .names import EXPERTS, is_encoder_weight, of_mtp
+from .names import EXPERTS, is_encoder_weight, is_mtp_name
 
 # Always split over tensor-parallel ranks. Experts are not checked: their split is chosen at load time.
 _WIDTHS = MappingProxyType(
@@ -30,7 +30,7 @@ def check_sizes(model: MegatronModel, options: TargetOptions, plan: Iterable[Key
         raise _unfit(f"num_layers {layers} is not divisible by", "pp_size", pp, _divisors(layers))
     if pp > 1 and model.extra_blocks:
         raise CheckpointError(
-            f"pp_size {pp}: {' and '.join(model.layers_of)} must be on one pipeline stage. Use pp_size 1."
+            f"pp_size {pp}: {' and '.join(model.num_layers_per_block)} must be on one pipeline stage. Use pp_size 1."
         )
     groups: int = arguments.get("num_query_groups") or heads or 0
     if heads is not None:
@@ -47,7 +47,7 @@ def check_sizes(model: MegatronModel, options: TargetOptions, plan: Iterable[Key
     for what, size in model.sizes.items():
         if size % tp:
             raise _unfit(f"{what} {size} is not divisible by", "tp_size", tp, _divisors(size))
-    if pp > 1 and any(map(of_mtp, names)):
+    if pp > 1 and any(map(is_mtp_name, names)):
         raise CheckpointError(
             f"pp_size {pp}: multi-token prediction layers (mtp) must be on one pipeline stage. Use pp_size 1."
         )

@@ -29,7 +29,7 @@ class RankSplit:
     halves: bool = False
     replicated_in_te: bool = False
 
-    def of_expert(self) -> "RankSplit":
+    def without_expert_dim(self) -> "RankSplit":
         """Returns the sharding of a single expert's tensor."""
         return replace(self, dim=self.dim - 1)
 

@@ -32,7 +32,7 @@ _MOST_STEPS = 1 << 62
 _LIMITS = ("max_lr", "min_lr")
 
 
-def arguments_of(common: Mapping[Any, Any], where: object) -> dict[str, Any]:
+def get_arguments(common: Mapping[Any, Any], where: object) -> dict[str, Any]:
     """Returns Megatron-LM's `args` without values of Megatron's types; raises the errors of `stored_arguments`."""
     arguments = stored_arguments(common, where)
     return {name: value for name, value in arguments.items() if isinstance(name, str) and is_plain_value(value)}
@@ -45,7 +45,7 @@ def is_plain_value(value: Any) -> bool:
     return isinstance(value, (str, int, float, type(None), torch.dtype))
 
 
-def iteration_of(common: Mapping[Any, Any], path: Path) -> int | None:
+def get_iteration(common: Mapping[Any, Any], path: Path) -> int | None:
     """Returns the checkpoint's iteration, from the state or the folder's name."""
     iteration = common.get("iteration")
     if type(iteration) is int and iteration >= 0 and path.name != RELEASE:
@@ -54,7 +54,7 @@ def iteration_of(common: Mapping[Any, Any], path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def optimizers_of(common: Mapping[Any, Any]) -> Sequence[Mapping[Any, Any]]:
+def list_optimizer_states(common: Mapping[Any, Any]) -> Sequence[Mapping[Any, Any]]:
     """Returns the state of one optimizer, or of several that are keyed by index (optimizer/optimizer.py)."""
     optimizer = common.get("optimizer")
     if not isinstance(optimizer, dict):
@@ -63,11 +63,11 @@ def optimizers_of(common: Mapping[Any, Any]) -> Sequence[Mapping[Any, Any]]:
     return several or [optimizer]
 
 
-def optimizer_of(common: Mapping[Any, Any]) -> OptimizerState | None:
+def get_optimizer_state(common: Mapping[Any, Any]) -> OptimizerState | None:
     """Returns settings and the number of steps, stored per group or globally (dist_checkpointing/optimizer.py)."""
     groups: list[Mapping[str, Any]] = []
     steps: list[int] = []
-    for state in optimizers_of(common):
+    for state in list_optimizer_states(common):
         inner = state.get("optimizer")
         if not isinstance(inner, dict):
             continue

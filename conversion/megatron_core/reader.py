@@ -21,7 +21,7 @@ from ..dcp.store_reader import METADATA, StoreReader
 from ..interfaces import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, MegatronReader
 from ..megatron.folder import iteration_folder
 from ..torch_files.weight_file import read_saved
-from .common_state import arguments_of, iteration_of, optimizer_of, optimizers_of
+from .common_state import get_arguments, get_iteration, get_optimizer_state, list_optimizer_states
 
 CONFIG = "metadata.json"
 COMMON = "common.pt"
@@ -70,8 +70,8 @@ class MegatronCoreReader(MegatronReader):
         check_format(self.path)
         self._store = StoreReader(self.path, most)
         common = self._common()
-        self.arguments = arguments_of(common, self.path / COMMON)
-        self.iteration = iteration_of(common, self.path)
+        self.arguments = get_arguments(common, self.path / COMMON)
+        self.iteration = get_iteration(common, self.path)
         parts: dict[Key, dict[tuple[int, int], _Part]] = {}
         others: list[str] = []
         for stored, entry in self._store.entries.items():
@@ -86,7 +86,7 @@ class MegatronCoreReader(MegatronReader):
         weights = {key: entry for key, entry in entries.items() if key.kind == WEIGHT}
         self.optimizer_unsupported_reason = _optimizer_unsupported_reason(entries, others, self._store.objects, common)
         self.optimizer = (
-            None if self.optimizer_unsupported_reason or len(weights) == len(entries) else optimizer_of(common)
+            None if self.optimizer_unsupported_reason or len(weights) == len(entries) else get_optimizer_state(common)
         )
         if self.optimizer is None and len(weights) < len(entries) and self.optimizer_unsupported_reason is None:
             self.optimizer_unsupported_reason = f"{COMMON} has no step count"
@@ -214,7 +214,7 @@ def _optimizer_unsupported_reason(
     entries: Mapping[Key, TensorMeta], others: Sequence[str], objects: Iterable[str], common: Mapping[Any, Any]
 ) -> str | None:
     """Returns why moments are not read, `None` if they are or if there are none."""
-    states = optimizers_of(common)
+    states = list_optimizer_states(common)
     sharding_types = (state.get("param_state_sharding_type") for state in states)
     kinds = {safe_repr(kind) for kind in sharding_types if kind not in (None, "fully_reshardable")}
     hidden = [name for name in objects if _OF_OPTIMIZER.match(name)]

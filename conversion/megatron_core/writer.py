@@ -80,7 +80,9 @@ class MegatronCoreWriter(Writer):
         for key, entry in self.plan.items():
             if key.kind == WEIGHT and (match := STACK.fullmatch(key.name)):
                 stacks.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = entry
-        sizes = {f"{self._model.prefix}{block}.layers": size for block, size in self._model.layers_of.items()}
+        sizes = {
+            f"{self._model.prefix}{block}.layers": size for block, size in self._model.num_layers_per_block.items()
+        }
         for name, layers in {**dict.fromkeys(sizes, {}), **stacks}.items():
             size = sizes.get(name, len(layers))
             if layers.keys() != set(range(size)):

@@ -2,7 +2,7 @@
 
 import re
 
-from ..families import family_of
+from ..families import get_family
 from ..megatron.name_view import megatron_format
 from .reader import MegatronLegacyReader
 from .writer import MegatronLegacyWriter
@@ -10,7 +10,7 @@ from .writer import MegatronLegacyWriter
 _RANK = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 
 FORMAT = megatron_format(
-    lambda path, architecture: MegatronLegacyReader(path, family_of(architecture.config).model(architecture.config)),
+    lambda path, architecture: MegatronLegacyReader(path, get_family(architecture.config).model(architecture.config)),
     lambda output, plan, model, options, iteration, optimizer: MegatronLegacyWriter(
         output, plan, model, options, iteration, options.local_names
     ),

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ..interfaces import WEIGHT, Key, MegatronModel, MegatronReader
 from ..megatron.folder import RELEASE
-from ..megatron.names import EMBEDDING, LAYER, OUTPUT, canonical, expert_of, is_encoder_weight, of_mtp
+from ..megatron.names import EMBEDDING, LAYER, OUTPUT, canonical, is_encoder_weight, is_mtp_name, split_expert_name
 from ..megatron.splits import blocks_of, tensor_parallel_split
 from ..torch_files.torch_save import StoredTensor
 from .pre_core import grouped_by_head, reorder_encoder_qkv
@@ -74,7 +74,7 @@ class MegatronLegacyReader(MegatronReader):
         main = f"{self._model.prefix}{self._model.block}.layers."
         blocks: dict[str, set[int]] = {main: set()}
         for key in keys:
-            if (match := LAYER.match(key)) and not of_mtp(match[1]):
+            if (match := LAYER.match(key)) and not is_mtp_name(match[1]):
                 blocks.setdefault(match[1], set()).add(int(match[2]))
         for layer_indices in map(sorted, blocks.values()):
             if layer_indices != list(range(len(layer_indices))):
@@ -88,12 +88,12 @@ class MegatronLegacyReader(MegatronReader):
         named = {_global_name(key, offset): key for key in keys}
         experts: dict[str, dict[int | None, str]] = {}
         for name, key in named.items():
-            if expert_key := expert_of(name):
+            if expert_key := split_expert_name(name):
                 experts.setdefault(expert_key[0], {})[expert_key[1]] = key
         for name, key in named.items():
-            if expert_key := expert_of(name):
+            if expert_key := split_expert_name(name):
                 if of_experts := experts.pop(expert_key[0], None):
-                    self._add(expert_key[0], self._of_experts(expert_key[0], stage, chunk, of_experts))
+                    self._add(expert_key[0], self._merge_experts(expert_key[0], stage, chunk, of_experts))
             else:
                 final = canonical(name, named)
                 self._add(final, self._dense(final, stage, chunk, key))
@@ -126,12 +126,12 @@ class MegatronLegacyReader(MegatronReader):
             firsts = firsts[:1]
         return MergedTensor(split, False, [firsts], copies)
 
-    def _of_experts(
+    def _merge_experts(
         self, name: str, stage: Mapping[Rank, RankFile], chunk: int, keys: Mapping[int | None, str]
     ) -> MergedTensor:
         """Merges all experts of a layer, in the order of the expert-parallel ranks."""
         split = tensor_parallel_split(name)
-        split = split.of_expert() if split is not None else None
+        split = split.without_expert_dim() if split is not None else None
         tensors = stage[min(stage)].chunks[chunk]
         local: list[tuple[str, tuple[int, int] | None]]
         if None in keys:
@@ -201,7 +201,7 @@ def _global_name(key: str, offset: int) -> str:
     if match is None:
         return key
     rest = key[match.end() :]
-    if of_mtp(match[1]):
+    if is_mtp_name(match[1]):
         return f"{match[0]}{rest.replace('mtp_model_layer.', 'transformer_layer.', 1)}"
     return f"{match[1]}{int(match[2]) + offset}.{rest}"
 

@@ -19,11 +19,11 @@ from ..megatron.names import (
     EXPERTS,
     LAYER,
     OUTPUT,
+    build_local_expert_name,
     extra_states,
     is_encoder_weight,
+    is_mtp_name,
     local,
-    name_of_expert,
-    of_mtp,
 )
 from ..megatron.sizes import check_sizes
 from ..megatron.splits import RankSplit, blocks_of, rank_views, tensor_parallel_split
@@ -129,7 +129,7 @@ class MegatronLegacyWriter(Writer):
             raise CheckpointError(f"{key}: {entry.shape[0]} experts are not divisible by ep_size {self._sizes.ep}.")
         indices: Iterable[int | None] = range(entry.shape[0]) if experts else (None,)
         if experts and split is not None:
-            split = split.of_expert()
+            split = split.without_expert_dim()
         shards = []
         for expert in indices:
             places = list(self._places(key.name, expert, entry))
@@ -143,9 +143,9 @@ class MegatronLegacyWriter(Writer):
         last = self._sizes.pp - 1
         match = LAYER.match(name)
         stage, local_name = last, name
-        if match and not of_mtp(match[1]):
+        if match and not is_mtp_name(match[1]):
             # The module name before "layers", after a possible language model prefix.
-            layers = self._model.layers_of[match[1].split(".")[-3]]
+            layers = self._model.num_layers_per_block[match[1].split(".")[-3]]
             number, of_stage = int(match[2]), layers // self._sizes.pp
             if number >= layers:
                 raise CheckpointError(f"{name}: the layer index is out of range, num_layers is {layers}.")
@@ -159,7 +159,7 @@ class MegatronLegacyWriter(Writer):
         if expert is not None:
             of_rank = entry.shape[0] // self._sizes.ep
             eps = range(expert // of_rank, expert // of_rank + 1)
-            local_name = name_of_expert(local_name, expert % of_rank, self._grouped)
+            local_name = build_local_expert_name(local_name, expert % of_rank, self._grouped)
         for tp, ep in product(range(self._sizes.tp), eps):
             yield Rank(tp, stage, ep), local_name
             # language_module.py: with tied embeddings the last stage has its own copy.

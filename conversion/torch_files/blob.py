@@ -16,7 +16,7 @@ from ...core.io.safetensors import MOST_TENSORS
 from ...core.text import safe_repr
 from ...errors import CheckpointError
 from .safe_pickle import unpickle
-from .torch_save import LARGEST_PICKLE, MEGATRON, OBJECTS, TENSORS, Saved, storage_of
+from .torch_save import LARGEST_PICKLE, MEGATRON, OBJECTS, TENSORS, Saved, parse_storage
 
 # Size of a record's header without its name, and of the record that ends a zip file.
 _HEADER, _LAST_RECORD = 30, 22
@@ -80,7 +80,7 @@ class Blob(Saved):
         if f"{self._root}.data/version" not in self._records:
             # torch rejects an archive that has neither version record.
             self._locate("version")
-        self.value = unpickle(self._record("data.pkl"), self.where, {**OBJECTS, **TENSORS}, storage_of, MEGATRON)
+        self.value = unpickle(self._record("data.pkl"), self.where, {**OBJECTS, **TENSORS}, parse_storage, MEGATRON)
 
     def _check_directory(self, infos: Sequence[zipfile.ZipInfo]) -> None:
         """Checks that every record is uncompressed data inside this file, and that no two overlap."""

@@ -10,7 +10,7 @@ import torch
 from ...core.io.random_access_file import DataFile
 from ...errors import CheckpointError
 from .safe_pickle import unpickle_first
-from .torch_save import LARGEST_PICKLE, MEGATRON, OBJECTS, TENSORS, Saved, storage_of
+from .torch_save import LARGEST_PICKLE, MEGATRON, OBJECTS, TENSORS, Saved, parse_storage
 
 _MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001
 # Size of the element count at the start of a storage.
@@ -49,7 +49,7 @@ class Stream(Saved):
         kind, storage, name, place, numel, view = identifier
         if view is not None:
             raise ValueError("a storage is a view of another one")
-        dtype, name, numel = storage_of((kind, storage, name, place, numel))
+        dtype, name, numel = parse_storage((kind, storage, name, place, numel))
         if dtype is None or self._numels.setdefault(name, (dtype, numel)) != (dtype, numel):
             raise ValueError("a storage has two sizes")
         return dtype, name, numel

@@ -9,7 +9,7 @@ import torch
 
 from ...errors import CheckpointError
 from . import pickle_operations as ops
-from .pickled_values import COUNTED_TYPES, Getattr, Named, Record, check_expansion, cost_of_keys
+from .pickled_values import COUNTED_TYPES, Getattr, Named, Record, check_expansion, measure_key_cost
 
 _GETATTR = Getattr()
 # Its names in protocol 2, and from protocol 3 on.
@@ -82,7 +82,7 @@ class Machine:
 
     def _keys(self, keys: list[Any], there: int = 0) -> list[Any]:
         """Returns keys for a dict with `there` keys, after charging the cost of hashing them to the budgets."""
-        length, foreseen = cost_of_keys(keys, there)
+        length, foreseen = measure_key_cost(keys, there)
         self._foreseen -= foreseen
         if self._foreseen < 0:
             raise CheckpointError(

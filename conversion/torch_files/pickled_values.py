@@ -97,7 +97,7 @@ COUNTED_TYPES = frozenset({str, bytes, tuple, list, dict, set, frozenset})
 _LONGEST_KEY = 61
 
 
-def cost_of_keys(keys: Sequence[Any], there: int) -> tuple[int, int]:
+def measure_key_cost(keys: Sequence[Any], there: int) -> tuple[int, int]:
     """Returns the length of data read to hash keys, and the number of keys whose hash the file can choose.
 
     Many keys with the same hash, or that occupy each other's slots, take quadratic time. Hashes of strings are salted,
@@ -139,7 +139,7 @@ def check_expansion(value: Any, most: int) -> None:
         one, is_done = pending.pop()
         parts = _parts_of(one)
         if is_done:
-            sizes[id(one)] = 1 + sum(sizes.get(id(part)) or _size_of(part) for part in parts)
+            sizes[id(one)] = 1 + sum(sizes.get(id(part)) or _estimate_size(part) for part in parts)
             if sizes[id(one)] > most:
                 raise CheckpointError("it repeats shared objects more often than it has bytes.")
         elif parts and id(one) not in sizes:
@@ -149,7 +149,7 @@ def check_expansion(value: Any, most: int) -> None:
             pending += [(part, False) for part in parts]
 
 
-def _size_of(value: Any) -> int:
+def _estimate_size(value: Any) -> int:
     return 1 + len(value) // 32 if isinstance(value, (str, bytes)) else 1
 
 

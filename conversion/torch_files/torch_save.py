@@ -89,7 +89,7 @@ def _stored(storage: Any, offset: Any, shape: Any, stride: Any, dtype: Any, pend
     return StoredTensor(dtype, tuple(shape), tuple(stride), offset, name, numel * held.itemsize)
 
 
-def storage_of(identifier: Any) -> tuple[torch.dtype | None, str, int]:
+def parse_storage(identifier: Any) -> tuple[torch.dtype | None, str, int]:
     kind, storage, name, _, numel = identifier
     if kind != "storage" or not isinstance(storage, Named) or not isinstance(name, str):
         raise ValueError("it has an unknown persistent id")

@@ -26,7 +26,7 @@ def base_identity(model: Any) -> dict[str, Any]:
     if _NAME not in state.placed:
         # Use shapes without names: PEFT's tuner layers rename the linears inside of them.
         shapes = [sharding.shape for sharding in state.shardings.values() if sharding.style != ADAPTER]
-        state.placed[_NAME] = _identity(model, shapes, _sum_of_weights(model, state))
+        state.placed[_NAME] = _identity(model, shapes, _sum_weights(model, state))
     return dict(state.placed[_NAME])
 
 
@@ -37,13 +37,13 @@ def identity_in_one_process(model: Any, prefix: str) -> dict[str, Any]:
         prefix: prefix of the adapter's parameter names.
     """
 
-    def is_of_base(name: str) -> bool:
+    def is_base_name(name: str) -> bool:
         return not any(part.startswith((prefix, "modules_to_save")) for part in name.split("."))
 
     named = model.named_parameters(remove_duplicate=False)
-    shapes = [tuple(parameter.shape) for name, parameter in named if is_of_base(name)]
-    frozen = (tensor for name, tensor in named_tensors(model) if is_of_base(name) and not tensor.requires_grad)
-    return _identity(model, shapes, sum(_sum_of(tensor.detach()) for tensor in frozen))
+    shapes = [tuple(parameter.shape) for name, parameter in named if is_base_name(name)]
+    frozen = (tensor for name, tensor in named_tensors(model) if is_base_name(name) and not tensor.requires_grad)
+    return _identity(model, shapes, sum(_sum_as_int(tensor.detach()) for tensor in frozen))
 
 
 def _identity(model: Any, shapes: list[tuple[int, ...]], total: int) -> dict[str, Any]:
@@ -54,19 +54,19 @@ def _identity(model: Any, shapes: list[tuple[int, ...]], total: int) -> dict[str
     }
 
 
-def _sum_of_weights(model: Any, state: ParallelState) -> int:
+def _sum_weights(model: Any, state: ParallelState) -> int:
     """Sums the entries of all weights as integers, so the result is independent of the order and number of ranks."""
     total, trained = 0, {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for piece in model_pieces(model):
         sharding = state.shardings.get(piece.name)
         if piece.name not in trained and (sharding is None or sharding.style != ADAPTER):
-            total += _sum_of(piece.data)
+            total += _sum_as_int(piece.data)
     checksum = torch.tensor(_as_signed(total), dtype=torch.int64, device=state.mesh.device)
     dist.all_reduce(checksum)
     return int(checksum) % 2**64
 
 
-def _sum_of(data: Tensor) -> int:
+def _sum_as_int(data: Tensor) -> int:
     data = data.contiguous()
     return int(data.view(_INTEGERS[data.element_size()]).sum(dtype=torch.int64))
 

@@ -41,7 +41,7 @@ def committed(parent: Path) -> list[Path]:
     return [path for *_, path in sorted(checkpoints, reverse=True)]
 
 
-def saves_of(path: Path) -> list[Path]:
+def list_saves(path: Path) -> list[Path]:
     """Returns the complete checkpoints saved under a name, newest first: `name` itself, `name.1` and so on."""
     same = re.compile(re.escape(path.name) + r"(?:\.(\d+))?")
     checkpoints = [

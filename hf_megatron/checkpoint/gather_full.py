@@ -21,7 +21,7 @@ from ..core.off_stage import local_named_parameters, own_state_dict
 from ..core.placement import Placement
 from ..data_parallel.fsdp import full_local
 from ..parallel_state import ParallelState, parallel_state, unwrap_parallel_model
-from .stage_consistency import OwnedTensor, check_copies, in_order, join_stages, tensors_of_all_stages, tied_weights
+from .stage_consistency import OwnedTensor, check_copies, in_order, join_stages, merge_owned_tensors, tied_weights
 
 
 class Staging:
@@ -172,9 +172,7 @@ def full_state_dict(model: Any) -> dict[str, Tensor]:
     first = {name: names.setdefault(id(parameters.get(name, tensor)), name) for name, tensor in tensors.items()}
     # Only the head's stage knows the name of the weight it is tied to.
     first = join_stages(state, {name: other for name, other in first.items() if name != other})
-    owned_tensors = tensors_of_all_stages(
-        state, {name: tensor for name, tensor in tensors.items() if name not in first}
-    )
+    owned_tensors = merge_owned_tensors(state, {name: tensor for name, tensor in tensors.items() if name not in first})
     fetched = ((name, fetch(model, state, name, entry, tensors.get(name))) for name, entry in owned_tensors.items())
     gathered = {name: full for name, full in fetched if full is not None}
     if not gathered:
@@ -200,5 +198,5 @@ def stream_weights(model: Any) -> tuple[dict[str, OwnedTensor], Callable[[str], 
         described = {name: OwnedTensor(0, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         return described, lambda name: tensors[name].cpu()
     check_copies(state, tied_weights(model))
-    owned_tensors = tensors_of_all_stages(state, tensors)
+    owned_tensors = merge_owned_tensors(state, tensors)
     return owned_tensors, lambda name: fetch(model, state, name, owned_tensors[name], tensors.get(name))

@@ -87,7 +87,7 @@ def parameter_holding(state: ParallelState | None, name: str, parameter: Tensor)
     """Returns the local shard of a parameter of any shape, or of a buffer, which is replicated."""
     shape = tuple(parameter.shape)
     if state is None:
-        return LocalShard(shape, Placement(), Axes.of_sizes(0), 0, parameter.numel(), 1, 0)
+        return LocalShard(shape, Placement(), Axes.from_sizes(0), 0, parameter.numel(), 1, 0)
     return holding(state, name, shape)
 
 

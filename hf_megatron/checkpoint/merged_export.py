@@ -20,7 +20,7 @@ from ..core.off_stage import own_state_dict
 from ..errors import UnsupportedError
 from ..parallel_state import ParallelState, parallel_state
 from .gather_full import Staging, fetch
-from .stage_consistency import OwnedTensor, check_copies, tensors_of_all_stages, tied_weights
+from .stage_consistency import OwnedTensor, check_copies, merge_owned_tensors, tied_weights
 from .weight_files import write_weights
 
 
@@ -115,7 +115,7 @@ def save_merged(
     with without_progress_bars():
         original(model, directory, is_main_process=is_main_process, state_dict={}, variant=variant)
 
-    owned_tensors = tensors_of_all_stages(state, tensors)
+    owned_tensors = merge_owned_tensors(state, tensors)
     planned: Mapping[str, Any] = owned_tensors
     if state_dict is None:
         streamed = _converted(model, state, tensors, owned_tensors, not save_original_format)

@@ -41,7 +41,7 @@ def _few_modules() -> Iterator[None]:
         handle.remove()
 
 
-def meta_model_of(path: str | os.PathLike[str]) -> Any:
+def load_meta_model(path: str | os.PathLike[str]) -> Any:
     """Instantiates the model of a folder; `CheckpointError` if its config.json is missing or specifies no class."""
     import transformers
 

@@ -38,7 +38,7 @@ class OwnedTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def tensors_of_all_stages(state: ParallelState, tensors: Mapping[str, Tensor]) -> dict[str, OwnedTensor]:
+def merge_owned_tensors(state: ParallelState, tensors: Mapping[str, Tensor]) -> dict[str, OwnedTensor]:
     """Returns all stages' tensors in the full model's order, from each rank's tensors of any shape; collective."""
     owned_tensors = {
         name: OwnedTensor(state.mesh.pp_rank, tuple(tensor.shape), tensor.dtype)
@@ -52,11 +52,11 @@ def join_stages(state: ParallelState, local_values: Mapping[str, Any]) -> dict[s
     """Merges the stages' dictionaries, keyed by tensor name, in the full model's order; collective."""
     if state.cut is None:
         return dict(local_values)
-    merged = {name: value for part in of_all_stages(state, local_values) for name, value in part.items()}
+    merged = {name: value for part in gather_from_stages(state, local_values) for name, value in part.items()}
     return {name: merged[name] for name in in_order(state, merged)}
 
 
-def of_all_stages(state: ParallelState, value: Any) -> list[Any]:
+def gather_from_stages(state: ParallelState, value: Any) -> list[Any]:
     """Gathers a value from each rank of this pipeline."""
     return gather(value, state.mesh.pp_group, "Saving")
 
@@ -92,7 +92,7 @@ def check_copies(state: ParallelState, tensors: Mapping[str, Tensor]) -> None:
     """
     if state.cut is None or not state.cut.tied:
         return
-    parts = of_all_stages(state, {name: hash_tensor(tensor) for name, tensor in tensors.items()})
+    parts = gather_from_stages(state, {name: hash_tensor(tensor) for name, tensor in tensors.items()})
     holders = [part for part in parts if part]
     names = sorted({name for part in holders for name in part})
     differing = [name for name in names if len({part.get(name) for part in holders}) > 1]

@@ -47,9 +47,9 @@ def check_loaded(model: Any, info: dict[str, Any], *, strict: bool) -> None:
     missing, surplus = set(info.get("missing_keys") or ()), set(info.get("unexpected_keys") or ())
     heads = _heads(model)
     if heads is not None and missing in (heads, heads | _pooler(model)):
-        missing, surplus = set(), {name for name in surplus if _is_of_base(model, name)}
+        missing, surplus = set(), {name for name in surplus if _is_base_weight(model, name)}
     elif model.base_model is model:
-        surplus = {name for name in surplus if _is_of_base(model, name)}
+        surplus = {name for name in surplus if _is_base_weight(model, name)}
     surplus = {name for name in surplus if not _belongs_to_other_head(model, name)}
     for kind, keys in (("missing", missing), ("unexpected", surplus)):
         names = sorted(keys)
@@ -87,7 +87,7 @@ def _belongs_to_other_head(model: Any, name: str) -> bool:
     return second == "pooler" if first == model.base_model_prefix else owner is not model.base_model
 
 
-def _is_of_base(model: Any, name: str) -> bool:
+def _is_base_weight(model: Any, name: str) -> bool:
     first = name.partition(".")[0]
     return first == model.base_model_prefix or first in model.base_model._modules
 

@@ -27,7 +27,7 @@ from ..parallel_state import ParallelState, parallel_state
 from .local_shards import LocalShard, leaf_holding, model_pieces, named_tensors, parameter_holding
 from .packed_state import pack, unpack
 from .reader import Checkpoint
-from .stage_consistency import check_copies, in_order, join_stages, of_all_stages, resharded, tied_weights
+from .stage_consistency import check_copies, gather_from_stages, in_order, join_stages, resharded, tied_weights
 from .strict_loading import empty_in_huge_pages
 from .tensor_chunks import LocalChunk
 
@@ -156,7 +156,7 @@ def _describe(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def _from_full_model(state: ParallelState, described: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merges the optimizer descriptions of all stages into single-process descriptions."""
-    parts = of_all_stages(state, described)
+    parts = gather_from_stages(state, described)
     _check_same_optimizers(parts)
     merged = []
     for number, description in enumerate(described):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .exit_codes import MISMATCH, failing, layout_of_sizes
+from .exit_codes import MISMATCH, failing, format_layout
 
 
 def _require_device(device: str, record: Path | None) -> None:
@@ -90,7 +90,7 @@ def check(
         _require_device(device, record)
         if record is not None and not record.parent.is_dir():
             raise ConfigError(f"--record {record}: {record.parent} is not a folder.")
-        layout_configs = parse_layouts(layouts or layout_of_sizes(tp, sp, cp, pp, ep))
+        layout_configs = parse_layouts(layouts or format_layout(tp, sp, cp, pp, ep))
         try:
             changed = json.loads(changes)
         except json.JSONDecodeError as error:

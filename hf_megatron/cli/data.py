@@ -97,7 +97,7 @@ def show_samples(
 ) -> None:
     """Print the documents and token ranges of the first samples, in the order of Megatron-Core's GPTDataset."""
     from ..datasets.indexed import IndexedDataset
-    from ..datasets.sample_index import SPLITS, documents_of_split, parse_split, sample_order
+    from ..datasets.sample_index import SPLITS, list_split_documents, parse_split, sample_order
     from ..errors import DataError
 
     with failing():
@@ -107,7 +107,7 @@ def show_samples(
         share = shares[part]
         if share is None:
             raise DataError(f"--split {split}: the {part} split of {Path(prefix).name} is empty.")
-        order = sample_order(dataset.lengths, documents_of_split(share, len(dataset)), seq, samples, seed)
+        order = sample_order(dataset.lengths, list_split_documents(share, len(dataset)), seq, samples, seed)
         typer.echo(f"{len(order):,} samples of {seq} tokens in {order.epochs} epoch{'s' if order.epochs > 1 else ''}")
         for number in range(min(printed, len(order))):
             pieces = order.pieces(number)

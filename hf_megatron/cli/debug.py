@@ -34,13 +34,13 @@ def merge_traces(
 ) -> None:
     """Print each rank's time in computation, communication and waiting in a step, and merge the ranks' traces."""
     from ..diagnostics.rank_trace import traces_in
-    from ..diagnostics.trace_breakdown import as_table, shares_of, write_merged
+    from ..diagnostics.trace_breakdown import as_table, compute_shares, write_merged
 
     with failing():
         traces = traces_in(directory)
         path = output or directory / "trace.json"
         write_merged(traces, path)
-        typer.echo(as_table(shares_of(traces)))
+        typer.echo(as_table(compute_shares(traces)))
         typer.echo(f"{path}: open it in ui.perfetto.dev")
 
 

@@ -76,7 +76,7 @@ def recompute_mode(word: str) -> str | None:
     return modes[word]
 
 
-def layout_of_sizes(tp: int, sp: bool, cp: int, pp: int, ep: int) -> str:
+def format_layout(tp: int, sp: bool, cp: int, pp: int, ep: int) -> str:
     """Returns sizes as a layout string, with the data-parallel ranks that ep needs beyond the tp and cp ranks."""
     experts = f"+dp{max(ep // (tp * cp), 1)}+ep{ep}" if ep > 1 else ""
     return f"tp{tp}" + ("+sp" if sp else "") + (f"+cp{cp}" if cp > 1 else "") + f"+pp{pp}" + experts

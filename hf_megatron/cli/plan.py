@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .exit_codes import failing, layout_of_sizes, recompute_mode
+from .exit_codes import failing, format_layout, recompute_mode
 
 
 def plan(
@@ -81,7 +81,7 @@ def plan(
                 if value:
                     raise ConfigError(f"{name} is only valid for a search: pass --gpus.")
             sizes = 2 if tp is None else tp, sp, 1 if cp is None else cp, 1 if pp is None else pp, ep or 1
-            typer.echo(print_plan(model, parse_layouts(layout_of_sizes(*sizes))[0]))
+            typer.echo(print_plan(model, parse_layouts(format_layout(*sizes))[0]))
             return
 
         for path in (yaml, accelerate, picture):

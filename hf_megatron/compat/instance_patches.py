@@ -14,8 +14,8 @@ from torch import nn
 
 from .patch_registry import PATCH_REGISTRY
 from .shared import Shared
-from .torch_autograd import follow_forward_of_bases
-from .transformers_models import names_of_recorder
+from .torch_autograd import inherit_forward
+from .transformers_models import get_recorder_attributes
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ class ModelPatches(Shared):
 
 @cache
 def _mixed_class(mixin: Any, base: Any) -> type[nn.Module]:
-    subclass = type(base.__name__, (mixin, base), names_of_recorder(base))
-    follow_forward_of_bases(subclass)
+    subclass = type(base.__name__, (mixin, base), get_recorder_attributes(base))
+    inherit_forward(subclass)
     return subclass
 
 

@@ -118,9 +118,9 @@ class PatchedTarget:
 
     def _require_other_version(self) -> None:
         # Imported lazily: torch's own targets are patched while torch is being imported.
-        from .versions import is_of_other_versions
+        from .versions import is_for_other_version
 
-        if not is_of_other_versions(self.target):
+        if not is_for_other_version(self.target):
             raise MegatronError(
                 f"{self.target} does not exist in the installed {self.module_name.partition('.')[0]}: this version is "
                 "outside the range hf_megatron supports (see docs/versions.md)."
@@ -177,7 +177,7 @@ class ModulePatternPatch:
         names, patterns = module_name.split("."), self.pattern.split(".")
         return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
 
-    def patch_of(self, module: ModuleType) -> Patch | None:
+    def get_patch(self, module: ModuleType) -> Patch | None:
         """Returns the patch of a module's function; `None` if the module defines no such function."""
         # Use `vars`: in a package with lazy imports, `getattr` would trigger one.
         function = vars(module).get(self.attribute)
@@ -331,7 +331,7 @@ class PatchRegistry:
         """Declares the patches that patterns match in a module, unless they are already declared."""
         for pattern in self.patterns.values():
             if pattern.matches(module_name) and f"{module_name}:{pattern.attribute}" not in self.targets:
-                patch = pattern.patch_of(sys.modules[module_name])
+                patch = pattern.get_patch(sys.modules[module_name])
                 if patch is not None:
                     self.targets[patch.target] = PatchedTarget(patch.target, [patch])
 

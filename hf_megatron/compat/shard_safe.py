@@ -48,6 +48,6 @@ def origin(function: Any) -> str:
     return str(module.partition(".")[0])
 
 
-def is_of_checked_library(function: Any) -> bool:
+def is_from_checked_library(function: Any) -> bool:
     """Returns whether a function is defined by a library with checked versions."""
     return origin(function) in CHECKED

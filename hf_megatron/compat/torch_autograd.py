@@ -9,7 +9,7 @@ import torch
 from .versions import _minor
 
 
-def at_end_of_backward(function: Callable[[], None]) -> None:
+def run_after_backward(function: Callable[[], None]) -> None:
     """Calls a function after the current backward has completed all other work (private; FSDP2 uses it)."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
 
@@ -117,7 +117,7 @@ def step_hook_last(optimizer: Any, handle: Any) -> None:
     hooks[handle.id] = hooks.pop(handle.id)
 
 
-def sums_of_mean(func: Any, args: tuple) -> tuple | None:
+def switch_mean_to_sum(func: Any, args: tuple) -> tuple | None:
     """Returns a loss backward's arguments with the reduction changed from mean to sum; `None` for other reductions.
 
     The enum values are from `torch.nn.functional._Reduction`, private in torch 2.11 to 2.13.
@@ -227,7 +227,7 @@ def has_global_backward_hooks() -> bool:
     return bool(_global_backward_hooks or _global_backward_pre_hooks)
 
 
-def follow_forward_of_bases(subclass: type) -> None:
+def inherit_forward(subclass: type) -> None:
     """Removes the copied `forward` of a class without its own, so that calls resolve to the bases' current forward.
 
     transformers wraps the forward of each layer subclass when the subclass is created (`GradientCheckpointingLayer`).

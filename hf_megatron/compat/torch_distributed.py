@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 
-def group_of_operation(args: tuple) -> str:
+def get_group_description(args: tuple) -> str:
     """Returns the description of the process group passed to a `c10d` operator (private)."""
     for value in args:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in value._type().qualified_name():

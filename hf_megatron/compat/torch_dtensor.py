@@ -41,7 +41,7 @@ def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
     return DTensor._op_dispatcher._custom_op_handlers
 
 
-def ask_subclass_of_dtensor(kind: Any) -> None:
+def register_dtensor_subclass(kind: Any) -> None:
     """Registers a DTensor subclass's `__torch_dispatch__` for all operators; torch 2.11 does not (private)."""
     if _minor(torch.__version__) > (2, 11):
         return
@@ -67,7 +67,7 @@ def split_dim(placement: Any) -> int:
     return -1 if placement.is_partial() else placement.dim
 
 
-def blocks_of_shard(placement: Any) -> int:
+def count_shard_blocks(placement: Any) -> int:
     """Returns the number of equal blocks that a placement splits individually."""
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
 
@@ -91,7 +91,7 @@ def place_in_run(sharding: Any, source: Any, index: int) -> int | None:
         return index
     mesh, block = sharding.device_mesh, sharding._axis0_size
     for axis, placement in enumerate(sharding.placements):
-        if blocks_of_shard(placement) > 1 and placement.dim == 0:
+        if count_shard_blocks(placement) > 1 and placement.dim == 0:
             block //= placement.split_factor
             width = -(-block // mesh.size(axis))
             is_own = index % block // width == mesh.get_local_rank(axis)
@@ -134,7 +134,7 @@ def all_reduce_partial_(tensor: DTensor) -> None:
 _handed_over: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
 
 
-def _of_its_own(gradient: torch.Tensor) -> torch.Tensor:
+def _clone_if_shared(gradient: torch.Tensor) -> torch.Tensor:
     """Returns a gradient of any shape, copied if it shares memory with another parameter's.
 
     Autograd passes the same tensor to both operands of an addition. It detects that for plain gradients, into which it
@@ -164,7 +164,7 @@ class _LocalView(torch.autograd.Function):
             # strides.
             in_order = torch.empty_strided(gradient.shape, ctx.strides, dtype=gradient.dtype, device=gradient.device)
             gradient = in_order.copy_(gradient)
-        return DTensor(_of_its_own(gradient), ctx.spec, requires_grad=False)
+        return DTensor(_clone_if_shared(gradient), ctx.spec, requires_grad=False)
 
 
 def dtensor_local_view(parameter: DTensor) -> torch.Tensor:

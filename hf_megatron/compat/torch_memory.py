@@ -73,7 +73,7 @@ def fakes_are_on() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # type: ignore[attr-defined]
 
 
-def is_made_of_others(kind: type) -> bool:
+def wraps_inner_tensors(kind: type) -> bool:
     """Returns whether operations on a tensor class run on inner tensors; fake tensors do not count."""
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -145,7 +145,7 @@ def storage_info(relative_path: str, offset: int, length: int) -> Any:
 
 
 @contextmanager
-def out_of_memory_observed(path: Path) -> Iterator[None]:
+def snapshot_on_oom(path: Path) -> Iterator[None]:
     """Writes a snapshot of torch's CUDA allocator on out-of-memory errors inside (private in torch 2.11 to 2.13)."""
     memory: Any = torch.cuda.memory
 

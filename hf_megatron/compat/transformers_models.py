@@ -125,7 +125,7 @@ def loss_functions() -> dict[Any, bool]:
     return token_loss_functions() | {ForSequenceClassificationLoss: False, ForTokenClassification: False}  # type: ignore[dict-item]
 
 
-def loss_of_type(model: Any) -> Any:
+def get_loss_function(model: Any) -> Any:
     """Returns the loss that transformers would select for a model now (`PreTrainedModel.loss_function`)."""
     from transformers.loss.loss_utils import LOSS_MAPPING
 
@@ -138,7 +138,7 @@ def uses_loss_function(model: Any) -> bool:
 
 
 @cache
-def _kinds_of_masks() -> Mapping[Any, str]:
+def _map_mask_kinds() -> Mapping[Any, str]:
     """Maps the code objects of transformers' mask functions to their kinds."""
     from transformers import masking_utils as masks
 
@@ -168,7 +168,7 @@ def rope_types() -> frozenset[str]:
 
 def mask_parts(function: Any) -> tuple[str | None, Mapping[str, Any]]:
     """Returns the kind of a transformers mask function and its closure variables; `None` for other functions."""
-    kind = _kinds_of_masks().get(getattr(function, "__code__", None))
+    kind = _map_mask_kinds().get(getattr(function, "__code__", None))
     return kind, {} if kind is None else inspect.getclosurevars(function).nonlocals
 
 
@@ -255,7 +255,7 @@ def activation_classes() -> set[Any]:
     return {value[0] if isinstance(value, tuple) else value for value in ACT2CLS.values()}
 
 
-def names_of_recorder(base: type) -> dict[str, str]:
+def get_recorder_attributes(base: type) -> dict[str, str]:
     """Returns class attributes with which a subclass of `base` keeps recording its outputs, such as hidden states.
 
     transformers looks up recorded outputs by the qualified name of a model's class (`_CAN_RECORD_REGISTRY`, private).

@@ -49,7 +49,7 @@ def installed_version(library: str) -> str:
     return metadata.version(library)
 
 
-def is_of_other_versions(target: str) -> bool:
+def is_for_other_version(target: str) -> bool:
     """Returns whether a patch's target is known to be missing in the installed version."""
     if target not in _TARGETS:
         return False
@@ -58,15 +58,15 @@ def is_of_other_versions(target: str) -> bool:
     return (first is not None and installed < _minor(first)) or (end is not None and installed >= _minor(end))
 
 
-def warn_of_unchecked_versions() -> None:
+def warn_unchecked_versions() -> None:
     """Warns once per imported library whose version is outside the checked range."""
     for library in CHECKED:
         if library in sys.modules:
-            _warn_of_version(library, installed_version(library))
+            _warn_unchecked_version(library, installed_version(library))
 
 
 @cache
-def _warn_of_version(library: str, version: str) -> None:
+def _warn_unchecked_version(library: str, version: str) -> None:
     first, last = CHECKED[library]
     if not _minor(first) <= _minor(version) <= _minor(last):
         checked = ", ".join(f"{name} {low} to {high}" for name, (low, high) in CHECKED.items())

@@ -88,7 +88,7 @@ class SharedSample:
         self.ring, self.order = self.groups.order(self.length, self.documents)
 
     @property
-    def sizes_of_neighbours(self) -> tuple[int, ...]:
+    def neighbor_sizes(self) -> tuple[int, ...]:
         """Number of tokens on each rank of the head group."""
         first = self.groups.ring_rank * self.groups.head_ranks
         return self.order.sizes[first : first + self.groups.head_ranks]
@@ -255,7 +255,7 @@ def context_attention(
     # Kernels support a single width; zero-padded values yield zeros, which are dropped at the end.
     v = F.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v
     if groups.heads is not None:
-        ranks, tokens = groups.head_ranks, row.sizes_of_neighbours
+        ranks, tokens = groups.head_ranks, row.neighbor_sizes
         # Repeat key/value heads until the ranks divide them, as with fewer heads than ranks.
         copies = lcm(k.shape[1], ranks) // k.shape[1]
         if copies > 1:
@@ -270,7 +270,7 @@ def context_attention(
     out = _Attention.apply(q, k, v, sinks, row, mask, kernel)
     if groups.heads is not None:
         # Back to this rank's tokens of all heads: [batch, heads, local, width].
-        out = to_tokens(out, row.sizes_of_neighbours, groups.heads)
+        out = to_tokens(out, row.neighbor_sizes, groups.heads)
     return out[..., :width]
 
 

@@ -82,7 +82,7 @@ def _describe(
         return stocks()
     # Intervals on the host instead of a mask [batch, 1, queries, keys].
     mask = describe_mask(mask_function, batch_size, q_length, attention_mask)
-    row = stack.row_of(q_length, mask.borders)
+    row = stack.get_shared_sample(q_length, mask.borders)
     return stocks() if row is None else ContextMask(row, mask, stocks, spreads=is_eager)
 
 

@@ -36,7 +36,7 @@ def flash_backward_on_cpu(
     return flash(gradient, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
 
 
-def has_flash_of_joined(q: Tensor) -> bool:
+def supports_varlen_flash(q: Tensor) -> bool:
     """Returns whether torch's varlen flash kernel supports `[..., width]`.
 
     ROCm's kernel pads its logsumexp (pytorch#187872).
@@ -46,7 +46,7 @@ def has_flash_of_joined(q: Tensor) -> bool:
     return q.device.type == "cuda" and is_half and torch.version.hip is None and width % 8 == 0 and width <= 256
 
 
-def flash_forward_of_joined(
+def flash_varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, *, edges: tuple[list[int], list[int]], causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Returns attention `[tokens, heads, width]` and its logsumexp `[tokens, heads]`, for several blocks at once.
@@ -71,7 +71,7 @@ def flash_forward_of_joined(
     return out, logarithm.transpose(0, 1)
 
 
-def flash_backward_of_joined(
+def flash_varlen_backward(
     gradient: Tensor,
     q: Tensor,
     k: Tensor,

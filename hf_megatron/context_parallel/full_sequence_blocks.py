@@ -36,7 +36,7 @@ class FullSequenceBlock(Shared):
         self.stack, self.name = stack, name
         self.is_split = region is not None and region.stack is not None
         if region is not None:
-            region.own_tokens = self._own_of_sum
+            region.own_tokens = self._take_own_tokens
 
     def install(self, block: nn.Module, hooks: ForwardHooks) -> None:
         self.names = tuple(inspect.signature(block.forward).parameters)
@@ -84,7 +84,7 @@ class FullSequenceBlock(Shared):
         # Further outputs go to such blocks in later layers, on full sequences.
         return self.own_tokens(output) if isinstance(output, Tensor) else (self.own_tokens(output[0]), *output[1:])
 
-    def _own_of_sum(self, partial_output: Tensor) -> Tensor:
+    def _take_own_tokens(self, partial_output: Tensor) -> Tensor:
         return self.own_tokens(partial_output) if self.name in self.stack.full_sequence_blocks else partial_output
 
     def own_tokens(self, hidden: Tensor) -> Tensor:

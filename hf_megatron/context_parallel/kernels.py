@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from .flash import (
-    flash_backward_of_joined,
     flash_backward_on_cpu,
-    flash_forward_of_joined,
     flash_forward_on_cpu,
-    has_flash_of_joined,
+    flash_varlen_backward,
+    flash_varlen_forward,
+    supports_varlen_flash,
 )
 from .load_balancing import Interval
 from .masks import TILE, MaskBlock
-from .varlen_batching import grouped, tokens_of
+from .varlen_batching import grouped, slice_tokens
 
 _NOTHING = -math.inf
 
@@ -49,7 +49,7 @@ class Kernel:
         # Blocks without a mask in one varlen call per kind (causal or not), others one by one.
         groups, single = grouped(blocks, len(q)) if self._joins(q) else ([], blocks)
         for group in groups:
-            parts = flash_forward_of_joined(
+            parts = flash_varlen_forward(
                 *(group.joined(q, group.queries), group.joined(k, group.keys), group.joined(v, group.keys)),
                 edges=(group.edges(group.queries), group.edges(group.keys)),
                 causal=group.causal,
@@ -58,12 +58,12 @@ class Kernel:
             outs, logarithms = (group.apart(part, group.queries) for part in parts)
             # A query may be in several blocks: merge their results one after the other.
             for interval, part, part_lse in zip(group.queries, outs, logarithms, strict=True):
-                add_block(tokens_of(out, interval), tokens_of(lse, interval), part, part_lse)
+                add_block(slice_tokens(out, interval), slice_tokens(lse, interval), part, part_lse)
         for block in single:
-            queries = tokens_of(q, block.queries)
-            keys, values = tokens_of(k, block.keys), tokens_of(v, block.keys)
+            queries = slice_tokens(q, block.queries)
+            keys, values = slice_tokens(k, block.keys), slice_tokens(v, block.keys)
             part, part_lse = self.forward(queries, keys, values, causal=block.causal, mask=block.mask)
-            add_block(tokens_of(out, block.queries), tokens_of(lse, block.queries), part, part_lse)
+            add_block(slice_tokens(out, block.queries), slice_tokens(lse, block.queries), part, part_lse)
 
     def add_backward(
         self,
@@ -82,7 +82,7 @@ class Kernel:
             # [batch, heads, tokens, width] -> [tokens of all blocks, heads, width]
             of_queries = (group.joined(tensor, group.queries) for tensor in (grad_out, q, out, _finite(lse)))
             given_parts, queries, outs, logarithms = of_queries
-            parts = flash_backward_of_joined(
+            parts = flash_varlen_backward(
                 *(given_parts, queries, group.joined(k, group.keys), group.joined(v, group.keys), outs, logarithms),
                 edges=(group.edges(group.queries), group.edges(group.keys)),
                 causal=group.causal,
@@ -92,16 +92,16 @@ class Kernel:
                 gradients, (group.queries, group.keys, group.keys), parts, strict=True
             ):
                 for interval, chunk in zip(intervals, group.apart(part, intervals), strict=True):
-                    tokens_of(gradient, interval).add_(chunk)
+                    slice_tokens(gradient, interval).add_(chunk)
         for block in single:
             places = block.queries, block.keys, block.keys
-            chunk, keys, values = (tokens_of(tensor, place) for tensor, place in zip((q, k, v), places, strict=True))
-            towards, block_out, logarithm = (tokens_of(tensor, block.queries) for tensor in (grad_out, out, lse))
+            chunk, keys, values = (slice_tokens(tensor, place) for tensor, place in zip((q, k, v), places, strict=True))
+            towards, block_out, logarithm = (slice_tokens(tensor, block.queries) for tensor in (grad_out, out, lse))
             parts = self.backward(
                 towards, chunk, keys, values, block_out, logarithm, causal=block.causal, mask=block.mask
             )
             for gradient, place, part in zip(gradients, places, parts, strict=True):
-                tokens_of(gradient, place).add_(part)
+                slice_tokens(gradient, place).add_(part)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns the output `[batch, heads, queries, width]` and its logsumexp `[batch, heads, queries]`.
@@ -158,8 +158,8 @@ class Kernel:
             scored = weights * (towards - along) * slope * self.scale
             dq[:, :, part] = _per_group(scored.to(k.dtype), keys)
             # Key/value heads sum the gradients of the query heads that share them.
-            dk[:, :, seen] += _of_groups(scored.to(q.dtype).transpose(-1, -2) @ q_tile, groups)
-            dv[:, :, seen] += _of_groups(weights.to(gradient.dtype).transpose(-1, -2) @ grad_tile, groups)
+            dk[:, :, seen] += _sum_over_groups(scored.to(q.dtype).transpose(-1, -2) @ q_tile, groups)
+            dv[:, :, seen] += _sum_over_groups(weights.to(gradient.dtype).transpose(-1, -2) @ grad_tile, groups)
         return dq, dk, dv
 
     def _forward_tile(
@@ -176,7 +176,7 @@ class Kernel:
         return raw if self.softcap is None else torch.tanh(raw / self.softcap) * self.softcap
 
     def _joins(self, q: Tensor) -> bool:
-        return self.softcap is None and (has_flash_of_joined(q) if self.joins is None else self.joins)
+        return self.softcap is None and (supports_varlen_flash(q) if self.joins is None else self.joins)
 
     def _is_fused(self, q: Tensor) -> bool:
         return q.device.type == "cpu" and self.softcap is None
@@ -236,6 +236,6 @@ def _per_group(left: Tensor, right: Tensor) -> Tensor:
     return left @ (right if groups == 1 else right.repeat_interleave(groups, dim=1))
 
 
-def _of_groups(gradient: Tensor, groups: int) -> Tensor:
+def _sum_over_groups(gradient: Tensor, groups: int) -> Tensor:
     """Sums the gradients `[batch, heads, ...]` of the heads that share a key/value head."""
     return gradient if groups == 1 else gradient.unflatten(1, (-1, groups)).sum(2)

@@ -133,7 +133,7 @@ class ContextStack(Shared):
             hooks.add_to(module, "sequence split", begin, self._end, always_exit=True)
         hooks.add_to(base, "sequence split", self._begin_row, self._end_row, always_exit=True)
 
-    def row_of(self, length: int, documents: tuple[int, ...] = ()) -> SharedSample | None:
+    def get_shared_sample(self, length: int, documents: tuple[int, ...] = ()) -> SharedSample | None:
         """Returns the distribution of the current sequence, computed once for all masks of a forward.
 
         `None` if a rank would have no token: models cannot compute on zero tokens, so every rank computes all of them.
@@ -256,7 +256,7 @@ class ContextStack(Shared):
             return None
         hidden = args[0] if args else kwargs["hidden_states"]
         # A recomputed layer uses the sequence that `_RestoreRow` restored.
-        row = masks[0].row if masks else self.row_of(hidden.shape[_TOKENS]) if is_first else self.row
+        row = masks[0].row if masks else self.get_shared_sample(hidden.shape[_TOKENS]) if is_first else self.row
         if row is None:
             return None
         self.row, self._has_entered = row, True

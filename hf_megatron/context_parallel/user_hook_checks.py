@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..compat.shard_safe import is_marked, is_of_checked_library
+from ..compat.shard_safe import is_from_checked_library, is_marked
 from ..compat.shared import Shared
 from ..compat.torch_autograd import global_forward_hooks, leave_uncompiled
 from ..core.forward_hooks import ForwardHooks
@@ -56,7 +56,7 @@ class UserHookChecks(Shared):
     @leave_uncompiled
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         for hook in global_forward_hooks():
-            if not is_marked(hook) and not is_of_checked_library(hook):
+            if not is_marked(hook) and not is_from_checked_library(hook):
                 _reject("all modules", hook)
         for name, module in self.inside.items():
             for hook in self._users_hooks(module):
@@ -69,7 +69,7 @@ class UserHookChecks(Shared):
     def _users_hooks(self, module: nn.Module) -> Iterator[Any]:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for number, hook in hooks.items():
-                if number >= self.end and not is_marked(hook) and not is_of_checked_library(hook):
+                if number >= self.end and not is_marked(hook) and not is_from_checked_library(hook):
                     yield hook
 
 

@@ -44,7 +44,7 @@ class JoinedBlocks:
 
     def joined(self, tensor: Tensor, intervals: Sequence[Interval]) -> Tensor:
         """Concatenates intervals of `[batch, heads, tokens, ...]` to `[batch * taken, heads, ...]`."""
-        taken = torch.cat([tokens_of(tensor, interval) for interval in intervals], 2)
+        taken = torch.cat([slice_tokens(tensor, interval) for interval in intervals], 2)
         # [batch, heads, taken, ...] -> [batch, taken, heads, ...] -> [batch * taken, heads, ...]
         return taken.transpose(1, 2).flatten(0, 1)
 
@@ -58,7 +58,7 @@ class JoinedBlocks:
         return rows.split([stop - start for start, stop in intervals], 2)
 
 
-def tokens_of(tensor: Tensor, interval: Interval) -> Tensor:
+def slice_tokens(tensor: Tensor, interval: Interval) -> Tensor:
     """Returns the tokens `[start, stop)` of `[batch, heads, tokens, ...]`."""
     start, stop = interval
     return tensor.narrow(2, start, stop - start)

@@ -159,10 +159,10 @@ class Axes:
         sizes = {"tp": config.tp_size, "cp": config.cp_size, "pp": config.pp_size, "dp": dp_size}
         inner = (config.hierarchical_context_parallel_sizes or (1,))[0]
         experts = {"ep": config.ep_size, "etp": (config.etp_size or 1) if config.ep_size > 1 else 1}
-        return cls.of_sizes(world_rank, **experts, dp_replicate=copies, cp_inner=inner, **sizes)
+        return cls.from_sizes(world_rank, **experts, dp_replicate=copies, cp_inner=inner, **sizes)
 
     @classmethod
-    def of_sizes(
+    def from_sizes(
         cls,
         world_rank: int,
         *,

@@ -27,7 +27,7 @@ class ParallelMesh(Shared):
     """
 
     @classmethod
-    def of_job(cls, axes: Axes, device_type: str) -> "ParallelMesh":
+    def get_or_create(cls, axes: Axes, device_type: str) -> "ParallelMesh":
         """Returns this job's mesh for a layout; models of one layout share it, including models created sequentially.
 
         A mesh holds file descriptors and threads, and cannot be freed with its model: torch considers meshes of equal
@@ -79,7 +79,7 @@ class ParallelMesh(Shared):
         if name in ("dp_shard", "dp_replicate"):
             return self.dp.get_group(name)
         same = next((other for other in WORLD_AXES if self.axes[other] == self.axes[name]), None)
-        return self._mesh_of(name).get_group() if same is None else self.root.get_group(same)
+        return self._build_mesh(name).get_group() if same is None else self.root.get_group(same)
 
     def host_group(self, name: str) -> dist.ProcessGroup:
         """Returns the process group of an axis for host tensors; the first call is collective."""
@@ -97,13 +97,13 @@ class ParallelMesh(Shared):
         """Returns the DTensor mesh for a placement; collective, with the same placements on every rank.
 
         Args:
-            copies (`int`, defaults to 1): number of tp ranks that hold the same shard (`placement.copies_of_model`).
+            copies (`int`, defaults to 1): tp ranks that hold the same shard (`placement.count_shared_copies`).
         """
         names = tuple(split.axis for split in placement.splits)
         if "ep" in names:
-            return self._mesh_of("edp", *names)[names]
+            return self._build_mesh("edp", *names)[names]
         if any(name != "tp" for name in names):
-            return self._mesh_of(*names)
+            return self._build_mesh(*names)
         num_copies = max([split.copies for split in placement.splits], default=1)
         return self.tp_with_copies(copies if num_copies in (1, self.tp_size) else num_copies)
 
@@ -138,9 +138,9 @@ class ParallelMesh(Shared):
                 "MegatronConfig.dp_replicate_size > 1 with zero_stage=3 and ep_size > 1 is not supported: experts are "
                 "sharded over all their replicas. Set dp_replicate_size=1 or zero_stage=2."
             )
-        return self._mesh_of("edp", *(split.axis for split in placement.splits))["edp"]
+        return self._build_mesh("edp", *(split.axis for split in placement.splits))["edp"]
 
-    def _mesh_of(self, *names: str) -> DeviceMesh:
+    def _build_mesh(self, *names: str) -> DeviceMesh:
         """Builds a mesh from axes outside the world mesh."""
         key = tuple(self.axes[name] for name in names)
         if key not in self._meshes:
@@ -158,7 +158,7 @@ def is_weight_axis(name: str) -> bool:
     return name.startswith(("dp", "edp"))
 
 
-def is_of_layout(mesh: DeviceMesh) -> bool:
+def is_layout_mesh(mesh: DeviceMesh) -> bool:
     """Returns whether a mesh was derived from one of this library's meshes, including FSDP2's."""
     return _MARK in vars(root_mesh(mesh))
 

@@ -76,7 +76,7 @@ class OffStageTensor(OffStage):
             if name == "backward" and isinstance(args[0], OffStageTensor):
                 return None if args[0].terms is None else args[0].terms.backward(*args[1:], **kwargs)
             if func is torch.autograd.grad:
-                return gradients_of(*args, **kwargs)
+                return compute_gradients(*args, **kwargs)
             if name in SUMS and all(is_term(value) for value in args):
                 return add_terms(func, args, kwargs)
             if name in FACTORS and isinstance(args[0], OffStageTensor) and args[0].terms is not None:
@@ -217,7 +217,7 @@ def own_state_dict(model: nn.Module, **kwargs: Any) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if not is_off_stage(tensor)}
 
 
-def gradients_of(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+def compute_gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
     """Runs `torch.autograd.grad` for inputs of any shape, some of them off-stage; gradients of these are placeholders.
 
     The backward runs on every stage, so a stage without any of the inputs differentiates one of its own parameters.

@@ -162,7 +162,7 @@ class ParameterSharding:
     gradient: GradientRule
 
 
-def copies_of_model(shardings: Iterable[ParameterSharding], axes: Axes) -> int:
+def count_shared_copies(shardings: Iterable[ParameterSharding], axes: Axes) -> int:
     """Returns the number of neighboring tp ranks that share shards, if one mesh can describe all parameters; else 1.
 
     Code that combines parameters of several modules needs them on one mesh. DTensor cannot express packed blocks whose

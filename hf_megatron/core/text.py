@@ -38,11 +38,11 @@ def _text(value: Any, depth: int) -> str:
     if value is None or isinstance(value, (bool, int, float, complex)):
         return repr(value)
     if isinstance(value, (list, tuple, set, frozenset, dict)):
-        return _of_items(value, depth)
+        return _format_items(value, depth)
     return f"a {type(value).__name__}"
 
 
-def _of_items(value: Any, depth: int) -> str:
+def _format_items(value: Any, depth: int) -> str:
     opening, closing = ("[", "]") if isinstance(value, list) else ("(", ")") if isinstance(value, tuple) else ("{", "}")
     if depth == 0:
         return f"{opening}...{closing}"

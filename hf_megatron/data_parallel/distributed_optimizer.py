@@ -21,7 +21,7 @@ from ..core.communication.full_tensor import placed_gradient
 from ..core.off_stage import is_off_stage
 from ..errors import ConfigError, UnsupportedError
 from .buckets import owned_range
-from .engine import DataParallel, engine_of
+from .engine import DataParallel, get_engine
 from .fsdp import reshard
 from .grad_norm import clip_grad_norm, has_finite_gradients
 from .grad_sync_groups import GradSyncGroup
@@ -160,7 +160,7 @@ class ShardedOptimizer:
     def _untracked(self, parameter: Tensor) -> ConfigError:
         # Its gradients are those of this rank's rows.
         is_reduced = self.engine.mesh.reduces_gradients
-        other = engine_of(parameter)
+        other = get_engine(parameter)
         if other is not None:
             return ConfigError(
                 f"The optimizer holds parameters of a {type(self.engine.model).__name__} and, with one of shape "
@@ -411,7 +411,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, *, elementwise: bool = F
     """
     if sharded(optimizer) is not None:
         return optimizer
-    engines = [engine_of(p) for p in _parameters(optimizer)]
+    engines = [get_engine(p) for p in _parameters(optimizer)]
     engine = next((engine for engine in engines if engine is not None), None)
     if engine is None:
         return optimizer

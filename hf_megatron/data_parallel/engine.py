@@ -43,7 +43,7 @@ _ELEMENTWISE_PACKAGES = ("torch.optim.", "transformers.optimization.", "apex.", 
 
 
 class DataParallel(Shared):
-    """Data-parallel engine of one parallelized model; its parameters refer to it (see `engine_of`).
+    """Data-parallel engine of one parallelized model; its parameters refer to it (see `get_engine`).
 
     Attributes:
         parameters (`ModelParameters`): the model's parameters and how they are sharded.
@@ -156,7 +156,7 @@ class DataParallel(Shared):
             return None
         self.forward_status.begin(self._modules.forward_hooks())
         reject_hooks(parameters, 0 if self.reducer is None else 1, self.parameters.name)
-        return with_trained_inputs(args, kwargs, self.mesh.dp_size, lambda leaf: engine_of(leaf) is self)
+        return with_trained_inputs(args, kwargs, self.mesh.dp_size, lambda leaf: get_engine(leaf) is self)
 
     def _end_forward(self, model: nn.Module, args: tuple, output: Any) -> None:
         self.forward_status.is_running = False
@@ -367,7 +367,7 @@ def _zero_grad(model: Any, set_to_none: bool = True) -> None:
             callback()
 
 
-def engine_of(parameter: Tensor) -> DataParallel | None:
+def get_engine(parameter: Tensor) -> DataParallel | None:
     """Returns the engine of the parallelized model that a parameter of any shape belongs to."""
     engine = vars(parameter).get(MARK)
     if engine is None:
@@ -392,9 +392,9 @@ def data_parallel_engines() -> list[DataParallel]:
     return [engine for engine in all_engines() if engine.mesh.reduces_gradients]
 
 
-def reducer_of(parameter: Tensor) -> GradientReducer | None:
+def get_reducer(parameter: Tensor) -> GradientReducer | None:
     """Returns the reducer of the gradient of a parameter of any shape."""
-    engine = engine_of(parameter)
+    engine = get_engine(parameter)
     if engine is None or engine.reducer is None or not engine.reducer.owns(parameter):
         return None
     return engine.reducer

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from ..compat.torch_autograd import at_end_of_backward, follow_forward_of_bases
+from ..compat.torch_autograd import inherit_forward, run_after_backward
 from ..compat.torch_dtensor import local_tensor
 from ..compat.torch_fsdp import fill_missing_gradients
 from ..core.axes import Axes
@@ -96,7 +96,7 @@ class UnusedGradients:
 
     def _note(self, parameter: nn.Parameter) -> None:
         # Each time: a backward that failed has left others here.
-        at_end_of_backward(self._clear)
+        run_after_backward(self._clear)
         self._filled.append(parameter)
 
     def _clear(self) -> None:
@@ -111,7 +111,7 @@ class UnusedGradients:
 
 def _make_unit(module: Any, group: dist.ProcessGroup, unused: UnusedGradients, **options: Any) -> None:
     fully_shard(module, **options)
-    follow_forward_of_bases(type(module))
+    inherit_forward(type(module))
     unused.watch(module)
     if dist.get_world_size(group) > 1 and dist.get_backend(group) == "gloo":
         module.set_custom_all_gather(PairwiseAllGather())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.shared import Shared
-from ..compat.torch_autograd import at_end_of_backward
+from ..compat.torch_autograd import run_after_backward
 from ..compat.torch_dtensor import local_tensor
 from ..errors import UnsupportedError
 from .buckets import Bucket, owned_range
@@ -100,7 +100,7 @@ class GradAccess(Shared):
                 parameter.grad = None
                 self._detached.add(id(parameter))
         if self._detached:
-            at_end_of_backward(self._attach)
+            run_after_backward(self._attach)
 
     def _attach(self) -> None:
         for key in self._detached:

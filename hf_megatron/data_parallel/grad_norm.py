@@ -12,8 +12,8 @@ from ..compat.torch_dtensor import local_tensor
 from ..core.communication.full_tensor import placed_gradient
 from ..core.off_stage import is_off_stage
 from ..errors import ConfigError
-from .engine import engine_of, reducer_of
-from .norm_checks import ListOfRanks, engines_of, has_all, pipelines
+from .engine import get_engine, get_reducer
+from .norm_checks import ListOfRanks, has_all, list_engines, pipelines
 
 
 def _distinct(tensor: Tensor) -> int:
@@ -34,7 +34,7 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
     for parameter in parameters:
         if is_off_stage(parameter):
             continue
-        reducer = reducer_of(parameter)
+        reducer = get_reducer(parameter)
         if reducer is not None:
             if reducer not in finished:
                 reducer.finalize()
@@ -44,7 +44,7 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
             gradient, parts = placed_gradient(parameter), 1
         if gradient is None or not local_tensor(gradient).numel():
             continue
-        placed, engine = parameter if reducer is not None else gradient, engine_of(parameter)
+        placed, engine = parameter if reducer is not None else gradient, get_engine(parameter)
         holders = dist.get_world_size() if engine is None else engine.parameters.holders(parameter)
         shares.setdefault(holders // (_distinct(placed) * parts), []).append(local_tensor(gradient))
     return shares
@@ -142,7 +142,7 @@ def clip_with_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, total
     """Scales gradients of any shape by what `total_norm`, a scalar, is more than `max_norm`."""
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else torch.as_tensor(total_norm)
-    engines = engines_of(parameters)
+    engines = list_engines(parameters)
     is_finite = bool(engines) and bool(torch.isfinite(norm))
     for engine in engines:
         # Of all stages' parameters these say nothing.

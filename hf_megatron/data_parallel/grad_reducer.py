@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..compat.shared import Shared
-from ..compat.torch_autograd import at_end_of_backward, gradient_hooks
+from ..compat.torch_autograd import gradient_hooks, run_after_backward
 from ..compat.torch_dtensor import dtensor_from_local, local_tensor
 from ..core.communication.bucket_collectives import ReduceScatter, gather_rows, is_pairwise, sum_over
 from ..errors import UnsupportedError
@@ -160,7 +160,7 @@ class GradientReducer(Shared):
         """Takes the proxies out of `.grad` until the backward ends: autograd writes into an empty `.grad` faster."""
         if not self._awaits_end:
             self._awaits_end = True
-            at_end_of_backward(self._reduce_unused)
+            run_after_backward(self._reduce_unused)
         if self.access.is_detached or any(bucket.written for bucket in self.buckets) and self._pending:
             return
         self.access.sync_user_edits()

@@ -19,7 +19,7 @@ from ..core.off_stage import is_off_stage
 from ..core.runtime import RUNTIME
 from ..errors import UnsupportedError
 from ..parallel_state import parallel_state
-from .engine import DataParallel, engine_of
+from .engine import DataParallel, get_engine
 
 if TYPE_CHECKING:
     from ..core.mesh import ParallelMesh
@@ -52,7 +52,7 @@ class ListOfRanks:
 
     def __init__(self, parameters: Sequence[Tensor], *, in_step: bool = False):
         self.parameters, self.in_step = parameters, in_step
-        self.engines = engines_of(parameters)
+        self.engines = list_engines(parameters)
         self.is_complete = bool(self.engines) and has_all(parameters, self.engines)
         concerned = not parameters or any(engine.state.cut is not None for engine in self.engines)
         self.flags: tuple[float, ...] = (
@@ -82,14 +82,14 @@ def has_all(parameters: Sequence[Tensor], engines: Sequence[DataParallel]) -> bo
     return all(id(parameter) in param_ids for engine in engines for parameter in engine.parameters.trained)
 
 
-def engines_of(parameters: Sequence[Tensor]) -> list[DataParallel]:
+def list_engines(parameters: Sequence[Tensor]) -> list[DataParallel]:
     """Lists the engines of the models that parameters of any shape belong to."""
-    return list({id(engine): engine for engine in map(engine_of, parameters) if engine is not None}.values())
+    return list({id(engine): engine for engine in map(get_engine, parameters) if engine is not None}.values())
 
 
 def joins(parameters: Sequence[Tensor]) -> bool:
     """Tells whether a norm of parameters of any shape is taken over ranks; none at all may be some on other stages."""
-    return bool(engines_of(parameters)) or (not parameters and bool(pipelines()))
+    return bool(list_engines(parameters)) or (not parameters and bool(pipelines()))
 
 
 def pipelines() -> list["ParallelMesh"]:

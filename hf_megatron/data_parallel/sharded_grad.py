@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..compat.torch_autograd import in_backward, returns_view
 from ..compat.torch_dtensor import dtensor_from_local, local_tensor
-from ..core.communication.full_tensor import full_tensor_of, shard_like
+from ..core.communication.full_tensor import gather_full_tensor, shard_like
 from ..core.communication.proxy_tensor import ProxyDTensor, ProxyTensor
 from ..core.communication.write_through import Whole
 from ..errors import UnsupportedError
@@ -180,7 +180,7 @@ def _edit(func: Any, args: Any, kwargs: dict[str, Any], edited: list[Tensor], *,
 
 
 def _read_full(gradient: ShardedGrad) -> Tensor:
-    return full_tensor_of(gradient.read())
+    return gather_full_tensor(gradient.read())
 
 
 def _replace_full(unsharded: Tensor, gradient: ShardedGrad) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..core.off_stage import is_off_stage
 from ..errors import ConfigError
 from .autograd_boundary import UNREDUCED, reject_untracked
-from .engine import engine_of, reducer_of
+from .engine import get_engine, get_reducer
 from .model_parameters import MARK
 
 _LISTED = "_hf_megatron_listed"
@@ -26,11 +26,11 @@ def before_unprepared_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     reject_untracked(p for p in parameters if type(p) is Tensor and UNREDUCED in vars(p))
     first = parameters[0] if parameters else None
-    engine = None if first is None else engine_of(first)
+    engine = None if first is None else get_engine(first)
     if engine is not None:
         engine.reject_sums_over_parameters(optimizer)
         engine.check_before_step()
-    if first is not None and reducer_of(first) is not None:
+    if first is not None and get_reducer(first) is not None:
         raise ConfigError(
             f"{type(optimizer).__name__} steps on a data parallel model without knowing it: pass it through "
             "accelerator.prepare(...) or hf_megatron.prepare_optimizer(optimizer)."

@@ -14,7 +14,7 @@ from ..compat.torch_autograd import in_backward
 from ..compat.torch_fsdp import unsharded_parameters
 from ..errors import UnsupportedError
 from .autograd_boundary import LEAVING, STOPPED, UNREDUCED, reject_untracked, walk
-from .engine import DataParallel, all_engines, data_parallel_engines, engine_of
+from .engine import DataParallel, all_engines, data_parallel_engines, get_engine
 from .fsdp_checks import is_sharded
 from .model_parameters import carries_engine
 
@@ -46,7 +46,7 @@ def check_backward(tensors: Any) -> None:
     owned = len(untracked) < len(leaves)
     if not leaving:
         # Another model of this process, without replicas, may run its own backwards.
-        untracked = [leaf for leaf in untracked if tracked.engine_of(leaf) is None]
+        untracked = [leaf for leaf in untracked if tracked.get_engine(leaf) is None]
     is_inside = is_inner and any(
         engine.forward_status.is_running or engine.forward_status.was_differentiated for engine in engines
     )
@@ -74,7 +74,7 @@ class _Own:
     def _parameters(self) -> set[int]:
         return {id(parameter) for engine in all_engines() for parameter in engine.model.parameters()}
 
-    def engine_of(self, leaf: Tensor) -> DataParallel | None:
+    def get_engine(self, leaf: Tensor) -> DataParallel | None:
         """Returns the engine of the model that a leaf of any shape is a parameter of."""
         # Looked up once for all leaves: one by one, the backward of a plain model beside a data parallel one would take
         # its leaves times the other's parameters.
@@ -83,13 +83,13 @@ class _Own:
             or id(leaf) in self._parameters
             or any(engine.parameters.holds(leaf) for engine in self.engines)
         )
-        return engine_of(leaf) if known else None
+        return get_engine(leaf) if known else None
 
     def __contains__(self, leaf: Tensor) -> bool:
         # A leaf without entries tells a backward what it is asked for.
         if not leaf.requires_grad or not leaf.numel():
             return True
-        engine = self.engine_of(leaf)
+        engine = self.get_engine(leaf)
         if engine is not None and engine.mesh.reduces_gradients:
             return is_sharded(leaf) or not engine.state.shards_weights or engine.parameters.is_outside_fsdp(leaf)
         return id(leaf) in self._unsharded

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from .pretraining import PretrainingDataset as PretrainingDataset
     from .ramp_up import BatchRampUp as BatchRampUp
     from .sample_index import blend_order as blend_order
-    from .sample_index import documents_of_split as documents_of_split
+    from .sample_index import count_blend_samples as count_blend_samples
+    from .sample_index import list_split_documents as list_split_documents
     from .sample_index import parse_split as parse_split
     from .sample_index import sample_order as sample_order
-    from .sample_index import samples_of_blend as samples_of_blend
     from .schedules import MegatronScheduler as MegatronScheduler
     from .schedules import schedule_from_megatron_args as schedule_from_megatron_args
     from .streams import SampleStream as SampleStream
-    from .table_datasets import table_of as table_of
+    from .table_datasets import build_table as build_table
 
 _MODULES = {
     "BatchRampUp": "hf_megatron.datasets.ramp_up",
@@ -42,12 +42,12 @@ _MODULES = {
     "blend_order": "hf_megatron.datasets.sample_index",
     "build_pair": "hf_megatron.datasets.build",
     "datasets_from_megatron_args": "hf_megatron.datasets.megatron_arguments",
-    "documents_of_split": "hf_megatron.datasets.sample_index",
+    "list_split_documents": "hf_megatron.datasets.sample_index",
     "parse_split": "hf_megatron.datasets.sample_index",
     "sample_order": "hf_megatron.datasets.sample_index",
-    "samples_of_blend": "hf_megatron.datasets.sample_index",
+    "count_blend_samples": "hf_megatron.datasets.sample_index",
     "schedule_from_megatron_args": "hf_megatron.datasets.schedules",
-    "table_of": "hf_megatron.datasets.table_datasets",
+    "build_table": "hf_megatron.datasets.table_datasets",
     "token_dtype": "hf_megatron.datasets.indexed",
 }
 __all__ = sorted(_MODULES)

@@ -12,7 +12,7 @@ from .index_cache import cached_arrays
 from .megatron_cache import megatron_blend
 from .ordered_dataset import OrderedDataset, WithoutSamples
 from .pretraining import PretrainingDataset
-from .sample_index import BlendOrder, blend_order, exhaustive_order, samples_of_blend
+from .sample_index import BlendOrder, blend_order, count_blend_samples, exhaustive_order
 
 
 class BlendedDataset(OrderedDataset):
@@ -60,7 +60,7 @@ class BlendedDataset(OrderedDataset):
         if samples is not None and samples < 1:
             raise DataError(f"samples = {samples}: expected 1 or more.")
         if weights is not None and samples is not None:
-            samples = sum(samples_of_blend(weights, samples)[0])
+            samples = sum(count_blend_samples(weights, samples)[0])
         elif samples is not None:
             samples = min(samples, sum(sizes))
         self.order_key = {

@@ -25,7 +25,7 @@ from ..core.io.safe_paths import replace_file, sync_directory
 from ..errors import DataError
 from .indexed import token_dtype
 from .indexed_writer import write_index
-from .text_sources import texts_of
+from .text_sources import iter_texts
 
 # Documents passed to the tokenizer at a time, which it distributes over its threads.
 _BATCH = 256
@@ -75,7 +75,7 @@ def build_pair(
 
     Args:
         prefix (`str` or `Path`): path of both files without `.bin` and `.idx`.
-        sources: files, as in `texts_of`.
+        sources: files, as in `iter_texts`.
         tokenizer: of transformers.
         key (`str`, defaults to `"text"`): key of the text in a JSON object, or its column.
         append_eod (`bool`, defaults to `False`): whether a document ends with the tokenizer's `eos_token`.
@@ -113,7 +113,9 @@ def build_pair(
         build = _Build(folder, said, token_dtype(len(tokenizer)))
         encoder = _Encoder(tokenizer, special_tokens=special_tokens)
         try:
-            last_progress = build.run(texts_of(paths, key, build.documents), encoder, eod if append_eod else None, say)
+            last_progress = build.run(
+                iter_texts(paths, key, build.documents), encoder, eod if append_eod else None, say
+            )
         finally:
             build.close()
         build.publish(os.fspath(prefix))

@@ -13,7 +13,7 @@ from .table_datasets import TableSamples
 _COMPARED = 64
 
 
-def ordered_of(dataset: Any) -> OrderedDataset | None:
+def get_ordered_dataset(dataset: Any) -> OrderedDataset | None:
     """Returns the ordered dataset itself, or the one that a table reads; `None` for other datasets."""
     if isinstance(dataset, OrderedDataset):
         return dataset
@@ -30,7 +30,7 @@ def require_full(table: Any) -> None:
     Raises:
         DataError: samples were moved or left out.
     """
-    dataset = ordered_of(table)
+    dataset = get_ordered_dataset(table)
     if dataset is None or table is dataset:
         return
     indices, size = table.with_format(None), len(dataset)
@@ -38,7 +38,7 @@ def require_full(table: Any) -> None:
     if len(table) != size or any(indices[place]["input_ids"] != place for place in places):
         raise DataError(
             f"Got a table of {len(table)} samples for the {size} samples of {type(dataset).__name__}: samples were "
-            "moved or removed. To leave samples out, pass a WithoutSamples to table_of."
+            "moved or removed. To leave samples out, pass a WithoutSamples to build_table."
         )
 
 
@@ -48,7 +48,7 @@ def has_own_order(dataset: Any) -> bool:
         return has_own_order(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
         return any(map(has_own_order, dataset.datasets))
-    return ordered_of(dataset) is not None
+    return get_ordered_dataset(dataset) is not None
 
 
 def is_shifted(dataset: Any) -> bool:

@@ -16,7 +16,7 @@ from .indexed import IndexedDataset
 from .ordered_dataset import OrderedDataset, WithoutSamples
 from .pretraining import PretrainingDataset
 from .ramp_up import BatchRampUp
-from .sample_index import SPLITS, parse_split, samples_of_blend
+from .sample_index import SPLITS, count_blend_samples, parse_split
 
 # Argument -> its default in Megatron-LM (`megatron/training/arguments.py`).
 _DEFAULTS: dict[str, Any] = {
@@ -116,7 +116,7 @@ def datasets_from_megatron_args(
     )
     ramp_up = _ramp_up(args)
     num_samples, shared_blend = _samples(args, ramp_up), _blend(args, "data_path", "data_args_path")
-    split_blends = _blends_of_splits(args)
+    split_blends = _parse_split_blends(args)
     if (shared_blend is None) == (split_blends is None):
         raise DataError("expected data_path (or data_args_path), or the paths of each split; " + _present(args))
     if split_blends is not None:
@@ -214,7 +214,7 @@ def _weight(text: str) -> float | None:
         return None
 
 
-def _blends_of_splits(args: Mapping[str, Any]) -> dict[str, Blend | None] | None:
+def _parse_split_blends(args: Mapping[str, Any]) -> dict[str, Blend | None] | None:
     file = args["per_split_data_args_path"]
     named = {split: args[name] for name, split in _OWN_PATHS.items()}
     if file is not None:
@@ -249,7 +249,7 @@ def _dataset(
     if weights is not None:
         if not all(math.isfinite(weight) and weight > 0 for weight in weights):
             raise DataError(f"blend weights {weights}: expected numbers above 0.")
-        sizes = [*samples_of_blend(weights, samples)[1]]
+        sizes = [*count_blend_samples(weights, samples)[1]]
     datasets = [
         make(IndexedDataset(prefix), samples=size, share=share) for prefix, size in zip(prefixes, sizes, strict=True)
     ]

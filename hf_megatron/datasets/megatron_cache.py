@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .sample_index import SPLITS, BlendOrder, blend_order, count_of_samples, starts_of_samples
+from .sample_index import SPLITS, BlendOrder, blend_order, compute_sample_starts, count_samples
 
 _DESCRIPTION = "-description.txt"
 # Megatron's file -> the array's name here.
@@ -147,7 +147,7 @@ def _fit(
 ) -> bool:
     documents, starts, shuffle = (arrays[name] for name in _ARRAYS.values())
     extra, length = int(request["extra_token"]), request["sequence_length"]
-    count = count_of_samples(tokens, length, extra, drop_last_partial=request["drop_last_partial"])
+    count = count_samples(tokens, length, extra, drop_last_partial=request["drop_last_partial"])
     sizes = documents.shape, starts.shape, shuffle.shape
     if sizes != ((epochs * (bounds[1] - bounds[0]),), (count + 1, 2), (count,)):
         return False
@@ -157,12 +157,12 @@ def _fit(
     if len(first) == len(documents):
         drop = request["drop_last_partial"]
         return bool(
-            np.array_equal(starts_of_samples(lengths, first, length, extra, tokens, drop_last_partial=drop), starts)
+            np.array_equal(compute_sample_starts(lengths, first, length, extra, tokens, drop_last_partial=drop), starts)
         )
     held = int(lengths[first].sum(dtype=np.int64))
     # The last entry marks the end of these documents, not the start of a sample: leave it out.
     if held > length:
-        rows = starts_of_samples(lengths, first, length, extra, held, drop_last_partial=True)[:-1]
+        rows = compute_sample_starts(lengths, first, length, extra, held, drop_last_partial=True)[:-1]
         if not np.array_equal(rows, starts[: len(rows)]):
             return False
     return _are_as_long(documents, starts, lengths, length)

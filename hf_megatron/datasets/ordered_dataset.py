@@ -32,7 +32,7 @@ class OrderedDataset(Dataset):
         PATCH_REGISTRY.activate()
         return super().__new__(cls)
 
-    def place_of(self, sample: int) -> int:
+    def get_full_index(self, sample: int) -> int:
         """Returns the index of a sample when none are left out."""
         return sample
 
@@ -90,11 +90,11 @@ class WithoutSamples(OrderedDataset):
     def __len__(self) -> int:
         return len(self.dataset) - sum(stop - first for first, stop in self.ranges)
 
-    def place_of(self, sample: int) -> int:
+    def get_full_index(self, sample: int) -> int:
         for first, stop in self.ranges:
             if sample >= first:
                 sample += stop - first
-        return self.dataset.place_of(sample)
+        return self.dataset.get_full_index(sample)
 
     def sample_at(self, place: int) -> int:
         place = self.dataset.sample_at(place)

@@ -15,7 +15,7 @@ from .index_cache import cached_arrays
 from .indexed import IndexedDataset
 from .megatron_cache import default_folder, megatron_arrays
 from .ordered_dataset import OrderedDataset
-from .sample_index import SampleOrder, bounds_of_split, epochs_of, sample_order
+from .sample_index import SampleOrder, compute_split_bounds, count_epochs, sample_order
 
 _IGNORED = -100
 # Placeholder for padding if no `pad_token` is set.
@@ -90,7 +90,7 @@ class PretrainingDataset(OrderedDataset):
             "drop_last_partial": drop_last_partial,
         }
         self._share = share
-        first, stop = bounds_of_split(share, len(self.source))
+        first, stop = compute_split_bounds(share, len(self.source))
         if not 0 <= first < stop <= len(self.source):
             raise DataError(f"{self.source.prefix}: none of its {len(self.source)} sequences is in the share {share}.")
         self._cache = None if cache is None else Path(cache)
@@ -110,7 +110,7 @@ class PretrainingDataset(OrderedDataset):
         if length < 1 or (settings["samples"] is not None and settings["samples"] < 1) or tokens == 0:
             # Raises the error about these values.
             self._made(first, stop)
-        epochs, before = epochs_of(tokens, length, settings.pop("samples"), extra)
+        epochs, before = count_epochs(tokens, length, settings.pop("samples"), extra)
         # Runs of different lengths have the same order if they need the same number of epochs.
         self._made_of = {"epochs": [epochs, before], "split": [first, stop], **settings}
 

@@ -87,17 +87,17 @@ def parse_split(split: str) -> tuple[tuple[float, float] | None, ...]:
     return tuple((low, high) if low != high else None for low, high in zip(ends, ends[1:], strict=False))
 
 
-def bounds_of_split(share: tuple[float, float], sequences: int) -> tuple[int, int]:
+def compute_split_bounds(share: tuple[float, float], sequences: int) -> tuple[int, int]:
     """Returns the `[first, stop)` sequences of a split; Python's rounding half to even is the same as Megatron's."""
     return int(round(share[0] * float(sequences))), int(round(share[1] * float(sequences)))
 
 
-def documents_of_split(share: tuple[float, float], sequences: int) -> np.ndarray:
+def list_split_documents(share: tuple[float, float], sequences: int) -> np.ndarray:
     """Returns the indices of a split's sequences."""
-    return np.arange(*bounds_of_split(share, sequences), dtype=np.int32)
+    return np.arange(*compute_split_bounds(share, sequences), dtype=np.int32)
 
 
-def epochs_of(tokens: int, sequence_length: int, samples: int | None, extra: int) -> tuple[int, int | None]:
+def count_epochs(tokens: int, sequence_length: int, samples: int | None, extra: int) -> tuple[int, int | None]:
     """Returns the number of epochs needed, and the number of samples before the last epoch if that is shuffled apart.
 
     The last epoch is shuffled separately if few of its samples are needed; otherwise the second value is `None`.
@@ -147,7 +147,7 @@ def sample_order(
     tokens = int(lengths[documents].sum(dtype=np.int64)) if len(documents) else 0
     if tokens == 0:
         raise DataError(f"{len(documents)} documents contain no tokens: no sample can be made.")
-    epochs, before = epochs_of(tokens, sequence_length, samples, extra)
+    epochs, before = count_epochs(tokens, sequence_length, samples, extra)
     if epochs * len(documents) > _MOST:
         raise DataError(
             f"samples = {samples}: {epochs} epochs of {len(documents)} sequences exceed the supported size."
@@ -156,7 +156,7 @@ def sample_order(
         raise DataError(f"{tokens} tokens make no sample of {sequence_length}{' and one more' if extra else ''}.")
     stream = np.random.RandomState(seed)
     read = _shuffled_documents(documents, epochs, stream, separate=before is not None)
-    starts = starts_of_samples(
+    starts = compute_sample_starts(
         lengths, read, sequence_length, extra, epochs * tokens, drop_last_partial=drop_last_partial
     )
     count = len(starts) - 1
@@ -186,7 +186,7 @@ def _shuffled_samples(first: int, count: int, stream: np.random.RandomState) -> 
     return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-def count_of_samples(tokens: int, sequence_length: int, extra: int, *, drop_last_partial: bool) -> int:
+def count_samples(tokens: int, sequence_length: int, extra: int, *, drop_last_partial: bool) -> int:
     """Returns the number of samples that `tokens` tokens make."""
     if drop_last_partial:
         return (tokens - extra) // sequence_length
@@ -194,14 +194,14 @@ def count_of_samples(tokens: int, sequence_length: int, extra: int, *, drop_last
     return math.ceil(np.float32(tokens - extra) / np.float32(sequence_length))
 
 
-def starts_of_samples(
+def compute_sample_starts(
     lengths: np.ndarray, read: np.ndarray, sequence_length: int, extra: int, tokens: int, *, drop_last_partial: bool
 ) -> np.ndarray:
     """Returns the starts of samples `[samples + 1, 2]`: index of a document in `read`, and token in that document.
 
     Without the extra token, an entry may point past the last token of a document.
     """
-    count = count_of_samples(tokens, sequence_length, extra, drop_last_partial=drop_last_partial)
+    count = count_samples(tokens, sequence_length, extra, drop_last_partial=drop_last_partial)
     wide = max(len(read), int(lengths.max(initial=0))) > np.iinfo(np.int32).max
     starts = np.zeros((count + 1, 2), dtype=np.int64 if wide else np.int32)
     place = passed = 0
@@ -245,7 +245,7 @@ class BlendOrder(MappedArrays):
         return len(self.dataset)
 
 
-def samples_of_blend(weights: Sequence[float], samples: int) -> tuple[list[int], list[int]]:
+def count_blend_samples(weights: Sequence[float], samples: int) -> tuple[list[int], list[int]]:
     """Returns the number of samples a blend takes from each dataset, and the slightly larger number to build it with.
 
     Args:

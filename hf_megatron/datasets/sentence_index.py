@@ -41,14 +41,14 @@ def sentence_order(
     Raises:
         DataError: no document makes a sample.
     """
-    drawn = _lengths_of_samples(target_length, short_probability, seed)
+    drawn = _draw_target_lengths(target_length, short_probability, seed)
     sizes, epochs = lengths[int(ends[0]) : int(ends[-1])].tolist(), 0
     spans: list[tuple[int, int, int]] = []
     borders = (ends - ends[0]).tolist()
     while epochs == 0 or (samples is not None and len(spans) < samples):
         before = len(spans)
         for first, stop in zip(borders, borders[1:], strict=False):
-            spans += _samples_of_document(sizes, first, stop, least_sentences, drawn)
+            spans += _split_document(sizes, first, stop, least_sentences, drawn)
         if len(spans) == before:
             raise DataError(
                 f"{len(borders) - 1} documents make no sample of {least_sentences} sentences or more. Documents with "
@@ -61,7 +61,7 @@ def sentence_order(
     return order[_shuffled(len(order), seed + 1)].astype(dtype), epochs
 
 
-def _samples_of_document(
+def _split_document(
     sizes: list[int], first: int, stop: int, least: int, drawn: Iterator[int]
 ) -> list[tuple[int, int, int]]:
     left = stop - first
@@ -78,7 +78,7 @@ def _samples_of_document(
     return spans
 
 
-def _lengths_of_samples(target: int, short_probability: float, seed: int) -> Iterator[int]:
+def _draw_target_lengths(target: int, short_probability: float, seed: int) -> Iterator[int]:
     # Rounds half up, as in C.
     ratio = math.floor(1.0 / short_probability + 0.5) if short_probability > 0 else 0
     if ratio == 0:

@@ -14,7 +14,7 @@ from .indexed import IndexedDataset
 from .masking import Masking, Vocabulary
 from .ordered_dataset import OrderedDataset
 from .pretraining import require_values
-from .sample_index import bounds_of_split
+from .sample_index import compute_split_bounds
 from .sentence_index import sentence_order
 
 
@@ -55,7 +55,7 @@ class SentencesDataset(MappedArrays, OrderedDataset):
         self.vocabulary = Vocabulary(tokenizer)
         self.vocabulary.require(*self._needs)
         documents = len(self.source.documents) - 1
-        first, stop = bounds_of_split(share, documents)
+        first, stop = compute_split_bounds(share, documents)
         if not 0 <= first < stop <= documents:
             raise DataError(f"{self.source.prefix}: none of its {documents} documents is in the share {share}.")
         settings: dict[str, Any] = {

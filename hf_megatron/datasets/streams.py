@@ -86,7 +86,7 @@ class SampleStream(IterableDataset):
             digest.update(pickle.dumps(_values(row)))
         return digest.hexdigest()[:16]
 
-    def place_of(self, sample: int) -> int:
+    def get_full_index(self, sample: int) -> int:
         """Returns the position of a sample in the full stream."""
         return sample
 

@@ -37,13 +37,13 @@ class TableSamples:
         return self
 
 
-def table_of(dataset: OrderedDataset) -> Any:
+def build_table(dataset: OrderedDataset) -> Any:
     """Returns an ordered dataset as a `datasets.Dataset` of sample indices, which reads the samples on access.
 
     Trainer keeps the order and resumes as with the dataset itself.
 
         arguments = SFTConfig(..., dataset_kwargs={"skip_prepare_dataset": True})
-        SFTTrainer(model, arguments, train_dataset=table_of(dataset))
+        SFTTrainer(model, arguments, train_dataset=build_table(dataset))
 
     Args:
         dataset: with next-token labels, and without `position_ids`, which TRL would drop.

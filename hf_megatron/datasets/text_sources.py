@@ -15,7 +15,7 @@ _EXTRA = 'tables need datasets: pip install "hf_megatron[data]"'
 _ROWS = 1024
 
 
-def texts_of(paths: Sequence[Path], key: str, start: int = 0) -> Iterator[str]:
+def iter_texts(paths: Sequence[Path], key: str, start: int = 0) -> Iterator[str]:
     """Yields the documents of files in order.
 
     | source | document |

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .stragglers import StragglerWatch as StragglerWatch
     from .throughput import ModelWork as ModelWork
     from .throughput import Throughput as Throughput
-    from .throughput import work_of_model as work_of_model
+    from .throughput import estimate_model_work as estimate_model_work
     from .timeline import gather_timeline as gather_timeline
     from .timeline import to_html as to_html
     from .timeline import to_perfetto as to_perfetto
@@ -56,7 +56,7 @@ _MODULES = {
     "to_html": "hf_megatron.diagnostics.timeline",
     "to_perfetto": "hf_megatron.diagnostics.timeline",
     "to_png": "hf_megatron.diagnostics.timeline",
-    "work_of_model": "hf_megatron.diagnostics.throughput",
+    "estimate_model_work": "hf_megatron.diagnostics.throughput",
     "write_page": "hf_megatron.diagnostics.run_report",
     "write_pictures": "hf_megatron.diagnostics.timeline",
 }

@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_iter
 
 from ..compat.shard_safe import shard_safe
 from ..compat.torch_autograd import in_backward
-from ..compat.torch_distributed import group_of_operation
+from ..compat.torch_distributed import get_group_description
 from ..compat.torch_dtensor import local_tensor
-from ..compat.torch_memory import fakes_are_on, is_fake, is_made_of_others, storage_key, without_fakes
+from ..compat.torch_memory import fakes_are_on, is_fake, storage_key, without_fakes, wraps_inner_tensors
 from .step_stats import HostRead, StepFigures
 
 _aten = torch.ops.aten
@@ -185,7 +185,7 @@ class AllocationTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is _DEVICE:
             return func(*args, **(kwargs or {}))
-        if any(map(is_made_of_others, types)):
+        if any(map(wraps_inner_tensors, types)):
             # A wrapper subclass dispatches its inner tensors separately; count those instead.
             return NotImplemented
         kwargs = kwargs or {}
@@ -222,12 +222,12 @@ class AllocationTracker(TorchDispatchMode):
 
     def _count_collective(self, func: Any, args: tuple) -> None:
         sizes = (sum(t.nbytes for t in tree_iter(value) if isinstance(t, Tensor)) for value in args)
-        key = group_of_operation(args), func._schema.name.partition("::")[2].strip("_")
+        key = get_group_description(args), func._schema.name.partition("::")[2].strip("_")
         calls, total = self.figures.collectives.get(key, (0, 0))
         self.figures.collectives[key] = calls + 1, total + max(sizes, default=0)
 
     def _note_read(self, func: Any, tensor: Tensor) -> None:
-        frames = list(itertools.islice(_frames_of_others(sys._getframe(1)), 6))
+        frames = list(itertools.islice(_iter_external_frames(sys._getframe(1)), 6))
         # `tolist()` copies a tensor once and then reads the copy: count one read. Keep the frame itself, since its
         # address may be reused by another frame.
         read = storage_key(tensor), frames[0].f_lasti, frames[0]
@@ -238,7 +238,7 @@ class AllocationTracker(TorchDispatchMode):
         self.figures.reads.append(HostRead(func._schema.name.partition("::")[2], self._moment, where))
 
 
-def _frames_of_others(frame: FrameType | None) -> Iterator[FrameType]:
+def _iter_external_frames(frame: FrameType | None) -> Iterator[FrameType]:
     """Yields the frames outside torch and this file, innermost first."""
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .recorded_shards import Event, OfRank, Recording, part_of, places_of
+from .recorded_shards import Event, OfRank, Recording, compute_indices, part_of
 from .recording import AFTER, BEFORE, GRADIENT, LOSS, OUTPUT, OUTPUT_GRADIENT
 
 # In units of the dtype's epsilon, at the first layer: allows for another order of summation.
@@ -141,7 +141,7 @@ def _hidden(one: Recording, other: Recording, event: Event) -> Iterator[Differen
     ranks, rows, tokens, worst = [], [], [], 0.0
     for piece in other.events[event]:
         values = other.read(piece)
-        places = places_of(piece.piece, values, unsharded.shape[-1])
+        places = compute_indices(piece.piece, values, unsharded.shape[-1])
         expected = part_of(unsharded, places)
         if expected is None or expected.shape != values.shape:
             yield Difference(event[0], event[1], (piece.rank,), float("inf"), limit)
@@ -175,7 +175,9 @@ def _weights(one: Recording, other: Recording, event: Event, floor: float = 0.0)
     ranks, worst = [], 0.0
     for piece in other.events[event]:
         values = other.read(piece)
-        expected = part_of(unsharded, places_of(piece.piece, values, unsharded.shape[-1] if unsharded.dim() else 1))
+        expected = part_of(
+            unsharded, compute_indices(piece.piece, values, unsharded.shape[-1] if unsharded.dim() else 1)
+        )
         if expected is None or expected.shape != values.shape:
             yield Difference(event[0], event[1], (piece.rank,), float("inf"), limit)
             continue
@@ -202,7 +204,7 @@ def _updates(one: Recording, other: Recording, event: Event) -> Iterator[Differe
     for piece in other.events[event]:
         values = other.read(piece) - other.read(starts[piece.rank])
         expected = part_of(
-            full_update, places_of(piece.piece, values, full_update.shape[-1] if full_update.dim() else 1)
+            full_update, compute_indices(piece.piece, values, full_update.shape[-1] if full_update.dim() else 1)
         )
         if expected is None or expected.shape != values.shape:
             yield Difference(event[0], event[1], (piece.rank,), float("inf"), _UPDATE)

@@ -24,7 +24,7 @@ def device_profiler(device: torch.device) -> Any:
     return torch.profiler.profile(activities=[kinds.CPU, getattr(kinds, device.type.upper())])
 
 
-def kernels_of(profiler: Any, trace: RankTrace) -> RankTrace:
+def get_kernel_trace(profiler: Any, trace: RankTrace) -> RankTrace:
     """Returns a trace with the profiled kernels in place of the times measured on the host."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "trace.json")

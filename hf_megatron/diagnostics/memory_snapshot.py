@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..compat.torch_dtensor import local_tensor
-from ..compat.torch_memory import out_of_memory_observed, storage_key
+from ..compat.torch_memory import snapshot_on_oom, storage_key
 from ..core.io.safe_paths import replace_file
 from ..data_parallel.distributed_optimizer import stepping_optimizer
 from ..data_parallel.sharded_grad import ShardedGrad
@@ -54,7 +54,7 @@ class MemorySnapshot:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         state = parallel_state(model)
         device = next(self.model.parameters()).device if state is None else state.mesh.device
-        self._observed = out_of_memory_observed(self._file("pickle")) if device.type == "cuda" else None
+        self._observed = snapshot_on_oom(self._file("pickle")) if device.type == "cuda" else None
 
     def _file(self, kind: str) -> Path:
         return self.directory / f"rank{self.rank:05}.{kind}"
@@ -69,7 +69,7 @@ class MemorySnapshot:
     ) -> None:
         if self._observed is not None:
             self._observed.__exit__(kind, error, trace)
-        if error is not None and is_out_of_memory(error):
+        if error is not None and is_oom_error(error):
             self._write(error)
 
     def _write(self, error: BaseException) -> None:
@@ -116,7 +116,7 @@ class MemorySnapshot:
         return dict(bytes_by_use)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def is_oom_error(error: BaseException) -> bool:
     """Returns whether an error, or one of its causes, is an out-of-memory error of a device or the host."""
     cause: BaseException | None = error
     while cause is not None:

@@ -84,12 +84,12 @@ class CallCheck:
     def looking(self) -> Iterator[None]:
         """Checks the call made inside the context, and its backward."""
         hooks = [
-            module.register_forward_hook(self._hook_of(name), always_call=False)
+            module.register_forward_hook(self._make_output_hook(name), always_call=False)
             for name, module in self.model.named_modules()
             if module is not self.model
         ]
         hooks += [
-            self.model.get_submodule(name).register_forward_pre_hook(self._hook_of_inputs(name))
+            self.model.get_submodule(name).register_forward_pre_hook(self._make_input_hook(name))
             for name in layer_patterns(self.model)
         ]
         try:
@@ -98,7 +98,7 @@ class CallCheck:
             for hook in hooks:
                 hook.remove()
 
-    def _hook_of(self, name: str) -> Callable[..., None]:
+    def _make_output_hook(self, name: str) -> Callable[..., None]:
         @runs_last
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             # Recomputation in the backward repeats outputs that were already checked.
@@ -113,7 +113,7 @@ class CallCheck:
 
         return hook
 
-    def _hook_of_inputs(self, name: str) -> Callable[..., None]:
+    def _make_input_hook(self, name: str) -> Callable[..., None]:
         """Returns a pre-hook for a layer: the input that a stage receives is the output of no local module."""
 
         @runs_last

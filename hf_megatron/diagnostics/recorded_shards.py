@@ -91,7 +91,7 @@ class Recording:
         pieces = self.events[event]
         values = [self.read(one) for one in pieces]
         width = _width(pieces, values)
-        places = [places_of(one.piece, value, width) for one, value in zip(pieces, values, strict=True)]
+        places = [compute_indices(one.piece, value, width) for one, value in zip(pieces, values, strict=True)]
         dims = range(len(places[0]))
         sizes = [1 + max((int(place[dim].max()) for place in places if len(place[dim])), default=-1) for dim in dims]
         unsharded = torch.full(sizes, torch.nan, dtype=torch.float64)
@@ -100,7 +100,7 @@ class Recording:
         return unsharded
 
 
-def places_of(piece: RecordedPiece, values: Tensor, width: int) -> list[Tensor]:
+def compute_indices(piece: RecordedPiece, values: Tensor, width: int) -> list[Tensor]:
     """Returns for each dim of a chunk the indices of its entries in the full tensor.
 
     Args:

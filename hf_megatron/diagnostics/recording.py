@@ -134,7 +134,7 @@ class StepRecorder:
     def __enter__(self) -> "StepRecorder":
         self._weights(BEFORE)
         hooks = [self.inner.register_forward_pre_hook(self._begin_call, with_kwargs=True)]
-        hooks += [module.register_forward_hook(self._hook_of(name)) for name, module in self.modules.items()]
+        hooks += [module.register_forward_hook(self._make_output_hook(name)) for name, module in self.modules.items()]
         hooks.append(self.inner.register_forward_hook(self._end_call))
         if self.optimizer is not None:
             hooks.append(self.optimizer.register_step_pre_hook(lambda *args: self._gradients()))
@@ -165,7 +165,7 @@ class StepRecorder:
         if isinstance(loss, Tensor) and not in_backward() and not is_rerunning_step(self.state):
             self._losses.append(float(loss.detach()))
 
-    def _hook_of(self, name: str) -> Any:
+    def _make_output_hook(self, name: str) -> Any:
         @runs_last
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             # Recomputation in the backward repeats outputs that were already recorded.

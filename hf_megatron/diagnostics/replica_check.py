@@ -98,9 +98,9 @@ class ReplicaCheck:
         held = [*_held(self.model, self.optimizers)]
         keys = [key for key, _ in held]
         digest = hashlib.blake2b(repr(keys).encode(), digest_size=16).digest()
-        of_ranks = _of_all_ranks((digest, _sums([tensor for _, tensor in held])))
+        of_ranks = _gather_values((digest, _sums([tensor for _, tensor in held])))
         if any(other not in self._keys for other, _ in of_ranks):
-            self._keys = dict(_of_all_ranks((digest, keys)))
+            self._keys = dict(_gather_values((digest, keys)))
         values: dict[_Key, dict[int, int]] = {}
         for rank, (other, sums) in enumerate(of_ranks):
             for key, value in zip(self._keys[other], sums, strict=True):
@@ -120,7 +120,7 @@ def _unequal(key: _Key, values: dict[int, int]) -> UnequalReplica:
     return UnequalReplica(key[0], key[1], tuple(apart if is_known else values), tuple(values), identical)
 
 
-def _of_all_ranks(value: Any) -> list[Any]:
+def _gather_values(value: Any) -> list[Any]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
@@ -128,7 +128,7 @@ def _of_all_ranks(value: Any) -> list[Any]:
 
 def _sums(tensors: Sequence[Tensor]) -> list[int]:
     """Returns checksums of tensors of any shape; synchronizes with each device once."""
-    sums = [_sum_of_bits(tensor) for tensor in tensors]
+    sums = [_compute_checksum(tensor) for tensor in tensors]
     checksums = [0] * len(sums)
     for device in {value.device for value in sums}:
         places = [place for place, value in enumerate(sums) if value.device == device]
@@ -137,7 +137,7 @@ def _sums(tensors: Sequence[Tensor]) -> list[int]:
     return checksums
 
 
-def _sum_of_bits(tensor: Tensor) -> Tensor:
+def _compute_checksum(tensor: Tensor) -> Tensor:
     """Returns a checksum of a tensor's bits: entry `i` is weighted by `2 * i + 1`, so that moved entries change it."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     done = 0

@@ -6,7 +6,7 @@ from html import escape
 from typing import NamedTuple
 
 from .rank_trace import RankTrace
-from .trace_breakdown import TraceShares, waits_of
+from .trace_breakdown import TraceShares, collect_waits
 
 # Maximum number of points in a line; longer series are drawn as the mean and range of groups of steps.
 _POINTS = 240
@@ -173,7 +173,7 @@ def step_picture(traces: Sequence[RankTrace], ranks: Sequence[int]) -> str:
     row, left = 22, 64
     scale = (940 - left - 8) / duration
     height = len(shown) * row + _BOTTOM
-    waits = waits_of(traces)
+    waits = collect_waits(traces)
     parts = [f'<svg viewBox="0 0 940 {height}" role="img" aria-label="a step by rank and time">']
     for seconds in _ticks(0.0, duration * 1e3):
         at = left + seconds / 1e3 * scale
@@ -184,7 +184,9 @@ def step_picture(traces: Sequence[RankTrace], ranks: Sequence[int]) -> str:
         parts.append(f'<text class="end" x="{left - 6}" y="{top + 13}">rank {trace.rank}</text>')
         spans = [(label, start - trace.offset, stop - trace.offset) for label, start, stop in trace.computed]
         for label, start, stop in _joined(spans, _NARROWEST / scale):
-            parts.append(_span(_kind_of(label), label, left + (start - beginning) * scale, (stop - start) * scale, top))
+            parts.append(
+                _span(_get_kind(label), label, left + (start - beginning) * scale, (stop - start) * scale, top)
+            )
         for wait in waits[trace.rank]:
             x, width = left + (wait.start - beginning) * scale, (wait.stop - wait.start) * scale
             if width >= _NARROWEST:
@@ -201,8 +203,8 @@ def _joined(spans: Sequence[tuple[str, float, float]], gap: float) -> list[tuple
     """Merges adjacent spans of one kind with gaps too small to draw."""
     merged: list[tuple[str, float, float]] = []
     for label, start, stop in spans:
-        kind = _kind_of(label)
-        if merged and start - merged[-1][2] <= gap and (_kind_of(merged[-1][0]) == kind):
+        kind = _get_kind(label)
+        if merged and start - merged[-1][2] <= gap and (_get_kind(merged[-1][0]) == kind):
             same = merged[-1][0] == label
             merged[-1] = (label if same else label.partition(" ")[0], merged[-1][1], stop)
         else:
@@ -210,7 +212,7 @@ def _joined(spans: Sequence[tuple[str, float, float]], gap: float) -> list[tuple
     return [span for span in merged if span[2] - span[1] >= gap]
 
 
-def _kind_of(label: str) -> str:
+def _get_kind(label: str) -> str:
     first = label.partition(" ")[0]
     return first if first in ("forward", "backward", "optimizer") else "compute"
 

@@ -10,7 +10,7 @@ from typing import Any
 from ..core.io.safe_paths import replace_file
 from .run_charts import Bar, line_chart, mesh_table, shares_chart, stacked_bars, step_picture
 from .run_record import RunRecord
-from .trace_breakdown import TraceShares, held_up, shares_of
+from .trace_breakdown import TraceShares, compute_shares, held_up
 
 _TEMPLATE = Path(__file__).with_name("run_report.html")
 # Logged name -> title and unit of its chart.
@@ -42,9 +42,9 @@ def write_page(run: RunRecord, path: str | os.PathLike[str], planned: Mapping[in
     """
     from jinja2 import Template
 
-    shares = shares_of(run.traces) if run.traces else []
+    shares = compute_shares(run.traces) if run.traces else []
     memory, legend = _memory(run, planned or {})
-    drawn = _one_of_each_stage(run.facts.places)
+    drawn = _pick_chart_ranks(run.facts.places)
     template = Template(_TEMPLATE.read_text(encoding="utf-8"), autoescape=True, trim_blocks=True)
     page = template.render(
         facts=run.facts,
@@ -77,7 +77,7 @@ def _looked_at(run: RunRecord) -> str:
     return ", ".join(parts)
 
 
-def _one_of_each_stage(places: Sequence[Sequence[int]]) -> list[int]:
+def _pick_chart_ranks(places: Sequence[Sequence[int]]) -> list[int]:
     """Returns the ranks in the step chart: the first rank of each pipeline stage, and others if all ranks fit."""
     firsts = {tuple(place[1:2]): rank for rank, place in reversed([*enumerate(places)])}
     stages = sorted(firsts.values())

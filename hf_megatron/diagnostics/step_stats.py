@@ -51,6 +51,6 @@ class StepFigures:
         """Category -> bytes kept between steps, divided by `parameters`."""
         return {category: size / self.parameters for category, size in self.kept.items()}
 
-    def reads_of(self, package: str) -> list[HostRead]:
+    def get_package_reads(self, package: str) -> list[HostRead]:
         """Returns the reads requested by functions of a package, such as `"hf_megatron"`."""
         return [read for read in self.reads if read.where and read.where[0].startswith(f"{package}.")]

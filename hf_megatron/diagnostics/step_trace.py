@@ -29,7 +29,7 @@ from ..data_parallel.distributed_optimizer import stepping_optimizer
 from ..data_parallel.fsdp import outermost_layers
 from ..errors import ConfigError
 from ..parallel_state import is_rerunning_step, parallel_state, unwrap_parallel_model
-from .kernel_spans import device_profiler, kernels_of
+from .kernel_spans import device_profiler, get_kernel_trace
 from .rank_files import rank_file
 from .rank_trace import Communication, RankTrace
 from .stack_sampler import QueuedTime
@@ -138,7 +138,7 @@ class StepTrace:
             queued=queued,
         )
         if self._profiler is not None:
-            rank_trace = kernels_of(self._profiler, rank_trace)
+            rank_trace = get_kernel_trace(self._profiler, rank_trace)
         rank_trace.write(self.directory)
 
     # Computation
@@ -202,7 +202,7 @@ class StepTrace:
         if name in _POINT_TO_POINT:
             other = ranks[args[1]]
             ranks = (self.rank, other) if name == "send" else (other, self.rank)
-        axis = self._axis_of(group)
+        axis = self._get_axis(group)
         with self._lock:
             key = axis, ranks
             communication = Communication(axis, name.strip("_"), ranks, self._counts[key], time.time())
@@ -214,7 +214,7 @@ class StepTrace:
             self._open[id(work)] = work, communication
         return work
 
-    def _axis_of(self, group: Any) -> str:
+    def _get_axis(self, group: Any) -> str:
         """Returns the axis of a group; torch reuses the world group for every axis of the size of the job."""
         named, ranks = (
             (group_description(group) or "").removeprefix("mesh_"),

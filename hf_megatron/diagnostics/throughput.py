@@ -48,7 +48,7 @@ class ModelWork:
         return 2 * total
 
 
-def work_of_model(config: Any) -> ModelWork | None:
+def estimate_model_work(config: Any) -> ModelWork | None:
     """Returns the work of a causal language model; `None` for other models, whose inputs are not only text tokens.
 
     Args:
@@ -94,7 +94,7 @@ class Throughput:
 
     def __init__(self, model: Any):
         inner, state = unwrap_parallel_model(model), parallel_state(model)
-        self.work = work_of_model(inner.config)
+        self.work = estimate_model_work(inner.config)
         # With a stock model every process is a replica with its own samples.
         self.devices = dist.get_world_size() if dist.is_initialized() else 1
         self._replicas = self.devices if state is None else state.mesh.dp_size

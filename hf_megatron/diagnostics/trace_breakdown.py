@@ -64,7 +64,7 @@ class Wait:
     last: int
 
 
-def waits_of(traces: Sequence[RankTrace]) -> dict[int, list[Wait]]:
+def collect_waits(traces: Sequence[RankTrace]) -> dict[int, list[Wait]]:
     """Returns the waits of each rank; calls with the same axis, ranks, and number are one communication."""
     arrivals: dict[tuple, list[tuple[float, int]]] = defaultdict(list)
     for trace in traces:
@@ -82,9 +82,9 @@ def waits_of(traces: Sequence[RankTrace]) -> dict[int, list[Wait]]:
     return waits_by_rank
 
 
-def shares_of(traces: Sequence[RankTrace]) -> list[TraceShares]:
+def compute_shares(traces: Sequence[RankTrace]) -> list[TraceShares]:
     """Returns the breakdown of each rank's step."""
-    waits, breakdowns = waits_of(traces), []
+    waits, breakdowns = collect_waits(traces), []
     for trace in traces:
         shares = TraceShares(trace.rank, trace.stop - trace.start, queued=trace.queued)
         busy = _union((start - trace.offset, stop - trace.offset) for _, start, stop in trace.computed)
@@ -161,14 +161,14 @@ def as_table(shares: Sequence[TraceShares]) -> str:
 def write_merged(traces: Sequence[RankTrace], path: str | os.PathLike[str]) -> None:
     """Writes one Chrome trace of all ranks for ui.perfetto.dev, with a process per rank."""
     beginning = min(trace.start - trace.offset for trace in traces)
-    waits = waits_of(traces)
+    waits = collect_waits(traces)
     events: list[dict[str, Any]] = []
     for trace in traces:
         events += _names(trace.rank)
         for label, start, stop in trace.computed:
             events.append(_event(trace.rank, _COMPUTE, label, start - trace.offset - beginning, stop - start))
         for wait in waits[trace.rank]:
-            events += _events_of(trace.rank, wait, beginning)
+            events += _iter_wait_events(trace.rank, wait, beginning)
     content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"layout": traces[0].layout}}
     replace_file(Path(path), lambda partial: partial.write_text(json.dumps(content), encoding="utf-8"))
 
@@ -188,7 +188,7 @@ def _event(rank: int, thread: int, name: str, start: float, seconds: float, **fa
     return {"name": name, "cat": name.partition(" ")[0], "ph": "X", "pid": rank, "tid": thread, **times, "args": facts}
 
 
-def _events_of(rank: int, wait: Wait, beginning: float) -> Iterator[dict[str, Any]]:
+def _iter_wait_events(rank: int, wait: Wait, beginning: float) -> Iterator[dict[str, Any]]:
     call, middle = wait.call, min(max(wait.start, wait.complete), wait.stop)
     facts = {"ranks": list(call.ranks), "number": call.number}
     name = f"{call.axis} {call.operation}".strip()

@@ -164,7 +164,7 @@ class ParallelExperts:
     def _compute(self, rows: Tensor, experts: Tensor, are_weighed: bool) -> Tensor:
         """Returns `[pairs, width]`: one expert (`[pairs]`) applied to each row; the rows are sorted by expert."""
         self.forwards.require_full(self, self.shard_name)  # type: ignore[arg-type]
-        with self.forwards.of_module(), self._as_own():
+        with self.forwards.enter_module(), self._as_own():
             grouped = grouped_rows(self, rows, experts) if are_weighed else None
         if grouped is not None:
             return grouped

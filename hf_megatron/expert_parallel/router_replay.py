@@ -84,7 +84,7 @@ def record_routing(model: Any) -> Iterator[Routing]:
         ConfigError: a model without experts.
         UnsupportedError: a router that does not choose by `torch.topk`; compiled layers.
     """
-    routers = _routers_of(model)
+    routers = _get_routers(model)
     routing = Routing(routers.layers)
     recorder = _Recorder(routers)
     with recorder.attached():
@@ -108,12 +108,12 @@ def replay_routing(model: Any, routing: Routing | Tensor) -> Iterator[None]:
         ConfigError: a model without experts; shapes or experts that do not fit; more calls than were recorded.
         UnsupportedError: a router that does not choose by `torch.topk`; compiled layers; reentrant checkpoints.
     """
-    routers = _routers_of(model)
+    routers = _get_routers(model)
     with _Player(routers, routing).attached():
         yield
 
 
-def _routers_of(model: Any) -> Routers:
+def _get_routers(model: Any) -> Routers:
     state = parallel_state(model)
     return Routers(
         model, state.spec if state is not None else registered_spec(model) or ModelSpec(model.config.model_type)
@@ -217,10 +217,10 @@ class _Player(RouterWatch):
 
     def _keep_tapes(self) -> None:
         """Installs tapes on layers that backward recomputes, which may happen after the context is left."""
-        layer_of = {id(part): layer for layer in outermost_layers(self.model) for part in layer.modules()}
+        find_layer = {id(part): layer for layer in outermost_layers(self.model) for part in layer.modules()}
         for name in self.routers.experts:
             block: Any = self.model.get_submodule(name.rpartition(".")[0])
-            layer: Any = layer_of.get(id(block), block)
+            layer: Any = find_layer.get(id(block), block)
             if not getattr(layer, "gradient_checkpointing", False):
                 continue
             if reentrant_checkpoints(layer):

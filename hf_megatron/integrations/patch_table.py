@@ -762,7 +762,7 @@ _ROWS: tuple[tuple[str, ...], ...] = (
             ),
             (
                 "trainer:{}Trainer._compute_loss",
-                "trl.online:loss_of_all_replicas",
+                "trl.online:compute_global_loss",
                 "takes this rank's mean over tokens",
             ),
             (

@@ -116,7 +116,7 @@ def build_dataloader(original: Callable, self: Any, dataset: Any, batch_size: in
         UnsupportedError: the loss compares samples that are spread over the data-parallel ranks.
     """
     if dataset_kind == "train" and (ranks := _ranks_with_other_rows(self)) > 1:
-        _require_loss_of_rows(self)
+        _reject_in_batch_losses(self)
         batch_size *= ranks if isinstance(dataset, Sized) else 1
     return original(self, dataset, batch_size, dataset_kind)
 
@@ -139,7 +139,7 @@ def _ranks_with_other_rows(trainer: Any) -> int:
     return 1 if state is None else state.mesh.dp_size
 
 
-def _require_loss_of_rows(trainer: Any) -> None:
+def _reject_in_batch_losses(trainer: Any) -> None:
     losses = trainer.loss.values() if isinstance(trainer.loss, dict) else [trainer.loss]
     for part in (part for loss in losses if isinstance(loss, nn.Module) for part in loss.modules()):
         if classes := _COMPARE_ROWS.intersection(cls.__name__ for cls in type(part).__mro__):

@@ -1,6 +1,6 @@
 """Normalization of a model's loss: one denominator for a batch that is split over ranks or microbatches.
 
-    labels --targets_of--> targets --kernel--> sum over this rank's targets / denominator --> same loss on every rank
+    labels --resolve_targets--> targets --kernel--> sum over local targets / denominator --> same loss on every rank
 
 The denominator is the first of these that applies: the batch totals that a pipeline sets for the current microbatch;
 `num_items_in_batch`, which the caller has counted over all ranks; in training, the number of targets on all dp ranks
@@ -27,7 +27,7 @@ from ..compat.torch_memory import check_soon
 from ..core.communication.mean_grad_ops import average_over_ranks, mean_over_ranks, sum_over_ranks
 from ..core.mesh import ParallelMesh
 from ..errors import UnsupportedError
-from .targets import count_targets, count_terms, name_of_all, scalar, target_names, with_codebooks
+from .targets import count_targets, count_terms, scalar, strip_codebook, target_names, with_codebooks
 
 
 def _same(value: Any) -> Any:
@@ -77,7 +77,7 @@ class BatchLoss(Shared):
     ):
         self.mesh, self.shifts, self.divides_itself, self.auxiliary = mesh, shifts, divides_itself, auxiliary
         self.z_loss = z_loss
-        self._of_step: Tensor | None = None
+        self._compute_step_loss: Tensor | None = None
         self.counted = self._together = False
         self.used: set[str] = set()
         self._counts = True
@@ -126,7 +126,7 @@ class BatchLoss(Shared):
         if self.share is not None:
             self.require_terms(terms, name)
             # Regression labels have no ignored value, so a padding microbatch is masked by 0 here.
-            return (total if self._counts else total * 0) / self.divisor_of_share(name)
+            return (total if self._counts else total * 0) / self.get_share_divisor(name)
         self.terms += 1
         return self._mean(total, terms, at_least)
 
@@ -143,7 +143,7 @@ class BatchLoss(Shared):
             return self.row_mean(total / tokens.clamp(min=1) * rows, rows)
         return self._mean(total, tokens, at_least=1)
 
-    def counts_of_step(self, counts: Tensor) -> Tensor:
+    def accumulate_counts(self, counts: Tensor) -> Tensor:
         """Sums counts of any shape over the ranks of the batch and over the training calls since the last step."""
         if self.over_ranks:
             counts = counts if self._counts else counts * 0
@@ -151,15 +151,15 @@ class BatchLoss(Shared):
             dist.all_reduce(counts, group=self.mesh.group("dp"))
         if not torch.is_grad_enabled():
             return counts
-        so_far = counts if self._of_step is None else self._of_step + counts
+        so_far = counts if self._compute_step_loss is None else self._compute_step_loss + counts
         # A padding microbatch repeats another one, whose choices are counted already.
         if self.share is None or self.share.counts:
-            self._of_step = so_far
+            self._compute_step_loss = so_far
         return so_far
 
     def end_step(self) -> None:
         """Resets the counts."""
-        self._of_step = None
+        self._compute_step_loss = None
 
     def _mean(self, total: Tensor, terms: Tensor, at_least: int = 0) -> Tensor:
         if not self.over_ranks:
@@ -177,7 +177,7 @@ class BatchLoss(Shared):
         part = part if self._counts else part * 0
         return sum_over_ranks(part, self.mesh.group("dp"))
 
-    def factor_of_ranks(self, gradient: Tensor) -> Tensor:
+    def average_loss_factor(self, gradient: Tensor) -> Tensor:
         """Returns the scalar factor of a loss over all ranks' samples: the mean of the factors that the ranks apply."""
         return average_over_ranks(gradient, self.mesh.group("dp")) if self.has_data_parallel else gradient
 
@@ -206,10 +206,10 @@ class BatchLoss(Shared):
         # The complete loss of the call is divided by the number of ranks later.
         return num_items_in_batch / self.mesh.dp_size if self.over_ranks and self.counted else num_items_in_batch
 
-    def divisor_of_share(self, name: str) -> Tensor | float:
+    def get_share_divisor(self, name: str) -> Tensor | float:
         """Returns the denominator of a sum over the microbatch's targets, and records that it was used."""
         assert self.share is not None
-        self.used.add(name_of_all(name))
+        self.used.add(strip_codebook(name))
         return self.share.targets[name]
 
     def require_terms(self, terms: Tensor, name: str) -> None:
@@ -224,7 +224,7 @@ class BatchLoss(Shared):
                 f"A loss over {name} is not supported with pipeline parallelism. Compute the loss from the outputs."
             )
         expected = self._terms(name, share.arguments)
-        if share.is_probe and name_of_all(name) == "labels" and terms != expected and self.shifts is not None:
+        if share.is_probe and strip_codebook(name) == "labels" and terms != expected and self.shifts is not None:
             # An inline loss does not declare whether it shifts its labels: compare with the other count.
             shifted = count_terms(name, share.arguments, shifts=not self.shifts)
             self.shifts ^= bool(terms == shifted)
@@ -287,7 +287,7 @@ class BatchLoss(Shared):
         dist.all_reduce(count, group=self.mesh.group("dp"))
         return count / self.mesh.dp_size
 
-    def mean_of_shares(self, loss: Tensor) -> Tensor:
+    def average_shares(self, loss: Tensor) -> Tensor:
         """Sums the ranks' losses that were divided by `denominators`: the batch's mean, a scalar on every rank."""
         # Denominators are divided by dp, so the losses of the ranks are divided by dp before they are summed.
         return self.sum(loss / self.mesh.dp_size) if self.has_data_parallel else loss

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from ..compat.shard_safe import is_marked, is_of_checked_library
+from ..compat.shard_safe import is_from_checked_library, is_marked
 from ..core.forward_hooks import ForwardHooks
 from ..errors import UnsupportedError
 from .batch_loss import BatchLoss
-from .router_losses import router_losses_of
-from .targets import LABELS, is_target, of_codebook, scalar
+from .router_losses import attach_router_losses
+from .targets import LABELS, get_codebook_name, is_target, scalar
 
 # Methods and functions whose result is still labels.
 _METHODS = (
@@ -112,7 +112,7 @@ def _name_of(function: Any, labels: BatchLabels, args: tuple) -> str:
     if function is Tensor.__getitem__ and type(args[1]) is tuple:
         match args[1]:
             case (EllipsisType(), int(book)) if labels.dim() == _WITH_CODEBOOKS:
-                return of_codebook(labels.argument, book % labels.shape[-1])
+                return get_codebook_name(labels.argument, book % labels.shape[-1])
     return labels.argument
 
 
@@ -225,7 +225,7 @@ class LossHooks:
         # `terms` counts the losses that were normalized in this call; none means that the loss was missed.
         batch.counted, batch.terms = arguments.get("num_items_in_batch") is not None, 0
         self.takes_loss = any(is_target(name) and value is not None for name, value in arguments.items())
-        self.leaving.append(router_losses_of(batch, arguments))
+        self.leaving.append(attach_router_losses(batch, arguments))
         if self.takes_loss and (batch.over_ranks or self.pipelined):
             _require_known_loss(model)
         if not batch.over_ranks:
@@ -278,7 +278,7 @@ class LossHooks:
 def _require_known_loss(model: Any) -> None:
     """Raises `UnsupportedError` for a user-defined loss function, which would see a part of the batch only."""
     function = model.loss_function
-    if not (is_marked(function) or is_of_checked_library(function)):
+    if not (is_marked(function) or is_from_checked_library(function)):
         raise UnsupportedError(
             f"{type(model).__name__}.loss_function is not one of transformers' loss functions: each data-parallel "
             "rank, or each pipeline microbatch, would call it with a part of the batch. Mark it with "

@@ -44,7 +44,7 @@ class _Call:
         return next(value.shape[0] for name in _INPUTS if isinstance(value := arguments.get(name), Tensor))
 
 
-def router_losses_of(batch: BatchLoss, arguments: Mapping[str, Any]) -> Callable[[], None]:
+def attach_router_losses(batch: BatchLoss, arguments: Mapping[str, Any]) -> Callable[[], None]:
     """Sets the batch of a call's router losses, until the returned function is called."""
     token = _CALL.set(_Call(batch, arguments))
     return lambda: _CALL.reset(token)
@@ -72,7 +72,9 @@ def load_balancing_loss(
     return loss
 
 
-def _of_batch(original: Callable, call: "_Call", gate_logits: Any, experts: int, top_k: int, mask: Any) -> Tensor:
+def _compute_batch_loss(
+    original: Callable, call: "_Call", gate_logits: Any, experts: int, top_k: int, mask: Any
+) -> Tensor:
     batch = call.batch
     if not batch.over_ranks:
         loss: Tensor = original(gate_logits, experts, top_k, mask)
@@ -93,25 +95,29 @@ def _of_rows(original: Callable, call: "_Call", gate_logits: Any, experts: int, 
     return call.batch.row_mean(losses.sum(), call.rows)
 
 
-def _of_part(original: Callable, call: "_Call", gate_logits: Any, experts: int, top_k: int, mask: Any) -> Tensor:
+def _compute_microbatch_loss(
+    original: Callable, call: "_Call", gate_logits: Any, experts: int, top_k: int, mask: Any
+) -> Tensor:
     return call.batch.row_mean(original(gate_logits, experts, top_k, mask) * call.rows, call.rows)
 
 
-def _of_step(original: Callable, call: "_Call", gate_logits: Any, experts: int, top_k: int, mask: Any) -> Tensor:
+def _compute_step_loss(
+    original: Callable, call: "_Call", gate_logits: Any, experts: int, top_k: int, mask: Any
+) -> Tensor:
     batch = call.batch
     # Choices of all ranks and calls of the step so far; gradients flow through the local probabilities only.
     chosen, probabilities, tokens = _statistics(gate_logits, experts, top_k, mask, 1)
-    counts = batch.counts_of_step(torch.cat([chosen.flatten(), tokens]).detach())
+    counts = batch.accumulate_counts(torch.cat([chosen.flatten(), tokens]).detach())
     total = experts * (counts[:-1] / counts[-1].clamp(min=1) * probabilities[0]).sum()
     return batch.token_share(total, tokens[0], call.rows)
 
 
 # Loss of a call, by `MegatronConfig.router_aux_loss_scope`.
 _FORMS: Mapping[str, Callable[..., Tensor]] = {
-    "batch": _of_batch,
+    "batch": _compute_batch_loss,
     "sequence": _of_rows,
-    "microbatch": _of_part,
-    "global": _of_step,
+    "microbatch": _compute_microbatch_loss,
+    "global": _compute_step_loss,
 }
 
 

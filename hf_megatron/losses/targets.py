@@ -34,7 +34,7 @@ def next_tokens(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
 
 
-def targets_of(labels: Tensor | None, shift_labels: Tensor | None, *, shifts: bool, ignore_index: int) -> Tensor:
+def resolve_targets(labels: Tensor | None, shift_labels: Tensor | None, *, shifts: bool, ignore_index: int) -> Tensor:
     """Returns the targets of positions `[batch, sequence]`: labels shifted by the caller, here, or not at all."""
     if shift_labels is not None:
         return shift_labels
@@ -69,15 +69,15 @@ def with_codebooks(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     label_tensors = [arguments[name] for name in LABELS if isinstance(arguments.get(name), Tensor)]
     if not label_tensors or label_tensors[0].dim() != _WITH_CODEBOOKS or label_tensors[0].is_floating_point():
         return names
-    return (*names, *(of_codebook("labels", book) for book in range(label_tensors[0].shape[-1])))
+    return (*names, *(get_codebook_name("labels", book) for book in range(label_tensors[0].shape[-1])))
 
 
-def of_codebook(name: str, book: int) -> str:
+def get_codebook_name(name: str, book: int) -> str:
     """Returns the name of one codebook's labels."""
     return f"{name}.{book}"
 
 
-def name_of_all(name: str) -> str:
+def strip_codebook(name: str) -> str:
     """Returns the name of the labels that contain a codebook's labels; other names are returned as is."""
     return name.partition(".")[0]
 
@@ -91,7 +91,7 @@ def count_terms(name: str, arguments: Mapping[str, Any], *, shifts: bool) -> Ten
         if book:
             # [batch, sequence, codebooks] -> [batch, sequence]
             label_tensors = [None if labels is None else labels[..., int(book)] for labels in label_tensors]
-        return count_targets(targets_of(*label_tensors, shifts=shifts, ignore_index=ignore_index), ignore_index)
+        return count_targets(resolve_targets(*label_tensors, shifts=shifts, ignore_index=ignore_index), ignore_index)
     if name in POSITIONS:
         return (arguments[name] < row_length(arguments)).sum()
     return count_targets(arguments[name])

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..compat.shared import Shared
 from ..compat.torch_autograd import leave_uncompiled
-from ..compat.transformers_models import loss_functions, loss_of_type, token_loss_functions, uses_loss_function
+from ..compat.transformers_models import get_loss_function, loss_functions, token_loss_functions, uses_loss_function
 from ..errors import UnsupportedError
 from .batch_loss import BatchLoss
-from .targets import IGNORE_INDEX, targets_of
+from .targets import IGNORE_INDEX, resolve_targets
 
 
 class PendingLogits(Protocol):
@@ -51,7 +51,7 @@ class TokenLoss(Shared):
         batch = self.batch
         # Plain tensors: the denominator is chosen below, not by `BatchLabels`.
         labels, shift_labels = _plain(labels), _plain(shift_labels)
-        targets = targets_of(labels, shift_labels, shifts=self.shifts, ignore_index=ignore_index)
+        targets = resolve_targets(labels, shift_labels, shifts=self.shifts, ignore_index=ignore_index)
         if isinstance(logits, Tensor):
             # [batch, sequence] targets, shifted here once, so that the count below matches the loss.
             label_kwargs = {"labels": labels, "shift_labels": targets} if self.shifts else {"labels": targets}
@@ -66,7 +66,7 @@ class TokenLoss(Shared):
             if batch.share.is_probe:
                 # A class may pass labels as `shift_labels`, such as the labels of a decoder with an encoder.
                 batch.require_terms((targets != ignore_index).sum(), "labels")
-            return kernel(num_items_in_batch=batch.divisor_of_share("labels"))
+            return kernel(num_items_in_batch=batch.get_share_divisor("labels"))
         # The caller has counted the targets of all ranks.
         if num_items_in_batch is not None:
             return kernel(num_items_in_batch=batch.given(num_items_in_batch))
@@ -93,7 +93,7 @@ def install_loss(model: Any, state: Any) -> BatchLoss:
     batch = BatchLoss(state.mesh, shifts, divides_itself, config.router_aux_loss_scope, config.router_z_loss_coef)
     if is_token_loss:
         state.patches.replace(model, "loss_function", TokenLoss(kind, batch))
-        if kind is loss_of_type(model):
+        if kind is get_loss_function(model):
             state.hooks.add("loss function", functools.partial(_require_loss, kind))
     return batch
 
@@ -101,7 +101,7 @@ def install_loss(model: Any, state: Any) -> BatchLoss:
 @leave_uncompiled
 def _require_loss(kind: Any, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raises `UnsupportedError` if the model's `loss_type` selects another function than when it was loaded."""
-    if isinstance(model.loss_function, TokenLoss) and loss_of_type(model) is not kind:
+    if isinstance(model.loss_function, TokenLoss) and get_loss_function(model) is not kind:
         raise UnsupportedError(
             f"loss_type={model.loss_type!r} selects another loss function than when {type(model).__name__} was loaded. "
             "Assign model.loss_function, or change transformers' LOSS_MAPPING before from_pretrained."

@@ -211,7 +211,7 @@ def _mlp(structure: FoundBlocks, name: str, module: nn.Module) -> None:
             style = "packed_colwise"
         else:
             continue
-        if _has_norm_of(module, wide) and wide != narrow:
+        if _has_norm_width(module, wide) and wide != narrow:
             continue
         structure.plan |= {prefix + first: style for first in firsts} | {prefix + last: "rowwise"}
         # The linears may be children of the layer next to its norms, or be in separate modules; both need a region.
@@ -237,7 +237,7 @@ def _mlp(structure: FoundBlocks, name: str, module: nn.Module) -> None:
         return
 
 
-def _has_norm_of(module: nn.Module, width: int) -> bool:
+def _has_norm_width(module: nn.Module, width: int) -> bool:
     return any(
         [tuple(parameter.shape) for parameter in child.parameters()][:1] == [(width,)]
         for child in module.children()
@@ -271,7 +271,7 @@ def _shapes_by_width(cls: type) -> bool:
 def _attributes_read(cls: type, owner: str | None = None) -> set[str]:
     """Returns the attributes of `self`, or of `self.<owner>`, that a class reads outside its constructor."""
 
-    def is_of_it(node: ast.expr) -> bool:
+    def matches_owner(node: ast.expr) -> bool:
         if owner is not None:
             return isinstance(node, ast.Attribute) and node.attr == owner and _is_self(node.value)
         return _is_self(node)
@@ -286,7 +286,7 @@ def _attributes_read(cls: type, owner: str | None = None) -> set[str]:
             node.attr
             for function in functions
             for node in ast.walk(function)
-            if isinstance(node, ast.Attribute) and is_of_it(node.value)
+            if isinstance(node, ast.Attribute) and matches_owner(node.value)
         }
     return read
 

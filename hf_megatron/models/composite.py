@@ -57,7 +57,7 @@ def composite_spec(model: Any, builders: Mapping[str, Callable[[Any], ModelSpec]
     return spec.updated(model_type=model.config.model_type, plan=with_head(model, {**around, **spec.tp.plan}))
 
 
-def spec_of_parts(model: Any, parts: Mapping[str, ModelSpec]) -> ModelSpec:
+def merge_specs(model: Any, parts: Mapping[str, ModelSpec]) -> ModelSpec:
     """Returns the spec of a model that runs submodels sequentially, merged from the submodels' specs.
 
     Args:

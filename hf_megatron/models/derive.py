@@ -81,7 +81,7 @@ def derive_spec(model: Any) -> ModelSpec:
     return ModelSpec.from_fields(model_type, plan=with_head(model, plan))
 
 
-def has_plan_of_layers(model: Any) -> bool:
+def has_layer_plan(model: Any) -> bool:
     """Returns whether transformers' plan of a model covers its layers, and not just its head."""
     return any("*" in pattern for pattern in merged_tp_plan(model))
 
@@ -90,7 +90,7 @@ def with_head(model: Any, plan: Mapping[str, str]) -> dict[str, str]:
     """Returns the plan with a vocab-parallel head, if it shards the head or the embedding that the head is tied to."""
     head, new_plan = model.get_output_embeddings(), dict(plan)
     if isinstance(head, nn.Linear):
-        name, embedding = module_name(model, head), _embedding_of(model, head)
+        name, embedding = module_name(model, head), _find_tied_embedding(model, head)
         if plan.get(name) == "colwise_gather_output" or (
             name not in plan and plan.get(embedding) == "embedding_rowwise"
         ):
@@ -101,7 +101,7 @@ def with_head(model: Any, plan: Mapping[str, str]) -> dict[str, str]:
     return new_plan
 
 
-def _embedding_of(model: Any, head: nn.Linear) -> str:
+def _find_tied_embedding(model: Any, head: nn.Linear) -> str:
     """Returns the name of the input embedding that a head is tied to, or an empty string."""
     embedding = model.get_input_embeddings()
     if embedding is None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import PlanError
 from .block_patterns import find_blocks
-from .derive import derive_spec, has_plan_of_layers
+from .derive import derive_spec, has_layer_plan
 from .spec import ModelSpec, generic, module_name
 
 # Reason why a config with chunked MLPs does not support sequence parallelism.
@@ -27,7 +27,7 @@ def stated_or_inferred_spec(model: Any, *, may_be_ends: bool = False) -> ModelSp
     Raises:
         PlanError: there is neither.
     """
-    if has_plan_of_layers(model):
+    if has_layer_plan(model):
         return derive_spec(model)
     try:
         return inferred_spec(model)

@@ -47,7 +47,7 @@ class LayerSequence:
     def of(cls, model: Any, spec: ModelSpec, field: str) -> "LayerSequence":
         """Finds the layers of a model; raises `UnsupportedError` as `find_layers` does."""
         is_both = model.config.is_encoder_decoder
-        lists = _lists_of_both(model, spec, field) if is_both else (find_layers(model, spec, field),)
+        lists = _find_stack_lists(model, spec, field) if is_both else (find_layers(model, spec, field),)
         return cls(lists, tuple(len(model.get_submodule(name)) for name in lists), spec.pp.sublayer_lists)
 
     @property
@@ -61,15 +61,15 @@ class LayerSequence:
         pairs = zip(self.lists, self.lengths, strict=True)
         return tuple(f"{name}.{index}" for name, length in pairs for index in range(length))
 
-    def parts_of(self, layer: int) -> tuple[str, ...]:
+    def get_layer_modules(self, layer: int) -> tuple[str, ...]:
         """Returns the names of all modules of a layer, in execution order."""
         return (*(f"{name}.{layer}" for name in self.parts), self.names[layer])
 
-    def list_of(self, layer: int) -> str:
+    def get_layer_list(self, layer: int) -> str:
         """Returns the name of the module list that contains a layer."""
         return self.lists[int(0 < self.decoder <= layer)]
 
-    def layer_of(self, name: str) -> int | None:
+    def find_layer(self, name: str) -> int | None:
         """Returns the index of the layer that a module or parameter belongs to, or `None`."""
         numbered = [*enumerate(self.lists), *((0, parts) for parts in self.parts)]
         for number, layers in numbered:
@@ -78,12 +78,12 @@ class LayerSequence:
         return None
 
 
-def _lists_of_both(model: Any, spec: ModelSpec, field: str) -> tuple[str, ...]:
+def _find_stack_lists(model: Any, spec: ModelSpec, field: str) -> tuple[str, ...]:
     """Returns the names of the encoder's and the decoder's layer list, without lists that run after the encoder's."""
     lists = []
     names = {module: name for name, module in model.named_modules()}
     for stack in (model.get_encoder(), model.get_decoder()):
-        inside = [] if stack is None else _lists_of_text(stack)
+        inside = [] if stack is None else _find_text_lists(stack)
         trailing = tuple(f"{part.removeprefix(f'{names.get(stack)}.')}." for part in spec.pp.after_encoder)
         inside = [name for name in inside if not name.startswith(trailing)]
         if len(inside) != 1 or stack not in names:
@@ -95,7 +95,7 @@ def _lists_of_both(model: Any, spec: ModelSpec, field: str) -> tuple[str, ...]:
     return tuple(lists)
 
 
-def _lists_of_text(stack: Any) -> list[str]:
+def _find_text_lists(stack: Any) -> list[str]:
     """Returns the layer lists of one stack; with modality encoders inside, only those next to the token embedding."""
     lists = _uniform_lists(stack)
     if len(lists) > 1 and stack.main_input_name == _TOKENS:

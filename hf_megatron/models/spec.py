@@ -225,13 +225,13 @@ class ModelSpec:
         """Returns a copy with some fields replaced; raises `PlanError` for a name that no sub-record has."""
         by_record: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
-            by_record.setdefault(_record_of(name), {})[name] = value
+            by_record.setdefault(_get_record_name(name), {})[name] = value
         records = {record: replace(getattr(self, record), **changes) for record, changes in by_record.items()}
         return replace(self, model_type=self.model_type if model_type is None else model_type, **records)
 
     def get_field(self, name: str) -> Any:
         """Returns the value of a field of a sub-record; raises `PlanError` for a name that no sub-record has."""
-        return getattr(getattr(self, _record_of(name)), name)
+        return getattr(getattr(self, _get_record_name(name)), name)
 
 
 _RECORDS: Mapping[str, Any] = {
@@ -244,7 +244,7 @@ _RECORDS: Mapping[str, Any] = {
 _RECORD_OF_FIELD = {member.name: record for record, cls in _RECORDS.items() for member in fields(cls)}
 
 
-def _record_of(name: str) -> str:
+def _get_record_name(name: str) -> str:
     """Returns the name of the sub-record that has a field; raises `PlanError` for an unknown field."""
     record = _RECORD_OF_FIELD.get(name)
     if record is None:

@@ -90,7 +90,7 @@ def load_families() -> None:
         importlib.import_module(f"{families.__name__}.{module.name}")
 
 
-def facts_of(model_type: str) -> TypeFacts:
+def get_type_facts(model_type: str) -> TypeFacts:
     """Returns the `TypeFacts` of a model type; empty ones for a type that is not registered."""
     load_families()
     return _FACTS.get(model_type, _NONE)
@@ -98,6 +98,6 @@ def facts_of(model_type: str) -> TypeFacts:
 
 def batch_coupling_reason(config: Any) -> str | None:
     """Returns why the samples of a model's batch depend on each other, or `None` if they do not."""
-    facts = facts_of(config.model_type)
+    facts = get_type_facts(config.model_type)
     is_coupled = facts.batch_coupling_if is None or facts.batch_coupling_if(config)
     return facts.batch_coupling if is_coupled else None

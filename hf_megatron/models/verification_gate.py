@@ -21,7 +21,7 @@ from .verified import (
     compared_modalities,
     differences,
     failed,
-    layout_kind_of_tokens,
+    get_context_layout_kind,
     layout_kinds,
     splits_weights,
 )
@@ -133,7 +133,7 @@ def choose_verified_scheme(
     ring = dataclasses.replace(config, cp_comm_type="p2p")
     name, model_type = type(model).__name__, model.config.model_type
     compared = [
-        differences(name, model_type, layout_kind_of_tokens(layout), features, _base_prefix(model)) == []
+        differences(name, model_type, get_context_layout_kind(layout), features, _base_prefix(model)) == []
         for layout in (stated, ring)
     ]
     return ring if compared == [False, True] else stated

@@ -98,14 +98,14 @@ def layout_kinds(config: MegatronConfig) -> list[str]:
     beyond = config.ep_size if not are_replicated or config.ep_size > config.tp_size else 1
     kinds = {
         within_layers: config.tp_size,
-        layout_kind_of_tokens(config): config.cp_size,
+        get_context_layout_kind(config): config.cp_size,
         "ep": beyond,
         "pp": config.pp_size,
     }
     return [kind for kind, size in kinds.items() if size > 1]
 
 
-def layout_kind_of_tokens(config: MegatronConfig) -> str:
+def get_context_layout_kind(config: MegatronConfig) -> str:
     """Returns the kind of a layout's context parallelism: `cp` or `cp+a2a`."""
     return "cp+a2a" if config.cp_comm_type in ("a2a", "a2a+p2p") else "cp"
 

@@ -31,7 +31,7 @@ def install(model: Any, state: ParallelState) -> None:
     if isinstance(state.cut, ModelPartition) and isinstance(state.data_parallel, DataParallel):
         if (leaving := state.leaving) is not None:
             row = state.cut.layers
-            state.cut.boundary.leaving = lambda hidden, layer: leaving(hidden, row.list_of(layer))
+            state.cut.boundary.leaving = lambda hidden, layer: leaving(hidden, row.get_layer_list(layer))
         counts: ParameterCounts = state.placed[NAME]
         state.cut.boundary.is_filled = True
         state.cut.boundary.owner = state.data_parallel

@@ -24,7 +24,7 @@ from ..compat.torch_memory import share_memory
 from ..compat.transformers_models import recorded_outputs
 from ..core.off_stage import Owner, zeros_for_off_stage
 from ..errors import PlanError, UnsupportedError
-from .layer_output_proxy import LayerOutputProxy, version_of
+from .layer_output_proxy import LayerOutputProxy, get_version
 from .partition import Stages
 from .stage_payload import HIDDEN_STATES, Carried, Message, StageLeft, StagePayload
 
@@ -109,7 +109,7 @@ class StageBoundary(Shared):
         call = self._call = StageForward(stage, encodes_alone)
         self.is_running = True
         if received is not None:
-            call.received, call.payload = received.tensors[0], StagePayload.of_message(received)
+            call.received, call.payload = received.tensors[0], StagePayload.from_message(received)
         try:
             output = forward()
         except StageLeft as left:
@@ -182,7 +182,7 @@ class StageBoundary(Shared):
             if isinstance(call.zeros, LayerOutputProxy) and self.is_trial:
                 call.zeros.unpacked = self._unpack
                 call.zeros.reads = None if self.carried.returned[call.part] == 1 else self._read
-            call.zeros_version = version_of(call.zeros)
+            call.zeros_version = get_version(call.zeros)
         places = range(1, self.carried.values_of(call.part))
         if not places or (self.is_trial and call.part in self._reads_places):
             return call.zeros
@@ -273,7 +273,7 @@ class StageBoundary(Shared):
         if self.is_trial:
             # A full view is accepted; in later calls the first sample may replace the first entry of a tuple.
             is_same = is_same and hidden_states.shape == zeros.shape and hidden_states.stride() == zeros.stride()
-        if not is_same or version_of(zeros) != call.zeros_version:
+        if not is_same or get_version(zeros) != call.zeros_version:
             raise UnsupportedError(
                 f"The model's loop changes hidden states between its layers {index - 1} and {index}, where the "
                 "pipeline is split. Choose another split with pipeline_partition, or use pp_size=1."
@@ -295,7 +295,7 @@ class StageBoundary(Shared):
         """Leaves the forward after a stage's last layer, or continues if later stages need arguments of the loop."""
         call, decoder = self._call, self.carried.decoder
         if not self.is_trial:
-            hidden_states = call.payload.take_values(output, self.carried.read_of(call.part))
+            hidden_states = call.payload.take_values(output, self.carried.get_read_indices(call.part))
             call.leaving = hidden_states if self.leaving is None else self.leaving(hidden_states, index)
             for name in self.carried.containers:
                 call.payload.take_entries(name, self.carried.given(index, name, args, kwargs))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.torch_autograd import at_end_of_backward, keeps_graph
+from ..compat.torch_autograd import keeps_graph, run_after_backward
 from ..compat.torch_fsdp import finishing_itself
 from ..errors import ConfigError
 from ..losses.targets import target_names
@@ -17,7 +17,7 @@ from .executor import Execution
 from .kv_cache import StagedCache, new_inputs
 from .loss_grad_scale import ScheduledGradients
 from .microbatches import batch_size
-from .outputs import Gradients, PipelineOutput, loss_of, values_of_rows, with_backward
+from .outputs import Gradients, PipelineOutput, read_loss, read_sample_outputs, with_backward
 from .pipeline import Pipeline
 from .schedules import backward_plan, forward_plan
 
@@ -40,11 +40,11 @@ def run_forwards(pipeline: Pipeline, arguments: dict[str, Any]) -> PipelineOutpu
         share = (span.stop - span.start) / samples
         values: list[Tensor] = []
         if returns_logits:
-            logits = values_of_rows(output, pipeline.model)
+            logits = read_sample_outputs(output, pipeline.model)
             trial_forward.require_same(tuple(logits))
             values += logits.values()
         if targets:
-            values.append(loss_of(output, pipeline.model, state.loss, arguments) * (share / ranks))
+            values.append(read_loss(output, pipeline.model, state.loss, arguments) * (share / ranks))
         if targets and output.get("aux_loss") is not None:
             values.append(output["aux_loss"] * share)
         return tuple(values)
@@ -56,7 +56,7 @@ def run_forwards(pipeline: Pipeline, arguments: dict[str, Any]) -> PipelineOutpu
     fields |= zip(("loss", "aux_loss"), values, strict=False)
     if targets and ranks == 1 and torch.is_grad_enabled():
         # The loss of the global batch, as data-parallel ranks without a pipeline return it.
-        fields["loss"] = state.loss.mean_of_shares(fields["loss"])
+        fields["loss"] = state.loss.average_shares(fields["loss"])
     if cache is not None:
         cache.advance(new_inputs(arguments))
     # The order of the fields is that of `to_tuple`.
@@ -148,5 +148,5 @@ class DeferredBackward:
             return input_gradients, [by_parameter.get(id(parameter)) for parameter in store.parameters]
         if gradients.is_direct and gradients.synchronize:
             # Other outputs may be differentiated in the same backward: the reduction waits for all of them.
-            at_end_of_backward(store.reduce)
+            run_after_backward(store.reduce)
         return input_gradients, [None] * len(store.parameters)

@@ -51,7 +51,7 @@ def _encode(pipeline: Pipeline, forward: Callable[..., Any], arguments: dict[str
     pipeline.trial_forward.of_call(_full_call(pipeline, arguments), is_read=False)
     boundary, transport, rank = pipeline.cut.boundary, pipeline.runner.transport, pipeline.runner.rank
     rank_of = boundary.stages.rank_of
-    last = boundary.stages.stage_of_layer(pipeline.cut.layers.decoder - 1)
+    last = boundary.stages.get_layer_stage(pipeline.cut.layers.decoder - 1)
     output: Any = None
     message: Message | None = None
     for stage in range(last + 1):

@@ -12,7 +12,7 @@ from ..errors import UnsupportedError
 _DIMS = 3
 
 
-def version_of(tensor: Tensor) -> int:
+def get_version(tensor: Tensor) -> int:
     """Counts the edits of a tensor of any shape; of one that was made in inference mode nobody counts them."""
     return 0 if tensor.is_inference() else tensor._version
 

@@ -10,7 +10,7 @@ from ..errors import ConfigError
 from ..models.layer_cost import estimate_cost, estimate_costs
 from .partition import Stages, check_partition, even, partition
 from .pre_post_process import find_modality_encoders
-from .schedules import check_schedule, rank_of_stage, schedule
+from .schedules import assign_stage_ranks, check_schedule, schedule
 
 
 def stages_per_rank(config: MegatronConfig) -> int:
@@ -31,7 +31,7 @@ def make_stages(model: Any, layers: Sequence[nn.Module], config: MegatronConfig)
     else:
         counts = share_out(model, estimate_costs(layers, model.config.get_text_config()), count)
     check_partition(counts, len(layers), count)
-    return Stages.of(counts, rank_of_stage(config.pipeline_schedule, config.pp_size, per_rank))
+    return Stages.of(counts, assign_stage_ranks(config.pipeline_schedule, config.pp_size, per_rank))
 
 
 def share_out(model: Any, costs: Sequence[float], stages: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from ..errors import ConfigError, UnsupportedError
 from ..models.modalities.audio import audio_token, has_clip_per_row, is_audio
 from ..models.modalities.images import NOT_OF_ROWS, SOUNDS
 from ..models.modalities.sample_index import modality_names, multimodal_samples
-from ..models.modalities.videos import is_of_videos
+from ..models.modalities.videos import is_video_argument
 from ..parallel_state import MicrobatchSpan
 
 ROW_DIM = 0
@@ -71,7 +71,7 @@ def split(
     rows = batch_size(arguments)
     for name, value in arguments.items():
         is_of_row = name in SOUNDS and has_clip_per_row(config)
-        is_of_kinds = {"videos": is_of_videos(name), "audio": is_audio(name) and audio_token(config) is not None}
+        is_of_kinds = {"videos": is_video_argument(name), "audio": is_audio(name) and audio_token(config) is not None}
         is_known = config is not None and any(is_of_kinds[medium] for medium in is_of_kinds.keys() & modalities)
         if isinstance(value, Tensor) and any(part in name for part in NOT_OF_ROWS) and not (is_known or is_of_row):
             raise UnsupportedError(
@@ -119,7 +119,9 @@ def _rows(name: str, tensor: Tensor, rows: int, part: slice) -> Tensor:
     )
 
 
-def parts_of_batch(microbatches: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> list[MicrobatchSpan]:
+def compute_microbatch_spans(
+    microbatches: Sequence[Mapping[str, Any]], weights: Sequence[float]
+) -> list[MicrobatchSpan]:
     """Says which tokens of their batch microbatches hold; those of no weight repeat another one."""
     parts, passed = [], 0
     for arguments, weight in zip(microbatches, weights, strict=True):

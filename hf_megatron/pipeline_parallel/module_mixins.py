@@ -32,7 +32,7 @@ class OffStageLayer(Placeholder):
         super().__init__(layer, place, boundary)
         self._stage_boundary, self._layer_index = boundary, index
 
-    def original_of(self, module: nn.Module) -> "OffStageLayer":
+    def make_placeholder(self, module: nn.Module) -> "OffStageLayer":
         return OffStageLayer(module, self._place, self._stage_boundary, self._layer_index)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ class OffStageInput(Placeholder):
         self._stage_boundary = boundary
         self._width = output_width(module)
 
-    def original_of(self, module: nn.Module) -> "OffStageInput":
+    def make_placeholder(self, module: nn.Module) -> "OffStageInput":
         return OffStageInput(self._name, module, self._place, self._stage_boundary)
 
     def _part(self, name: str, child: nn.Module) -> Placeholder:
@@ -95,7 +95,7 @@ class OffStageInput(Placeholder):
 class OffStagePositions(OffStageInput):
     """Stands where a module before the layers is that every stage runs: what it makes of its weights has no values."""
 
-    def original_of(self, module: nn.Module) -> "OffStagePositions":
+    def make_placeholder(self, module: nn.Module) -> "OffStagePositions":
         return OffStagePositions(self._name, module, self._place, self._stage_boundary)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ class OffStagePositions(OffStageInput):
 class OffStageBetween(OffStageInput):
     """Stands where a module between an encoder's layers and a decoder's is on other stages, which do not read it."""
 
-    def original_of(self, module: nn.Module) -> "OffStageBetween":
+    def make_placeholder(self, module: nn.Module) -> "OffStageBetween":
         return OffStageBetween(self._name, module, self._place, self._stage_boundary)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -185,7 +185,7 @@ class OffStageOutput(Placeholder):
     def _part(self, name: str, child: nn.Module) -> Placeholder:
         return OffStageOutput(f"{self._name}.{name}", child, self._place, cast(StageBoundary, self._progress))
 
-    def original_of(self, module: nn.Module) -> "OffStageOutput":
+    def make_placeholder(self, module: nn.Module) -> "OffStageOutput":
         return OffStageOutput(self._name, module, self._place, self._stage_boundary)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

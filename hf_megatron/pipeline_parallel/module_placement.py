@@ -34,7 +34,7 @@ def _take_place(owner: nn.Module, name: str, module: nn.Module | None) -> nn.Mod
             "own place in it. Load the model with pp_size=1."
         )
     if isinstance(before, Placeholder):
-        placeholder = before.original_of(module)
+        placeholder = before.make_placeholder(module)
         register_off_stage_weights(placeholder, [weight for weight, _ in module.named_parameters()])
         return placeholder
     kept: dict[str, Any] = {"_stage_boundary": before._stage_boundary}

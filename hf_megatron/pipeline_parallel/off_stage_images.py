@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from ..models.modalities.images import is_of_images, pixels_of, placeholders, without_pixels
+from ..models.modalities.images import get_pixels, is_image_argument, placeholders, without_pixels
 from ..models.spec import ModelSpec
 from .boundary import StageBoundary
 from .microbatches import describe
@@ -45,7 +45,7 @@ class OffStageImages:
     def describe(self, arguments: dict[str, Any]) -> tuple:
         """Returns what decides the shapes that travel between stages; see `microbatches.describe`."""
         are_read_later = not self._parameters.keys().isdisjoint(self._boundary.carried.arguments)
-        pixels = pixels_of(arguments) if self._stand_before or are_read_later else None
+        pixels = get_pixels(arguments) if self._stand_before or are_read_later else None
         return describe(arguments) if pixels is None else (*describe(arguments), tuple(pixels.shape))
 
     def arguments(self, given: dict[str, Any], stage: int, *, is_probe: bool = False) -> dict[str, Any]:
@@ -57,9 +57,9 @@ class OffStageImages:
             is_probe (`bool`): for a trial forward, in which no layer reads them.
         """
         found: dict[str, Any] = self._required | without_pixels(given) if stage and not self._stand_before else given
-        if stage and (not is_probe or pixels_of(given) is not None):
+        if stage and (not is_probe or get_pixels(given) is not None):
             found = found | self._boundary.made_on_first(self._parameters, is_probe=is_probe)
-        if not self._argument or pixels_of(found) is not None or found.get(self._argument) is not None:
+        if not self._argument or get_pixels(found) is not None or found.get(self._argument) is not None:
             return found
         count, width = int(placeholders(found, self._config).sum()), self._config.get_text_config().hidden_size
         zeros = torch.zeros(count, width, device=found["input_ids"].device)
@@ -70,13 +70,13 @@ class OffStageImages:
 def required_images(forward: Callable[..., Any]) -> list[str]:
     """Lists the arguments of images that a forward cannot be called without."""
     parameters = inspect.signature(forward).parameters.items()
-    return [name for name, of in parameters if of.default is inspect.Parameter.empty and is_of_images(name)]
+    return [name for name, of in parameters if of.default is inspect.Parameter.empty and is_image_argument(name)]
 
 
 class OffStageEncoder(OffStageInput):
     """Stands where a tower of images is on later stages, and returns nothing where it is given nothing."""
 
-    def original_of(self, module: nn.Module) -> "OffStageEncoder":
+    def make_placeholder(self, module: nn.Module) -> "OffStageEncoder":
         return OffStageEncoder(self._name, module, self._place, self._stage_boundary)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ class OffStagePrefix(OffStageInput):
         # No part of this one: it stays on the meta device, without weights.
         self.__dict__["_original"] = module
 
-    def original_of(self, module: nn.Module) -> "OffStagePrefix":
+    def make_placeholder(self, module: nn.Module) -> "OffStagePrefix":
         return OffStagePrefix(self._name, module, self._place, self._stage_boundary)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +116,7 @@ class OffStagePrefix(OffStageInput):
 class OffStageShapes(OffStagePrefix):
     """Stands where a module with parts is that every stage runs: on weights of zeros, for its masks and its lengths."""
 
-    def original_of(self, module: nn.Module) -> "OffStageShapes":
+    def make_placeholder(self, module: nn.Module) -> "OffStageShapes":
         return OffStageShapes(self._name, module, self._place, self._stage_boundary)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +135,7 @@ class OffStageShapes(OffStagePrefix):
             return torch.func.functional_call(self._original.eval(), weights, args, kwargs)
 
 
-def kind_of_input(module: nn.Module, *, is_prefix: bool, runs_everywhere: bool) -> type[OffStageInput]:
+def get_input_class(module: nn.Module, *, is_prefix: bool, runs_everywhere: bool) -> type[OffStageInput]:
     """Returns what stands for a module before the layers on later stages.
 
     Args:

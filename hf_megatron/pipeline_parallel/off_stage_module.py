@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..compat.torch_autograd import follow_forward_of_bases
+from ..compat.torch_autograd import inherit_forward
 from ..core.off_stage import OffStageModule, OffStageTensor, Owner, as_parameter
 from ..errors import UnsupportedError
 
@@ -169,7 +169,7 @@ class Placeholder(OffStageModule, nn.Module):
                         weight, self._progress.owner, parameter.requires_grad
                     )
 
-    def original_of(self, module: nn.Module) -> "Placeholder":
+    def make_placeholder(self, module: nn.Module) -> "Placeholder":
         """Makes the placeholder of a module that is exchanged for this one's on the ranks that have it."""
         return self._own_class(module, self._place, self._progress)
 
@@ -218,7 +218,7 @@ def _is_mixed_into(wrapper: nn.Module, inner: nn.Module) -> bool:
 @cache
 def _standing_class(base: Any, kind: Any) -> type[nn.Module]:
     made = type(kind.__name__, (base, kind), {})
-    follow_forward_of_bases(made)
+    inherit_forward(made)
     return made
 
 

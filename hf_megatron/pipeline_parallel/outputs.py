@@ -160,7 +160,7 @@ def reported(name: str, value: Tensor) -> Tensor:
     return ReportedPart.apply(torch.zeros(0, requires_grad=True), name, value)
 
 
-def loss_of(output: Any, model: Any, loss: BatchLoss, arguments: Mapping[str, Any]) -> Tensor:
+def read_loss(output: Any, model: Any, loss: BatchLoss, arguments: Mapping[str, Any]) -> Tensor:
     """Reads the loss, a scalar, of what the last stage returned for a microbatch's arguments."""
     names = target_names(arguments)
     if unknown := [name for name in names if name not in loss.used]:
@@ -173,7 +173,7 @@ def loss_of(output: Any, model: Any, loss: BatchLoss, arguments: Mapping[str, An
     return output["loss"]
 
 
-def values_of_rows(output: Any, model: Any) -> dict[str, Tensor]:
+def read_sample_outputs(output: Any, model: Any) -> dict[str, Tensor]:
     """Reads logits or hidden states, `[rows, ...]` each, of what the last stage returned, by their fields' names."""
     found = {name: output[name] for name in VALUES_OF_ROWS if output.get(name) is not None}
     if not found:

@@ -48,7 +48,7 @@ def decode(header: Tensor) -> tuple[Shapes, str]:
     return tuple(shapes), bytes(next(numbers) for _ in range(next(numbers))).decode()
 
 
-def _shapes_of(tensors: tuple[Tensor, ...]) -> Shapes:
+def _get_shapes(tensors: tuple[Tensor, ...]) -> Shapes:
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
 
@@ -94,7 +94,7 @@ class Transport:
             kind: equal for messages of equal shapes; `None` if the receiver knows them.
         """
         held = tensors = tuple(tensor.detach().contiguous() for tensor in message.tensors)
-        described = _shapes_of(tensors), message.layout
+        described = _get_shapes(tensors), message.layout
         if kind is not None and kind not in self.known:
             self.known[kind] = described
             held = (encode(message).to(self.device), *tensors)

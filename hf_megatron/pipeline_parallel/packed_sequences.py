@@ -81,7 +81,7 @@ class PackedRow:
                 ends = value[(value >= start) & (value <= stop)] - start
                 yield name, ends
                 yield _ENDS[name], int(ends.diff().max())
-            elif name not in _ENDS.values() or self.arguments.get(_end_of(name)) is None:
+            elif name not in _ENDS.values() or self.arguments.get(_get_ends_name(name)) is None:
                 yield name, value[:, start:stop] if isinstance(value, Tensor) and value.dim() > 1 else value
 
 
@@ -90,7 +90,7 @@ def count_tokens(microbatch: Mapping[str, Any]) -> int:
     return microbatch[POSITIONS].shape[_TOKENS]
 
 
-def _end_of(longest: str) -> str:
+def _get_ends_name(longest: str) -> str:
     return next(ends for ends, name in _ENDS.items() if name == longest)
 
 

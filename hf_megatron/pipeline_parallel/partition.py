@@ -36,7 +36,7 @@ class Stages:
         """Returns the stages of a rank, first to last."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
-    def stage_of_layer(self, layer: int) -> int:
+    def get_layer_stage(self, layer: int) -> int:
         """Returns the stage that holds a layer."""
         for stage, (start, stop) in enumerate(self.ranges):
             if start <= layer < stop:

@@ -132,7 +132,7 @@ def find_tied(model: Any, before: list[str], after: list[str]) -> dict[str, str]
     """Maps parameters behind the layers to the ones before them that they are tied to."""
     tied = {}
     for target, source in model.all_tied_weights_keys.items():
-        ends = [side_of(name, before, after) for name in (target, source)]
+        ends = [get_side(name, before, after) for name in (target, source)]
         if ends == ["after", "before"]:
             tied[target] = source
         elif ends[0] != ends[1]:
@@ -146,7 +146,7 @@ def find_tied_before(model: Any, before: list[str]) -> dict[str, str]:
     return {
         target: source
         for target, source in ties
-        if {side_of(name, before, []) for name in (target, source)} == {"before"}
+        if {get_side(name, before, []) for name in (target, source)} == {"before"}
     }
 
 
@@ -158,7 +158,7 @@ def drop_ties(model: Any, off_stage: Collection[str], around: AroundLayers, laye
         layers (`Collection[str]`): names of layers of other ranks.
     """
     ties, inside = model.all_tied_weights_keys, tuple(f"{name}." for name in layers)
-    here = [name for name in ties if side_of(name, around.before, around.after) not in off_stage]
+    here = [name for name in ties if get_side(name, around.before, around.after) not in off_stage]
     kept = {name: ties[name] for name in here if not name.startswith(inside)}
     model.all_tied_weights_keys = model._tied_weights_keys = kept
 
@@ -175,7 +175,7 @@ def put_head_last(model: nn.Module, layers: str) -> None:
             model._modules[name] = model._modules.pop(name)
 
 
-def side_of(name: str, before: list[str], after: list[str]) -> str:
+def get_side(name: str, before: list[str], after: list[str]) -> str:
     """Tells where a parameter stands: before or after the layers, or in them."""
     for side, modules in (("before", before), ("after", after)):
         if any(name.startswith(f"{module}.") for module in modules):

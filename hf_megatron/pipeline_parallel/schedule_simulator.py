@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..core.spans import Span, Timeline
 from ..errors import ConfigError
-from .schedules import Action, Kind, Plan, computations, rank_of_stage, schedule
+from .schedules import Action, Kind, Plan, assign_stage_ranks, computations, schedule
 
 _RECEIVES = {
     Kind.FORWARD: "receive_forward",
@@ -97,7 +97,7 @@ def simulate(
         ConfigError: as of `check_schedule`; another number of costs or sends; an order in which ranks wait for ever.
     """
     orders = computations(name, ranks, stages_per_rank, microbatches)
-    return simulate_orders(orders, rank_of_stage(name, ranks, stages_per_rank), costs, sends)
+    return simulate_orders(orders, assign_stage_ranks(name, ranks, stages_per_rank), costs, sends)
 
 
 def simulate_orders(
@@ -231,7 +231,7 @@ def simulated_seconds(
     full = simulate(name, ranks, stages_per_rank, more, costs, sends).duration
     # Of unequal stages a pipeline may fill longer than that; its busiest rank is never faster.
     own = [0.0] * ranks
-    for stage, rank in enumerate(rank_of_stage(name, ranks, stages_per_rank)):
+    for stage, rank in enumerate(assign_stage_ranks(name, ranks, stages_per_rank)):
         own[rank] += sum(dataclasses.astuple(costs[stage]))
     return max(full + (microbatches - more) * (full - rest) / (more - few), microbatches * max(own))
 

@@ -143,7 +143,7 @@ def valid_microbatches(name: str, ranks: int, stages_per_rank: int, at_most: int
     return next(number for number in numbers if found.runs(ranks, stages_per_rank, number))
 
 
-def rank_of_stage(name: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+def assign_stage_ranks(name: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     """Returns the rank that holds each stage: round and round, or down and back up for V-shaped schedules."""
     check_schedule(name, ranks, stages_per_rank)
     v_shaped = schedule(name).v_shaped
@@ -165,12 +165,12 @@ def computations(name: str, ranks: int, stages_per_rank: int, microbatches: int)
 
 def forward_plan(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
     """Returns the actions of every rank for forwards alone, stage by stage, of any number of microbatches."""
-    return _one_way(Kind.FORWARD, rank_of_stage(name, ranks, stages_per_rank), ranks, microbatches)
+    return _one_way(Kind.FORWARD, assign_stage_ranks(name, ranks, stages_per_rank), ranks, microbatches)
 
 
 def backward_plan(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
     """Returns the actions of every rank for full backwards alone, in the reverse order of `forward_plan`."""
-    return _one_way(Kind.BACKWARD, rank_of_stage(name, ranks, stages_per_rank), ranks, microbatches)
+    return _one_way(Kind.BACKWARD, assign_stage_ranks(name, ranks, stages_per_rank), ranks, microbatches)
 
 
 @cache
@@ -181,7 +181,7 @@ def _computations(found: Schedule, ranks: int, stages_per_rank: int, microbatche
 @cache
 def _plan(found: Schedule, ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
     orders = _computations(found, ranks, stages_per_rank, microbatches)
-    return _with_communication(orders, rank_of_stage(found.name, ranks, stages_per_rank))
+    return _with_communication(orders, assign_stage_ranks(found.name, ranks, stages_per_rank))
 
 
 @cache

@@ -37,7 +37,7 @@ from .off_stage_images import (
     StagedChange,
     StagedPrefix,
     call_in_first_stage,
-    kind_of_input,
+    get_input_class,
     required_images,
 )
 from .off_stage_module import Placeholder, first_dtype, replace_module
@@ -112,10 +112,10 @@ class ModelPartition:
                     "megatron_config=...), with a class of your own, freeze it, or load the model with pp_size=1."
                 )
 
-    def modules_of(self, model: nn.Module, stage: int) -> list[nn.Module]:
+    def list_modules(self, model: nn.Module, stage: int) -> list[nn.Module]:
         """Lists the modules with parameters of one of this rank's stages."""
         start, stop = self.boundary.stages.ranges[stage]
-        names = [name for layer in range(start, stop) for name in self.layers.parts_of(layer)]
+        names = [name for layer in range(start, stop) for name in self.layers.get_layer_modules(layer)]
         if stage == 0:
             names = [*self.before, *names]
         if start < self.layers.decoder <= stop:
@@ -124,10 +124,12 @@ class ModelPartition:
             names = [*names, *self.after]
         return [model.get_submodule(name) for name in names]
 
-    def parameters_of(self, model: nn.Module, stage: int) -> list[nn.Parameter]:
+    def list_parameters(self, model: nn.Module, stage: int) -> list[nn.Parameter]:
         """Lists the parameters of one of this rank's stages; a shared one may stand twice."""
         alongside = [model.get_parameter(name) for name in self.alongside] if stage == 0 else []
-        return alongside + [parameter for module in self.modules_of(model, stage) for parameter in module.parameters()]
+        return alongside + [
+            parameter for module in self.list_modules(model, stage) for parameter in module.parameters()
+        ]
 
     def ends(self, model: nn.Module) -> list[nn.Module]:
         """Lists the modules with parameters around the layers that run on this rank."""
@@ -139,7 +141,7 @@ class ModelPartition:
         """Lists dtypes that change on every rank when a module's does, its own or another's."""
         return tuple(first_dtype(model.get_submodule(name)) for name in (*self.before, *self.layers.names))
 
-    def stages_of(self, parameter: str) -> str:
+    def describe_stages(self, parameter: str) -> str:
         """Names the stages that hold a parameter."""
         first = self.stage_of(parameter)
         last = len(self.boundary.stages.ranges) - 1
@@ -151,10 +153,10 @@ class ModelPartition:
 
     def stage_of(self, parameter: str) -> int:
         """Returns the stage that owns a parameter; a tied one belongs to the first."""
-        if (layer := self.layers.layer_of(parameter)) is not None:
-            return self.boundary.stages.stage_of_layer(layer)
+        if (layer := self.layers.find_layer(parameter)) is not None:
+            return self.boundary.stages.get_layer_stage(layer)
         if any(parameter.startswith(f"{module}.") for module in self.between):
-            return self.boundary.stages.stage_of_layer(self.layers.decoder - 1)
+            return self.boundary.stages.get_layer_stage(self.layers.decoder - 1)
         trailing = any(parameter.startswith(f"{module}.") for module in self.after)
         return len(self.boundary.stages.ranges) - 1 if trailing else 0
 
@@ -167,7 +169,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Mode
     row = row_to_cut(model, spec, config, axes)
     layers = [model.get_submodule(name) for name in row.names]
     put_head_last(model, row.lists[0])
-    in_parts = [nn.ModuleList(map(model.get_submodule, row.parts_of(layer))) for layer in range(len(layers))]
+    in_parts = [nn.ModuleList(map(model.get_submodule, row.get_layer_modules(layer))) for layer in range(len(layers))]
     stages = make_stages(model, in_parts if row.parts else layers, config)
     require_features_on_first_stage(model, stages)
     boundary = StageBoundary(stages, Carried.of(spec, layers, row.decoder))
@@ -195,13 +197,13 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Mode
 
     away: dict[str, nn.Module] = {}
     for index, (name, layer) in enumerate(zip(row.names, layers, strict=True)):
-        place = None if stages.stage_of_layer(index) in owned else _place(stages, stages.stage_of_layer(index))
+        place = None if stages.get_layer_stage(index) in owned else _place(stages, stages.get_layer_stage(index))
         if place is None:
             mix_into(layer, StagedLayer, _stage_boundary=boundary, _layer_index=index)
         else:
             replace_module(model, name, OffStageLayer(layer, place, boundary, index))
             away[name] = layer
-        away |= stand_for_parts(model, row.parts_of(index)[:-1], index, boundary, place)
+        away |= stand_for_parts(model, row.get_layer_modules(index)[:-1], index, boundary, place)
     hold_shared(model, row, away, set(shared_layers.values()))
     modality_encoders = find_modality_encoders(model)
     for module_name in before:
@@ -232,10 +234,10 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Mode
                     hold_parts(module, parts_of_head, module_name, _place(stages, 0), boundary)
             mix_into(module, StagedInput, _stage_boundary=boundary, _name=module_name, _width=width)
         else:
-            kind = kind_of_input(module, is_prefix=is_prefix, runs_everywhere=runs_everywhere)
+            kind = get_input_class(module, is_prefix=is_prefix, runs_everywhere=runs_everywhere)
             replace_module(model, module_name, kind(module_name, module, _place(stages, 0), boundary))
     for module_name in between:
-        module, stage = model.get_submodule(module_name), stages.stage_of_layer(row.decoder - 1)
+        module, stage = model.get_submodule(module_name), stages.get_layer_stage(row.decoder - 1)
         if stage in owned:
             mixin = StagedChange if convolves(module) else StagedBetween
             mix_into(module, mixin, _stage_boundary=boundary, _stage=stage, _width=output_width(module))

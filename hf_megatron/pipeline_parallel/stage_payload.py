@@ -100,13 +100,13 @@ class Carried:
         """Returns 1 for a layer of a decoder behind an encoder, 0 for others."""
         return int(0 < self.decoder <= layer)
 
-    def read_of(self, part: int) -> frozenset[int]:
+    def get_read_indices(self, part: int) -> frozenset[int]:
         """Returns the places of the values that the loop over a part's layers reads behind hidden states."""
         return frozenset(place for of, place in self.read if of == part)
 
     def values_of(self, part: int) -> int:
         """Counts the values that stand for what a layer of another stage returns, hidden states among them."""
-        return max(self.read_of(part), default=0) + 1
+        return max(self.get_read_indices(part), default=0) + 1
 
     @classmethod
     def of(cls, spec: ModelSpec, layers: Iterable[nn.Module], decoder: int = 0) -> "Carried":
@@ -163,7 +163,7 @@ class StagePayload:
     entries: dict[tuple[str, Any], Any] = field(default_factory=dict)
 
     @classmethod
-    def of_message(cls, message: Message) -> "StagePayload":
+    def from_message(cls, message: Message) -> "StagePayload":
         """Sorts a message's tensors."""
         found, others = cls(), message.tensors[1:]
         if not message.layout:

@@ -17,7 +17,7 @@ from ..parallel_state import ParallelState
 from .batch_preparation import MicrobatchPlan
 from .executor import Execution
 from .kv_cache import StagedCache
-from .microbatches import parts_of_batch
+from .microbatches import compute_microbatch_spans
 from .off_stage_images import OffStageImages
 from .p2p import Transport
 from .schedules import Action, schedule
@@ -85,7 +85,7 @@ class StageRunner(Shared):
         """
         boundary, last = self.cut.boundary, len(self.cut.boundary.stages.ranges) - 1
         self.state.call.packing_info = plan.packing_info
-        spans = parts_of_batch(plan.microbatches, plan.weights)
+        spans = compute_microbatch_spans(plan.microbatches, plan.weights)
         grows = cache is not None and bool(boundary.carried.containers or boundary.carried.read)
 
         def forward(microbatch_idx: int) -> Any:
@@ -157,7 +157,7 @@ class StageRunner(Shared):
             # Autograd finds them itself.
             return {}
         return {
-            stage: list({id(p): p for p in self.cut.parameters_of(self.model, stage) if p.requires_grad}.values())
+            stage: list({id(p): p for p in self.cut.list_parameters(self.model, stage) if p.requires_grad}.values())
             for stage in self.cut.boundary.stages.of_rank(self.rank)
         }
 

@@ -24,11 +24,11 @@ def find_shared(model: Any, row: LayerSequence, stages: Stages, config: Megatron
     ranks: dict[str, set[int]] = {}
     found: dict[str, str] = {}
     for target, source in model.all_tied_weights_keys.items():
-        layers = [row.layer_of(name) for name in (target, source)]
+        layers = [row.find_layer(name) for name in (target, source)]
         if None not in layers:
             found[target] = source
             ranks.setdefault(source, set()).update(
-                stages.rank_of[stages.stage_of_layer(layer)] for layer in layers if layer is not None
+                stages.rank_of[stages.get_layer_stage(layer)] for layer in layers if layer is not None
             )
     found = {target: source for target, source in found.items() if len(ranks[source]) > 1}
     if not found:

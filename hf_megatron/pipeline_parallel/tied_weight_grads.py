@@ -25,13 +25,13 @@ class TiedGradients(Shared):
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Returns the trained parameters that the other end of the pipeline holds too, with their names."""
-        return trained_of(self.model, self.cut.tied if self.runner.rank in self.holders else ())
+        return list_trained(self.model, self.cut.tied if self.runner.rank in self.holders else ())
 
     def parameters(self) -> list[nn.Parameter]:
         """Returns the trained parameters that another rank of the pipeline holds too, or several stages of this one."""
         stages = self.cut.boundary.stages.of_rank(self.runner.rank)
-        modules = [nn.ModuleList(self.cut.modules_of(self.model, stage)) for stage in stages]
-        repeated = of_several_stages([list(stage.parameters()) for stage in modules])
+        modules = [nn.ModuleList(self.cut.list_modules(self.model, stage)) for stage in stages]
+        repeated = list_shared_parameters([list(stage.parameters()) for stage in modules])
         return [*{id(p): p for p in (*(p for _, p in self.named()), *repeated)}.values()]
 
     def sum(self) -> None:
@@ -45,7 +45,7 @@ class TiedGradients(Shared):
                 self.runner.transport.sum_with(local_tensor(parameter.grad), other, index)
 
 
-def trained_of(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Parameter]]:
+def list_trained(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Parameter]]:
     """Returns the trained ones of the named parameters, of any shape, with their names.
 
     Raises:
@@ -60,7 +60,7 @@ def trained_of(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Par
     return [(name, parameters[name]) for name in names if parameters[name].requires_grad]
 
 
-def of_several_stages(stages: Sequence[Sequence[nn.Parameter]]) -> list[nn.Parameter]:
+def list_shared_parameters(stages: Sequence[Sequence[nn.Parameter]]) -> list[nn.Parameter]:
     """Returns the trained parameters, of any shape, that several stages of one rank share.
 
     V-shaped schedules give a rank both ends of the pipeline. The backward of one stage is then not the last that adds

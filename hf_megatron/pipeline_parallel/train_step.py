@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from .batch_preparation import MicrobatchPlan
 from .differentiable_inputs import TrainedInputs
 from .loss_grad_scale import ScheduledGradients
-from .outputs import Gradients, PipelineOutput, UnavailableLogits, loss_of, reported, with_backward
+from .outputs import Gradients, PipelineOutput, UnavailableLogits, read_loss, reported, with_backward
 from .pipeline import Pipeline
 from .schedules import rank_actions
 
@@ -84,7 +84,7 @@ class TrainStep:
     def _read(self, plan: MicrobatchPlan, microbatch_idx: int, output: Any) -> tuple[Tensor, ...]:
         """Returns the loss of a microbatch on the last stage, weighted by its share of the batch."""
         weight, ranks = plan.weights[microbatch_idx], self.state.mesh.dp_size if self.is_counted else 1
-        loss = loss_of(output, self.pipeline.model, self.state.loss, plan.microbatches[microbatch_idx])
+        loss = read_loss(output, self.pipeline.model, self.state.loss, plan.microbatches[microbatch_idx])
         loss = loss * (weight / ranks)
         self.losses[0] += loss.detach().float()
         if (aux_loss := output.get("aux_loss")) is not None:
@@ -108,7 +108,7 @@ class TrainStep:
         pipeline.engine.pipeline_backwards += accumulates
         # A known scale avoids a multiplication by 1, but reading it makes the host wait for an asynchronous device.
         is_read = not is_async_device(self.state.mesh.device) or pipeline.loss_scale.is_unproven(gradients)
-        average = self.state.loss.factor_of_ranks(upstream[0])
+        average = self.state.loss.average_loss_factor(upstream[0])
         if self.is_counted and is_read:
             self._require_same_scale(upstream[0], average)
         scale = average.item() if is_read else average

@@ -20,7 +20,7 @@ from ..losses.inline_losses import with_known_targets
 from ..losses.targets import target_names, with_codebooks, with_every_label
 from ..parallel_state import ParallelState
 from .off_stage_images import OffStageImages
-from .outputs import VALUES_OF_ROWS, loss_of, values_of_rows
+from .outputs import VALUES_OF_ROWS, read_loss, read_sample_outputs
 from .split_model import ModelPartition
 
 
@@ -111,10 +111,10 @@ class TrialForward(Shared):
                     output = self.cut.boundary.run(stage, None, functools.partial(self._forward, **seen))
                     if stage == len(self.cut.boundary.stages.ranges) - 1 and not is_read:
                         if target_names(arguments):
-                            loss_of(output, self.model, self.loss, arguments)
+                            read_loss(output, self.model, self.loss, arguments)
                             names = tuple(name for name in VALUES_OF_ROWS if output.get(name) is not None)
                         else:
-                            names = tuple(values_of_rows(output, self.model))
+                            names = tuple(read_sample_outputs(output, self.model))
         if self._shards_weights:
             reshard(self.cut.ends(self.model))
         return names

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from ..diagnostics.allocation_tracker import AllocationTracker
 from ..pipeline_parallel import p2p
 from ..pipeline_parallel.executor import Execution
-from ..pipeline_parallel.schedules import Action, Kind, Plan, Schedule, rank_of_stage
+from ..pipeline_parallel.schedules import Action, Kind, Plan, Schedule, assign_stage_ranks
 
 Collectives = Mapping[tuple[str, str], tuple[int, int]]
 _SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
@@ -83,7 +83,7 @@ class StepOfActions:
         figures = {(kind, other[stage], first): entry for (kind, stage, first), entry in self.figures.items()}
         return replace(self, figures=figures)
 
-    def peak_of(self, actions: Sequence[Action]) -> Peak:
+    def compute_peak(self, actions: Sequence[Action]) -> Peak:
         """Returns the peak of a rank's actions, replayed in order with the measured figures."""
         total, peak = self.before, Peak(self.around, None)
         sends: deque[int] = deque()
@@ -99,7 +99,7 @@ class StepOfActions:
                 total += action_figures.left
         return peak
 
-    def collectives_of(self, actions: Sequence[Action]) -> dict[tuple[str, str], tuple[int, int]]:
+    def sum_collectives(self, actions: Sequence[Action]) -> dict[tuple[str, str], tuple[int, int]]:
         """Sums the collectives of a rank's actions and those around them."""
         calls, sizes = _counted(self.collectives_around)
         for action, place in _placed(actions):
@@ -132,7 +132,7 @@ def one_at_a_time(schedule: Schedule) -> Schedule:
     """
 
     def orders(ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
-        rank_of = rank_of_stage(schedule.name, ranks, stages_per_rank)
+        rank_of = assign_stage_ranks(schedule.name, ranks, stages_per_rank)
         rank_actions: list[list[Action]] = [[] for _ in range(ranks)]
         for microbatch in range(microbatches):
             for stage, rank in enumerate(rank_of):

@@ -159,7 +159,7 @@ class Estimator:
             costs = tuple(of_runs[runs][0] for runs in stages)
             # Most ranks between the first and the last hold the same units: compute each kind once.
             times: dict[tuple, Times] = {}
-            held_by = self.book.runs_of_ranks(rank_of)
+            held_by = self.book.get_rank_runs(rank_of)
             for held in dict.fromkeys(held_by):
                 times[held] = sum((of_runs[runs][1].repeated(count) for runs, count in held), Times())
             self._times[key] = _StageTimes(costs, tuple(times[held] for held in held_by))
@@ -240,7 +240,7 @@ class Estimator:
     def _traffic(self, layout: MegatronConfig, rows: int, microbatches: int, rank: int) -> dict[str, float]:
         traffic: dict[str, float] = {}
         table = self.memory.table(layout)
-        for runs, stages in self.book.runs_of_ranks(table.rank_of)[rank]:
+        for runs, stages in self.book.get_rank_runs(table.rank_of)[rank]:
             for unit, count in runs:
                 for work in self._unit_work(layout, rows, unit):
                     for axis, (_, size) in work.traffic.items():

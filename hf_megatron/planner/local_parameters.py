@@ -32,7 +32,7 @@ class UnitParameters:
     buffers: int
 
 
-def parameters_of_units(
+def plan_unit_parameters(
     short: ShortModel, layout: MegatronConfig, itemsize: int, training: Training = WHOLE
 ) -> UnitParameters:
     """Plans a short model on a layout without its pipeline, and returns the local parameters of rank 0.
@@ -48,7 +48,7 @@ def parameters_of_units(
     axes = Axes.of(layout, 0)
     model = copy.deepcopy(short.model)
     state = plan(model, layout, axes)
-    units = short.unit_of_module
+    units = short.unit_by_module
     # Modality encoders run before the language model's layers, but some are defined after them.
     modality_encoders = tuple(f"{encoder}." for encoder in find_modality_encoders(short.model))
     before: list[LocalParameter] = []

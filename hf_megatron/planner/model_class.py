@@ -49,7 +49,7 @@ def layers_in_order(model: Any) -> list[tuple[str, ...]]:
         row = LayerSequence.of(model, spec_for(model), "pp_size")
     except UnsupportedError:
         return _by_number(describe_model(model).layers({}))
-    return [row.parts_of(layer) for layer in range(len(row.names))]
+    return [row.get_layer_modules(layer) for layer in range(len(row.names))]
 
 
 def _by_number(names: Iterable[str]) -> list[tuple[str, ...]]:

@@ -78,7 +78,7 @@ def plan_as_text(result: SearchResult, name: str, tokens: float | None = None) -
     job = result.job
     lines = [
         f"{name} on {job.devices} {job.device.name} of {job.device.memory_gib:g} GiB, {job.precision}: "
-        f"{job.global_batch} rows of {job.sequence_length} tokens{_of_labels(job)} a step{_trained(job)}",
+        f"{job.global_batch} rows of {job.sequence_length} tokens{_format_labels(job)} a step{_trained(job)}",
         f"{result.considered} layouts, {result.fits} of them within {job.memory / _GIB:.1f} GiB, "
         f"{job.memory_share:.0%} of a device",
         "",
@@ -94,7 +94,7 @@ def plan_as_text(result: SearchResult, name: str, tokens: float | None = None) -
     return "\n".join(lines)
 
 
-def _of_labels(job: Job) -> str:
+def _format_labels(job: Job) -> str:
     return "" if job.target_length is None else f", and of {job.target_length} labels,"
 
 

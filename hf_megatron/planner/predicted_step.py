@@ -107,7 +107,7 @@ def step_figures(
     adapt: Callable[[Any], Any] | None = None,
     optimizes: bool = True,
     steps: int = _STEPS,
-    tracker_of: Callable[[Any], AllocationTracker] = AllocationTracker,
+    make_tracker: Callable[[Any], AllocationTracker] = AllocationTracker,
     watching: Callable[[AllocationTracker], AbstractContextManager[Any]] = lambda tracker: nullcontext(),
 ) -> StepFigures:
     """Runs steps as one rank of a fake world, and returns the figures of the last one.
@@ -116,12 +116,12 @@ def step_figures(
         adapt (`Callable`, *optional*): freezes parts of a model or adds adapters, and returns the model.
         optimizes (`bool`, defaults to `True`): whether the optimizer steps.
         steps (`int`, defaults to 2): number of steps; the second one finds the state that the first one created.
-        tracker_of (`Callable`, *optional*): creates the tracker of a model's steps.
+        make_tracker (`Callable`, *optional*): creates the tracker of a model's steps.
         watching (`Callable`, *optional*): creates a context around the last step from its tracker.
     """
     model, optimizer = _model_and_optimizer(config, layout, sizes.dtype, adapt, world.mode)
     inner = unwrap_parallel_model(model)
-    with balanced_experts(), world.running(inner, tracker_of(inner)) as tracker:
+    with balanced_experts(), world.running(inner, make_tracker(inner)) as tracker:
         ids, labels = (
             torch.zeros(sizes.batch_size, length, dtype=torch.int64)
             for length in (sizes.sequence_length, sizes.target_length or sizes.sequence_length)
@@ -181,11 +181,11 @@ def require_lengths(config: PreTrainedConfig, sequence_length: int, target_lengt
     if not isinstance(most, int) or not 0 < most < length or rotary is not None:
         return
     model = model_on_meta(config)
-    if (name := _table_of(model, most)) is not None:
+    if (name := _find_position_table(model, most)) is not None:
         raise ConfigError(f"sequence_length = {length}: {type(model).__name__} has {most} positions ({name}).")
 
 
-def _table_of(model: Any, positions: int) -> str | None:
+def _find_position_table(model: Any, positions: int) -> str | None:
     """Returns the name of the position table: an embedding, maybe with extra entries, or a buffer of that length.
 
     Buffers of other lengths are not limits, since they grow on demand.
@@ -224,8 +224,8 @@ def measured_run(
             _step(model, optimizer, ids, ids)
         kept = _bytes(kept_tensors(model, optimizer))
         # gloo's threads free tensors with a delay that varies between steps: take the smallest peak.
-        peak_of = _peak if device == "cpu" else _peak_of_gpu
-        peak = min(peak_of(lambda: _step(model, optimizer, ids, ids)) for _ in range(_MEASURED_STEPS))
+        compute_peak = _peak if device == "cpu" else _measure_gpu_peak
+        peak = min(compute_peak(lambda: _step(model, optimizer, ids, ids)) for _ in range(_MEASURED_STEPS))
         with AllocationTracker(model) as tracker:
             tracker.begin_step({})
             _step(model, optimizer, ids, ids)
@@ -235,7 +235,7 @@ def measured_run(
     return run_ranks(on_rank, world_size, timeout=timeout, device=device)
 
 
-def _peak_of_gpu(step: Callable[[], None]) -> int:
+def _measure_gpu_peak(step: Callable[[], None]) -> int:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

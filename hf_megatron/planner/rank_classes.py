@@ -17,7 +17,7 @@ _Layer = tuple[tuple[Part | None, tuple[torch.Size, ...]], ...]
 _Held = tuple[tuple[bool, bool, tuple[_Layer, ...]], ...]
 
 
-def kinds_of_ranks(config: PreTrainedConfig, layout: MegatronConfig) -> list[list[int]]:
+def group_ranks(config: PreTrainedConfig, layout: MegatronConfig) -> list[list[int]]:
     """Groups the pipeline ranks of a layout by the stages that they hold; groups are ordered by their first rank.
 
     The first rank of a stage represents all of its ranks: if a dim does not divide evenly, the first ranks have larger

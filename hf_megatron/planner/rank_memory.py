@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..config import MegatronConfig
 from ..pipeline_parallel.layers_per_stage import stages_per_rank
 from ..pipeline_parallel.schedule_simulator import most_held
-from ..pipeline_parallel.schedules import computations, rank_of_stage, schedule
+from ..pipeline_parallel.schedules import assign_stage_ranks, computations, schedule
 from .unit_cost_cache import KeptUnit, UnitBook
 from .unit_costs import Runs
 from .unit_tracker import UnitFigures
@@ -101,8 +101,8 @@ class RankMemory:
         return tuple(totals)
 
     def _make(self, layout: MegatronConfig, per_rank: int) -> RankTable:
-        rank_of = tuple(rank_of_stage(layout.pipeline_schedule, layout.pp_size, per_rank))
-        stages, of_ranks = self.book.runs(len(rank_of)), self.book.runs_of_ranks(rank_of)
+        rank_of = tuple(assign_stage_ranks(layout.pipeline_schedule, layout.pp_size, per_rank))
+        stages, of_ranks = self.book.runs(len(rank_of)), self.book.get_rank_runs(rank_of)
         # Most ranks between the first and the last hold the same units: compute each kind once.
         kinds = {held: number for number, held in enumerate(dict.fromkeys(of_ranks))}
         kept_by = [self._kept_rank(layout, held) for held in kinds]

@@ -15,7 +15,7 @@ from ..pipeline_parallel.schedules import Action, rank_actions, register_schedul
 from .action_memory import Peak, StepOfActions, measured_actions, microbatches_to_measure, one_at_a_time
 from .fake_world import FakeWorld, run_fake_ranks
 from .predicted_step import StepSizes, require_possible, step_figures
-from .rank_classes import kinds_of_ranks, world_rank
+from .rank_classes import group_ranks, world_rank
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def predict_ranks(
         count = min(count, to_measure)
         measured = replace(layout, num_microbatches=count)
         sizes = replace(sizes, batch_size=count * microbatch_size)
-    kinds = kinds_of_ranks(config, layout) if is_played else [[rank] for rank in range(layout.pp_size)]
+    kinds = group_ranks(config, layout) if is_played else [[rank] for rank in range(layout.pp_size)]
 
     def on_rank(world: FakeWorld) -> tuple[StepFigures, StepOfActions]:
         step = StepOfActions()
@@ -130,5 +130,5 @@ def _predicted(
         moved_step = step.moved_to(sorted({action.stage for action in actions}))
         rows = 1 + max(action.microbatch for action in actions)
         moved_step.before += round(figures.kept.get(FORWARD, 0) * (rows / step.microbatches - 1))
-        peak, collectives = moved_step.peak_of(actions), moved_step.collectives_of(actions)
+        peak, collectives = moved_step.compute_peak(actions), moved_step.sum_collectives(actions)
     return PredictedRank(rank, kind, figures.parameters, kept, peak, collectives, tuple(figures.reads))

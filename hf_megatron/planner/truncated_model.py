@@ -45,7 +45,7 @@ class ShortModel:
     names: tuple[tuple[str, ...], ...]
 
     @property
-    def unit_of_module(self) -> dict[str, int]:
+    def unit_by_module(self) -> dict[str, int]:
         """Module that is a layer or a part of one -> index of the layer."""
         return {name: number for number, names in enumerate(self.names) for name in names}
 
@@ -63,7 +63,7 @@ def shorten(config: PreTrainedConfig, training: Training = WHOLE, dtype: torch.d
     """
     model = model_on_meta(config, dtype)
     training.freeze(model)
-    names, kinds = _row_of(model, training)
+    names, kinds = _describe_layers(model, training)
     if not names:
         raise ConfigError(f"{type(model).__name__} has no layer list, which planning requires.")
     stacks = _stacks(names)
@@ -75,7 +75,7 @@ def shorten(config: PreTrainedConfig, training: Training = WHOLE, dtype: torch.d
             break
         other = model_on_meta(short, dtype)
         training.freeze(other)
-        other_names, other_kinds = _row_of(other, training)
+        other_names, other_kinds = _describe_layers(other, training)
         if other_kinds == [kind for stack in stacks for kind in kinds[stack][:length]]:
             return ShortModel(short, other, tuple(map(other_kinds.index, kinds)), tuple(other_names))
     return ShortModel(config, model, tuple(map(kinds.index, kinds)), tuple(names))
@@ -89,7 +89,7 @@ def _stacks(names: Sequence[tuple[str, ...]]) -> list[slice]:
     return stacks
 
 
-def _row_of(model: Any, training: Training) -> tuple[list[tuple[str, ...]], list[_Kind]]:
+def _describe_layers(model: Any, training: Training) -> tuple[list[tuple[str, ...]], list[_Kind]]:
     """Returns the module names of each layer, and its key: modules, shapes, and trained parameters."""
     names, described = layers_in_order(model), describe_model(model).layers({})
     embedding = model.get_input_embeddings()

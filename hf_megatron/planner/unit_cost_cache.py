@@ -13,7 +13,7 @@ from ..errors import MegatronError
 from ..models.layer_cost import estimate_cost
 from ..pipeline_parallel.layers_per_stage import share_out
 from .job import Job
-from .local_parameters import UnitParameters, parameters_of_units
+from .local_parameters import UnitParameters, plan_unit_parameters
 from .predicted_step import StepSizes
 from .truncated_model import ShortModel, without_pipeline
 from .unit_costs import AFTER_LAYERS, BEFORE_LAYERS, Runs, UnitCosts, measure_units
@@ -184,7 +184,7 @@ class UnitBook:
         key = layout.tp_size, layout.sequence_parallel, layout.cp_size, layout.ep_size, layout.etp_size or 1
         if key not in self._parameters:
             flat, training = without_pipeline(layout), self.job.training
-            self._parameters[key] = parameters_of_units(self.short, flat, self.job.itemsize, training)
+            self._parameters[key] = plan_unit_parameters(self.short, flat, self.job.itemsize, training)
         return self._parameters[key]
 
     def why_not(self, layout: MegatronConfig) -> str:
@@ -233,7 +233,7 @@ class UnitBook:
             self._partitions[stages] = share_out(model, [costs[layer] for layer in self.short.layers], stages)
         return self._partitions[stages]
 
-    def runs_of_ranks(self, rank_of: tuple[int, ...]) -> tuple[tuple[tuple[Runs, int], ...], ...]:
+    def get_rank_runs(self, rank_of: tuple[int, ...]) -> tuple[tuple[tuple[Runs, int], ...], ...]:
         """Returns for each rank the distinct stages that it holds, and the number of each.
 
         Args:

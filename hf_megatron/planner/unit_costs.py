@@ -72,7 +72,7 @@ def measure_units(
         ranks = {name: axis.size for name, axis in Axes.of(layout, 0).named}
         trackers: list[tuple[UnitTracker, Any]] = []
 
-        def tracker_of(model: Any) -> UnitTracker:
+        def make_tracker(model: Any) -> UnitTracker:
             trackers.append((UnitTracker(model, ranks), model))
             return trackers[-1][0]
 
@@ -83,7 +83,7 @@ def measure_units(
             adapt=training.adapt,
             optimizes=False,
             steps=steps,
-            tracker_of=tracker_of,
+            make_tracker=make_tracker,
         )
         [(tracker, model)] = trackers
         return _costs(tracker, short, _adapters(model, short))
@@ -96,7 +96,7 @@ def _adapters(model: Any, short: ShortModel) -> tuple[tuple[LocalParameter, ...]
     """Returns the local adapter parameters of each layer, by their local shapes; there are none outside the layers."""
     base_names = {name for name, _ in short.model.named_parameters()}
     held: list[list[LocalParameter]] = [[] for _ in short.names]
-    units, state = short.unit_of_module, parallel_state(model)
+    units, state = short.unit_by_module, parallel_state(model)
     assert state is not None
     for name, parameter in local_named_parameters(model):
         if parameter.requires_grad and name.replace(".base_layer.", ".") not in base_names:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_iter
 
 from ..compat.shard_safe import shard_safe
 from ..compat.torch_autograd import in_backward
-from ..compat.torch_distributed import group_of_operation
+from ..compat.torch_distributed import get_group_description
 from ..compat.torch_memory import is_fake, storage_key
 from ..diagnostics.allocation_tracker import AllocationTracker
 from .unit_work import Work
@@ -131,14 +131,14 @@ class UnitTracker(AllocationTracker):
         taken = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
         outputs = [value for value in tree_iter(output) if isinstance(value, Tensor)]
         if any(map(is_fake, outputs)) and not _is_alias(func, taken, outputs):
-            self._work(_work_of(func, args, taken, outputs))
+            self._work(_estimate_work(func, args, taken, outputs))
         return output
 
     def _count_collective(self, func: Any, args: tuple) -> None:
         super()._count_collective(func, args)
         if self._is_stepping:
             return
-        group = group_of_operation(args).removeprefix("mesh_")
+        group = get_group_description(args).removeprefix("mesh_")
         ranks = self._sizes.get(group, 1)
         size = max((sum(t.nbytes for t in tree_iter(value) if isinstance(t, Tensor)) for value in args), default=0)
         name = func._schema.name.partition("::")[2].strip("_")
@@ -168,7 +168,7 @@ def _is_alias(func: Any, taken: Sequence[Tensor], outputs: Sequence[Tensor]) -> 
     )
 
 
-def _work_of(func: Any, args: tuple, taken: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
+def _estimate_work(func: Any, args: tuple, taken: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
     name = func._schema.name
     if func in _PRODUCTS:
         one, other = (args[place] for place in _PRODUCTS[func])

@@ -113,7 +113,7 @@ class NormOfRanks(nn.Module):
         return self.weight * (hidden_fp32 * torch.rsqrt(squares + self.variance_epsilon)).to(hidden_states.dtype)
 
 
-def norm_of_all_ranks(norm: Any, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+def make_sharded_norm(norm: Any, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     """Returns the forward of an RMS norm over features that are split equally over the ranks."""
 
     def forward(hidden: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def norm_of_all_ranks(norm: Any, group: dist.ProcessGroup) -> Callable[[Tensor],
     return forward
 
 
-def check_norm_of_ranks(module: nn.Module, name: str) -> None:
+def require_rms_norm(module: nn.Module, name: str) -> None:
     """Raises `PlanError` unless the module is an RMS norm as in transformers, with a weight only."""
     if "variance_epsilon" not in vars(module) or [*module._parameters] != ["weight"]:
         raise PlanError(

@@ -19,7 +19,7 @@ from ..parallel_state import ParallelState
 from .attention_heads import LocalArguments, give_sizes
 from .forward_checks import OutputChecks, ParameterCheck
 from .grouped_gemm import GroupedWidths, split_widths
-from .head_sharded_blocks import divides, has_heads_of, is_one_group, styles_of_weights
+from .head_sharded_blocks import divides, has_counted_heads, is_one_group, plan_head_weights
 from .install_regions import Regions
 from .layer_rng import SyncedRngState
 from .linear import ParallelLinear
@@ -83,8 +83,8 @@ def place(model: Any, state: ParallelState) -> None:
     # One style for the whole module: `expert_parallel` places all parameters inside it.
     styles |= dict.fromkeys(experts, "expert_parallel")
     modules = dict(model.named_modules())
-    heads = {} if state.is_quantized else _heads_of_rank(model, spec, styles, tp_size)
-    styles |= _styles_of_heads(modules, heads)
+    heads = {} if state.is_quantized else _find_head_blocks(model, spec, styles, tp_size)
+    styles |= _plan_head_blocks(modules, heads)
     # Fail on modules that a style does not support before any weights are read.
     for name, style_name in styles.items():
         if name in modules:
@@ -119,19 +119,21 @@ def place(model: Any, state: ParallelState) -> None:
     state.placed[NAME] = TensorPlan(styles, structure, copies, sizes, frozenset(moe_blocks), heads)
 
 
-def _heads_of_rank(model: nn.Module, spec: ModelSpec, styles: Mapping[str, str], tp_size: int) -> dict[str, HeadBlock]:
+def _find_head_blocks(
+    model: nn.Module, spec: ModelSpec, styles: Mapping[str, str], tp_size: int
+) -> dict[str, HeadBlock]:
     """Returns the blocks to shard by heads: the plan splits none of their weights, and tp_size divides their heads."""
     head_blocks = {}
     for name, module in model.named_modules():
         known = lookup(name, spec.cp.head_sharded_blocks)
-        if known is None or not has_heads_of(module, known) or any(_is_inside(other, [name]) for other in styles):
+        if known is None or not has_counted_heads(module, known) or any(_is_inside(other, [name]) for other in styles):
             continue
         if divides(module, known, tp_size, takes_one_group=True):
             head_blocks[name] = known
     return head_blocks
 
 
-def _styles_of_heads(modules: Mapping[str, nn.Module], blocks: Mapping[str, HeadBlock]) -> dict[str, str]:
+def _plan_head_blocks(modules: Mapping[str, nn.Module], blocks: Mapping[str, HeadBlock]) -> dict[str, str]:
     """Assigns styles to head-sharded blocks and to the modules with parameters inside them."""
     styles = {}
     for name, heads in blocks.items():
@@ -144,7 +146,7 @@ def _styles_of_heads(modules: Mapping[str, nn.Module], blocks: Mapping[str, Head
                 )
         styles |= {f"{name}.{router}": "router_logits" for router in heads.routers}
         styles[name] = "head_sharded"
-        styles |= {f"{name}.{inner_name}": of for inner_name, of in styles_of_weights(modules[name], heads).items()}
+        styles |= {f"{name}.{inner_name}": of for inner_name, of in plan_head_weights(modules[name], heads).items()}
     return styles
 
 

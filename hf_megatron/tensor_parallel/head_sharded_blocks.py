@@ -30,7 +30,7 @@ from ..core.communication.rng import TensorParallelRng
 from ..core.forward_hooks import ForwardHooks
 from ..errors import UnsupportedError
 from ..models.spec import HeadBlock, Width
-from .attention_heads import norm_of_all_ranks
+from .attention_heads import make_sharded_norm
 from .local_parameters import is_split_parameter
 
 _ABSENT = object()
@@ -48,7 +48,7 @@ def _outer_modules(block: nn.Module, parameter: str) -> Iterator[nn.Module]:
     return (block.get_submodule(".".join(path[: depth + 1])) for depth in range(len(path)))
 
 
-def has_heads_of(block: nn.Module, heads: HeadBlock) -> bool:
+def has_counted_heads(block: nn.Module, heads: HeadBlock) -> bool:
     """Returns whether a block has the counted attributes; patterns may match blocks of other kinds in other layers."""
     return all(count.partition(".")[0] in (*vars(block), *block._modules) for count in heads.counts)
 
@@ -105,7 +105,7 @@ class _Cut:
         return "packed_dim_0" if self.dim == 0 and self.sizes == self.sizes[:1] * 2 else _JOINED[self.dim]
 
 
-def styles_of_weights(block: nn.Module, heads: HeadBlock) -> dict[str, str]:
+def plan_head_weights(block: nn.Module, heads: HeadBlock) -> dict[str, str]:
     """Maps a block's per-head parameters to styles; norms of gathered features are left out (replicated)."""
     gathered = heads.norms_of_groups if is_one_group(block, heads) else ()
     names = {name for name, _ in block.named_parameters()} & heads.weights.keys()
@@ -158,13 +158,13 @@ class HeadsOfRank:
             self._replace(vars(owner), attr_name, lengths[name])
         for name in self.heads.norms:
             norm = block.get_submodule(name)
-            self._replace(vars(norm), "forward", norm_of_all_ranks(norm, self.group))
+            self._replace(vars(norm), "forward", make_sharded_norm(norm, self.group))
         for name in gathered & dict(block.named_modules()).keys():
             norm = block.get_submodule(name)
-            self._replace(vars(norm), "forward", _of_gathered(norm.forward, self.group))
+            self._replace(vars(norm), "forward", _make_gathered_norm(norm.forward, self.group))
         for name in self.heads.all_head_linears:
             linear: Any = block.get_submodule(name)
-            self._replace(vars(linear), "forward", product_of_all_ranks(linear.weight, self.group))
+            self._replace(vars(linear), "forward", make_reduced_linear(linear.weight, self.group))
             # The weight is hidden from fused kernels: they would read it and skip the all-reduce.
             self._replace(linear._parameters, "weight", None)
 
@@ -267,13 +267,13 @@ class PartialHeads(Shared):
         )
 
 
-def product_of_all_ranks(weight: Tensor, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+def make_reduced_linear(weight: Tensor, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     """Returns the forward of a linear with input features split over the ranks and a replicated output."""
     # [..., local features] x [out, local features] -> [..., out], all-reduced.
     return lambda features: sum_over_ranks(F.linear(features, weight), group)
 
 
-def _of_gathered(norm: Callable[..., Tensor], group: dist.ProcessGroup) -> Callable[..., Tensor]:
+def _make_gathered_norm(norm: Callable[..., Tensor], group: dist.ProcessGroup) -> Callable[..., Tensor]:
     """Returns the forward of a norm over the features of all ranks that keeps this rank's slice of the result.
 
     All ranks compute the same: the weight's gradient is complete on each.

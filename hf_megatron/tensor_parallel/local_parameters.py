@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..compat.shared import Shared
 from ..compat.torch_autograd import in_backward
 from ..compat.torch_dtensor import dtensor_local_view as differentiable_local
-from ..compat.transformers_models import names_of_recorder
+from ..compat.transformers_models import get_recorder_attributes
 from ..core.communication.collectives import copy_to_ranks
 from ..core.communication.mean_grad_ops import scale_gradient
 from ..core.forward_hooks import ForwardHooks
@@ -79,7 +79,7 @@ class ActiveForwards(Shared):
             )
 
     @contextmanager
-    def of_module(self) -> Iterator[None]:
+    def enter_module(self) -> Iterator[None]:
         """Marks a module's own call as active inside the context."""
         self._of_modules += 1
         try:
@@ -149,11 +149,13 @@ def _local_class(base: Any, names: tuple[str, ...]) -> type[nn.Module]:
             return base.forward(module, *args, **kwargs)
         # Calling a module directly is an active forward of that module, too.
         module.forwards.require_full(module, module.shard_name)
-        with module.forwards.of_module():
+        with module.forwards.enter_module():
             return base.forward(module, *args, **kwargs)
 
     properties = {name: property(_reading(name)) for name in names}
-    return type(base.__name__, (LocalParameters, base), {**names_of_recorder(base), "forward": forward, **properties})
+    return type(
+        base.__name__, (LocalParameters, base), {**get_recorder_attributes(base), "forward": forward, **properties}
+    )
 
 
 def read_locally(

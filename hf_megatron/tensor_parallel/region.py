@@ -80,7 +80,7 @@ class SequenceStack(Shared):
     sequence_dim: int = SEQUENCE_DIM
     streams_lead: bool = False
 
-    def dim_of_tokens(self, tensor: Tensor) -> int:
+    def get_token_dim(self, tensor: Tensor) -> int:
         """Returns the token dim of a tensor; between layers a dim of hyper-connection streams may precede the batch."""
         return self.sequence_dim + (self.streams_lead and tensor.dim() == 4)
 
@@ -106,7 +106,7 @@ class SequenceStack(Shared):
 
     def split(self, hidden_states: Tensor) -> Tensor:
         """Splits the first layer's `[batch, sequence, hidden]` to this rank's `[batch, sequence / tp, hidden]`."""
-        dim = self.dim_of_tokens(hidden_states)
+        dim = self.get_token_dim(hidden_states)
         # The batch dim is next to the token dim: before it, or after it if the sequence comes first.
         self.batch = hidden_states.shape[dim + 1 - 2 * self.sequence_dim]
         # Kept for gathers inside the stack, where only the local shard is known.
@@ -141,7 +141,7 @@ class SequenceStack(Shared):
             if not self.is_inside:
                 return function(hidden_states, *args, **kwargs)
             # [batch, sequence / tp, hidden] -> full sequence for the function -> [batch, sequence / tp, hidden]
-            dim = self.dim_of_tokens(hidden_states)
+            dim = self.get_token_dim(hidden_states)
             return split_over_ranks(function(self._unsharded(hidden_states), *args, **kwargs), dim, self.group)
 
         return of_full
@@ -156,7 +156,7 @@ class SequenceStack(Shared):
         return of_full
 
     def _unsharded(self, hidden_states: Tensor) -> Tensor:
-        return gather_from_ranks(hidden_states, self.dim_of_tokens(hidden_states), self.length, self.group)
+        return gather_from_ranks(hidden_states, self.get_token_dim(hidden_states), self.length, self.group)
 
     def leave_split(self, hidden_states: Tensor) -> Tensor:
         """Ends the local part of a stack on a pipeline stage; `[batch, sequence / tp, hidden]` stays sharded."""

@@ -171,13 +171,13 @@ def local_sizes(
             sizes.setdefault(name, {})[attribute] = value // shards
         groups = vars(module).get("num_key_value_groups")
         if groups is not None and styles.get(f"{name}.q_proj") == "colwise":
-            sizes.setdefault(name, {})["num_key_value_groups"] = groups // _copies_of_keys(
+            sizes.setdefault(name, {})["num_key_value_groups"] = groups // _count_key_copies(
                 name, module, copies, tp_size
             )
     return sizes
 
 
-def _copies_of_keys(name: str, attention: nn.Module, copies: Mapping[str, int], tp_size: int) -> int:
+def _count_key_copies(name: str, attention: nn.Module, copies: Mapping[str, int], tp_size: int) -> int:
     """Returns how many ranks share a key/value head, each with some of the query heads of its group."""
     if "k_proj" in attention._modules:
         return copies.get(f"{name}.k_proj", 1)

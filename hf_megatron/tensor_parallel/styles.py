@@ -43,7 +43,7 @@ from ..core.mesh import ParallelMesh
 from ..core.placement import GradientRule, Placement
 from ..errors import PlanError
 from ..models.spec import HeadBlock
-from .attention_heads import NormOfRanks, NormPerHead, check_norm_of_ranks, check_norm_per_head
+from .attention_heads import NormOfRanks, NormPerHead, check_norm_per_head, require_rms_norm
 from .embedding import HiddenParallelEmbedding, VocabParallelEmbedding
 from .experts import LatentWithRotary, NormOfSum, PartialSum, SharedIdentity, SharedLogits, SummedInside
 from .head_sharded_blocks import PartialHeads
@@ -302,7 +302,7 @@ class _NormOfRanks(Style):
         return Placement.split(AXIS, 0)
 
     def check(self, module: nn.Module, name: str, plain_linear_classes: tuple[str, ...] = ()) -> None:
-        check_norm_of_ranks(module, name)
+        require_rms_norm(module, name)
 
     def install(self, module: nn.Module, context: ModuleContext) -> None:
         swap_class(module, NormOfRanks)

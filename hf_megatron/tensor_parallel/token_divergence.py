@@ -12,19 +12,19 @@ from ..errors import ConfigError, UnsupportedError
 from ..losses.targets import IGNORE_INDEX, next_tokens
 from ..parallel_state import parallel_state
 from .local_parameters import local_view
-from .token_log_probs import Call, hooked_call, read_of_call
+from .token_log_probs import Call, hooked_call, read_call
 from .vocab_divergence import Teacher, divergences
 from .vocab_log_probs import DeferredLogits
 from .vocab_range import require_tokens
 
 
-def divergences_of_calls(
+def compute_divergences(
     student: Any, call: Call, teacher: Any, ask: Call, targets: Tensor, beta: float, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Returns the divergence of one call of a student and its entropy, `[batch, sequence]` each, on every rank.
 
     Args:
-        call, ask: call the student, and the teacher with the same tokens, as `read_of_call` takes them.
+        call, ask: call the student, and the teacher with the same tokens, as `read_call` takes them.
         targets (`Tensor`): `[batch, sequence]`, as returned by `next_tokens`.
         beta (`float`): from 0, forward divergence, to 1, reverse.
         temperature (`float`): divisor of both models' logits.
@@ -48,7 +48,7 @@ def divergences_of_calls(
 
     # [batch, sequence, hidden], on every rank; with a pipeline sent from the last stage.
     with torch.no_grad():
-        (hidden,) = read_of_call(teacher, ask, read_teacher)
+        (hidden,) = read_call(teacher, ask, read_teacher)
     state = parallel_state(student)
     pipeline = None if state is None else state.pipeline
     if pipeline is not None:
@@ -73,7 +73,7 @@ def divergences_of_calls(
             values[0].register_hook(lambda gradient: student.get_output_embeddings().unshard())
         return values
 
-    divergence, entropy = read_of_call(student, call, read_student)
+    divergence, entropy = read_call(student, call, read_student)
     return divergence, entropy
 
 
@@ -155,7 +155,7 @@ def token_kl_divergences(
         ConfigError: different vocabularies, or values out of range.
         UnsupportedError: a head that is not linear, or a teacher whose vocabulary is split differently.
     """
-    divergence, _ = divergences_of_calls(
+    divergence, _ = compute_divergences(
         student,
         hooked_call(student, **batch),
         teacher,

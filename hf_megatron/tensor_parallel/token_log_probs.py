@@ -15,7 +15,7 @@ from .vocab_range import require_tokens
 Call = Callable[[Callable[[Any], tuple[Tensor, ...]]], Any]
 
 
-def read_of_call(model: Any, call: Call, read: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+def read_call(model: Any, call: Call, read: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """Returns `read` of the output of a call, whose logits are `DeferredLogits`, on every rank.
 
     Args:
@@ -37,7 +37,7 @@ def read_of_call(model: Any, call: Call, read: Callable[..., tuple[Tensor, ...]]
 
 
 def hooked_call(model: Any, **batch: Any) -> Call:
-    """Returns the call of a model with a batch, as `read_of_call` and `scores_of_call` take it."""
+    """Returns the call of a model with a batch, as `read_call` and `compute_scores` take it."""
 
     def call(read: Callable[[Any], tuple[Tensor, ...]]) -> Any:
         # Prepended, so that it runs before the hooks that gather full logits or capture the gradient of the outputs.
@@ -53,7 +53,7 @@ def hooked_call(model: Any, **batch: Any) -> Call:
     return call
 
 
-def scores_of_call(
+def compute_scores(
     model: Any,
     call: Call,
     targets: Tensor,
@@ -88,7 +88,7 @@ def scores_of_call(
     if pipeline is not None:
         # Checked on all stages: an error on the last stage alone would leave the others blocked.
         require_tokens(targets, model.config.get_text_config().vocab_size, "label", IGNORE_INDEX)
-    values = read_of_call(model, call, read)
+    values = read_call(model, call, read)
     return values[: len(field_names)], values[len(field_names)] if len(values) > len(field_names) else None
 
 
@@ -136,7 +136,7 @@ def token_log_probs(
     """
     sampling = Sampling(temperature, top_k, top_p)
     targets = next_tokens(labels)
-    (log_probs,), _ = scores_of_call(model, hooked_call(model, **batch), targets, (LOG_PROBS,), sampling)
+    (log_probs,), _ = compute_scores(model, hooked_call(model, **batch), targets, (LOG_PROBS,), sampling)
     return log_probs[:, :-1]
 
 
@@ -158,5 +158,5 @@ def token_statistics(
         `TokenStatistics`: `[batch, sequence - 1]` each.
     """
     sampling, field_names = Sampling(temperature, top_k, top_p), (LOG_PROBS, "entropy")
-    scores, _ = scores_of_call(model, hooked_call(model, **batch), next_tokens(labels), field_names, sampling)
+    scores, _ = compute_scores(model, hooked_call(model, **batch), next_tokens(labels), field_names, sampling)
     return TokenStatistics(*(value[:, :-1] for value in scores))

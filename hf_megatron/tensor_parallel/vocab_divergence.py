@@ -24,7 +24,7 @@ from ..losses.targets import IGNORE_INDEX
 from .head_gradients import HeadGradients
 from .local_parameters import local_view
 from .sampling import Sampling, ScoreOptions, reduce_over_vocabulary
-from .vocab_log_probs import DeferredLogits, logits_of_chunk
+from .vocab_log_probs import DeferredLogits, compute_chunk_logits
 from .vocab_parallel_head import VocabParallelHead
 
 
@@ -187,7 +187,7 @@ class _TokenDivergences(torch.autograd.Function):
                 chunk = slice(start, start + options.student.chunk_size)
                 x = hidden[chunk].to(options.student.dtype)
                 # Recomputed: [chunk, vocab / tp].
-                raw = logits_of_chunk(x, *heads[0]).detach().requires_grad_()
+                raw = compute_chunk_logits(x, *heads[0]).detach().requires_grad_()
                 with torch.enable_grad():
                     transformed = options.student.transform(raw)
                 # Log-probabilities [chunk, vocab / tp] of the local vocabulary entries.
@@ -222,7 +222,7 @@ def _heads(weight: Tensor, bias: Tensor | None, options: _Options) -> tuple[_Hea
 
 
 def _logits(hidden: Tensor, head: _Head, options: ScoreOptions) -> Tensor:
-    return options.scaled(options.transform(logits_of_chunk(hidden.to(options.dtype), *head)).float())
+    return options.scaled(options.transform(compute_chunk_logits(hidden.to(options.dtype), *head)).float())
 
 
 def _both(hidden: Tensor, of_teacher: Tensor, heads: tuple[_Head, _Head], options: _Options) -> tuple[Tensor, Tensor]:

@@ -135,7 +135,7 @@ def token_scores(
     return tuple(tokens.join(value.to(torch.float32)).to(value.dtype) for value in values)
 
 
-def logits_of_chunk(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def compute_chunk_logits(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Computes logits `[tokens, vocab / tp]` of `[tokens, hidden]`; without a head `x` are the logits."""
     return x if weight is None else F.linear(x, weight, bias)
 
@@ -207,7 +207,7 @@ class _TokenScores(torch.autograd.Function):
             for start in range(0, len(hidden), options.chunk_size):
                 # [chunk, hidden] -> [chunk, vocab / tp]
                 chunk = slice(start, start + options.chunk_size)
-                raw = logits_of_chunk(hidden[chunk].to(options.dtype), w, b)
+                raw = compute_chunk_logits(hidden[chunk].to(options.dtype), w, b)
                 logits = options.scaled(options.transform(raw).float())
                 if (floor := smallest_kept(logits, options)) is not None:
                     logits = logits.masked_fill(logits < floor.unsqueeze(-1), -torch.inf)
@@ -240,7 +240,7 @@ class _TokenScores(torch.autograd.Function):
             for start in range(0, len(hidden), options.chunk_size):
                 chunk = slice(start, start + options.chunk_size)
                 x = hidden[chunk].to(options.dtype)
-                logits = logits_of_chunk(x, w, b).detach().requires_grad_()
+                logits = compute_chunk_logits(x, w, b).detach().requires_grad_()
                 with torch.enable_grad():
                     transformed = options.transform(logits)
                 log_probs = options.scaled(transformed.detach().float())

@@ -123,7 +123,7 @@ class ShardedLogits(LateOutput):
             # `BatchLabels` hold the divisor of the loss; their own handler requests the sum.
             return NotImplemented
         logits = args[0] if args else None
-        if function is F.cross_entropy and isinstance(logits, cls) and _is_of_tokens(logits, *args[1:], **kwargs):
+        if function is F.cross_entropy and isinstance(logits, cls) and _is_token_loss(logits, *args[1:], **kwargs):
             # Models that call `CrossEntropyLoss()` themselves.
             return logits.cross_entropy(
                 args[1],
@@ -265,7 +265,7 @@ for _name in ("add", "radd", "sub", "rsub", "neg", "pow", "rtruediv", "matmul", 
     setattr(ShardedLogits, f"__{_name}__", _on_gathered(f"__{_name}__"))
 
 
-def _is_of_tokens(logits: ShardedLogits, target: Tensor, weight: Tensor | None = None, **options: Any) -> bool:
+def _is_token_loss(logits: ShardedLogits, target: Tensor, weight: Tensor | None = None, **options: Any) -> bool:
     """Returns whether `F.cross_entropy` is called for the mean or sum over class indices, one per token."""
     plain = weight is None and options.get("size_average") is None and options.get("reduce") is None
     rows = len(logits.leading) == 1 and target.dim() == 1 and not target.is_floating_point()

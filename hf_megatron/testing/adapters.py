@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..models.experts import find_experts, names_inside
 from ..models.spec import ModelSpec
-from .parity import TinyModel, best_draw, measured, result_of_fork
+from .parity import TinyModel, best_draw, measured, run_in_fork
 from .tiny_model import draw_parameters
 
 # In MoE models, PEFT maps these module names to the experts' weights, as older classes had a module per expert.
@@ -170,7 +170,7 @@ def adapted(tiny_model: TinyModel, method: str) -> TinyModel:
     if method not in METHODS:
         raise ConfigError(f"adapter {method!r}: expected one of {', '.join(METHODS)}.")
 
-    def folder_of(seed: int) -> Path:
+    def get_folder(seed: int) -> Path:
         return Path(tiny_model.directory, f"{method}_{seed}")
 
     def is_saved(seed: int) -> bool:
@@ -181,16 +181,16 @@ def adapted(tiny_model: TinyModel, method: str) -> TinyModel:
             return False
         wrapped = get_peft_model(model, config)
         draw_parameters(wrapped, seed, trained_only=True)
-        wrapped.save_pretrained(folder_of(seed))
+        wrapped.save_pretrained(get_folder(seed))
         return True
 
     def drawn(seed: int, best: float) -> TinyModel:
         # In a fork, because PEFT uses a GPU if there is one.
-        if not result_of_fork(lambda: is_saved(seed)):
+        if not run_in_fork(lambda: is_saved(seed)):
             return measured(replace(tiny_model, adapt=functools.partial(_with_prompts, method, seed)), best)
 
         def load(model: Any) -> Any:
-            return PeftModel.from_pretrained(model, folder_of(seed), is_trainable=True).get_base_model()
+            return PeftModel.from_pretrained(model, get_folder(seed), is_trainable=True).get_base_model()
 
         return measured(replace(tiny_model, adapt=load), best)
 

@@ -18,8 +18,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from ..models.modalities.images import SOUNDS, VIDEO_PIXELS, image_token, is_of_images
-from ..models.type_facts import facts_of
+from ..models.modalities.images import SOUNDS, VIDEO_PIXELS, image_token, is_image_argument
+from ..models.type_facts import get_type_facts
 from .tiny_config import full_config
 
 BASE_CLASSES = frozenset(
@@ -78,11 +78,11 @@ def _takes_audio(forward: Callable[..., Any]) -> bool:
     return not {*inspect.signature(forward).parameters}.isdisjoint(SOUNDS)
 
 
-def task_of_class(class_name: str, config: PreTrainedConfig) -> str:
+def get_class_task(class_name: str, config: PreTrainedConfig) -> str:
     """Returns the task whose batches fit a class, such as `"image"` for many `...ForConditionalGeneration` classes."""
-    if class_name in BASE_CLASSES and class_name != _class_of_images(config):
+    if class_name in BASE_CLASSES and class_name != _get_image_class(config):
         return "hidden_states"
-    is_of_images = _is_of_images(config) or (class_name == _class_of_images(config) and _takes_images(config))
+    is_image_argument = _is_image_type(config) or (class_name == _get_image_class(config) and _takes_images(config))
     is_masked = class_name == MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(config.model_type)
     if is_masked and class_name != MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):
         return "seq2seq" if config.is_encoder_decoder else "masked"
@@ -90,11 +90,11 @@ def task_of_class(class_name: str, config: PreTrainedConfig) -> str:
     is_of_speech = class_name == MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.get(config.model_type)
     if is_of_speech and _audio_class(config.model_type) is None:
         return "speech"
-    default = "seq2seq" if has_encoder else "image" if is_of_images else "causal"
+    default = "seq2seq" if has_encoder else "image" if is_image_argument else "causal"
     return next((task for part, task in _CLASS_TASKS.items() if part in class_name), default)
 
 
-def _class_of_images(config: PreTrainedConfig) -> str | None:
+def _get_image_class(config: PreTrainedConfig) -> str | None:
     class_name: str | None = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
     return class_name
 
@@ -104,15 +104,15 @@ def _takes_images(config: PreTrainedConfig) -> bool:
     return "vision_config" in config.to_dict() or image_token(full_config(config)) is not None
 
 
-def _is_of_images(config: PreTrainedConfig) -> bool:
+def _is_image_type(config: PreTrainedConfig) -> bool:
     """Returns whether a type reads images and has no separate class for text."""
-    image, text = _class_of_images(config), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    image, text = _get_image_class(config), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     return image is not None and text in (None, image) and _takes_images(config)
 
 
 def default_task(config: PreTrainedConfig) -> str:
     """Returns the task of the class that users of a type load: causal, if it has a text-only class."""
-    if _is_of_images(config):
+    if _is_image_type(config):
         return "image"
     class_name: str | None = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
     if class_name == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type) and config.model_type in audio_types():
@@ -125,22 +125,22 @@ def default_task(config: PreTrainedConfig) -> str:
     return "causal"
 
 
-def _class_of_text(config: PreTrainedConfig) -> str | None:
+def _get_text_class(config: PreTrainedConfig) -> str | None:
     """Returns the causal class of a type if transformers lists it for images only although it takes no images."""
     name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
     if name is None or not name.endswith("ForCausalLM") or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None
     arguments = inspect.signature(getattr(transformers, name).forward).parameters
-    return None if any(map(is_of_images, arguments)) else name
+    return None if any(map(is_image_argument, arguments)) else name
 
 
 def _part_with_causal_class(config: PreTrainedConfig) -> PreTrainedConfig | None:
     """Returns the sub-config that a type's causal class is built from, if Auto classes do not select it themselves."""
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    return None if name is None or "text_config" in config.sub_configs else _part_of_class(config, name)
+    return None if name is None or "text_config" in config.sub_configs else _get_class_config(config, name)
 
 
-def _part_of_class(config: PreTrainedConfig, class_name: str) -> PreTrainedConfig | None:
+def _get_class_config(config: PreTrainedConfig, class_name: str) -> PreTrainedConfig | None:
     """Returns the sub-config that a class is built from, or `None` if it takes the full config."""
     kind = getattr(getattr(transformers, class_name, None), "config_class", None)
     if kind is None or isinstance(config, kind):
@@ -148,7 +148,9 @@ def _part_of_class(config: PreTrainedConfig, class_name: str) -> PreTrainedConfi
     return next((part for part in vars(config).values() if isinstance(part, kind)), None)
 
 
-def case_of(config: PreTrainedConfig, task: str, class_name: str | None) -> tuple[PreTrainedConfig, str, str | None]:
+def resolve_case(
+    config: PreTrainedConfig, task: str, class_name: str | None
+) -> tuple[PreTrainedConfig, str, str | None]:
     """Returns the config or sub-config to check, the task, and the class if no Auto class finds it.
 
     Args:
@@ -157,11 +159,11 @@ def case_of(config: PreTrainedConfig, task: str, class_name: str | None) -> tupl
         class_name (`str`, *optional*): a transformers class, which determines the task.
     """
     if class_name is not None:
-        config = _part_of_class(config, class_name) or config
-        return config, task_of_class(class_name, config), class_name
+        config = _get_class_config(config, class_name) or config
+        return config, get_class_task(class_name, config), class_name
     if task == "audio":
         return config, task, _audio_class(config.model_type)
-    if task in ("causal", "image") and (of_text := _class_of_text(config)):
+    if task in ("causal", "image") and (of_text := _get_text_class(config)):
         return config, "causal", of_text
     if task != "causal":
         return config, task, None
@@ -171,7 +173,7 @@ def case_of(config: PreTrainedConfig, task: str, class_name: str | None) -> tupl
     return config, task, None
 
 
-def cases_of(models: list[str], task: str = "causal", *, given_class: bool = False) -> Iterator[tuple[str, str]]:
+def iter_cases(models: list[str], task: str = "causal", *, given_class: bool = False) -> Iterator[tuple[str, str]]:
     """Yields pairs of a model (type, folder or hub name) and the task that it is checked on.
 
     Args:
@@ -212,9 +214,9 @@ def _has_one_class(model_type: str) -> bool:
 Changes = Mapping[str, Any]
 
 
-def variants_of(model_type: str, class_name: str) -> list[Changes]:
+def list_variants(model_type: str, class_name: str) -> list[Changes]:
     """Returns the config changes to check in addition to a type's default, starting with the other weight tying."""
-    return [*_tying(model_type, class_name), *facts_of(model_type).variants]
+    return [*_tying(model_type, class_name), *get_type_facts(model_type).variants]
 
 
 def _tying(model_type: str, class_name: str) -> list[Changes]:

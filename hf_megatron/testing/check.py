@@ -21,12 +21,12 @@ from ..models.experts import find_experts
 from ..models.fingerprint import Features, describe_model
 from ..models.registry import registered_spec
 from ..models.spec import ModelSpec
-from ..models.type_facts import facts_of
+from ..models.type_facts import get_type_facts
 from ..models.verified import layout_kind, recorded_draw, tested_versions, write_results
 from ..parallelize import plan
 from ..pipeline_parallel.layers_per_stage import layers_with_features
 from .adapters import adapted
-from .cases import case_of, cases_of, variants_of
+from .cases import iter_cases, list_variants, resolve_case
 from .parity import UNBUILDABLE, TinyModel, check_tiny_model, make_tiny_model
 from .resolve_model import resolve_config
 from .rng_parity import check_draws
@@ -101,12 +101,12 @@ def check_models(
     """Checks the tiny model of each model on each layout; returns the results that `--record` writes.
 
     Args:
-        models (`list[str]`): model types, folders or hub names; `"all"` as in `cases_of`.
+        models (`list[str]`): model types, folders or hub names; `"all"` as in `iter_cases`.
         layouts (`list[MegatronConfig]`): layouts to check, see `parse_layouts`.
         class_name (`str`, *optional*): a transformers class instead of the task's Auto class.
         task (`str`, defaults to `"causal"`): a key of `TASKS`.
         changes (`Mapping`, *optional*): values to change in the models' configs.
-        variants (`bool`): also check the config variants of each type, see `variants_of`.
+        variants (`bool`): also check the config variants of each type, see `list_variants`.
         adapter (`str`, *optional*): a key of `adapters.METHODS`; the adapter is trained instead of the model's weights.
         timeout (`float`, defaults to 120.0): seconds for one model on one layout.
         device (`str`): device of the ranks, `"cpu"` or `"cuda"`; the reference is always measured on the CPU.
@@ -138,7 +138,7 @@ def check_models(
         device=device,
     )
     rows = []
-    for (model, _), outcome in in_forks(check, cases_of(models, task, given_class=class_name is not None), workers):
+    for (model, _), outcome in in_forks(check, iter_cases(models, task, given_class=class_name is not None), workers):
         try:
             results, said = outcome()
         except ConfigError as error:
@@ -169,7 +169,7 @@ def _check_case(
     check = functools.partial(_check_changed, model, task=task, layouts=layouts, class_name=class_name, **how)
     rows = check(changes=changes, echo=said.append)
     if variants and model in CONFIG_MAPPING and rows and rows[0]["class"] != "-":
-        for variant in variants_of(model, rows[0]["class"]):
+        for variant in list_variants(model, rows[0]["class"]):
             rows += check(changes=changes | dict(variant), echo=said.append)
     return rows, said
 
@@ -190,9 +190,9 @@ def _check_changed(
 ) -> list[dict[str, Any]]:
     """Returns the results of one model with changes in its config, one per layout."""
     if task == "audio":
-        changes = {**facts_of(model).audio, **changes}
+        changes = {**get_type_facts(model).audio, **changes}
     config = resolve_config(model, changes)
-    config, task, class_name = case_of(config, task, class_name)
+    config, task, class_name = resolve_case(config, task, class_name)
     if layers_with_features(config):
         # The first stage needs all layers after which image features are added, and one more.
         layers = max(layers, _LAYERS_WITH_FEATURES)

@@ -246,7 +246,7 @@ def _with_questions(canvas: Canvas, total: int, *frames: int) -> dict[str, Tenso
     }
 
 
-def tiles_of_rows(canvas: Canvas, counts: Sequence[int]) -> dict[str, Tensor]:
+def draw_sample_tiles(canvas: Canvas, counts: Sequence[int]) -> dict[str, Tensor]:
     """Returns the images of each sample as tiles in two aspect ratios.
 
     The pixels are `[batch, images, tiles, channels, height, width]`.

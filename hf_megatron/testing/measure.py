@@ -20,7 +20,7 @@ from ..data_parallel.distributed_optimizer import prepare_optimizer
 from ..data_parallel.grad_norm import gradient_norm
 from ..models.fingerprint import silence
 from ..models.modalities.sample_index import modality_names, multimodal_samples
-from ..models.type_facts import facts_of
+from ..models.type_facts import get_type_facts
 from ..parallel_state import parallel_state, unwrap_parallel_model
 
 # The default eps of AdamW turns round-off in gradients that are zero in exact arithmetic (key biases, for one) into
@@ -179,7 +179,7 @@ def _of_all_stages(local_tensors: dict[str, Tensor | None], mesh: ParallelMesh) 
     return merged
 
 
-def loss_of_batch(
+def compute_batch_loss(
     model: Any, batch: dict[str, Tensor], batches: int = 1, *, shared: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Returns the scalar loss of a batch divided by `batches`, for the backward of this rank and as a global value.
@@ -219,7 +219,7 @@ def _backward(model: nn.Module, batches: list[dict[str, Tensor]]) -> float:
         with contextlib.ExitStack() as stack:
             if index < len(batches) - 1 and "no_sync" in vars(unwrap_parallel_model(model)):
                 stack.enter_context(unwrap_parallel_model(model).no_sync())
-            loss, of_all_ranks = loss_of_batch(model, batch, len(batches))
+            loss, of_all_ranks = compute_batch_loss(model, batch, len(batches))
             loss.backward()
         total += of_all_ranks.item()
     return total
@@ -250,9 +250,9 @@ def measure(
     batches = on_device(batches, inner)
     model.eval()
     with torch.no_grad():
-        eval_loss = loss_of_batch(model, batches[0], shared=True)[1].item()
+        eval_loss = compute_batch_loss(model, batches[0], shared=True)[1].item()
     model.train()
-    for part in (*facts_of(inner.config.model_type).frozen, *(batch_norms(inner) if norms_are_frozen else ())):
+    for part in (*get_type_facts(inner.config.model_type).frozen, *(batch_norms(inner) if norms_are_frozen else ())):
         inner.get_submodule(part).eval()
     inner.zero_grad()
     loss = _backward(model, batches)

@@ -12,7 +12,7 @@ from ..models.modalities.audio import FRAMES_OF_TOKEN, audio_token
 from ..models.modalities.images import PIXELS, PLACES, SOUNDS, VIDEO_PIXELS, image_token
 from ..models.modalities.videos import video_token
 from .audio_inputs import audio_inputs
-from .image_inputs import Canvas, image_forms, tiles_of_rows, video_form
+from .image_inputs import Canvas, draw_sample_tiles, image_forms, video_form
 from .tiny_model import plain_tokens
 
 # Number of images per sample, repeated cyclically.
@@ -177,7 +177,7 @@ def _with_audio_clips(
     for audio_clips in audio_inputs(model.config, argument_names, sum(counts), generator):
         clips = [{name: value[clip : clip + 1] for name, value in audio_clips.items()} for clip in range(sum(counts))]
         # Every other clip is shorter.
-        of_length = [_tokens_of_clip(model, clip, token, generator) for clip in clips[:2]]
+        of_length = [_count_clip_tokens(model, clip, token, generator) for clip in clips[:2]]
         sizes = [of_length[clip % 2] for clip in range(len(clips))]
         left = iter(_Piece(3, token, (size,)) for size in sizes)
         yield (
@@ -186,7 +186,7 @@ def _with_audio_clips(
         )
 
 
-def _tokens_of_clip(model: Any, clip: Mapping[str, Tensor], token: int | None, generator: torch.Generator) -> int:
+def _count_clip_tokens(model: Any, clip: Mapping[str, Tensor], token: int | None, generator: torch.Generator) -> int:
     """Returns the number of placeholders with which the model accepts a clip, or 1 if there is none.
 
     In the latter case the model will reject the batch.
@@ -225,7 +225,7 @@ def _images(model: Any, counts: Sequence[int], generator: torch.Generator) -> tu
     canvas, argument_names = Canvas(model.config, generator), {*inspect.signature(model.forward).parameters}
     if "aspect_ratio_ids" in argument_names:
         # Cross-attention layers read the images; each image has one token in the text.
-        return tiles_of_rows(canvas, counts), [1] * sum(counts)
+        return draw_sample_tiles(canvas, counts), [1] * sum(counts)
     named = [(part, name) for part in (model, model.base_model) for name in _FEATURES if name in dir(type(part))]
     if not named:
         # The config may have the number of features; else there are none in the text.

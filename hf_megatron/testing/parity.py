@@ -21,9 +21,9 @@ from ..core.fork_harness import run_forks, run_ranks
 from ..data_parallel.batch_norm import batch_norms, splits_batches
 from ..models.fingerprint import Description, Part, describe_model
 from ..models.modalities.audio import is_audio
-from ..models.modalities.images import PIXELS, image_token, is_of_images
-from ..models.modalities.videos import is_of_videos
-from ..models.type_facts import facts_of
+from ..models.modalities.images import PIXELS, image_token, is_image_argument
+from ..models.modalities.videos import is_video_argument
+from ..models.type_facts import get_type_facts
 from ..models.verification_gate import ConfigUnderTest
 from .measure import Measurement, measure
 from .multimodal_batch import make_multimodal_batch
@@ -86,7 +86,7 @@ class TinyModel:
     @property
     def modalities(self) -> tuple[str, ...]:
         """Modalities of the batches besides text: `"images"`, `"videos"`, `"audio"`."""
-        of_kinds = {"images": is_of_images, "videos": is_of_videos, "audio": is_audio}
+        of_kinds = {"images": is_image_argument, "videos": is_video_argument, "audio": is_audio}
         names = {name for batch in self.batches for name in batch}
         return tuple(kind for kind, belongs in of_kinds.items() if any(map(belongs, names)))
 
@@ -128,14 +128,14 @@ def make_tiny_model(
     build_full = functools.partial(build, full_config(config), task, class_name)
     with torch.device("meta"):
         full = describe_model(build_full())
-    tiny = tiny_config(config, min_layers, one_of_each_kind(full))
+    tiny = tiny_config(config, min_layers, find_required_layers(full))
     text = tiny.get_text_config()
     if task == "classification" and text.pad_token_id is None:
         # Decoders classify at the last non-padding token, so they need a padding token.
         changes = {"pad_token_id": 0, **(changes or {})}
     for name, value in (changes or {}).items():
         setattr(text, name, value)
-    length = max(sequence_length, facts_of(config.model_type).min_row_length)
+    length = max(sequence_length, get_type_facts(config.model_type).min_row_length)
     sizes = {"batch_size": batch_size, "sequence_length": length}
     best, others = best_draw(
         lambda draw, best: _draw(tiny, task, class_name, microbatches, seed + draw, sizes, best), known_draw
@@ -178,7 +178,7 @@ def build(config: PreTrainedConfig, task: str, class_name: str | None = None) ->
     return builder(config) if class_name else builder.from_config(config)
 
 
-def one_of_each_kind(full: Description) -> frozenset[int]:
+def find_required_layers(full: Description) -> frozenset[int]:
     """Returns the index of the first layer of each kind in the full model, which the tiny model has to keep."""
     first: dict[Part, int] = {}
     for layer, part in full.layers({}).items():
@@ -225,18 +225,18 @@ def _draw(
 
 def measured(tiny_model: TinyModel, best: float = math.inf) -> TinyModel:
     """Measures the reference of a tiny model in a fork of this process; `best` as in `take_reference`."""
-    tiny_model.reference = result_of_fork(lambda: take_reference(tiny_model, best=best))
+    tiny_model.reference = run_in_fork(lambda: take_reference(tiny_model, best=best))
     tiny_model.frozen_norms = None
     return tiny_model
 
 
 def _measured_with_frozen_norms(tiny_model: TinyModel) -> Measurement:
     if tiny_model.frozen_norms is None:
-        tiny_model.frozen_norms = result_of_fork(lambda: take_reference(tiny_model, norms_are_frozen=True))
+        tiny_model.frozen_norms = run_in_fork(lambda: take_reference(tiny_model, norms_are_frozen=True))
     return tiny_model.frozen_norms
 
 
-def result_of_fork(function: Callable[[], Any]) -> Any:
+def run_in_fork(function: Callable[[], Any]) -> Any:
     """Returns the result of a function that is called in a fork of this process; it must be picklable.
 
     A backward in this process would make torch start a thread for each GPU, and so would a CUDA tensor: no later fork

@@ -26,7 +26,7 @@ def resolve_config(model: str, changes: Mapping[str, Any] | None = None) -> PreT
     if model.startswith((".", os.sep)) and not Path(model).exists():
         raise ConfigError(f"MODEL = {model!r}: the folder does not exist.")
     try:
-        config = CONFIG_MAPPING[model]() if known else read_config(_folder_of(model))
+        config = CONFIG_MAPPING[model]() if known else read_config(_get_folder(model))
     except CheckpointError as error:
         raise ConfigError(f"MODEL = {model!r} has no readable config: {error}") from error
     except Exception as error:  # noqa: BLE001 - whatever keeps the Hub's file from being fetched
@@ -39,7 +39,7 @@ def resolve_config(model: str, changes: Mapping[str, Any] | None = None) -> PreT
         raise ConfigError(f"{model} with {dict(changes)}: {error}") from error
 
 
-def _folder_of(model: str) -> str | Path:
+def _get_folder(model: str) -> str | Path:
     """Returns a local folder unchanged, or the cache folder of a hub model's config.json."""
     return model if Path(model).exists() else Path(hf_hub_download(model, CONFIG)).parent
 

@@ -20,7 +20,7 @@ from ..errors import RankError
 from ..models.fingerprint import is_rate, random_sites
 from ..models.verification_gate import ConfigUnderTest
 from ..parallel_state import parallel_state
-from .measure import loss_of_batch, on_device
+from .measure import compute_batch_loss, on_device
 from .parity import UNBUILDABLE, TinyModel
 
 # A site may draw one number per layer: at this rate, ranks with different RNG states disagree half of the time.
@@ -185,7 +185,7 @@ def _trained(model: Any, batches: list[dict[str, Any]]) -> tuple[frozenset[str],
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for batch in on_device(batches, model):
-        loss_of_batch(model, batch)[0].backward()
+        compute_batch_loss(model, batch)[0].backward()
     optimizer.step()
     return random_sites(model), _replicated(model)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .audio_inputs import audio_inputs
-from .tiny_model import labels_of_decoder, plain_tokens
+from .tiny_model import mask_labels, plain_tokens
 
 _MASK = "attention_mask"
 # Exceptions that models raise for clips in an unsupported format.
@@ -35,7 +35,7 @@ def make_speech_batch(
     argument_names = {*inspect.signature(model.forward).parameters}
     tokens = plain_tokens(model.config)
     labels = tokens[torch.randint(len(tokens), (batch_size, sequence_length - 2), generator=generator)]
-    labels = labels_of_decoder(labels, model.config, generator, padding=sequence_length // 4)
+    labels = mask_labels(labels, model.config, generator, padding=sequence_length // 4)
     if (books := getattr(model.config, "num_codebooks", None)) is not None:
         return _in_codebooks(model.config, books, labels, generator)
     problems: list[str] = []

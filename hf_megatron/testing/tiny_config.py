@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ..models.fingerprint import is_rate
-from ..models.type_facts import IMAGE_CODES, facts_of
+from ..models.type_facts import IMAGE_CODES, get_type_facts
 
 VOCAB_SIZE = 131
 
@@ -189,7 +189,7 @@ def full_config(config: PreTrainedConfig) -> PreTrainedConfig:
     new = {name: full_config(part).to_dict() for name, part in parts.items()}
     new = {name: part for name, part in new.items() if part != parts[name].to_dict()}
     # Copied because a config may modify its values in place, and several types share them.
-    overrides = copy.deepcopy(facts_of(config.model_type).defaults)
+    overrides = copy.deepcopy(get_type_facts(config.model_type).defaults)
     if all(values.get(name) == default.get(name) for name in overrides):
         new |= overrides
     return type(config).from_dict({**values, **new}) if new else config
@@ -228,8 +228,8 @@ def tiny_config(config: PreTrainedConfig, min_layers: int = 2, keep: frozenset[i
     if halved := values.get("downsample_channels"):
         # After the strided convolutions, the number of patches is the same as in other encoders.
         tiny["image_size"] = min(values["image_size"], tiny["image_size"] * 2 ** len(halved))
-    if values.get("num_position_embeddings") and values["num_position_embeddings"] == _patches_of_image(values):
-        tiny["num_position_embeddings"] = _patches_of_image(tiny)
+    if values.get("num_position_embeddings") and values["num_position_embeddings"] == _count_image_patches(values):
+        tiny["num_position_embeddings"] = _count_image_patches(tiny)
     if values.get("intermediate_layers_indices") and "vision_output_dim" in values:
         # Concatenated outputs of these layers and of the last one.
         tiny["vision_output_dim"] = tiny["hidden_size"] * (len(tiny["intermediate_layers_indices"]) + 1)
@@ -237,7 +237,7 @@ def tiny_config(config: PreTrainedConfig, min_layers: int = 2, keep: frozenset[i
         # Sizes of tiled images; a tile has the image size of the encoder.
         full, tile = config.vision_config.image_size, values["vision_config"]["image_size"]
         tiny["image_grid_pinpoints"] = [[side * tile // full for side in size] for size in sizes]
-    return type(config).from_dict({**tiny, **copy.deepcopy(facts_of(config.model_type).tiny), "dtype": "float32"})
+    return type(config).from_dict({**tiny, **copy.deepcopy(get_type_facts(config.model_type).tiny), "dtype": "float32"})
 
 
 def tiny_reads(read: int | Sequence[int], num_layers: int, num_tiny: int) -> int | list[int]:
@@ -256,7 +256,7 @@ def _merged_width(values: Mapping[str, Any]) -> int | None:
     return vision["hidden_size"] * vision["merge_size"] ** 2 if {"hidden_size", "merge_size"} <= vision.keys() else None
 
 
-def _patches_of_image(values: Mapping[str, Any]) -> int | None:
+def _count_image_patches(values: Mapping[str, Any]) -> int | None:
     """Returns the number of patches of a `[height, width]` image size in a config's values, or `None`."""
     size, patch = values.get("image_size"), values.get("patch_size")
     return math.prod(side // patch for side in size) if isinstance(size, list | tuple) and patch else None

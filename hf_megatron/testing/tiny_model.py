@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ..models.type_facts import facts_of
+from ..models.type_facts import get_type_facts
 from .tiny_config import _SPECIAL_TOKENS
 
 # Supported tasks and the Auto class of each.
@@ -108,7 +108,7 @@ def make_batch(
         batch["token_type_ids"] = torch.stack(kinds, -1)
     if entities := getattr(config, "entity_vocab_size", None):
         batch |= _draw_entities(batch_size, entities, generator)
-    if facts_of(config.model_type).reads_codebooks:
+    if get_type_facts(config.model_type).reads_codebooks:
         # A codebook dim of its own: `[batch * codebooks, sequence]` could not be split into microbatches.
         books = [draw_tokens(sequence_length) for _ in range(cast(int, config.num_codebooks))]
         batch["input_ids"] = input_ids = torch.stack(books, 1)
@@ -134,18 +134,18 @@ def make_batch(
     # Decoder and encoder lengths differ, so that mixing them up fails.
     labels = draw_tokens(sequence_length - 2) if task == "seq2seq" else input_ids.clone()
     if task == "seq2seq":
-        if facts_of(config.model_type).needs_decoder_inputs:
+        if get_type_facts(config.model_type).needs_decoder_inputs:
             batch["decoder_input_ids"] = labels.roll(1, 1)
-        return batch | {"labels": labels_of_decoder(labels, config, generator, padding=num_padding)}
+        return batch | {"labels": mask_labels(labels, config, generator, padding=num_padding)}
     if task == "token_classification":
         labels = torch.randint(cast(int, config.num_labels), labels.shape, generator=generator)
-    if facts_of(config.model_type).reads_codebooks:
+    if get_type_facts(config.model_type).reads_codebooks:
         labels, attention_mask = labels.transpose(1, 2), attention_mask[..., None]
     ignored = torch.rand(labels.shape, generator=generator) < (0.6 if task == "masked" else 0.1)
     ignored |= attention_mask == 0
     if batch_size > 1:
         ignored[1] = True
-        ignored[1, 0] &= not facts_of(config.model_type).needs_a_label
+        ignored[1, 0] &= not get_type_facts(config.model_type).needs_a_label
     return batch | {"labels": labels.masked_fill(ignored, -100)}
 
 
@@ -165,13 +165,13 @@ def _draw_entities(batch_size: int, vocabulary: int, generator: torch.Generator)
     }
 
 
-def labels_of_decoder(labels: Tensor, config: PreTrainedConfig, generator: torch.Generator, *, padding: int) -> Tensor:
+def mask_labels(labels: Tensor, config: PreTrainedConfig, generator: torch.Generator, *, padding: int) -> Tensor:
     """Masks random labels `[batch, sequence]`, the last `padding` labels of the last sequence and all of the second."""
     ignored = torch.rand(labels.shape, generator=generator) < 0.1
     ignored[-1, -padding:] = True
     if len(labels) > 1:
         ignored[1] = True
-        ignored[1, 0] &= not facts_of(config.model_type).needs_a_label
+        ignored[1, 0] &= not get_type_facts(config.model_type).needs_a_label
     return labels.masked_fill(ignored, -100)
 
 

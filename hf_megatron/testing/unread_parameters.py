@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 
 from transformers import PreTrainedConfig
 
-from ..models.type_facts import facts_of
+from ..models.type_facts import get_type_facts
 
 # Cross-attention of a decoder whose class has no encoder.
 _CROSS_ATTENTION = {r"\.(encoder_attn|crossattention|cross_attn)\w*\.": "reads an encoder: compared without one"}
@@ -18,8 +18,10 @@ def without_gradient(config: PreTrainedConfig, modalities: Collection[str] = ())
         modalities (`Collection[str]`): modalities of the batches besides text: `"images"`, `"videos"`, `"audio"`.
     """
     parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
-    known = {name: why for part in (config, *parts) for name, why in facts_of(part.model_type).no_gradient.items()}
-    of_media = facts_of(config.model_type).no_gradient_without
+    known = {
+        name: why for part in (config, *parts) for name, why in get_type_facts(part.model_type).no_gradient.items()
+    }
+    of_media = get_type_facts(config.model_type).no_gradient_without
     unread = {name: why for medium, of in of_media.items() if medium not in modalities for name, why in of.items()}
     has_encoder = getattr(config, "is_decoder", False) or type(config)().is_encoder_decoder
     alone = _CROSS_ATTENTION if has_encoder and not config.is_encoder_decoder else {}

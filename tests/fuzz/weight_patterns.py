@@ -134,8 +134,8 @@ def _names(loop: Loop) -> None:
 def _two_optimizers(loop: Loop) -> None:
     matrices = [parameter for parameter in loop.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in loop.parameters() if parameter.dim() < 2]
-    loop.optimizer = loop.prepare(loop.optimizer_of(matrices))
-    loop.kept["second"] = loop.prepare(loop.optimizer_of(others))
+    loop.optimizer = loop.prepare(loop.get_optimizer_state(matrices))
+    loop.kept["second"] = loop.prepare(loop.get_optimizer_state(others))
 
 
 def _step_both(loop: Loop) -> None:

@@ -263,7 +263,7 @@ class Bleu(evaluate.Metric):
 """
 
 
-def arguments_of(name: str, folder: Path, output: Path, dp_size: int) -> list[str]:
+def get_arguments(name: str, folder: Path, output: Path, dp_size: int) -> list[str]:
     """The command line of a script, for ranks that together see the batches of one process."""
     settings = SETTINGS | {
         "output_dir": output,
@@ -316,11 +316,11 @@ def compare(script: Path, folder: Path, text: str, expected=None, *, launched: b
     layouts = {"one": None, text: next(iter(parse_layouts(text)), None)}
     if expected is None:
         one = folder / f"{script.stem}-one{kind}"
-        [log] = run_ranks(run, 1, script, [*arguments_of(case, folder, one, 1), *flags], folder, timeout=600)
+        [log] = run_ranks(run, 1, script, [*get_arguments(case, folder, one, 1), *flags], folder, timeout=600)
         expected = log, weights_of(one)
     layout = layouts[text]
     output = folder / f"{script.stem}-{text}{kind}{'-launched' * launched}"
-    arguments = [*arguments_of(case, folder, output, layout.dp_size or 1), *flags]
+    arguments = [*get_arguments(case, folder, output, layout.dp_size or 1), *flags]
     ranks = layout.ranks_per_replica * (layout.dp_size or 1)
     [found, *_] = run_ranks(run, ranks, script, arguments, folder, layout, launched, timeout=600)
     assert [entry.keys() for entry in found] == [entry.keys() for entry in expected[0]], (found, expected[0])

@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING
 from trl import DPOTrainer, GRPOConfig, GRPOTrainer, SFTTrainer
 
 from hf_megatron import MegatronConfig, token_kl_divergences, token_log_probs
-from hf_megatron.context_parallel.flash import flash_backward_of_joined, flash_forward_of_joined
+from hf_megatron.context_parallel.flash import flash_varlen_backward, flash_varlen_forward
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.spans import bubble_share
 from hf_megatron.models.verification_gate import ConfigUnderTest
@@ -204,8 +204,8 @@ def test_flash_of_joined_blocks(causal, heads, width):
         q, k, v, gradient = (torch.randn(300, count, width, device="cuda") for count in (4, heads, heads, 4))
         low = [tensor.bfloat16() for tensor in (q, k, v)]
         options = {"edges": (places, places), "causal": causal, "scale": 0.2}
-        out, lse = flash_forward_of_joined(*low, **options)
-        found = flash_backward_of_joined(gradient.bfloat16(), *low, out, lse, **options)
+        out, lse = flash_varlen_forward(*low, **options)
+        found = flash_varlen_backward(gradient.bfloat16(), *low, out, lse, **options)
         precise = [tensor.double().requires_grad_() for tensor in low]
         outs, sums = [], []
         for start, stop in zip(places, places[1:], strict=False):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ...compat.torch_dtensor import blocks_of_shard, dtensor_from_local, local_tensor, split_dim
+from ...compat.torch_dtensor import count_shard_blocks, dtensor_from_local, local_tensor, split_dim
 from ...errors import ConfigError, UnsupportedError
 from ..mesh import is_weight_axis
 from .collectives import bounds
@@ -34,12 +34,12 @@ def placed_gradient(parameter: Tensor) -> Tensor | None:
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         # The gradient was computed by the training loop and not by backward.
-        parameter.grad = dtensor_from_local(shard_like(full_tensor_of(gradient), parameter), parameter)
+        parameter.grad = dtensor_from_local(shard_like(gather_full_tensor(gradient), parameter), parameter)
     return parameter.grad
 
 
 @torch.no_grad()
-def full_tensor_of(tensor: Tensor) -> Tensor:
+def gather_full_tensor(tensor: Tensor) -> Tensor:
     """Returns a full copy `[...]` of a tensor on every rank of its mesh; collective."""
     if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
         # Partial sums are all-reduced by torch; the block arithmetic below only applies to shards.
@@ -123,7 +123,7 @@ def _held(tensor: DTensor) -> list[list[_Range]]:
                 "first."
             )
         # FSDP2's strided placement describes the splits of the other axes; here these have been applied already.
-        groups = 1 if by_fsdp else blocks_of_shard(placement)
+        groups = 1 if by_fsdp else count_shard_blocks(placement)
         dim = split_dim(placement)
         length = sum(stop - start for start, stop in held[dim]) // groups
         # Uneven sizes follow `torch.chunk`, within each of the blocks.

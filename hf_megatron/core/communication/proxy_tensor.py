@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...compat.torch_dtensor import ask_subclass_of_dtensor, local_tensor
+from ...compat.torch_dtensor import local_tensor, register_dtensor_subclass
 
 
 class ProxyTensor(Tensor):
@@ -36,7 +36,7 @@ class ProxyDTensor(ProxyTensor, DTensor):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        ask_subclass_of_dtensor(cls)
+        register_dtensor_subclass(cls)
 
     def to_local(self, **kwargs: Any) -> Tensor:
         return self.clone().to_local(**kwargs)  # type: ignore[attr-defined]

@@ -53,7 +53,7 @@ _WAITING = (
 _LIBRARIES = ("torch", "hf_megatron", "transformers", "accelerate", "trl", "peft", "contextlib", "threading", "runpy")
 
 
-def _is_part_of(frame: FrameType, packages: tuple[str, ...]) -> bool:
+def _is_in_packages(frame: FrameType, packages: tuple[str, ...]) -> bool:
     name = str(frame.f_globals.get("__name__", "?"))
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
@@ -74,19 +74,21 @@ def operation(frames: list[FrameType]) -> str | None:
     Example: `all_reduce over mesh_tp in RowParallelLinear.forward (a.py:3)`.
     """
     # Skip torch's operator frames and context managers between a collective and its caller.
-    inner = next((index for index, frame in enumerate(frames) if not _is_part_of(frame, ("torch._ops",))), 0)
-    if not frames or not _is_part_of(frames[inner], _COMMUNICATION):
+    inner = next((index for index, frame in enumerate(frames) if not _is_in_packages(frame, ("torch._ops",))), 0)
+    if not frames or not _is_in_packages(frames[inner], _COMMUNICATION):
         return None
     outer = inner
-    while outer < len(frames) and _is_part_of(frames[outer], (*_COMMUNICATION, "torch")):
+    while outer < len(frames) and _is_in_packages(frames[outer], (*_COMMUNICATION, "torch")):
         outer += 1
-    run = [frame for frame in frames[inner:outer] if _is_part_of(frame, _COMMUNICATION)]
-    calls = [frame for frame in run if _is_part_of(frame, ("torch.distributed",)) and frame.f_code.co_name != "wrapper"]
+    run = [frame for frame in frames[inner:outer] if _is_in_packages(frame, _COMMUNICATION)]
+    calls = [
+        frame for frame in run if _is_in_packages(frame, ("torch.distributed",)) and frame.f_code.co_name != "wrapper"
+    ]
     name = _name(calls[-1] if calls else run[0])
     groups = [group_description(frame.f_locals.get("group")) for frame in run]
     group = next((description for description in groups if description), None)
     over = f" over {group}" if group else ""
-    callers = [frame for frame in [*run, *frames[outer : outer + 1]] if _is_part_of(frame, ("hf_megatron",))]
+    callers = [frame for frame in [*run, *frames[outer : outer + 1]] if _is_in_packages(frame, ("hf_megatron",))]
     # The calling function of this library is more informative than the caller of backward.
     caller = callers[-1] if callers else frames[outer] if outer < len(frames) else None
     return f"{name}{over}{f' in {_name(caller)}' if caller else ''}{_user_line(frames)}"
@@ -95,9 +97,9 @@ def operation(frames: list[FrameType]) -> str | None:
 def is_in_communication(frame: FrameType) -> bool:
     """Returns whether a stack's innermost frame, ignoring torch's operator frames, is in a collective."""
     inner: FrameType | None = frame
-    while inner is not None and _is_part_of(inner, ("torch._ops",)):
+    while inner is not None and _is_in_packages(inner, ("torch._ops",)):
         inner = inner.f_back
-    return inner is not None and _is_part_of(inner, _WAITING)
+    return inner is not None and _is_in_packages(inner, _WAITING)
 
 
 def where(frame: FrameType) -> str:
@@ -107,7 +109,7 @@ def where(frame: FrameType) -> str:
 
 def _user_line(frames: list[FrameType]) -> str:
     """Returns the innermost line outside the libraries."""
-    lines = ((frame.f_code.co_filename, frame.f_lineno) for frame in frames if not _is_part_of(frame, _LIBRARIES))
+    lines = ((frame.f_code.co_filename, frame.f_lineno) for frame in frames if not _is_in_packages(frame, _LIBRARIES))
     return next((f" ({os.path.basename(file)}:{number})" for file, number in lines), "")
 
 
@@ -215,7 +217,7 @@ class RankWatchdog(threading.Thread):
             # Another rank has failed; the store may be gone.
             if not self._leaving and time.monotonic() - self._first_seen_at > _GRACE_SECONDS:
                 self._leaving = True
-                self._say(self._because_of(self._first, None))
+                self._say(self._describe_cause(self._first, None))
                 self._leave(1)
             return
         self._beats += 1
@@ -350,7 +352,7 @@ class RankWatchdog(threading.Thread):
         first, report["cause"] = self._cause()
         # Print before reporting: launchers terminate the other ranks as soon as one has failed.
         if first is not None:
-            self._say(self._because_of(first, waits))
+            self._say(self._describe_cause(first, waits))
         else:
             show()
             self._say(f"rank {self.rank} was waiting in {waits} {_after(self.steps)}. {report['cause']}")
@@ -365,7 +367,7 @@ class RankWatchdog(threading.Thread):
         show()
         self._say(f"rank {self.rank} failed {_after(self.steps)}: {report['error']}\nThe other ranks are notified.")
         if first["rank"] != self.rank:
-            self._say(self._because_of(first, None))
+            self._say(self._describe_cause(first, None))
 
     def _report(self, report: dict[str, Any]) -> dict[str, Any]:
         """Stores the report; returns the report of the rank that failed first."""
@@ -404,7 +406,7 @@ class RankWatchdog(threading.Thread):
                 lines.append(f"Rank {rank} {verb} {beat['at']}, {_after(beat['steps'])}.")
         return " ".join(lines)
 
-    def _because_of(self, first: dict[str, Any], waits: str | None) -> str:
+    def _describe_cause(self, first: dict[str, Any], waits: str | None) -> str:
         where = f"It was waiting in {waits}.\n" if waits else ""
         if first["cause"]:
             what = f"{first['cause']} Rank {first['rank']} detected this first, {_after(first['steps'])}."

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ...compat.torch_autograd import returns_view, writes_to
 from ...compat.torch_dtensor import local_tensor
 from ...errors import UnsupportedError
-from .full_tensor import copy_local_shard, full_tensor_of
+from .full_tensor import copy_local_shard, gather_full_tensor
 from .proxy_tensor import ProxyDTensor, ProxyTensor
 
 
@@ -32,7 +32,7 @@ class Whole:
     def __init__(
         self,
         source: Tensor,
-        read: Callable[[Any], Tensor] = full_tensor_of,
+        read: Callable[[Any], Tensor] = gather_full_tensor,
         write: Callable[[Tensor, Any], None] = copy_local_shard,
     ):
         self.source, self._read, self._write = source, read, write
@@ -127,4 +127,4 @@ class _WrittenBackDTensor(WrittenBack, ProxyDTensor):
 def _plain(tensor: Tensor) -> Tensor:
     if isinstance(tensor, WrittenBack):
         return tensor.value
-    return full_tensor_of(tensor) if isinstance(tensor, DTensor) else tensor
+    return gather_full_tensor(tensor) if isinstance(tensor, DTensor) else tensor

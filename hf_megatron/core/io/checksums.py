@@ -70,7 +70,7 @@ class NewFile:
             if self._digest is not None:
                 raise CheckpointError(f"{self.path}: got bytes for offset {at}, expected offset {self.size}.")
             self.size = at
-        return sum(self.write(block) for block in _bytes_of(tensor))
+        return sum(self.write(block) for block in _iter_bytes(tensor))
 
     def _put(self, block: memoryview) -> None:
         while block:
@@ -105,7 +105,7 @@ class NewFile:
             self._file.close()
 
 
-def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
+def _iter_bytes(tensor: Tensor) -> Iterator[memoryview]:
     flat = tensor.detach().reshape(-1)
     for part in flat.split(CHUNK // flat.element_size()):
         if part.numel():
@@ -115,7 +115,7 @@ def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
 def hash_tensor(tensor: Tensor) -> str:
     """Hashes this rank's local shard of a tensor of any shape."""
     digest = blake3()
-    for chunk in _bytes_of(local_tensor(tensor)):
+    for chunk in _iter_bytes(local_tensor(tensor)):
         digest.update(chunk)
     return digest.hexdigest()
 

@@ -113,10 +113,10 @@ def read_strided(file: DataFile, begin: int, first: int, stride: tuple[int, ...]
     if not out.numel():
         return
     if stride == row_major(out.shape) and out.is_contiguous():
-        file.read_into(bytes_of(out), place)
+        file.read_into(view_as_bytes(out), place)
     elif span * out.element_size() <= CHUNK or not out.dim():
         part = torch.empty(span, dtype=out.dtype)
-        file.read_into(bytes_of(part), place)
+        file.read_into(view_as_bytes(part), place)
         out.copy_(part.as_strided(out.shape, stride))
     else:
         # Split along the dim with the largest extent into at least two steps, so that each span is smaller.
@@ -137,6 +137,6 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(steps))
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def view_as_bytes(tensor: Tensor) -> memoryview:
     """Returns the memory of a contiguous CPU tensor of any shape."""
     return tensor.view(-1).view(torch.uint8).numpy().data

@@ -19,7 +19,7 @@ from ...errors import CheckpointError
 from ..text import safe_repr
 from .buffer_pool import FRESH, Memory
 from .checksums import NewFile
-from .random_access_file import DataFile, bytes_of
+from .random_access_file import DataFile, view_as_bytes
 
 # dtype -> its name in a header.
 DTYPES = {
@@ -234,7 +234,7 @@ class SafetensorsFile:
         location = self.locations[name]
         out = memory.empty(location.shape, location.dtype)
         if out.numel():
-            self._file.read_into(bytes_of(out), location.start)
+            self._file.read_into(view_as_bytes(out), location.start)
         return out
 
     def close(self) -> None:

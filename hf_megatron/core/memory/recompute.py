@@ -62,7 +62,7 @@ def _recompute_cores(model: nn.Module) -> None:
             f"recompute='selective': {type(model).__name__} has no attention core to recompute. Use recompute='full'."
         )
     for name, module in cores:
-        if _core_of(module) is None:
+        if _get_core(module) is None:
             RecomputedCore(name).install(module)
 
 
@@ -106,12 +106,12 @@ def _is_training(module: nn.Module) -> bool:
     return module.training and torch.is_grad_enabled()
 
 
-def _core_of(module: nn.Module) -> RecomputedCore | None:
+def _get_core(module: nn.Module) -> RecomputedCore | None:
     return vars(module).get("_hf_megatron_core")
 
 
 def _dispatch(core: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    recomputed = _core_of(module)
+    recomputed = _get_core(module)
     if recomputed is None:
         return core(module, *args, **kwargs)
     return recomputed.run(core, module, args, kwargs)

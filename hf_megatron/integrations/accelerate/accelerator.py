@@ -20,7 +20,7 @@ from ...core.runtime import RUNTIME
 from ...errors import ConfigError, UnsupportedError
 from .environment import _INTERNAL, _is_launched, config_from_environment, job_world_size
 from .launch_keys import FIELD_PREFIX
-from .plugin import config_of_plugin, is_ours, layout_of_models, parallelism_config, replicas
+from .plugin import get_latest_layout, get_plugin_config, is_ours, parallelism_config, replicas
 from .process_group import ensure_process_group
 
 
@@ -35,8 +35,8 @@ def init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
     arguments = dict(inspect.signature(original).bind(self, *args, **kwargs).arguments)
     del arguments["self"]
     by_plugin = arguments.get("megatron_lm_plugin") is not None
-    of_models = layout_of_models()
-    config = config_of_plugin(arguments.get("megatron_lm_plugin"))
+    of_models = get_latest_layout()
+    config = get_plugin_config(arguments.get("megatron_lm_plugin"))
     if config is not None:
         del arguments["megatron_lm_plugin"]
     elif of_models is None:
@@ -73,7 +73,7 @@ def _with_data(arguments: dict[str, Any]) -> dict[str, Any]:
     layout = arguments["parallelism_config"]
     configuration = arguments.get("dataloader_config")
     if configuration is None:
-        configuration = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=_seed_of_first_rank())
+        configuration = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=_broadcast_seed())
     if layout.tp_size > 1 and layout.dp_shard_size > 1:
         if configuration.dispatch_batches:
             raise UnsupportedError(
@@ -90,7 +90,7 @@ def _with_data(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def _seed_of_first_rank() -> int:
+def _broadcast_seed() -> int:
     import torch
     import torch.distributed as dist
 

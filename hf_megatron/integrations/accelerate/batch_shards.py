@@ -19,7 +19,7 @@ def begin(original: Callable, self: Any) -> None:
     """
     original(self)
     vars(self.gradient_state).pop(_ENDED, None)
-    shard = None if data_parallel_group() is None else shard_of(self)
+    shard = None if data_parallel_group() is None else find_batch_shard(self)
     if shard is None or shard.batch_size is None or type(shard.batch_sampler) is not BatchSampler:
         return
     sampler = shard.batch_sampler.sampler
@@ -143,7 +143,7 @@ def samples_on_all_ranks(shard: Any) -> int:
     return size
 
 
-def shard_of(loader: Any) -> Any:
+def find_batch_shard(loader: Any) -> Any:
     """Returns the sampler that shards a loader's batches over the ranks, looking through skipping samplers."""
     from accelerate.data_loader import BatchSamplerShard
 
@@ -154,7 +154,7 @@ def shard_of(loader: Any) -> Any:
     return sampler
 
 
-def sampler_of(loader: Any) -> Any:
+def find_sampler(loader: Any) -> Any:
     """Returns the sampler that determines a loader's sample order, looking through batch samplers."""
     sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     while (inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
@@ -179,7 +179,7 @@ def data_parallel_group() -> Any:
     return state["device_mesh"]["dp_shard"].get_group()
 
 
-def mesh_of_batches() -> Any:
+def get_batch_mesh() -> Any:
     """Returns the mesh of the Accelerator in use, if this library set it up for ranks that share batches."""
     from accelerate.state import AcceleratorState
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint import rng_state
-from ...checkpoint.discovery import LATEST, committed, is_committed, pointed_at, saves_of
+from ...checkpoint.discovery import LATEST, committed, is_committed, list_saves, pointed_at
 from ...checkpoint.gather_full import full_state_dict
 from ...checkpoint.loop_state import LOOP, advance_scheduler, open_verified, restore_random_state
 from ...checkpoint.packed_state import read_packed, write_packed
@@ -214,7 +214,7 @@ def _resolve(accelerator: Any, input_dir: str | None) -> Path | None:
     """
     if input_dir is not None:
         path = Path(input_dir).expanduser()
-        saved = saves_of(path)
+        saved = list_saves(path)
         return saved[0] if saved else path if is_committed(path) else None
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         return None

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from ...errors import DataError
-from .batch_shards import data_parallel_group, mesh_of_batches, sampler_of, shard_of
+from .batch_shards import data_parallel_group, find_batch_shard, find_sampler, get_batch_mesh
 
 
 def make_dispatcher(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
     """Passes the layout's mesh to a dispatching loader; `skip_first_batches` omits it when it recreates a loader."""
-    if kwargs.get("torch_device_mesh") is None and (mesh := mesh_of_batches()) is not None:
+    if kwargs.get("torch_device_mesh") is None and (mesh := get_batch_mesh()) is not None:
         kwargs["torch_device_mesh"] = mesh
     original(self, *args, **kwargs)
 
@@ -47,7 +47,7 @@ def _require_own_order(loader: Any) -> None:
 
     from ...datasets.dataset_order import has_own_order
 
-    if has_own_order(loader.dataset) and isinstance(sampler_of(loader), RandomSampler):
+    if has_own_order(loader.dataset) and isinstance(find_sampler(loader), RandomSampler):
         raise DataError(
             f"{type(loader.dataset).__name__} defines its own sample order, and this DataLoader shuffles it again. "
             "Create it with shuffle=False."
@@ -59,7 +59,7 @@ def _may_differ(loader: Any) -> bool:
 
     if isinstance(loader.dataset, IterableDataset):
         return True
-    shard = shard_of(loader)
+    shard = find_batch_shard(loader)
     return shard is not None and shard.num_processes > 1 and not shard.even_batches and not shard.drop_last
 
 

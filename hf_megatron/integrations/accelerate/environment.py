@@ -10,10 +10,10 @@ from typing import Any
 from ...config import MegatronConfig
 from .launch_keys import (
     FIELD_PREFIX,
-    fields_of_block,
-    fields_of_variables,
+    format_field_variables,
     merge_fields,
-    variables_of_fields,
+    parse_field_variables,
+    parse_launcher_variables,
 )
 
 SWITCH = "ACCELERATE_USE_MEGATRON_LM"
@@ -57,13 +57,13 @@ def export_layout(layout: MegatronConfig) -> None:
     """Exports a layout to the environment of this process and its child processes."""
     for name in [name for name in os.environ if name.startswith(FIELD_PREFIX) and name not in _INTERNAL]:
         del os.environ[name]
-    os.environ.update(variables_of_fields(layout.to_dict()))
+    os.environ.update(format_field_variables(layout.to_dict()))
 
 
 def _merged(environment: Mapping[str, str], plugin: Mapping[str, Any]) -> MegatronConfig:
     """Merges the launcher's block, a `MegatronLMPlugin`'s fields and `HF_MEGATRON_<FIELD>` variables; the last wins."""
-    block = fields_of_block(environment) if _is_launched(environment) else {}
-    return MegatronConfig.from_dict(merge_fields(block, plugin, fields_of_variables(environment, _INTERNAL)))
+    block = parse_launcher_variables(environment) if _is_launched(environment) else {}
+    return MegatronConfig.from_dict(merge_fields(block, plugin, parse_field_variables(environment, _INTERNAL)))
 
 
 def _is_launched(environment: Mapping[str, str]) -> bool:

@@ -84,7 +84,7 @@ def gather_for_metrics(original: Callable, self: Any, input_data: Any, use_gathe
             return tensor if _data_parallel_size(self) == 1 else self.gather(tensor)[: last_ranks(state)]
         return self.gather(tensor)[: last_batch_size(state)][:cut]
 
-    return _of_tensors(kept, input_data)
+    return _map_tensors(kept, input_data)
 
 
 def gather_evaluated(accelerator: Any, data: Any) -> Any:
@@ -95,10 +95,10 @@ def gather_evaluated(accelerator: Any, data: Any) -> Any:
             return accelerator.gather(tensor.as_subclass(torch.Tensor))
         return accelerator.gather(tensor)[: last_batch_size(accelerator.gradient_state)]
 
-    return _of_tensors(kept, data)
+    return _map_tensors(kept, data)
 
 
-def _of_tensors(change: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
+def _map_tensors(change: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
     from accelerate.utils.operations import recursively_apply
 
     return recursively_apply(change, data, error_on_other_type=True)

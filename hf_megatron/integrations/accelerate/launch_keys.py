@@ -178,7 +178,7 @@ def _fields(parsed: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
     return fields
 
 
-def fields_of_block(environment: Mapping[str, str]) -> dict[str, Any]:
+def parse_launcher_variables(environment: Mapping[str, str]) -> dict[str, Any]:
     """Returns the fields of `MegatronConfig` that the launcher's `MEGATRON_LM_*` variables set.
 
     Raises:
@@ -198,7 +198,7 @@ def fields_of_block(environment: Mapping[str, str]) -> dict[str, Any]:
     return _fields(parsed)
 
 
-def fields_of_plugin(plugin: Any) -> dict[str, Any]:
+def parse_plugin_fields(plugin: Any) -> dict[str, Any]:
     """Returns the fields of `MegatronConfig` that an accelerate `MegatronLMPlugin` sets; its defaults set nothing.
 
     Raises:
@@ -218,7 +218,7 @@ def fields_of_plugin(plugin: Any) -> dict[str, Any]:
     return _fields(parsed)
 
 
-def fields_of_variables(environment: Mapping[str, str], internal: tuple[str, ...]) -> dict[str, Any]:
+def parse_field_variables(environment: Mapping[str, str], internal: tuple[str, ...]) -> dict[str, Any]:
     """Returns the fields of `MegatronConfig` set by `HF_MEGATRON_<FIELD>` variables other than the `internal` ones.
 
     Raises:
@@ -245,7 +245,7 @@ def fields_of_variables(environment: Mapping[str, str], internal: tuple[str, ...
     return fields
 
 
-def variables_of_fields(fields: Mapping[str, Any]) -> dict[str, str]:
+def format_field_variables(fields: Mapping[str, Any]) -> dict[str, str]:
     """Returns the `HF_MEGATRON_<FIELD>` variables that set fields of `MegatronConfig`."""
     texts = {name: json.dumps(value) if isinstance(value, Mapping) else str(value) for name, value in fields.items()}
     return {f"{FIELD_PREFIX}{name.upper()}": text for name, text in texts.items()}

@@ -57,7 +57,7 @@ class Launch:
             load_unsharded: creates the model as upstream does, from the arguments.
             arguments: keyword arguments of the script.
         """
-        if _is_part_of_a_model():
+        if _is_inside_model_init():
             return load_unsharded(**arguments)
         # A script's `device_map` refers to the devices of one process.
         kwargs = {name: value for name, value in arguments.items() if name != "device_map"}
@@ -94,7 +94,7 @@ def _model(loaded: Any) -> Any:
     return loaded[0] if isinstance(loaded, tuple) else loaded
 
 
-def _is_part_of_a_model() -> bool:
+def _is_inside_model_init() -> bool:
     """Returns whether a model's `__init__` is on the call stack: its submodels are parallelized as part of it."""
     from transformers import PreTrainedModel
 

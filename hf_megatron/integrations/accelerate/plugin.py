@@ -8,7 +8,7 @@ from ...config import MegatronConfig
 from ...core.runtime import RUNTIME
 from ...errors import ConfigError
 from .environment import _merged, config_from_environment, job_world_size
-from .launch_keys import fields_of_plugin
+from .launch_keys import parse_plugin_fields
 
 
 class MegatronPlugin:
@@ -43,7 +43,7 @@ class MegatronPlugin:
         return f"MegatronPlugin({self.config!r})"
 
 
-def layout_of_models() -> MegatronConfig | None:
+def get_latest_layout() -> MegatronConfig | None:
     """Returns the layout of the most recently loaded parallelized model that still exists."""
     if RUNTIME.models:
         # A dropped model may stay alive until the cyclic garbage collector runs.
@@ -89,7 +89,7 @@ def replicas(accelerator: Any) -> int:
     return config.total_size // config.tp_size
 
 
-def config_of_plugin(plugin: Any) -> MegatronConfig | None:
+def get_plugin_config(plugin: Any) -> MegatronConfig | None:
     """Returns the layout that this library's or accelerate's plugin describes, `None` for anything else.
 
     Attributes of accelerate's plugin at their defaults are taken from the launcher.
@@ -99,5 +99,5 @@ def config_of_plugin(plugin: Any) -> MegatronConfig | None:
     if isinstance(plugin, MegatronPlugin):
         return plugin.config
     if isinstance(plugin, MegatronLMPlugin):
-        return _merged(os.environ, fields_of_plugin(plugin))
+        return _merged(os.environ, parse_plugin_fields(plugin))
     return None

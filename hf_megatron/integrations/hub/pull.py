@@ -14,7 +14,7 @@ from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from ...checkpoint.manifest import MANIFEST, Manifest
-from ...checkpoint.meta_model import meta_model_of
+from ...checkpoint.meta_model import load_meta_model
 from ...checkpoint.reader import PARTIAL
 from ...checkpoint.rng_state import file_name as random_file
 from ...config import MegatronConfig
@@ -22,7 +22,7 @@ from ...core.axes import Axes
 from ...core.io.checksums import FileDigest, hash_file
 from ...core.io.safe_paths import is_plain_name
 from ...errors import CheckpointError, ConfigError, MegatronError
-from .pulled_folder import WAITING, Pulled, link_part, put_in_place, record_omitted, sha256_of
+from .pulled_folder import WAITING, Pulled, compute_sha256, link_part, put_in_place, record_omitted
 from .push_selection import INDEX, REFUSED, explained, weight_map
 from .required_files import Stage, files_for, merged_files_for, stage_of
 
@@ -60,7 +60,7 @@ def pull_checkpoint(
         CheckpointError: a file that differs from the manifest, another checkpoint in the folder, or an error of the
             Hub.
     """
-    ranks = _axes_of(config, rank)
+    ranks = _build_axes(config, rank)
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
@@ -73,7 +73,7 @@ def pull_checkpoint(
         raise CheckpointError(f"Pulling {repo_id} to {target} failed: {explained(error)}") from error
 
 
-def _axes_of(config: MegatronConfig | None, rank: int | Sequence[int] | None) -> dict[int, Axes]:
+def _build_axes(config: MegatronConfig | None, rank: int | Sequence[int] | None) -> dict[int, Axes]:
     if rank is None:
         return {}
     if config is None:
@@ -166,7 +166,7 @@ class _Pull:
         for axes in self.ranks.values():
             pp_rank = axes.rank("pp")
             if pp_rank not in stages:
-                stages[pp_rank] = stage_of(meta_model_of(self.target), self.config, axes)
+                stages[pp_rank] = stage_of(load_meta_model(self.target), self.config, axes)
             stage = stages[pp_rank].of_rank(axes)
             if manifest is not None:
                 needed |= files_for(manifest, stage, optimizer=optimizer)
@@ -207,7 +207,7 @@ class _Pull:
         size = path.stat().st_size
         if size != self.remote[name].size:
             return f"{size} bytes instead of {self.remote[name].size}"
-        if lfs is not None and sha256_of(path) != lfs.sha256:
+        if lfs is not None and compute_sha256(path) != lfs.sha256:
             return f"its sha256 is not {lfs.sha256[:12]}"
         return None
 

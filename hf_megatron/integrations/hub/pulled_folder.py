@@ -71,7 +71,7 @@ def put_in_place(folder: Path, last: str) -> None:
     shutil.rmtree(folder / WAITING)
 
 
-def sha256_of(path: Path) -> str:
+def compute_sha256(path: Path) -> str:
     """Returns the sha256 digest by which the Hub identifies an LFS file."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:

@@ -27,7 +27,7 @@ def adapted_module(model: Any) -> Any:
     return model if model.active_peft_config.is_prompt_learning else model.get_base_model()
 
 
-def is_of_adapters(checkpoint: Checkpoint) -> bool:
+def is_adapter_checkpoint(checkpoint: Checkpoint) -> bool:
     """Returns whether a checkpoint was saved from a model with adapters."""
     return _BASE in checkpoint.metadata
 

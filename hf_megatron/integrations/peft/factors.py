@@ -94,7 +94,7 @@ class Factors:
     input_is_full: bool
 
 
-def factors_of(name: str, style_name: str, sharding: ParameterSharding, region: UniformRegion | None) -> Factors:
+def plan_factors(name: str, style_name: str, sharding: ParameterSharding, region: UniformRegion | None) -> Factors:
     """Returns the sharding of an adapter on a linear.
 
     Args:

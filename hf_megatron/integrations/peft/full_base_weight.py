@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...core.communication.full_tensor import copy_local_shard, full_tensor_of
+from ...core.communication.full_tensor import copy_local_shard, gather_full_tensor
 from ...core.off_stage import is_off_stage
-from ...data_parallel.engine import engine_of
+from ...data_parallel.engine import get_engine
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def full_base_weight(base: nn.Module) -> Iterator[None]:
     A collective context: every rank enters it.
     """
     weight: Any = base._parameters["weight"]
-    engine = engine_of(weight)
+    engine = get_engine(weight)
     if engine is None:
         yield
         return
@@ -29,7 +29,7 @@ def full_base_weight(base: nn.Module) -> Iterator[None]:
     assert sharding is not None
     unsharded = torch.empty(weight.shape, dtype=weight.dtype, device=state.mesh.device)
     if not is_off_stage(weight):
-        unsharded = full_tensor_of(weight)
+        unsharded = gather_full_tensor(weight)
     # Off-stage ranks receive `[out, in]` from the owning stage.
     if state.cut is not None:
         dist.broadcast(unsharded, group=state.mesh.pp_group, group_src=state.cut.owner(sharding.name))

@@ -50,11 +50,11 @@ def dora_update_layer(original: Callable, self: Any, *, base_layer: Any, **kwarg
 
 def from_base(original: Callable, self: Any, adapter_name: str, *args: Any) -> None:
     """Initializes an adapter from the full weight and keeps the modified base weight, identical on all ranks."""
-    from ...data_parallel.engine import engine_of
+    from ...data_parallel.engine import get_engine
     from .full_base_weight import agree_on, full_base_weight
 
     base = self.get_base_layer()
-    is_parallelized = engine_of(base.weight) is not None
+    is_parallelized = get_engine(base.weight) is not None
     with full_base_weight(base):
         original(self, adapter_name, *args)
         if is_parallelized:

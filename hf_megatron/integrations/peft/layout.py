@@ -12,7 +12,7 @@ from torch import nn
 
 from ...core.forward_hooks import ForwardHooks
 from ...core.off_stage import is_off_stage
-from ...core.placement import GradientRule, Placement, copies_of_model
+from ...core.placement import GradientRule, Placement, count_shared_copies
 from ...errors import UnsupportedError
 from ...parallel_state import ParallelState, WeightNames
 from ...pipeline_parallel.off_stage_module import Placeholder
@@ -123,7 +123,7 @@ def shard_adapters(model: nn.Module, state: ParallelState) -> None:
         parameters = dict(getattr(tuner, kind.base).named_parameters())
         if not any(f"{name}.{kind.base}.{param_name}" in state.shardings for param_name in parameters):
             _rename_shardings(state, name, f"{name}.{kind.base}")
-    copies = copies_of_model(state.shardings.values(), state.axes)
+    copies = count_shared_copies(state.shardings.values(), state.axes)
     for name, tuner, kind in adapted:
         base = innermost = getattr(tuner, kind.base)
         while (inner := _kind(innermost)) is not None:

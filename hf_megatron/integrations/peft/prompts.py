@@ -12,7 +12,7 @@ from transformers import EncoderDecoderCache
 
 from ...core.communication.collectives import copy_to_ranks
 from ...core.communication.full_tensor import accept_full_tensors
-from ...core.placement import GradientRule, Placement, copies_of_model
+from ...core.placement import GradientRule, Placement, count_shared_copies
 from ...parallel_state import ParallelState
 from ...pipeline_parallel.off_stage_module import Placeholder
 from ...tensor_parallel.axis import FORWARDS
@@ -28,7 +28,7 @@ def shard_prompts(encoders: nn.ModuleDict, model: Any, state: ParallelState) -> 
     if PROMPTS not in model._modules:
         model.add_module(PROMPTS, encoders)
     is_off_stage = state.cut is not None and state.cut.owner(PROMPTS) != state.axes.rank("pp")
-    copies = copies_of_model(state.shardings.values(), state.axes)
+    copies = count_shared_copies(state.shardings.values(), state.axes)
     site = Site(PROMPTS, encoders, PROMPTS, state, copies, is_off_stage)
     for name, module in encoders.named_modules():
         param_names = [param_names for param_names, parameter in module._parameters.items() if parameter is not None]
@@ -57,7 +57,7 @@ def embedded(embedding: Any, ids: Tensor) -> Tensor:
 
 def reading_prompts(state: ParallelState) -> AbstractContextManager[None]:
     """Returns a context in which the prompt parameters are local tensors, as during a forward."""
-    return state.placed[FORWARDS].of_module() if FORWARDS in state.placed else nullcontext()
+    return state.placed[FORWARDS].enter_module() if FORWARDS in state.placed else nullcontext()
 
 
 def local_prompt(prompt: Any, state: ParallelState) -> Any:

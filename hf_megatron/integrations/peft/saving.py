@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...core.communication.full_tensor import full_tensor_of
+from ...core.communication.full_tensor import gather_full_tensor
 from ...core.off_stage import is_off_stage
 from ...parallel_state import ParallelState
 
@@ -37,7 +37,9 @@ def is_replicated(tensors: Mapping[str, Any]) -> bool:
 def _unsharded(name: str, tensor: Tensor, state: ParallelState) -> Tensor:
     is_here = not is_off_stage(tensor)
     unsharded = (
-        full_tensor_of(tensor) if is_here else torch.empty(tensor.shape, dtype=tensor.dtype, device=state.mesh.device)
+        gather_full_tensor(tensor)
+        if is_here
+        else torch.empty(tensor.shape, dtype=tensor.dtype, device=state.mesh.device)
     )
     # The owning stage broadcasts the full tensor to the other stages.
     if state.cut is not None:

@@ -12,7 +12,7 @@ from ...core.placement import ADAPTER, GradientRule, ParameterSharding, Placemen
 from ...parallel_state import ParallelState
 from ...tensor_parallel.axis import FORWARDS, NAME, REGIONS
 from ...tensor_parallel.local_parameters import ActiveForwards
-from .factors import Factors, factors_of
+from .factors import Factors, plan_factors
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Site:
         base: the wrapped module.
         base_name: name of the wrapped module in the model.
         state: state of the model.
-        copies: the smallest number of ranks that hold copies of a shard (`copies_of_model`).
+        copies: the smallest number of ranks that hold copies of a shard (`count_shared_copies`).
         is_off_stage: whether the module belongs to another pipeline stage.
     """
 
@@ -114,8 +114,8 @@ def linear_factors(state: ParallelState, name: str, weight: str) -> Factors | No
     region, sharding = state.placed[REGIONS].of_linear.get(name), state.shardings[weight]
     if any(name.startswith(f"{block}.") for block in plan.heads):
         # With adapters inside, every rank computes all heads of such a block, so gradients are complete.
-        return factors_of(name, "replicated", replace(sharding, gradient=GradientRule()), region)
-    return factors_of(name, plan.styles.get(name, "replicated"), sharding, region)
+        return plan_factors(name, "replicated", replace(sharding, gradient=GradientRule()), region)
+    return plan_factors(name, plan.styles.get(name, "replicated"), sharding, region)
 
 
 def _part(unsharded: Tensor, placement: Placement, state: ParallelState, copies: int) -> DTensor:

@@ -16,7 +16,7 @@ def backward(original: Callable, tensors: Any, *args: Any, **kwargs: Any) -> Non
     the backward, because other stages wait for its sends and receives.
     """
     if RUNTIME.models:
-        from ...core.off_stage import gradients_of, is_off_stage, own_terms
+        from ...core.off_stage import compute_gradients, is_off_stage, own_terms
         from ...data_parallel.untracked_leaves import check_backward
 
         tensors = own_terms(tensors)
@@ -28,7 +28,7 @@ def backward(original: Callable, tensors: Any, *args: Any, **kwargs: Any) -> Non
             if not kwargs["inputs"]:
                 names = ("grad_tensors", "retain_graph", "create_graph")
                 options = dict(zip(names, args, strict=False)) | {n: kwargs[n] for n in names if n in kwargs}
-                gradients_of(tensors, inputs, options.pop("grad_tensors", None), **options)
+                compute_gradients(tensors, inputs, options.pop("grad_tensors", None), **options)
                 return
     original(tensors, *args, **kwargs)
 

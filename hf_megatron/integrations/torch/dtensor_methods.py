@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map_only
 
 from ...compat.torch_dtensor import dtensor_from_local, local_tensor, restore_state, split_dim
 from ...compat.torch_fsdp import take_memory
-from ...core.communication.full_tensor import full_tensor_of, shard_like
-from ...core.mesh import is_of_layout
+from ...core.communication.full_tensor import gather_full_tensor, shard_like
+from ...core.mesh import is_layout_mesh
 from ...errors import CheckpointError, UnsupportedError
 
 # Include the reflected operators (`__radd__`, ...): Python calls them when the left operand is a plain tensor.
@@ -29,7 +29,7 @@ _RANK = "_hf_megatron_rank"
 
 
 def _is_own(tensor: DTensor) -> bool:
-    return is_of_layout(tensor.device_mesh)
+    return is_layout_mesh(tensor.device_mesh)
 
 
 def _is_replicated(value: Any) -> bool:
@@ -83,13 +83,13 @@ def _format(self: Any, specification: str) -> str:
 
 
 def _tolist(self: Any) -> Any:
-    return full_tensor_of(self).tolist() if _is_own(self) else Tensor.tolist(self)
+    return gather_full_tensor(self).tolist() if _is_own(self) else Tensor.tolist(self)
 
 
 def _numpy(self: Any, *, force: bool = False) -> Any:
     if not _is_own(self) or (self.requires_grad and not force):
         return Tensor.numpy(self, force=force)
-    return full_tensor_of(self).numpy(force=force)
+    return gather_full_tensor(self).numpy(force=force)
 
 
 class _Whole(torch.autograd.Function):
@@ -98,7 +98,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Tensor:
         ctx.tensor = tensor.detach()
-        return full_tensor_of(tensor)
+        return gather_full_tensor(tensor)
 
     @staticmethod
     @once_differentiable

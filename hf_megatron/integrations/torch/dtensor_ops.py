@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ...compat.torch_autograd import sums_of_mean, writes_to
+from ...compat.torch_autograd import switch_mean_to_sum, writes_to
 from ...compat.torch_dtensor import (
     all_reduce_partial_,
-    blocks_of_shard,
+    count_shard_blocks,
     dtensor_from_local,
     dtensor_handlers,
     has_no_rule,
@@ -28,9 +28,9 @@ from ...compat.torch_dtensor import (
     split_dim,
 )
 from ...compat.torch_memory import share_memory
-from ...core.communication.full_tensor import copy_local_shard, full_tensor_of, is_split_along, shard_like
+from ...core.communication.full_tensor import copy_local_shard, gather_full_tensor, is_split_along, shard_like
 from ...core.communication.write_through import Whole
-from ...core.mesh import is_of_layout
+from ...core.mesh import is_layout_mesh
 from ...errors import UnsupportedError
 
 _aten = torch.ops.aten
@@ -163,14 +163,14 @@ def _can_be_viewed(tensor: DTensor) -> bool:
         if not placement.is_replicate():
             dim = split_dim(placement)
             ranks[dim] = ranks.get(dim, 1) * tensor.device_mesh.size(axis)
-    if any(blocks_of_shard(placement) > 1 for placement in tensor.placements):
+    if any(count_shard_blocks(placement) > 1 for placement in tensor.placements):
         return False
     evenly = all(dim < 0 or tensor.shape[dim] % number == 0 for dim, number in ranks.items())
     return evenly and (joins_split_dims() or max(ranks, default=0) <= 0)
 
 
 def _draw(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    read = _empty if func in _FRESH else full_tensor_of
+    read = _empty if func in _FRESH else gather_full_tensor
     return _on_full(func, args, kwargs, read)
 
 
@@ -180,12 +180,12 @@ def _by_entries(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if recorded or not (plain or func in (_aten.index_put_.default, _aten.fill_.Tensor)):
         return _stock(func, args, kwargs)
-    return _on_full(func, args, kwargs, full_tensor_of)
+    return _on_full(func, args, kwargs, gather_full_tensor)
 
 
-def _of_mean(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _run_mean_loss_backward(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     # DTensor divides by this rank's number of entries: compute the backward of the sum and divide by all entries.
-    of_sum = sums_of_mean(func, args)
+    of_sum = switch_mean_to_sum(func, args)
     if of_sum is None:
         return _stock(func, args, kwargs)
     return _stock(func, of_sum, kwargs) / args[1].numel()
@@ -193,7 +193,7 @@ def _of_mean(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _read(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     # DTensor would read this rank's term of a partial sum: all-reduce to the scalar `[]` first.
-    return func(full_tensor_of(args[0]).reshape(()))
+    return func(gather_full_tensor(args[0]).reshape(()))
 
 
 def _added_up(tensor: DTensor) -> DTensor:
@@ -202,7 +202,7 @@ def _added_up(tensor: DTensor) -> DTensor:
     return tensor if placements == list(tensor.placements) else tensor.redistribute(placements=placements)
 
 
-def _of_sum(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _run_on_reduced(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return _stock(func, (_added_up(args[0]), *args[1:]), kwargs)
 
 
@@ -246,7 +246,7 @@ def _pointwise_placed(func: Any, args: tuple, kwargs: dict[str, Any], recorded: 
     edited = writes_to(func, args, kwargs)
     if not all(isinstance(tensor, DTensor) for tensor in edited):
         # `total += loss.detach()` with a plain `total`
-        return _on_full(func, args, kwargs, full_tensor_of)
+        return _on_full(func, args, kwargs, gather_full_tensor)
     args, kwargs = tree_map_only(Tensor, partial(_placed_like, like=like, recorded=recorded), (args, kwargs))
     return _edit(func, args, kwargs) if edited else _stock(func, args, kwargs)
 
@@ -314,7 +314,7 @@ def _is_own(tensor: Any) -> bool:
     if not isinstance(tensor, DTensor) or torch.compiler.is_compiling():
         return False
     local = local_tensor(tensor)
-    return type(local) is Tensor and not local.is_meta and is_of_layout(tensor.device_mesh)
+    return type(local) is Tensor and not local.is_meta and is_layout_mesh(tensor.device_mesh)
 
 
 def _stock(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -341,9 +341,9 @@ class SplitOperators:
             **dict.fromkeys(_VIEWS, partial(_for_own, _view)),
             **dict.fromkeys((*_FRESH, *_DRAWN_FROM), partial(_for_own, _draw)),
             **dict.fromkeys(_BY_ENTRIES, partial(_for_own, _by_entries)),
-            **dict.fromkeys(_ON_WHOLE, partial(_for_own, partial(_on_full, read=full_tensor_of))),
-            **dict.fromkeys(_OF_MEANS, partial(_for_own, _of_mean)),
-            **dict.fromkeys(_OF_SUMS, partial(_for_own, _of_sum)),
+            **dict.fromkeys(_ON_WHOLE, partial(_for_own, partial(_on_full, read=gather_full_tensor))),
+            **dict.fromkeys(_OF_MEANS, partial(_for_own, _run_mean_loss_backward)),
+            **dict.fromkeys(_OF_SUMS, partial(_for_own, _run_on_reduced)),
             **dict.fromkeys(_EDITS, partial(_for_own, _edit)),
             **dict.fromkeys(_EDITS_OF_LISTS, partial(_for_own, _edit_list)),
             _aten._local_scalar_dense.default: partial(_for_own, _read),

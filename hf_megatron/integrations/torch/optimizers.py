@@ -80,7 +80,7 @@ def get_total_norm(
     from ...data_parallel.norm_checks import joins
 
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    parameters = _parameters_of(tensors) if tensors or not joins(tensors) else []
+    parameters = _find_parameters(tensors) if tensors or not joins(tensors) else []
     if parameters is None:
         return original(tensors, norm_type, error_if_nonfinite, *args, **kwargs)
     return check_norm(gradient_norm(parameters, norm_type), error_if_nonfinite)
@@ -92,17 +92,17 @@ def clip_grads_with_norm_(
     """Scales the gradients of parameters, of any shape, by a given total norm, a scalar."""
     from torch import Tensor
 
-    from ...data_parallel.engine import engine_of
+    from ...data_parallel.engine import get_engine
     from ...data_parallel.grad_norm import clip_with_norm
 
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if any(engine_of(parameter) is not None for parameter in parameters):
+    if any(get_engine(parameter) is not None for parameter in parameters):
         clip_with_norm(parameters, max_norm, total_norm)
     else:
         original(parameters, max_norm, total_norm, *args, **kwargs)
 
 
-def _parameters_of(gradients: list[Any]) -> list[Any] | None:
+def _find_parameters(gradients: list[Any]) -> list[Any] | None:
     """Returns the parameters that these gradients belong to; `None` if one is not a parallelized model's gradient."""
     from ...compat.torch_dtensor import local_tensor
     from ...core.off_stage import OffStageTensor, local_named_parameters
@@ -119,14 +119,14 @@ def _parameters_of(gradients: list[Any]) -> list[Any] | None:
         if parameter.grad is not None and not isinstance(parameter.grad, ShardedGrad)
     }
 
-    def parameter_of(gradient: Any) -> Any:
+    def find_parameter(gradient: Any) -> Any:
         if isinstance(gradient, OffStageTensor):
             return gradient.weight
         if isinstance(gradient, ShardedGrad):
             return gradient.parameter
         return known.get((local_tensor(gradient).data_ptr(), gradient.shape))
 
-    parameters = list(map(parameter_of, gradients))
+    parameters = list(map(find_parameter, gradients))
     return None if any(parameter is None for parameter in parameters) else parameters
 
 

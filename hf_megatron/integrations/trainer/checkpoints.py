@@ -30,7 +30,7 @@ from ...parallel_state import model_inside, parallel_state, unwrap_parallel_mode
 from ..peft.checkpoints import (
     adapted_module,
     checkpoint_metadata,
-    is_of_adapters,
+    is_adapter_checkpoint,
     load_weights,
     save_adapters,
     save_training_state,
@@ -46,7 +46,7 @@ def _optimizers(trainer: Any) -> list[Any]:
 
 
 def _holds_shards(path: Any) -> bool:
-    return is_committed(path) and (bool((checkpoint := Checkpoint(path)).names()) or is_of_adapters(checkpoint))
+    return is_committed(path) and (bool((checkpoint := Checkpoint(path)).names()) or is_adapter_checkpoint(checkpoint))
 
 
 def train(original: Callable, self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -185,7 +185,7 @@ def load_from_checkpoint(original: Callable, self: Any, resume_from_checkpoint: 
     if checkpoint is not None:
         # A model that is not parallelized may resume too: its optimizer, scheduler and random states are read next.
         PATCH_REGISTRY.activate()
-    if checkpoint is not None and (checkpoint.names() or is_of_adapters(checkpoint)):
+    if checkpoint is not None and (checkpoint.names() or is_adapter_checkpoint(checkpoint)):
         load_weights(model_inside(self.model), checkpoint)
     else:
         original(self, resume_from_checkpoint, model)

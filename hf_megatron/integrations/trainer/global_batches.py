@@ -24,7 +24,7 @@ from transformers.trainer_utils import RemoveColumnsCollator
 from ...losses.targets import mask_all_targets
 from ...models.modalities.images import is_multimodal
 from ...parallel_state import parallel_state
-from ..accelerate.batch_shards import samples_on_all_ranks, shard_of
+from ..accelerate.batch_shards import find_batch_shard, samples_on_all_ranks
 
 # Libraries whose collators pad on the right, with a mask, unless a tokenizer specifies otherwise.
 _PAD_ON_THE_RIGHT = ("transformers", "trl")
@@ -40,7 +40,7 @@ def pad_for_training(trainer: Any, loader: Any) -> None:
 
 def _joins_rows(loader: Any) -> bool:
     """Returns whether batches are not made of separate samples, as with padding-free and packing collators."""
-    if not isinstance(loader, DataLoaderShard) or _shard_of(loader.base_dataloader) is None:
+    if not isinstance(loader, DataLoaderShard) or _get_uniform_shard(loader.base_dataloader) is None:
         return False
     # A single sample cannot show the difference.
     count = min(2, len(loader.base_dataloader.dataset))  # type: ignore[arg-type]
@@ -74,14 +74,14 @@ def pad_for_all_ranks(loader: DataLoader) -> None:
     collator: Any = loader.collate_fn
     while isinstance(collator, RemoveColumnsCollator):
         collator = collator.data_collator
-    shard = _shard_of(loader)
+    shard = _get_uniform_shard(loader)
     if shard is not None and not any(kind in (collator, type(collator)) for kind in _STACKS):
         _take_local_samples(loader, shard)
 
 
 def draw_for_all_ranks(loader: DataLoader) -> None:
     """Replaces a loader's local batches by slices of global batches if the collator draws random numbers."""
-    shard = _shard_of(loader)
+    shard = _get_uniform_shard(loader)
     if shard is not None and (type(shard) is _GlobalBatches or _draws(loader, shard.batch_size)):
         _take_local_samples(loader, shard)
 
@@ -98,11 +98,11 @@ def read_full_stream(loader: Any) -> None:
         loader.collate_fn = _CountedRows(loader.collate_fn, shard.process_index, loader.batch_size)
 
 
-def _shard_of(loader: DataLoader) -> BatchSamplerShard | None:
+def _get_uniform_shard(loader: DataLoader) -> BatchSamplerShard | None:
     """Returns the sampler that shards batches of one size over the ranks, looking through skipping samplers."""
     if isinstance(loader.dataset, IterableDataset):
         return None
-    sampler: Any = shard_of(loader)
+    sampler: Any = find_batch_shard(loader)
     if (
         type(sampler) not in (BatchSamplerShard, _GlobalBatches)
         or sampler.num_processes == 1

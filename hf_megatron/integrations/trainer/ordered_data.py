@@ -15,13 +15,13 @@ from torch.utils.data import IterableDataset
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 
-from ...datasets.dataset_order import has_own_order, is_shifted, ordered_of, require_full
+from ...datasets.dataset_order import get_ordered_dataset, has_own_order, is_shifted, require_full
 from ...datasets.ramp_up import BatchRampUp
 from ...datasets.streams import SampleStream
 from ...errors import DataError
 from ...parallel_state import parallel_state
 from . import length_samplers
-from .sample_counter import PLAIN, OwnOrder, SamplesCallback, order_of, stream_of
+from .sample_counter import PLAIN, OwnOrder, SamplesCallback, get_order, get_stream
 
 _OWN_ORDER = ("random", "sequential")
 # Column that stock loss functions accept although no model's forward names it.
@@ -52,7 +52,7 @@ def count_rows(trainer: Any, loader: Any) -> None:
     """
     rows, args, counting = trainer.train_dataset, trainer.args, SamplesCallback()
     batch = trainer.get_total_train_batch_size(args)
-    if (stream := stream_of(loader)) is not None:
+    if (stream := get_stream(loader)) is not None:
         if args.dataloader_num_workers > 1:
             workers = f"dataloader_num_workers={args.dataloader_num_workers}"
             raise DataError(f"{workers}: each worker would read only some samples of the stream. Expected 1 or 0.")
@@ -62,7 +62,7 @@ def count_rows(trainer: Any, loader: Any) -> None:
         # Shuffled `datasets` streams have a different order inside a worker process.
         stream.order_key["workers"] = args.dataloader_num_workers
         stream.order_key["first rows"] = _first_rows(stream, isinstance(loader, DataLoaderDispatcher))
-    elif order_of(loader) is None:
+    elif get_order(loader) is None:
         if not isinstance(rows, IterableDataset) or parallel_state(trainer.model) is None:
             return
         counting.order_key = {"kind": PLAIN, "batch": batch}
@@ -118,7 +118,7 @@ def _first_rows(rows: SampleStream, is_dispatched: bool) -> str:
 
 def skip_first_batches(original: Callable, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
     """Skips no batches of a loader that already starts at the resume position."""
-    return dataloader if order_of(dataloader) is not None else original(dataloader, *args, **kwargs)
+    return dataloader if get_order(dataloader) is not None else original(dataloader, *args, **kwargs)
 
 
 def get_train_sampler(original: Callable, self: Any, train_dataset: Any = None) -> Any:
@@ -131,7 +131,7 @@ def get_train_sampler(original: Callable, self: Any, train_dataset: Any = None) 
     train_data = self.train_dataset if train_dataset is None else train_dataset
     if not has_own_order(train_data):
         return length_samplers.get_sampler(original, self, train_dataset)
-    dataset = ordered_of(train_data)
+    dataset = get_ordered_dataset(train_data)
     if dataset is None:
         raise DataError(
             f"{type(train_data).__name__} wraps a dataset that defines its own sample order and would be shuffled. "

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.trainer_pt_utils import find_batch_size
 
-from ...core.communication.full_tensor import full_tensor_of
+from ...core.communication.full_tensor import gather_full_tensor
 from ...losses.targets import LABELS, mask_all_targets
 from ...models.modalities.sample_index import modality_names, multimodal_samples
 from ...parallel_state import ParallelState, parallel_state
@@ -114,7 +114,7 @@ def local_samples(trainer: Any, state: ParallelState, inputs: Any, batch_size: i
     if counted == rows:
         return inputs
     if not takes_any_rows(trainer):
-        return _with_targets_of(inputs, counted)
+        return _mask_targets_after(inputs, counted)
     count, config = max(counted, 1), trainer.model.config
     modalities = modality_names(inputs, config)
     kept = {name: _first(value, rows, count) for name, value in inputs.items() if name not in modalities}
@@ -140,7 +140,7 @@ def evaluated(trainer: Any, state: ParallelState, inputs: Any, step: Callable[[A
     if loss is not None:
         # With `num_items_in_batch` each rank returns its share of the loss, but Trainer weights ranks by batch size:
         # average over the ranks here, so that all have the same loss.
-        loss = full_tensor_of(loss) if isinstance(loss, DTensor) else loss.clone()
+        loss = gather_full_tensor(loss) if isinstance(loss, DTensor) else loss.clone()
         state.loss.mean_over_ranks(loss)
         loss = loss.as_subclass(EvaluationLoss)
     return loss, *(_filled_up(prediction, kept, rows) for prediction in predictions)
@@ -155,7 +155,7 @@ def _counted(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -
     return min(max(of_all_ranks - state.mesh.dp_rank * batch_size, 0), batch_size)
 
 
-def _with_targets_of(inputs: Any, count: Any) -> Any:
+def _mask_targets_after(inputs: Any, count: Any) -> Any:
     """Masks the targets `[batch, sequence]` after the first `count` samples.
 
     Per-sample class labels are left alone: they have no ignore value.

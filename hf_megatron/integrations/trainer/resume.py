@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.discovery import committed, is_committed, latest, saves_of
+from ...checkpoint.discovery import committed, is_committed, latest, list_saves
 from ...core.communication.rank_errors import gather
 from ...errors import CheckpointError
 
@@ -48,7 +48,7 @@ def get_last_checkpoint(original: Callable, folder: str) -> str | None:
 def _found(resume_from: Any, output_dir: str) -> Any:
     if resume_from is True:
         return _newest(Path(output_dir)) or True
-    if isinstance(resume_from, str) and (saved := saves_of(Path(resume_from))):
+    if isinstance(resume_from, str) and (saved := list_saves(Path(resume_from))):
         return str(saved[0])
     return resume_from
 

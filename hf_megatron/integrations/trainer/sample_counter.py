@@ -12,7 +12,7 @@ from ...datasets.ramp_up import BatchRampUp
 from ...datasets.schedules import MegatronScheduler
 from ...datasets.streams import SampleStream
 from ...errors import DataError
-from ..accelerate.batch_shards import sampler_of
+from ..accelerate.batch_shards import find_sampler
 from .callbacks.base import ToolCallback
 
 # Kind of streams whose position upstream derives from the step count.
@@ -62,15 +62,15 @@ class StreamOrder:
         self.dataset.begin = row
 
 
-def order_of(loader: Any) -> OwnOrder | StreamOrder | None:
+def get_order(loader: Any) -> OwnOrder | StreamOrder | None:
     """Returns the order of a loader's data, or `None` if upstream determines it."""
-    if (stream := stream_of(loader)) is not None:
+    if (stream := get_stream(loader)) is not None:
         return StreamOrder(stream) if stream.batch else None
-    sampler = None if isinstance(loader.dataset, IterableDataset) else sampler_of(loader)
+    sampler = None if isinstance(loader.dataset, IterableDataset) else find_sampler(loader)
     return sampler if isinstance(sampler, OwnOrder) else None
 
 
-def stream_of(loader: Any) -> SampleStream | None:
+def get_stream(loader: Any) -> SampleStream | None:
     """Returns the stream that a loader reads, or `None` for other data."""
     dataset = loader.dataset
     while isinstance(dataset, IterableDatasetShard):
@@ -103,7 +103,7 @@ class SamplesCallback(ToolCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """Returns the state saved in a checkpoint."""
         # Save the position before filtering, so that later changes of the filter do not move it.
-        place = self.consumed if self._order is None else self._order.dataset.place_of(self.consumed)
+        place = self.consumed if self._order is None else self._order.dataset.get_full_index(self.consumed)
         said = {"consumed": place, "order_key": self.order_key, "accumulation": self.accumulation}
         return {"args": {}, "attributes": said}
 
@@ -111,7 +111,7 @@ class SamplesCallback(ToolCallback, ExportableState):
         self, args: Any, state: TrainerState, control: TrainerControl, train_dataloader: Any = None, **kwargs: Any
     ) -> None:
         # Trainer may have created another callback of this class from the checkpoint.
-        self._order = order = order_of(train_dataloader)
+        self._order = order = get_order(train_dataloader)
         callbacks: Any = state.stateful_callbacks
         said, goes_on = callbacks.get(type(self).__name__), bool(state.global_step and not args.ignore_data_skip)
         # The checkpoint may lack a slot for this callback; create it, because Trainer reads it on save.

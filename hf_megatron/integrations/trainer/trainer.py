@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.trainer_pt_utils import LabelSmoother
 
-from ...core.mesh import is_of_layout
+from ...core.mesh import is_layout_mesh
 from ...core.off_stage import is_off_stage
 from ...core.runtime import RUNTIME
 from ...errors import ConfigError, UnsupportedError
@@ -30,7 +30,7 @@ def has_mixed_dtensor(original: Callable, tensors: Iterable[Tensor]) -> bool:
     Optimizers step on local shards of its parameters, so the DTensor meshes never reach them.
     """
     local_params = [parameter for parameter in tensors if not is_off_stage(parameter)]
-    is_parallelized = any(isinstance(one, DTensor) and is_of_layout(one.device_mesh) for one in local_params)
+    is_parallelized = any(isinstance(one, DTensor) and is_layout_mesh(one.device_mesh) for one in local_params)
     return False if is_parallelized else original(local_params)
 
 

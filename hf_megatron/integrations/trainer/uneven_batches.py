@@ -9,10 +9,10 @@ from torch.utils.data import IterableDataset
 from ...errors import UnsupportedError
 from ...losses.targets import LABELS
 from ...parallel_state import parallel_state
-from ..accelerate.batch_shards import is_filled_up, samples_on_all_ranks, shard_of
+from ..accelerate.batch_shards import find_batch_shard, is_filled_up, samples_on_all_ranks
 from .global_batches import first_batch, pad_for_evaluation, pad_for_training
 from .ordered_data import count_rows, require_all_rows
-from .sample_counter import require_ending, stream_of
+from .sample_counter import get_stream, require_ending
 
 
 def prepare_for_training(original: Callable, self: Any, max_steps: int, train_dataloader: Any, *args: Any) -> Any:
@@ -41,7 +41,7 @@ def evaluation_loop(original: Callable, self: Any, dataloader: Any, *args: Any, 
         DataError: a stream without an end.
         UnsupportedError: samples are repeated, and the trainer's loss may count them.
     """
-    stream = stream_of(dataloader)
+    stream = get_stream(dataloader)
     require_ending(stream, stream if stream is not None and stream.batch else None)
     require_all_rows(stream, dataloader, self.args.world_size)
     require_full_evaluation(self, dataloader)
@@ -72,7 +72,7 @@ class _LastBatch(NamedTuple):
     samples_per_rank: int
 
     def is_counted_twice(self) -> bool:
-        return not has_targets_of_tokens(first_batch(self.loader.base_dataloader, self.samples_per_rank))
+        return not has_token_targets(first_batch(self.loader.base_dataloader, self.samples_per_rank))
 
     def describe(self) -> str:
         return f"the last of {self.number} batches of {self.size} samples has {self.rows}"
@@ -80,7 +80,7 @@ class _LastBatch(NamedTuple):
 
 def _last_batch(trainer: Any, loader: Any) -> _LastBatch | None:
     """Returns the last batch if Accelerate is known to fill it with repeated samples that may affect the loss."""
-    state, shard = parallel_state(trainer.model), shard_of(loader)
+    state, shard = parallel_state(trainer.model), find_batch_shard(loader)
     if state is None or not state.loss.has_data_parallel or takes_any_rows(trainer):
         return None
     if shard is None or shard.batch_size is None or shard.drop_last or not shard.even_batches:
@@ -94,7 +94,7 @@ def _last_batch(trainer: Any, loader: Any) -> _LastBatch | None:
 def require_full_batch(trainer: Any, batch: Any, *, is_evaluated: bool = False) -> None:
     """Raises `UnsupportedError` if this rank's current batch has repeated samples that the trainer's loss may count."""
     state: Any = parallel_state(trainer.model)
-    if takes_any_rows(trainer) or has_targets_of_tokens(batch):
+    if takes_any_rows(trainer) or has_token_targets(batch):
         return
     if is_filled_up(trainer.accelerator.gradient_state, state.mesh.dp_size):
         words = ("evaluate", "per_device_eval_batch_size") if is_evaluated else ("train", "per_device_train_batch_size")
@@ -111,7 +111,7 @@ def takes_any_rows(trainer: Any) -> bool:
     return "compute_loss" not in vars(trainer) and owner.__name__ in ("Trainer", "SFTTrainer")
 
 
-def has_targets_of_tokens(batch: Any) -> bool:
+def has_token_targets(batch: Any) -> bool:
     """Returns whether a batch has targets `[batch, sequence]`, which can be masked for some of its samples."""
     # Trainers that generate receive their samples as a list.
     targets = [batch.get(name) for name in LABELS] if isinstance(batch, Mapping) else []

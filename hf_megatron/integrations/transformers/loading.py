@@ -28,7 +28,7 @@ from ...checkpoint.initialize import initialize_missing
 from ...checkpoint.strict_loading import check_loaded, own_memory
 from ...compat.patch_registry import PATCH_REGISTRY
 from ...compat.transformers_loading import forget_conversions, quiet_loading
-from ...compat.versions import warn_of_unchecked_versions
+from ...compat.versions import warn_unchecked_versions
 from ...config import MegatronConfig, validate_world_size
 from ...core.communication.full_tensor import accept_full_tensors
 from ...core.communication.rank_errors import gather, propagate_errors
@@ -145,7 +145,7 @@ def _validate(value: Any, kwargs: dict[str, Any]) -> MegatronConfig:
     if isinstance(value, ValidatedConfig):
         return value.config
     _activate_patches()
-    warn_of_unchecked_versions()
+    warn_unchecked_versions()
     config = MegatronConfig.coerce(value)
     for name, reason in _EXCLUSIVE.items():
         if kwargs.get(name) is not None:

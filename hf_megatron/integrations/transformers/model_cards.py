@@ -80,7 +80,7 @@ def create_model_card(original: Callable, self: Any, *args: Any, **kwargs: Any) 
 def _known(trainer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """Converts arguments of `create_model_card` to fields of `CardData`; all other fields come from the trainer."""
 
-    from ...model_cards.provenance import base_of, is_id
+    from ...model_cards.provenance import find_base_model, is_id
 
     def listed(name: str) -> tuple[Any, ...]:
         value = arguments.get(name) or ()
@@ -93,7 +93,7 @@ def _known(trainer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         "language": listed("language"),
         "license": arguments.get("license"),
         "model_name": arguments.get("model_name"),
-        "base_model": origin if is_id(origin) else base_of(origin),
+        "base_model": origin if is_id(origin) else find_base_model(origin),
         # TRL's `dataset_name` goes into the metadata, as Trainer's `dataset_tags` does.
         "datasets": datasets,
         "dataset_names": tuple(name for name in listed("dataset") if not _is_local(name)),

@@ -1,7 +1,7 @@
 """TRL trainers: per-token scores of a parallelized model, and a reference model with the same layout.
 
 TRL replaces a model's forward by one that reads the head's weight and returns per-token values instead of logits. For a
-parallelized model these values come from `scores_of_call`, which does not gather the full head.
+parallelized model these values come from `compute_scores`, which does not gather the full head.
 """
 
 import functools
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ...compat.ecosystem import trl_output, trl_sums
 from ...compat.torch_dtensor import local_tensor
 from ...compat.transformers_models import count_tokens_once, prepends_tokens
-from ...compat.versions import warn_of_unchecked_versions
+from ...compat.versions import warn_unchecked_versions
 from ...config import MegatronConfig, validate_world_size
 from ...core.off_stage import own_state_dict
 from ...core.runtime import RUNTIME
@@ -27,7 +27,7 @@ from ...losses.batch_loss import BatchLoss
 from ...losses.targets import IGNORE_INDEX, count_targets, next_tokens
 from ...parallel_state import parallel_state
 from ...tensor_parallel.sampling import PLAIN, Sampling
-from ...tensor_parallel.token_log_probs import scores_of_call
+from ...tensor_parallel.token_log_probs import compute_scores
 from ...tensor_parallel.vocab_log_probs import FIELDS, LOG_PROBS
 from ..accelerate.environment import job_world_size
 from ..torch.ddp_check import reject_other_trl_trainers
@@ -65,11 +65,11 @@ def init(original: Callable, self: Any, model: Any = None, *args: Any, **kwargs:
     training_args: Any = next(
         (value for value in (*args, *kwargs.values()) if isinstance(value, TrainingArguments)), None
     )
-    layout = layout_of_policy(model, training_args)
+    layout = get_policy_layout(model, training_args)
     if layout is None:
         settle_generation_sizes(training_args, job_world_size())
         return original(self, model, *args, **kwargs)
-    warn_of_unchecked_versions()
+    warn_unchecked_versions()
     reject_other_trl_trainers(self)
     dp_size = validate_world_size(layout, job_world_size())
     reject_arguments(self, training_args)
@@ -94,7 +94,7 @@ def init(original: Callable, self: Any, model: Any = None, *args: Any, **kwargs:
     count_tokens_once(self)
 
 
-def layout_of_policy(model: Any, args: Any) -> MegatronConfig | None:
+def get_policy_layout(model: Any, args: Any) -> MegatronConfig | None:
     """Returns the layout of a trainer's model, or of a model that the trainer loads by name."""
     state = None if model is None or isinstance(model, str) else parallel_state(model)
     if state is not None:
@@ -124,7 +124,7 @@ def create_model_from_path(original: Callable, model_id: str, *args: Any, **kwar
         if is_policy and RUNTIME.launch is None:
             kwargs["megatron_config"] = layout
         elif not is_policy and (RUNTIME.launch is None or layout.frozen_models):
-            kwargs["megatron_config"] = layout.of_frozen(building.asks)
+            kwargs["megatron_config"] = layout.get_frozen_config(building.asks)
     return original(model_id, *args, **kwargs)
 
 
@@ -198,12 +198,12 @@ def patch_chunked_loss(original: Callable, model: Any, chunk_size: int, is_vlm: 
     state.patches.replace(model, "forward", types.MethodType(forward, model))
 
 
-def _fields_of_tokens(loss: Any, aux_loss: Any, fields: Mapping[str, Any]) -> Any:
+def _build_token_output(loss: Any, aux_loss: Any, fields: Mapping[str, Any]) -> Any:
     return trl_output(loss=loss, aux_loss=aux_loss, **fields)
 
 
 def _with_scores(
-    model: Any, field_names: tuple[str, ...], sampling: Sampling = PLAIN, output: Callable = _fields_of_tokens
+    model: Any, field_names: tuple[str, ...], sampling: Sampling = PLAIN, output: Callable = _build_token_output
 ) -> Callable:
     original_forward = model.forward
 
@@ -234,7 +234,7 @@ def _with_scores(
             # Inputs hold the samples of all replicas; the model call only takes this rank's.
             targets = rows.own(targets)
             kwargs |= {name: rows.own(value) for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
-        values, aux_loss = scores_of_call(
+        values, aux_loss = compute_scores(
             self, lambda read: read(original_forward(*args, **kwargs)), targets, field_names, sampling
         )
         fields = dict(zip(field_names, values, strict=True)) | {"label_mask": targets != IGNORE_INDEX}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...compat.versions import is_of_other_versions
+from ...compat.versions import is_for_other_version
 from ...errors import UnsupportedError
 from ..accelerate.environment import job_world_size
 
@@ -39,7 +39,7 @@ def reject_batch_wide_losses(trainer: Any, args: Any, dp_size: int) -> None:
     if dp_size == 1 or not kinds:
         return
     owner = next((cls for cls in type(trainer).__mro__ if _DPO_LOSS in vars(cls)), None)
-    if is_of_other_versions("trl.trainer.dpo_trainer:add_fused_lm_head"):
+    if is_for_other_version("trl.trainer.dpo_trainer:add_fused_lm_head"):
         reason = "TRL 1.14 computes it over each rank's own samples. Use TRL 1.15 or later"
     elif owner is None or owner.__module__ != "trl.trainer.dpo_trainer" or _DPO_LOSS in vars(trainer):
         reason = f"its {_DPO_LOSS} computes it over each rank's own samples. Use DPOTrainer's {_DPO_LOSS}"

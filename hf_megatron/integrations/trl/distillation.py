@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ...losses.targets import IGNORE_INDEX, next_tokens
 from ...parallel_state import parallel_state
-from ...tensor_parallel.token_divergence import divergences_of_calls
+from ...tensor_parallel.token_divergence import compute_divergences
 from ...tensor_parallel.token_log_probs import hooked_call
-from .base import layout_of_policy
+from .base import get_policy_layout
 
 
 def gkd_init(
@@ -25,12 +25,12 @@ def gkd_init(
     **kwargs: Any,
 ) -> None:
     """Loads a teacher given by name with the student's layout, or with the teacher layout of `frozen_models`."""
-    layout = layout_of_policy(model, args)
+    layout = get_policy_layout(model, args)
     if layout is None or not isinstance(teacher_model, str):
         return original(self, model, teacher_model, args, *rest, **kwargs)
     teacher_kwargs = args.teacher_model_init_kwargs
     # TRL reads the dtype from these kwargs if they are set.
-    args.teacher_model_init_kwargs = {"dtype": None, "megatron_config": layout.of_frozen("teacher")} | (
+    args.teacher_model_init_kwargs = {"dtype": None, "megatron_config": layout.get_frozen_config("teacher")} | (
         teacher_kwargs or {}
     )
     try:
@@ -107,7 +107,7 @@ def _divergences(
     batch = {"input_ids": input_ids, "attention_mask": attention_mask}
     student, teacher = trainer.accelerator.unwrap_model(trainer.model), trainer.teacher_model
     with trainer.accelerator.autocast():
-        return divergences_of_calls(
+        return compute_divergences(
             student,
             hooked_call(student, **batch),
             trainer.accelerator.unwrap_model(teacher),

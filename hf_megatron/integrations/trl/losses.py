@@ -80,20 +80,18 @@ def kto_loss(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 def orpo_forward(original: Callable, self: Any, model: Any, batch: Any) -> tuple[Tensor, ...]:
     """Computes ORPO's loss on chosen texts over all ranks' tokens, prompt and answer."""
     if self.is_encoder_decoder:
-        return _with_loss_of_all_ranks(original, self, model, batch, batch["chosen_labels"] != IGNORE_INDEX)
-    return _with_loss_of_all_ranks(original, self, model, batch, batch["chosen_attention_mask"] == 1)
+        return _replace_token_mean(original, self, model, batch, batch["chosen_labels"] != IGNORE_INDEX)
+    return _replace_token_mean(original, self, model, batch, batch["chosen_attention_mask"] == 1)
 
 
 def cpo_forward(original: Callable, self: Any, model: Any, batch: Any) -> tuple[Tensor, ...]:
     """Computes CPO's loss on chosen texts over all ranks' tokens, answers only."""
     if not self.cpo_alpha:
         return original(self, model, _padded_identically(self, batch))
-    return _with_loss_of_all_ranks(original, self, model, batch, batch["chosen_labels"] != IGNORE_INDEX)
+    return _replace_token_mean(original, self, model, batch, batch["chosen_labels"] != IGNORE_INDEX)
 
 
-def _with_loss_of_all_ranks(
-    original: Callable, trainer: Any, model: Any, batch: Any, counts: Tensor
-) -> tuple[Tensor, ...]:
+def _replace_token_mean(original: Callable, trainer: Any, model: Any, batch: Any, counts: Tensor) -> tuple[Tensor, ...]:
     """Replaces the fifth output, the local mean `()` over tokens where `counts` `[batch, sequence]` is true."""
     state = _spread(trainer)
     outputs = original(trainer, model, _padded_identically(trainer, batch))

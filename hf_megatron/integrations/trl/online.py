@@ -191,7 +191,7 @@ def shuffle(original: Callable, seq_dict: dict[str, Any]) -> dict[str, Any]:
     if state is None or state.mesh.dp_size == 1 or not all(map(_is_tensor, seq_dict.values())):
         return original(seq_dict)
     group = state.mesh.group("dp")
-    global_batch = {name: _of_all_replicas(name, value, trainer, group) for name, value in seq_dict.items()}
+    global_batch = {name: _gather_replicas(name, value, trainer, group) for name, value in seq_dict.items()}
     count = max(len(value) for value in global_batch.values() if value is not None and value.dim())
     # Use the first replica's permutation: its random state matches the single-process run.
     order = torch.randperm(count).to(state.mesh.device)
@@ -210,7 +210,7 @@ def _has_rows(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _of_all_replicas(name: str, value: Any, trainer: Any, group: Any) -> Any:
+def _gather_replicas(name: str, value: Any, trainer: Any, group: Any) -> Any:
     """Gathers `[batch, ...]` of all replicas, padded as TRL does: prompts on the left, with the pad token."""
     if not _has_rows(value):
         return value
@@ -229,7 +229,7 @@ def _of_all_replicas(name: str, value: Any, trainer: Any, group: Any) -> Any:
     return torch.cat(parts)
 
 
-def loss_of_all_replicas(original: Callable, self: Any, model: Any, inputs: Any) -> Tensor:
+def compute_global_loss(original: Callable, self: Any, model: Any, inputs: Any) -> Tensor:
     """Computes the loss `()` over the samples of all replicas, also for losses that are not means over samples."""
     state = parallel_state(self.model)
     # Evaluations also span all replicas, for the router loss: every replica has full batches.
@@ -260,7 +260,9 @@ def load_reward_models(functions: Any, args: Any, layout: MegatronConfig) -> Any
         return functions
     from transformers import AutoModelForSequenceClassification
 
-    kwargs = {"device_map": None} | (args.model_init_kwargs or {}) | {"megatron_config": layout.of_frozen("reward")}
+    kwargs = (
+        {"device_map": None} | (args.model_init_kwargs or {}) | {"megatron_config": layout.get_frozen_config("reward")}
+    )
     loader: Any = AutoModelForSequenceClassification
     return [loader.from_pretrained(name, num_labels=1, **kwargs) if isinstance(name, str) else name for name in names]
 

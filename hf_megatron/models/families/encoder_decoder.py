@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..composite import spec_of_parts
+from ..composite import merge_specs
 from ..infer import stated_or_inferred_spec
 from ..registry import REGISTRY, register_model
 from ..spec import ModelSpec
@@ -15,7 +15,7 @@ _PARTS = ("encoder", "decoder")
 def encoder_decoder(model: Any) -> ModelSpec:
     parts = {name: model.get_submodule(name) for name in _PARTS}
     builders = {name: REGISTRY.get(part.config.model_type, stated_or_inferred_spec) for name, part in parts.items()}
-    return spec_of_parts(model, {name: builders[name](part) for name, part in parts.items()})
+    return merge_specs(model, {name: builders[name](part) for name, part in parts.items()})
 
 
 register_facts(

@@ -36,15 +36,15 @@ HEADS_WITH_MULTIPLIERS = replace(
 )
 
 
-def of_mixers(mixer: str) -> Callable[[Any], ModelSpec]:
+def make_mixer_spec(mixer: str) -> Callable[[Any], ModelSpec]:
     """Returns a spec builder for models whose layers contain a Mamba 2 mixer under the given name."""
     return lambda model: corrected_spec(model, head_sharded_blocks={f"layers.*.{mixer}": HEADS})
 
 
 for _model_type in ("mamba2", "nemotron_h"):
-    register_model(_model_type, of_mixers("mixer"))
+    register_model(_model_type, make_mixer_spec("mixer"))
 for _model_type in ("bamba", "granitemoehybrid"):
-    register_model(_model_type, of_mixers("mamba"))
+    register_model(_model_type, make_mixer_spec("mamba"))
 
 
 @register_model("falcon_h1")

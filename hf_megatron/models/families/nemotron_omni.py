@@ -6,7 +6,7 @@ from ..composite import composite_spec
 from ..registry import register_model
 from ..spec import ModelSpec
 from ..type_facts import TypeFacts, register_facts
-from .mamba2 import of_mixers
+from .mamba2 import make_mixer_spec
 
 _LAYER = "vision_model.encoder.layer.*"
 _COLUMNS = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.fc1", "mlp.gate_proj", "mlp.up_proj")
@@ -15,7 +15,7 @@ _ROWS = ("attention.o_proj", "mlp.fc2", "mlp.down_proj")
 
 @register_model("nemotron_h_omni")
 def nemotron_h_omni(model: Any) -> ModelSpec | None:
-    spec = composite_spec(model, {"nemotron_h": of_mixers("mixer")})
+    spec = composite_spec(model, {"nemotron_h": make_mixer_spec("mixer")})
     if spec is None:
         return None
     parts = {name for name, _ in model.named_modules()}

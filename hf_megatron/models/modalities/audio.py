@@ -37,7 +37,7 @@ def is_audio(name: str) -> bool:
     return name in (*SOUNDS, *MASKS_OF_SOUNDS, *LENGTHS_OF_SOUNDS)
 
 
-def audio_of(arguments: Mapping[str, Any]) -> Tensor | None:
+def get_audio(arguments: Mapping[str, Any]) -> Tensor | None:
     """Returns the audio clips of a call `[clips, ...]`, or `None`."""
     return next((arguments[name] for name in SOUNDS if isinstance(arguments.get(name), Tensor)), None)
 
@@ -62,7 +62,7 @@ def samples_with_audio(arguments: Mapping[str, Any], rows: slice, config: Any) -
         ConfigError: the placeholders of a clip span two samples, or their number does not match the clip.
     """
     audio_arguments = {name: value for name, value in arguments.items() if is_audio(name) and value is not None}
-    audio_clips = audio_of(arguments)
+    audio_clips = get_audio(arguments)
     assert audio_clips is not None
     lengths = [audio_arguments[name] for name in LENGTHS_OF_SOUNDS if name in audio_arguments]
     lengths += [audio_arguments[name].flatten(1).sum(1) for name in MASKS_OF_SOUNDS if name in audio_arguments]

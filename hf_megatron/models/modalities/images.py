@@ -53,22 +53,24 @@ def image_token(config: Any) -> int | None:
     return next((token for token in token_ids if token is not None), None)
 
 
-def is_of_images(name: str) -> bool:
+def is_image_argument(name: str) -> bool:
     """Returns whether an argument has one entry per image, patch or crop."""
-    is_named = name in (*_ONE_PER_IMAGE, *_QUESTIONS, *_PER_ROW) or name.startswith("image_") or _is_of_pixels(name)
+    is_named = (
+        name in (*_ONE_PER_IMAGE, *_QUESTIONS, *_PER_ROW) or name.startswith("image_") or _is_pixel_argument(name)
+    )
     return is_named and "video" not in name and name != PLACES
 
 
 def is_multimodal(name: str) -> bool:
     """Returns whether an argument has entries for images, videos or audio clips rather than for samples."""
-    return is_of_images(name) or any(part in name for part in ("pixel", *NOT_OF_ROWS))
+    return is_image_argument(name) or any(part in name for part in ("pixel", *NOT_OF_ROWS))
 
 
-def _is_of_pixels(name: str) -> bool:
+def _is_pixel_argument(name: str) -> bool:
     return "pixel" in name or name == _FLAT_PATCHES
 
 
-def pixels_of(arguments: Mapping[str, Any]) -> Tensor | None:
+def get_pixels(arguments: Mapping[str, Any]) -> Tensor | None:
     """Returns the pixels of a call, in one of the shapes that `rows_with_images` lists; `None` without images."""
     candidates = (arguments.get(name) for name in (PIXELS, _FLAT_PATCHES))
     return next((pixels for pixels in candidates if isinstance(pixels, Tensor)), None)
@@ -81,7 +83,9 @@ def has_places(arguments: Mapping[str, Any], config: Any) -> bool:
 
 def without_pixels(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Removes pixels and audio from a call of a stage without encoders; placeholders and sizes are kept."""
-    left_out = {name for name in arguments if _is_of_pixels(name) and (is_of_images(name) or name == VIDEO_PIXELS)}
+    left_out = {
+        name for name in arguments if _is_pixel_argument(name) and (is_image_argument(name) or name == VIDEO_PIXELS)
+    }
     left_out |= arguments.keys() & {*SOUNDS}
     return {name: value for name, value in arguments.items() if name not in left_out}
 
@@ -95,7 +99,7 @@ def placeholders(arguments: Mapping[str, Any], config: Any) -> Tensor:
     return torch.zeros_like(ids, dtype=torch.bool) if token is None else ids == token
 
 
-def tokens_of_images(arguments: Mapping[str, Any], config: Any) -> list[int]:
+def count_image_tokens(arguments: Mapping[str, Any], config: Any) -> list[int]:
     """Returns the number of placeholders of each image of a batch.
 
     Raises:
@@ -138,15 +142,17 @@ def rows_with_images(arguments: Mapping[str, Any], rows: slice, config: Any) -> 
         ConfigError: the placeholders of an image span two samples, or their number does not match the image.
     """
     ids = arguments["input_ids"]
-    image_arguments = {name: value for name, value in arguments.items() if is_of_images(name) and _has_entries(value)}
+    image_arguments = {
+        name: value for name, value in arguments.items() if is_image_argument(name) and _has_entries(value)
+    }
     per_row = placeholders(arguments, config).sum(1).tolist()
     start, stop, _ = rows.indices(len(ids))
     if not has_places(arguments, config):
         return {name: _entries(name, value, len(ids), slice(start, stop)) for name, value in image_arguments.items()}
-    if _is_of_rows(arguments, sum(per_row)):
+    if _is_batch_first(arguments, sum(per_row)):
         cut = {name: _entries(name, value, len(ids), slice(start, stop)) for name, value in image_arguments.items()}
         return cut if sum(per_row[start:stop]) or arguments[PIXELS].dim() == _TILES_OF_ROWS else {}
-    ends = [0, *itertools.accumulate(tokens_of_images(arguments, config))]
+    ends = [0, *itertools.accumulate(count_image_tokens(arguments, config))]
     images = slice(*(ends.index(sum(per_row[:row])) for row in (start, stop)))
     if images.start == images.stop:
         return {}
@@ -155,7 +161,7 @@ def rows_with_images(arguments: Mapping[str, Any], rows: slice, config: Any) -> 
         if name in _PER_ROW:
             sliced[name] = _entries(name, value, len(ids), slice(start, stop))
         elif name == _POOLED:
-            sliced[name] = _pooled_of(arguments, slice(ends[images.start], ends[images.stop]), images)
+            sliced[name] = _slice_pooled(arguments, slice(ends[images.start], ends[images.stop]), images)
         elif name == _VIEWS:
             ends_of_views = [0, *itertools.accumulate(int(count) for count in arguments[_NUMBER_OF_VIEWS])]
             views = slice(*(ends_of_views[place] for place in (images.start, images.stop)))
@@ -164,7 +170,7 @@ def rows_with_images(arguments: Mapping[str, Any], rows: slice, config: Any) -> 
         elif name != PIXELS or len(value) == len(ends) - 1:
             sliced[name] = _entries(name, value, len(ends) - 1, images)
         else:
-            sliced[name] = _patches_of(arguments, images)
+            sliced[name] = _slice_patches(arguments, images)
     return sliced
 
 
@@ -172,9 +178,9 @@ def _has_entries(value: Any) -> bool:
     return isinstance(value, Tensor | list | tuple)
 
 
-def _is_of_rows(arguments: Mapping[str, Any], placeholders: int) -> bool:
+def _is_batch_first(arguments: Mapping[str, Any], placeholders: int) -> bool:
     """Returns whether the first dim of the pixels is the batch, `[batch, images, ...]`, and not the images."""
-    pixels = pixels_of(arguments)
+    pixels = get_pixels(arguments)
     assert pixels is not None
     if pixels.dim() == _TILES_OF_ROWS:
         return True
@@ -201,7 +207,7 @@ def _guesses(arguments: Mapping[str, Any], config: Any, is_image: Tensor, images
         yield runs
     patches = next((arguments[name] for name in _PATCHES if isinstance(arguments.get(name), Tensor)), None)
     if patches is not None:
-        counts = _numbers_of(patches)
+        counts = _count_patches(patches)
         yield [total * count // sum(counts) for count in counts]
     yield [total // images] * images
 
@@ -232,11 +238,11 @@ def _entries(name: str, value: Any, count: int, part: slice) -> Any:
     return value[part]
 
 
-def _patches_of(arguments: Mapping[str, Any], images: slice) -> Tensor:
+def _slice_patches(arguments: Mapping[str, Any], images: slice) -> Tensor:
     """Returns the pixels of a range of images out of `[patches, ...]` or `[1, ..., patches * width]` of all images."""
     pixels = arguments[PIXELS]
     grid = next((arguments[name] for name in _PATCHES if isinstance(arguments.get(name), Tensor)), None)
-    ends = [0] if grid is None else [0, *itertools.accumulate(_numbers_of(grid))]
+    ends = [0] if grid is None else [0, *itertools.accumulate(_count_patches(grid))]
     dim = 0 if len(pixels) == ends[-1] else pixels.dim() - 1
     width, rest = divmod(pixels.shape[dim], ends[-1]) if ends[-1] else (0, 1)
     if rest or (dim and len(pixels) != 1):
@@ -248,14 +254,14 @@ def _patches_of(arguments: Mapping[str, Any], images: slice) -> Tensor:
     return pixels.narrow(dim, first, last - first)
 
 
-def _numbers_of(sizes: Tensor) -> list[int]:
+def _count_patches(sizes: Tensor) -> list[int]:
     """Returns the number of patches of each image for sizes `[images]` or `[images, dims]`."""
     return sizes.reshape(len(sizes), -1).prod(1).tolist()
 
 
-def _pooled_of(arguments: Mapping[str, Any], placeholders: slice, images: slice) -> Tensor:
+def _slice_pooled(arguments: Mapping[str, Any], placeholders: slice, images: slice) -> Tensor:
     """Returns the pooled patch indices `[placeholders, patches]` relative to the first of the images; -1 is padding."""
-    crops = _numbers_of(arguments[_PATCHES[-1]])
+    crops = _count_patches(arguments[_PATCHES[-1]])
     before = sum(crops[: images.start]) * arguments[PIXELS].shape[1]
     pooled = arguments[_POOLED][placeholders]
     return pooled.where(pooled < 0, pooled - before)

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import ConfigError
-from .audio import audio_of, audio_token, is_audio, samples_with_audio
-from .images import VIDEO_PIXELS, has_places, image_token, is_of_images, pixels_of, rows_with_images
-from .videos import is_of_videos, rows_with_videos
+from .audio import audio_token, get_audio, is_audio, samples_with_audio
+from .images import VIDEO_PIXELS, get_pixels, has_places, image_token, is_image_argument, rows_with_images
+from .videos import is_video_argument, rows_with_videos
 
 _TOWERS = ("vision_config", "audio_config")
 
@@ -24,16 +24,16 @@ def reads_modalities(model: Any) -> bool:
 def passed_modalities(arguments: Mapping[str, Any], config: Any) -> tuple[str, ...]:
     """Returns which of `"images"`, `"videos"` and `"audio"` a call passes, with placeholders in its text."""
     has = {
-        "images": pixels_of(arguments) is not None and has_places(arguments, config),
+        "images": get_pixels(arguments) is not None and has_places(arguments, config),
         "videos": arguments.get(VIDEO_PIXELS) is not None,
-        "audio": audio_of(arguments) is not None and audio_token(config) is not None,
+        "audio": get_audio(arguments) is not None and audio_token(config) is not None,
     }
     return tuple(name for name, is_given in has.items() if is_given)
 
 
 def modality_names(arguments: Mapping[str, Any], config: Any) -> set[str]:
     """Returns the names of a call's arguments with entries for the modalities in `passed_modalities`."""
-    belongs = {"images": is_of_images, "videos": is_of_videos, "audio": is_audio}
+    belongs = {"images": is_image_argument, "videos": is_video_argument, "audio": is_audio}
     return {name for kind in passed_modalities(arguments, config) for name in arguments if belongs[kind](name)}
 
 

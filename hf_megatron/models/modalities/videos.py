@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from .images import GRID, PIXELS, SECONDS, VIDEO_PIXELS, image_token, pixels_of, rows_with_images
+from .images import GRID, PIXELS, SECONDS, VIDEO_PIXELS, get_pixels, image_token, rows_with_images
 
 # Video argument -> the image argument with the corresponding entries.
 _AS_OF_IMAGES = {
@@ -24,7 +24,7 @@ def video_token(config: Any) -> int | None:
     return next((token for token in token_ids if token is not None), None)
 
 
-def is_of_videos(name: str) -> bool:
+def is_video_argument(name: str) -> bool:
     """Returns whether an argument has one entry per video or patch of videos."""
     return name in _AS_OF_IMAGES
 
@@ -48,12 +48,14 @@ def rows_with_videos(arguments: Mapping[str, Any], rows: slice, config: Any) -> 
     Raises:
         ConfigError: the placeholders of a video span two samples, or their number does not match the video.
     """
-    names = {_AS_OF_IMAGES[name]: name for name, value in arguments.items() if is_of_videos(name) and value is not None}
+    names = {
+        _AS_OF_IMAGES[name]: name for name, value in arguments.items() if is_video_argument(name) and value is not None
+    }
     image_arguments = {image: arguments[name] for image, name in names.items()} | {"input_ids": arguments["input_ids"]}
     # `[videos, frames, ...]` without any sizes would be taken for `[batch, images, ...]`: pass dummy sizes.
     image_arguments.setdefault(SECONDS, torch.zeros(len(image_arguments.get(GRID, image_arguments[PIXELS]))))
     token = video_token(config)
-    if pixels_of(arguments) is None and not bool((arguments["input_ids"] == token).any()):
+    if get_pixels(arguments) is None and not bool((arguments["input_ids"] == token).any()):
         token = image_token(config)
     sliced = rows_with_images(image_arguments, rows, _ConfigOfVideos(config, token))
     return {names[name]: value for name, value in sliced.items() if name in names}

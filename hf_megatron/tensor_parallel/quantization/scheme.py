@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from ...compat.torch_dtensor import local_tensor
 from ...core.axes import Axes
 from ...core.mesh import ParallelMesh
-from ...core.placement import Placement, copies_of_model
+from ...core.placement import Placement, count_shared_copies
 from ...core.quantized_weight import QuantizedWeight
 from ...errors import UnsupportedError
 from ...parallel_state import ParallelState
@@ -137,7 +137,7 @@ def _part(shape: Sequence[int], placement: Placement, axes: Axes, mesh: Parallel
 @torch.no_grad()
 def dequantize_linears(model: nn.Module, state: ParallelState, dtype: torch.dtype) -> None:
     """Replaces quantized weights by weights of `dtype`, with the same sharding as without quantization."""
-    copies = copies_of_model(state.shardings.values(), state.axes)
+    copies = count_shared_copies(state.shardings.values(), state.axes)
     for name, module in model.named_modules():
         for param_name, weight in module._parameters.items():
             if not isinstance(weight, QuantizedWeight):

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ...compat.shard_safe import is_marked, is_of_checked_library, origin, shard_safe, should_run_last
+from ...compat.shard_safe import is_from_checked_library, is_marked, origin, shard_safe, should_run_last
 from ...compat.torch_autograd import global_forward_hooks, leave_uncompiled
 from ...core.communication.rng import TensorParallelRng
 from ...core.forward_hooks import ForwardHooks
@@ -187,7 +187,7 @@ class UserHooks:
     @leave_uncompiled
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         for hook in global_forward_hooks():
-            if not is_marked(hook) and not is_of_checked_library(hook):
+            if not is_marked(hook) and not is_from_checked_library(hook):
                 raise UnsupportedError(
                     f"A global forward hook ({_name_of(hook)}) would receive shards in most modules of a "
                     "tensor-parallel model. Register it on single modules, mark it with hf_megatron.shard_safe if "
@@ -203,7 +203,7 @@ class UserHooks:
         return any(number >= self.end and number not in self.seen for number in hooks)
 
     def _users(self, hooks: dict[int, Any]) -> list[int]:
-        return [n for n, hook in hooks.items() if n in self.seen or (n >= self.end and not _is_of_libraries(hook))]
+        return [n for n, hook in hooks.items() if n in self.seen or (n >= self.end and not _is_library_hook(hook))]
 
     def _give_inputs(self, name: str, module: nn.Module) -> None:
         hooks: Any = module._forward_pre_hooks
@@ -235,12 +235,12 @@ class UserHooks:
         self.seen.update(users)
         # After this library's hooks. Hooks of libraries that record outputs (transformers' are registered in the first
         # forward) keep their order relative to user hooks.
-        for number in [n for n in hooks if n in users or (n >= self.end and _is_of_a_library(hooks[n]))]:
+        for number in [n for n in hooks if n in users or (n >= self.end and _is_checked_or_last(hooks[n]))]:
             hooks.move_to_end(number)
 
 
-def _is_of_a_library(hook: Any) -> bool:
-    return is_of_checked_library(hook) or should_run_last(hook)
+def _is_checked_or_last(hook: Any) -> bool:
+    return is_from_checked_library(hook) or should_run_last(hook)
 
 
 def _mark_identical(wrapper: Any, hook: Any) -> None:
@@ -272,6 +272,6 @@ def _name_of(hook: Any) -> str:
     return getattr(hook, "__qualname__", type(hook).__qualname__)
 
 
-def _is_of_libraries(hook: Any) -> bool:
+def _is_library_hook(hook: Any) -> bool:
     """Returns whether a hook keeps its position: it comes from another axis of this library or a checked library."""
-    return is_of_checked_library(hook) or origin(hook) == __name__.partition(".")[0]
+    return is_from_checked_library(hook) or origin(hook) == __name__.partition(".")[0]

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers.loss import loss_utils
 
-from ...compat.shard_safe import is_marked, is_of_checked_library
+from ...compat.shard_safe import is_from_checked_library, is_marked
 from ...compat.torch_autograd import leave_uncompiled
 from ...compat.transformers_models import activation_classes, chosen_functions
 from ...core.forward_hooks import ForwardHooks
@@ -47,7 +47,7 @@ class ExchangedFunctions:
         bases = {base for module in modules.values() for base in type(module).__mro__} | {nn.Embedding}
         self.methods = {base: vars(base)["forward"] for base in bases if "forward" in vars(base)}
         files = {base.__module__ for base in bases if base.__module__.startswith("transformers.models.")} | {*_SHARED}
-        self.files = {name: _functions_of(vars(sys.modules[name])) for name in files}
+        self.files = {name: _filter_functions(vars(sys.modules[name])) for name in files}
         self.exchanged_before = [f"{file}.{name}" for file in files for name in _replaced_in(file, self.files[file])]
         configs = [vars(module).get("config") for module in modules.values()]
         self.configs = list({id(config): config for config in configs if config is not None}.values())
@@ -69,7 +69,7 @@ class ExchangedFunctions:
         yield from self.exchanged_before
         for base, method in self.methods.items():
             present = vars(base)["forward"]
-            if _is_exchanged(present, method) or (is_of_checked_library(base) and _is_users(present)):
+            if _is_exchanged(present, method) or (is_from_checked_library(base) and _is_users(present)):
                 yield f"{base.__qualname__}.forward"
         for file, functions in self.files.items():
             present = vars(sys.modules[file])
@@ -126,7 +126,7 @@ def _functions(module: nn.Module) -> dict[str, Any]:
     return {n: value for n, value in vars(module).items() if callable(value) and n != "forward" and n[0] != "_"}
 
 
-def _functions_of(names: dict[str, Any]) -> dict[str, Any]:
+def _filter_functions(names: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in names.items() if inspect.isroutine(value)}
 
 
@@ -135,7 +135,7 @@ def _is_exchanged(present: Any, before: Any) -> bool:
 
 
 def _is_users(function: Any) -> bool:
-    return not is_of_checked_library(function) and not is_marked(function)
+    return not is_from_checked_library(function) and not is_marked(function)
 
 
 def _replaced_in(file: str, functions: dict[str, Any]) -> list[str]:

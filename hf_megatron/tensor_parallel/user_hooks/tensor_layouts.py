@@ -78,19 +78,19 @@ class Tokens(Form):
         """Returns whether a tensor `[batch, tokens, ...]` has only the tokens of this rank."""
         group = self.stack.group
         start, stop = bounds(self.stack.length, dist.get_world_size(group), dist.get_rank(group))
-        return tensor.shape[self.stack.dim_of_tokens(tensor)] == stop - start != self.stack.length
+        return tensor.shape[self.stack.get_token_dim(tensor)] == stop - start != self.stack.length
 
     def open(self, tensor: Tensor) -> Tensor:
         if tensor.dim() == 2:
             # Flattened tokens: [batch * local, width] -> [batch * sequence, width].
             return self.open(tensor.view(self.stack.batch, -1, tensor.shape[1])).flatten(0, 1)
         # [batch, local, ...] -> [batch, sequence, ...]
-        return gather_from_ranks(tensor, self.stack.dim_of_tokens(tensor), self.stack.length, self.stack.group)
+        return gather_from_ranks(tensor, self.stack.get_token_dim(tensor), self.stack.length, self.stack.group)
 
     def close(self, unsharded: Tensor) -> Tensor:
         if unsharded.dim() == 2:
             return self.close(unsharded.unflatten(0, (self.stack.batch, self.stack.length))).flatten(0, 1)
-        dim = self.stack.dim_of_tokens(unsharded)
+        dim = self.stack.get_token_dim(unsharded)
         if unsharded.shape[dim] != self.stack.length:
             raise UnsupportedError(
                 f"A forward hook returned {unsharded.shape[dim]} tokens, expected {self.stack.length}: with "

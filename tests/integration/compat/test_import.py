@@ -67,11 +67,11 @@ def test_every_patch_target_exists():
         """
 import importlib, hf_megatron
 from hf_megatron.compat.patch_registry import PATCH_REGISTRY
-from hf_megatron.compat.versions import is_of_other_versions
+from hf_megatron.compat.versions import is_for_other_version
 PATCH_REGISTRY.activate()
 for target in list(PATCH_REGISTRY.targets.values()):
     importlib.import_module(target.module_name)
-    assert bool(target.applied) != is_of_other_versions(target.target), target.target
+    assert bool(target.applied) != is_for_other_version(target.target), target.target
 """
     )
 
@@ -198,15 +198,15 @@ LlamaForCausalLM._from_config(config)
 assert patched() == ENTRY_POINTS
 LlamaForCausalLM._from_config(config, megatron_config={})
 declared = {patch.target for patch in PATCHES}
-from hf_megatron.compat.versions import is_of_other_versions
-assert declared - patched() == {target for target in declared if is_of_other_versions(target)}
+from hf_megatron.compat.versions import is_for_other_version
+assert declared - patched() == {target for target in declared if is_for_other_version(target)}
 assert all(hook.handle for hook in PATCH_REGISTRY.hooks.values())
 
 hf_megatron.disable()
 assert not patched() and not any(hook.handle for hook in PATCH_REGISTRY.hooks.values())
 assert all(value(target) is function for target, function in stock.items())
 hf_megatron.enable()
-assert declared <= patched() | {target for target in declared if is_of_other_versions(target)}
+assert declared <= patched() | {target for target in declared if is_for_other_version(target)}
 """
     )
 

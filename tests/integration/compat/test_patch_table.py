@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-from hf_megatron.compat.versions import is_of_other_versions
+from hf_megatron.compat.versions import is_for_other_version
 from hf_megatron.integrations.patch_table import PATCHES
 
 # Variables of a closure, by which a function is replaced under all its names, are tested as what they hold.
 BY_FUNCTION = [patch for patch in PATCHES if not patch.target.endswith(".func")]
 
 
-def parameters_of(function):
+def list_parameters(function):
     function = getattr(function, "__func__", function)
     function = function.fget if isinstance(function, property) else function
     return list(inspect.signature(inspect.unwrap(function)).parameters.values())
@@ -24,16 +24,16 @@ def parameters_of(function):
 @pytest.mark.parametrize("patch", BY_FUNCTION, ids=lambda patch: patch.target)
 def test_arguments_keep_their_names(patch, monkeypatch):
     monkeypatch.setitem(os.environ, "TRL_EXPERIMENTAL_SILENCE", "1")
-    if is_of_other_versions(patch.target):
+    if is_for_other_version(patch.target):
         return
     module, _, path = patch.target.partition(":")
     owner = importlib.import_module(module)
     *parts, name = path.split(".")
     for part in parts:
         owner = getattr(owner, part)
-    stock = parameters_of(inspect.getattr_static(owner, name))
+    stock = list_parameters(inspect.getattr_static(owner, name))
     module, _, function = patch.replacement.partition(":")
-    own = parameters_of(getattr(importlib.import_module(module), function))[1:]
+    own = list_parameters(getattr(importlib.import_module(module), function))[1:]
     names = [parameter.name for parameter in stock]
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in stock)
     for place, parameter in enumerate(own):

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from hf_megatron import CheckpointError
 from hf_megatron.cli import app
 from hf_megatron.conversion import TargetOptions, compare, convert, plan_conversion
-from hf_megatron.conversion.families import family_of
+from hf_megatron.conversion.families import get_family
 from hf_megatron.conversion.interfaces import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, OptimizerState
 from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
 from hf_megatron.conversion.megatron_core.writer import MegatronCoreWriter
@@ -46,7 +46,7 @@ def with_mtp(tensors: dict[Key, torch.Tensor], layers: int) -> dict[Key, torch.T
 
 
 def write(folder: Path, tensors: dict[Key, torch.Tensor], config, to: str, optimizer: OptimizerState | None) -> None:
-    model = family_of(config).model(config)
+    model = get_family(config).model(config)
     model = replace(model, arguments={**model.arguments, "mtp_num_layers": 1})
     plan = {key: TensorMeta.of(tensor) for key, tensor in tensors.items()}
     with Output(folder) as output:
@@ -81,7 +81,7 @@ def count(root: Path, to: str) -> int:
         reader = MegatronCoreReader(root / to)
     else:
         config = config_of(CASE)
-        reader = MegatronLegacyReader(root / to, family_of(config).model(config))
+        reader = MegatronLegacyReader(root / to, get_family(config).model(config))
     with reader:
         return sum(key.kind == WEIGHT and key.name.startswith("mtp.") for key in reader.entries)
 
@@ -143,7 +143,7 @@ def test_what_is_written_says_that_there_is_none(root, to):
     reader = (
         MegatronCoreReader(root / "plain" / to)
         if to == "megatron_core"
-        else MegatronLegacyReader(root / "plain" / to, family_of(config).model(config))
+        else MegatronLegacyReader(root / "plain" / to, get_family(config).model(config))
     )
     with reader:
         assert reader.arguments["num_layers"] == config.num_hidden_layers

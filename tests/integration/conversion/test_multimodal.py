@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from hf_megatron import CheckpointError, UnsupportedError
 from hf_megatron.cli import app
 from hf_megatron.conversion import TargetOptions, compare, convert, plan_conversion
-from hf_megatron.conversion.families import check_config, family_of
+from hf_megatron.conversion.families import check_config, get_family
 from hf_megatron.conversion.interfaces import WEIGHT
 from hf_megatron.conversion.megatron.names import is_encoder_weight
 from hf_megatron.conversion.megatron.splits import tensor_parallel_split
@@ -141,7 +141,7 @@ def without(source: Path, target: Path, case: str, start: str) -> Path:
         assert len(plan) < len(reader.entries)
         config = config_of(case)
         with Output(target, 1 << 20) as output:
-            writer = MegatronCoreWriter(output, plan, family_of(config).model(config))
+            writer = MegatronCoreWriter(output, plan, get_family(config).model(config))
             for key in plan:
                 writer.write(key, reader.read(key))
             writer.finish()
@@ -247,7 +247,7 @@ def test_a_plan_says_what_becomes_of_towers(sources, tmp_path):
     assert any("round trip only" in note for note in report.notes)
     config = config_of("llava")
     config.vision_feature_layer = -2
-    assert any("vision_feature_layer=-2" in what for what in family_of(config).unstored(config))
+    assert any("vision_feature_layer=-2" in what for what in get_family(config).unstored(config))
 
 
 def loaded_logits(folder: Path) -> torch.Tensor:

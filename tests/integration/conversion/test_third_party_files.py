@@ -356,9 +356,9 @@ HOSTILE = {
 
 
 def names_of_tensors():
-    from hf_megatron.conversion.torch_files.torch_save import OBJECTS, TENSORS, storage_of
+    from hf_megatron.conversion.torch_files.torch_save import OBJECTS, TENSORS, parse_storage
 
-    return {**OBJECTS, **TENSORS}, storage_of
+    return {**OBJECTS, **TENSORS}, parse_storage
 
 
 @pytest.mark.timeout(120)

@@ -17,7 +17,7 @@ from hf_megatron.errors import DataError
 from tests.integration.datasets.test_streams import LAYOUTS, LENGTH, LLAMA, ROWS, dealt, joined, train
 
 
-def stream_of(folder, ranks):
+def get_stream(folder, ranks):
     import streaming
 
     return SampleStream(
@@ -40,11 +40,11 @@ def test_stopped_runs_take_every_row_once(tmp_path):
             writer.write({"input_ids": row, "labels": row})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(LLAMA).save_pretrained(tmp_path / "model")
-    stream = iter(stream_of(tmp_path, None))
+    stream = iter(get_stream(tmp_path, None))
     samples = [next(stream)["input_ids"].tolist() for _ in range(60)]
     assert sorted(row[0] for row in samples[:ROWS]) == list(range(ROWS)) != [row[0] for row in samples[:ROWS]]
     # Begun anew where it has been further, and where it had ended.
-    again = stream_of(tmp_path, None)
+    again = get_stream(tmp_path, None)
     for begin in (0, 30, 7):
         again.begin = begin
         assert [row["input_ids"].tolist() for row in itertools.islice(again, 25)] == samples[begin : begin + 25]
@@ -73,7 +73,7 @@ def main(ranks, folder, layout, rows, accumulate, done, begun):
     steps, rank, _ = train(
         folder, folder / "out", LAYOUTS[layout], rows=int(rows), accumulate=int(accumulate), steps=int(done) + 1,
         stop=int(done), resume=str(folder / "out" / f"checkpoint-{begun}") if int(begun) else None,
-        data=lambda: stream_of(folder, int(ranks)),
+        data=lambda: get_stream(folder, int(ranks)),
     )  # fmt: skip
     (folder / f"{done}-{os.environ['RANK']}.json").write_text(json.dumps([steps, rank]))
 

@@ -59,7 +59,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def stream_of(folder, passes=None, seed=1):
+def get_stream(folder, passes=None, seed=1):
     """Shuffled anew in each pass."""
     files = sorted(map(str, folder.glob("*.jsonl")))
     rows = datasets.IterableDataset.from_generator(read, gen_kwargs={"files": files})
@@ -74,7 +74,7 @@ def read(files):
 
 def taken(folder, first, stop, workers=0):
     """The rows of the whole stream; in a worker `datasets` shuffles in another order."""
-    rows = stream_of(folder)
+    rows = get_stream(folder)
     if workers:
         rows = DataLoader(rows, None, num_workers=1)
     return [torch.as_tensor(row["input_ids"]).tolist() for row in itertools.islice(rows, first, stop)]
@@ -91,7 +91,7 @@ def train(
         save_strategy="no" if stop is None else "steps", save_steps=1, logging_steps=1, learning_rate=1e-2,
         lr_scheduler_type="constant", max_grad_norm=0.0, report_to=[], use_cpu=True, **options,
     )  # fmt: skip
-    stream = stream_of(folder) if data is None else data()
+    stream = get_stream(folder) if data is None else data()
     if change is not None:
         change(stream)
     trainer = Trainer(model, arguments, default_data_collator, stream)
@@ -201,7 +201,7 @@ def test_streams_begin_where_another_program_ended(folder, tmp_path):
 
 
 def test_streams_end_after_their_passes(folder, tmp_path):
-    data = lambda: stream_of(folder, passes=1)  # noqa: E731
+    data = lambda: get_stream(folder, passes=1)  # noqa: E731
     [(_, _, losses)] = run_ranks(train, 1, folder, tmp_path, {"tp_size": 1}, rows=4, steps=9, data=data)
     assert len(losses) == ROWS // 4 + 1
     assert len(list(data())) == ROWS
@@ -233,7 +233,7 @@ def test_hashes_are_of_values(kind):
 
 def broken(folder, output):
     """Of one rank alone."""
-    stream = stream_of(folder)
+    stream = get_stream(folder)
     if int(os.environ["RANK"]) == 1:
         stream.rows = None
     return stream
@@ -259,12 +259,12 @@ def train_after_an_error(folder, output):
         str(output), per_device_train_batch_size=2, max_steps=3, save_strategy="no", report_to=[], use_cpu=True,
         eval_strategy="steps", eval_steps=3,
     )  # fmt: skip
-    endless = Trainer(model, arguments, default_data_collator, stream_of(folder), stream_of(folder))
+    endless = Trainer(model, arguments, default_data_collator, get_stream(folder), get_stream(folder))
     with pytest.raises(DataError, match="Evaluation needs a finite SampleStream"):
         endless.train()
     assert endless.state.global_step == 0
-    stream = stream_of(folder, passes=1)
-    trainer = Trainer(model, arguments, default_data_collator, stream, stream_of(folder, passes=1))
+    stream = get_stream(folder, passes=1)
+    trainer = Trainer(model, arguments, default_data_collator, stream, get_stream(folder, passes=1))
     stream.seen = 4
     loss = trainer.compute_loss
 
@@ -325,11 +325,11 @@ def test_another_stream_is_refused(folder, tmp_path):
     with pytest.raises(RankError, match="name was None and is other"):
         run_ranks(train, 1, folder, tmp_path, {"tp_size": 1}, change=named, **go_on)
     with pytest.raises(RankError, match="first rows was"):
-        run_ranks(train, 1, folder, tmp_path, {"tp_size": 1}, data=lambda: stream_of(folder, seed=2), **go_on)
+        run_ranks(train, 1, folder, tmp_path, {"tp_size": 1}, data=lambda: get_stream(folder, seed=2), **go_on)
 
 
 def test_ranks_that_read_other_rows_are_refused(folder, tmp_path):
-    unseeded = {"data": lambda: stream_of(folder, seed=None)}
+    unseeded = {"data": lambda: get_stream(folder, seed=None)}
     with pytest.raises(RankError, match="ranks read different samples of the stream"):
         run_ranks(train, 2, folder, tmp_path, {"dp_size": 2}, rows=2, steps=2, **unseeded)
 
@@ -350,7 +350,7 @@ def find_batch(folder, output):
         str(output), per_device_train_batch_size=4, auto_find_batch_size=True, max_steps=2, save_steps=2, report_to=[],
         use_cpu=True,
     )  # fmt: skip
-    stream = stream_of(folder)
+    stream = get_stream(folder)
     trainer = OnlySmall(model, arguments, default_data_collator, stream)
     trainer.seen = []
     trainer.train()
@@ -386,7 +386,7 @@ def train_padded(folder, output, sizes, rows):
         str(output), per_device_train_batch_size=rows, max_steps=4, logging_steps=1, save_strategy="no", report_to=[],
         use_cpu=True, learning_rate=1e-2,
     )  # fmt: skip
-    stream = stream_of(folder)
+    stream = get_stream(folder)
     stream.rows = stream.rows.map(longer)
     trainer = Trainer(model, arguments, pad, stream)
     trainer.train()
@@ -423,7 +423,7 @@ def refusals(folder, output):
             train(folder, output, {"tp_size": 1}, steps=2, **{"rows": 2, **options})
         found.append(str(error.value))
     with pytest.raises(DataError) as error:
-        next(iter(DataLoader(stream_of(folder), 2, num_workers=2)))
+        next(iter(DataLoader(get_stream(folder), 2, num_workers=2)))
     with pytest.raises(DataError) as nothing:
         next(iter(SampleStream([])))
     return [found[0], str(error.value), found[1], str(nothing.value)]
@@ -434,8 +434,8 @@ def evaluate(folder, output, sizes, rows):
     arguments = TrainingArguments(str(output), per_device_eval_batch_size=rows, report_to=[], use_cpu=True)
     trainer = Trainer(model, arguments, default_data_collator)
     with pytest.raises(DataError, match="Evaluation needs a finite SampleStream"):
-        trainer.evaluate(stream_of(folder))
-    return trainer.evaluate(stream_of(folder, passes=1))["eval_loss"]
+        trainer.evaluate(get_stream(folder))
+    return trainer.evaluate(get_stream(folder, passes=1))["eval_loss"]
 
 
 def test_evaluations_end(folder, tmp_path):
@@ -448,7 +448,9 @@ def test_evaluations_end(folder, tmp_path):
 
 def read_by_accelerate(folder):
     model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=MegatronConfig(tp_size=2, dp_size=2))
-    _, loader = Accelerator(cpu=True).prepare(model, DataLoader(stream_of(folder), 3, collate_fn=default_data_collator))
+    _, loader = Accelerator(cpu=True).prepare(
+        model, DataLoader(get_stream(folder), 3, collate_fn=default_data_collator)
+    )
     return parallel_state(model).mesh.dp_rank, next(iter(loader))["input_ids"].tolist()
 
 

@@ -25,7 +25,7 @@ from hf_megatron.diagnostics.rank_trace import traces_in
 from hf_megatron.diagnostics.step_memory import StepMemory, memory_in
 from hf_megatron.diagnostics.step_trace import StepTrace
 from hf_megatron.diagnostics.stragglers import StragglerWatch
-from hf_megatron.diagnostics.trace_breakdown import shares_of, write_merged
+from hf_megatron.diagnostics.trace_breakdown import compute_shares, write_merged
 from hf_megatron.errors import RankError
 from hf_megatron.integrations.trainer.callbacks.throughput import ThroughputCallback
 from hf_megatron.models.verification_gate import ConfigUnderTest
@@ -102,7 +102,7 @@ def test_a_device_that_is_slow_is_waited_for(layout, tmp_path):
     sizes, axis = LAYOUTS[layout]
     run_ranks(_traced_on_rank, 2, sizes, tmp_path, device="cuda")
     traces = traces_in(tmp_path)
-    first, second = shares_of(traces)
+    first, second = compute_shares(traces)
     details = f"{[asdict(one) for one in (first, second)]}"
     assert axis in first.communicating and set(first.communicating) <= {axis, "job", "dp_cp", "dp_shard"}, details
     # Ranks that share a device wait for each other's turns as well.

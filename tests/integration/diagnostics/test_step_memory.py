@@ -22,7 +22,7 @@ from hf_megatron.config import MegatronConfig
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.off_stage import local_named_parameters
 from hf_megatron.data_parallel.distributed_optimizer import prepare_optimizer
-from hf_megatron.diagnostics.memory_snapshot import MemorySnapshot, is_out_of_memory
+from hf_megatron.diagnostics.memory_snapshot import MemorySnapshot, is_oom_error
 from hf_megatron.diagnostics.step_memory import StepMemory, memory_in
 from hf_megatron.errors import ConfigError
 from hf_megatron.integrations.trainer.callbacks.watches import MemoryCallback
@@ -188,5 +188,5 @@ def test_what_is_out_of_memory():
         except RuntimeError as error:
             raise ValueError("in a callback") from error
     except ValueError as error:
-        assert is_out_of_memory(error)
-    assert not is_out_of_memory(ValueError("shape"))
+        assert is_oom_error(error)
+    assert not is_oom_error(ValueError("shape"))

@@ -29,7 +29,7 @@ from hf_megatron.diagnostics.kernel_spans import with_kernels
 from hf_megatron.diagnostics.rank_trace import Communication, RankTrace, traces_in
 from hf_megatron.diagnostics.step_memory import memory_in
 from hf_megatron.diagnostics.step_trace import StepTrace
-from hf_megatron.diagnostics.trace_breakdown import shares_of, write_merged
+from hf_megatron.diagnostics.trace_breakdown import compute_shares, write_merged
 from hf_megatron.errors import ConfigError
 from hf_megatron.integrations.trainer.callbacks.run import RunCallback
 from hf_megatron.integrations.trainer.callbacks.traces import TraceCallback
@@ -153,7 +153,7 @@ def test_a_sleeping_rank_is_waited_for(layout, tmp_path):
         rank = slept[0][draw][0]
         _, name, naps = slept[rank][draw]
         traces = traces_in(tmp_path / str(draw))
-        shares = shares_of(traces)
+        shares = compute_shares(traces)
         assert axes <= set(shares[0].communicating) <= {*axes, "job", "dp_cp", "dp_shard"}
         # Along chains of others too, so that one of them is enough.
         waited = {one.rank: one.waited_for[rank] for one in shares if one.rank != rank}
@@ -175,7 +175,7 @@ def test_layouts_in_one_picture(tmp_path):
     late = [Communication("tp", "allreduce", (0, 1), 0, 6.3, [(6.3, 6.4)])]
     RankTrace(0, 2, "tp2", 0.0, 0.0, 2.0, [("forward", 0.0, 1.0), ("backward", 1.4, 2.0)], calls).write(tmp_path)
     RankTrace(1, 2, "tp2", 5.0, 5.0, 7.0, [("forward", 5.0, 6.3), ("backward", 6.4, 7.0)], late).write(tmp_path)
-    first, second = shares_of(traces_in(tmp_path))
+    first, second = compute_shares(traces_in(tmp_path))
     assert (first.waiting["tp"], first.communicating["tp"]) == pytest.approx((0.3, 0.1))
     assert (second.waiting["tp"], second.communicating["tp"]) == pytest.approx((0.0, 0.1))
     assert first.waited_for[1] == pytest.approx(0.3)
@@ -220,7 +220,7 @@ def test_kernels_of_an_accelerator():
     [call] = traces[0].communications
     assert (call.axis, call.operation, call.ranks, call.number) == ("dp", "allgather_base", (0, 1), 7)
     assert [span[0] for span in traces[0].computed] == ["gemm"]
-    first, second = shares_of(traces)
+    first, second = compute_shares(traces)
     assert first.computing == pytest.approx(3e-4)
     assert first.hidden["dp"] == pytest.approx(2e-4)
     assert (first.waiting["dp"], first.communicating["dp"]) == pytest.approx((1e-4, 2e-4))

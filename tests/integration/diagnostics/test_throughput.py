@@ -19,7 +19,7 @@ from transformers import (
 
 from hf_megatron.config import MegatronConfig
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.diagnostics.throughput import Throughput, work_of_model
+from hf_megatron.diagnostics.throughput import Throughput, estimate_model_work
 from hf_megatron.errors import ConfigError
 from hf_megatron.integrations.trainer.callbacks.throughput import ThroughputCallback
 from hf_megatron.planner.devices import device
@@ -64,20 +64,20 @@ def test_work_is_what_torch_counts(name):
         sum(sum(work.matmuls.values()) + work.attention for work in works)
         for works in ([unit.forward for unit in units], [unit.backward for unit in units])
     )
-    flops = work_of_model(CONFIGS[name]).flops(1, length)
+    flops = estimate_model_work(CONFIGS[name]).flops(1, length)
     assert flops == pytest.approx(forward, rel=0.02)
     assert 3 * flops == pytest.approx(forward + backward, rel=0.06)
 
 
 def test_windows_and_other_models():
     config = LlamaConfig(**SIZES, intermediate_size=512, num_hidden_layers=2)
-    full_attention = work_of_model(config)
+    full_attention = estimate_model_work(config)
     config.layer_types, config.sliding_window = ["full_attention", "sliding_attention"], 16
-    half = work_of_model(config)
+    half = estimate_model_work(config)
     assert half.per_pair == full_attention.per_pair / 2
     pairs, tokens = 256 * 256 / 2, 256
     assert full_attention.flops(1, 256) - half.flops(1, 256) == 2 * half.per_pair * (pairs - tokens * 16)
-    assert work_of_model(T5Config(num_layers=2, d_model=32, d_ff=64)) is None
+    assert estimate_model_work(T5Config(num_layers=2, d_model=32, d_ff=64)) is None
     masked = BertConfig(
         num_hidden_layers=2,
         hidden_size=32,
@@ -85,7 +85,7 @@ def test_windows_and_other_models():
         num_attention_heads=4,
         architectures=["BertForMaskedLM"],
     )
-    assert work_of_model(masked) is None
+    assert estimate_model_work(masked) is None
 
 
 def test_frozen_weights_need_one_pass_of_backward():

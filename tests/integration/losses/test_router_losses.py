@@ -447,7 +447,7 @@ def test_a_pattern_finds_functions_of_its_name_and_form(module, parameters, expe
     defining, importing = types.ModuleType(module), types.ModuleType("transformers.models.other.modeling_other")
     exec(f"def {pattern.attribute}({parameters}): pass", vars(defining))
     setattr(importing, pattern.attribute, getattr(defining, pattern.attribute))
-    patch = pattern.patch_of(defining) if pattern.matches(module) else None
+    patch = pattern.get_patch(defining) if pattern.matches(module) else None
     assert (patch is not None) == expected
     assert patch is None or patch.target == f"{module}:{pattern.attribute}"
-    assert pattern.patch_of(importing) is None
+    assert pattern.get_patch(importing) is None

@@ -277,7 +277,7 @@ def test_documents_that_a_cache_joins(text):
         ids = tiny_model_of().batches[0]["input_ids"]
         return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(ids.shape[1]).expand_as(ids) % 5}
 
-    def loss_of(model, name):
+    def read_loss(model, name):
         training, has_gradients, changes = CALLS_WITH_A_CACHE[name]
         model.train(training)
         model.config.use_cache = True
@@ -289,15 +289,15 @@ def test_documents_that_a_cache_joins(text):
         for name in CALLS_WITH_A_CACHE:
             if text == "pp2":
                 with pytest.raises(UnsupportedError, match="position_ids of packed documents"):
-                    loss_of(model, name)
+                    read_loss(model, name)
             else:
-                found[name] = loss_of(model, name)
+                found[name] = read_loss(model, name)
         # Checkpointing leaves the cache out in one process too.
         model.gradient_checkpointing_enable()
         return found | {"checkpointed": model.train()(**packed()).loss.item()}
 
     stock = tiny_model_of().load()
-    expected = {name: loss_of(stock, name) for name in CALLS_WITH_A_CACHE}
+    expected = {name: read_loss(stock, name) for name in CALLS_WITH_A_CACHE}
     stock.gradient_checkpointing_enable()
     expected["checkpointed"] = stock.train()(**packed()).loss.item()
     assert expected["evaluation"] != pytest.approx(expected["checkpointed"], rel=1e-3)

@@ -236,7 +236,7 @@ WAITING = {
 
 
 def waits(layout, rank, ranks):
-    return [(read.moment, read.where[:2]) for read in predicted(layout, rank, ranks).reads_of("hf_megatron")]
+    return [(read.moment, read.where[:2]) for read in predicted(layout, rank, ranks).get_package_reads("hf_megatron")]
 
 
 @pytest.mark.parametrize(("layout", "ranks"), WAITING.values(), ids=WAITING)
@@ -258,7 +258,7 @@ def test_masks_and_positions_are_asked_for_once_in_a_call(layout, inputs):
     """And not by transformers, which asked in each microbatch."""
     figures = predicted(layout, 1, inputs=inputs)
     assert [read.moment for read in figures.reads] == ["forward", "optimizer step"]
-    assert figures.reads_of("hf_megatron") == figures.reads
+    assert figures.get_package_reads("hf_megatron") == figures.reads
 
 
 # Ranks of jobs that are nowhere

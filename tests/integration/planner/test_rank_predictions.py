@@ -15,7 +15,7 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.pipeline_parallel.schedules import SCHEDULES
 from hf_megatron.planner import action_memory
 from hf_megatron.planner.predicted_step import dry_run
-from hf_megatron.planner.rank_classes import kinds_of_ranks
+from hf_megatron.planner.rank_classes import group_ranks
 from hf_megatron.planner.rank_predictions import predict_ranks
 from hf_megatron.planner.report import as_text
 from hf_megatron.planner.truncated_model import shorten
@@ -63,18 +63,18 @@ def test_layers_of_other_sizes_are_another_kind():
         # In a fork: other tests go over all types that there are.
         AutoModelForCausalLM.register(UnevenConfig, UnevenLlama)
         short = shorten(UnevenConfig(**sizes, vocab_size=64))
-        return kinds_of_ranks(UnevenConfig(**sizes, vocab_size=64), layout), short.layers
+        return group_ranks(UnevenConfig(**sizes, vocab_size=64), layout), short.layers
 
     [(kinds, layers)] = run_ranks(on_rank, 1)
     assert kinds == [[0], [1], [2], [3]]
     assert layers == (0, 0, 2, 0)
-    assert kinds_of_ranks(LlamaConfig(**sizes, vocab_size=64), layout) == [[0], [1, 2], [3]]
+    assert group_ranks(LlamaConfig(**sizes, vocab_size=64), layout) == [[0], [1, 2], [3]]
 
 
 def test_ranks_that_hold_the_same_are_run_once_and_differ_in_their_microbatches():
     layout = MegatronConfig(tp_size=2, sequence_parallel=True, pp_size=4, num_microbatches=MICROBATCHES)
     config = llama(tie_word_embeddings=True)
-    assert kinds_of_ranks(config, replace(layout, pipeline_partition=(1, 1, 1, 1))) == [[0], [1, 2], [3]]
+    assert group_ranks(config, replace(layout, pipeline_partition=(1, 1, 1, 1))) == [[0], [1, 2], [3]]
     layout = replace(layout, pipeline_partition=(1, 1, 1, 1))
     played = predict_ranks(config, layout, 16, sequence_length=TOKENS)
     run = run_in_full(config, layout, 16)

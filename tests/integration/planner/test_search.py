@@ -33,7 +33,7 @@ from hf_megatron.planner.devices import device
 from hf_megatron.planner.estimate import Estimator
 from hf_megatron.planner.fake_world import run_fake_ranks
 from hf_megatron.planner.job import Job
-from hf_megatron.planner.local_parameters import parameters_of_units
+from hf_megatron.planner.local_parameters import plan_unit_parameters
 from hf_megatron.planner.plan_output import launch_as_yaml, layout_as_yaml, plan_as_dict, plan_as_text, write_plan
 from hf_megatron.planner.plan_plot import draw_plan
 from hf_megatron.planner.predicted_step import StepSizes, dry_run, step_figures
@@ -123,7 +123,7 @@ SIZES = [{"zero_stage": stage} for stage in range(4)] + [{"tp_size": 2}]
 def test_what_is_kept_is_what_is_allocated(config, sizes):
     layout = MegatronConfig(dp_size=DP, **sizes)
     short = shorten(config)
-    held = parameters_of_units(short, layout, 2)
+    held = plan_unit_parameters(short, layout, 2)
     parameters = [*held.before, *(one for layer in short.layers for one in held.layers[layer]), *held.after]
     for one in held.tied:
         parameters.remove(one)

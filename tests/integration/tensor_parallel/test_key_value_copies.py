@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM
 from hf_megatron import MegatronConfig
 from hf_megatron.core.axes import Axes
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.core.placement import GradientRule, ParameterSharding, Placement, copies_of_model
+from hf_megatron.core.placement import GradientRule, ParameterSharding, Placement, count_shared_copies
 from tests.helpers.training import Runs, save_tiny
 
 
@@ -106,4 +106,4 @@ def shardings(*sizes, copies=2, groups=1):
     ],
 )
 def test_one_mesh_as_far_as_both_split_identically(made, expected):
-    assert copies_of_model(made, Axes.of_sizes(0, tp=4)) == expected
+    assert count_shared_copies(made, Axes.from_sizes(0, tp=4)) == expected

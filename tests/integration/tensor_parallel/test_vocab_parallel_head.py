@@ -6,10 +6,10 @@ import torch
 from tests.helpers.training import Runs, batch, full, local_samples, save_tiny
 
 
-def steps(loop, loss_of):
+def steps(loop, read_loss):
     for seed in range(2):
         output = loop.model(**local_samples(loop.model, batch(seed)))
-        loss = loss_of(output)
+        loss = read_loss(output)
         # Between forward and backward, as many loops have it.
         loop.model.zero_grad()
         loss.backward()
@@ -36,11 +36,11 @@ def see_logits(loop, name, output):
 
 
 def logged(loop):
-    def loss_of(output):
+    def read_loss(output):
         see_logits(loop, f"logits {len(loop.losses)}", output)
         return output.loss
 
-    steps(loop, loss_of)
+    steps(loop, read_loss)
 
 
 def evaluated(loop):

@@ -158,13 +158,13 @@ def test_a_packed_row_is_one_call(monkeypatch):
     row = SharedSample(ContextGroupsOf(2, 1), 64, mask.borders)
     blocks = list(mask.blocks(row.ring.parts[0], row.ring.parts[0]))
     calls = []
-    stock = kernels.flash_forward_of_joined
+    stock = kernels.flash_varlen_forward
 
     def counted(*tensors, edges, **options):
         calls.append(len(edges[0]) - 1)
         return stock(*tensors, edges=edges, **options)
 
-    monkeypatch.setattr(kernels, "flash_forward_of_joined", counted)
+    monkeypatch.setattr(kernels, "flash_varlen_forward", counted)
     q = torch.randn(1, 2, row.ring.sizes[0], 8)
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf)
     Kernel(0.3, joins=True).add_forward(out, lse, q, q, q, blocks)
@@ -176,12 +176,12 @@ def test_a_device_is_asked_for_what_its_kernel_returns():
     with FakeTensorMode():
         q = torch.empty(30, 4, 64, device="cuda", dtype=torch.bfloat16)
         k = torch.empty(40, 2, 64, device="cuda", dtype=torch.bfloat16)
-        assert flash.has_flash_of_joined(q) and not flash.has_flash_of_joined(q.float())
-        assert not flash.has_flash_of_joined(q.narrow(-1, 0, 60))
+        assert flash.supports_varlen_flash(q) and not flash.supports_varlen_flash(q.float())
+        assert not flash.supports_varlen_flash(q.narrow(-1, 0, 60))
         options = {"edges": ([0, 10, 30], [0, 10, 40]), "causal": False, "scale": 0.3}
-        out, lse = flash.flash_forward_of_joined(q, k, k, **options)
+        out, lse = flash.flash_varlen_forward(q, k, k, **options)
         assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, (30, 4), torch.float32)
-        found = flash.flash_backward_of_joined(out, q, k, k, out, lse, **options)
+        found = flash.flash_varlen_backward(out, q, k, k, out, lse, **options)
         assert [gradient.shape for gradient in found] == [q.shape, k.shape, k.shape]
 
 

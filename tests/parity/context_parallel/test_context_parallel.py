@@ -132,10 +132,10 @@ def unsummed_loss():
 
 def shifted_in_parts():
     """Shifts labels that were cut already."""
-    targets_of = call_targets.targets_of
-    token_loss.targets_of = lambda labels, shift_labels, **options: labels
+    resolve_targets = call_targets.resolve_targets
+    token_loss.resolve_targets = lambda labels, shift_labels, **options: labels
     own = local_tokens.HeldTokens.own
-    local_tokens.HeldTokens.own = lambda self, labels: targets_of(
+    local_tokens.HeldTokens.own = lambda self, labels: resolve_targets(
         own(self, labels), None, shifts=True, ignore_index=call_targets.IGNORE_INDEX
     )
 

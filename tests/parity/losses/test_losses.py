@@ -293,13 +293,13 @@ def _mean_of_microbatches():
 def _all_by_the_number_of_the_first():
     from hf_megatron.losses import batch_loss
 
-    stock = batch_loss.BatchLoss.divisor_of_share
+    stock = batch_loss.BatchLoss.get_share_divisor
 
-    def divisor_of_share(self, name):
+    def get_share_divisor(self, name):
         stock(self, name)
         return next(iter(self.share.targets.values()))
 
-    batch_loss.BatchLoss.divisor_of_share = divisor_of_share
+    batch_loss.BatchLoss.get_share_divisor = get_share_divisor
 
 
 def _labels_are_shifted():

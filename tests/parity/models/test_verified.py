@@ -16,7 +16,7 @@ from hf_megatron.models import verified
 from hf_megatron.models.fingerprint import ENDS
 from hf_megatron.models.registry import REGISTRY, register_model, registered_types
 from hf_megatron.testing import parity
-from hf_megatron.testing.cases import case_of, cases_of, causal_types, image_types, task_of_class
+from hf_megatron.testing.cases import causal_types, get_class_task, image_types, iter_cases, resolve_case
 from hf_megatron.testing.check import features_on_layout, parse_layouts
 from hf_megatron.testing.parity import check_tiny_model
 from hf_megatron.testing.parity import make_tiny_model as make_own_tiny_model
@@ -72,10 +72,10 @@ def test_what_must_be_supported_is_recorded():
 
 def test_a_causal_class_may_be_made_of_a_part_of_its_types_config():
     musicgen = CONFIG_MAPPING["musicgen"]()
-    assert case_of(musicgen, "causal", None) == (musicgen.decoder, "causal", "MusicgenForCausalLM")
+    assert resolve_case(musicgen, "causal", None) == (musicgen.decoder, "causal", "MusicgenForCausalLM")
     # Auto classes find a text config, and most classes take their type's.
     for config in (CONFIG_MAPPING["gemma3"](), CONFIG_MAPPING["llama"]()):
-        found, _, class_name = case_of(config, "causal", None)
+        found, _, class_name = resolve_case(config, "causal", None)
         assert found is config and class_name is None
 
 
@@ -185,10 +185,10 @@ LATE_CLASSES = {
 
 def test_one_command_checks_every_type_that_is_recorded():
     """`hf-megatron check all`."""
-    swept = set(cases_of(["all"]))
-    assert swept >= set(cases_of(["all"], "image")) - {(name, "image") for name in causal_types()}
-    assert {name for name, task in cases_of(["all"], "image")} == set(image_types())
-    assert len(swept) == len(list(cases_of(["all"])))
+    swept = set(iter_cases(["all"]))
+    assert swept >= set(iter_cases(["all"], "image")) - {(name, "image") for name in causal_types()}
+    assert {name for name, task in iter_cases(["all"], "image")} == set(image_types())
+    assert len(swept) == len(list(iter_cases(["all"])))
     for row in verified.records():
         task = "image" if _task(row) in _WITH_IMAGES else _task(row)
         if row["passed"] and not row["changes"] and task in ("causal", "image"):
@@ -226,7 +226,7 @@ def test_base_models_are_what_classes_with_a_head_were_compared_as(model_type, l
 
 
 def _task(row):
-    found = task_of_class(row["class"], resolve_config(row["model_type"], row["changes"]))
+    found = get_class_task(row["class"], resolve_config(row["model_type"], row["changes"]))
     for medium, task in {"audio": "audio", "videos": "video"}.items():
         # Speech is of sounds in any case.
         if medium in row.get("modalities", ()) and found != "speech":

@@ -65,8 +65,8 @@ def test_streams_after_tokens_and_before_rows_are_split_by_tokens(model_type):
     assert comparison.passed, comparison.report()
 
     def sabotage():
-        dim_of_tokens = region.SequenceStack.dim_of_tokens
-        region.SequenceStack.dim_of_tokens = lambda self, tensor: dim_of_tokens(self, tensor) % 2 + 1
+        get_token_dim = region.SequenceStack.get_token_dim
+        region.SequenceStack.get_token_dim = lambda self, tensor: get_token_dim(self, tensor) % 2 + 1
 
     with pytest.raises(RankError):
         check_tiny_model(tiny_model(model_type), layout, sabotage=sabotage)
@@ -119,14 +119,14 @@ def drop_gradients_of_crossings():
 
 
 def swap_arguments():
-    original = StagePayload.of_message.__func__
+    original = StagePayload.from_message.__func__
 
-    def of_message(cls, message):
+    def from_message(cls, message):
         found = original(cls, message)
         found.arguments = dict(zip(found.arguments, reversed(found.arguments.values()), strict=True))
         return found
 
-    StagePayload.of_message = classmethod(of_message)
+    StagePayload.from_message = classmethod(from_message)
 
 
 @pytest.mark.parametrize("fault", [drop_gradients_of_crossings, swap_arguments])
@@ -146,7 +146,7 @@ def test_one_tensor_goes_once_and_keeps_its_places():
     )
     message = sent.message(hidden)
     assert len(message.tensors) == 4
-    found = StagePayload.of_message(message)
+    found = StagePayload.from_message(message)
     assert found.values[1] is chosen
     assert [found.arguments["states", layer] is shared for layer in (3, 4)] == [True, True]
     assert found.entries["kept", "full"][0] is shared and found.entries["kept", "full"][1] is chosen

@@ -24,7 +24,7 @@ def tiny_model(model_type):
     return make_tiny_model(CONFIG_MAPPING[model_type](), task="seq2seq", microbatches=2)
 
 
-def layers_of(model_type):
+def num_layers_per_block(model_type):
     return len([name for name, _ in tiny_model(model_type).model_on_meta().named_modules() if is_layer(name)])
 
 
@@ -39,7 +39,7 @@ def even(layers, stages):
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_cut_equals_one_process(model_type):
-    layers = layers_of(model_type)
+    layers = num_layers_per_block(model_type)
     for first in range(1, layers):
         layout = ConfigUnderTest(pp_size=2, pipeline_partition=(first, layers - first))
         comparison = check_tiny_model(tiny_model(model_type), layout)
@@ -70,7 +70,7 @@ def tiny_model_of_two(types):
 @pytest.mark.parametrize("model_type", ["fsmt", "pegasus_x"])
 def test_layers_of_both_stacks_hand_on_other_values(model_type):
     """Of FSMT two and three values; of Pegasus-X global tokens, whose stages between have to pass them on."""
-    layers = layers_of(model_type)
+    layers = num_layers_per_block(model_type)
     for partition in ((1, 1, layers - 2), (layers // 2, 1, layers - layers // 2 - 1)):
         layout = ConfigUnderTest(pp_size=3, pipeline_partition=partition, num_microbatches=3)
         comparison = check_tiny_model(tiny_model(model_type), layout)
@@ -85,14 +85,14 @@ def test_global_tokens_that_do_not_cross_are_found(monkeypatch):
 
     original = StagePayload.take_values
     monkeypatch.setattr(StagePayload, "take_values", take_values)
-    layout = ConfigUnderTest(pp_size=2, pipeline_partition=(1, layers_of("pegasus_x") - 1))
+    layout = ConfigUnderTest(pp_size=2, pipeline_partition=(1, num_layers_per_block("pegasus_x") - 1))
     assert not check_tiny_model(tiny_model("pegasus_x"), layout).passed
 
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_stages_between_pass_on(model_type):
     """Inside of the encoder, with its last layer and the decoder's first, and inside of the decoder."""
-    layers = layers_of(model_type)
+    layers = num_layers_per_block(model_type)
     half = layers // 2
     for partition in ((1, 1, layers - 2), (1, half - 1, half), (2, half - 1, half - 1), (half, 1, half - 1)):
         layout = ConfigUnderTest(pp_size=3, pipeline_partition=partition, num_microbatches=3)
@@ -206,16 +206,16 @@ def of_argument(name):
     """Drops the gradient of an argument that crosses."""
 
     def fault():
-        original = StagePayload.of_message.__func__
+        original = StagePayload.from_message.__func__
 
-        def of_message(cls, message):
+        def from_message(cls, message):
             found = original(cls, message)
             found.arguments = {
                 place: value.detach() if place[0] == name else value for place, value in found.arguments.items()
             }
             return found
 
-        StagePayload.of_message = classmethod(of_message)
+        StagePayload.from_message = classmethod(from_message)
 
     return fault
 

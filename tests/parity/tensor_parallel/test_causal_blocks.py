@@ -88,7 +88,7 @@ def zeros_as_wide_as_positions():
 
 def states_of_pieces():
     region.SequenceStack.replicated_by = lambda self, function: function
-    region.SequenceStack.dim_of_tokens = lambda self, tensor: 1
+    region.SequenceStack.get_token_dim = lambda self, tensor: 1
 
 
 def targets_of_the_first_codebook():

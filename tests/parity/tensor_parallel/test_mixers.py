@@ -55,13 +55,13 @@ def pieces_without_a_sum():
 
 
 def a_norm_of_one_rank():
-    head_sharded_blocks._of_gathered = lambda norm, group: (
+    head_sharded_blocks._make_gathered_norm = lambda norm, group: (
         lambda *args: norm(*(arg.repeat(1, 1, 2) for arg in args)).chunk(2, -1)[0]
     )
 
 
 def steps_of_one_rank():
-    head_sharded_blocks.product_of_all_ranks = lambda weight, group: lambda features: features @ weight.T
+    head_sharded_blocks.make_reduced_linear = lambda weight, group: lambda features: features @ weight.T
 
 
 @pytest.mark.parametrize(

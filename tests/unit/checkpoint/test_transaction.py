@@ -52,7 +52,7 @@ def shard(name, placement, axes):
 
 def pieces(tp, dp, rank):
     """Rank `rank` of a tp x dp grid; dp cuts every flattened shard in uneven ranges, as a sharded optimizer does."""
-    axes = Axes.of_sizes(rank, tp=tp, dp=dp)
+    axes = Axes.from_sizes(rank, tp=tp, dp=dp)
     for name, (shape, _, placement) in TENSORS.items():
         if any(tp % split.copies for split in placement.splits):
             placement = Placement.split("tp", placement.splits[0].dim)

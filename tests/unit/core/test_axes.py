@@ -81,7 +81,7 @@ def check(sizes, axes, found, names_and_others):
 def test_ranks_sit_where_counting_puts_them():
     checked = 0
     for sizes in layouts():
-        check(sizes, Axes.of_sizes(0, **sizes), count(**sizes), {n: [o for o in WORLD if o != n] for n in WORLD})
+        check(sizes, Axes.from_sizes(0, **sizes), count(**sizes), {n: [o for o in WORLD if o != n] for n in WORLD})
         checked += 1
     assert checked > 1800
 
@@ -92,7 +92,7 @@ def test_shards_and_their_repetitions():
             sizes = {"tp": inner, "dp": dp, "dp_replicate": replicas}
             found = count(cp=1, pp=1, **sizes)
             others = {"dp_shard": ["tp", "dp_replicate"], "dp_replicate": ["tp", "dp_shard"]}
-            check(sizes, Axes.of_sizes(0, **sizes), found, others)
+            check(sizes, Axes.from_sizes(0, **sizes), found, others)
 
 
 def fits(tp, cp, dp, etp, ep):
@@ -121,7 +121,7 @@ def test_experts_see_the_same_ranks_in_another_order():
     for sizes in expert_layouts(LARGEST):
         if sizes["ep"] == 1 and sizes["etp"] == 1:
             continue
-        axes, found = Axes.of_sizes(0, **sizes), count(**sizes)
+        axes, found = Axes.from_sizes(0, **sizes), count(**sizes)
         for name in ("etp", "ep", "edp"):
             others = ["pp", *{"etp", "ep", "edp"} - {name}]
             assert sorted(axes.groups(name)) == groups_along(found, name, others), (sizes, name)
@@ -136,7 +136,7 @@ def test_sizes_that_do_not_divide_are_refused():
         ({"tp": 2, "ep": 4}, "ep_size = 4"),
     ):
         with pytest.raises(ConfigError, match=text):
-            Axes.of_sizes(0, **arguments)
+            Axes.from_sizes(0, **arguments)
     with pytest.raises(ConfigError, match="has ranks 0 to 3"):
         Axes.of(MegatronConfig(tp_size=2, dp_size=2), 4)
     with pytest.raises(ConfigError, match="3 does not divide the axis of 4 ranks"):
@@ -217,7 +217,7 @@ def test_every_entry_in_layouts_of_up_to_64_ranks(name):
 
 
 def check_entries(sizes, zero_stage, placements, kinds):
-    axes, found = Axes.of_sizes(0, **sizes, dp_replicate=None if zero_stage == 0 else 1), count(**sizes)
+    axes, found = Axes.from_sizes(0, **sizes, dp_replicate=None if zero_stage == 0 else 1), count(**sizes)
     for name, placement in placements.items():
         is_expert = "experts" in name
         if (zero_stage == 3 and is_expert) or (is_expert and sizes["etp"] > 1 and name == "experts"):
@@ -253,7 +253,7 @@ def check_entries(sizes, zero_stage, placements, kinds):
 def test_every_gradient_is_summed_over_the_ranks_that_should():
     """Each token of a batch counts once in what the owner of an entry ends up with."""
     for sizes in expert_layouts(LARGEST // 2):
-        axes, found = Axes.of_sizes(0, **sizes), count(**sizes)
+        axes, found = Axes.from_sizes(0, **sizes), count(**sizes)
         for pp_rank in range(sizes["pp"]):
             stage = {number: rank for number, rank in enumerate(found) if rank["pp"] == pp_rank}
             shares = sorted((rank["dp"], rank["cp"]) for rank in stage.values() if rank["tp"] == 0)

@@ -11,7 +11,7 @@ from hf_megatron.core.placement import Placement
 
 def split(dim, ranks, rank, **options):
     """The intervals of one dim that a rank holds, with the placement that says so."""
-    return Placement.split("tp", dim, **options), Axes.of_sizes(rank, tp=ranks)
+    return Placement.split("tp", dim, **options), Axes.from_sizes(rank, tp=ranks)
 
 
 @pytest.mark.parametrize("size", [1, 5, 8, 131, 90])
@@ -49,4 +49,4 @@ def test_blocks_are_split_one_by_one():
 
 def test_replicated_part_has_storage_of_its_own():
     full = torch.zeros(3)
-    assert local_part(full, Placement(), Axes.of_sizes(0, tp=2)).data_ptr() != full.data_ptr()
+    assert local_part(full, Placement(), Axes.from_sizes(0, tp=2)).data_ptr() != full.data_ptr()

@@ -11,11 +11,11 @@ from hf_megatron.datasets import sample_index as ordering
 from hf_megatron.datasets.indexed import IndexedDataset
 from hf_megatron.datasets.sample_index import (
     blend_order,
-    documents_of_split,
+    count_blend_samples,
     exhaustive_order,
+    list_split_documents,
     parse_split,
     sample_order,
-    samples_of_blend,
 )
 from hf_megatron.errors import DataError
 
@@ -72,7 +72,7 @@ VECTORS = {
 def test_golden_vectors(lengths, name, block, monkeypatch):
     monkeypatch.setattr(ordering, "_BLOCK", block)
     (split, part, length, seed, samples, options), expected = VECTORS[name]
-    documents = documents_of_split(parse_split(split)[part], 1000)
+    documents = list_split_documents(parse_split(split)[part], 1000)
     found = sample_order(lengths, documents, length, samples, seed, **options)
     digests = map(_digest, (found.documents, found.starts, found.shuffle))
     assert (len(found), found.epochs, *digests) == expected
@@ -82,13 +82,13 @@ def test_golden_vectors(lengths, name, block, monkeypatch):
 
 
 def test_golden_blends():
-    taken, built = samples_of_blend([0.3, 0.7], 200)
+    taken, built = count_blend_samples([0.3, 0.7], 200)
     assert (taken, built) == ([60, 140], [61, 141])
     found = blend_order([0.3, 0.7], sum(taken))
     assert (_digest(found.dataset), _digest(found.sample)) == ("7c3b0fd5bba97b22", "4fd38226e3db3581")
     assert found.dataset[:10].tolist() == [1, 0, 1, 1, 0, 1, 1, 0, 1, 1]
     for samples, digest in ((1000, "2e28e3a4df089cf7"), (50, "0e5795a39eb103d2"), (5, "7267b3f955378516")):
-        taken, _ = samples_of_blend([0.5, 0.3, 0.2], samples)
+        taken, _ = count_blend_samples([0.5, 0.3, 0.2], samples)
         found = blend_order([0.5, 0.3, 0.2], sum(taken))
         assert _digest(found.dataset) == digest
     # It may have more samples than were asked for.
@@ -96,7 +96,7 @@ def test_golden_blends():
     sizes = []
     for name in ("inputs", "targets"):
         dataset = IndexedDataset(DATA / f"ag_news_prompt_{name}_document")
-        documents = documents_of_split(parse_split("90,10,0")[TRAIN], len(dataset))
+        documents = list_split_documents(parse_split("90,10,0")[TRAIN], len(dataset))
         sizes.append(len(sample_order(dataset.lengths, documents, 32, None, 1234)))
     found = exhaustive_order(sizes)
     assert (len(found), _digest(found.dataset), _digest(found.sample)) == (172, "a4018939a6d700b9", "f354d01ac35fe15f")
@@ -138,7 +138,7 @@ def test_splits():
     assert parse_split("969,30,1") == ((0.0, 0.969), (0.969, 0.999), (0.999, 1.0))
     assert parse_split("1") == ((0.0, 1.0), None, None)
     assert parse_split("90,0,10")[VALID] is None
-    assert documents_of_split((0.969, 0.999), 1000).tolist() == list(range(969, 999))
+    assert list_split_documents((0.969, 0.999), 1000).tolist() == list(range(969, 999))
     for wrong in ("", "0,0,0", "1,2,3,4", "all"):
         with pytest.raises(DataError, match="expected one to three weights"):
             parse_split(wrong)

@@ -55,7 +55,7 @@ def test_the_mean_of_all_ranks(name):
 
     def on_rank():
         axes = Axes.of(MegatronConfig(dp_size=2), dist.get_rank())
-        batch = BatchLoss(ParallelMesh.of_job(axes, "cpu"), None, False, "batch")
+        batch = BatchLoss(ParallelMesh.get_or_create(axes, "cpu"), None, False, "batch")
         own, targets = (part.split([5, 2])[dist.get_rank()] for part in (logits.detach().clone(), labels))
         own.requires_grad_()
         loss = function(own, know_batch(targets, batch))

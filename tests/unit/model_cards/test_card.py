@@ -28,7 +28,7 @@ from hf_megatron.model_cards import (
     render,
     write_card,
 )
-from hf_megatron.model_cards.provenance import base_of, hub_id
+from hf_megatron.model_cards.provenance import find_base_model, hub_id
 from hf_megatron.model_cards.training import dataset_ids
 from hf_megatron.models.verified import records
 
@@ -294,13 +294,13 @@ def test_a_folder_is_no_base_model_but_has_one(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     folder = tmp_path / "folder"
     folder.mkdir()
-    assert base_of("tests/stories") == "tests/stories"
-    assert base_of(str(folder)) is None
+    assert find_base_model("tests/stories") == "tests/stories"
+    assert find_base_model(str(folder)) is None
     config = folder / "config.json"
     # What is not in the cache may be the name of a folder that is gone.
     for name, base in (("tests/stories", "tests/stories"), ("tests/gone", None), (str(folder), None), (7, None)):
         config.write_text(json.dumps({"_name_or_path": name}))
-        assert base_of(str(folder)) == base
+        assert find_base_model(str(folder)) == base
     config.write_text(json.dumps({"_name_or_path": "tests/stories"}))
     for stated, base in (
         ("tests/tales", "tests/tales"),
@@ -312,10 +312,10 @@ def test_a_folder_is_no_base_model_but_has_one(tmp_path, monkeypatch):
         ("[", "tests/stories"),
     ):
         (folder / "README.md").write_text(f"---\nbase_model: {stated}\n---\n")
-        assert base_of(str(folder)) == base, stated
+        assert find_base_model(str(folder)) == base, stated
     for content in (b"---\n- a\n---\n", b"\xff\xfe---", b"nothing"):
         (folder / "README.md").write_bytes(content)
-        assert base_of(str(folder)) == "tests/stories"
+        assert find_base_model(str(folder)) == "tests/stories"
 
 
 def test_ids_of_datasets():

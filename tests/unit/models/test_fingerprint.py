@@ -17,9 +17,9 @@ from hf_megatron.models.fingerprint import COPIES, ENDS, Part, _common_attribute
 from hf_megatron.models.verification_gate import check_command
 from hf_megatron.parallelize import plan
 from hf_megatron.tensor_parallel.sharding_rules import assign_shardings
-from hf_megatron.testing.cases import causal_types, task_of_class
+from hf_megatron.testing.cases import causal_types, get_class_task
 from hf_megatron.testing.measure import Measurement
-from hf_megatron.testing.parity import one_of_each_kind
+from hf_megatron.testing.parity import find_required_layers
 from hf_megatron.testing.resolve_model import resolve_config
 from hf_megatron.testing.rng_parity import rates, set_rates
 from hf_megatron.testing.tiny_config import full_config, tiny_config
@@ -123,7 +123,7 @@ IN_BLOCKS = [("inkling2_text", "Inkling2ForCausalLM")] if hasattr(transformers, 
 def test_a_tiny_model_is_made_of_what_its_model_is(model_type, class_name):
     config = full_config(CONFIG_MAPPING[model_type]())
     full = describe_model(on_meta(config, class_name))
-    tiny_model = describe_model(on_meta(tiny_config(config, 2, one_of_each_kind(full)), class_name))
+    tiny_model = describe_model(on_meta(tiny_config(config, 2, find_required_layers(full)), class_name))
     assert tiny_model.features({}).parts == full.features({}).parts
 
 
@@ -205,11 +205,11 @@ def test_a_trainable_parameter_without_gradient_is_an_error_unless_it_is_known()
 
 def test_tasks_and_types_of_a_check():
     t5, llava = CONFIG_MAPPING["t5"](), CONFIG_MAPPING["llava"]()
-    assert task_of_class("T5ForConditionalGeneration", t5) == "seq2seq"
-    assert task_of_class("BartForCausalLM", CONFIG_MAPPING["bart"]()) == "causal"
-    assert task_of_class("BertForTokenClassification", t5) == "token_classification"
-    assert task_of_class("BertForQuestionAnswering", t5) == "question_answering"
-    assert task_of_class("LlavaForConditionalGeneration", llava) == "image"
+    assert get_class_task("T5ForConditionalGeneration", t5) == "seq2seq"
+    assert get_class_task("BartForCausalLM", CONFIG_MAPPING["bart"]()) == "causal"
+    assert get_class_task("BertForTokenClassification", t5) == "token_classification"
+    assert get_class_task("BertForQuestionAnswering", t5) == "question_answering"
+    assert get_class_task("LlavaForConditionalGeneration", llava) == "image"
     assert {"gpt_neo", "codegen", "mamba"} <= set(causal_types())
 
 

@@ -92,9 +92,9 @@ def test_stages():
     stages = Stages.of((3, 2, 1, 2), (0, 1, 1, 0))
     assert stages.ranges == ((0, 3), (3, 5), (5, 6), (6, 8))
     assert stages.of_rank(0) == (0, 3) and stages.of_rank(1) == (1, 2) and stages.of_rank(2) == ()
-    assert [stages.stage_of_layer(layer) for layer in range(8)] == [0, 0, 0, 1, 1, 2, 3, 3]
+    assert [stages.get_layer_stage(layer) for layer in range(8)] == [0, 0, 0, 1, 1, 2, 3, 3]
     with pytest.raises(IndexError):
-        stages.stage_of_layer(8)
+        stages.get_layer_stage(8)
     with pytest.raises(ValueError):
         Stages.of((3, 2), (0,))
     assert Stages.of((3, 2), (0, 1)) == Stages.of([3, 2], [0, 1])

@@ -18,7 +18,7 @@ from hf_megatron.pipeline_parallel.schedule_simulator import (
     simulated_seconds,
     simulated_timeline,
 )
-from hf_megatron.pipeline_parallel.schedules import Action, Kind, computations, rank_actions, rank_of_stage
+from hf_megatron.pipeline_parallel.schedules import Action, Kind, assign_stage_ranks, computations, rank_actions
 
 COSTS = StageCosts(1.0, 1.0, 1.0)
 EACH = (
@@ -119,7 +119,7 @@ def test_every_schedule(sizes):
     assert sum(step.idle) + busy == pytest.approx(ranks * step.duration)
     assert max(stops.values()) == step.duration
     # Actions that communicate change nothing.
-    assert simulate_orders(rank_actions(*sizes), rank_of_stage(*sizes[:3]), costs, 0.25) == step
+    assert simulate_orders(rank_actions(*sizes), assign_stage_ranks(*sizes[:3]), costs, 0.25) == step
     assert bubble(*sizes) == pytest.approx(simulate(*sizes, [COSTS] * len(costs)).bubble)
 
 
@@ -161,7 +161,7 @@ def test_a_long_step_takes_no_less_than_its_busiest_rank():
     halves = [1.31, 1.7, 1.24, 1.38, 0.8, 1.54, 0.8, 1.21]
     costs = [StageCosts(forward, half, half) for forward, half in zip(forwards, halves, strict=True)]
     own = [0.0] * 4
-    for stage, rank in enumerate(rank_of_stage("zbv", 4, 2)):
+    for stage, rank in enumerate(assign_stage_ranks("zbv", 4, 2)):
         own[rank] += forwards[stage] + 2 * halves[stage]
     assert simulated_seconds("zbv", 4, 2, 64, costs, 0.3) >= 64 * max(own)
 

@@ -14,11 +14,11 @@ from hf_megatron.pipeline_parallel.schedules import (
     Action,
     Kind,
     Schedule,
+    assign_stage_ranks,
     backward_plan,
     check_schedule,
     forward_plan,
     rank_actions,
-    rank_of_stage,
     register_schedule,
     schedule,
     valid_microbatches,
@@ -126,7 +126,7 @@ def test_registered_names():
 @pytest.mark.parametrize("name", NAMES)
 def test_every_plan_runs(name):
     for ranks, stages_per_rank, microbatches in sizes_of(name):
-        placement = rank_of_stage(name, ranks, stages_per_rank)
+        placement = assign_stage_ranks(name, ranks, stages_per_rank)
         computed = simulate(rank_actions(name, ranks, stages_per_rank, microbatches), placement)
         assert set(computed.values()) == {1}
         for stage in range(ranks * stages_per_rank):
@@ -144,7 +144,7 @@ def test_every_plan_runs(name):
 @pytest.mark.parametrize(("one_way", "kind"), [(forward_plan, Kind.FORWARD), (backward_plan, Kind.BACKWARD)])
 def test_every_one_way_plan_runs(name, one_way, kind):
     for ranks, stages_per_rank, microbatches in sizes_of(name):
-        placement = rank_of_stage(name, ranks, stages_per_rank)
+        placement = assign_stage_ranks(name, ranks, stages_per_rank)
         actions = one_way(name, ranks, stages_per_rank, microbatches)
         computed = simulate(actions, placement, forwards=False)
         expected = [Action(kind, stage, part) for stage in range(len(placement)) for part in range(microbatches)]
@@ -153,7 +153,7 @@ def test_every_one_way_plan_runs(name, one_way, kind):
 
 def test_one_way_plans_need_no_valid_number_of_microbatches():
     for microbatches in range(1, 8):
-        simulate(forward_plan("dualpipev", 4, 2, microbatches), rank_of_stage("dualpipev", 4, 2))
+        simulate(forward_plan("dualpipev", 4, 2, microbatches), assign_stage_ranks("dualpipev", 4, 2))
     forwards, backwards = [one("zbv", 2, 2, 3)[0] for one in (forward_plan, backward_plan)]
     order = [(action.stage, action.microbatch) for action in forwards if action.kind is Kind.FORWARD]
     assert order == [(0, 0), (0, 1), (0, 2), (3, 0), (3, 1), (3, 2)]
@@ -165,7 +165,7 @@ def test_one_way_plans_need_no_valid_number_of_microbatches():
 )
 def test_the_simulator_finds_faults(fault):
     actions = [list(order) for order in rank_actions("1f1b", 3, 1, 4)]
-    placement = rank_of_stage("1f1b", 3, 1)
+    placement = assign_stage_ranks("1f1b", 3, 1)
 
     def places(rank, kind):
         return [index for index, action in enumerate(actions[rank]) if action.kind is kind]
@@ -203,9 +203,9 @@ def test_one_forward_one_backward_holds_few_activations():
 
 
 def test_placement():
-    assert rank_of_stage("1f1b", 4, 1) == (0, 1, 2, 3)
-    assert rank_of_stage("interleaved_1f1b", 3, 2) == (0, 1, 2, 0, 1, 2)
-    assert rank_of_stage("zbv", 3, 2) == rank_of_stage("dualpipev", 3, 2) == (0, 1, 2, 2, 1, 0)
+    assert assign_stage_ranks("1f1b", 4, 1) == (0, 1, 2, 3)
+    assert assign_stage_ranks("interleaved_1f1b", 3, 2) == (0, 1, 2, 0, 1, 2)
+    assert assign_stage_ranks("zbv", 3, 2) == assign_stage_ranks("dualpipev", 3, 2) == (0, 1, 2, 2, 1, 0)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -299,7 +299,7 @@ def test_a_schedule_is_one_registration(monkeypatch):
         )
 
     register_schedule(Schedule("one_by_one", one_by_one, fixed=1))
-    simulate(rank_actions("one_by_one", 3, 1, 4), rank_of_stage("one_by_one", 3, 1))
+    simulate(rank_actions("one_by_one", 3, 1, 4), assign_stage_ranks("one_by_one", 3, 1))
     assert bubble("one_by_one", 4, 1, 8) == pytest.approx(3 / 4)
     with pytest.raises(ConfigError, match="registered already"):
         register_schedule(Schedule("1f1b", one_by_one, fixed=1))

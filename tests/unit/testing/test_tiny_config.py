@@ -7,16 +7,16 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-from hf_megatron.models.type_facts import facts_of
+from hf_megatron.models.type_facts import get_type_facts
 from hf_megatron.testing.tiny_config import full_config, tiny_config
 from hf_megatron.testing.unread_parameters import without_gradient
 
 
 @pytest.mark.parametrize("model_type", ["glm4v_moe_text", "qwen2_vl", "gemma3"])
 def test_a_config_does_not_write_into_the_facts_that_types_share(model_type):
-    before = copy.deepcopy(facts_of(model_type))
+    before = copy.deepcopy(get_type_facts(model_type))
     tiny_config(full_config(CONFIG_MAPPING[model_type]()))
-    assert facts_of(model_type) == before
+    assert get_type_facts(model_type) == before
 
 
 @pytest.mark.parametrize("model_type", ["llava", "llava_onevision", "aya_vision"])

@@ -10,7 +10,7 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 
 from ....diagnostics.rank_trace import traces_in
 from ....diagnostics.step_trace import StepTrace
-from ....diagnostics.trace_breakdown import as_table, shares_of
+from ....diagnostics.trace_breakdown import as_table, compute_shares
 from .base import StepToolCallback
 
 
@@ -40,4 +40,4 @@ class TraceCallback(StepToolCallback):
             dist.barrier()
         files = [*trace.directory.glob("rank*.json")]
         if trace.rank == 0 and len(files) == trace.ranks:
-            print(f"hf_megatron: {trace.directory}\n{as_table(shares_of(traces_in(trace.directory)))}", flush=True)
+            print(f"hf_megatron: {trace.directory}\n{as_table(compute_shares(traces_in(trace.directory)))}", flush=True)

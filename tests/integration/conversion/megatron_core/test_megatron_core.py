@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_megatron import MegatronConfig
 from hf_megatron.conversion import TargetOptions, compare, convert
-from hf_megatron.conversion.families import family_of
+from hf_megatron.conversion.families import get_family
 from hf_megatron.conversion.interfaces import MAIN_WEIGHT, WEIGHT
 from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
 from hf_megatron.core.fork_harness import run_ranks
@@ -24,7 +24,7 @@ IDS = torch.randint(0, VOCABULARY, (2, 24), generator=torch.Generator().manual_s
 
 # Other classes than GPTModel, with tests of their own: test_megatron_bert.py, test_megatron_mamba.py and so on.
 OTHER_CLASSES = {"megatron-bert", "mamba2", "nemotron_h", "t5", "mt5"}
-CHECKED = [case for case in FAMILIES if family_of(config_of(case)).unchecked(config_of(case)) is None]
+CHECKED = [case for case in FAMILIES if get_family(config_of(case)).unchecked(config_of(case)) is None]
 BUILT = [case for case in CHECKED if FAMILIES[case][0] not in OTHER_CLASSES]
 # The sums of latent attention are in another order under tensor parallelism.
 TOLERANCE = {"deepseek_v2": 3e-6, "deepseek_v2_lite": 3e-6, "deepseek_v3": 3e-6, "deepseek_v3_halves": 3e-6}

@@ -8,7 +8,7 @@ import torch
 
 from hf_megatron import CheckpointError
 from hf_megatron.conversion import convert
-from hf_megatron.conversion.families import family_of
+from hf_megatron.conversion.families import get_family
 from hf_megatron.conversion.interfaces import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -51,7 +51,7 @@ def test_moments_come_along(tmp_path, case):
             for key, tensor in tensors.items()
             if key.kind == WEIGHT and key.name != "lm_head.output_layer.weight"
         }
-    write(tmp_path / "trained", tensors, family_of(config_of(case)).model(config_of(case)), OptimizerState(7))
+    write(tmp_path / "trained", tensors, get_family(config_of(case)).model(config_of(case)), OptimizerState(7))
     convert(tmp_path / "trained", tmp_path / "sharded", "sharded", config=str(tmp_path / "hf"))
     convert(tmp_path / "sharded", tmp_path / "again", "megatron_core")
     with MegatronCoreReader(tmp_path / "again") as reader:
@@ -74,7 +74,7 @@ def test_a_block_too_few_or_too_many_is_seen(tmp_path, blocks, said):
     tiny_model("mamba2").save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "plain", "megatron_core")
     tensors, name = read(tmp_path / "plain"), "mixer.in_proj.weight"
-    model = family_of(config_of("mamba2")).model(config_of("mamba2"))
+    model = get_family(config_of("mamba2")).model(config_of("mamba2"))
     tensors = {
         key: torch.cat([tensor, tensor])[: sum(blocks.values())] if key.name.endswith(name) else tensor
         for key, tensor in tensors.items()
@@ -89,6 +89,6 @@ def test_two_names_of_a_head_that_differ_are_seen(tmp_path):
     convert(tmp_path / "hf", tmp_path / "plain", "megatron_core")
     tensors = read(tmp_path / "plain")
     tensors[Key(WEIGHT, "lm_head.output_layer.weight")] += 1
-    write(tmp_path / "damaged", tensors, family_of(config_of("t5")).model(config_of("t5")), None)
+    write(tmp_path / "damaged", tensors, get_family(config_of("t5")).model(config_of("t5")), None)
     with pytest.raises(CheckpointError, match=r"lm_head\.output_layer\.weight: 2 copies .* differ"):
         convert(tmp_path / "damaged", tmp_path / "back", "hf", config=str(tmp_path / "hf"))

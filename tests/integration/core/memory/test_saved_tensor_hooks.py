@@ -75,7 +75,7 @@ def padded(length, rows=2):
     return mask
 
 
-def loss_of(model, **kwargs):
+def read_loss(model, **kwargs):
     return model(input_ids=ids(), labels=ids(), **kwargs).loss
 
 
@@ -170,9 +170,9 @@ def test_a_wrong_shard_is_noticed(folder, monkeypatch):
 
     def on_rank():
         expected = load(folder, False)
-        loss_of(expected).backward()
+        read_loss(expected).backward()
         model = load(folder, True)
-        loss = loss_of(model)
+        loss = read_loss(model)
         monkeypatch.setattr(gathered_input, "all_gather", lambda *args: gather(*args).roll(1, 1))
         loss.backward()
         with pytest.raises(AssertionError):
@@ -251,7 +251,7 @@ def test_heads_that_a_mask_repeats_are_kept_once(folder, autocast):
 
 def test_numbers_with_a_mask(folder):
     def run(model):
-        loss = loss_of(model, attention_mask=padded(13))
+        loss = read_loss(model, attention_mask=padded(13))
         loss.backward(retain_graph=True)
         loss.backward()
         return gradients(model)
@@ -275,7 +275,7 @@ def test_one_gather_more_for_each_block(folder):
         for packs in BOTH:
             for recompute in (None, "selective", "full"):
                 model = load(folder, packs, recompute=recompute)
-                loss, forward = count_collectives(lambda model=model: loss_of(model))
+                loss, forward = count_collectives(lambda model=model: read_loss(model))
                 _, backward = count_collectives(loss.backward)
                 counts[packs, recompute] = gradients(model), forward, backward
         return counts
@@ -310,7 +310,7 @@ def on_both(folder, run, ranks=2, **fields):
 
 def test_retained_graphs(folder):
     def run(model):
-        loss = loss_of(model)
+        loss = read_loss(model)
         loss.backward(retain_graph=True)
         first = gradients(model)
         loss.backward()
@@ -331,7 +331,7 @@ def test_gradients_of_some(folder):
         weights = dict(local_named_parameters(model))
         found, stay = {}, []
         with Alive(model) as alive:
-            loss = loss_of(model)
+            loss = read_loss(model)
             before = alive.bytes
             for layer in (1, 0):
                 name = f"model.layers.{layer}.self_attn.k_proj.weight"
@@ -358,7 +358,7 @@ def test_gradients_of_some(folder):
 def test_autocast(folder, dtype):
     def run(model):
         with torch.autocast("cpu", dtype):
-            loss = loss_of(model)
+            loss = read_loss(model)
         loss.backward()
         return gradients(model) | {"loss": loss.detach()}
 
@@ -416,7 +416,7 @@ def test_edits_in_place_after_forward(folder, packs):
             model = load(folder, packs)
             caught = []
             catch(model.model.layers[0].get_submodule(name), place, lambda tensor, caught=caught: caught.append(tensor))
-            loss = loss_of(model)
+            loss = read_loss(model)
             add_one(caught[0])
             if what == "shard" and not packs:
                 loss.backward()
@@ -436,7 +436,7 @@ def test_edits_in_place_in_forward(folder, packs, factor):
         mlp, caught = model.model.layers[0].mlp, []
         catch(mlp.get_submodule(factor), "output", caught.append)
         catch(mlp.down_proj, "input", lambda tensor: add_one(caught[0]))
-        loss = loss_of(model)
+        loss = read_loss(model)
         with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
             loss.backward()
 
@@ -448,7 +448,7 @@ def test_edits_of_the_gathered_input_between_its_readers(folder, packs):
     def on_rank():
         model = load(folder, packs)
         catch(model.model.layers[0].self_attn.k_proj, "input", add_one)
-        loss = loss_of(model)
+        loss = read_loss(model)
         with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
             loss.backward()
 
@@ -458,7 +458,7 @@ def test_edits_of_the_gathered_input_between_its_readers(folder, packs):
 def test_an_edit_in_place_before_anybody_saves(folder):
     def run(model):
         catch(model.model.layers[0].self_attn.q_proj, "input", add_one)
-        loss_of(model).backward()
+        read_loss(model).backward()
         return gradients(model)
 
     on_both(folder, run)
@@ -517,7 +517,7 @@ def test_an_adapter(folder):
         down = torch.randn(SIZES["hidden_size"], 2, generator=generator).requires_grad_()
         up = torch.randn(2, SIZES["hidden_size"], generator=generator).requires_grad_()
         q_proj.register_forward_hook(lambda module, args, output: output + args[0] @ down @ up)
-        loss_of(model).backward()
+        read_loss(model).backward()
         return {"down": down.grad, "up": up.grad}
 
     on_both(folder, run)
@@ -532,7 +532,7 @@ def test_hooks_of_others_have_the_first_word(folder):
                 lambda t, shapes=shapes: shapes.append(t.shape) or t, tuple
             )
             with hooks:
-                loss_of(model)
+                read_loss(model)
             found.append(shapes)
         assert found[0] == found[1] != []
 
@@ -545,7 +545,7 @@ def test_checkpoints_around_a_part_of_a_layer(folder, name):
         for layer in model.model.layers:
             module = layer.get_submodule(name)
             module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
-        loss_of(model).backward()
+        read_loss(model).backward()
         return gradients(model)
 
     on_both(folder, run)
@@ -559,7 +559,7 @@ def test_nothing_is_packed_where_nothing_is_saved(folder):
                 model(input_ids=ids())
             model.eval().generate(ids(), max_new_tokens=3, pad_token_id=0)
         assert not count.kept
-        loss_of(copy.deepcopy(model).train()).backward()
+        read_loss(copy.deepcopy(model).train()).backward()
 
     run_ranks(on_rank, 2)
 
@@ -573,7 +573,7 @@ def test_user_hooks_run_once(folder):
             for name in ("input_layernorm", "mlp.act_fn", "mlp.up_proj", "self_attn"):
                 module = model.model.layers[0].get_submodule(name)
                 module.register_forward_hook(lambda *args, calls=calls, name=name: calls.append(name))
-            loss_of(model).backward()
+            read_loss(model).backward()
         assert found[0] == found[1] != []
 
     run_ranks(on_rank, 2)
@@ -585,7 +585,7 @@ def trained(model):
     found = {}
     for step in range(2):
         for part in range(2):
-            loss = loss_of(model)
+            loss = read_loss(model)
             loss.backward()
             found[f"loss {step} {part}"] = loss.detach()
         optimizer.step()
@@ -609,11 +609,11 @@ def test_pipelines(longer, schedule):
 def test_compiled_layers(folder):
     def on_rank():
         expected = load(folder, False)
-        loss_of(expected).backward()
+        read_loss(expected).backward()
         model = load(folder, True)
         for layer in model.model.layers:
             layer.compile(backend="aot_eager", fullgraph=True)
-        loss_of(model).backward()
+        read_loss(model).backward()
         found = gradients(model)
         for name, tensor in gradients(expected).items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-7)

@@ -394,7 +394,7 @@ def test_ranges_that_are_left_out(prefix):
     dataset = dataset_of(prefix)
     left = WithoutSamples(dataset, [(0, 2), (5, 6), (40, 48)])
     kept = [place for place in range(len(dataset)) if not (place < 2 or place == 5 or 40 <= place < 48)]
-    assert len(left) == len(kept) and [left.place_of(sample) for sample in range(len(left))] == kept
+    assert len(left) == len(kept) and [left.get_full_index(sample) for sample in range(len(left))] == kept
     assert [left.sample_at(place) for place in kept] == list(range(len(kept)))
     assert left.sample_at(5) == left.sample_at(6)
     assert left[3]["input_ids"].tolist() == dataset[kept[3]]["input_ids"].tolist()

@@ -123,7 +123,7 @@ def test_evaluation_counts_no_row_twice(stories, tmp_path, trainer_class):
 @pytest.mark.parametrize("are_counted", [False, True])
 def test_distillation_counts_no_target_of_padded_samples(stories, tmp_path, monkeypatch, are_counted):
     if are_counted:
-        monkeypatch.setattr(padded_batches, "_with_targets_of", lambda inputs, count: inputs)
+        monkeypatch.setattr(padded_batches, "_mask_targets_after", lambda inputs, count: inputs)
 
     def train(path, output, config):
         trainer = GKDTrainer(

@@ -22,7 +22,7 @@ from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, S
 
 from hf_megatron import ConfigError, MegatronConfig, UnsupportedError, token_log_probs, token_statistics
 from hf_megatron.checkpoint.gather_full import full_state_dict
-from hf_megatron.compat.versions import is_of_other_versions
+from hf_megatron.compat.versions import is_for_other_version
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.trl import base as integration
 from hf_megatron.integrations.trl import losses as trl_losses
@@ -66,7 +66,7 @@ MADE = ("ref_model", "teacher_model", "processing_class", "peft_config")
 GIVEN = ("compute_metrics", "compute_loss_func", "reward_funcs")
 UNEQUAL = ("runtime", "per_second", "flos")
 # TRL 1.14 asks for sums of a batch in SFTTrainer, and for logits elsewhere.
-ASKS_FOR_SCORES = not is_of_other_versions("trl.trainer.sft_trainer:add_fused_lm_head")
+ASKS_FOR_SCORES = not is_for_other_version("trl.trainer.sft_trainer:add_fused_lm_head")
 
 
 def layout(text):

@@ -19,7 +19,7 @@ from hf_megatron.datasets.dataset_order import has_own_order
 from hf_megatron.datasets.indexed_writer import IndexedWriter
 from hf_megatron.datasets.ordered_dataset import WithoutSamples
 from hf_megatron.datasets.pretraining import PretrainingDataset
-from hf_megatron.datasets.table_datasets import table_of
+from hf_megatron.datasets.table_datasets import build_table
 from hf_megatron.errors import DataError
 from hf_megatron.parallel_state import parallel_state
 
@@ -50,7 +50,7 @@ def train(stories, prefix, output, sizes, *, rows, steps, stop=None, resume=None
     }  # fmt: skip
     if table:
         arguments = SFTConfig(str(output), dataset_kwargs={"skip_prepare_dataset": True}, **given)
-        trainer = SFTTrainer(model, arguments, train_dataset=edit(table_of(dataset)))
+        trainer = SFTTrainer(model, arguments, train_dataset=edit(build_table(dataset)))
     else:
         trainer = Trainer(model, TrainingArguments(str(output), **given), default_data_collator, dataset)
     original = trainer.compute_loss
@@ -111,17 +111,17 @@ def test_collators_that_make_labels_are_refused(stories, prefix, tmp_path):
         DataCollatorForLanguageModeling(tokenizer, mlm=False),
     )
     with pytest.raises(DataError, match="DataCollatorForLanguageModeling replaces the labels"):
-        Trainer(model, arguments, collator, table_of(dataset_of(prefix))).train()
+        Trainer(model, arguments, collator, build_table(dataset_of(prefix))).train()
 
 
 def test_rows_have_labels_that_models_shift(prefix):
     dataset = dataset_of(prefix)
-    table = table_of(WithoutSamples(dataset, [(1, 3)]))
+    table = build_table(WithoutSamples(dataset, [(1, 3)]))
     assert has_own_order(table) and len(table) == len(dataset) - 2
     for number, sample in ((0, 0), (1, 3)):
         assert table[number]["input_ids"][:LENGTH] == dataset[sample]["input_ids"].tolist()
         assert table[number]["labels"] == [-100, *dataset[sample]["labels"].tolist()]
     with pytest.raises(DataError, match="TRL drops position_ids"):
-        table_of(dataset_of(prefix, restart="eod"))
+        build_table(dataset_of(prefix, restart="eod"))
     with pytest.raises(DataError, match="list: expected a dataset"):
-        table_of([])
+        build_table([])

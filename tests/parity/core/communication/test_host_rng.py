@@ -11,7 +11,7 @@ from hf_megatron.core.communication import rng
 from hf_megatron.core.communication.rng import host_state, set_host_state
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.models.verification_gate import ConfigUnderTest
-from hf_megatron.testing.measure import loss_of_batch
+from hf_megatron.testing.measure import compute_batch_loss
 from tests.helpers.shared_tiny_models import make_tiny_model
 
 MASKS_OF_SOUNDS = {"apply_spec_augment": True, "mask_time_prob": 0.4, "mask_time_length": 2, "mask_time_min_masks": 1}
@@ -42,7 +42,7 @@ def losses(tiny_model, changes, seed_of_rank, **kwargs):
         seed(seed_of_rank())
     found = []
     for _ in range(4):
-        loss = loss_of_batch(model, tiny_model.batches[0])[0]
+        loss = compute_batch_loss(model, tiny_model.batches[0])[0]
         loss.backward()
         model.zero_grad()
         found.append(loss.item())

@@ -247,27 +247,27 @@ def test_every_kind_of_layout_is_recorded():
 
 def without_sums():
     factors._SUMMED = GradientRule()
-    original = factors.factors_of
+    original = factors.plan_factors
 
-    def factors_of(*args):
+    def plan_factors(*args):
         found = original(*args)
         for factor in (found.a, found.b):
             object.__setattr__(factor, "switches", tuple((n, v and n != "sum_gradient") for n, v in factor.switches))
         return found
 
     for module in (factors, __import__("hf_megatron.integrations.peft.site", fromlist=["site"])):
-        module.factors_of = factors_of
+        module.plan_factors = plan_factors
 
 
 def without_sums_of_rows():
-    original = factors.factors_of
+    original = factors.plan_factors
 
-    def factors_of(*args):
+    def plan_factors(*args):
         found = original(*args)
         object.__setattr__(found.b, "switches", tuple((n, v and n != "sum_gradient") for n, v in found.b.switches))
         return found
 
-    __import__("hf_megatron.integrations.peft.site", fromlist=["site"]).factors_of = factors_of
+    __import__("hf_megatron.integrations.peft.site", fromlist=["site"]).plan_factors = plan_factors
 
 
 def without_groups():
@@ -338,7 +338,7 @@ def test_a_file_of_one_rank_is_found():
     tiny_model = tiny_model_of("llama", "lora")
 
     def sabotage():
-        saving.full_tensor_of = lambda tensor: tensor.to_local().clone()
+        saving.gather_full_tensor = lambda tensor: tensor.to_local().clone()
 
     def on_rank():
         sabotage()

@@ -10,7 +10,7 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import RankError
 from hf_megatron.models import verified
 from hf_megatron.models.modalities import sample_index
-from hf_megatron.models.type_facts import facts_of
+from hf_megatron.models.type_facts import get_type_facts
 from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.pipeline_parallel import microbatches
 from hf_megatron.testing.parity import check_tiny_model
@@ -20,7 +20,7 @@ from tests.structure import ROOT
 
 @functools.lru_cache(maxsize=1)
 def tiny_model(model_type):
-    config = CONFIG_MAPPING[model_type](**facts_of(model_type).audio)
+    config = CONFIG_MAPPING[model_type](**get_type_facts(model_type).audio)
     return make_tiny_model(config, task="audio", microbatches=2, min_layers=4, batch_size=4)
 
 

@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_t
 from torchao.quantization import Int8WeightOnlyConfig, PerTensor
 from transformers import CONFIG_MAPPING, BitsAndBytesConfig, TorchAoConfig, Trainer, TrainingArguments
 
-from hf_megatron.core.communication.full_tensor import full_tensor_of
+from hf_megatron.core.communication.full_tensor import gather_full_tensor
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.quantized_weight import QuantizedWeight
 from hf_megatron.errors import ConfigError, UnsupportedError
@@ -47,7 +47,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 
 
 @functools.cache
-def base_of(model_type):
+def find_base_model(model_type):
     changes = {name: value for name, value in WIDE.items() if hasattr(CONFIG_MAPPING[model_type](), name)}
     return make_tiny_model(CONFIG_MAPPING[model_type](), changes=changes, microbatches=2, batch_size=4)
 
@@ -62,8 +62,8 @@ def in_full_precision(model):
 
 @functools.cache
 def tiny_model_of(model_type, name):
-    base = replace(base_of(model_type), arguments={"quantization_config": SCHEMES[name]()})
-    model = get_peft_model(base.load(), METHODS["lora"](find_targets(base_of(model_type).load(), base)))
+    base = replace(find_base_model(model_type), arguments={"quantization_config": SCHEMES[name]()})
+    model = get_peft_model(base.load(), METHODS["lora"](find_targets(find_base_model(model_type).load(), base)))
     draw_parameters(model, 0, trained_only=True)
     folder = base.directory / f"adapter_{name}"
     model.save_pretrained(folder)
@@ -86,7 +86,7 @@ def test_every_scheme_is_compared():
 
 def dense_weights(name, text, sabotage=None):
     """Largest difference of what codes stand for to those of one process, over all weights of the twin."""
-    tiny_model = replace(base_of("llama"), arguments={"quantization_config": SCHEMES[name]()})
+    tiny_model = replace(find_base_model("llama"), arguments={"quantization_config": SCHEMES[name]()})
 
     def on_rank():
         if sabotage is not None:
@@ -96,7 +96,7 @@ def dense_weights(name, text, sabotage=None):
         linears = sorted(parallel_state(model).placed[scheme.NAME].linears)
         held = [isinstance(model.get_submodule(linear).weight, QuantizedWeight) for linear in linears]
         model.dequantize(torch.float32)
-        return all(held), {linear: full_tensor_of(model.get_submodule(linear).weight) for linear in linears}
+        return all(held), {linear: gather_full_tensor(model.get_submodule(linear).weight) for linear in linears}
 
     held, found = run_ranks(on_rank, 2)[0]
     assert held and found
@@ -141,7 +141,7 @@ def test_blocks_that_two_ranks_share_are_found():
         sabotage()
         model = tiny_model.load(megatron_config=ConfigUnderTest(tp_size=2))
         model.dequantize(torch.float32)
-        return full_tensor_of(model.model.layers[0].self_attn.o_proj.weight)
+        return gather_full_tensor(model.model.layers[0].self_attn.o_proj.weight)
 
     stock = tiny_model.load().model.layers[0].self_attn.o_proj.weight
     assert (run_ranks(on_rank, 2)[0] - dequantize_4bit(stock.data, stock.quant_state)).abs().max() > 1e-2
@@ -156,7 +156,7 @@ def trained(folder, tiny_model, text=None, resume=None):
     arguments = {} if text is None else {"megatron_config": ConfigUnderTest(**parse_layouts(text)[0].to_dict())}
     model = prepare_model_for_kbit_training(in_full_precision(tiny_model.load(**arguments)))
     torch.manual_seed(7)
-    model = get_peft_model(model, METHODS["lora"](find_targets(base_of("llama").load(), tiny_model)))
+    model = get_peft_model(model, METHODS["lora"](find_targets(find_base_model("llama").load(), tiny_model)))
     settings = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 4}
     settings |= {"learning_rate": 1e-2, "report_to": [], "use_cpu": True, "gradient_checkpointing": True}
     trainer = Trainer(model, TrainingArguments(folder, **settings), train_dataset=rows, eval_dataset=rows[:4])
@@ -170,7 +170,7 @@ def trained(folder, tiny_model, text=None, resume=None):
 
 
 def test_a_trainer_resumes_on_another_layout_and_merges(tmp_path):
-    tiny_model = replace(base_of("llama"), arguments={"quantization_config": SCHEMES["nf4_double"]()})
+    tiny_model = replace(find_base_model("llama"), arguments={"quantization_config": SCHEMES["nf4_double"]()})
     expected = trained(tmp_path / "one", tiny_model)
     split = run_ranks(lambda: trained(tmp_path / "tp", tiny_model, "tp2"), 2)[0]
     assert split[:5] == pytest.approx(expected, rel=1e-5)
@@ -184,7 +184,7 @@ def test_a_trainer_resumes_on_another_layout_and_merges(tmp_path):
 
 @pytest.mark.parametrize("name", ["nf4", "int8", "torchao"])
 def test_parameters_are_counted_as_in_one_process(name):
-    tiny_model = replace(base_of("llama"), arguments={"quantization_config": SCHEMES[name]()})
+    tiny_model = replace(find_base_model("llama"), arguments={"quantization_config": SCHEMES[name]()})
 
     def counts(layout):
         arguments = {} if layout is None else {"megatron_config": layout}
@@ -201,14 +201,14 @@ def test_adapters_are_made_in_the_dtype_of_products(storage):
     settings = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_quant_storage=storage
     )
-    tiny_model = replace(base_of("llama"), arguments={"quantization_config": settings, "dtype": torch.bfloat16})
+    tiny_model = replace(find_base_model("llama"), arguments={"quantization_config": settings, "dtype": torch.bfloat16})
 
     def made(layout):
         arguments = {} if layout is None else {"megatron_config": layout}
         model = prepare_model_for_kbit_training(tiny_model.load(**arguments))
         torch.manual_seed(0)
         wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
-        return {name: full_tensor_of(weight) for name, weight in wrapped.named_parameters() if weight.requires_grad}
+        return {name: gather_full_tensor(weight) for name, weight in wrapped.named_parameters() if weight.requires_grad}
 
     one = run_ranks(made, 1, None)[0]
     found = run_ranks(made, 2, ConfigUnderTest(tp_size=2))[0]
@@ -227,19 +227,19 @@ def test_modules_that_stock_leaves_out():
     def on_rank():
         found = {}
         for name, settings in cases.items():
-            tiny_model = replace(base_of("llama"), arguments={"quantization_config": settings})
+            tiny_model = replace(find_base_model("llama"), arguments={"quantization_config": settings})
             model = tiny_model.load(megatron_config=ConfigUnderTest(tp_size=2))
             found[name] = parallel_state(model).placed[scheme.NAME].linears
         return found
 
     for name, linears in run_ranks(on_rank, 2)[0].items():
-        stock = replace(base_of("llama"), arguments={"quantization_config": cases[name]}).load()
+        stock = replace(find_base_model("llama"), arguments={"quantization_config": cases[name]}).load()
         kinds = {linear: type(module.weight) for linear, module in stock.named_modules() if "_proj" in linear}
         assert linears == {linear for linear, kind in kinds.items() if kind is not torch.nn.Parameter}, name
 
 
 def test_what_is_refused(tmp_path):
-    tiny_model = base_of("llama")
+    tiny_model = find_base_model("llama")
     narrow = make_tiny_model(CONFIG_MAPPING["llama"]())
     stock = replace(tiny_model, arguments={"quantization_config": SCHEMES["nf4"]()}).load()
     stock.save_pretrained(tmp_path / "quantized")

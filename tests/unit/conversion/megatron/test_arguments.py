@@ -8,10 +8,10 @@ import pytest
 from transformers import AutoConfig
 
 from hf_megatron import CheckpointError
-from hf_megatron.conversion.families import family_of
+from hf_megatron.conversion.families import get_family
 from hf_megatron.conversion.families.positions import unstored_positions
 from hf_megatron.conversion.megatron.arguments import NEUTRAL, OTHER_NAMES, check_arguments
-from hf_megatron.conversion.write import notes_of
+from hf_megatron.conversion.write import get_format_notes
 from tests.helpers.tiny_models import FAMILIES, config_of
 
 LLAMA3 = {
@@ -105,7 +105,7 @@ ELSEWHERE = re.compile(
 
 def meaning(case: str) -> dict:
     config = config_of(case)
-    return family_of(config).meaning(config)
+    return get_family(config).meaning(config)
 
 
 @pytest.mark.parametrize(("case", "name"), [(case, name) for case, others in OTHERWISE.items() for name in others])
@@ -122,7 +122,7 @@ def test_every_row_is_refused_somewhere():
 @pytest.mark.parametrize("case", FAMILIES)
 def test_what_a_family_stores_is_what_it_means(case):
     config = config_of(case)
-    stored, means = family_of(config).arguments(config), meaning(case)
+    stored, means = get_family(config).arguments(config), meaning(case)
     check_arguments(stored, means, "here")
     # What Megatron-LM stores of arguments that nobody gave.
     check_arguments({"rope_scaling_factor": 8.0, "moe_router_topk": 2} | dict.fromkeys(means) | stored, means, "here")
@@ -163,11 +163,11 @@ def test_what_has_the_same_shapes_is_seen_by_its_arguments(case, found):
 def test_scaled_positions_have_megatrons_names():
     def stored(**rope):
         config = AutoConfig.for_model("llama", rope_parameters=rope)
-        return config, family_of(config).arguments(config)
+        return config, get_family(config).arguments(config)
 
     config, arguments = stored(**LLAMA3)
     assert (arguments["use_rope_scaling"], arguments["rope_scaling_factor"]) == (True, 8.0)
-    assert unstored_positions(config) is None and notes_of(config) == []
+    assert unstored_positions(config) is None and get_format_notes(config) == []
     _, plain = stored(rope_type="default", rope_theta=5e5)
     for one, other in ((arguments, plain), ({**arguments, "rope_scaling_factor": 4.0}, arguments)):
         with pytest.raises(CheckpointError, match=r"rope_scaling"):
@@ -175,9 +175,9 @@ def test_scaled_positions_have_megatrons_names():
     with pytest.raises(CheckpointError, match="use_rope_scaling is False, but True in the config"):
         check_arguments({"use_rope_scaling": False}, arguments, "here")
     config, _ = stored(**LLAMA3 | {"original_max_position_embeddings": 16})
-    assert "original_max_position_embeddings" in str(notes_of(config))
+    assert "original_max_position_embeddings" in str(get_format_notes(config))
     config, _ = stored(rope_type="dynamic", rope_theta=1e4, factor=2.0)
-    assert "'dynamic'" in str(notes_of(config))
+    assert "'dynamic'" in str(get_format_notes(config))
     _, linear = stored(rope_type="linear", rope_theta=1e4, factor=4.0)
     assert linear["rotary_seq_len_interpolation_factor"] == 4.0
     _, yarn = stored(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
@@ -208,4 +208,4 @@ def test_defaults_of_megatron_core_are_refused_nowhere(case):
     defaults = {name: value.value for name, value in fields.items() if isinstance(value, ast.Constant)}
     assert len(defaults) > 80 and NEUTRAL.keys() & defaults.keys()
     config = config_of(case)
-    check_arguments(defaults | family_of(config).arguments(config), meaning(case), "here")
+    check_arguments(defaults | get_family(config).arguments(config), meaning(case), "here")

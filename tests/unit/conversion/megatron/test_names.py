@@ -5,12 +5,12 @@ import torch
 
 from hf_megatron.conversion.interfaces import MegatronModel
 from hf_megatron.conversion.megatron.names import (
+    build_local_expert_name,
     canonical,
-    expert_of,
     extra_states,
     local,
-    name_of_expert,
     spellings,
+    split_expert_name,
 )
 from hf_megatron.conversion.megatron.splits import RankSplit, blocks_of, rank_views, tensor_parallel_split
 from hf_megatron.errors import CheckpointError
@@ -147,15 +147,15 @@ def test_later_names_of_state_space_models():
 @pytest.mark.parametrize("tensor", ["linear_fc1.weight", "linear_fc2.weight", "linear_fc1.bias"])
 def test_experts_have_names_of_their_own(grouped, tensor):
     name = f"{LAYER}mlp.experts.experts.{tensor}"
-    own = name_of_expert(name, 12, grouped)
+    own = build_local_expert_name(name, 12, grouped)
     assert own == (f"{LAYER}mlp.experts.{tensor}12" if grouped else f"{LAYER}mlp.experts.local_experts.12.{tensor}")
-    assert expert_of(own) == (name, 12)
+    assert split_expert_name(own) == (name, 12)
 
 
 def test_all_experts_in_one_tensor():
-    assert expert_of(LAYER + "mlp.experts.weight1") == (LAYER + "mlp.experts.experts.linear_fc1.weight", None)
-    assert expert_of(LAYER + "mlp.experts.weight2") == (LAYER + "mlp.experts.experts.linear_fc2.weight", None)
-    assert expert_of(LAYER + "mlp.shared_experts.linear_fc1.weight") is None
+    assert split_expert_name(LAYER + "mlp.experts.weight1") == (LAYER + "mlp.experts.experts.linear_fc1.weight", None)
+    assert split_expert_name(LAYER + "mlp.experts.weight2") == (LAYER + "mlp.experts.experts.linear_fc2.weight", None)
+    assert split_expert_name(LAYER + "mlp.shared_experts.linear_fc1.weight") is None
 
 
 @pytest.mark.parametrize("gated", [True, False])

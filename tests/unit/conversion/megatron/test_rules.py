@@ -9,7 +9,7 @@ import torch
 
 from hf_megatron import CheckpointError
 from hf_megatron.conversion.architecture import Architecture
-from hf_megatron.conversion.families import family_of, known_families
+from hf_megatron.conversion.families import get_family, known_families
 from hf_megatron.conversion.families.multimodal import packed_qkv
 from hf_megatron.conversion.megatron.names import spellings
 from hf_megatron.conversion.megatron.rules import (
@@ -28,9 +28,9 @@ from tests.helpers.tiny_models import FAMILIES, MULTIMODAL, config_of, tiny_mode
 TABLE = json.loads((Path(__file__).parents[3] / "data" / "megatron_bridge_names.json").read_text())["families"]
 
 
-def rules_of(case: str, padded: int = 256) -> list:
+def list_rules(case: str, padded: int = 256) -> list:
     config = config_of(case)
-    return list(family_of(config).rules(config, padded, names=Architecture(tiny_model(case)).names))
+    return list(get_family(config).rules(config, padded, names=Architecture(tiny_model(case)).names))
 
 
 def test_every_family_has_a_tiny_model():
@@ -39,7 +39,7 @@ def test_every_family_has_a_tiny_model():
 
 @pytest.mark.parametrize("case", {**FAMILIES, **MULTIMODAL})
 def test_every_tensor_has_one_rule(case):
-    rules, architecture = rules_of(case), Architecture(tiny_model(case))
+    rules, architecture = list_rules(case), Architecture(tiny_model(case))
     names = [name for rule in rules for name in rule.transformers]
     assert sorted(names) == sorted(architecture.names)
     megatron = [name for rule in rules for name in rule.megatron]
@@ -53,7 +53,7 @@ def test_every_tensor_has_one_rule(case):
 @pytest.mark.parametrize("case", {**FAMILIES, **MULTIMODAL})
 def test_rules_are_reversible_and_keep_their_shapes_on_meta(case):
     state = tiny_model(case).state_dict()
-    for rule in rules_of(case):
+    for rule in list_rules(case):
         tensors = [state[name] for name in rule.transformers]
         there = rule.operation.to_megatron(tensors)
         meta = rule.operation.to_megatron([tensor.to("meta") for tensor in tensors])
@@ -138,7 +138,7 @@ def expected_tensors(case: str, state: dict) -> dict[str, tuple]:
 def test_names_and_shapes_are_those_of_megatron_bridge(case):
     state = tiny_model(case).state_dict()
     found: dict[str, tuple] = {}
-    for rule in rules_of(case, padded=config_of(case).get_text_config().vocab_size):
+    for rule in list_rules(case, padded=config_of(case).get_text_config().vocab_size):
         made = rule.operation.to_megatron([state[name] for name in rule.transformers])
         for name, tensor in zip(rule.megatron, made, strict=True):
             key, names = numberless(name), [numberless(other) for other in rule.transformers]
@@ -190,7 +190,7 @@ def test_towers_of_megatron_are_split_and_those_of_transformers_are_not(name, sp
 
 def test_a_parallel_residual_changes_no_name():
     """megatron-core loads the names of the sequential GPT-NeoX; the other has the same tensors."""
-    assert rules_of("gpt_neox_parallel") == rules_of("gpt_neox")
+    assert list_rules("gpt_neox_parallel") == list_rules("gpt_neox")
 
 
 def test_queries_are_grouped_with_their_key_and_value():

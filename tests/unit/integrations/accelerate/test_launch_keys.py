@@ -14,10 +14,10 @@ from hf_megatron import ConfigError, MegatronConfig, MegatronPlugin, Unsupported
 from hf_megatron.integrations.accelerate.launch_keys import (
     LAUNCH_KEYS,
     PREFIX,
-    fields_of_variables,
-    variables_of_fields,
+    format_field_variables,
+    parse_field_variables,
 )
-from hf_megatron.integrations.accelerate.plugin import config_of_plugin
+from hf_megatron.integrations.accelerate.plugin import get_plugin_config
 
 LAUNCHED = {"HF_MEGATRON_LAUNCH": "true"}
 
@@ -55,7 +55,7 @@ def test_the_table_has_every_key_that_the_launcher_exports():
 def test_the_table_has_the_defaults_of_accelerate():
     plugin = MegatronLMPlugin()
     assert {name: getattr(plugin, name) for name in LAUNCH_KEYS} == {name: k.default for name, k in LAUNCH_KEYS.items()}
-    assert config_of_plugin(plugin) == MegatronConfig()
+    assert get_plugin_config(plugin) == MegatronConfig()
 
 
 def test_what_the_launcher_exports_without_a_request_passes():
@@ -247,16 +247,16 @@ def test_gradient_clipping_is_a_norm(value):
 
 
 def test_accelerates_own_plugin_is_read(monkeypatch):
-    assert config_of_plugin(MegatronLMPlugin(pp_degree=2, num_micro_batches=4)) == MegatronConfig(
+    assert get_plugin_config(MegatronLMPlugin(pp_degree=2, num_micro_batches=4)) == MegatronConfig(
         pp_size=2, num_microbatches=4
     )
     plugin = MegatronLMPlugin(
         tp_degree=2, sequence_parallelism=True, use_distributed_optimizer=True, gradient_clipping=0.5
     )
     expected = MegatronConfig(tp_size=2, sequence_parallel=True, zero_stage=1, gradient_clipping=0.5)
-    assert config_of_plugin(plugin) == expected
+    assert get_plugin_config(plugin) == expected
     monkeypatch.setenv("HF_MEGATRON_ZERO_STAGE", "3")
-    assert config_of_plugin(plugin) == dataclasses.replace(expected, zero_stage=3)
+    assert get_plugin_config(plugin) == dataclasses.replace(expected, zero_stage=3)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_accelerates_own_plugin_is_read(monkeypatch):
 )
 def test_attributes_of_accelerates_plugin_without_a_counterpart_are_refused(arguments):
     with pytest.raises(UnsupportedError, match=next(iter(arguments))):
-        config_of_plugin(MegatronLMPlugin(**arguments))
+        get_plugin_config(MegatronLMPlugin(**arguments))
 
 
 def test_megatron_plugin(monkeypatch):
@@ -294,6 +294,6 @@ def test_megatron_plugin(monkeypatch):
 
 def test_layouts_of_frozen_models_travel_in_variables():
     layout = MegatronConfig(tp_size=2, frozen_models={"reference": {"zero_stage": 3}})
-    assert MegatronConfig.from_dict(fields_of_variables(variables_of_fields(layout.to_dict()), ())) == layout
+    assert MegatronConfig.from_dict(parse_field_variables(format_field_variables(layout.to_dict()), ())) == layout
     with pytest.raises(ConfigError, match="HF_MEGATRON_FROZEN_MODELS = 'reference': expected JSON"):
-        fields_of_variables({"HF_MEGATRON_FROZEN_MODELS": "reference"}, ())
+        parse_field_variables({"HF_MEGATRON_FROZEN_MODELS": "reference"}, ())
