@@ -385,7 +385,7 @@ def test_calls_that_are_refused_before_the_schedule():
         model = tiny_model.load(megatron_config=config_of("pp2")).train()
         batch = tiny_model.batches[0]
         ids = batch["input_ids"]
-        with pytest.raises(UnsupportedError, match="Call the whole model"):
+        with pytest.raises(UnsupportedError, match="Call the model"):
             model.model(input_ids=ids)
         for name, tensor in {
             "cu_seq_lens_q": torch.arange(len(ids)),
