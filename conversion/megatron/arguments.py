@@ -149,7 +149,7 @@ def check_arguments(arguments: Mapping[str, Any], expected: Mapping[str, Any], w
         if (actual is None or expected_value is None) and known not in NEUTRAL:
             continue
         if not _agrees(known, actual, expected_value, arguments, expected):
-            different.append(f"{name} is {safe_repr(actual)}, and {safe_repr(expected_value)} by the config")
+            different.append(f"{name} is {safe_repr(actual)}, but {safe_repr(expected_value)} in the config")
     if different:
         more = f" and {len(different) - _MOST_SHOWN} more" if len(different) > _MOST_SHOWN else ""
         raise CheckpointError(

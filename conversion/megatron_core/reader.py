@@ -138,7 +138,7 @@ class MegatronCoreReader(MegatronReader):
             halves in ([-1], list(range(_parts_of(key.name))))
         )
         if not is_complete or len(key_parts) != len(experts) * len(halves):
-            raise CheckpointError(f"{self.path}: parts of {key} are missing; there are {sorted(key_parts)[:8]}.")
+            raise CheckpointError(f"{self.path}: {key} is incomplete: found (expert, half) {sorted(key_parts)[:8]}.")
         return tuple(tuple(key_parts[expert, half] for half in halves) for expert in experts)
 
     def _shape(self, part: _Part) -> tuple[int, ...]:

@@ -212,6 +212,6 @@ def check_part(model: Any, info: dict[str, Any], path: Any) -> None:
     model.config._name_or_path = model.name_or_path = os.fspath(path)
     if missing := sorted(info.get("missing_keys") or ()):
         raise CheckpointError(
-            f"{path} was pulled for other ranks or another layout ({PARTIAL}): {', '.join(missing[:5])} lie in "
+            f"{path} was pulled for other ranks or another layout ({PARTIAL}): {', '.join(missing[:5])} are stored in "
             f"{', '.join(sorted(omitted))}. Run `hf-megatron pull` for this layout."
         )

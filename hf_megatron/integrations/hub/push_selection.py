@@ -146,8 +146,8 @@ def _complete(folder: Path) -> Manifest:
     checkpoint = Checkpoint(folder)
     if checkpoint.omitted:
         raise CheckpointError(
-            f"{folder} was pulled for some ranks only ({PARTIAL}) and lacks {', '.join(sorted(checkpoint.omitted))}; "
-            "pull it without --ranks before you push it."
+            f"{folder} was pulled for some ranks only ({PARTIAL}) and lacks {', '.join(sorted(checkpoint.omitted))}. "
+            "Pull it without --ranks before pushing it."
         )
     for where, text in _texts(checkpoint.manifest.metadata, "facts"):
         if os.path.isabs(text):

@@ -54,7 +54,7 @@ def test_order():
     ("words", "message"),
     [
         (["samples", INPUTS, "--seq", 32, "--part", "dev"], "expected one of train, valid, test"),
-        (["samples", INPUTS, "--seq", 32, "--split", "1,0,0", "--part", "test"], "is test"),
+        (["samples", INPUTS, "--seq", 32, "--split", "1,0,0", "--part", "test"], "the test split of"),
         (["samples", INPUTS, "--seq", 32, "--split", "all"], "expected one to three weights"),
         (["samples", INPUTS, "--seq", 100_000], "make no sample of 100000"),
         (["info", "nowhere"], "nowhere.idx: no such file"),

@@ -233,6 +233,6 @@ def test_a_quantization_is_refused_by_name(hf, tmp_path, to, method):
     source = with_config(hf, tmp_path / "source", quantization_config={"quant_method": method, "load_in_4bit": True})
     said = refused(source, tmp_path / "out", to)
     shown = method.replace("\x1b", "\\x1b")
-    assert f"config.json: quantization_config has quant_method {shown}: quantized weights are not converted" in said
+    assert f"config.json: quantization_config has quant_method {shown}; quantized weights cannot be converted" in said
     with pytest.raises(CheckpointError, match="quantization_config"):
         compare(source, hf)

@@ -134,7 +134,7 @@ def add_a_value_head(model):
         (list_a_layer_twice, "pp2", "lists the layers .0, 0, 1"),
         (list_layers_backwards, "pp2", "lists the layers .1, 0"),
         (remove_the_last_layer, "pp2", "lists the layers .0. "),
-        (set_the_class, "pp2", "Halved.forward is not what the model was loaded with"),
+        (set_the_class, "pp2", "Halved.forward was replaced after loading"),
         (parametrize_a_norm, "tp2", "weight of a .* is no longer a parameter"),
         (remove_the_last_layer, "tp2+sp", "first or last layer of model.layers was removed"),
         (remove_the_first_layer, "tp2+sp", "first or last layer of model.layers was removed"),

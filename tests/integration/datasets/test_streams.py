@@ -407,7 +407,7 @@ def named(stream):
 def test_what_would_not_keep_the_order_is_refused(folder, tmp_path):
     [one] = run_ranks(refusals, 1, folder, tmp_path)
     assert [message for message in one if "Use 0 or 1" in message] == one[:2]
-    assert "whole calls of 8 samples" in one[2] and "pass 0 over the stream yields no samples" in one[3]
+    assert "multiples of 8" in one[2] and "pass 0 over the stream yields no samples" in one[3]
     with pytest.raises(DataError, match="passes = 0"):
         SampleStream([], passes=0)
     with pytest.raises(DataError, match="list_iterator is an iterator, which cannot restart"):

@@ -348,7 +348,7 @@ def partial(message):
     return of
 
 
-@partial("averaged over the dp ranks")
+@partial("averaged over data-parallel ranks")
 def asks_autograd_for_one_after_another(loop):
     parameters = list(loop.model.parameters())
     loss = loop.loss(0)
@@ -357,7 +357,7 @@ def asks_autograd_for_one_after_another(loop):
     loop.optimizer.step()
 
 
-@partial("averaged over the dp ranks")
+@partial("averaged over data-parallel ranks")
 def asks_autograd_for_gradients_of_its_own_loss(loop):
     parameters = list(loop.model.parameters())
     for parameter, gradient in zip(parameters, torch.autograd.grad(outside(loop, 0), parameters), strict=True):
@@ -365,7 +365,7 @@ def asks_autograd_for_gradients_of_its_own_loss(loop):
     loop.optimizer.step()
 
 
-@partial("averaged over the dp ranks")
+@partial("averaged over data-parallel ranks")
 def goes_backward_to_some(loop):
     loop.loss(0).backward(inputs=loop.parameters("mlp"))
     assert all(

@@ -72,5 +72,5 @@ def test_adapters_on_a_shared_block_are_refused():
         model(**tiny_model("zamba").batches[0])
 
     tiny_model("zamba")
-    with pytest.raises(RankError, match=r"shared_transf.* is held by two stages of the pipeline, and an adapter"):
+    with pytest.raises(RankError, match=r"shared_transf.* is tied over two pipeline stages, and an adapter"):
         run_ranks(on_rank, 2)

@@ -286,14 +286,14 @@ def test_what_is_refused(tmp_path):
         "one scale per token, and a rank has 128 of its 256 entries",
         "input columns with a value above llm_int8_threshold = 6.0",
         "zero_stage = 3: FSDP2 would shard the quantized weights",
-        "compared with one process is Int8WeightOnlyConfig() with a scale for each row",
-        "quantization_config = 'nf4': valid are a dict and configs of transformers",
-        "The checkpoint is quantised",
+        "Use Int8WeightOnlyConfig() with one scale per row",
+        "quantization_config = 'nf4' is not valid: expected a dict or a transformers config",
+        "The checkpoint is quantized",
         "mul is not supported on a quantized weight",
-        "save_pretrained of a LlamaForCausalLM whose weights are quantised",
+        "save_pretrained does not support a LlamaForCausalLM with quantized weights",
         "A quantized weight cannot be pickled",
-        "merge_adapter on a quantised base",
-        "on a quantised base",
+        "merge_adapter with a quantized base",
+        "with a quantized base",
     )
     assert len(found) == len(expected), found
     for text, words in zip(found, expected, strict=True):

@@ -97,7 +97,7 @@ def test_places_beyond_a_file_and_chunks_that_do_not_fit(damaged):
     damaged(tensor(lambda item: setattr(item, "size", torch.Size((5, 6)))), "w:", "gaps")
     damaged(tensor(lambda item: setattr(item, "size", torch.Size((10**9, 10**9)))), "w:", "gaps")
     damaged(tensor(lambda item: setattr(item, "size", torch.Size((3, 6)))), "w", "exceeds")
-    damaged(tensor(lambda item: setattr(item.properties, "dtype", torch.float16)), "float16 should be")
+    damaged(tensor(lambda item: setattr(item.properties, "dtype", torch.float16)), " torch.float16.")
     damaged(tensor(lambda item: setattr(item.properties, "dtype", torch.float64)), "w has a chunk")
     twice = ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((2, 6)))
 
